@@ -1,0 +1,47 @@
+"""The error tree: a user's mistake names the key or tensor, what was given, and what would work."""
+
+from __future__ import annotations
+
+
+class DiscoError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class ConfigError(DiscoError):
+    """A key of a YAML file, an environment variable or an argument is wrong."""
+
+
+class GraphFileError(ConfigError):
+    """A TaskGraph or MemGraph file breaks the schema; the message names the vertex and the key."""
+
+
+class CaptureError(DiscoError):
+    """The step cannot be captured; the message names the op or module and the way out."""
+
+
+class PlanError(DiscoError):
+    """No plan could be made, or a plan is not valid."""
+
+
+class VerifyError(PlanError):
+    """A MemGraph is not a safe plan of its TaskGraph; the message names the vertices."""
+
+
+class BudgetTooSmall(PlanError):
+    """The step does not fit the device memory.
+
+    ``needed`` is the smallest arena, in bytes, for which the planner found a plan; ``given`` is what it got.
+    """
+
+    def __init__(self, needed: int, given: int, what: str = "the step") -> None:
+        super().__init__(f"{what} needs at least {needed} bytes of device memory, but the budget leaves {given}")
+        self.needed = needed
+        self.given = given
+
+
+class ExecutionError(DiscoError):
+    """A vertex failed while a step ran; parameters and optimizer state are as they were before the step."""
+
+
+class Stalled(ExecutionError):
+    """A step stopped making progress; the message lists who waits for what."""

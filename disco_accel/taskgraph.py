@@ -1,0 +1,121 @@
+"""TaskGraph: one training step or prefill as a dataflow graph of kernels and transfers, before memory is planned.
+
+Plain frozen data, no torch: the planner, the verifier and the simulator read nothing else. A vertex's
+outputs are *storages*; views of them cost no vertex and appear only as ``TensorSpec`` in the arguments of an op.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+Ref = tuple[int, int]
+"""``(vertex id, output index)``: one value, that is, one storage with one content."""
+
+
+class VertexKind(enum.IntEnum):
+    INPUT = 0
+    KERNEL = 1
+    TRANSFER = 2
+    OFFLOAD = 3
+    RELOAD = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One memory arena. ``memory`` in bytes is what a plan may use; addresses are multiples of ``alignment``."""
+
+    id: int
+    memory: int
+    alignment: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Vertex:
+    """A value that exists at the start (INPUT), a kernel, or a copy. Field meanings follow docs/schema.md.
+
+    ``sizes`` are the bytes of each output's storage (0 = no memory); ``duration`` is in seconds.
+    For an OFFLOAD ``device`` is the device copied from; everywhere else it is where the outputs live.
+    """
+
+    id: int
+    kind: VertexKind
+    device: int
+    op: str = ""
+    inputs: tuple[Ref, ...] = ()
+    sizes: tuple[int, ...] = (0,)
+    duration: float | None = None
+    clean: bool = False
+    late: bool = False
+    external: bool = False
+    out: bool = False
+    keep: bool = False
+    after: tuple[int, ...] = ()
+    inplace: int | None = None
+    may_inplace: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """How a tensor lies in its storage: ``dtype`` is torch's name without prefix; ``stride`` and ``offset`` in elements."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TensorArg:
+    """A tensor argument: the value at position ``input`` of the vertex's ``inputs``, seen through ``spec``."""
+
+    input: int
+    spec: TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class EnumArg:
+    """A dtype, layout, device or memory format by torch's name (``bfloat16``, ``strided``, ``cpu``, ``contiguous_format``)."""
+
+    kind: str
+    value: str
+
+
+Arg = TensorArg | EnumArg | None | bool | int | float | str | tuple["Arg", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OpResult:
+    """A tensor that the op returns: output ``output`` of the vertex, laid out as ``spec``."""
+
+    output: int
+    spec: TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class OpCall:
+    """The call behind a KERNEL: the functional overload as captured, its arguments in schema order, defaults filled in.
+
+    ``results`` has one entry per returned tensor in order; ``None`` where nobody reads it and it owns no output.
+    ``module`` is the dotted path of the module that issued the op ("" if unknown), for messages.
+    """
+
+    name: str
+    overload: str
+    args: tuple[Arg, ...]
+    results: tuple[OpResult | None, ...]
+    module: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskGraph:
+    """``vertices`` in a topological order, which is the serial order V of the paper.
+
+    ``ops`` maps KERNEL ids to their calls; it is empty for graphs that come from files.
+    """
+
+    name: str
+    devices: tuple[Device, ...]
+    vertices: tuple[Vertex, ...]
+    ops: Mapping[int, OpCall] = field(default_factory=dict)
