@@ -1,0 +1,31 @@
+"""Fine-tune and prefill language models far larger than device memory: planned ahead, executed dynamically."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+__all__ = ["DiscoCallback", "DiscoConfig", "__version__", "prepare", "restore", "stats"]
+
+if TYPE_CHECKING:
+    from disco_accel.config import DiscoConfig
+    from disco_accel.integrate.callback import DiscoCallback
+    from disco_accel.integrate.plugin import prepare, restore, stats
+
+_HOME = {
+    "DiscoConfig": "disco_accel.config",
+    "DiscoCallback": "disco_accel.integrate.callback",
+    "prepare": "disco_accel.integrate.plugin",
+    "restore": "disco_accel.integrate.plugin",
+    "stats": "disco_accel.integrate.plugin",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Planner and verifier users import this package without torch, so the public names load on first use.
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOME[name]), name)

@@ -1,0 +1,63 @@
+"""What a memory budget is made of: the arena is the budget less what lives on the device outside the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from disco_accel.errors import BudgetTooSmall
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """All in bytes. ``total`` is what the user gave; the rest of ``total`` after the other parts is ``arena``.
+
+    ``optimizer`` is the state AdamW will hold: two tensors as large as each trainable parameter.
+    """
+
+    total: int
+    adapters: int
+    gradients: int
+    optimizer: int
+    batch: int
+
+    @property
+    def outside(self) -> int:
+        return self.adapters + self.gradients + self.optimizer + self.batch
+
+    @property
+    def arena(self) -> int:
+        return self.total - self.outside
+
+    def checked(self) -> Budget:
+        """Return itself.
+
+        Raises:
+            BudgetTooSmall: the parts outside the arena alone are larger than the budget.
+        """
+        if self.arena <= 0:
+            raise BudgetTooSmall(self.outside + 1, self.total, "adapters, gradients and optimizer state")
+        return self
+
+    def as_dict(self) -> dict[str, int]:
+        return {
+            "total": self.total,
+            "arena": self.arena,
+            "adapters": self.adapters,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+            "batch": self.batch,
+        }
+
+
+def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def split_budget(total: int, trainable: Iterable[torch.Tensor], batch: Mapping[str, torch.Tensor]) -> Budget:
+    """Split ``total`` bytes for a model with these trainable parameters and this batch."""
+    adapters = _storage_bytes(trainable)
+    inputs = _storage_bytes(batch.values())
+    return Budget(total, adapters, gradients=adapters, optimizer=2 * adapters, batch=inputs)

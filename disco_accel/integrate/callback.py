@@ -1,0 +1,21 @@
+"""``DiscoCallback``: the second door, for scripts built on the transformers Trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import TrainerCallback
+
+from disco_accel.config import DiscoConfig
+from disco_accel.integrate.plugin import prepare
+
+
+class DiscoCallback(TrainerCallback):  # type: ignore[misc]
+    """``Trainer(..., callbacks=[DiscoCallback(config)])`` prepares the model when training begins."""
+
+    def __init__(self, config: DiscoConfig) -> None:
+        self.config = config
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        prepare(kwargs["model"], self.config)
+        return control

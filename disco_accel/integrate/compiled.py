@@ -1,0 +1,140 @@
+"""One captured step with its plan and its executor: the object behind each key of the plan table."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from disco_accel.capture.step import CapturedStep, InputBinding, capture_step
+from disco_accel.errors import BudgetTooSmall, CaptureError
+from disco_accel.execute.executor import EngineOptions, Executor
+from disco_accel.execute.hostmem import HostMemory
+from disco_accel.execute.record import apply, record
+from disco_accel.integrate.budget import Budget, split_budget
+from disco_accel.memgraph import MemGraph
+from disco_accel.plan import make_plan
+from disco_accel.sizes import format_size
+from disco_accel.taskgraph import TaskGraph, VertexKind
+from disco_accel.verify import verify
+
+
+@dataclass
+class CompiledStep:
+    """A plan that runs. ``seconds`` holds the time each stage of making it took."""
+
+    captured: CapturedStep
+    graph: TaskGraph
+    plan: MemGraph
+    executor: Executor
+    budget: Budget
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def compute_seconds(self) -> float:
+        """Sum of the kernels' durations, each measured alone."""
+        return sum(v.duration or 0.0 for v in self.graph.vertices)
+
+    def copy_bytes(self, kind: VertexKind) -> int:
+        """Bytes that OFFLOAD or RELOAD vertices move in one step."""
+        return sum(sum(v.sizes) for v in self.plan.vertices if v.kind is kind)
+
+    def bound_seconds(self, bandwidth: float | None) -> float:
+        """The step cannot be shorter: max(compute, busier direction of the link)."""
+        if bandwidth is None:
+            return self.compute_seconds
+        link = max(self.copy_bytes(VertexKind.OFFLOAD), self.copy_bytes(VertexKind.RELOAD)) / bandwidth
+        return max(self.compute_seconds, link)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of clean inputs that stay in the arena from step to step."""
+        return sum(
+            self.plan.slots[v.id, 0].size
+            for v in self.plan.vertices
+            if v.kind is VertexKind.INPUT and v.clean and (v.id, 0) in self.plan.slots
+        )
+
+    def vertices_of(self, *sources: str) -> list[InputBinding]:
+        return [b for b in self.captured.bindings if b.source in sources]
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """How a step is planned and run; ``memory`` is the whole budget in bytes."""
+
+    memory: int
+    planner: str
+    policy: str
+    engine: EngineOptions
+    contexts: Sequence[Callable[[], Any]] = ()
+
+
+def compile_step(
+    model: torch.nn.Module,
+    kwargs: Mapping[str, Any],
+    *,
+    forward: Callable[..., Any],
+    options: CompileOptions,
+    host: HostMemory,
+) -> CompiledStep:
+    """Capture, record, plan and verify one training step of ``model`` for batches shaped like ``kwargs``.
+
+    Raises:
+        CaptureError: an op or module cannot be captured.
+        BudgetTooSmall: with ``needed`` and ``given`` as whole budgets, not arenas.
+    """
+    clock = [time.perf_counter()]
+    captured = capture_step(model, kwargs, forward=forward, contexts=options.contexts)
+    clock.append(time.perf_counter())
+    records = record(captured.graph, device=options.engine.device)
+    graph = apply(captured.graph, records)
+    clock.append(time.perf_counter())
+
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    tensors = {k: v for k, v in kwargs.items() if isinstance(v, torch.Tensor)}
+    budget = split_budget(options.memory, trainable, tensors).checked()
+    try:
+        plan = make_plan(graph, memory=budget.arena, policy=options.policy, planner=options.planner, cyclic=True)
+    except BudgetTooSmall as error:
+        raise BudgetTooSmall(error.needed + budget.outside, budget.total, "memory_budget: the step") from error
+    clock.append(time.perf_counter())
+    verify(graph, plan)
+    clock.append(time.perf_counter())
+
+    clean = _host_bytes(model, captured, host)
+    executor = Executor(plan, graph.ops, records, clean=clean, options=options.engine)
+    clock.append(time.perf_counter())
+    stages = ("capture", "record", "plan", "verify", "load")
+    seconds = {name: b - a for name, a, b in zip(stages, clock, clock[1:], strict=False)}
+    return CompiledStep(captured, graph, plan, executor, budget, seconds)
+
+
+def _host_bytes(model: torch.nn.Module, captured: CapturedStep, host: HostMemory) -> dict[int, torch.Tensor]:
+    """INPUT vertex → its bytes on the host, for everything the plan may drop and load again."""
+    named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    found = {}
+    for binding in captured.bindings:
+        if binding.source == "constant":
+            found[binding.vertex] = host.bytes_of(captured.constants[binding.name])
+        elif binding.source in ("frozen", "buffer"):
+            if binding.name not in named:
+                raise CaptureError(f"{binding.name}: captured as a {binding.source}, but the model no longer has it")
+            found[binding.vertex] = host.bytes_of(named[binding.name].detach())
+    return found
+
+
+def describe(step: CompiledStep) -> str:
+    """One line for the user: what was captured and what the plan does."""
+    kernels = sum(v.kind is VertexKind.KERNEL for v in step.graph.vertices)
+    weights = sum(sum(v.sizes) for v in step.graph.vertices if v.kind is VertexKind.INPUT and v.clean)
+    return (
+        f"captured {kernels} kernels; budget {format_size(step.budget.total)} "
+        f"(arena {format_size(step.budget.arena)}); {format_size(step.resident_bytes)} of "
+        f"{format_size(weights)} frozen weights stay resident, "
+        f"{format_size(step.copy_bytes(VertexKind.RELOAD))} reloaded and "
+        f"{format_size(step.copy_bytes(VertexKind.OFFLOAD))} offloaded each step"
+    )

@@ -1,0 +1,127 @@
+"""A step between its forward and its backward, and the autograd node that ties it to the user's graph.
+
+A step is *pending* from forward until its backward ends or its autograd node is freed. Another run may take the
+engine meanwhile: the pending step is then suspended and rerun from its own inputs if its backward comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from disco_accel.errors import ExecutionError
+from disco_accel.integrate.compiled import CompiledStep
+
+if TYPE_CHECKING:
+    from disco_accel.integrate.plugin import PreparedModel
+
+
+class PendingStep:
+    """One step in flight. ``externals`` are the caller's tensors by INPUT vertex id, with the versions seen."""
+
+    def __init__(self, state: PreparedModel, step: CompiledStep, externals: Mapping[int, torch.Tensor]) -> None:
+        self.state = state
+        self.step = step
+        self.externals = dict(externals)
+        self.versions = {v: t._version for v, t in self.externals.items()}
+        self.running = False
+
+    def forward(self) -> torch.Tensor:
+        """Start the step and return a clone of its loss once that is ready; the rest waits at the gate."""
+        self._take_engine()
+        output = self.step.captured.outputs[0]
+        return self.step.executor.value(output.ref, output.spec).clone()
+
+    def _take_engine(self) -> None:
+        self.state.abandon_active()
+        self.state.active = self
+        self.running = True
+        try:
+            self.step.executor.begin(self.externals)
+            self.step.executor.wait_out()
+        except BaseException:
+            self._release()
+            raise
+
+    def backward(self, tangent: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Deliver the gradient of the loss; returns clones of the gradients by parameter name."""
+        with self.state.lock:
+            if not self.running:
+                self._check_unchanged()
+                self._take_engine()
+            executor = self.step.executor
+            late = {b.vertex: tangent.to(self._dtype_of(b.spec.dtype)).contiguous() for b in self.step.vertices_of("tangent")}
+            try:
+                executor.deliver(late)
+                executor.wait_end()
+                return {g.name: executor.value(g.ref, g.spec).clone() for g in self.step.captured.gradients}
+            finally:
+                self._release()
+
+    def suspend(self) -> None:
+        """Stop what is left of this step; its inputs stay so that it can be rerun."""
+        if self.running:
+            self.running = False
+            self.step.executor.abandon()
+
+    def _release(self) -> None:
+        self.running = False
+        if self.state.active is self:
+            self.state.active = None
+
+    def _check_unchanged(self) -> None:
+        names = {b.vertex: b.name for b in self.step.captured.bindings}
+        for vertex, tensor in self.externals.items():
+            if tensor._version != self.versions[vertex]:
+                raise ExecutionError(
+                    f"{names[vertex]} was changed in place between this step's forward and its backward, "
+                    "and another step ran in between; call backward() before changing it"
+                )
+        if self.step not in self.state.plans.values():
+            raise ExecutionError(
+                "this step's plan was replaced by another batch shape before its backward; call backward() first"
+            )
+
+    @staticmethod
+    def _dtype_of(name: str) -> torch.dtype:
+        dtype = getattr(torch, name)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    def __del__(self) -> None:
+        if self.running and self.state.active is self:
+            self.state.abandon_active()
+
+
+class _Step(torch.autograd.Function):
+    """Forward returns the loss; backward returns the gradient of each trainable parameter, in order."""
+
+    @staticmethod
+    def forward(ctx: Any, pending: PendingStep, names: tuple[str, ...], *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.pending = pending
+        ctx.names = names
+        return pending.forward()
+
+    @staticmethod
+    def backward(ctx: Any, tangent: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        if torch.is_grad_enabled():
+            raise ExecutionError("create_graph=True: a planned step has no second derivative; use the unprepared model for it")
+        gradients = ctx.pending.backward(tangent)
+        return (None, None, *(gradients.get(name) for name in ctx.names))
+
+
+def run_step(
+    state: PreparedModel, model: torch.nn.Module, step: CompiledStep, batch: Mapping[str, Any]
+) -> torch.Tensor:
+    """Run the forward part of ``step``; the returned loss's backward runs the rest."""
+    parameters = dict(model.named_parameters())
+    externals: dict[int, torch.Tensor] = {}
+    for binding in step.vertices_of("trainable", "batch"):
+        source = parameters if binding.source == "trainable" else batch
+        externals[binding.vertex] = source[binding.name].detach()
+    trainable = {name: p for name, p in parameters.items() if p.requires_grad}
+    pending = PendingStep(state, step, externals)
+    loss: torch.Tensor = _Step.apply(pending, tuple(trainable), *trainable.values())
+    return loss

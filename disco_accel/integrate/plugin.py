@@ -1,0 +1,278 @@
+"""``prepare(model, config)``: patch a model's forward on the instance so that training steps run from a plan."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import threading
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from disco_accel.capture.guards import StepKey, step_key
+from disco_accel.config import DiscoConfig
+from disco_accel.errors import CaptureError, ConfigError
+from disco_accel.execute.executor import EngineOptions
+from disco_accel.execute.hostmem import HostMemory
+from disco_accel.integrate.compiled import CompiledStep, CompileOptions, compile_step, describe
+from disco_accel.integrate.hf import hf_contexts
+from disco_accel.integrate.output import LossOutput
+from disco_accel.integrate.pending import PendingStep, run_step
+from disco_accel.taskgraph import VertexKind
+
+logger = logging.getLogger("disco_accel")
+
+_STATE = "_disco_state"
+
+
+class PreparedModel:
+    """All that ``prepare`` keeps for one model: its original forward, host weights, plans and the pending step."""
+
+    def __init__(self, model: torch.nn.Module, config: DiscoConfig) -> None:
+        self.config = config
+        self.settings = config.resolve()
+        self.original_forward = model.forward
+        self.signature = inspect.signature(model.forward)
+        self.host = HostMemory(_frozen_bytes(model))
+        self.rebound: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        self.plans: dict[StepKey, CompiledStep] = {}
+        self.refused: dict[StepKey, str] = {}
+        self.active: PendingStep | None = None
+        self.current: CompiledStep | None = None
+        self.lock = threading.RLock()
+        self.weights_seen: list[tuple[torch.Tensor, int, int]] = []
+        self.counts = {"steps_compiled": 0, "steps_eager": 0, "plan_hits": 0}
+        self.fallbacks: list[str] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        # A copy of a prepared model is an unprepared model: it must never train the original.
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_nothing, ())
+
+    def compiled(self, model: torch.nn.Module, kwargs: Mapping[str, Any]) -> CompiledStep:
+        """The plan for this batch, made on first sight of its key."""
+        key = step_key(model, kwargs)
+        if key in self.refused:
+            raise CaptureError(self.refused[key])
+        found = self.plans.get(key)
+        if found is not None:
+            self.counts["plan_hits"] += 1
+            return found
+        self.abandon_active()
+        for other in self.plans.values():
+            # One arena at a time: the budget holds for the process, not for each plan.
+            other.executor.close()
+        self.plans.clear()
+        options = CompileOptions(
+            memory=self.settings.memory_budget,
+            planner=self.config.planner,
+            policy=self.config.policy,
+            engine=EngineOptions(
+                device=self.settings.device,
+                lookahead=self.config.lookahead,
+                dispatch=self.config.dispatch,
+                link_bandwidth=self.settings.link_bandwidth,
+                link_latency=self.config.link_latency,
+                compute_threads=self.config.compute_threads,
+            ),
+            contexts=hf_contexts(model, kwargs),
+        )
+        try:
+            step = compile_step(model, kwargs, forward=self.original_forward, options=options, host=self.host)
+        except CaptureError as error:
+            self.refused[key] = str(error)
+            raise
+        self.plans[key] = step
+        logger.info("%s", describe(step))
+        return step
+
+    def abandon_active(self) -> None:
+        """Let another run take the engine; the pending step reruns from its inputs if its backward comes."""
+        if self.active is not None:
+            self.active.suspend()
+            self.active = None
+
+    def check_weights(self, model: torch.nn.Module, step: CompiledStep) -> None:
+        """Reload residents when a frozen tensor's content or place changed since the last step."""
+        if self.current is not step:
+            self.current = step
+            self.weights_seen = _frozen_now(model, step)
+            return
+        for tensor, pointer, version in self.weights_seen:
+            if tensor.data_ptr() != pointer:
+                raise ConfigError(
+                    "a frozen weight was moved after prepare(); call restore(model), change it, then prepare(model) again"
+                )
+            if tensor._version != version:
+                step.executor.invalidate()
+                self.weights_seen = _frozen_now(model, step)
+                return
+
+
+def _nothing() -> None:
+    return None
+
+
+def _frozen_bytes(model: torch.nn.Module) -> int:
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters() if not p.requires_grad}
+    return sum(-(-n // 64) * 64 for n in storages.values())
+
+
+def _frozen_now(model: torch.nn.Module, step: CompiledStep) -> list[tuple[torch.Tensor, int, int]]:
+    named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    tensors = [named[b.name] for b in step.vertices_of("frozen", "buffer")]
+    return [(t, t.data_ptr(), t._version) for t in tensors]
+
+
+def _forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The patched forward: planned for training steps with a loss, the model's own for everything else."""
+    state: PreparedModel | None = self.__dict__.get(_STATE)
+    if state is None:
+        return type(self).forward(self, *args, **kwargs)
+    if not torch.is_grad_enabled():
+        return state.original_forward(*args, **kwargs)
+    batch = _bind(state.signature, args, kwargs)
+    try:
+        if batch.get("labels") is None:
+            raise CaptureError("labels: not given; the loss must be computed inside the model (pass labels=...)")
+        if batch.get("return_dict") is False:
+            raise CaptureError("return_dict: False is not supported in a planned step; leave it out")
+        with state.lock:
+            step = state.compiled(self, batch)
+            state.check_weights(self, step)
+            loss = run_step(state, self, step, batch)
+    except CaptureError as error:
+        return _eager(state, error, args, kwargs)
+    state.counts["steps_compiled"] += 1
+    return LossOutput(loss=loss).attach(functools.partial(_logits, state, batch))
+
+
+def _eager(state: PreparedModel, error: CaptureError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if state.config.on_unsupported != "eager":
+        raise error
+    reason = str(error)
+    if reason not in state.fallbacks:
+        state.fallbacks.append(reason)
+        logger.warning("this step runs in eager mode, outside the memory budget: %s", reason)
+    state.counts["steps_eager"] += 1
+    return state.original_forward(*args, **kwargs)
+
+
+def _logits(state: PreparedModel, batch: Mapping[str, Any]) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = state.original_forward(**batch).logits
+    return logits
+
+
+def _bind(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments by name, as the model's own forward would see them."""
+    bound = signature.bind(*args, **kwargs).arguments
+    flat: dict[str, Any] = {}
+    for name, value in bound.items():
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            flat.update(value)
+        elif kind is inspect.Parameter.VAR_POSITIONAL:
+            raise CaptureError(f"{name}: positional arguments beyond the signature; pass them by name")
+        else:
+            flat[name] = value
+    return flat
+
+
+def prepare(model: torch.nn.Module, config: DiscoConfig) -> torch.nn.Module:
+    """Patch ``model`` in place so that its training steps run from a memory plan; returns the same object.
+
+    The frozen weights move into one host arena (names, ``state_dict`` and saving keep working). Nothing is
+    captured until the first training step. Preparing twice is harmless; a different config replaces the first.
+
+    Raises:
+        ConfigError: a key of ``config`` does not fit this machine.
+    """
+    if not config.enabled:
+        return model
+    state: PreparedModel | None = model.__dict__.get(_STATE)
+    if state is not None:
+        if state.config == config:
+            return model
+        restore(model)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ConfigError("the model has no trainable parameter; add a LoRA adapter (peft.get_peft_model) before prepare()")
+    state = PreparedModel(model, config)
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            _adopt(state, parameter)
+    model.__dict__[_STATE] = state
+    patched = functools.update_wrapper(functools.partial(_forward, model), state.original_forward)
+    model.forward = patched  # type: ignore[method-assign]
+    return model
+
+
+def _adopt(state: PreparedModel, parameter: torch.nn.Parameter) -> None:
+    state.rebound.append((parameter, parameter.data))
+    parameter.data = state.host.adopt(parameter.data)
+
+
+def restore(model: torch.nn.Module) -> torch.nn.Module:
+    """Undo ``prepare``: the model's own forward and ordinary storages for its weights, values kept."""
+    state: PreparedModel | None = model.__dict__.pop(_STATE, None)
+    if state is None:
+        return model
+    state.abandon_active()
+    for step in state.plans.values():
+        step.executor.close()
+    for parameter in model.parameters():
+        if not parameter.requires_grad or state.host.holds(parameter.data):
+            parameter.data = parameter.data.clone()
+    original = state.original_forward
+    if isinstance(original, types.MethodType) and original.__func__ is type(model).forward:
+        model.__dict__.pop("forward", None)
+    else:
+        model.forward = original  # type: ignore[method-assign]
+    return model
+
+
+def stats(model: torch.nn.Module) -> dict[str, Any]:
+    """Counts, sizes (bytes) and times (seconds) of a prepared model; ``{}`` if it is not prepared."""
+    state: PreparedModel | None = _find_state(model)
+    if state is None:
+        return {}
+    result: dict[str, Any] = dict(state.counts)
+    result |= {"fallbacks": list(state.fallbacks), "plans": len(state.plans)}
+    result["budget_bytes"] = state.settings.memory_budget
+    step = state.current
+    if step is None:
+        return result
+    counters = step.executor.counters()
+    result |= {
+        "arena_bytes": counters["arena_bytes"],
+        "peak_bytes": step.budget.outside + int(counters["touched_bytes"]),
+        "resident_weight_bytes": step.resident_bytes,
+        "offload_bytes": counters["offload_bytes"],
+        "reload_bytes": counters["reload_bytes"],
+        "step_seconds": counters["step_seconds"],
+        "bound_seconds": step.bound_seconds(state.settings.link_bandwidth),
+        "compute_seconds": step.compute_seconds,
+        "compile_seconds": dict(step.seconds),
+        "budget": step.budget.as_dict(),
+        "kernels": sum(v.kind is VertexKind.KERNEL for v in step.plan.vertices),
+        "engine": counters,
+    }
+    return result
+
+
+def _find_state(model: torch.nn.Module) -> PreparedModel | None:
+    """The state of ``model`` or of the module that DDP or another wrapper holds."""
+    seen = model
+    while True:
+        state: PreparedModel | None = seen.__dict__.get(_STATE)
+        if state is not None:
+            return state
+        inner = seen._modules.get("module")
+        if inner is None:
+            return None
+        seen = inner
