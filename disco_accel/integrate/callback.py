@@ -11,11 +11,16 @@ from disco_accel.integrate.plugin import prepare
 
 
 class DiscoCallback(TrainerCallback):  # type: ignore[misc]
-    """``Trainer(..., callbacks=[DiscoCallback(config)])`` prepares the model when training begins."""
+    """``Trainer(..., callbacks=[DiscoCallback(config)])`` prepares the model before Accelerate wraps it."""
 
     def __init__(self, config: DiscoConfig) -> None:
         self.config = config
 
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        prepare(kwargs["model"], self.config)
+        return control
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        # Covers a callback added after the Trainer was built; harmless where the model is prepared already.
         prepare(kwargs["model"], self.config)
         return control

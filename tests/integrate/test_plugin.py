@@ -1,0 +1,252 @@
+"""A prepared model trains exactly like the unprepared one, whatever the budget and the schedule."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+from disco_accel import DiscoConfig, prepare, restore, stats
+from disco_accel.errors import BudgetTooSmall, CaptureError, ConfigError, ExecutionError
+from disco_accel.testing.models import random_batch, tiny_lora
+
+AMPLE = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def config(memory: int = AMPLE, **keys: Any) -> DiscoConfig:
+    return DiscoConfig(memory_budget=str(memory), device="cpu", planner="build", **keys)
+
+
+def train(model: torch.nn.Module, steps: int = 3, accumulate: int = 1) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and final trainable parameters of a short AdamW run with clipping."""
+    trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(trainable.values(), lr=1e-2)
+    losses = []
+    for step in range(steps):
+        for micro in range(accumulate):
+            loss = model(**random_batch(seed=10 * step + micro)).loss
+            losses.append(loss.item())
+            (loss / accumulate).backward()
+        torch.nn.utils.clip_grad_norm_(trainable.values(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {n: p.detach().clone() for n, p in trainable.items()}
+
+
+def assert_same(one: tuple[list[float], dict[str, torch.Tensor]], other: tuple[list[float], dict[str, torch.Tensor]]) -> None:
+    assert one[0] == other[0]
+    assert one[1].keys() == other[1].keys()
+    for name, value in one[1].items():
+        assert torch.equal(value, other[1][name]), name
+
+
+def least_budget(model: torch.nn.Module) -> int:
+    """The smallest budget that works, as the error of a hopeless one says."""
+    prepare(model, config(4096))
+    with pytest.raises(BudgetTooSmall) as caught:
+        model(**random_batch())
+    restore(model)
+    return caught.value.needed
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_training_is_bitwise_eager_at_three_budgets(family: str, checkpointing: bool, dtype: torch.dtype) -> None:
+    """Losses and adapters after three optimizer steps are equal to the bit: just feasible, half way, everything."""
+    make = lambda: tiny_lora(family, dtype=dtype, checkpointing=checkpointing)  # noqa: E731
+    expected = train(make())
+    least = least_budget(make())
+    for memory in (least, 2 * least, AMPLE):
+        model = prepare(make(), config(memory))
+        assert_same(train(model), expected)
+        seen = stats(model)
+        assert seen["steps_compiled"] == 3 and seen["steps_eager"] == 0
+        assert seen["peak_bytes"] <= memory
+    assert seen["reload_bytes"] == 0
+
+
+def test_least_budget_reloads_weights() -> None:
+    """At the least budget the step really streams weights, and one byte less is refused."""
+    make = lambda: tiny_lora(checkpointing=True, layers=4)  # noqa: E731
+    least = least_budget(make())
+    model = prepare(make(), config(least))
+    train(model, steps=1)
+    assert stats(model)["reload_bytes"] > 0
+    restore(model)
+    prepare(model, config(least - 256))
+    with pytest.raises(BudgetTooSmall):
+        model(**random_batch())
+
+
+@pytest.mark.parametrize("dispatch", ["priority", "random", "fixed", "synchronous"])
+@pytest.mark.parametrize("lookahead", [0, 2])
+def test_any_schedule_gives_the_same_bits(dispatch: str, lookahead: int) -> None:
+    """The plan fixes the numbers; dispatch order and look-ahead do not."""
+    make = lambda: tiny_lora(checkpointing=True, layers=3)  # noqa: E731
+    model = prepare(make(), config(2 * least_budget(make()), dispatch=dispatch, lookahead=lookahead))
+    assert_same(train(model), train(make()))
+
+
+def test_gradient_accumulation() -> None:
+    """Micro-batches accumulate into .grad as in eager; no gradient aliases the arena."""
+    model = prepare(tiny_lora(), config())
+    assert_same(train(model, accumulate=3), train(tiny_lora(), accumulate=3))
+
+
+def _two_losses(model: torch.nn.Module, order: tuple[int, int]) -> dict[str, torch.Tensor]:
+    losses = [model(**random_batch(seed=s)).loss for s in (1, 2)]
+    for index in order:
+        losses[index].backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_forwards_before_their_backwards(order: tuple[int, int]) -> None:
+    """A second forward suspends the first step; its backward reruns it and gives eager's gradients."""
+    expected = _two_losses(tiny_lora(), order)
+    found = _two_losses(prepare(tiny_lora(), config()), order)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[n], found[n]) for n in expected)
+
+
+def test_two_shapes_alternate() -> None:
+    """Plans of several shapes live side by side and stay within one budget."""
+    model, eager = prepare(tiny_lora(), config()), tiny_lora()
+    for length in (8, 16, 8, 16):
+        batch = random_batch(length=length)
+        assert torch.equal(model(**batch).loss, eager(**batch).loss)
+    assert stats(model)["plans"] == 2 and stats(model)["plan_hits"] == 2
+
+
+def test_forward_without_backward_is_harmless() -> None:
+    """A loss that is thrown away leaves no trace in the next step."""
+    model = prepare(tiny_lora(), config())
+    loss = model(**random_batch(seed=9)).loss
+    del loss
+    gc.collect()
+    assert_same(train(model), train(tiny_lora()))
+
+
+def test_second_backward_with_retain_graph() -> None:
+    """retain_graph=True: the second backward reruns the step and adds the same gradient again."""
+    model, eager = prepare(tiny_lora(), config()), tiny_lora()
+    for m in (model, eager):
+        loss = m(**random_batch()).loss
+        loss.backward(retain_graph=True)
+        loss.backward()
+    for (name, a), (_, b) in zip(model.named_parameters(), eager.named_parameters(), strict=True):
+        if b.grad is not None:
+            assert torch.equal(a.grad, b.grad), name
+
+
+def test_create_graph_is_refused() -> None:
+    """A second derivative is a typed error, not a wrong number."""
+    model = prepare(tiny_lora(), config())
+    loss = model(**random_batch()).loss
+    with pytest.raises(ExecutionError, match="create_graph"):
+        loss.backward(create_graph=True)
+
+
+def test_parameter_changed_before_a_rerun_is_refused() -> None:
+    """A suspended step whose parameters changed cannot be rerun with the old values: say so."""
+    model = prepare(tiny_lora(), config())
+    first = model(**random_batch(seed=1)).loss
+    model(**random_batch(seed=2)).loss.backward()
+    with torch.no_grad():
+        next(p for p in model.parameters() if p.requires_grad).add_(1.0)
+    with pytest.raises(ExecutionError, match="changed in place"):
+        first.backward()
+
+
+def test_changed_frozen_weight_is_noticed() -> None:
+    """Writing a frozen weight in place reaches the resident copy before the next step."""
+    model, eager = prepare(tiny_lora(), config()), tiny_lora()
+    model(**random_batch())
+    for m in (model, eager):
+        weight = m.get_parameter("base_model.model.model.layers.0.mlp.up_proj.base_layer.weight")
+        with torch.no_grad():
+            weight.mul_(1.5)
+    assert torch.equal(model(**random_batch()).loss, eager(**random_batch()).loss)
+
+
+def test_deepcopy_is_unprepared() -> None:
+    """A copy trains on its own weights, in eager mode, and never the original's."""
+    model = prepare(tiny_lora(), config())
+    model(**random_batch())
+    twin = copy.deepcopy(model)
+    assert stats(twin) == {}
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    assert_same(train(twin), train(tiny_lora()))
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+
+
+def test_prepare_twice_and_restore() -> None:
+    """Preparing twice changes nothing; restore gives back the model's own forward and ordinary storages."""
+    model = tiny_lora()
+    weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    signature = inspect.signature(model.forward)
+    assert prepare(model, config()) is model
+    patched = model.forward
+    assert prepare(model, config()).forward is patched
+    assert inspect.signature(model.forward) == signature
+    model(**random_batch())
+    restore(model)
+    assert "forward" not in model.__dict__ and stats(model) == {}
+    assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters())
+    assert_same(train(model), train(tiny_lora()))
+
+
+def test_evaluation_uses_the_models_own_forward() -> None:
+    """Under no_grad the output is the model's own, logits included, and a pending step survives it."""
+    model, eager = prepare(tiny_lora(), config()), tiny_lora()
+    loss = model(**random_batch()).loss
+    with torch.no_grad():
+        assert torch.equal(model(**random_batch(seed=5)).logits, eager(**random_batch(seed=5)).logits)
+    loss.backward()
+    eager(**random_batch()).loss.backward()
+    for (name, a), (_, b) in zip(model.named_parameters(), eager.named_parameters(), strict=True):
+        if b.grad is not None:
+            assert torch.equal(a.grad, b.grad), name
+
+
+def test_logits_are_computed_when_read() -> None:
+    """The planned output has a loss; reading logits costs one forward and gives eager's."""
+    model, eager = prepare(tiny_lora(), config()), tiny_lora()
+    output = model(**random_batch())
+    assert torch.equal(output.logits, eager(**random_batch()).logits)
+    assert torch.equal(output["loss"], output[0])
+
+
+def test_step_without_labels_is_named() -> None:
+    """A loss outside the model is an error that says what to do, or eager once the user allows it."""
+    batch = random_batch()
+    del batch["labels"]
+    model = prepare(tiny_lora(), config())
+    with pytest.raises(CaptureError, match="labels"):
+        model(**batch)
+    restore(model)
+    prepare(model, config(on_unsupported="eager"))
+    assert model(**batch).logits.requires_grad
+    model(**batch)
+    assert stats(model)["steps_eager"] == 2 and len(stats(model)["fallbacks"]) == 1
+
+
+def test_model_without_trainable_parameters_is_refused() -> None:
+    """Nothing to train is a mistake worth naming."""
+    model = tiny_lora()
+    model.requires_grad_(False)
+    with pytest.raises(ConfigError, match="trainable"):
+        prepare(model, config())
