@@ -37,7 +37,6 @@ class PreparedModel:
         self.original_forward = model.forward
         self.signature = inspect.signature(model.forward)
         self.host = HostMemory(_frozen_bytes(model))
-        self.rebound: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         self.plans: dict[StepKey, CompiledStep] = {}
         self.refused: dict[StepKey, str] = {}
         self.active: PendingStep | None = None
@@ -205,16 +204,11 @@ def prepare(model: torch.nn.Module, config: DiscoConfig) -> torch.nn.Module:
     state = PreparedModel(model, config)
     for parameter in model.parameters():
         if not parameter.requires_grad:
-            _adopt(state, parameter)
+            parameter.data = state.host.adopt(parameter.data)
     model.__dict__[_STATE] = state
     patched = functools.update_wrapper(functools.partial(_forward, model), state.original_forward)
     model.forward = patched  # type: ignore[method-assign]
     return model
-
-
-def _adopt(state: PreparedModel, parameter: torch.nn.Parameter) -> None:
-    state.rebound.append((parameter, parameter.data))
-    parameter.data = state.host.adopt(parameter.data)
 
 
 def restore(model: torch.nn.Module) -> torch.nn.Module:
