@@ -1,0 +1,117 @@
+// CudaDevice: streams and events of one GPU. Compiles and loads without CUDA: cudart is found at run time.
+#pragma once
+
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "device.h"
+
+namespace disco {
+
+using CudaStream = void*;  // cudaStream_t
+using CudaEvent = void*;   // cudaEvent_t
+
+// The functions of the CUDA runtime that the engine calls, with its C ABI (an error is an int, 0 = success).
+struct CudartApi {
+  int (*set_device)(int device) = nullptr;                                    // cudaSetDevice
+  int (*stream_create)(CudaStream*, unsigned flags) = nullptr;                // cudaStreamCreateWithFlags
+  int (*stream_destroy)(CudaStream) = nullptr;                                // cudaStreamDestroy
+  int (*stream_synchronize)(CudaStream) = nullptr;                            // cudaStreamSynchronize
+  int (*stream_wait_event)(CudaStream, CudaEvent, unsigned flags) = nullptr;  // cudaStreamWaitEvent
+  int (*event_create)(CudaEvent*, unsigned flags) = nullptr;                  // cudaEventCreateWithFlags
+  int (*event_destroy)(CudaEvent) = nullptr;                                  // cudaEventDestroy
+  int (*event_record)(CudaEvent, CudaStream) = nullptr;                       // cudaEventRecord
+  int (*event_query)(CudaEvent) = nullptr;                                    // cudaEventQuery
+  int (*event_elapsed)(float* ms, CudaEvent start, CudaEvent end) = nullptr;  // cudaEventElapsedTime
+  int (*memcpy_async)(void* dst, const void* src, std::size_t bytes, int kind,
+                      CudaStream) = nullptr;                                 // cudaMemcpyAsync
+  int (*host_register)(void*, std::size_t bytes, unsigned flags) = nullptr;  // cudaHostRegister
+  int (*host_unregister)(void*) = nullptr;                                   // cudaHostUnregister
+  const char* (*error_string)(int) = nullptr;                                // cudaGetErrorString
+
+  // The runtime already in the process (a CUDA build of torch brings one) or, failing that, the system's.
+  // Throws CudaError naming what was looked for and where if there is none or a function is missing.
+  static CudartApi load();
+};
+
+// A call into the CUDA runtime failed.
+class CudaError : public std::runtime_error {
+ public:
+  CudaError(const std::string& call, int code, const std::string& text);
+  const std::string& call() const { return call_; }  // e.g. "cudaEventRecord"
+  int code() const { return code_; }                 // cudaError_t; -1 if the runtime could not be loaded
+
+ private:
+  std::string call_;
+  int code_;
+};
+
+// Host memory registered with CUDA for as long as this lives (one call for a whole arena; copies are then
+// asynchronous).
+class PinnedRegion {
+ public:
+  PinnedRegion(const CudartApi& api, void* begin, std::size_t bytes);
+  ~PinnedRegion();
+  PinnedRegion(const PinnedRegion&) = delete;
+  PinnedRegion& operator=(const PinnedRegion&) = delete;
+
+ private:
+  CudartApi api_;
+  void* begin_;
+};
+
+struct CudaDeviceOptions {
+  int ordinal = 0;  // cuda device number
+  int compute_streams = 1;
+  int window = 64;  // events per stream, hence the most work in flight on one
+};
+
+// Ops are launched by OpRunner on the loop thread; run() must launch on native_stream(stream). The end of
+// every op and copy is an event, from a ring made up front; completed() queries the oldest one. No callbacks,
+// no allocation in a step. Errors the runtime reports later (sticky ones) surface from completed() as
+// CudaError and leave the device failed.
+class CudaDevice final : public Device {
+ public:
+  // Throws CudaError, or std::invalid_argument on options out of range.
+  CudaDevice(CudartApi api, CudaDeviceOptions options);
+  ~CudaDevice() override;
+  CudaDevice(const CudaDevice&) = delete;
+  CudaDevice& operator=(const CudaDevice&) = delete;
+
+  CudaStream native_stream(int stream) const;
+
+  void connect(int index, OpRunner& runner, ProgressListener& listener) override;
+  void attach_loop_thread() override;
+  int compute_streams() const override { return options_.compute_streams; }
+  Token enqueue_op(int stream, std::int32_t vertex, std::int32_t op) override;
+  Token enqueue_copy(int stream, std::int32_t vertex, void* dst, const void* src,
+                     std::int64_t bytes) override;
+  void wait(int stream, int other, Token token) override;
+  Token completed(int stream) override;
+  bool failed() const override;
+  DeviceFailure failure() const override;
+  void recover() override;
+  void trace(Span* spans, std::int32_t vertices) override;
+  void finish_trace() override;
+
+ private:
+  struct Lane;
+
+  void check(const char* call, int code) const;
+  Token finish_enqueue(int stream, std::int32_t vertex);
+
+  CudartApi api_;
+  CudaDeviceOptions options_;
+  int index_ = 0;
+  OpRunner* runner_ = nullptr;
+  std::vector<std::unique_ptr<Lane>> lanes_;
+  std::unique_ptr<DeviceFailure> failure_;
+  Span* spans_ = nullptr;
+  std::vector<CudaEvent> timing_;    // start and end of each vertex while tracing, then the base event
+  std::vector<std::int32_t> timed_;  // vertices with recorded timing events
+  std::int64_t base_ns_ = 0;
+};
+
+}  // namespace disco

@@ -1,0 +1,105 @@
+// Device: streams on which ops and copies run in order, with monotone sequence numbers instead of callbacks.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+
+namespace disco {
+
+// Runs the kernels of a program. Implemented by whoever knows what an op is (the torch side, a test).
+class OpRunner {
+ public:
+  virtual ~OpRunner() = default;
+  // Runs (host) or launches (cuda) op number `op` on compute stream `stream` of device `device`. Called by
+  // one thread at a time per stream, always the same thread for a stream. Failure is a std::exception; its
+  // what() reaches the user.
+  virtual void run(std::int32_t op, int device, int stream) = 0;
+};
+
+// Position in a stream, counted from 1. A stream's work up to token t has finished when completed(stream) >=
+// t.
+using Token = std::uint64_t;
+
+enum class Direction : std::uint8_t { kHostToDevice = 0, kDeviceToHost = 1, kPeer = 2 };
+
+// Nanoseconds of std::chrono::steady_clock.
+inline std::int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+// When one vertex ran, in steady_clock nanoseconds. Filled by the device while tracing.
+struct Span {
+  std::int64_t start = 0;
+  std::int64_t end = 0;
+};
+
+// What went wrong on a device, of the first failure only.
+struct DeviceFailure {
+  std::int32_t vertex = -1;  // -1 if the device cannot tell
+  std::string message;
+};
+
+// Told by devices with threads of their own that some stream got further. Called on the device's thread right
+// after the completion became visible; must not block and must not throw.
+class ProgressListener {
+ public:
+  virtual ~ProgressListener() = default;
+  virtual void on_progress() noexcept = 0;
+};
+
+// Streams are numbered 0 .. compute_streams() - 1 for kernels, then one lane per Direction (see lane()).
+// Work on one stream runs in the order it was enqueued; different streams are ordered only by wait().
+//
+// Threads: all calls come from one thread at a time (the engine holds its state lock), except connect() and
+// the destructor (before and after any use). No call but the constructor may allocate 4 KiB or more.
+class Device {
+ public:
+  virtual ~Device() = default;
+
+  // Called once by the engine before any work: `index` is this device's number in the engine.
+  virtual void connect(int index, OpRunner& runner, ProgressListener& listener) = 0;
+  // Called once on the engine's loop thread, which is the thread that later calls enqueue_op.
+  virtual void attach_loop_thread() {}
+
+  virtual int compute_streams() const = 0;
+  int lane(Direction direction) const { return compute_streams() + static_cast<int>(direction); }
+  int streams() const { return compute_streams() + 3; }
+  // True if enqueue_op on a compute stream runs the op before it returns.
+  virtual bool runs_inline() const { return false; }
+  // True if on_progress() is called after every completion, so that the engine may sleep; else it polls.
+  virtual bool notifies() const { return false; }
+  // True while an op is being executed by a thread of this process: slow is then not stalled.
+  virtual bool computing() const { return false; }
+
+  // Throw std::exception if the work could not be handed over; the engine blames `vertex`.
+  virtual Token enqueue_op(int stream, std::int32_t vertex, std::int32_t op) = 0;
+  virtual Token enqueue_copy(int stream, std::int32_t vertex, void* dst, const void* src,
+                             std::int64_t bytes) = 0;
+  // Everything enqueued on `stream` from now on starts after `token` of stream `other` of this device has
+  // finished.
+  virtual void wait(int stream, int other, Token token) = 0;
+  // Token of the last finished work on `stream`. Polls; may throw when the device reports an asynchronous
+  // error.
+  virtual Token completed(int stream) = 0;
+
+  // True once some work failed. Work that failed still counts as completed; what is queued behind it, on any
+  // stream, is skipped (where the device can) and completes too. A failure is visible before the completion
+  // of the failed work.
+  virtual bool failed() const = 0;
+  virtual DeviceFailure failure() const = 0;  // call only if failed()
+  // Skip whatever has not started (where the device can), and finish what runs as soon as possible.
+  virtual void cancel() {}
+  // After all streams drained: forget failure and cancellation.
+  virtual void recover() = 0;
+
+  // From here on write spans[vertex] for every vertex that runs; nullptr = stop. Only while no work is
+  // enqueued.
+  virtual void trace(Span* spans, std::int32_t vertices) = 0;
+  // Called when the step's work has drained, before spans are read.
+  virtual void finish_trace() {}
+};
+
+}  // namespace disco

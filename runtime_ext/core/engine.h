@@ -1,0 +1,121 @@
+// Engine: runs a Program on devices, step after step. One loop thread launches; it is parked between steps.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "device.h"
+#include "program.h"
+
+namespace disco {
+
+// Which of the ready vertices of a resource (all compute streams of a device; each copy lane) is launched
+// next.
+enum class Dispatch : std::uint8_t {
+  kPriority,     // the first in serial order
+  kRandom,       // any, by a seeded generator
+  kFixed,        // each resource runs its vertices in serial order, whatever is ready
+  kSynchronous,  // one vertex at a time in serial order; nothing overlaps
+};
+
+struct EngineOptions {
+  Dispatch dispatch = Dispatch::kPriority;
+  std::uint64_t seed = 0;  // of kRandom; step i uses a stream of its own, so steps differ
+  int lookahead = 2;   // K: kernels queued on a stream beyond the running one; 0 = launch after completion
+  int copy_depth = 2;  // copies handed to a lane at once, the running one included
+  double stall_timeout =
+      120;                // seconds without a completion while work is in flight and no host op is running
+  bool time_ops = false;  // measure StepCounters::op_ns also when not tracing (about 50 ns per vertex)
+};
+
+enum class Status : std::uint8_t {
+  kDone,     // what was waited for has happened
+  kTimeout,  // not yet; wait again
+  kFailed,   // a vertex failed; see last_error(). Everything has drained unless `draining` is set there
+  kStalled,  // no progress; see last_error()
+  kAborted,  // abort() was called
+  kIdle,     // no step was begun
+};
+
+// Why the last step ended early.
+struct EngineError {
+  Status status = Status::kDone;  // kFailed, kStalled or kAborted
+  std::int32_t vertex = -1;       // index in the Program; -1 if none can be named
+  std::string message;  // the op's own message; for kStalled the vertices in flight and who waits for them
+};
+
+// One vertex of a traced step, nanoseconds since Engine::begin(). Inputs have no event, except residents
+// being loaded.
+struct TraceEvent {
+  std::int32_t vertex = -1;
+  std::int16_t device = 0;
+  std::int16_t stream = 0;  // stream of the device: compute streams first, then the lanes (Device::lane)
+  std::int64_t issue = 0;   // handed to the device
+  std::int64_t start = 0;
+  std::int64_t end = 0;
+  std::int64_t bytes = 0;  // of copies
+};
+
+// Of the last step.
+struct StepCounters {
+  std::uint64_t steps = 0;          // steps that ran to their end, since construction
+  std::int64_t vertices = 0;        // launched in the last step
+  std::int64_t offload_bytes = 0;   // device to host
+  std::int64_t reload_bytes = 0;    // host to device, residents' loads included
+  std::int64_t transfer_bytes = 0;  // device to device
+  std::int64_t step_ns = 0;         // begin() to the end of the last vertex, the wait for deliver() included
+  std::int64_t gate_ns = 0;         // of step_ns: nothing left to do but wait for deliver()
+  std::int64_t op_ns = 0;           // inside inline ops; 0 unless time_ops or tracing
+  std::int64_t parked_ns = 0;       // the loop thread slept: nothing to launch. 0 unless time_ops or tracing
+  std::int64_t loop_ns =
+      0;  // step_ns - op_ns - parked_ns: the engine's own cost. 0 unless time_ops or tracing
+};
+
+// Life of a step:  begin() -> wait_out() -> deliver() -> wait_end()  -> begin() ...
+// A program without late inputs needs no deliver(). After kFailed / kStalled / kAborted the step is over;
+// call begin() for the next one (it drains first). All methods belong to one caller at a time; abort() may
+// come from any thread.
+//
+// Starts a vertex only when all its predecessors have finished, or, within the look-ahead window, when those
+// that have not are kernels already issued to the same device, which the stream then waits for. Never queues
+// behind a copy. In a step the engine allocates nothing.
+class Engine {
+ public:
+  // Throws std::invalid_argument with Program::validate's message.
+  Engine(Program program, std::vector<std::unique_ptr<Device>> devices, OpRunner& runner,
+         EngineOptions options);
+  ~Engine();  // aborts a running step and waits until it has drained
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  // Starts a step and returns at once. Memory written by the caller before is visible to the ops.
+  // Throws std::logic_error if a step is running and has neither ended nor failed.
+  void begin();
+  // Returns when every out vertex has finished. Meanwhile and afterwards whatever is ready is launched.
+  // timeout in seconds; 0 polls. The caller sleeps, it never spins.
+  Status wait_out(double timeout);
+  // Opens the gate: completes the late inputs. Throws std::logic_error if no step is running or it was done
+  // already; does nothing in a step that has failed.
+  void deliver();
+  Status wait_end(double timeout);
+  // Stops launching and waits until what runs has finished. False if that took longer than timeout seconds
+  // (the step is still draining; call again). Without a running step returns true at once.
+  bool abort(double timeout);
+  // The arena's residents no longer hold what the host holds: the next begin() loads them again.
+  void invalidate();
+
+  const EngineError& last_error() const;
+  const Program& program() const;
+  const StepCounters& counters() const;  // call between steps
+  void set_tracing(bool on);             // call between steps
+  std::vector<TraceEvent> events()
+      const;  // of the last step if it was traced, by start time; call between steps
+
+ private:
+  class Loop;
+  std::unique_ptr<Loop> loop_;
+};
+
+}  // namespace disco

@@ -1,0 +1,65 @@
+// HostDevice: a device whose arena is host memory, whose streams are threads and whose link may be throttled.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "device.h"
+
+namespace disco {
+
+struct HostDeviceOptions {
+  int compute_streams = 1;
+  // One compute stream only: ops run inside enqueue_op, on the engine's loop thread, without a hand-off.
+  bool inline_compute = true;
+  // Bytes per second of each copy lane (host to device, device to host and peer are independent); 0 = plain
+  // memcpy.
+  double link_bandwidth = 0.0;
+  // Seconds added to each copy.
+  double link_latency = 0.0;
+  // Called at the start of every thread that runs ops, on that thread, with the compute stream's number (the
+  // loop thread counts as stream 0's when inline_compute is in force). Sets thread-local state such as the
+  // OpenMP thread count.
+  std::function<void(int stream)> on_compute_thread;
+};
+
+// A copy of b bytes on a throttled lane ends link_latency + b / link_bandwidth seconds after it starts, and
+// it starts when it was enqueued or when the copy before it was due, whichever is later: the long-run rate of
+// a busy lane is exact and wake-up delays do not add up. Pacing sleeps; it never spins.
+class HostDevice final : public Device {
+ public:
+  // Throws std::invalid_argument on options out of range, std::system_error if a thread cannot be started.
+  explicit HostDevice(HostDeviceOptions options);
+  ~HostDevice() override;
+  HostDevice(const HostDevice&) = delete;
+  HostDevice& operator=(const HostDevice&) = delete;
+
+  void connect(int index, OpRunner& runner, ProgressListener& listener) override;
+  void attach_loop_thread() override;
+  int compute_streams() const override { return options_.compute_streams; }
+  bool runs_inline() const override { return inline_; }
+  bool notifies() const override { return true; }
+  bool computing() const override;
+  Token enqueue_op(int stream, std::int32_t vertex, std::int32_t op) override;
+  Token enqueue_copy(int stream, std::int32_t vertex, void* dst, const void* src,
+                     std::int64_t bytes) override;
+  void wait(int stream, int other, Token token) override;
+  Token completed(int stream) override;
+  bool failed() const override;
+  DeviceFailure failure() const override;
+  void cancel() override;
+  void recover() override;
+  void trace(Span* spans, std::int32_t vertices) override;
+
+ private:
+  struct Stream;
+  struct Shared;
+
+  HostDeviceOptions options_;
+  bool inline_;
+  std::unique_ptr<Shared> shared_;
+  std::vector<std::unique_ptr<Stream>> streams_;
+};
+
+}  // namespace disco
