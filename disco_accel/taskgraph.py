@@ -97,7 +97,9 @@ class OpResult:
 class OpCall:
     """The call behind a KERNEL: the functional overload as captured, its arguments in schema order, defaults filled in.
 
-    ``results`` has one entry per returned tensor in order; ``None`` where nobody reads it and it owns no output.
+    ``name`` is ``aten::mm``, ``overload`` is torch's Python spelling (``default``, ``Tensor``, ``dim_IntList``). A
+    number where the schema wants a Tensor is a wrapped number, as in ``x * 2``: it takes part in type promotion
+    as a Python scalar does. ``results`` has one entry per returned tensor in order; ``None`` where nobody reads it and it owns no output.
     ``module`` is the dotted path of the module that issued the op ("" if unknown), for messages.
     """
 
