@@ -1,0 +1,141 @@
+"""The keys of ``disco_config`` and how each value is parsed: wrong ones raise ValueError saying what would work."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from disco_accel.errors import ConfigError
+
+Parser = Callable[[Any], Any]
+"""Turns a value as a user writes it into the stored one; raises ValueError with what would work."""
+
+
+def _one_of(*names: str) -> Parser:
+    def parse(value: Any) -> str:
+        if value not in names or not isinstance(value, str):
+            raise ValueError(f"use {' or '.join(names)}")
+        return value
+
+    return parse
+
+
+def _from_registry(module: str, attribute: str, fallback: tuple[str, ...]) -> Parser:
+    """A choice among the names that another module registers, so that a new planner needs no edit here."""
+
+    def parse(value: Any) -> str:
+        import importlib
+
+        names = tuple(getattr(importlib.import_module(module), attribute, fallback))
+        parsed: str = _one_of(*names)(value)
+        return parsed
+
+    return parse
+
+
+def _bytes(value: Any, works: str) -> int:
+    from disco_accel.sizes import parse_size
+
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError(works)
+    try:
+        size = parse_size(value)
+    except (ConfigError, ValueError) as error:
+        raise ValueError(works) from error
+    if size <= 0:
+        raise ValueError(works)
+    return size
+
+
+def _size_or_share(value: Any) -> int | str:
+    works = "use a size such as 12GiB, a share such as 80%, or auto"
+    if value == "auto":
+        return "auto"
+    if isinstance(value, str) and value.strip().endswith("%"):
+        text = value.strip().removesuffix("%").strip()
+        if not re.fullmatch(r"\d+(\.\d+)?", text) or not 0 < float(text) <= 100:
+            raise ValueError("use a share above 0% and up to 100%")
+        return f"{text}%"
+    return _bytes(value, works)
+
+
+def _bandwidth(value: Any) -> float | None:
+    works = "use bytes per second such as 0.5GB/s or 500000000, or leave it out for an unthrottled link"
+    if value is None:
+        return None
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if not (math.isfinite(value) and value > 0):
+            raise ValueError(works)
+        return float(value)
+    if not isinstance(value, str):
+        raise ValueError(works)
+    return float(_bytes(value.strip().removesuffix("/s").strip(), works))
+
+
+def _count(minimum: int, optional: bool = False) -> Parser:
+    def parse(value: Any) -> int | None:
+        if value is None and optional:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise ValueError(f"use a whole number of at least {minimum}")
+        return value
+
+    return parse
+
+
+def _seconds(value: Any) -> float:
+    works = "use seconds as a number of at least 0, such as 0.00002"
+    try:
+        # YAML 1.1 reads 1e-5 as text.
+        seconds = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(works) from error
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise ValueError(works)
+    return seconds
+
+
+def _buckets(value: Any) -> str | tuple[int, ...]:
+    if value == "auto":
+        return "auto"
+    if isinstance(value, list | tuple) and value and all(type(n) is int and n > 0 for n in value):
+        return tuple(sorted(set(value)))
+    raise ValueError("use auto or a list of sequence lengths such as [256, 512, 1024]")
+
+
+def _folder(value: Any) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str | os.PathLike) or not str(value):
+        raise ValueError("use the path of a folder, or leave it out")
+    return str(Path(value).expanduser())
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("use true or false")
+    return value
+
+
+PARSERS: dict[str, Parser] = {
+    "memory_budget": _size_or_share,
+    "host_memory": _size_or_share,
+    "planner": _from_registry("disco_accel.plan", "PLANNERS", ("build",)),
+    "policy": _from_registry("disco_accel.plan", "POLICIES", ("fifo", "lru", "belady")),
+    "lookahead": _count(0),
+    "buckets": _buckets,
+    "plan_cache": _folder,
+    "on_unsupported": _one_of("error", "eager"),
+    "device": _one_of("auto", "cpu", "cuda"),
+    "link_bandwidth": _bandwidth,
+    "link_latency": _seconds,
+    "compute_threads": _count(1, optional=True),
+    "dispatch": _one_of("priority", "random", "fixed", "synchronous"),
+    "report_dir": _folder,
+    "enabled": _flag,
+}
+"""In the order in which they are documented."""
