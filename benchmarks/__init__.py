@@ -1,0 +1,1 @@
+"""Measurements, and the driver of ``make demo``."""

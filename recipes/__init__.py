@@ -1,0 +1,1 @@
+"""Recipes: complete training programs that read one YAML file."""

@@ -1,0 +1,129 @@
+"""From a checkpoint directory to a model with a LoRA adapter; what is wrong with it is found before training starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from disco_accel.errors import ConfigError
+from recipes.settings import LoraRecipe
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+def check_checkpoint(directory: Path) -> None:
+    """Check that a local checkpoint is whole: config, index and every shard that the index names.
+
+    Raises:
+        ConfigError: names the missing or broken file.
+    """
+    key = f"model_name_or_path: {directory}"
+    if not (directory / "config.json").is_file():
+        raise ConfigError(f"{key}: has no config.json; give the directory of a Hugging Face checkpoint")
+    index = directory / _INDEX
+    shards = [_SINGLE]
+    if index.is_file():
+        try:
+            shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ConfigError(f"{key}: {_INDEX} is broken ({error}); download it again") from error
+    elif not (directory / _SINGLE).is_file():
+        raise ConfigError(f"{key}: has neither {_SINGLE} nor {_INDEX}; only safetensors weights are read")
+    missing = [name for name in shards if not (directory / name).is_file()]
+    if missing:
+        raise ConfigError(f"{key}: lacks {', '.join(missing)}, which {_INDEX} names; download the checkpoint again")
+    for name in shards:
+        try:
+            with safe_open(directory / name, framework="pt"):
+                pass
+        except SafetensorError as error:
+            raise ConfigError(f"{key}: {name} is cut short or broken ({error}); download it again") from error
+
+
+def load_tokenizer(recipe: LoraRecipe) -> PreTrainedTokenizerBase:
+    """The checkpoint's tokenizer.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if Path(recipe.model_name_or_path).exists():
+        check_checkpoint(Path(recipe.model_name_or_path))
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(recipe.model_name_or_path)
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError(f"model_name_or_path: {recipe.model_name_or_path}: no tokenizer ({_first(error)})") from error
+    return tokenizer
+
+
+def load_model(recipe: LoraRecipe) -> Any:
+    """The checkpoint as a PEFT model with a fresh LoRA adapter, frozen weights in the recipe's dtype.
+
+    Raises:
+        ConfigError: the checkpoint, the dtype or ``lora_target_modules`` does not fit.
+    """
+    name = recipe.model_name_or_path
+    try:
+        config = AutoConfig.from_pretrained(name)
+        longest = getattr(config, "max_position_embeddings", None)
+        if longest is not None and recipe.max_length > longest:
+            raise ConfigError(f"max_length: {recipe.max_length} is more than the {longest} positions of {name}")
+        model, info = AutoModelForCausalLM.from_pretrained(
+            name,
+            dtype=recipe.dtype,
+            attn_implementation=recipe.attn_implementation,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(f"model_name_or_path: {name}: cannot be loaded ({_first(error)})") from error
+    if info["missing_keys"]:
+        missing = sorted(info["missing_keys"])
+        raise ConfigError(f"model_name_or_path: {name}: lacks {len(missing)} tensors, the first is {missing[0]}")
+    return add_adapter(model, recipe)
+
+
+def add_adapter(model: Any, recipe: LoraRecipe) -> Any:
+    """Add a LoRA adapter in ``adapter_dtype`` and switch checkpointing on if the recipe asks for it.
+
+    Raises:
+        ConfigError: ``lora_target_modules`` names no module of the model.
+    """
+    lora = LoraConfig(
+        r=recipe.lora_r,
+        lora_alpha=int(recipe.lora_alpha) if recipe.lora_alpha == int(recipe.lora_alpha) else recipe.lora_alpha,
+        lora_dropout=recipe.lora_dropout,
+        target_modules=recipe.lora_target_modules,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        adapted = get_peft_model(model, lora)
+    except ValueError as error:
+        raise ConfigError(f"lora_target_modules: {_first(error)}") from error
+    dtype = getattr(torch, recipe.adapter_dtype)
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+    adapted.config.use_cache = False
+    if recipe.gradient_checkpointing:
+        kwargs = recipe.gradient_checkpointing_kwargs or {"use_reentrant": False}
+        # transformers renamed the switch in 5.18; both spellings are in use.
+        if hasattr(adapted, "activation_checkpointing_enable"):
+            adapted.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs)
+        else:
+            adapted.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+        if kwargs.get("use_reentrant"):
+            adapted.enable_input_require_grads()
+    return adapted
+
+
+def _first(error: Exception) -> str:
+    """The first line of a library's message, short enough for one line of ours."""
+    text = str(error).strip().split("\n")[0]
+    return text if len(text) <= 200 else text[:197] + "..."

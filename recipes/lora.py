@@ -1,0 +1,258 @@
+"""LoRA fine-tuning of a Hugging Face causal language model, from one YAML file.
+
+    python recipes/lora.py configs/lora_demo.yaml
+    accelerate launch --config configs/disco.yaml recipes/lora.py configs/lora_demo.yaml
+
+The second line runs the same program under a memory budget; nothing here knows about it. A ``disco_config`` section
+in the recipe does the same without a launcher. Exit code 0: trained; 2: the recipe, model or data is wrong (a line
+on stderr says what); 130: stopped by Ctrl-C with a checkpoint to resume from; 1: a step failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):
+    # Run as a script: this folder is on the path, the package that it belongs to is not.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import transformers
+from transformers import Trainer, TrainingArguments, set_seed
+from transformers.trainer_utils import get_last_checkpoint
+
+from disco_accel.config import DiscoConfig
+from disco_accel.errors import ConfigError, DiscoError, ExecutionError
+from disco_accel.sizes import format_size
+from recipes.corpus import build_blocks
+from recipes.loading import load_model, load_tokenizer
+from recipes.metrics import METRICS_NAME, Ledger, earlier_steps, peak_resident_set_bytes, plan_stats, write_metrics
+from recipes.progress import Progress, StopAtStepEnd
+from recipes.settings import LoraRecipe, read_recipe
+
+
+class RecordingTrainer(Trainer):  # type: ignore[misc]
+    """A Trainer that notes every micro-batch's loss before anything rounds it."""
+
+    ledger: Ledger
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss: torch.Tensor = super().training_step(*args, **kwargs)
+        self.ledger.micro_batch(loss)
+        return loss
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the recipe named on the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="lora.py", description="LoRA fine-tuning from a recipe file")
+    parser.add_argument("recipe", help="YAML file; see configs/lora_demo.yaml")
+    parser.add_argument("--output_dir", help="replaces the recipe's key")
+    parser.add_argument("--max_steps", type=int, help="replaces the recipe's key")
+    parser.add_argument(
+        "--resume_from_checkpoint", nargs="?", const=True, help="a checkpoint folder; alone: the last one in output_dir"
+    )
+    args = parser.parse_args(argv)
+    overrides = {key: value for key, value in vars(args).items() if key != "recipe" and value is not None}
+    _quiet_libraries()
+    try:
+        return train(read_recipe(args.recipe, overrides))
+    except ExecutionError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except DiscoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def train(recipe: LoraRecipe) -> int:
+    """Load, train and save as ``recipe`` says; returns 0, or 128 + the signal that stopped it.
+
+    Raises:
+        ConfigError: something given is wrong; nothing was written.
+        DiscoError: the memory plan or a planned step failed.
+    """
+    if recipe.num_threads is not None:
+        torch.set_num_threads(recipe.num_threads)
+    config = DiscoConfig.from_env(DiscoConfig.from_dict(recipe.disco_config)) if recipe.disco_config else None
+    checkpoint = find_checkpoint(recipe)
+    tokenizer = load_tokenizer(recipe)
+    data = build_blocks(
+        recipe.dataset,
+        tokenizer,
+        max_length=recipe.max_length,
+        packing=recipe.packing,
+        completion_only_loss=recipe.completion_only_loss,
+    )
+    set_seed(recipe.seed)
+    model = load_model(recipe)
+    if config is not None:
+        from disco_accel import prepare
+
+        prepare(model, config)
+    output = Path(recipe.output_dir)
+    fresh = not output.exists()
+    try:
+        return _fit(recipe, model, tokenizer, data, checkpoint)
+    except BaseException:
+        # Trainer makes the folder before the first step; a run that never saved anything leaves no trace.
+        if fresh and output.is_dir() and not any(output.iterdir()):
+            output.rmdir()
+        raise
+
+
+def _fit(recipe: LoraRecipe, model: Any, tokenizer: Any, data: Any, checkpoint: Path | None) -> int:
+    ledger = Ledger()
+    progress = Progress(ledger)
+    stop = StopAtStepEnd()
+    trainer = RecordingTrainer(
+        model=model,
+        args=training_arguments(recipe),
+        train_dataset=data,
+        processing_class=tokenizer,
+        callbacks=[progress, stop],
+    )
+    trainer.ledger = ledger
+    trainer.remove_callback(transformers.PrinterCallback)
+    if trainer.is_world_process_zero():
+        print(opening_line(recipe, model, len(data)), file=sys.stderr)
+    began = time.perf_counter()
+    try:
+        with stop:
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    finally:
+        progress.close()
+    if trainer.is_world_process_zero():
+        seconds = time.perf_counter() - began
+        _save(recipe, trainer, checkpoint, seconds, stop.signal)
+    if stop.signal is None:
+        return 0
+    print(f"stopped by {signal.Signals(stop.signal).name}; go on with --resume_from_checkpoint", file=sys.stderr)
+    return 128 + stop.signal
+
+
+def training_arguments(recipe: LoraRecipe) -> TrainingArguments:
+    """The transformers arguments of a recipe; checkpointing is switched on when the model is loaded, not here."""
+    return TrainingArguments(
+        output_dir=recipe.output_dir,
+        per_device_train_batch_size=recipe.per_device_train_batch_size,
+        gradient_accumulation_steps=recipe.gradient_accumulation_steps,
+        learning_rate=recipe.learning_rate,
+        lr_scheduler_type=recipe.lr_scheduler_type,
+        warmup_steps=recipe.warmup_steps,
+        weight_decay=recipe.weight_decay,
+        max_grad_norm=recipe.max_grad_norm,
+        max_steps=recipe.max_steps,
+        optim=recipe.optim,
+        save_strategy="steps" if recipe.save_steps else "no",
+        save_steps=recipe.save_steps or recipe.max_steps,
+        save_total_limit=recipe.save_total_limit,
+        logging_strategy="steps",
+        logging_steps=1,
+        report_to=recipe.report_to,
+        seed=recipe.seed,
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        dataloader_pin_memory=torch.cuda.is_available(),
+    )
+
+
+def opening_line(recipe: LoraRecipe, model: Any, rows: int) -> str:
+    """One line on what is about to be trained, and what the adapter's dtype costs."""
+    frozen = sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
+    adapter = [p for p in model.parameters() if p.requires_grad]
+    adapter_bytes = sum(p.numel() * p.element_size() for p in adapter)
+    tokens = recipe.per_device_train_batch_size * recipe.gradient_accumulation_steps * recipe.max_length
+    line = (
+        f"{recipe.model_name_or_path}: {format_size(frozen)} frozen, adapter {format_size(adapter_bytes)} in "
+        f"{recipe.adapter_dtype}, {rows} rows of {recipe.max_length} tokens, {tokens} tokens a step, "
+        f"{torch.get_num_threads()} threads"
+    )
+    base = next(p.dtype for p in model.parameters() if not p.requires_grad)
+    if adapter[0].dtype is torch.float32 and base is not torch.float32:
+        line += (
+            f"\nthe adapter's matmuls run in float32 over a {str(base)[6:]} base: exact small updates, slower matmuls"
+        )
+    return line
+
+
+def find_checkpoint(recipe: LoraRecipe) -> Path | None:
+    """The checkpoint to resume from, if the recipe asks for one.
+
+    Raises:
+        ConfigError: there is none, or it is incomplete.
+    """
+    asked = recipe.resume_from_checkpoint
+    if asked is False:
+        return None
+    if asked is True:
+        output = Path(recipe.output_dir)
+        last = get_last_checkpoint(str(output)) if output.is_dir() else None
+        while last is not None and not _is_complete(Path(last)):
+            # A process that was killed while it saved leaves its last checkpoint without a state.
+            earlier = [c for c in output.glob("checkpoint-*") if _is_complete(c)]
+            last = str(max(earlier, key=lambda c: int(c.name.rpartition("-")[2]))) if earlier else None
+        if last is None:
+            raise ConfigError(f"resume_from_checkpoint: no checkpoint in {output}; leave the key out to start anew")
+        return Path(last)
+    path = Path(asked)
+    if not _is_complete(path):
+        raise ConfigError(
+            f"resume_from_checkpoint: {path} is not a complete checkpoint (no trainer_state.json or adapter)"
+        )
+    return path
+
+
+def _is_complete(checkpoint: Path) -> bool:
+    # The state is the last file that Trainer writes.
+    return all((checkpoint / name).is_file() for name in ("trainer_state.json", "adapter_model.safetensors"))
+
+
+def _save(
+    recipe: LoraRecipe, trainer: RecordingTrainer, checkpoint: Path | None, seconds: float, by: int | None
+) -> None:
+    output = Path(recipe.output_dir)
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    if by is None:
+        model.save_pretrained(output, safe_serialization=True)
+        trainer.processing_class.save_pretrained(output)
+    planned = plan_stats(model)
+    first = int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0
+    write_metrics(
+        output / METRICS_NAME,
+        {
+            "format": "lora-metrics",
+            "version": 1,
+            "steps": earlier_steps(output / METRICS_NAME, first) + [s.as_dict() for s in trainer.ledger.steps],
+            "train_seconds": seconds,
+            "threads": torch.get_num_threads(),
+            "interrupted": by is not None,
+            "peak_rss_bytes": peak_resident_set_bytes(),
+            "disco": planned,
+        },
+    )
+    if planned:
+        print(f"disco: {planned['steps_compiled']} planned steps, {planned['steps_eager']} eager", file=sys.stderr)
+
+
+def _quiet_libraries() -> None:
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    # transformers warns about its own calls from inside PEFT; nobody here can act on that.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+    ours = logging.getLogger("disco_accel")
+    if not ours.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("disco: %(message)s"))
+        ours.addHandler(handler)
+        ours.setLevel(logging.INFO)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""The keys of a recipe file, with the names that TRL and transformers use, read strictly."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from disco_accel.config import read_yaml
+from disco_accel.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraRecipe:
+    """One LoRA fine-tuning run. Relative paths are relative to the working directory.
+
+    ``dataset`` is a ``.jsonl`` file of ``prompt``/``completion`` (or ``text``) records, or any plain text file.
+    ``max_length`` is in tokens. With ``packing`` documents are joined and cut into blocks of exactly ``max_length``;
+    without it each record is cut or padded to ``max_length``. ``adapter_dtype`` is the dtype of the LoRA weights.
+    ``save_steps`` 0 saves only at the end. ``num_threads`` is the number of CPU threads of an eager op.
+    """
+
+    model_name_or_path: str
+    dataset: str
+    output_dir: str
+    max_steps: int
+    dtype: str = "auto"
+    attn_implementation: str = "sdpa"
+    lora_r: int = 16
+    lora_alpha: float = 32.0
+    lora_dropout: float = 0.0
+    lora_target_modules: str | list[str] = "all-linear"
+    adapter_dtype: str = "float32"
+    per_device_train_batch_size: int = 1
+    gradient_accumulation_steps: int = 1
+    gradient_checkpointing: bool = True
+    gradient_checkpointing_kwargs: dict[str, Any] | None = None
+    max_length: int = 1024
+    packing: bool = True
+    completion_only_loss: bool = True
+    learning_rate: float = 2e-4
+    lr_scheduler_type: str = "constant"
+    warmup_steps: int = 0
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    optim: str = "adamw_torch"
+    save_steps: int = 0
+    save_total_limit: int | None = None
+    seed: int = 42
+    num_threads: int | None = None
+    resume_from_checkpoint: bool | str = False
+    report_to: str | list[str] = "none"
+    disco_config: dict[str, Any] | None = None
+
+
+_AT_LEAST = {
+    "max_steps": 1,
+    "lora_r": 1,
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "max_length": 2,
+    "num_threads": 1,
+    "save_total_limit": 1,
+    "warmup_steps": 0,
+    "save_steps": 0,
+    "seed": 0,
+    "learning_rate": 0.0,
+    "lora_dropout": 0.0,
+    "weight_decay": 0.0,
+    "max_grad_norm": 0.0,
+}
+_CHOICES = {
+    "dtype": ("auto", "bfloat16", "float16", "float32"),
+    "adapter_dtype": ("float32", "bfloat16", "float16"),
+    "attn_implementation": ("sdpa", "eager", "flash_attention_2"),
+}
+
+
+def read_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) -> LoraRecipe:
+    """Read a recipe file; ``overrides`` replace keys of the file.
+
+    Raises:
+        ConfigError: the file is missing or not YAML, a key is unknown, missing or twice there, or a value is wrong.
+    """
+    values = {**read_yaml(path), **(overrides or {})}
+    return parse_recipe(values, source=str(path))
+
+
+def parse_recipe(values: Mapping[str, Any], *, source: str = "recipe") -> LoraRecipe:
+    """Check every key and value and fill in the defaults.
+
+    Raises:
+        ConfigError: names ``source``, the key, what was given and what would work.
+    """
+    hints = typing.get_type_hints(LoraRecipe)
+    for key in values:
+        if key not in hints:
+            near = difflib.get_close_matches(str(key), hints, n=1, cutoff=0.5)
+            suggestion = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(hints)}"
+            raise ConfigError(f"{source}: unknown key {key!r}; {suggestion}")
+    missing = [
+        field.name
+        for field in dataclasses.fields(LoraRecipe)
+        if field.name not in values and field.default is dataclasses.MISSING
+    ]
+    if missing:
+        raise ConfigError(f"{source}: {', '.join(missing)} must be given")
+    checked = {key: _coerce(source, key, value, hints[key]) for key, value in values.items()}
+    for key, value in checked.items():
+        _check_range(source, key, value)
+    return LoraRecipe(**checked)
+
+
+def _coerce(source: str, key: str, value: Any, hint: Any) -> Any:
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    for option in options:
+        kind = typing.get_origin(option) or option
+        if kind is float and not isinstance(value, bool):
+            # YAML 1.1 reads 2e-4 (no dot) as text; every user means the number.
+            try:
+                return float(value)
+            except (TypeError, ValueError):
+                continue
+        if type(value) is kind:
+            if kind is list and not all(type(item) is str for item in value):
+                continue
+            return value
+    wanted = " or ".join("none" if o is types.NoneType else str(getattr(o, "__name__", o)) for o in options)
+    raise ConfigError(f"{source}: {key}: {value!r} is not a valid value; give {wanted}")
+
+
+def _check_range(source: str, key: str, value: Any) -> None:
+    least = _AT_LEAST.get(key)
+    if least is not None and value is not None and not value >= least:
+        raise ConfigError(f"{source}: {key}: {value!r} is too small; give at least {least}")
+    if key == "lora_dropout" and value >= 1.0:
+        raise ConfigError(f"{source}: {key}: {value!r} is too large; give less than 1")
+    choices = _CHOICES.get(key)
+    if choices is not None and value not in choices:
+        near = difflib.get_close_matches(value, choices, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(f"{source}: {key}: {value!r} is not known; {hint}give one of {', '.join(choices)}")
+    if key in ("model_name_or_path", "dataset", "output_dir") and not value:
+        raise ConfigError(f"{source}: {key}: is empty; give a path")
