@@ -1,0 +1,125 @@
+"""Builds the engine's extension on first use and loads it.
+
+``python -m disco_accel.execute.build_ext`` builds ahead of time. The library lives in a directory keyed by PyTorch's
+version and the sources' hash, so a new PyTorch or a changed source rebuilds and nothing else does.
+
+Environment: ``DISCO_BUILD_EXT=0`` never builds (a library built before is still loaded), ``MAX_JOBS`` bounds the
+compiler processes, ``TORCH_EXTENSIONS_DIR`` is the parent of the build directory.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from disco_accel.errors import ExecutionError
+
+_ROOT = Path(__file__).resolve().parents[2] / "runtime_ext"
+_CORE = ("engine.cpp", "program.cpp", "host_device.cpp", "cuda_device.cpp")
+_TORCH = ("planned_alloc.cpp", "arena.cpp", "ops.cpp", "runtime_class.cpp")
+_FLAGS = ("-std=c++20", "-O2", "-fopenmp", "-fvisibility-inlines-hidden")
+
+
+class ExtensionError(ExecutionError):
+    """The extension cannot be built or loaded; the message says what is missing and what to do."""
+
+
+def sources() -> list[Path]:
+    """C++ files of the engine's library, in the order in which they are compiled."""
+    core = sorted((_ROOT / "core").glob("*.cpp"))
+    return [*core, *(_ROOT / "torch" / name for name in _TORCH)]
+
+
+def cache_root() -> Path:
+    """Parent of all build directories: ``TORCH_EXTENSIONS_DIR``, else ``~/.cache/disco_accel/extensions``."""
+    given = os.environ.get("TORCH_EXTENSIONS_DIR")
+    return Path(given) if given else Path.home() / ".cache" / "disco_accel" / "extensions"
+
+
+def _key(files: Sequence[Path], flags: Sequence[str]) -> str:
+    digest = hashlib.sha256()
+    for part in (torch.__version__, platform.machine(), sys.version.split()[0], *flags):
+        digest.update(part.encode() + b"\0")
+    headers = sorted({header for file in files for header in file.parent.glob("*.h")} | set(_ROOT.glob("*/*.h")))
+    for file in (*files, *headers):
+        digest.update(file.relative_to(_ROOT).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def _require_compiler() -> None:
+    compiler = os.environ.get("CXX", "c++")
+    if shutil.which(compiler) is None:
+        raise ExtensionError(
+            f"the engine must be compiled once, but there is no C++ compiler '{compiler}' on PATH: "
+            "install g++ (11 or newer), or set CXX"
+        )
+
+
+def build(name: str, files: Sequence[Path], flags: Sequence[str] = _FLAGS, *, load: bool = True) -> Path:
+    """Compiles ``files`` into a library unless it is there already, loads it into the process, returns its path.
+
+    Raises ExtensionError when there is no compiler, building is switched off, or the compiler fails (its last
+    lines are in the message).
+    """
+    directory = cache_root() / f"{name}-torch{torch.__version__}-{_key(files, flags)}"
+    library = directory / f"{name}.so"
+    if not library.exists():
+        if os.environ.get("DISCO_BUILD_EXT", "1") == "0":
+            raise ExtensionError(f"{library} is not built and DISCO_BUILD_EXT=0 forbids building it")
+        _require_compiler()
+        _compile(name, files, flags, directory)
+    if load:
+        torch.ops.load_library(str(library))
+    return library
+
+
+def _compile(name: str, files: Sequence[Path], flags: Sequence[str], directory: Path) -> None:
+    from torch.utils import cpp_extension
+
+    directory.mkdir(parents=True, exist_ok=True)
+    lock = directory / "lock"
+    try:
+        cpp_extension.load(
+            name,
+            [str(file) for file in files],
+            extra_cflags=list(flags),
+            extra_ldflags=["-fopenmp", "-ldl"],
+            extra_include_paths=[str(_ROOT)],
+            build_directory=str(directory),
+            with_cuda=False,
+            is_python_module=False,
+        )
+    except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+        lock.unlink(missing_ok=True)
+        (directory / f"{name}.so").unlink(missing_ok=True)
+        tail = "\n".join(str(error).strip().splitlines()[-12:])
+        raise ExtensionError(f"building the engine in {directory} failed:\n{tail}") from error
+
+
+@functools.cache
+def load_extension() -> None:
+    """Builds the engine if need be and registers ``torch.ops.disco_accel`` and ``torch.classes.disco_accel``."""
+    build("disco_runtime", sources())
+
+
+def main() -> int:
+    """Builds ahead of time and prints where the library is."""
+    try:
+        print(build("disco_runtime", sources()))
+    except ExtensionError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,294 @@
+"""Measures ops once before a plan is made: what they allocate, whether they can write in place, how long they take.
+
+The engine then serves the n-th allocation of a call from the address that the plan chose for it, so a step allocates
+nothing. Ops with equal signatures are measured once.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from disco_accel.errors import ExecutionError
+from disco_accel.execute.build_ext import load_extension
+from disco_accel.execute.encode import encode_args, encode_out_call, label
+from disco_accel.taskgraph import Arg, OpCall, TaskGraph, TensorArg, TensorSpec, Vertex, VertexKind
+
+_ALIGNMENT = 64
+_ENOUGH_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """One allocation of a call: ``nbytes`` for output ``output``, or at ``offset`` in the scratch if that is None."""
+
+    nbytes: int
+    output: int | None
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OpRecord:
+    """What was measured of one op signature.
+
+    ``native_out``: the out overload writes the outputs directly, with the same bits as the functional call.
+    ``allocations``: of the call that will run, in order. ``scratch_bytes``: room for those that are no output.
+    ``seconds``: median of a few runs.
+    """
+
+    native_out: bool
+    allocations: tuple[Allocation, ...]
+    scratch_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Signature:
+    """All that a measurement depends on: the call over distinct input storages, and every storage's size in bytes."""
+
+    call: OpCall
+    input_sizes: tuple[int, ...]
+    output_sizes: tuple[int, ...]
+    inplace: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One recorded run. ``blocks`` are (nbytes, born, freed); ``results`` pairs each returned tensor with its block."""
+
+    blocks: tuple[tuple[int, int, int], ...]
+    results: tuple[tuple[torch.Tensor | None, int], ...]
+
+    def sequence(self) -> tuple[Any, ...]:
+        return self.blocks, tuple(block for _, block in self.results)
+
+
+def record(graph: TaskGraph, *, device: str = "cpu", compute_threads: int | None = None) -> dict[int, OpRecord]:
+    """KERNEL id to its record; equal signatures share one.
+
+    ``compute_threads`` is the number of intra-op threads that the engine will use (temporaries depend on it);
+    None = torch.get_num_threads(). Raises ExecutionError naming op and module when an op's allocations are not the
+    same from run to run.
+    """
+    load_extension()
+    vertices = {v.id: v for v in graph.vertices}
+    known: dict[_Signature, OpRecord] = {}
+    records: dict[int, OpRecord] = {}
+    with _threads(compute_threads):
+        for vertex in graph.vertices:
+            if vertex.kind is not VertexKind.KERNEL:
+                continue
+            call = graph.ops[vertex.id]
+            signature = _signature(vertex, call, vertices)
+            if signature not in known:
+                known[signature] = _measure(signature, label(call), torch.device(device))
+            records[vertex.id] = known[signature]
+    return records
+
+
+def apply(graph: TaskGraph, records: Mapping[int, OpRecord]) -> TaskGraph:
+    """The graph with durations filled in and, where an op needs scratch, one more output that nobody reads."""
+    vertices = []
+    for vertex in graph.vertices:
+        measured = records.get(vertex.id)
+        if measured is None:
+            vertices.append(vertex)
+            continue
+        scratch = (measured.scratch_bytes,) if measured.scratch_bytes else ()
+        vertices.append(replace(vertex, sizes=vertex.sizes + scratch, duration=measured.seconds))
+    return replace(graph, vertices=tuple(vertices))
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if count is None or count == before:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _signature(vertex: Vertex, call: OpCall, vertices: Mapping[int, Vertex]) -> _Signature:
+    """Positions that carry the same value become one input: an op may do something else when its operands alias."""
+    order: dict[tuple[int, int], int] = {}
+    for ref in vertex.inputs:
+        order.setdefault(ref, len(order))
+
+    def canonical(arg: Arg) -> Arg:
+        if isinstance(arg, TensorArg):
+            return TensorArg(order[vertex.inputs[arg.input]], arg.spec)
+        return tuple(canonical(item) for item in arg) if isinstance(arg, tuple) else arg
+
+    return _Signature(
+        replace(call, args=tuple(canonical(arg) for arg in call.args), module=""),
+        tuple(vertices[producer].sizes[k] for producer, k in order),
+        vertex.sizes,
+        None if vertex.inplace is None else order[vertex.inputs[vertex.inplace]],
+    )
+
+
+def _tensor_args(args: tuple[Arg, ...]) -> Iterator[TensorArg]:
+    for arg in args:
+        if isinstance(arg, TensorArg):
+            yield arg
+        elif isinstance(arg, tuple):
+            yield from _tensor_args(arg)
+
+
+def _sample_inputs(signature: _Signature, device: torch.device) -> list[torch.Tensor]:
+    """A buffer per input storage: normal numbers, random booleans, zeros for integers (valid as any index)."""
+    dtypes: dict[int, torch.dtype] = {}
+    for arg in _tensor_args(signature.call.args):
+        dtypes.setdefault(arg.input, getattr(torch, arg.spec.dtype))
+    generator = torch.Generator(device).manual_seed(0)
+    buffers = []
+    for position, nbytes in enumerate(signature.input_sizes):
+        buffer = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        dtype = dtypes.get(position, torch.uint8)
+        values = buffer[: nbytes // dtype.itemsize * dtype.itemsize].view(dtype)
+        if dtype.is_floating_point and dtype.itemsize > 1:
+            values.normal_(generator=generator)
+        elif dtype is torch.bool:
+            values.random_(0, 2, generator=generator)
+        buffers.append(buffer)
+    return buffers
+
+
+def _run_recorded(ops: Any, op: int) -> _Call:
+    sizes, born, freed, tensors, where = ops.record(op)
+    defined = iter(tensors)
+    results = tuple((None if block == -2 else next(defined), block) for block in where)
+    return _Call(tuple(zip(sizes, born, freed, strict=True)), results)
+
+
+def _steady(ops: Any, op: int, name: str) -> _Call:
+    """A run whose allocations repeat. The first run is not counted: libraries set up caches in it."""
+    _run_recorded(ops, op)
+    first, second = _run_recorded(ops, op), _run_recorded(ops, op)
+    if first.sequence() != second.sequence():
+        raise ExecutionError(
+            f"{name} does not allocate the same memory from run to run ({first.blocks} then {second.blocks}): "
+            "it cannot be planned; keep it out of the captured step"
+        )
+    held = {block for _, block in second.results}
+    leaked = [size for i, (size, _, freed) in enumerate(second.blocks) if freed < 0 and i not in held]
+    if leaked:
+        raise ExecutionError(f"{name} keeps {sum(leaked)} bytes allocated after every call: it cannot be planned")
+    return second
+
+
+def _measure(signature: _Signature, name: str, device: torch.device) -> OpRecord:
+    call = signature.call
+    ops = torch.classes.disco_accel.Ops(str(device))
+    inputs = _sample_inputs(signature, device)
+    storages = [ops.add_fixed(buffer.data_ptr(), buffer.numel()) for buffer in inputs]
+    functional = ops.add_op(call.name, call.overload, encode_args(call, storages.__getitem__), name)
+    try:
+        reference = _steady(ops, functional, name)
+        chosen, native_out = functional, False
+        placed = _allocations(signature, reference, name)
+        if signature.inplace is None:
+            out = _try_out(ops, signature, storages, reference, name)
+            if out is not None and out[1][1] <= placed[1]:
+                chosen, native_out, placed = out[0], True, out[1]
+        seconds = _median_seconds(ops, chosen)
+    except RuntimeError as error:
+        raise ExecutionError(f"measuring {name} failed: {error}") from error
+    return OpRecord(native_out, placed[0], placed[1], seconds)
+
+
+def _median_seconds(ops: Any, op: int) -> float:
+    samples: list[float] = ops.time(op, 1)
+    while len(samples) < 5 and sum(samples) < _ENOUGH_SECONDS:
+        samples += ops.time(op, 1)
+    return statistics.median(samples)
+
+
+def _try_out(
+    ops: Any, signature: _Signature, storages: list[int], reference: _Call, name: str
+) -> tuple[int, tuple[tuple[Allocation, ...], int]] | None:
+    """The op number and allocations of the native out overload, if it gives the functional call's bits."""
+    device = torch.device("cpu") if not reference.results else next(t.device for t, _ in reference.results if t is not None)
+    outputs = [torch.zeros(size, dtype=torch.uint8, device=device) for size in signature.output_sizes]
+    out_storages = [ops.add_fixed(buffer.data_ptr(), buffer.numel()) for buffer in outputs]
+    encoded = encode_out_call(signature.call, storages.__getitem__, out_storages)
+    if encoded is None:
+        return None
+    overload, args = encoded
+    op = ops.add_op(signature.call.name, overload, args, name)
+    try:
+        call = _steady(ops, op, name)
+    except (RuntimeError, ExecutionError):
+        # Not every out overload takes the captured layout; the functional call always does.
+        return None
+    for (expected, _), result in zip(reference.results, signature.call.results, strict=True):
+        if expected is None or result is None or not _same_bits(expected, _view(outputs[result.output], result.spec)):
+            return None
+    return op, _pack({}, call)
+
+
+def _view(buffer: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    dtype = getattr(torch, spec.dtype)
+    flat = torch.empty(0, dtype=dtype, device=buffer.device)
+    return flat.set_(buffer.untyped_storage(), spec.offset, spec.shape, spec.stride)
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    with torch.no_grad():
+        left, right = (t.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8) for t in (a, b))
+    return torch.equal(left, right)
+
+
+def _allocations(signature: _Signature, call: _Call, name: str) -> tuple[tuple[Allocation, ...], int]:
+    """Which block of a functional call becomes which output; the rest is scratch."""
+    outputs: dict[int, int] = {}
+    results = signature.call.results
+    if len(results) != len(call.results):
+        raise ExecutionError(f"{name} returned {len(call.results)} tensors where {len(results)} were captured")
+    for result, (got, block) in zip(results, call.results, strict=True):
+        if result is None:
+            continue
+        if got is None:
+            raise ExecutionError(f"{name} left a result undefined that the captured step reads")
+        dtype = str(got.dtype).removeprefix("torch.")
+        if (dtype, tuple(got.shape)) != (result.spec.dtype, result.spec.shape):
+            raise ExecutionError(
+                f"{name} returned {dtype}{list(got.shape)} where {result.spec.dtype}{list(result.spec.shape)} was captured"
+            )
+        same_layout = tuple(got.stride()) == result.spec.stride and got.storage_offset() == result.spec.offset
+        fits = block >= 0 and call.blocks[block][0] <= signature.output_sizes[result.output]
+        if same_layout and fits and result.output not in outputs.values():
+            outputs[block] = result.output
+    return _pack(outputs, call)
+
+
+def _pack(outputs: Mapping[int, int], call: _Call) -> tuple[tuple[Allocation, ...], int]:
+    """Places the blocks that are no output in a scratch: largest first, lowest offset that is free for their life."""
+    lives: list[tuple[int, int, int, int]] = []
+    offsets: dict[int, int] = {}
+    scratch = [i for i in range(len(call.blocks)) if i not in outputs]
+    for i in sorted(scratch, key=lambda i: (-call.blocks[i][0], i)):
+        nbytes, born, freed = call.blocks[i]
+        end = freed if freed >= 0 else 1 << 62
+        offset = 0
+        for lo, hi, other_born, other_end in sorted(lives):
+            if born < other_end and other_born < end and offset + nbytes > lo and offset < hi:
+                offset = -(-hi // _ALIGNMENT) * _ALIGNMENT
+        offsets[i] = offset
+        lives.append((offset, offset + nbytes, born, end))
+    allocations = tuple(
+        Allocation(nbytes, outputs.get(i), offsets.get(i, 0)) for i, (nbytes, _, _) in enumerate(call.blocks)
+    )
+    size = max((hi for _, hi, _, _ in lives), default=0)
+    return allocations, -(-size // _ALIGNMENT) * _ALIGNMENT

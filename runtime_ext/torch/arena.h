@@ -1,0 +1,23 @@
+// Arenas of host memory as tensors: anonymous mappings with guard pages, and tensors carved out of them.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+namespace disco {
+
+// Anonymous mapping of exactly `nbytes` bytes as a 1-d uint8 tensor, between two inaccessible pages. The end
+// of the arena touches the guard page when `nbytes` is a multiple of 256, so that a write past it faults at
+// once. Pages are not touched. Throws std::runtime_error with the system's reason.
+at::Tensor map_arena(std::int64_t nbytes);
+
+// A 1-d uint8 tensor over [offset, offset + nbytes) of `base` with a storage of its own that keeps `base`
+// alive: what it saves and reports is its own bytes, not the arena's. Throws std::invalid_argument out of
+// range.
+at::Tensor carve(const at::Tensor& base, std::int64_t offset, std::int64_t nbytes);
+
+// Bytes of the pages under `tensor` that are in memory.
+std::int64_t touched_bytes(const at::Tensor& tensor);
+
+}  // namespace disco

@@ -1,0 +1,305 @@
+#include "ops.h"
+
+#include <ATen/core/List.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/ScalarType.h>
+
+#include <stdexcept>
+#include <utility>
+
+namespace disco {
+namespace {
+
+using c10::IValue;
+using c10::TypeKind;
+
+[[noreturn]] void bad_argument(const std::string& what) { throw std::invalid_argument(what); }
+
+const std::vector<IValue>& tuple_elements(const IValue& value) {
+  if (!value.isTuple()) bad_argument("expected an encoded tuple, got " + value.tagKind());
+  return value.toTupleRef().elements();
+}
+
+std::vector<std::int64_t> int_tuple(const IValue& value) {
+  std::vector<std::int64_t> out;
+  for (const IValue& element : tuple_elements(value)) out.push_back(element.toInt());
+  return out;
+}
+
+c10::ScalarType scalar_type(const std::string& name) {
+  const auto& names = c10::getStringToDtypeMap();
+  const auto found = names.find(name);
+  if (found == names.end()) bad_argument("unknown dtype '" + name + "'");
+  return found->second;
+}
+
+std::int64_t layout_number(const std::string& name) {
+  if (name == "strided") return static_cast<std::int64_t>(c10::Layout::Strided);
+  bad_argument("layout '" + name + "' is not supported: only strided is");
+}
+
+std::int64_t memory_format_number(const std::string& name) {
+  if (name == "contiguous_format") return static_cast<std::int64_t>(c10::MemoryFormat::Contiguous);
+  if (name == "preserve_format") return static_cast<std::int64_t>(c10::MemoryFormat::Preserve);
+  if (name == "channels_last") return static_cast<std::int64_t>(c10::MemoryFormat::ChannelsLast);
+  if (name == "channels_last_3d") return static_cast<std::int64_t>(c10::MemoryFormat::ChannelsLast3d);
+  bad_argument("unknown memory format '" + name + "'");
+}
+
+IValue decode_enum(const std::string& kind, const std::string& value) {
+  if (kind == "dtype") return static_cast<std::int64_t>(scalar_type(value));
+  if (kind == "layout") return layout_number(value);
+  if (kind == "device") return c10::Device(value);
+  if (kind == "memory_format") return memory_format_number(value);
+  bad_argument("unknown enum kind '" + kind + "'");
+}
+
+// Calls fn with each tensor that a call left on its stack, in order: the elements of a returned list count as
+// tensors, numbers are skipped.
+template <typename Fn>
+void for_each_tensor(const std::vector<IValue>& stack, Fn fn) {
+  for (const IValue& value : stack) {
+    if (value.isTensor()) {
+      fn(value.toTensor());
+    } else if (value.isTensorList()) {
+      for (const at::Tensor& tensor : value.toTensorVector()) fn(tensor);
+    }
+  }
+}
+
+std::vector<IValue>& scratch_stack() {
+  thread_local std::vector<IValue> stack;
+  return stack;
+}
+
+struct StackCleaner {
+  std::vector<IValue>& stack;
+  ~StackCleaner() { stack.clear(); }
+};
+
+std::string message_of(const std::exception& error) {
+  if (const auto* torch_error = dynamic_cast<const c10::Error*>(&error)) {
+    return torch_error->what_without_backtrace();
+  }
+  return error.what();
+}
+
+}  // namespace
+
+std::int64_t OpTable::add_fixed(void* ptr, std::size_t nbytes) {
+  storages_.emplace_back(c10::Storage::use_byte_size_t(), nbytes, c10::DataPtr(ptr, device_), nullptr, false);
+  external_.push_back(false);
+  bound_.emplace_back();
+  return static_cast<std::int64_t>(storages_.size()) - 1;
+}
+
+std::int64_t OpTable::add_external(std::size_t nbytes) {
+  const std::int64_t index = add_fixed(nullptr, nbytes);
+  external_.back() = true;
+  externals_.push_back(index);
+  return index;
+}
+
+void OpTable::bind_external(std::int64_t storage, const at::Tensor& tensor) {
+  if (!external_.at(storage)) bad_argument("storage " + std::to_string(storage) + " is not external");
+  if (tensor.device() != device_) {
+    bad_argument("is on " + tensor.device().str() + ", the plan runs on " + device_.str());
+  }
+  std::int64_t extent = tensor.numel() > 0 ? 1 : 0;
+  for (std::int64_t d = 0; extent > 0 && d < tensor.dim(); ++d)
+    extent += (tensor.size(d) - 1) * tensor.stride(d);
+  const std::size_t nbytes = static_cast<std::size_t>(extent) * tensor.element_size();
+  if (nbytes != storages_[storage].nbytes()) {
+    bad_argument("covers " + std::to_string(nbytes) + " bytes where the plan has " +
+                 std::to_string(storages_[storage].nbytes()));
+  }
+  storages_[storage].unsafeGetStorageImpl()->set_data_ptr_noswap(c10::DataPtr(tensor.data_ptr(), device_));
+  bound_[storage] = tensor;
+}
+
+void OpTable::release_externals() {
+  for (const std::int64_t storage : externals_) bound_[storage].reset();
+}
+
+at::Tensor OpTable::decode_tensor(const std::vector<IValue>& encoded) const {
+  const std::int64_t storage = encoded.at(1).toInt();
+  const c10::ScalarType dtype = scalar_type(encoded.at(2).toStringRef());
+  const std::vector<std::int64_t> shape = int_tuple(encoded.at(3));
+  const std::vector<std::int64_t> stride = int_tuple(encoded.at(4));
+  const std::int64_t offset = encoded.at(5).toInt();
+  std::int64_t extent = offset + 1;
+  bool empty = false;
+  for (std::size_t d = 0; d < shape.size(); ++d) {
+    extent += (shape[d] - 1) * stride.at(d);
+    empty = empty || shape[d] == 0;
+  }
+  if (!empty && static_cast<std::size_t>(extent) * c10::elementSize(dtype) > storages_.at(storage).nbytes()) {
+    bad_argument("a tensor reaches past the " + std::to_string(storages_[storage].nbytes()) +
+                 " bytes of its storage");
+  }
+  // An inference tensor has no autograd keys and no version counter: nothing in a step can reach autograd.
+  const c10::InferenceMode inference;
+  const c10::DispatchKey key = device_.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU;
+  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(storages_[storage]), c10::DispatchKeySet(key), c10::scalarTypeToTypeMeta(dtype));
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(shape, stride, offset);
+  return tensor;
+}
+
+IValue OpTable::decode_list(const std::vector<IValue>& encoded, const c10::TypePtr& element) const {
+  std::vector<IValue> values;
+  for (std::size_t i = 1; i < encoded.size(); ++i) values.push_back(decode(encoded[i], element));
+  c10::impl::GenericList list(element->kind() == TypeKind::SymIntType ? c10::TypePtr(c10::IntType::get())
+                                                                      : element);
+  for (IValue& value : values) list.push_back(std::move(value));
+  return list;
+}
+
+IValue OpTable::decode(const IValue& encoded, const c10::TypePtr& type) const {
+  if (type->kind() == TypeKind::OptionalType) {
+    if (encoded.isNone()) return encoded;
+    return decode(encoded, type->castRaw<c10::OptionalType>()->getElementType());
+  }
+  if (encoded.isTuple()) {
+    const std::vector<IValue>& parts = tuple_elements(encoded);
+    const std::string& tag = parts.at(0).toStringRef();
+    if (tag == "tensor") return decode_tensor(parts);
+    if (tag == "enum") return decode_enum(parts.at(1).toStringRef(), parts.at(2).toStringRef());
+    if (tag != "list") bad_argument("unknown tag '" + tag + "'");
+    if (type->kind() != TypeKind::ListType) bad_argument("a list given for " + type->str());
+    return decode_list(parts, type->castRaw<c10::ListType>()->getElementType());
+  }
+  switch (type->kind()) {
+    case TypeKind::FloatType:
+      if (encoded.isInt()) return static_cast<double>(encoded.toInt());
+      if (encoded.isDouble()) return encoded;
+      break;
+    case TypeKind::IntType:
+    case TypeKind::SymIntType:
+      if (encoded.isInt()) return encoded;
+      if (encoded.isBool()) return static_cast<std::int64_t>(encoded.toBool());
+      break;
+    case TypeKind::BoolType:
+      if (encoded.isBool()) return encoded;
+      break;
+    case TypeKind::NumberType:
+      if (encoded.isScalar()) return encoded;
+      break;
+    case TypeKind::StringType:
+      if (encoded.isString()) return encoded;
+      break;
+    case TypeKind::DeviceObjType:
+      if (encoded.isString()) return c10::Device(encoded.toStringRef());
+      break;
+    case TypeKind::ListType:
+      // Schemas such as `int[1] dim` take a bare number.
+      return decode_list({IValue("list"), encoded}, type->castRaw<c10::ListType>()->getElementType());
+    case TypeKind::TensorType:
+      // An undefined tensor: what a kernel gets for an optional gradient.
+      if (encoded.isNone()) return at::Tensor();
+      break;
+    default:
+      break;
+  }
+  bad_argument("a value of kind " + encoded.tagKind() + " given for " + type->str());
+}
+
+std::int32_t OpTable::add_op(const std::string& name, const std::string& overload, const IValue& args,
+                             const std::string& label) {
+  const auto handle = c10::Dispatcher::singleton().findSchema({name, overload});
+  if (!handle.has_value()) bad_argument(label + ": no op " + name + "." + overload + " in this PyTorch");
+  const std::vector<IValue>& encoded = tuple_elements(args);
+  const auto& schema = handle->schema().arguments();
+  if (encoded.size() != schema.size()) {
+    bad_argument(label + ": " + std::to_string(encoded.size()) + " arguments given, the schema has " +
+                 std::to_string(schema.size()));
+  }
+  PreparedOp op{*handle, {}, {}, {}, false, label};
+  for (std::size_t i = 0; i < schema.size(); ++i) {
+    try {
+      op.args.push_back(decode(encoded[i], schema[i].type()));
+    } catch (const std::exception& error) {
+      bad_argument(label + ": argument '" + schema[i].name() + "': " + message_of(error));
+    }
+  }
+  // Grows this thread's stack once, here: a step must not.
+  scratch_stack().reserve(64);
+  ops_.push_back(std::move(op));
+  return static_cast<std::int32_t>(ops_.size()) - 1;
+}
+
+void OpTable::expect_result(std::int32_t op, ResultMode mode, const IValue& where) {
+  ExpectedResult expected{mode, {}};
+  if (mode != ResultMode::kIgnored) expected.where = decode_tensor(tuple_elements(where));
+  ops_.at(op).results.push_back(std::move(expected));
+}
+
+void OpTable::set_schedule(std::int32_t op, std::vector<PlannedBlock> blocks) {
+  ops_.at(op).schedule = std::move(blocks);
+  ops_.at(op).scheduled = true;
+}
+
+void OpTable::check_results(const PreparedOp& op, const std::vector<IValue>& stack) const {
+  std::size_t next = 0;
+  for_each_tensor(stack, [&](const at::Tensor& got) {
+    if (next >= op.results.size()) return;
+    const ExpectedResult& expected = op.results[next++];
+    if (expected.mode == ResultMode::kIgnored) return;
+    if (!got.defined()) throw std::runtime_error("result " + std::to_string(next - 1) + " is undefined");
+    if (expected.mode == ResultMode::kCopied) {
+      expected.where.copy_(got);
+    } else if (got.data_ptr() != expected.where.data_ptr()) {
+      throw std::runtime_error("result " + std::to_string(next - 1) + " is not at its planned address");
+    }
+  });
+}
+
+void OpTable::run(std::int32_t index) const {
+  const PreparedOp& op = ops_[static_cast<std::size_t>(index)];
+  const c10::InferenceMode inference;
+  const EngineThreadScope engine_thread;
+  std::vector<IValue>& stack = scratch_stack();
+  const StackCleaner cleaner{stack};
+  try {
+    stack.insert(stack.end(), op.args.begin(), op.args.end());
+    if (op.scheduled) {
+      const PlannedScope scope(op.schedule);
+      op.handle.callBoxed(stack);
+      scope.finish();
+      check_results(op, stack);
+      stack.clear();
+    } else {
+      op.handle.callBoxed(stack);
+      check_results(op, stack);
+    }
+  } catch (const std::exception& error) {
+    throw std::runtime_error(op.label + ": " + message_of(error));
+  }
+}
+
+RecordedCall OpTable::record(std::int32_t index) const {
+  const PreparedOp& op = ops_.at(static_cast<std::size_t>(index));
+  const c10::InferenceMode inference;
+  std::vector<IValue> stack(op.args);
+  RecordedCall recorded;
+  try {
+    const RecordScope scope;
+    op.handle.callBoxed(stack);
+    recorded.blocks = scope.blocks();
+  } catch (const std::exception& error) {
+    throw std::runtime_error(op.label + ": " + message_of(error));
+  }
+  for_each_tensor(stack, [&](const at::Tensor& got) {
+    std::int64_t block = -1;
+    for (std::size_t i = 0; got.defined() && i < recorded.blocks.size(); ++i) {
+      const RecordedBlock& candidate = recorded.blocks[i];
+      if (candidate.freed < 0 && candidate.ptr == got.storage().data_ptr().get())
+        block = static_cast<std::int64_t>(i);
+    }
+    recorded.results.push_back(got);
+    recorded.result_blocks.push_back(block);
+  });
+  return recorded;
+}
+
+}  // namespace disco

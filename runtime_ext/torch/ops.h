@@ -1,0 +1,96 @@
+// The ops of a plan as boxed calls whose argument stacks are built once, over addresses that never change.
+//
+// A value lives in one storage: a fixed address inside an arena, or an external one whose pointer is swapped
+// before each step. The tensors in the stacks are views of these storages, so a step builds no argument.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "planned_alloc.h"
+
+namespace disco {
+
+// Where the tensor that a functional call returns must be. `kPlaced`: its storage begins at the planned
+// address. `kCopied`: it is copied there after the call (the op returns an alias, or lays the result out in
+// its own way). `kIgnored`: nobody reads it.
+enum class ResultMode : std::int64_t { kPlaced = 0, kCopied = 1, kIgnored = 2 };
+
+struct ExpectedResult {
+  ResultMode mode = ResultMode::kIgnored;
+  at::Tensor where;
+};
+
+// One prepared call. `label` is what error messages call it: the op and the module that issued it.
+struct PreparedOp {
+  c10::OperatorHandle handle;
+  std::vector<c10::IValue> args;
+  std::vector<ExpectedResult> results;
+  std::vector<PlannedBlock> schedule;
+  bool scheduled = false;
+  std::string label;
+};
+
+// What one call allocated while recorded, and what it returned. `result_blocks[i]` is the index of the block
+// that holds the i-th returned tensor, or -1 when it lies in none of them.
+struct RecordedCall {
+  std::vector<RecordedBlock> blocks;
+  std::vector<at::Tensor> results;
+  std::vector<std::int64_t> result_blocks;
+};
+
+// Storages and prepared calls of one plan. Built by one thread; then `run` may be called for different ops
+// from different threads at once.
+class OpTable {
+ public:
+  explicit OpTable(c10::Device device) : device_(device) {}
+
+  // Storage over `nbytes` at `ptr`, which the caller keeps alive. Returns its index.
+  std::int64_t add_fixed(void* ptr, std::size_t nbytes);
+  // Storage whose pointer is set by `bind_external` before each step.
+  std::int64_t add_external(std::size_t nbytes);
+  // Points an external storage at the first element of `tensor` and keeps the tensor until the next binding.
+  // Throws std::invalid_argument when the tensor's extent or device is not the planned one.
+  void bind_external(std::int64_t storage, const at::Tensor& tensor);
+  // Lets go of the tensors bound last; their storages must be bound again before an op reads them.
+  void release_externals();
+  void* address(std::int64_t storage) const { return storages_[storage].data_ptr().get(); }
+
+  // Adds the call `name.overload` with `args` encoded as in disco_accel/execute/encode.py. Throws
+  // std::invalid_argument naming the argument that does not fit the schema.
+  std::int32_t add_op(const std::string& name, const std::string& overload, const c10::IValue& args,
+                      const std::string& label);
+  // Adds an expected result to an op, in the order of its returned tensors.
+  void expect_result(std::int32_t op, ResultMode mode, const c10::IValue& where);
+  // From now on the op's allocations are served from `blocks`, in order.
+  void set_schedule(std::int32_t op, std::vector<PlannedBlock> blocks);
+
+  // Runs an op on this thread. Throws std::runtime_error with the op's label.
+  void run(std::int32_t op) const;
+  // Runs an op with PyTorch's own allocator, and reports what it allocated and returned.
+  RecordedCall record(std::int32_t op) const;
+
+  std::size_t size() const { return ops_.size(); }
+  const std::string& label(std::int32_t op) const { return ops_.at(op).label; }
+  c10::Device device() const { return device_; }
+
+ private:
+  c10::IValue decode(const c10::IValue& encoded, const c10::TypePtr& type) const;
+  c10::IValue decode_list(const std::vector<c10::IValue>& encoded, const c10::TypePtr& element) const;
+  at::Tensor decode_tensor(const std::vector<c10::IValue>& encoded) const;
+  void check_results(const PreparedOp& op, const std::vector<c10::IValue>& stack) const;
+
+  c10::Device device_;
+  std::vector<c10::Storage> storages_;
+  std::vector<at::Tensor> bound_;
+  std::vector<bool> external_;
+  std::vector<std::int64_t> externals_;
+  std::vector<PreparedOp> ops_;
+};
+
+}  // namespace disco

@@ -1,0 +1,229 @@
+#include "planned_alloc.h"
+
+#include <c10/core/Allocator.h>
+#include <omp.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <mutex>
+#include <unordered_map>
+
+namespace disco {
+
+struct ThreadState {
+  std::span<const PlannedBlock> schedule;
+  std::size_t next = 0;
+  bool planned = false;
+  bool engine_thread = false;
+  std::vector<RecordedBlock>* record = nullptr;
+  std::int64_t event = 0;
+
+  static std::vector<RecordedBlock>* blocks_of(RecordScope* scope) { return &scope->blocks_; }
+};
+
+namespace {
+
+thread_local ThreadState tls;
+
+constexpr std::size_t kMaxRanges = 1024;
+struct Range {
+  std::atomic<std::uintptr_t> lo{0};
+  std::atomic<std::uintptr_t> hi{0};
+};
+std::array<Range, kMaxRanges> ranges;
+std::atomic<std::size_t> ranges_used{0};
+std::mutex ranges_mutex;
+
+std::atomic<std::int64_t> forwarded_on_engine{0};
+
+// Leaked on purpose: blocks are freed during static destruction, after a normal global would be gone.
+struct LiveBlocks {
+  std::mutex mutex;
+  std::unordered_map<void*, std::size_t> sizes;
+  std::int64_t live = 0;
+  std::int64_t peak = 0;
+};
+std::atomic<bool> live_tracking{false};
+std::atomic<bool> live_ever{false};
+LiveBlocks& live_blocks() {
+  static auto* blocks = new LiveBlocks();
+  return *blocks;
+}
+
+c10::Allocator* base_allocator = nullptr;
+
+void free_block(void* ptr) {
+  if (ptr == nullptr || in_planned_range(ptr)) return;
+  note_freed(ptr);
+  base_allocator->raw_deallocate(ptr);
+}
+
+// The one deleter that every block carries, planned or not: raw_deallocate (oneDNN's scratch) has nothing but
+// the pointer to tell them apart, hence the range check.
+class CpuDecorator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(std::size_t nbytes) override {
+    const c10::Device cpu(c10::DeviceType::CPU);
+    if (nbytes == 0) return {nullptr, nullptr, &free_block, cpu};
+    if (void* ptr = planned_address(nbytes)) return {ptr, ptr, &free_block, cpu};
+    void* ptr = base_allocator->raw_allocate(nbytes);
+    note_forwarded(ptr, nbytes);
+    return {ptr, ptr, &free_block, cpu};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &free_block; }
+  void copy_data(void* dest, const void* src, std::size_t count) const override {
+    default_copy_data(dest, src, count);
+  }
+};
+
+}  // namespace
+
+void install_cpu_decorator() {
+  static const bool installed = [] {
+    base_allocator = c10::GetAllocator(c10::DeviceType::CPU);
+    if (base_allocator->raw_deleter() == nullptr) {
+      throw std::runtime_error(
+          "the CPU allocator in place has no raw deleter: planned allocation cannot wrap it");
+    }
+    static auto* decorator = new CpuDecorator();
+    c10::SetAllocator(c10::DeviceType::CPU, decorator, /*priority=*/255);
+    return true;
+  }();
+  (void)installed;
+}
+
+PlannedScope::PlannedScope(std::span<const PlannedBlock> blocks) {
+  tls.schedule = blocks;
+  tls.next = 0;
+  tls.planned = true;
+}
+PlannedScope::~PlannedScope() { tls.planned = false; }
+
+void PlannedScope::finish() const {
+  if (tls.next == tls.schedule.size()) return;
+  throw ScheduleMismatch("made " + std::to_string(tls.next) + " allocations where " +
+                         std::to_string(tls.schedule.size()) + " were recorded");
+}
+
+RecordScope::RecordScope() {
+  tls.record = ThreadState::blocks_of(this);
+  tls.event = 0;
+}
+RecordScope::~RecordScope() { tls.record = nullptr; }
+
+EngineThreadScope::EngineThreadScope() : before_(tls.engine_thread) { tls.engine_thread = true; }
+EngineThreadScope::~EngineThreadScope() { tls.engine_thread = before_; }
+
+void* planned_address(std::size_t nbytes) {
+  if (!tls.planned) return nullptr;
+  if (tls.next >= tls.schedule.size()) {
+    throw ScheduleMismatch("allocated " + std::to_string(nbytes) + " bytes more than the " +
+                           std::to_string(tls.schedule.size()) + " recorded allocations");
+  }
+  const PlannedBlock& block = tls.schedule[tls.next];
+  if (block.nbytes != nbytes) {
+    throw ScheduleMismatch("allocation " + std::to_string(tls.next) + " asks for " + std::to_string(nbytes) +
+                           " bytes where " + std::to_string(block.nbytes) + " were recorded");
+  }
+  ++tls.next;
+  return block.ptr;
+}
+
+void note_forwarded(void* ptr, std::size_t nbytes) {
+  if (tls.engine_thread || omp_in_parallel()) forwarded_on_engine.fetch_add(1, std::memory_order_relaxed);
+  if (tls.record != nullptr) tls.record->push_back({ptr, nbytes, tls.event++, -1});
+  if (live_tracking.load(std::memory_order_relaxed)) {
+    LiveBlocks& blocks = live_blocks();
+    const std::lock_guard lock(blocks.mutex);
+    blocks.sizes[ptr] = nbytes;
+    blocks.live += static_cast<std::int64_t>(nbytes);
+    blocks.peak = std::max(blocks.peak, blocks.live);
+  }
+}
+
+void note_freed(void* ptr) {
+  if (tls.record != nullptr) {
+    for (auto block = tls.record->rbegin(); block != tls.record->rend(); ++block) {
+      if (block->ptr == ptr && block->freed < 0) {
+        block->freed = tls.event++;
+        break;
+      }
+    }
+  }
+  if (live_ever.load(std::memory_order_relaxed)) {
+    LiveBlocks& blocks = live_blocks();
+    const std::lock_guard lock(blocks.mutex);
+    const auto found = blocks.sizes.find(ptr);
+    if (found != blocks.sizes.end()) {
+      blocks.live -= static_cast<std::int64_t>(found->second);
+      blocks.sizes.erase(found);
+    }
+  }
+}
+
+void add_planned_range(const void* base, std::size_t nbytes) {
+  if (nbytes == 0) return;
+  const auto lo = reinterpret_cast<std::uintptr_t>(base);
+  const std::lock_guard lock(ranges_mutex);
+  const std::size_t used = ranges_used.load();
+  std::size_t i = 0;
+  while (i < used && ranges[i].hi.load() != 0) ++i;
+  if (i == kMaxRanges) throw std::length_error("more than 1024 arenas are open");
+  ranges[i].lo.store(lo);
+  ranges[i].hi.store(lo + nbytes);
+  if (i == used) ranges_used.store(used + 1);
+}
+
+void remove_planned_range(const void* base) {
+  const auto lo = reinterpret_cast<std::uintptr_t>(base);
+  const std::lock_guard lock(ranges_mutex);
+  for (std::size_t i = 0; i < ranges_used.load(); ++i) {
+    if (ranges[i].hi.load() != 0 && ranges[i].lo.load() == lo) {
+      ranges[i].hi.store(0);
+      return;
+    }
+  }
+}
+
+bool in_planned_range(const void* ptr) {
+  const auto address = reinterpret_cast<std::uintptr_t>(ptr);
+  const std::size_t used = ranges_used.load(std::memory_order_acquire);
+  for (std::size_t i = 0; i < used; ++i) {
+    if (address < ranges[i].hi.load(std::memory_order_relaxed) &&
+        address >= ranges[i].lo.load(std::memory_order_relaxed)) {
+      return true;
+    }
+  }
+  return false;
+}
+
+std::int64_t engine_allocations() { return forwarded_on_engine.load(); }
+
+void set_live_tracking(bool on) {
+  LiveBlocks& blocks = live_blocks();
+  const std::lock_guard lock(blocks.mutex);
+  if (on) {
+    blocks.sizes.clear();
+    blocks.live = blocks.peak = 0;
+    live_ever.store(true);
+  }
+  live_tracking.store(on);
+}
+
+std::int64_t live_bytes() {
+  const std::lock_guard lock(live_blocks().mutex);
+  return live_blocks().live;
+}
+
+std::int64_t peak_live_bytes() {
+  const std::lock_guard lock(live_blocks().mutex);
+  return live_blocks().peak;
+}
+
+void reset_peak_live_bytes() {
+  const std::lock_guard lock(live_blocks().mutex);
+  live_blocks().peak = live_blocks().live;
+}
+
+}  // namespace disco

@@ -1,0 +1,102 @@
+// Planned allocation: while an op runs, the n-th allocation it makes is served from the address that the plan
+// chose.
+//
+// The schedule is thread-local, so other threads keep their allocator. One decorator stands in front of the
+// CPU allocator (PyTorch's own stays behind it); the CUDA decorator in runtime_ext/cuda shares the schedule
+// through the functions of this header.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace disco {
+
+// One allocation of a recorded call: its place in the call's sequence is its place in the schedule.
+struct PlannedBlock {
+  void* ptr = nullptr;
+  std::size_t nbytes = 0;
+};
+
+// One allocation seen while recording. `born` and `freed` count the allocations and frees of the call up to
+// it; `freed` is -1 for a block that outlived the call.
+struct RecordedBlock {
+  void* ptr = nullptr;
+  std::size_t nbytes = 0;
+  std::int64_t born = 0;
+  std::int64_t freed = -1;
+};
+
+// An op allocated something other than what was recorded for it.
+class ScheduleMismatch : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// Puts the decorator in front of the process's CPU allocator, once. Safe to call again.
+void install_cpu_decorator();
+
+// Serves the allocations of this thread from `blocks` until it goes out of scope. Scopes do not nest.
+class PlannedScope {
+ public:
+  explicit PlannedScope(std::span<const PlannedBlock> blocks);
+  ~PlannedScope();
+  PlannedScope(const PlannedScope&) = delete;
+  PlannedScope& operator=(const PlannedScope&) = delete;
+  // Throws ScheduleMismatch when the call made fewer allocations than recorded.
+  void finish() const;
+};
+
+// Records the allocations of this thread until it goes out of scope.
+class RecordScope {
+ public:
+  RecordScope();
+  ~RecordScope();
+  RecordScope(const RecordScope&) = delete;
+  RecordScope& operator=(const RecordScope&) = delete;
+  const std::vector<RecordedBlock>& blocks() const { return blocks_; }
+
+ private:
+  friend struct ThreadState;
+  std::vector<RecordedBlock> blocks_;
+};
+
+// Marks this thread as one that runs ops of an engine: allocations that it (or an OpenMP worker) forwards are
+// counted.
+class EngineThreadScope {
+ public:
+  EngineThreadScope();
+  ~EngineThreadScope();
+  EngineThreadScope(const EngineThreadScope&) = delete;
+  EngineThreadScope& operator=(const EngineThreadScope&) = delete;
+
+ private:
+  bool before_;
+};
+
+// What an allocator decorator asks for each allocation: a planned address, or nullptr to forward. Throws
+// ScheduleMismatch. `note_forwarded` and `note_freed` report what the allocator behind did.
+void* planned_address(std::size_t nbytes);
+void note_forwarded(void* ptr, std::size_t nbytes);
+void note_freed(void* ptr);
+
+// Address ranges that belong to plans: freeing a block inside one is a no-op. Throws std::length_error when
+// more than 1024 ranges are live.
+void add_planned_range(const void* base, std::size_t nbytes);
+void remove_planned_range(const void* base);
+bool in_planned_range(const void* ptr);
+
+// Forwarded allocations made on engine threads since the process started.
+std::int64_t engine_allocations();
+
+// Live-byte accounting of forwarded CPU allocations, off by default (it takes a lock per allocation). Only
+// blocks allocated while it is on are counted. Turning it on resets the counts.
+void set_live_tracking(bool on);
+std::int64_t live_bytes();
+std::int64_t peak_live_bytes();
+void reset_peak_live_bytes();
+
+}  // namespace disco

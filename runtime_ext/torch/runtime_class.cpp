@@ -1,0 +1,304 @@
+// The engine as torchbind classes: what disco_accel/execute/executor.py drives. torchbind releases the GIL
+// around every method, so a wait here stops no Python thread.
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/Stream.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <dlfcn.h>
+#include <omp.h>
+#include <torch/custom_class.h>
+#include <torch/library.h>
+
+#include <chrono>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "../core/cuda_device.h"
+#include "../core/engine.h"
+#include "../core/host_device.h"
+#include "arena.h"
+#include "ops.h"
+#include "planned_alloc.h"
+
+namespace disco {
+namespace {
+
+using Ints = std::vector<std::int64_t>;
+
+// OpenMP's thread count is per thread, unlike at::set_num_threads, which leaks to the whole process. ATen
+// sets its own count lazily, once per thread: make it do so first.
+void set_thread_count(int count) {
+  at::get_num_threads();
+  omp_set_num_threads(count);
+  using MklSetLocal = int (*)(int);
+  static const auto mkl_set_local =
+      reinterpret_cast<MklSetLocal>(dlsym(RTLD_DEFAULT, "MKL_Set_Num_Threads_Local"));
+  if (mkl_set_local != nullptr) mkl_set_local(count);
+}
+
+struct TorchOps : torch::CustomClassHolder {
+  explicit TorchOps(const std::string& device) : table(c10::Device(device)) {
+    if (table.device().is_cpu()) install_cpu_decorator();
+  }
+
+  std::int64_t add_fixed(std::int64_t address, std::int64_t nbytes) {
+    return table.add_fixed(reinterpret_cast<void*>(address), static_cast<std::size_t>(nbytes));
+  }
+  std::int64_t add_external(std::int64_t nbytes) {
+    return table.add_external(static_cast<std::size_t>(nbytes));
+  }
+  std::int64_t add_op(const std::string& name, const std::string& overload, const c10::IValue& args,
+                      const std::string& label) {
+    return table.add_op(name, overload, args, label);
+  }
+  void expect_result(std::int64_t op, std::int64_t mode, const c10::IValue& where) {
+    table.expect_result(static_cast<std::int32_t>(op), static_cast<ResultMode>(mode), where);
+  }
+  void set_schedule(std::int64_t op, const Ints& addresses, const Ints& sizes) {
+    std::vector<PlannedBlock> blocks;
+    for (std::size_t i = 0; i < addresses.size(); ++i) {
+      blocks.push_back({reinterpret_cast<void*>(addresses[i]), static_cast<std::size_t>(sizes.at(i))});
+    }
+    table.set_schedule(static_cast<std::int32_t>(op), std::move(blocks));
+  }
+  void run(std::int64_t op) { table.run(checked(op)); }
+
+  // (block sizes, born, freed, returned tensors, block of each returned tensor; undefined tensors have block
+  // -2)
+  std::tuple<Ints, Ints, Ints, std::vector<at::Tensor>, Ints> record(std::int64_t op) {
+    const RecordedCall call = table.record(checked(op));
+    Ints sizes, born, freed, where;
+    std::vector<at::Tensor> tensors;
+    for (const RecordedBlock& block : call.blocks) {
+      sizes.push_back(static_cast<std::int64_t>(block.nbytes));
+      born.push_back(block.born);
+      freed.push_back(block.freed);
+    }
+    for (std::size_t i = 0; i < call.results.size(); ++i) {
+      const bool defined = call.results[i].defined();
+      where.push_back(defined ? call.result_blocks[i] : -2);
+      if (defined) tensors.push_back(call.results[i]);
+    }
+    return {sizes, born, freed, tensors, where};
+  }
+  // Seconds of each of `repeats` runs.
+  std::vector<double> time(std::int64_t op, std::int64_t repeats) {
+    std::vector<double> seconds;
+    for (std::int64_t i = 0; i < repeats; ++i) {
+      const std::int64_t start = now_ns();
+      table.run(checked(op));
+      seconds.push_back(static_cast<double>(now_ns() - start) * 1e-9);
+    }
+    return seconds;
+  }
+  std::int32_t checked(std::int64_t op) const {
+    if (op < 0 || op >= static_cast<std::int64_t>(table.size()))
+      throw std::invalid_argument("no op " + std::to_string(op));
+    return static_cast<std::int32_t>(op);
+  }
+
+  OpTable table;
+};
+
+// Launches on the engine's stream, which torch sees as an external one: its stream id is the cudaStream_t
+// itself.
+class StreamScope {
+ public:
+  StreamScope(c10::Device device, void* native)
+      : impl_(c10::DeviceType::CUDA),
+        before_(impl_.exchangeStream(
+            c10::Stream(c10::Stream::UNSAFE, device, reinterpret_cast<c10::StreamId>(native)))) {}
+  ~StreamScope() { impl_.exchangeStream(before_); }
+  StreamScope(const StreamScope&) = delete;
+  StreamScope& operator=(const StreamScope&) = delete;
+
+ private:
+  c10::impl::VirtualGuardImpl impl_;
+  c10::Stream before_;
+};
+
+struct Settings {
+  EngineOptions engine;
+  HostDeviceOptions host;
+  int compute_threads = 1;
+};
+
+Settings read_settings(const c10::Dict<std::string, double>& values) {
+  const auto get = [&](const char* key) { return values.at(key); };
+  Settings settings;
+  settings.engine.dispatch = static_cast<Dispatch>(static_cast<int>(get("dispatch")));
+  settings.engine.seed = static_cast<std::uint64_t>(get("seed"));
+  settings.engine.lookahead = static_cast<int>(get("lookahead"));
+  settings.engine.stall_timeout = get("stall_timeout");
+  settings.engine.time_ops = get("time_ops") != 0;
+  settings.compute_threads = static_cast<int>(get("compute_threads"));
+  settings.host.compute_streams = static_cast<int>(get("compute_streams"));
+  settings.host.link_bandwidth = get("link_bandwidth");
+  settings.host.link_latency = get("link_latency");
+  settings.host.on_compute_thread = [threads = settings.compute_threads](int) { set_thread_count(threads); };
+  return settings;
+}
+
+// `vertices` is int64 [n, 7]: kind, device, op, dst, src, bytes, flags; `edges` is int64 [m, 2].
+Program read_program(const at::Tensor& vertices, const at::Tensor& edges) {
+  if (!vertices.is_contiguous() || !edges.is_contiguous() || vertices.scalar_type() != at::kLong ||
+      edges.scalar_type() != at::kLong || vertices.dim() != 2 || vertices.size(1) != 7) {
+    throw std::invalid_argument("a program is two contiguous int64 tables, [n, 7] and [m, 2]");
+  }
+  ProgramBuilder builder;
+  builder.reserve(static_cast<std::size_t>(vertices.size(0)), static_cast<std::size_t>(edges.size(0)));
+  const auto* row = vertices.const_data_ptr<std::int64_t>();
+  for (std::int64_t i = 0; i < vertices.size(0); ++i, row += 7) {
+    builder.add({static_cast<Kind>(row[0]), static_cast<std::int32_t>(row[1]),
+                 static_cast<std::int32_t>(row[2]), reinterpret_cast<void*>(row[3]),
+                 reinterpret_cast<const void*>(row[4]), row[5], static_cast<std::uint8_t>(row[6])});
+  }
+  const auto* edge = edges.const_data_ptr<std::int64_t>();
+  for (std::int64_t i = 0; i < edges.size(0); ++i, edge += 2) {
+    builder.edge(static_cast<std::int32_t>(edge[0]), static_cast<std::int32_t>(edge[1]));
+  }
+  return std::move(builder).build();
+}
+
+struct TorchEngine : torch::CustomClassHolder, OpRunner {
+  // `keep` holds every tensor whose memory the program names.
+  TorchEngine(c10::intrusive_ptr<TorchOps> ops, const at::Tensor& vertices, const at::Tensor& edges,
+              std::vector<at::Tensor> keep, const c10::Dict<std::string, double>& options)
+      : ops_(std::move(ops)), keep_(std::move(keep)) {
+    const Settings settings = read_settings(options);
+    std::vector<std::unique_ptr<Device>> devices;
+    if (ops_->table.device().is_cuda()) {
+      const CudartApi api = CudartApi::load();
+      CudaDeviceOptions cuda;
+      cuda.ordinal = ops_->table.device().has_index() ? ops_->table.device().index() : 0;
+      cuda.compute_streams = settings.host.compute_streams;
+      auto device = std::make_unique<CudaDevice>(api, cuda);
+      cuda_ = device.get();
+      devices.push_back(std::move(device));
+      for (const at::Tensor& tensor : keep_) {
+        if (tensor.device().is_cpu() && tensor.nbytes() > 0) {
+          pinned_.push_back(std::make_unique<PinnedRegion>(api, tensor.data_ptr(), tensor.nbytes()));
+        }
+      }
+    } else {
+      devices.push_back(std::make_unique<HostDevice>(settings.host));
+    }
+    engine_ =
+        std::make_unique<Engine>(read_program(vertices, edges), std::move(devices), *this, settings.engine);
+  }
+
+  void run(std::int32_t op, int /*device*/, int stream) override {
+    if (cuda_ != nullptr) {
+      const StreamScope scope(ops_->table.device(), cuda_->native_stream(stream));
+      ops_->table.run(op);
+    } else {
+      ops_->table.run(op);
+    }
+  }
+
+  // Binds externals[i] to storages[i]. The message of a failure starts with the position i.
+  void bind(const Ints& storages, const std::vector<at::Tensor>& externals) {
+    for (std::size_t i = 0; i < storages.size(); ++i) {
+      try {
+        ops_->table.bind_external(storages[i], externals.at(i));
+      } catch (const std::exception& error) {
+        throw std::invalid_argument(std::to_string(i) + ":" + error.what());
+      }
+    }
+  }
+  void begin() {
+    allocations_before_ = engine_allocations();
+    engine_->begin();
+  }
+  std::int64_t wait_out(double timeout) { return static_cast<std::int64_t>(engine_->wait_out(timeout)); }
+  std::int64_t wait_end(double timeout) { return static_cast<std::int64_t>(engine_->wait_end(timeout)); }
+  void deliver() { engine_->deliver(); }
+  bool abort(double timeout) { return engine_->abort(timeout); }
+  void invalidate() { engine_->invalidate(); }
+  void set_tracing(bool on) { engine_->set_tracing(on); }
+  std::tuple<std::int64_t, std::int64_t, std::string> last_error() {
+    const EngineError& error = engine_->last_error();
+    return {static_cast<std::int64_t>(error.status), error.vertex, error.message};
+  }
+  // int64 [n, 7]: vertex, device, stream, issue, start, end (nanoseconds from begin), bytes.
+  at::Tensor events() {
+    const std::vector<TraceEvent> events = engine_->events();
+    at::Tensor table = at::empty({static_cast<std::int64_t>(events.size()), 7}, at::kLong);
+    auto* row = table.mutable_data_ptr<std::int64_t>();
+    for (const TraceEvent& event : events) {
+      for (const std::int64_t value :
+           {std::int64_t{event.vertex}, std::int64_t{event.device}, std::int64_t{event.stream}, event.issue,
+            event.start, event.end, event.bytes}) {
+        *row++ = value;
+      }
+    }
+    return table;
+  }
+  c10::Dict<std::string, double> counters() {
+    const StepCounters& step = engine_->counters();
+    c10::Dict<std::string, double> out;
+    out.insert("steps", static_cast<double>(step.steps));
+    out.insert("vertices", static_cast<double>(step.vertices));
+    out.insert("offload_bytes", static_cast<double>(step.offload_bytes));
+    out.insert("reload_bytes", static_cast<double>(step.reload_bytes));
+    out.insert("step_seconds", static_cast<double>(step.step_ns) * 1e-9);
+    out.insert("gate_seconds", static_cast<double>(step.gate_ns) * 1e-9);
+    out.insert("op_seconds", static_cast<double>(step.op_ns) * 1e-9);
+    out.insert("engine_seconds", static_cast<double>(step.loop_ns) * 1e-9);
+    out.insert("c10_allocations", static_cast<double>(engine_allocations() - allocations_before_));
+    return out;
+  }
+  void release_externals() { ops_->table.release_externals(); }
+
+  c10::intrusive_ptr<TorchOps> ops_;
+  std::vector<at::Tensor> keep_;
+  std::vector<std::unique_ptr<PinnedRegion>> pinned_;
+  CudaDevice* cuda_ = nullptr;
+  std::unique_ptr<Engine> engine_;
+  std::int64_t allocations_before_ = 0;
+};
+
+TORCH_LIBRARY(disco_accel, m) {
+  m.def("map_arena", &map_arena);
+  m.def("carve", &carve);
+  m.def("touched_bytes", &touched_bytes);
+  m.def("engine_allocations", &engine_allocations);
+  m.def("set_live_tracking", [](bool on) {
+    install_cpu_decorator();
+    set_live_tracking(on);
+  });
+  m.def("live_bytes", &live_bytes);
+  m.def("peak_live_bytes", &peak_live_bytes);
+  m.def("reset_peak_live_bytes", &reset_peak_live_bytes);
+  m.class_<TorchOps>("Ops")
+      .def(torch::init<std::string>())
+      .def("add_fixed", &TorchOps::add_fixed)
+      .def("add_external", &TorchOps::add_external)
+      .def("add_op", &TorchOps::add_op)
+      .def("expect_result", &TorchOps::expect_result)
+      .def("set_schedule", &TorchOps::set_schedule)
+      .def("run", &TorchOps::run)
+      .def("record", &TorchOps::record)
+      .def("time", &TorchOps::time);
+  m.class_<TorchEngine>("Engine")
+      .def(torch::init<c10::intrusive_ptr<TorchOps>, at::Tensor, at::Tensor, std::vector<at::Tensor>,
+                       c10::Dict<std::string, double>>())
+      .def("bind", &TorchEngine::bind)
+      .def("begin", &TorchEngine::begin)
+      .def("wait_out", &TorchEngine::wait_out)
+      .def("wait_end", &TorchEngine::wait_end)
+      .def("deliver", &TorchEngine::deliver)
+      .def("abort", &TorchEngine::abort)
+      .def("invalidate", &TorchEngine::invalidate)
+      .def("set_tracing", &TorchEngine::set_tracing)
+      .def("last_error", &TorchEngine::last_error)
+      .def("events", &TorchEngine::events)
+      .def("counters", &TorchEngine::counters)
+      .def("release_externals", &TorchEngine::release_externals);
+}
+
+}  // namespace
+}  // namespace disco
