@@ -17,7 +17,7 @@ def test_sizes_mean_bytes(text: str | int, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "GiB", "-1", "0", "1e9", "12 parsecs", "1..5G", "٣GiB", True, 1.5, None, "9" * 20, -4]
+    "text", ["", "GiB", "-1", "0", "1e9", "12 parsecs", "1..5G", "٣GiB", True, 1.5, None, "9" * 20]
 )
 def test_everything_else_is_a_config_error(text: object) -> None:
     with pytest.raises(ConfigError):
