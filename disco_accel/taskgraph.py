@@ -99,7 +99,8 @@ class OpCall:
 
     ``name`` is ``aten::mm``, ``overload`` is torch's Python spelling (``default``, ``Tensor``, ``dim_IntList``). A
     number where the schema wants a Tensor is a wrapped number, as in ``x * 2``: it takes part in type promotion
-    as a Python scalar does. ``results`` has one entry per returned tensor in order; ``None`` where nobody reads it and it owns no output.
+    as a Python scalar does. ``results`` has one entry per returned tensor in order; ``None`` where nobody reads it
+    and it owns no output.
     ``module`` is the dotted path of the module that issued the op ("" if unknown), for messages.
     """
 

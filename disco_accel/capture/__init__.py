@@ -1,0 +1,1 @@
+"""From a model and a batch to a TaskGraph; see ``step.capture_step``."""

@@ -1,0 +1,154 @@
+"""What a captured step depends on: a key that changes whenever its graph could."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from disco_accel.capture.autocast import AutocastState, autocast_state
+from disco_accel.capture.twins import batch_tensors
+from disco_accel.errors import CaptureError
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFacts:
+    """What models read from a batch's contents to choose their ops.
+
+    ``full_mask``: the 2-d attention mask hides nothing (also when there is none). ``packed``: ``position_ids``
+    restart or jump inside a row.
+    """
+
+    full_mask: bool
+    packed: bool
+
+
+def batch_facts(kwargs: Mapping[str, Any]) -> BatchFacts:
+    """Look at the concrete batch as mask code does."""
+    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    full = not isinstance(mask, torch.Tensor) or (mask.dim() == 2 and bool((mask != 0).all()))
+    packed = False
+    if isinstance(positions, torch.Tensor) and positions.dim() == 2 and positions.shape[-1] > 1:
+        packed = bool((positions.diff(dim=-1) != 1).any())
+    return BatchFacts(full, packed)
+
+
+@dataclass(frozen=True, slots=True)
+class StepKey:
+    """Two steps with equal keys have the same graph. ``structure`` counts changes of the module tree."""
+
+    structure: int
+    tensors: tuple[tuple[Hashable, ...], ...]
+    values: tuple[tuple[str, Hashable], ...]
+    facts: BatchFacts
+    autocast: AutocastState
+    grad_enabled: bool
+    training: bytes
+    parameters: tuple[Hashable, ...]
+    modules: tuple[Hashable, ...]
+
+
+@dataclass
+class _Watched:
+    """Flat lists over one model, so that a key needs no walk of the module tree."""
+
+    structure: int = 0
+    children: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
+    sizes: list[tuple[dict[str, Any], int]] = field(default_factory=list)
+    modules: list[torch.nn.Module] = field(default_factory=list)
+    parameters: list[torch.Tensor] = field(default_factory=list)
+    tuners: list[Any] = field(default_factory=list)
+    dropouts: list[Any] = field(default_factory=list)
+    checkpointing: list[Any] = field(default_factory=list)
+    configs: list[Any] = field(default_factory=list)
+
+    def stale(self) -> bool:
+        """Whether a module, parameter or buffer was added, removed or replaced."""
+        return any(table.get(name) is not child for table, name, child in self.children) or any(
+            len(table) != size for table, size in self.sizes
+        )
+
+    def refresh(self, model: torch.nn.Module) -> None:
+        """Walk the tree anew."""
+        self.structure += 1
+        self.modules = list(model.modules())
+        tables = [t for m in self.modules for t in (m._modules, m._parameters, m._buffers)]
+        self.sizes = [(t, len(t)) for t in tables]
+        self.children = [(t, name, child) for t in tables for name, child in t.items()]
+        self.parameters = list(model.parameters())
+        self.tuners = [m for m in self.modules if hasattr(m, "merged_adapters") and hasattr(m, "active_adapters")]
+        self.dropouts = [m for m in self.modules if isinstance(getattr(m, "p", None), float)]
+        self.checkpointing = [m for m in self.modules if hasattr(m, "gradient_checkpointing")]
+        configs = {id(c): c for m in self.modules if (c := getattr(m, "config", None)) is not None}
+        self.configs = list(configs.values())
+
+
+_watched: weakref.WeakKeyDictionary[torch.nn.Module, _Watched] = weakref.WeakKeyDictionary()
+_CONFIG_FIELDS = ("_attn_implementation", "use_cache", "is_causal", "attention_dropout", "_experts_implementation")
+
+
+def step_key(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> StepKey:
+    """The key of the step that ``model`` would run on this batch now. Cheap: called at every step.
+
+    Raises:
+        CaptureError: an argument of a kind that no key can describe.
+    """
+    watched = _watched.setdefault(model, _Watched())
+    if not watched.modules or watched.stale():
+        watched.refresh(model)
+    return StepKey(
+        structure=watched.structure,
+        tensors=tuple(_tensor_key(name, tensor) for name, tensor in batch_tensors(kwargs).items()),
+        values=tuple((name, _value_key(name, value)) for name, value in kwargs.items()),
+        facts=batch_facts(kwargs),
+        autocast=autocast_state(),
+        grad_enabled=torch.is_grad_enabled(),
+        training=bytes(m.training for m in watched.modules),
+        parameters=tuple((p.requires_grad, p.dtype, p.shape) for p in watched.parameters),
+        modules=_module_key(watched),
+    )
+
+
+def _tensor_key(name: str, tensor: torch.Tensor) -> tuple[Hashable, ...]:
+    return name, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device, tensor.requires_grad
+
+
+def _value_key(name: str, value: Any) -> Hashable:
+    """Python values are constants of the graph; tensors are described elsewhere."""
+    if isinstance(value, torch.Tensor):
+        return "tensor"
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
+        # 1, 1.0 and True are equal but trace differently.
+        return type(value).__name__, value
+    if isinstance(value, Mapping):
+        return tuple((str(k), _value_key(f"{name}.{k}", v)) for k, v in value.items())
+    if isinstance(value, (tuple, list)):
+        return type(value).__name__, tuple(_value_key(f"{name}.{i}", v) for i, v in enumerate(value))
+    raise CaptureError(f"{name}: a {type(value).__name__} cannot be an argument of a planned step; leave it out")
+
+
+def _module_key(watched: _Watched) -> tuple[Hashable, ...]:
+    tuners = tuple(
+        (
+            bool(getattr(t, "disable_adapters", False)),
+            tuple(t.active_adapters),
+            tuple(t.merged_adapters),
+            tuple(getattr(t, "scaling", {}).items()),
+        )
+        for t in watched.tuners
+    )
+    segments = tuple((m.gradient_checkpointing, _function_key(m)) for m in watched.checkpointing)
+    configs = tuple(str(getattr(c, name, None)) for c in watched.configs for name in _CONFIG_FIELDS)
+    return tuners, tuple(d.p for d in watched.dropouts), segments, configs
+
+
+def _function_key(module: Any) -> Hashable:
+    """The checkpoint function itself, so that the key keeps it alive and its identity unique."""
+    function = getattr(module, "_gradient_checkpointing_func", None)
+    if isinstance(function, functools.partial):
+        return function.func, tuple(sorted((k, str(v)) for k, v in function.keywords.items()))
+    return function

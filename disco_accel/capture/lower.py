@@ -1,0 +1,260 @@
+"""FX trace → TaskGraph: one KERNEL per aten op that makes or changes a storage, no vertex for a view."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from disco_accel.capture.alias import storage_bytes, storage_key, tensor_spec, tensors_of
+from disco_accel.capture.tags import RECOMPUTE, NodeInfo, node_info
+from disco_accel.errors import CaptureError
+from disco_accel.taskgraph import Arg, EnumArg, OpCall, OpResult, Ref, TensorArg, TensorSpec, Vertex, VertexKind
+
+# ATen implements each of these by calling the other, whose out variant is native: for the Scalar overloads by
+# wrapping the number.
+_SAME_OP = {
+    torch.ops.aten.add.Scalar: torch.ops.aten.add.Tensor,
+    torch.ops.aten.sub.Scalar: torch.ops.aten.sub.Tensor,
+    torch.ops.aten.mul.Scalar: torch.ops.aten.mul.Tensor,
+    torch.ops.aten.div.Scalar: torch.ops.aten.div.Tensor,
+    torch.ops.aten.lift_fresh_copy.default: torch.ops.aten.clone.default,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class InputFlags:
+    """How the host sees an INPUT; meanings as in ``Vertex``."""
+
+    op: str
+    clean: bool = False
+    external: bool = False
+    late: bool = False
+
+
+@dataclass
+class Lowering:
+    """Vertices made so far. ``owner``: storage → the value it holds now; ``maker``: storage → its first value."""
+
+    vertices: list[Vertex] = field(default_factory=list)
+    ops: dict[int, OpCall] = field(default_factory=dict)
+    infos: dict[int, NodeInfo] = field(default_factory=dict)
+    owner: dict[int, Ref] = field(default_factory=dict)
+    maker: dict[int, Ref] = field(default_factory=dict)
+
+    def ref(self, tensor: torch.Tensor) -> Ref:
+        """The value behind ``tensor`` at this point of the trace."""
+        return self.owner[storage_key(tensor)]
+
+    def add_input(self, tensor: torch.Tensor, flags: InputFlags) -> int:
+        """An INPUT vertex for the storage of ``tensor``; returns its id."""
+        id_ = len(self.vertices)
+        vertex = Vertex(
+            id=id_,
+            kind=VertexKind.INPUT,
+            device=0,
+            op=flags.op,
+            sizes=(storage_bytes(tensor),),
+            clean=flags.clean,
+            external=flags.external,
+            late=flags.late,
+        )
+        self.vertices.append(vertex)
+        key = storage_key(tensor)
+        self.owner[key] = self.maker[key] = (id_, 0)
+        return id_
+
+
+def used_inputs(graph: fx.Graph) -> list[fx.Node]:
+    """Placeholders and constants that something reads, placeholders first."""
+    order = ("placeholder", "get_attr")
+    return [node for op in order for node in graph.nodes if node.op == op and node.users]
+
+
+def constant_value(module: fx.GraphModule, node: fx.Node) -> torch.Tensor:
+    """The bits of a tensor that the trace lifted into a constant.
+
+    Raises:
+        CaptureError: the tensor was made under the trace and has no bits.
+    """
+    value = getattr(module, str(node.target))
+    value = getattr(value, "constant", value) if hasattr(value, "fake_mode") else value
+    if not isinstance(value, torch.Tensor) or value.device.type == "meta":
+        raise CaptureError(f"constant {node.target} in module {node_info(node).module or '?'} has no value to keep")
+    return value
+
+
+def lower_ops(graph: fx.Graph, low: Lowering) -> None:
+    """Append one KERNEL per op of ``graph``; every placeholder and constant it reads must be an INPUT already.
+
+    Raises:
+        CaptureError: an op whose effect a TaskGraph cannot say; names op and module.
+    """
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output") or node.target is operator.getitem:
+            continue
+        target = node.target
+        if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+            raise CaptureError(f"{target} in module {node_info(node).module or '?'} is not an aten op")
+        if target._schema.is_mutable or not _is_view(node, low):
+            _lower_kernel(node, target, low)
+
+
+def _is_view(node: fx.Node, low: Lowering) -> bool:
+    tensors = [t for t in tensors_of(node.meta.get("val")) if t is not None]
+    return bool(tensors) and all(storage_key(t) in low.owner for t in tensors)
+
+
+def _lower_kernel(node: fx.Node, target: torch._ops.OpOverload, low: Lowering) -> None:
+    info = node_info(node)
+    where = f"{target} in module {info.module or '?'}"
+    target = _SAME_OP.get(target, target)
+    inputs: list[Ref] = []
+    args = _arguments(node, target, low, inputs, where)
+    id_ = len(low.vertices)
+    written = _written_storages(node, target)
+    sizes: list[int] = []
+    inplace = None
+    if written:
+        if len(written) > 1:
+            raise CaptureError(f"{where} writes into {len(written)} tensors; only one can be captured")
+        key, size = written.popitem()
+        if low.vertices[low.owner[key][0]].kind is VertexKind.INPUT:
+            raise CaptureError(f"{where} changes an input of the step ({low.vertices[low.owner[key][0]].op}) in place")
+        inplace = inputs.index(low.owner[key])
+        sizes.append(size)
+        low.owner[key] = (id_, 0)
+    results = _results(node, low, id_, sizes, where)
+    if not sizes:
+        raise CaptureError(f"{where} returns no tensor")
+    name = target._schema.name
+    low.vertices.append(
+        Vertex(
+            id=id_,
+            kind=VertexKind.KERNEL,
+            device=0,
+            op=name,
+            inputs=tuple(inputs),
+            sizes=tuple(sizes),
+            inplace=inplace,
+        )
+    )
+    low.ops[id_] = OpCall(name, target._overloadname, args, results, info.module)
+    low.infos[id_] = info
+
+
+def _results(node: fx.Node, low: Lowering, id_: int, sizes: list[int], where: str) -> tuple[OpResult | None, ...]:
+    read = _read_results(node)
+    results: list[OpResult | None] = []
+    for index, tensor in enumerate(tensors_of(node.meta["val"])):
+        if tensor is None:
+            results.append(None)
+            continue
+        key = storage_key(tensor)
+        if key not in low.owner:
+            low.owner[key] = low.maker[key] = (id_, len(sizes))
+            sizes.append(storage_bytes(tensor))
+        vertex, output = low.owner[key]
+        if vertex == id_:
+            results.append(OpResult(output, tensor_spec(tensor)))
+        elif index in read:
+            raise CaptureError(f"{where}: result {index} shares memory with an earlier tensor, others do not")
+        else:
+            results.append(None)
+    return tuple(results)
+
+
+def _read_results(node: fx.Node) -> set[int]:
+    if not isinstance(node.meta["val"], (tuple, list)):
+        return {0} if node.users else set()
+    return {int(user.args[1]) for user in node.users if user.target is operator.getitem}  # type: ignore[arg-type]
+
+
+def _written_storages(node: fx.Node, target: torch._ops.OpOverload) -> dict[int, int]:
+    """Storage → bytes of each tensor that the op changes in place."""
+    given = _given(node, target)
+    found: dict[int, int] = {}
+    for argument in target._schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            for value in _flat_nodes(given.get(argument.name)):
+                tensor = value.meta["val"]
+                found[storage_key(tensor)] = storage_bytes(tensor)
+    return found
+
+
+def _flat_nodes(value: Any) -> list[fx.Node]:
+    if isinstance(value, fx.Node):
+        return [value]
+    return [node for item in value for node in _flat_nodes(item)] if isinstance(value, (tuple, list)) else []
+
+
+def _given(node: fx.Node, target: torch._ops.OpOverload) -> dict[str, Any]:
+    names = [argument.name for argument in target._schema.arguments]
+    return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+
+
+def _arguments(
+    node: fx.Node, target: torch._ops.OpOverload, low: Lowering, inputs: list[Ref], where: str
+) -> tuple[Arg, ...]:
+    """All arguments in schema order, defaults filled in; refs of the tensors among them go to ``inputs``."""
+    given = _given(node, target)
+    return tuple(
+        _lower_arg(given.get(a.name, a.default_value), low, inputs, f"{where}, argument {a.name}")
+        for a in target._schema.arguments
+    )
+
+
+def _lower_arg(value: Any, low: Lowering, inputs: list[Ref], where: str) -> Arg:
+    if isinstance(value, fx.Node):
+        tensor = value.meta.get("val")
+        if not isinstance(tensor, torch.Tensor):
+            raise CaptureError(f"{where}: depends on the data, not only on shapes")
+        ref = low.ref(tensor)
+        if ref not in inputs:
+            inputs.append(ref)
+        return TensorArg(inputs.index(ref), tensor_spec(tensor))
+    if isinstance(value, (list, tuple)):
+        return tuple(_lower_arg(item, low, inputs, where) for item in value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    for kind, class_ in (
+        ("dtype", torch.dtype),
+        ("layout", torch.layout),
+        ("device", torch.device),
+        ("memory_format", torch.memory_format),
+    ):
+        if isinstance(value, class_):
+            return EnumArg(kind, str(value).removeprefix("torch."))
+    raise CaptureError(f"{where}: a {type(value).__name__} cannot be captured")
+
+
+def hold_back_recompute(low: Lowering, output_grads: Mapping[int, Iterable[torch.Tensor]]) -> None:
+    """Make recomputation of a layer wait for the gradient of that layer's output.
+
+    Recomputed kernels do not depend on it by data, so a runtime that starts whatever is ready would run them
+    in the forward and undo checkpointing. Only the roots need the edge: the rest follow them by data.
+    """
+    gates = {
+        layer: {low.maker[storage_key(grad)][0] for grad in grads if storage_key(grad) in low.maker}
+        for layer, grads in output_grads.items()
+    }
+    for position, vertex in enumerate(low.vertices):
+        info = low.infos.get(vertex.id)
+        if info is None or info.phase != RECOMPUTE or _follows(vertex, info, low.infos):
+            continue
+        after = sorted(g for g in gates.get(info.layer, ()) if g < vertex.id)
+        low.vertices[position] = replace(vertex, after=tuple(after))
+
+
+def _follows(vertex: Vertex, info: NodeInfo, infos: Mapping[int, NodeInfo]) -> bool:
+    makers = (infos.get(maker) for maker, _ in vertex.inputs)
+    return any(m is not None and (m.phase, m.layer) == (info.phase, info.layer) for m in makers)
+
+
+def mark(low: Lowering, ref: Ref, **flags: bool) -> None:
+    """Set flags such as ``out`` or ``keep`` on the vertex behind ``ref``."""
+    low.vertices[ref[0]] = replace(low.vertices[ref[0]], **flags)  # type: ignore[arg-type]

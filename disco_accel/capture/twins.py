@@ -1,0 +1,70 @@
+"""Fake twins of a model's parameters, buffers and batch: same layout on the CPU, no memory behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensorMode
+
+from disco_accel.errors import CaptureError
+
+
+def twin(tensor: torch.Tensor, *, requires_grad: bool = False) -> torch.Tensor:
+    """A fake tensor laid out as ``tensor``; call it under a ``FakeTensorMode``."""
+    fake = torch.empty_strided(tuple(tensor.shape), tuple(tensor.stride()), dtype=tensor.dtype, device="cpu")
+    return fake.requires_grad_(requires_grad)
+
+
+def model_twins(mode: FakeTensorMode, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Name → twin of every parameter and buffer, each shared one once, parameters first.
+
+    Raises:
+        CaptureError: a tensor lives on an accelerator or is of a class that has no plain twin.
+    """
+    found: dict[str, torch.Tensor] = {}
+    named = list(model.named_parameters()) + list(model.named_buffers())
+    with mode:
+        for name, tensor in named:
+            _check(name, tensor)
+            found[name] = twin(tensor, requires_grad=tensor.requires_grad)
+    return found
+
+
+def _check(name: str, tensor: torch.Tensor) -> None:
+    if tensor.device.type not in ("cpu", "meta"):
+        raise CaptureError(f"{name}: is on {tensor.device}; steps are captured from weights on the CPU")
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or hasattr(tensor, "fake_mode")
+    if not plain or tensor.layout is not torch.strided or tensor.is_quantized:
+        raise CaptureError(
+            f"{name}: a {type(tensor).__name__} ({tensor.layout}) cannot be captured; load plain weights"
+        )
+
+
+def batch_tensors(kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Dotted name → tensor for every tensor of a batch, also those inside tuples, lists and dicts."""
+    return dict(_walk(kwargs, ""))
+
+
+def _walk(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key in value:
+            yield from _walk(value[key], f"{path}.{key}" if path else str(key))
+    elif isinstance(value, (tuple, list)):
+        for index, item in enumerate(value):
+            yield from _walk(item, f"{path}.{index}")
+
+
+def replace_tensors(value: Any, tensors: Mapping[str, torch.Tensor], path: str = "") -> Any:
+    """``value`` with each tensor that ``batch_tensors`` names replaced by the one under that name."""
+    if isinstance(value, torch.Tensor):
+        return tensors[path]
+    if isinstance(value, Mapping):
+        return {k: replace_tensors(v, tensors, f"{path}.{k}" if path else str(k)) for k, v in value.items()}
+    if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
+        items = [replace_tensors(item, tensors, f"{path}.{i}") for i, item in enumerate(value)]
+        return tuple(items) if isinstance(value, tuple) else items
+    return value

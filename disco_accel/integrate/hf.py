@@ -1,0 +1,112 @@
+"""What Hugging Face models need around a trace, as context managers that capture enters without knowing them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import masking_utils
+
+from disco_accel.capture.guards import BatchFacts, batch_facts
+from disco_accel.capture.tags import checkpointed
+from disco_accel.errors import CaptureError
+
+ContextFactory = Callable[[], AbstractContextManager[Any]]
+
+
+def hf_contexts(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> list[ContextFactory]:
+    """Contexts for tracing ``model`` on this concrete batch.
+
+    Raises:
+        CaptureError: activation checkpointing with ``use_reentrant=True``, or a key/value cache given to a step.
+    """
+    if kwargs.get("past_key_values") is not None:
+        raise CaptureError("past_key_values: a training step cannot read or fill a cache; leave it out")
+    segments = _checkpointed_modules(model)
+    configs = _configs(model)
+    use_cache = kwargs.get("use_cache")
+    if use_cache is None:
+        use_cache = any(config.use_cache for config in configs)
+    facts = batch_facts(kwargs)
+    # HF looks for packed rows only where it has no cache, and checkpointing switches the cache off.
+    facts = replace(facts, packed=facts.packed and (not use_cache or bool(segments)))
+    return [
+        functools.partial(_masks_of, facts),
+        functools.partial(_tagged_checkpointing, segments),
+        functools.partial(_without_cache, configs),
+    ]
+
+
+def _configs(model: torch.nn.Module) -> list[Any]:
+    found = {id(c): c for m in model.modules() if hasattr(c := getattr(m, "config", None), "use_cache")}
+    return list(found.values())
+
+
+@contextmanager
+def _masks_of(facts: BatchFacts) -> Iterator[None]:
+    """Let HF decide about masks by the concrete batch, as in eager mode.
+
+    Under tracing it would always build the mask, and attention given a mask cannot use the causal kernel.
+    """
+    ignore, packed = masking_utils._ignore_causal_mask_sdpa, masking_utils.find_packed_sequence_indices
+
+    def ignore_mask(padding_mask: torch.Tensor | None, *args: Any, **kwargs: Any) -> bool:
+        return bool(ignore(None if facts.full_mask else padding_mask, *args, **kwargs))
+
+    def packed_indices(position_ids: torch.Tensor) -> torch.Tensor | None:
+        return packed(position_ids) if facts.packed else None
+
+    masking_utils._ignore_causal_mask_sdpa = ignore_mask
+    masking_utils.find_packed_sequence_indices = packed_indices
+    try:
+        yield
+    finally:
+        masking_utils._ignore_causal_mask_sdpa = ignore
+        masking_utils.find_packed_sequence_indices = packed
+
+
+def _checkpointed_modules(model: torch.nn.Module) -> list[tuple[torch.nn.Module, dict[str, Any]]]:
+    """Modules that run under activation checkpointing, with the user's own options for it."""
+    found = []
+    for name, module in model.named_modules():
+        function = getattr(module, "_gradient_checkpointing_func", None)
+        if function is None or not getattr(module, "gradient_checkpointing", False) or not module.training:
+            continue
+        options = dict(function.keywords) if isinstance(function, functools.partial) else {}
+        if options.get("use_reentrant") is not False:
+            raise CaptureError(
+                f"use_reentrant: {name or 'the model'} checkpoints with use_reentrant=True, which cannot be captured; "
+                'pass gradient_checkpointing_kwargs={"use_reentrant": False}'
+            )
+        found.append((module, options))
+    return found
+
+
+@contextmanager
+def _tagged_checkpointing(segments: list[tuple[torch.nn.Module, dict[str, Any]]]) -> Iterator[None]:
+    """Checkpoint the same modules with the same options, but note what is forward, recompute and backward."""
+    before = [module._gradient_checkpointing_func for module, _ in segments]
+    for module, options in segments:
+        module._gradient_checkpointing_func = functools.partial(checkpointed, **options)
+    try:
+        yield
+    finally:
+        for (module, _), function in zip(segments, before, strict=True):
+            module._gradient_checkpointing_func = function
+
+
+@contextmanager
+def _without_cache(configs: list[Any]) -> Iterator[None]:
+    """Training reads no key/value cache; keeping one would only copy keys and values."""
+    before = [config.use_cache for config in configs]
+    for config in configs:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config, value in zip(configs, before, strict=True):
+            config.use_cache = value

@@ -1,0 +1,112 @@
+"""The plainest executor of a captured graph: torch's functional ops, one vertex at a time, a tensor per value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from disco_accel.errors import ExecutionError
+from disco_accel.taskgraph import Arg, EnumArg, OpCall, Ref, TaskGraph, TensorArg, TensorSpec, Vertex, VertexKind
+
+
+def interpret(graph: TaskGraph, inputs: Mapping[int, torch.Tensor]) -> dict[Ref, torch.Tensor]:
+    """Run ``graph`` in serial order on the CPU.
+
+    ``inputs``: INPUT id → tensor whose first element is the first byte of the value. Returns the storage of every
+    value as a 1-d uint8 tensor; ``view`` reads it. A layout that differs from the captured one is an error:
+    later ops would read the wrong elements.
+
+    Raises:
+        ExecutionError: an op failed, or returned another dtype, shape or stride than captured.
+    """
+    values: dict[Ref, torch.Tensor] = {}
+    with torch.no_grad():
+        for vertex in graph.vertices:
+            if vertex.kind is VertexKind.INPUT:
+                values[vertex.id, 0] = _own_bytes(inputs[vertex.id], vertex.sizes[0])
+            else:
+                _run(vertex, graph.ops[vertex.id], values)
+    return values
+
+
+def view(storage: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """``storage`` (uint8) seen through ``spec``."""
+    dtype = getattr(torch, spec.dtype)
+    base = torch.empty(0, dtype=dtype).set_(storage.untyped_storage())  # type: ignore[call-overload]
+    seen: torch.Tensor = base.as_strided(spec.shape, spec.stride, spec.offset)
+    return seen
+
+
+def serial_peak(graph: TaskGraph) -> int:
+    """Most bytes of kernel outputs alive at once when vertices run in serial order, each freed after its last reader."""
+    last = {ref: index for index, vertex in enumerate(graph.vertices) for ref in vertex.inputs}
+    dying: dict[int, list[Ref]] = {}
+    for ref, index in last.items():
+        dying.setdefault(index, []).append(ref)
+    size = {(v.id, k): n for v in graph.vertices for k, n in enumerate(v.sizes) if v.kind is not VertexKind.INPUT}
+    kept = {v.id for v in graph.vertices if v.keep}
+    live = peak = 0
+    for index, vertex in enumerate(graph.vertices):
+        mine = [ref for ref in size if ref[0] == vertex.id] if vertex.kind is not VertexKind.INPUT else []
+        live += sum(size[ref] for ref in mine if vertex.inplace is None or ref[1] > 0)
+        peak = max(peak, live)
+        live -= sum(size[ref] for ref in mine if ref not in last and vertex.id not in kept)
+        for ref in dying.get(index, []):
+            renewed = vertex.inplace is not None and vertex.inputs[vertex.inplace] == ref
+            if ref[0] not in kept and not renewed:
+                live -= size.get(ref, 0)
+    return peak
+
+
+def _own_bytes(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    storage = torch.empty(size, dtype=torch.uint8)
+    layout = (tensor.shape, tensor.stride())
+    torch.empty(0, dtype=tensor.dtype).set_(storage.untyped_storage()).as_strided(*layout).copy_(tensor)  # type: ignore[call-overload]
+    return storage
+
+
+def _run(vertex: Vertex, call: OpCall, values: dict[Ref, torch.Tensor]) -> None:
+    where = f"vertex {vertex.id} {call.name}.{call.overload} in module {call.module or '?'}"
+    namespace, name = call.name.split("::")
+    op = getattr(getattr(getattr(torch.ops, namespace), name), call.overload)
+    storages = [values[ref] for ref in vertex.inputs]
+    args = [_argument(arg, storages) for arg in call.args]
+    positional = [a for a, s in zip(args, op._schema.arguments, strict=True) if not s.kwarg_only]
+    named = {s.name: a for a, s in zip(args, op._schema.arguments, strict=True) if s.kwarg_only}
+    try:
+        returned = op(*positional, **named)
+    except RuntimeError as error:
+        raise ExecutionError(f"{where}: {error}") from error
+    results = _flatten(returned)
+    outputs = [torch.empty(size, dtype=torch.uint8) for size in vertex.sizes]
+    if vertex.inplace is not None:
+        outputs[0] = storages[vertex.inplace]
+    for tensor, result in zip(results, call.results, strict=True):
+        if result is None or tensor is None:
+            continue
+        spec = result.spec
+        got = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tuple(tensor.stride()))
+        if got != (spec.dtype, spec.shape, spec.stride):
+            raise ExecutionError(f"{where}: captured as {spec}, returned {got}")
+        if vertex.inplace is None or result.output > 0:
+            view(outputs[result.output], spec).copy_(tensor)
+    for output, storage in enumerate(outputs):
+        values[vertex.id, output] = storage
+
+
+def _argument(arg: Arg, storages: list[torch.Tensor]) -> Any:
+    if isinstance(arg, TensorArg):
+        return view(storages[arg.input], arg.spec)
+    if isinstance(arg, EnumArg):
+        return torch.device(arg.value) if arg.kind == "device" else getattr(torch, arg.value)
+    if isinstance(arg, tuple):
+        return [_argument(item, storages) for item in arg]
+    return arg
+
+
+def _flatten(value: Any) -> list[torch.Tensor | None]:
+    if isinstance(value, (tuple, list)):
+        return [tensor for item in value for tensor in _flatten(item)]
+    return [value] if isinstance(value, torch.Tensor) or value is None else []
