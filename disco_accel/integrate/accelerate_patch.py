@@ -1,0 +1,80 @@
+"""The patches of a training process that a launcher started: every model with an adapter is prepared on its way through
+``Accelerator.prepare``, whether the script is a raw Accelerate loop or uses transformers' Trainer."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from disco_accel import config as configuration
+
+
+def patch_accelerator(module: ModuleType) -> None:
+    """Wrap ``prepare`` and ``prepare_model`` of the ``Accelerator`` in ``module`` (accelerate.accelerator)."""
+    cls = module.Accelerator
+    if hasattr(cls.prepare, "_disco"):
+        return
+    prepare, prepare_model = cls.prepare, cls.prepare_model
+
+    # prepare as well as prepare_model: under DeepSpeed and FSDP models do not go through the latter.
+    @functools.wraps(prepare)
+    def prepare_all(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for arg in args:
+            if isinstance(arg, torch.nn.Module):
+                prepare_for_training(arg)
+        return prepare(self, *args, **kwargs)
+
+    @functools.wraps(prepare_model)
+    def prepare_one(
+        self: Any, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False, **kwargs: Any
+    ) -> Any:
+        if not evaluation_mode:
+            prepare_for_training(model)
+        return prepare_model(self, model, device_placement, evaluation_mode, **kwargs)
+
+    prepare_all._disco = True  # type: ignore[attr-defined]
+    cls.prepare, cls.prepare_model = prepare_all, prepare_one
+
+
+def patch_trainer(module: ModuleType) -> None:
+    """Prepare a Trainer's model before its constructor moves the model, base weights and all, to the device."""
+    cls = module.Trainer
+    if hasattr(cls._move_model_to_device, "_disco"):
+        return
+    move = cls._move_model_to_device
+
+    @functools.wraps(move)
+    def move_prepared(self: Any, model: Any, device: torch.device) -> Any:
+        if torch.device(device).type != "cpu":
+            prepare_for_training(model)
+        return move(self, model, device)
+
+    move_prepared._disco = True  # type: ignore[attr-defined]
+    cls._move_model_to_device = move_prepared
+
+
+def prepare_for_training(model: torch.nn.Module) -> None:
+    """Prepare ``model`` under the launcher's config; one that has no frozen or no trainable parameters is left alone.
+
+    Raises:
+        ConfigError: the config file or an environment override is wrong, or does not fit this machine.
+    """
+    config = configuration.door_config()
+    if not config.enabled:
+        return
+    trainable = [p.requires_grad for p in model.parameters()]
+    if all(trainable) or not any(trainable):
+        what = "trainable" if trainable and all(trainable) else "frozen"
+        warnings.warn(
+            f"disco_accel: all parameters of {type(model).__name__} are {what}, so it runs as it is; "
+            "plans are for frozen weights with a trained adapter",
+            stacklevel=3,
+        )
+        return
+    from disco_accel.integrate import plugin
+
+    plugin.prepare(model, config)
