@@ -20,7 +20,7 @@ IGNORED = -100
 
 
 class Blocks(Dataset[dict[str, torch.Tensor]]):
-    """Rows of int64 ``input_ids`` and ``labels``, both (rows, max_length); ``attention_mask`` only where rows are padded."""
+    """Rows of int64 ``input_ids`` and ``labels``, both (rows, max_length); padded ones an ``attention_mask`` too."""
 
     def __init__(self, columns: dict[str, torch.Tensor]) -> None:
         self.columns = columns
@@ -112,7 +112,7 @@ def build_blocks(
     if len(blocks) == 0:
         total = sum(len(ids) for ids, _ in rows)
         raise ConfigError(
-            f"dataset: {path}: {total} tokens do not fill one block; give more text or max_length: {max(2, total)} or less"
+            f"dataset: {path}: {total} tokens do not fill one row of max_length: {max_length}; give more text"
         )
     if not bool((blocks.columns["labels"][:, 1:] != IGNORED).any()):
         raise ConfigError(f"dataset: {path}: no token carries loss; prompts fill max_length: {max_length}, give more")

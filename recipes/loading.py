@@ -97,7 +97,7 @@ def add_adapter(model: Any, recipe: LoraRecipe) -> Any:
     """
     lora = LoraConfig(
         r=recipe.lora_r,
-        lora_alpha=int(recipe.lora_alpha) if recipe.lora_alpha == int(recipe.lora_alpha) else recipe.lora_alpha,
+        lora_alpha=recipe.lora_alpha,
         lora_dropout=recipe.lora_dropout,
         target_modules=recipe.lora_target_modules,
         task_type="CAUSAL_LM",

@@ -32,7 +32,7 @@ class LoraRecipe:
     dtype: str = "auto"
     attn_implementation: str = "sdpa"
     lora_r: int = 16
-    lora_alpha: float = 32.0
+    lora_alpha: int = 32
     lora_dropout: float = 0.0
     lora_target_modules: str | list[str] = "all-linear"
     adapter_dtype: str = "float32"

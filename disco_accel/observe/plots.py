@@ -1,0 +1,177 @@
+"""Pictures of a step. matplotlib is imported when one is drawn, without a display."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from disco_accel.memgraph import MemGraph
+from disco_accel.observe.timeline import Content, TracedEvent, lane_order, occupancy
+from disco_accel.taskgraph import Vertex, VertexKind
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_INK = "#22303c"
+_MUTED = "#7b8794"
+_LANE_NAMES = {"h2d": "host → device", "d2h": "device → host"}
+_KERNEL_COLORS = {"matrix products": "#2f6f9f", "attention": "#7a5195", "other kernels": "#9fb8c8"}
+_COPY_COLORS = {"reloads": "#e07a3f", "offloads": "#b5423f"}
+_CONTENT_COLORS = {
+    Content.RESIDENT: "#2f6f9f",
+    Content.STREAMED: "#e9a26f",
+    Content.ACTIVATION: "#a9c7a0",
+    Content.KEPT: "#7a5195",
+}
+_MATMUL = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul")
+MIB = float(1 << 20)
+
+
+def _group(vertex: Vertex) -> str:
+    if vertex.kind is VertexKind.RELOAD:
+        return "reloads"
+    if vertex.kind is VertexKind.OFFLOAD:
+        return "offloads"
+    name = vertex.op.split("::")[-1].split(".")[0]
+    if "attention" in name:
+        return "attention"
+    return "matrix products" if name in _MATMUL else "other kernels"
+
+
+def draw_step(
+    path: str | os.PathLike[str],
+    plan: MemGraph,
+    events: Sequence[TracedEvent],
+    *,
+    budget: int | None = None,
+    outside: int = 0,
+    in_memory_peak: int | None = None,
+    title: str = "",
+    device: int = 0,
+) -> None:
+    """Write a PNG of one traced step: kernels and copies side by side, and below them memory under the budget line.
+
+    ``budget`` (bytes) is the whole budget, of which ``outside`` bytes (adapters, gradients, optimizer, batch) lie
+    outside the arena; ``in_memory_peak`` is what the step takes without a plan. Times are milliseconds.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 6.4), dpi=130, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    lanes_axis, memory_axis = figure.subplots(2, 1, sharex=True, height_ratios=[1.0, 1.35])
+    _draw_lanes(lanes_axis, plan, events)
+    _draw_memory(memory_axis, plan, events, device, outside)
+    _draw_limits(memory_axis, budget, in_memory_peak)
+    finish = max((e.end for e in events), default=0.0)
+    for axis in (lanes_axis, memory_axis):
+        axis.set_xlim(0, finish * 1e3 or 1.0)
+        _mark_gate(axis, plan, events)
+        _quiet(axis)
+    memory_axis.set_xlabel("milliseconds since the step began", color=_INK)
+    figure.suptitle(title or plan.name or "one step", x=0.01, ha="left", fontsize=13, color=_INK)
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(target.name + ".partial")
+    figure.savefig(partial, format="png")
+    os.replace(partial, target)
+
+
+def _draw_lanes(axis: Axes, plan: MemGraph, events: Sequence[TracedEvent]) -> None:
+    by_id = {v.id: v for v in plan.vertices}
+    lanes = lane_order(events)
+    finish = max((e.end for e in events), default=0.0)
+    bars: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    busy = [0.0] * len(lanes)
+    for event in events:
+        row = lanes.index(event.lane)
+        width = event.end - event.start
+        busy[row] += width
+        bars.setdefault((row, _group(by_id[event.vertex])), []).append((event.start * 1e3, width * 1e3))
+    colors = _KERNEL_COLORS | _COPY_COLORS
+    for (row, group), spans in sorted(bars.items()):
+        axis.broken_barh(spans, (row - 0.38, 0.76), facecolors=colors[group], edgecolor="none")
+    names = []
+    for row, lane in enumerate(lanes):
+        name = _LANE_NAMES.get(lane, lane.replace("compute", "compute "))
+        share = busy[row] / finish if finish else 0.0
+        names.append(f"{name}\n{share:.0%} busy")
+    axis.set_yticks(range(len(lanes)), names)
+    axis.set_ylim(max(len(lanes), 1) - 0.5, -0.5)
+    used = {group for _, group in bars}
+    _legend(axis, {name: color for name, color in colors.items() if name in used})
+
+
+def _draw_memory(axis: Axes, plan: MemGraph, events: Sequence[TracedEvent], device: int, outside: int) -> None:
+    used = occupancy(plan, events, device)
+    times = [t * 1e3 for t in used.times]
+    layers: list[list[float]] = []
+    colors: dict[str, str] = {}
+    if outside:
+        layers.append([outside / MIB] * len(times))
+        colors["adapters, gradients, optimizer"] = "#c9ced4"
+    for content in (Content.RESIDENT, Content.STREAMED, Content.ACTIVATION, Content.KEPT):
+        if any(used.held[content]):
+            layers.append([b / MIB for b in used.held[content]])
+            colors[content.value] = _CONTENT_COLORS[content]
+    if times:
+        axis.stackplot(times, layers, colors=list(colors.values()), step="post", linewidth=0)
+    axis.set_ylabel("MiB on the device", color=_INK)
+    axis.set_ylim(bottom=0)
+    _legend(axis, colors)
+
+
+def _draw_limits(axis: Axes, budget: int | None, in_memory_peak: int | None) -> None:
+    top = axis.get_ylim()[1]
+    limits = ((budget, "budget", "#b5423f", "-"), (in_memory_peak, "peak without a plan", _MUTED, "--"))
+    for value, name, color, style in limits:
+        if value is None:
+            continue
+        axis.axhline(value / MIB, color=color, linewidth=1.4, linestyle=style)
+        axis.annotate(
+            f"{name} {value / MIB:.0f} MiB",
+            (1, value / MIB),
+            xycoords=("axes fraction", "data"),
+            xytext=(-4, 3),
+            textcoords="offset points",
+            ha="right",
+            color=color,
+            fontsize=9,
+        )
+        top = max(top, value / MIB * 1.14)
+    axis.set_ylim(0, top)
+
+
+def _mark_gate(axis: Axes, plan: MemGraph, events: Sequence[TracedEvent]) -> None:
+    outs = {v.id for v in plan.vertices if v.out}
+    ends = [e.end for e in events if e.vertex in outs]
+    if ends:
+        axis.axvline(max(ends) * 1e3, color=_INK, linewidth=0.9, linestyle=":")
+        axis.annotate(
+            "loss",
+            (max(ends) * 1e3, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(3, -10),
+            textcoords="offset points",
+            fontsize=9,
+            color=_INK,
+        )
+
+
+def _legend(axis: Axes, colors: Mapping[str, str]) -> None:
+    from matplotlib.patches import Patch
+
+    handles: list[Any] = [Patch(facecolor=color, label=name) for name, color in colors.items()]
+    axis.legend(
+        handles=handles, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=6, frameon=False, fontsize=9, borderpad=0
+    )
+
+
+def _quiet(axis: Axes) -> None:
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axis.spines[side].set_color(_MUTED)
+    axis.tick_params(colors=_INK, labelsize=9)

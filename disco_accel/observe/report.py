@@ -1,0 +1,64 @@
+"""Text for people: what a plan keeps where, and how far a step is from its bound. Sizes in bytes, times in seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from disco_accel.sizes import format_size
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Columns padded with spaces: the first to the left, the others to the right."""
+    cells = [[str(c) for c in row] for row in (header, *rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    lines = []
+    for row in cells:
+        first, *rest = zip(row, widths, strict=True)
+        lines.append("  ".join([first[0].ljust(first[1]), *(text.rjust(width) for text, width in rest)]).rstrip())
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+def budget_table(stats: Mapping[str, Any]) -> str:
+    """The parts of a memory budget, from ``disco_accel.stats(model)`` after at least one planned step."""
+    budget = stats["budget"]
+    resident = stats["resident_weight_bytes"]
+    total = budget["total"]
+    work = stats["arena_bytes"] - resident
+    parts = {
+        "weights that stay": resident,
+        "streamed weights, activations, scratch": work,
+        "adapters": budget["adapters"],
+        "gradients": budget["gradients"],
+        "optimizer state": budget["optimizer"],
+        "batch": budget["batch"],
+    }
+    parts["unused"] = total - sum(parts.values())
+    rows = [[name, format_size(size), f"{size / total:.1%}"] for name, size in parts.items()]
+    rows.append(["budget", format_size(total), "100.0%"])
+    return table(["memory on the device", "size", "share"], rows)
+
+
+def step_text(stats: Mapping[str, Any]) -> str:
+    """What each step does: kernels, bytes over the link, time, and the time no schedule of this plan could beat."""
+    lines = [
+        f"{stats['kernels']} kernels, {format_size(stats['reload_bytes'])} loaded and "
+        f"{format_size(stats['offload_bytes'])} saved over the link each step"
+    ]
+    seconds, bound = stats["step_seconds"], stats["bound_seconds"]
+    if seconds and bound:
+        lines.append(
+            f"step {seconds:.3f} s; bound {bound:.3f} s (max of compute and link); ratio {seconds / bound:.2f}"
+        )
+    return "\n".join(lines)
+
+
+def first_step_text(stats: Mapping[str, Any]) -> str:
+    """What a user should know after the first planned step: the budget's parts, the plan, what could not be planned."""
+    lines = [budget_table(stats), step_text(stats)]
+    stages = stats.get("compile_seconds", {})
+    if stages:
+        lines.append("made in " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in stages.items()))
+    lines += [f"not planned: {reason}" for reason in stats.get("fallbacks", ())]
+    return "\n".join(lines)

@@ -1,0 +1,252 @@
+"""What happened in one step: when each kernel and copy ran, and what the arena held meanwhile.
+
+Input is a plan and the events that the executor traced; output is plain data, or a file for Chrome's and Perfetto's
+trace viewers. No torch.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from disco_accel.memgraph import MemGraph
+from disco_accel.taskgraph import Ref, Vertex, VertexKind
+
+
+class TracedEvent(Protocol):
+    """One vertex of a step as it ran; times in seconds from the start of the step, ``bytes`` moved by a copy."""
+
+    @property
+    def vertex(self) -> int: ...
+    @property
+    def lane(self) -> str: ...
+    @property
+    def issue(self) -> float: ...
+    @property
+    def start(self) -> float: ...
+    @property
+    def end(self) -> float: ...
+    @property
+    def bytes(self) -> int: ...
+
+
+class Content(enum.Enum):
+    """What a range of the arena is used for."""
+
+    RESIDENT = "resident weights"
+    STREAMED = "streamed weights"
+    ACTIVATION = "activations and scratch"
+    KEPT = "loss and gradients"
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """A value's time in the arena: ``start`` to ``end`` seconds at ``addr`` .. ``addr + size`` bytes of ``device``."""
+
+    ref: Ref
+    content: Content
+    device: int
+    addr: int
+    size: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Occupancy:
+    """Bytes in use over time: ``held[content][i]`` from ``times[i]`` (seconds) until ``times[i + 1]``."""
+
+    times: tuple[float, ...]
+    held: Mapping[Content, tuple[int, ...]]
+
+    @property
+    def total(self) -> tuple[int, ...]:
+        return tuple(sum(column) for column in zip(*self.held.values(), strict=True))
+
+
+def contents(plan: MemGraph) -> dict[Ref, Content]:
+    """What each value that has an address is."""
+    by_id = {v.id: v for v in plan.vertices}
+    return {ref: _content(by_id[ref[0]], by_id) for ref in plan.slots}
+
+
+def _content(vertex: Vertex, by_id: Mapping[int, Vertex]) -> Content:
+    if vertex.kind is VertexKind.INPUT and vertex.clean:
+        return Content.RESIDENT
+    if vertex.kind is VertexKind.RELOAD:
+        source = by_id[vertex.inputs[0][0]]
+        if source.kind is VertexKind.INPUT:
+            return Content.STREAMED
+    return Content.KEPT if vertex.keep else Content.ACTIVATION
+
+
+def stays(plan: MemGraph, events: Sequence[TracedEvent]) -> list[Stay]:
+    """When each value occupied its address in the traced step, by start time.
+
+    A value is there from the start of its producer to the end of its last reader; what is kept, and residents that
+    nothing overwrites, until the step ends. In-place results continue the stay of what they overwrite.
+    """
+    ran = {e.vertex: e for e in events}
+    finish = max((e.end for e in events), default=0.0)
+    by_id = {v.id: v for v in plan.vertices}
+    last_read: dict[Ref, float] = defaultdict(float)
+    read: set[Ref] = set()
+    for vertex in plan.vertices:
+        event = ran.get(vertex.id)
+        for ref in vertex.inputs:
+            read.add(ref)
+            if event is not None:
+                last_read[ref] = max(last_read[ref], event.end)
+    overwritten = _overwritten(plan)
+    found = []
+    for ref, slot in plan.slots.items():
+        vertex = by_id[ref[0]]
+        event = ran.get(ref[0])
+        if event is None and vertex.kind is not VertexKind.INPUT:
+            continue
+        start = event.start if event is not None else 0.0
+        to_the_end = vertex.keep or (vertex.kind is VertexKind.INPUT and ref not in overwritten)
+        # A reload that nobody reads puts a resident back for the next step.
+        to_the_end = to_the_end or (vertex.kind is VertexKind.RELOAD and ref not in read)
+        end = finish if to_the_end else max(last_read[ref], event.end if event is not None else 0.0)
+        found.append(Stay(ref, _content(vertex, by_id), slot.device, slot.addr, slot.size, start, end))
+    return sorted(found, key=lambda s: (s.start, s.addr, s.ref))
+
+
+def _overwritten(plan: MemGraph) -> set[Ref]:
+    """Values whose address range another value of the plan uses too."""
+    shared: set[Ref] = set()
+    by_device: dict[int, list[tuple[int, int, Ref]]] = defaultdict(list)
+    for ref, slot in plan.slots.items():
+        by_device[slot.device].append((slot.addr, slot.addr + slot.size, ref))
+    for ranges in by_device.values():
+        ranges.sort()
+        reach, owner = -1, None
+        for low, high, ref in ranges:
+            if low < reach and owner is not None:
+                shared |= {ref, owner}
+            if high > reach:
+                reach, owner = high, ref
+    return shared
+
+
+def occupancy(plan: MemGraph, events: Sequence[TracedEvent], device: int = 0) -> Occupancy:
+    """Bytes of the arena of ``device`` in use over the traced step, by what they hold."""
+    changes: dict[float, dict[Content, int]] = defaultdict(lambda: defaultdict(int))
+    for content, low, high, size in _merged(s for s in stays(plan, events) if s.device == device):
+        changes[low][content] += size
+        changes[high][content] -= size
+    times = sorted(changes)
+    held: dict[Content, list[int]] = {content: [] for content in Content}
+    now: dict[Content, int] = dict.fromkeys(Content, 0)
+    for time in times:
+        for content in Content:
+            now[content] += changes[time][content]
+            held[content].append(now[content])
+    return Occupancy(tuple(times), {content: tuple(column) for content, column in held.items()})
+
+
+def _merged(found: Iterable[Stay]) -> Iterable[tuple[Content, float, float, int]]:
+    # Two stays overlap at one address only where a result was written over its own input: count those bytes once.
+    by_addr: dict[int, list[Stay]] = defaultdict(list)
+    for stay in found:
+        by_addr[stay.addr].append(stay)
+    for group in by_addr.values():
+        reach = -1.0
+        for stay in group:
+            start = max(stay.start, reach)
+            if stay.end > start:
+                yield stay.content, start, stay.end, stay.size
+            reach = max(reach, stay.end)
+
+
+def chrome_trace(plan: MemGraph, events: Sequence[TracedEvent]) -> dict[str, Any]:
+    """The step as a Trace Event object: one row per lane, a counter of bytes in use, arrows from copies to readers."""
+    by_id = {v.id: v for v in plan.vertices}
+    lanes = lane_order(events)
+    rows: list[dict[str, Any]] = [_metadata("process_name", plan.name or "step", 0)]
+    for number, lane in enumerate(lanes):
+        rows.append(_metadata("thread_name", lane, number))
+        rows.append({"ph": "M", "pid": 0, "tid": number, "name": "thread_sort_index", "args": {"sort_index": number}})
+    for event in events:
+        vertex = by_id[event.vertex]
+        rows.append(
+            {
+                "ph": "X",
+                "pid": 0,
+                "tid": lanes.index(event.lane),
+                "name": label(vertex, by_id),
+                "cat": vertex.kind.name.lower(),
+                "ts": event.start * 1e6,
+                "dur": (event.end - event.start) * 1e6,
+                "args": {"vertex": vertex.id, "bytes": event.bytes, "issued": event.issue * 1e6},
+            }
+        )
+    rows += _flows(plan, events, lanes)
+    for device in plan.devices:
+        used = occupancy(plan, events, device.id)
+        for time, total in zip(used.times, used.total, strict=True):
+            rows.append(_counter(f"arena {device.id}", time, {"bytes": total}))
+    return {"traceEvents": rows, "displayTimeUnit": "ms"}
+
+
+def label(vertex: Vertex, by_id: Mapping[int, Vertex]) -> str:
+    """A short name of a vertex; a copy is named by what it copies."""
+    if vertex.kind in (VertexKind.OFFLOAD, VertexKind.RELOAD):
+        source = by_id[vertex.inputs[0][0]]
+        if vertex.kind is VertexKind.RELOAD and source.kind is VertexKind.OFFLOAD:
+            source = by_id[source.inputs[0][0]]
+        return f"{vertex.kind.name.lower()} {source.op or source.id}"
+    return vertex.op or f"{vertex.kind.name.lower()} {vertex.id}"
+
+
+def lane_order(events: Sequence[TracedEvent]) -> list[str]:
+    """Lanes in reading order: compute streams first, then the link into the device, then the link out of it."""
+    rank = {"h2d": 1, "d2h": 2}
+    return sorted({e.lane for e in events}, key=lambda lane: (rank.get(lane, 0), lane))
+
+
+def _flows(plan: MemGraph, events: Sequence[TracedEvent], lanes: list[str]) -> list[dict[str, Any]]:
+    """An arrow from each reload to the first vertex that reads it."""
+    ran = {e.vertex: e for e in events}
+    first: dict[int, TracedEvent] = {}
+    kinds = {v.id: v.kind for v in plan.vertices}
+    for vertex in plan.vertices:
+        reader = ran.get(vertex.id)
+        for source, _ in vertex.inputs:
+            if reader is None or kinds[source] is not VertexKind.RELOAD:
+                continue
+            if source not in first or reader.start < first[source].start:
+                first[source] = reader
+    rows = []
+    for source, reader in first.items():
+        copy = ran.get(source)
+        if copy is None:
+            continue
+        both = {"pid": 0, "cat": "reload", "name": "needed by", "id": source}
+        rows.append({"ph": "s", "tid": lanes.index(copy.lane), "ts": copy.start * 1e6, **both})
+        rows.append({"ph": "f", "bp": "e", "tid": lanes.index(reader.lane), "ts": reader.start * 1e6, **both})
+    return rows
+
+
+def _metadata(kind: str, name: str, thread: int) -> dict[str, Any]:
+    return {"ph": "M", "pid": 0, "tid": thread, "name": kind, "args": {"name": name}}
+
+
+def _counter(name: str, time: float, values: dict[str, int]) -> dict[str, Any]:
+    return {"ph": "C", "pid": 0, "name": name, "ts": time * 1e6, "args": values}
+
+
+def write_chrome_trace(path: str | os.PathLike[str], plan: MemGraph, events: Sequence[TracedEvent]) -> None:
+    """Write ``chrome_trace`` as JSON, all or nothing; open it in Perfetto or chrome://tracing."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(target.name + ".partial")
+    partial.write_text(json.dumps(chrome_trace(plan, events)))
+    os.replace(partial, target)

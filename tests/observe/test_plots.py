@@ -1,0 +1,48 @@
+"""The picture is a readable PNG, drawn without a display, and draws what it is given."""
+
+from __future__ import annotations
+
+import struct
+import subprocess
+import sys
+
+import pytest
+
+from tests.observe import traced_step as small
+
+pytest.importorskip("matplotlib")
+
+from disco_accel.observe.plots import draw_step
+
+
+def size_of(png: bytes) -> tuple[int, int]:
+    assert png[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", png[16:24])
+    return width, height
+
+
+def test_the_picture_is_a_png_and_replaces_an_older_one(tmp_path):
+    path = tmp_path / "new" / "step.png"
+    for _ in range(2):
+        draw_step(path, small.plan(), small.events(), budget=2048, outside=100, in_memory_peak=4096, title="small")
+    width, height = size_of(path.read_bytes())
+    assert width > 1000
+    assert height > 500
+    assert [p.name for p in path.parent.iterdir()] == ["step.png"]
+
+
+def test_events_change_the_picture(tmp_path):
+    draw_step(tmp_path / "a.png", small.plan(), small.events())
+    draw_step(tmp_path / "b.png", small.plan(), small.events()[:3])
+    assert (tmp_path / "a.png").read_bytes() != (tmp_path / "b.png").read_bytes()
+
+
+def test_an_empty_step_can_be_drawn(tmp_path):
+    draw_step(tmp_path / "a.png", small.plan(), [])
+    size_of((tmp_path / "a.png").read_bytes())
+
+
+def test_matplotlib_is_not_imported_until_something_is_drawn():
+    imports = "import sys, disco_accel.observe.plots, disco_accel.observe.timeline"
+    code = f"{imports}; sys.exit('matplotlib' in sys.modules or 'torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,61 @@
+"""A plan of seven vertices with every kind of content, and the events of one run of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from disco_accel.memgraph import MemGraph, Slot
+from disco_accel.taskgraph import Device, Vertex, VertexKind
+
+W0, W1, A, L, B, C, SAVE, BACK, LOSS = range(9)
+
+
+@dataclass(frozen=True)
+class Event:
+    """What the executor traces, by hand."""
+
+    vertex: int
+    lane: str
+    issue: float
+    start: float
+    end: float
+    bytes: int = 0
+
+
+def plan() -> MemGraph:
+    """w0 stays, w1 is streamed; a is saved and comes back; c is written over b; the loss is kept."""
+    k = VertexKind
+    vertices = (
+        Vertex(W0, k.INPUT, 0, op="w0", sizes=(256,), clean=True),
+        Vertex(W1, k.INPUT, 0, op="w1", sizes=(512,), clean=True),
+        Vertex(A, k.KERNEL, 0, op="aten::mm", inputs=((W0, 0),), sizes=(256,)),
+        Vertex(SAVE, k.OFFLOAD, 0, inputs=((A, 0),), sizes=(256,)),
+        Vertex(L, k.RELOAD, 0, inputs=((W1, 0),), sizes=(512,), clean=True),
+        Vertex(B, k.KERNEL, 0, op="aten::mul", inputs=((L, 0),), sizes=(512,)),
+        Vertex(BACK, k.RELOAD, 0, inputs=((SAVE, 0),), sizes=(256,)),
+        Vertex(C, k.KERNEL, 0, op="aten::add_", inputs=((B, 0), (BACK, 0)), sizes=(512,), inplace=0),
+        Vertex(LOSS, k.KERNEL, 0, op="aten::sum", inputs=((C, 0),), sizes=(256,), out=True, keep=True),
+    )
+    slots = {
+        (W0, 0): Slot(0, 0, 256),
+        (A, 0): Slot(0, 256, 256),
+        (L, 0): Slot(0, 512, 512),
+        (B, 0): Slot(0, 1024, 512),
+        (BACK, 0): Slot(0, 256, 256),
+        (C, 0): Slot(0, 1024, 512),
+        (LOSS, 0): Slot(0, 512, 256),
+    }
+    return MemGraph("small", (Device(0, 2048),), vertices, slots, (), (), {SAVE: 0}, 256, cyclic=True)
+
+
+def events() -> list[Event]:
+    """Kernels one after another, copies beside them; times are small whole numbers of seconds."""
+    return [
+        Event(A, "compute0", 0, 0, 2),
+        Event(L, "h2d", 0, 0, 3, 512),
+        Event(SAVE, "d2h", 2, 2, 4, 256),
+        Event(B, "compute0", 3, 3, 5),
+        Event(BACK, "h2d", 4, 4, 6, 256),
+        Event(C, "compute0", 6, 6, 7),
+        Event(LOSS, "compute0", 7, 7, 8),
+    ]
