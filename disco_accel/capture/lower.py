@@ -11,9 +11,10 @@ import torch
 from torch import fx
 
 from disco_accel.capture.alias import storage_bytes, storage_key, tensor_spec, tensors_of
+from disco_accel.capture.nodes import arguments_of, nodes_in
 from disco_accel.capture.tags import RECOMPUTE, NodeInfo, node_info
 from disco_accel.errors import CaptureError
-from disco_accel.taskgraph import Arg, EnumArg, OpCall, OpResult, Ref, TensorArg, TensorSpec, Vertex, VertexKind
+from disco_accel.taskgraph import Arg, EnumArg, OpCall, OpResult, Ref, TensorArg, Vertex, VertexKind
 
 # ATen implements each of these by calling the other, whose out variant is native: for the Scalar overloads by
 # wrapping the number.
@@ -176,35 +177,23 @@ def _read_results(node: fx.Node) -> set[int]:
 
 def _written_storages(node: fx.Node, target: torch._ops.OpOverload) -> dict[int, int]:
     """Storage → bytes of each tensor that the op changes in place."""
-    given = _given(node, target)
+    given = arguments_of(node, target)
     found: dict[int, int] = {}
     for argument in target._schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
-            for value in _flat_nodes(given.get(argument.name)):
+            for value in nodes_in(given[argument.name]):
                 tensor = value.meta["val"]
                 found[storage_key(tensor)] = storage_bytes(tensor)
     return found
-
-
-def _flat_nodes(value: Any) -> list[fx.Node]:
-    if isinstance(value, fx.Node):
-        return [value]
-    return [node for item in value for node in _flat_nodes(item)] if isinstance(value, (tuple, list)) else []
-
-
-def _given(node: fx.Node, target: torch._ops.OpOverload) -> dict[str, Any]:
-    names = [argument.name for argument in target._schema.arguments]
-    return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
 
 
 def _arguments(
     node: fx.Node, target: torch._ops.OpOverload, low: Lowering, inputs: list[Ref], where: str
 ) -> tuple[Arg, ...]:
     """All arguments in schema order, defaults filled in; refs of the tensors among them go to ``inputs``."""
-    given = _given(node, target)
     return tuple(
-        _lower_arg(given.get(a.name, a.default_value), low, inputs, f"{where}, argument {a.name}")
-        for a in target._schema.arguments
+        _lower_arg(value, low, inputs, f"{where}, argument {name}")
+        for name, value in arguments_of(node, target).items()
     )
 
 

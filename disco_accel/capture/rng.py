@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from disco_accel.capture.nodes import arguments_of
 from disco_accel.capture.tags import node_info
 from disco_accel.errors import CaptureError
 
@@ -29,10 +30,8 @@ def _draws(node: fx.Node) -> bool:
     assert isinstance(target, torch._ops.OpOverload)
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    names = [argument.name for argument in target._schema.arguments]
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     # Fused attention is tagged as seeded whatever its dropout probability is.
-    return "dropout_p" not in given or given["dropout_p"] != 0.0
+    return bool(arguments_of(node, target).get("dropout_p", 1.0) != 0.0)
 
 
 def _advice(module: str) -> str:
