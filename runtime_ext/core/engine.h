@@ -43,6 +43,7 @@ enum class Status : std::uint8_t {
 struct EngineError {
   Status status = Status::kDone;  // kFailed, kStalled or kAborted
   std::int32_t vertex = -1;       // index in the Program; -1 if none can be named
+  bool draining = false;          // kStalled: something is still in flight; begin() is refused until it ends
   std::string message;  // the op's own message; for kStalled the vertices in flight and who waits for them
 };
 
@@ -91,7 +92,7 @@ class Engine {
   Engine& operator=(const Engine&) = delete;
 
   // Starts a step and returns at once. Memory written by the caller before is visible to the ops.
-  // Throws std::logic_error if a step is running and has neither ended nor failed.
+  // Throws std::logic_error if the step before has not ended, or is still draining after a stall.
   void begin();
   // Returns when every out vertex has finished. Meanwhile and afterwards whatever is ready is launched.
   // timeout in seconds; 0 polls. The caller sleeps, it never spins.
@@ -106,10 +107,10 @@ class Engine {
   // The arena's residents no longer hold what the host holds: the next begin() loads them again.
   void invalidate();
 
-  const EngineError& last_error() const;
+  EngineError last_error() const;
   const Program& program() const;
-  const StepCounters& counters() const;  // call between steps
-  void set_tracing(bool on);             // call between steps
+  StepCounters counters() const;  // call between steps
+  void set_tracing(bool on);      // call between steps
   std::vector<TraceEvent> events()
       const;  // of the last step if it was traced, by start time; call between steps
 

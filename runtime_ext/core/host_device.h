@@ -56,6 +56,8 @@ class HostDevice final : public Device {
   struct Stream;
   struct Shared;
 
+  void serve(int index);
+
   HostDeviceOptions options_;
   bool inline_;
   std::unique_ptr<Shared> shared_;

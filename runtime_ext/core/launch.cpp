@@ -1,0 +1,301 @@
+// The part of Engine::Loop that books completions and launches vertices. Runs with state_mutex_ held.
+#include <exception>
+#include <utility>
+
+#include "loop.h"
+
+namespace disco {
+
+bool Engine::Loop::pump() {
+  bool moved = in_flight_ > 0 && poll();
+  if (phase_ == Phase::kRunning || phase_ == Phase::kLoading) moved = issue() || moved;
+  settle();
+  return moved;
+}
+
+bool Engine::Loop::poll() {
+  bool moved = false;
+  for (StreamState& stream : schedule_.streams) {
+    if (stream.count > 0) moved = poll_stream(stream) || moved;
+  }
+  return moved;
+}
+
+bool Engine::Loop::poll_stream(StreamState& stream) {
+  Device& device = *devices_[stream.device];
+  Token done = 0;
+  try {
+    done = device.completed(stream.stream);
+  } catch (const std::exception& error) {
+    // The device cannot say any more what has finished: give up what it was doing, so that draining can end.
+    stop(Status::kFailed, stream.front().vertex, error.what());
+    in_flight_ -= stream.count;
+    stream.head = stream.count = 0;
+    return true;
+  }
+  if (done < stream.front().token) return false;
+  if (device.failed() && phase_ != Phase::kDraining) {
+    DeviceFailure failure = device.failure();
+    stop(Status::kFailed, failure.vertex, std::move(failure.message));
+  }
+  while (stream.count > 0 && stream.front().token <= done) {
+    const std::int32_t v = stream.front().vertex;
+    stream.pop();
+    --in_flight_;
+    finish(v);
+  }
+  return true;
+}
+
+void Engine::Loop::finish(std::int32_t v) {
+  state_[v] = State::kDone;
+  ++completions_;
+  if (phase_ == Phase::kLoading) {
+    --loads_left_;
+    return;
+  }
+  if (phase_ != Phase::kRunning) return;
+  --left_;
+  outs_left_ -= program_.out(v) ? 1 : 0;
+  const std::int16_t resource = schedule_.resource_of[v];
+  const bool kernel = program_.kind[v] == Kind::kKernel;
+  for (const std::int32_t s : program_.successors_of(v)) {
+    if (--waiting_[s] == 0) {
+      make_ready(s);
+    } else if (schedule_.lookahead && !(kernel && schedule_.resource_of[s] == resource) &&
+               --unissued_[s] == 0) {
+      make_candidate(s);
+    }
+  }
+}
+
+void Engine::Loop::make_ready(std::int32_t v) {
+  state_[v] = State::kReady;
+  if (!sequential()) schedule_.resources[schedule_.resource_of[v]].ready.push(v);
+}
+
+void Engine::Loop::make_candidate(std::int32_t v) {
+  Resource& resource = schedule_.resources[schedule_.resource_of[v]];
+  if (resource.copy) return;
+  state_[v] = State::kCandidate;
+  if (!sequential()) resource.candidates.push(v);
+}
+
+bool Engine::Loop::issue() {
+  if (phase_ == Phase::kLoading) return issue_loads();
+  bool moved = false;
+  for (Resource& resource : schedule_.resources) {
+    if (phase_ != Phase::kRunning) break;
+    if (resource.copy) {
+      moved = issue_copies(resource) || moved;
+    } else if (!devices_[resource.device]->runs_inline()) {
+      moved = issue_kernels(resource) || moved;
+    }
+  }
+  return moved;
+}
+
+bool Engine::Loop::issue_loads() {
+  bool moved = false;
+  while (loads_issued_ < schedule_.residents.size() && phase_ == Phase::kLoading) {
+    const std::int32_t v = schedule_.residents[loads_issued_];
+    int stream = 0;
+    for (const Resource& resource : schedule_.resources) {
+      const int h2d = devices_[resource.device]->lane(Direction::kHostToDevice);
+      if (resource.device == program_.device[v] && schedule_.streams[resource.first_stream].stream == h2d) {
+        stream = resource.first_stream;
+      }
+    }
+    if (schedule_.streams[stream].count == static_cast<int>(schedule_.streams[stream].ring.size())) break;
+    ++loads_issued_;
+    moved = launch(v, stream) || moved;
+  }
+  if (loads_left_ == 0 && phase_ == Phase::kLoading) {
+    start_running();
+    issue();
+    moved = true;
+  }
+  return moved;
+}
+
+bool Engine::Loop::issue_copies(Resource& resource) {
+  bool moved = false;
+  const StreamState& stream = schedule_.streams[resource.first_stream];
+  while (stream.count < resource.window && phase_ == Phase::kRunning) {
+    const std::int32_t v = next_ready(resource);
+    if (v < 0) break;
+    take(resource, resource.ready);
+    moved = launch(v, resource.first_stream) || moved;
+  }
+  return moved;
+}
+
+// A stream with nothing to do takes the first ready kernel. The window behind a busy stream is filled in
+// priority order from ready kernels and candidates alike: taking every ready kernel first would let a far
+// later one overtake.
+bool Engine::Loop::issue_kernels(Resource& resource) {
+  bool moved = false;
+  while (phase_ == Phase::kRunning) {
+    int stream = resource.first_stream;
+    for (int s = stream + 1; s < resource.first_stream + resource.stream_count; ++s) {
+      if (schedule_.streams[s].count < schedule_.streams[stream].count) stream = s;
+    }
+    const int queued = schedule_.streams[stream].count;
+    if (queued >= resource.window) break;
+    const std::int32_t ready = next_ready(resource);
+    const std::int32_t candidate =
+        schedule_.lookahead && (queued > 0 || ready < 0) ? next_candidate(resource) : -1;
+    const bool toss = options_.dispatch == Dispatch::kRandom && random_.below(2) == 0;
+    if (ready >= 0 && (candidate < 0 || (ready < candidate) != toss)) {
+      take(resource, resource.ready);
+      moved = launch(ready, stream) || moved;
+    } else if (candidate >= 0) {
+      take(resource, resource.candidates);
+      stream = stream_for_candidate(resource, candidate, stream);
+      try {
+        wait_for_predecessors(candidate, stream);
+      } catch (const std::exception& error) {
+        stop(Status::kFailed, candidate, error.what());
+        break;
+      }
+      moved = launch(candidate, stream) || moved;
+    } else {
+      break;
+    }
+  }
+  return moved;
+}
+
+std::int32_t Engine::Loop::next_ready(Resource& resource) {
+  if (!sequential()) return resource.ready.empty() ? -1 : resource.ready.top();
+  std::int32_t v = -1;
+  if (options_.dispatch == Dispatch::kSynchronous) {
+    if (in_flight_ > 0 || serial_next_ == schedule_.serial.size()) return -1;
+    v = schedule_.serial[serial_next_];
+    if (&schedule_.resources[schedule_.resource_of[v]] != &resource) return -1;
+  } else {
+    if (resource.next == resource.order.size()) return -1;
+    v = resource.order[resource.next];
+  }
+  return state_[v] == State::kReady ? v : -1;
+}
+
+std::int32_t Engine::Loop::next_candidate(Resource& resource) {
+  if (sequential()) {
+    if (resource.next == resource.order.size()) return -1;
+    const std::int32_t v = resource.order[resource.next];
+    return state_[v] == State::kCandidate ? v : -1;
+  }
+  while (!resource.candidates.empty()) {
+    const std::int32_t v = resource.candidates.top();
+    if (state_[v] == State::kCandidate) return v;
+    resource.candidates.pop();  // became ready meanwhile
+  }
+  return -1;
+}
+
+void Engine::Loop::take(Resource& resource, ReadyQueue& queue) {
+  if (options_.dispatch == Dispatch::kSynchronous) {
+    ++serial_next_;
+  } else if (options_.dispatch == Dispatch::kFixed) {
+    ++resource.next;
+  } else {
+    queue.pop();
+  }
+}
+
+// A stream that already runs one of v's unfinished predecessors needs no wait for it.
+int Engine::Loop::stream_for_candidate(const Resource& resource, std::int32_t v, int fallback) const {
+  for (const std::int32_t p : schedule_.predecessors_of(v)) {
+    if (state_[p] == State::kIssued && schedule_.streams[stream_of_[p]].count < resource.window)
+      return stream_of_[p];
+  }
+  return fallback;
+}
+
+void Engine::Loop::wait_for_predecessors(std::int32_t v, int stream) {
+  const StreamState& own = schedule_.streams[stream];
+  for (const std::int32_t p : schedule_.predecessors_of(v)) {
+    if (state_[p] != State::kIssued || stream_of_[p] == stream) continue;
+    devices_[own.device]->wait(own.stream, schedule_.streams[stream_of_[p]].stream, token_of_[p]);
+  }
+}
+
+bool Engine::Loop::launch(std::int32_t v, int index) {
+  StreamState& stream = schedule_.streams[index];
+  Device& device = *devices_[stream.device];
+  const bool kernel = program_.kind[v] == Kind::kKernel;
+  state_[v] = State::kIssued;
+  stream_of_[v] = static_cast<std::int16_t>(index);
+  if (traced_) issued_ns_[v] = now_ns();
+  try {
+    token_of_[v] =
+        kernel ? device.enqueue_op(stream.stream, v, program_.op[v])
+               : device.enqueue_copy(stream.stream, v, program_.dst[v], program_.src[v], program_.bytes[v]);
+  } catch (const std::exception& error) {
+    stop(Status::kFailed, v, error.what());
+    return false;
+  }
+  stream.push(v, token_of_[v]);
+  ++in_flight_;
+  ++step_.vertices;
+  if (program_.kind[v] == Kind::kOffload) step_.offload_bytes += program_.bytes[v];
+  if (program_.kind[v] == Kind::kTransfer) step_.transfer_bytes += program_.bytes[v];
+  if (program_.kind[v] == Kind::kReload || program_.kind[v] == Kind::kInput)
+    step_.reload_bytes += program_.bytes[v];
+  if (!kernel || !schedule_.lookahead) return true;
+  for (const std::int32_t s : program_.successors_of(v)) {
+    if (schedule_.resource_of[s] == schedule_.resource_of[v] && --unissued_[s] == 0) make_candidate(s);
+  }
+  return true;
+}
+
+bool Engine::Loop::run_inline(Lock& lock) {
+  for (Resource& resource : schedule_.resources) {
+    if (resource.copy || !devices_[resource.device]->runs_inline()) continue;
+    const std::int32_t v = next_ready(resource);
+    if (v < 0) continue;
+    take(resource, resource.ready);
+    run_inline_vertex(resource, v, lock);
+    return true;
+  }
+  return false;
+}
+
+void Engine::Loop::run_inline_vertex(Resource& resource, std::int32_t v, Lock& lock) {
+  Device& device = *devices_[resource.device];
+  const bool others_run = in_flight_ > 0;
+  state_[v] = State::kIssued;
+  stream_of_[v] = static_cast<std::int16_t>(resource.first_stream);
+  ++in_flight_;
+  ++step_.vertices;
+  if (others_run) {
+    lock.unlock();
+    while (pending_.exchange(false)) {
+      lock.lock();
+      pump();
+      lock.unlock();
+    }
+  }
+  const std::int64_t start = timed_ ? now_ns() : 0;
+  std::string refused;
+  try {
+    device.enqueue_op(schedule_.streams[resource.first_stream].stream, v, program_.op[v]);
+  } catch (const std::exception& error) {
+    refused = error.what();
+  }
+  const std::int64_t end = timed_ ? now_ns() : 0;
+  if (others_run) lock.lock();
+  step_.op_ns += end - start;
+  if (traced_) issued_ns_[v] = start;
+  --in_flight_;
+  if (!refused.empty()) {
+    stop(Status::kFailed, v, std::move(refused));
+  } else if (device.failed() && phase_ != Phase::kDraining) {
+    DeviceFailure failure = device.failure();
+    stop(Status::kFailed, failure.vertex, std::move(failure.message));
+  }
+  finish(v);
+}
+
+}  // namespace disco

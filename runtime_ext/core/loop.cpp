@@ -1,0 +1,322 @@
+#include "loop.h"
+
+#include <algorithm>
+#include <chrono>
+#include <stdexcept>
+#include <utility>
+
+namespace disco {
+namespace {
+
+constexpr int kSpins = 4096;                   // polls before the loop thread starts to sleep between them
+constexpr std::int64_t kPollSleepNs = 50'000;  // that sleep
+constexpr std::int64_t kForever = INT64_MAX;
+
+std::chrono::steady_clock::time_point at(std::int64_t ns) {
+  return std::chrono::steady_clock::time_point(std::chrono::nanoseconds(ns));
+}
+
+void check(const EngineOptions& options) {
+  if (options.lookahead < 0) throw std::invalid_argument("engine: lookahead must not be negative");
+  if (options.copy_depth < 1) throw std::invalid_argument("engine: copy_depth must be at least 1");
+  if (!(options.stall_timeout > 0.0)) throw std::invalid_argument("engine: stall_timeout must be positive");
+}
+
+const Program& checked(const Program& program, std::size_t devices, const EngineOptions& options) {
+  check(options);
+  const std::string message = program.validate(static_cast<int>(devices));
+  if (!message.empty()) throw std::invalid_argument(message);
+  return program;
+}
+
+}  // namespace
+
+Engine::Loop::Loop(Program program, std::vector<std::unique_ptr<Device>> devices, OpRunner& runner,
+                   EngineOptions options)
+    : program_(std::move(program)),
+      options_(options),
+      devices_(std::move(devices)),
+      schedule_(checked(program_, devices_.size(), options_), devices_, options_) {
+  const auto n = static_cast<std::size_t>(program_.size());
+  state_.resize(n);
+  waiting_.resize(n);
+  unissued_.resize(n);
+  stream_of_.resize(n);
+  token_of_.resize(n);
+  Random* random = options_.dispatch == Dispatch::kRandom ? &random_ : nullptr;
+  for (Resource& resource : schedule_.resources) {
+    resource.ready.prepare(resource.order.size(), random);
+    resource.candidates.prepare(resource.copy ? 0 : resource.order.size(), random);
+  }
+  for (std::size_t i = 0; i < devices_.size(); ++i) {
+    devices_[i]->connect(static_cast<int>(i), runner, *this);
+    notified_ = notified_ && devices_[i]->notifies();
+  }
+  thread_ = std::thread([this] { run(); });
+  Lock lock(caller_mutex_);
+  caller_wakes_.wait(lock, [this] { return ended_; });
+  if (attach_error_.empty()) return;
+  lock.unlock();
+  thread_.join();
+  throw std::runtime_error(attach_error_);
+}
+
+Engine::Loop::~Loop() {
+  abort(1e9);
+  {
+    const Lock lock(caller_mutex_);
+    command(kQuit);
+  }
+  thread_.join();
+  devices_
+      .clear();  // their threads may still be inside on_progress(): nothing else of this object may go before
+}
+
+void Engine::Loop::attach() {
+  std::string error;
+  try {
+    for (auto& device : devices_) device->attach_loop_thread();
+  } catch (const std::exception& failure) {
+    error = failure.what();
+  }
+  const Lock lock(caller_mutex_);
+  attach_error_ = std::move(error);
+  ended_ = true;
+  caller_wakes_.notify_all();
+}
+
+void Engine::Loop::run() {
+  attach();
+  if (!attach_error_.empty()) return;
+  Lock lock(state_mutex_);
+  for (;;) {
+    if (commands_.load(std::memory_order_relaxed) != 0 && !obey()) return;
+    bool moved = pump();
+    if (phase_ == Phase::kRunning) moved = run_inline(lock) || moved;
+    if (!moved && commands_.load(std::memory_order_relaxed) == 0) park(lock);
+  }
+}
+
+bool Engine::Loop::obey() {
+  const std::uint32_t commands = commands_.exchange(0);
+  if ((commands & kBegin) != 0) start_step();
+  if ((commands & kDeliver) != 0) open_gate();
+  if ((commands & kAbort) != 0 && phase_ != Phase::kIdle) stop(Status::kAborted, -1, "aborted");
+  return (commands & kQuit) == 0;
+}
+
+// Under caller_mutex_, so that a command can only reach the step it was meant for: begin() drops those of the
+// step before.
+void Engine::Loop::command(Command bit) {
+  if (bit == kBegin) commands_.store(0);
+  commands_.fetch_or(bit);
+  wake();
+}
+
+void Engine::Loop::wake() {
+  {
+    const Lock lock(park_mutex_);
+    signalled_ = true;
+  }
+  park_wakes_.notify_one();
+}
+
+// Nothing to launch and nothing has completed: sleep, or find out that nothing ever will.
+void Engine::Loop::park(Lock& lock) {
+  const std::int64_t now = now_ns();
+  if (phase_ == Phase::kIdle) {
+    sleep(lock, kForever);
+  } else if (in_flight_ == 0 && !gate_open_ && outs_left_ == 0) {
+    if (gate_since_ns_ == 0) gate_since_ns_ = now;
+    sleep(lock, kForever);
+  } else if (phase_ == Phase::kRunning && in_flight_ == 0) {
+    stall();
+    return;
+  } else if (phase_ != Phase::kDraining && stalled_for(now)) {
+    stall();
+    return;
+  } else if (notified_) {
+    const auto timeout = static_cast<std::int64_t>(std::min(options_.stall_timeout, 1e9) * 1e9);
+    sleep(lock, phase_ == Phase::kDraining ? kForever : quiet_since_ns_ + timeout);
+  } else {
+    poll_later(lock);
+  }
+  if (timed_) step_.parked_ns += now_ns() - now;
+}
+
+void Engine::Loop::sleep(Lock& lock, std::int64_t deadline_ns) {
+  polls_ = 0;
+  parked_ = true;
+  lock.unlock();
+  if (!pending_.exchange(false)) {
+    Lock park(park_mutex_);
+    const auto woken = [this] { return signalled_; };
+    if (deadline_ns == kForever) {
+      park_wakes_.wait(park, woken);
+    } else {
+      park_wakes_.wait_until(park, at(deadline_ns), woken);
+    }
+    signalled_ = false;
+  }
+  lock.lock();
+  parked_ = false;
+}
+
+// For devices that must be asked: at first at once, then with the processor offered to others, at last with
+// naps.
+void Engine::Loop::poll_later(Lock& lock) {
+  if (++polls_ < kSpins) {
+    if (polls_ > kSpins / 16) std::this_thread::yield();
+    return;
+  }
+  const int polls = polls_;
+  sleep(lock, now_ns() + kPollSleepNs);
+  polls_ = polls;
+}
+
+bool Engine::Loop::wake_needed() const {
+  if (phase_ == Phase::kIdle) return false;
+  if (in_flight_ == 0) return true;  // the end, a gate to time, or a stall
+  if (sequential()) return true;
+  for (const Resource& resource : schedule_.resources) {
+    if (!resource.copy && !resource.ready.empty() && devices_[resource.device]->runs_inline()) return true;
+  }
+  return false;
+}
+
+void Engine::Loop::on_progress() noexcept {
+  for (;;) {
+    pending_.exchange(true);
+    if (!notified_ || !state_mutex_.try_lock()) return;
+    pending_.exchange(false);
+    pump();
+    const bool wake_loop = parked_ && wake_needed();
+    state_mutex_.unlock();
+    if (wake_loop) wake();
+    if (!pending_.exchange(false)) return;
+  }
+}
+
+void Engine::Loop::start_step() {
+  {
+    const Lock lock(caller_mutex_);
+    residents_valid_ = residents_valid_ && !invalidated_;
+    invalidated_ = false;
+    traced_ = tracing_;
+  }
+  const std::uint64_t steps = step_.steps;
+  step_ = {};
+  step_.steps = steps;
+  timed_ = traced_ || options_.time_ops;
+  if (traced_) {
+    issued_ns_.assign(state_.size(), 0);
+    spans_.assign(state_.size(), Span{});
+  }
+  for (auto& device : devices_) device->trace(traced_ ? spans_.data() : nullptr, program_.size());
+  std::fill(state_.begin(), state_.end(), State::kWaiting);
+  std::copy(schedule_.initial_waiting.begin(), schedule_.initial_waiting.end(), waiting_.begin());
+  std::copy(schedule_.initial_unissued.begin(), schedule_.initial_unissued.end(), unissued_.begin());
+  random_.seed(options_.seed * 0x100000001b3ULL + steps);
+  serial_next_ = loads_issued_ = 0;
+  loads_left_ = residents_valid_ ? 0 : static_cast<std::int32_t>(schedule_.residents.size());
+  left_ = schedule_.runnable + static_cast<std::int32_t>(schedule_.late.size());
+  outs_left_ = schedule_.outs;
+  gate_open_ = schedule_.late.empty();
+  outs_told_ = false;
+  gate_since_ns_ = 0;
+  quiet_since_ns_ = begin_ns_;
+  completions_seen_ = completions_;
+  if (loads_left_ > 0) {
+    phase_ = Phase::kLoading;
+  } else {
+    start_running();
+  }
+}
+
+void Engine::Loop::start_running() {
+  phase_ = Phase::kRunning;
+  for (Resource& resource : schedule_.resources) {
+    resource.next = 0;
+    resource.candidates.clear();
+    resource.ready.clear();
+    if (!sequential()) resource.ready.assign(resource.initial);
+    for (const std::int32_t v : resource.initial) state_[v] = State::kReady;
+  }
+  // Look-ahead candidates need an unissued predecessor to start from, so there are none yet. A gate that was
+  // opened while the residents were being loaded is booked now.
+  if (gate_open_) {
+    for (const std::int32_t v : schedule_.late) finish(v);
+  }
+}
+
+void Engine::Loop::open_gate() {
+  if (phase_ == Phase::kIdle || phase_ == Phase::kDraining || gate_open_) return;
+  gate_open_ = true;
+  if (gate_since_ns_ != 0) step_.gate_ns = now_ns() - gate_since_ns_;
+  if (phase_ != Phase::kRunning) return;
+  for (const std::int32_t v : schedule_.late) finish(v);
+}
+
+void Engine::Loop::settle() {
+  if (phase_ == Phase::kRunning) {
+    if (!outs_told_ && outs_left_ == 0) tell_outs();
+    if (left_ == 0) end_step();
+  } else if (phase_ == Phase::kDraining && in_flight_ == 0) {
+    end_step();
+  }
+}
+
+void Engine::Loop::tell_outs() {
+  outs_told_ = true;
+  const Lock lock(caller_mutex_);
+  outs_done_ = true;
+  caller_wakes_.notify_all();
+}
+
+void Engine::Loop::end_step() {
+  const bool whole = phase_ == Phase::kRunning;
+  for (auto& device : devices_) {
+    if (traced_) device->finish_trace();
+    if (!whole) device->recover();
+  }
+  residents_valid_ = whole;
+  phase_ = Phase::kIdle;
+  step_.steps += whole ? 1 : 0;
+  step_.step_ns = now_ns() - begin_ns_;
+  if (timed_) step_.loop_ns = step_.step_ns - step_.op_ns - step_.parked_ns;
+  const Lock lock(caller_mutex_);
+  counters_ = step_;
+  error_.draining = false;
+  active_ = false;
+  ended_ = true;
+  caller_wakes_.notify_all();
+}
+
+// Launches nothing more; the step ends when what is in flight has drained.
+void Engine::Loop::stop(Status status, std::int32_t vertex, std::string message) {
+  if (phase_ == Phase::kDraining || phase_ == Phase::kIdle) return;
+  phase_ = Phase::kDraining;
+  for (auto& device : devices_) device->cancel();
+  const Lock lock(caller_mutex_);
+  error_ = {status, vertex, status == Status::kStalled && in_flight_ > 0, std::move(message)};
+  if (status == Status::kStalled) caller_wakes_.notify_all();  // what hangs may never drain
+}
+
+bool Engine::Loop::stalled_for(std::int64_t now) {
+  const auto computing = [](const auto& device) { return device->computing(); };
+  if (completions_ != completions_seen_ || std::any_of(devices_.begin(), devices_.end(), computing)) {
+    completions_seen_ = completions_;
+    quiet_since_ns_ = now;
+  }
+  return static_cast<double>(now - quiet_since_ns_) >= options_.stall_timeout * 1e9;
+}
+
+void Engine::Loop::stall() {
+  std::int32_t oldest = -1;
+  for (std::int32_t v = 0; v < program_.size() && oldest < 0; ++v) {
+    if (state_[v] == State::kIssued) oldest = v;
+  }
+  stop(Status::kStalled, oldest, describe_stall());
+}
+
+}  // namespace disco

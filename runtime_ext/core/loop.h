@@ -1,0 +1,157 @@
+// Engine::Loop: the loop thread, its state, and how callers and device threads talk to it.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "engine.h"
+#include "schedule.h"
+
+namespace disco {
+
+// Three groups of state, each with its own lock, taken in this order if together:
+// 1. the step (state_mutex_): held by the loop thread except while it sleeps and while an inline op runs
+// beside copies.
+//    A device thread that has just finished something stands in for a loop thread that is busy or asleep
+//    (on_progress): it books what has completed and launches what that made ready. So a copy never waits for
+//    an op to end. Device threads only try the lock; one that fails leaves a note in pending_, which whoever
+//    unlocks must read.
+// 2. what the caller sees (caller_mutex_).
+// 3. the loop thread's sleep (park_mutex_) and the commands that end it.
+class Engine::Loop final : public ProgressListener {
+ public:
+  Loop(Program program, std::vector<std::unique_ptr<Device>> devices, OpRunner& runner,
+       EngineOptions options);
+  ~Loop() override;
+
+  void begin();
+  Status wait_out(double timeout);
+  void deliver();
+  Status wait_end(double timeout);
+  bool abort(double timeout);
+  void invalidate();
+  EngineError last_error() const;
+  StepCounters counters() const;
+  void set_tracing(bool on);
+  std::vector<TraceEvent> events() const;
+  const Program& program() const { return program_; }
+
+  void on_progress() noexcept override;
+
+ private:
+  enum class Phase : std::uint8_t { kIdle, kLoading, kRunning, kDraining };
+  enum class State : std::uint8_t { kWaiting, kCandidate, kReady, kIssued, kDone };
+  enum Command : std::uint32_t { kBegin = 1, kDeliver = 2, kAbort = 4, kQuit = 8 };
+  using Lock = std::unique_lock<std::mutex>;
+
+  // loop.cpp: the thread
+  void run();
+  void attach();
+  bool obey();
+  void park(Lock& lock);
+  void sleep(Lock& lock, std::int64_t deadline_ns);
+  void poll_later(Lock& lock);
+  void wake();
+  void command(Command bit);
+  bool wake_needed() const;
+
+  // loop.cpp: the life of a step
+  void start_step();
+  void start_running();
+  void open_gate();
+  void settle();
+  void end_step();
+  void stop(Status status, std::int32_t vertex, std::string message);
+  void tell_outs();
+  bool stalled_for(std::int64_t now);
+  void stall();
+  std::string describe_stall() const;
+  Status wait(double timeout, bool for_end);
+
+  // launch.cpp: completions and launches
+  bool pump();
+  bool poll();
+  bool poll_stream(StreamState& stream);
+  void finish(std::int32_t v);
+  void make_ready(std::int32_t v);
+  void make_candidate(std::int32_t v);
+  bool issue();
+  bool issue_loads();
+  bool issue_copies(Resource& resource);
+  bool issue_kernels(Resource& resource);
+  std::int32_t next_ready(Resource& resource);
+  std::int32_t next_candidate(Resource& resource);
+  void take(Resource& resource, ReadyQueue& queue);
+  int stream_for_candidate(const Resource& resource, std::int32_t v, int fallback) const;
+  void wait_for_predecessors(std::int32_t v, int stream);
+  bool launch(std::int32_t v, int stream);
+  bool run_inline(Lock& lock);
+  void run_inline_vertex(Resource& resource, std::int32_t v, Lock& lock);
+  bool sequential() const { return options_.dispatch >= Dispatch::kFixed; }
+
+  const Program program_;
+  const EngineOptions options_;
+  std::vector<std::unique_ptr<Device>> devices_;
+  Schedule schedule_;
+  bool notified_ =
+      true;  // every device tells of its progress, so the loop thread may sleep while work is in flight
+  bool timed_ = false;
+
+  std::mutex state_mutex_;
+  std::atomic<bool> pending_{false};
+  Phase phase_ = Phase::kIdle;
+  bool parked_ = false;
+  bool gate_open_ = false;
+  bool outs_told_ = false;
+  bool residents_valid_ = false;
+  bool traced_ = false;
+  std::vector<State> state_;
+  std::vector<std::int32_t> waiting_;
+  std::vector<std::int32_t> unissued_;
+  std::vector<std::int16_t> stream_of_;
+  std::vector<Token> token_of_;
+  std::vector<std::int64_t> issued_ns_;  // while tracing
+  std::vector<Span> spans_;              // while tracing
+  Random random_;
+  std::size_t serial_next_ = 0;
+  std::size_t loads_issued_ = 0;
+  std::int32_t loads_left_ = 0;
+  std::int32_t left_ = 0;
+  std::int32_t outs_left_ = 0;
+  std::int32_t in_flight_ = 0;
+  std::uint64_t completions_ = 0;
+  std::uint64_t completions_seen_ = 0;
+  std::int64_t quiet_since_ns_ = 0;
+  std::int64_t begin_ns_ = 0;
+  std::int64_t gate_since_ns_ = 0;
+  int polls_ = 0;
+  StepCounters step_;
+
+  mutable std::mutex caller_mutex_;
+  std::condition_variable caller_wakes_;
+  bool begun_ = false;
+  bool active_ = false;
+  bool outs_done_ = false;
+  bool ended_ = false;
+  bool delivered_ = false;
+  bool invalidated_ = false;
+  bool tracing_ = false;
+  EngineError error_;
+  StepCounters counters_;
+
+  std::mutex park_mutex_;
+  std::condition_variable park_wakes_;
+  bool signalled_ = false;
+  std::atomic<std::uint32_t> commands_{0};
+
+  std::string attach_error_;
+  std::thread thread_;
+};
+
+}  // namespace disco

@@ -1,0 +1,139 @@
+#include "program.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+namespace disco {
+namespace {
+
+const char* kind_name(Kind kind) {
+  switch (kind) {
+    case Kind::kInput:
+      return "input";
+    case Kind::kKernel:
+      return "kernel";
+    case Kind::kTransfer:
+      return "transfer";
+    case Kind::kOffload:
+      return "offload";
+    case Kind::kReload:
+      return "reload";
+  }
+  return "unknown";
+}
+
+std::string at_vertex(const Program& program, std::int32_t v, const std::string& what) {
+  return "vertex " + std::to_string(v) + " (" + kind_name(program.kind[v]) + "): " + what;
+}
+
+std::string check_lengths(const Program& p) {
+  const std::size_t n = p.kind.size();
+  if (p.device.size() != n || p.op.size() != n || p.dst.size() != n || p.src.size() != n ||
+      p.bytes.size() != n || p.flags.size() != n || p.in_degree.size() != n) {
+    return "program: arrays differ in length";
+  }
+  if (p.successor_begin.size() != n + 1 || p.successor_begin.front() != 0 ||
+      static_cast<std::size_t>(p.successor_begin.back()) != p.successors.size() ||
+      !std::is_sorted(p.successor_begin.begin(), p.successor_begin.end())) {
+    return "program: successor_begin is not an index of successors";
+  }
+  return {};
+}
+
+std::string check_vertex(const Program& p, std::int32_t v, int devices) {
+  if (p.kind[v] > Kind::kReload) return at_vertex(p, v, "no such kind");
+  if (p.device[v] < 0 || p.device[v] >= devices) {
+    return at_vertex(p, v, "device " + std::to_string(p.device[v]) + " of " + std::to_string(devices));
+  }
+  if (p.bytes[v] < 0) return at_vertex(p, v, "negative size");
+  if (p.kind[v] == Kind::kKernel) {
+    if (p.op[v] < 0) return at_vertex(p, v, "no op");
+  } else if (p.bytes[v] > 0 && (p.dst[v] == nullptr || p.src[v] == nullptr)) {
+    return at_vertex(p, v, "a copy without addresses");
+  }
+  if (p.late(v) && p.kind[v] != Kind::kInput) return at_vertex(p, v, "only inputs can be late");
+  if (p.late(v) && p.bytes[v] > 0) return at_vertex(p, v, "a late input cannot be loaded from the host");
+  return {};
+}
+
+std::string check_edges(const Program& p) {
+  const std::int32_t n = p.size();
+  std::vector<std::int32_t> in_degree(n, 0);
+  for (std::int32_t v = 0; v < n; ++v) {
+    for (const std::int32_t s : p.successors_of(v)) {
+      if (s < 0 || s >= n) return at_vertex(p, v, "successor " + std::to_string(s) + " does not exist");
+      if (s <= v)
+        return at_vertex(p, v, "successor " + std::to_string(s) + " comes before it in the serial order");
+      if (p.kind[s] == Kind::kInput)
+        return at_vertex(p, s, "an input cannot wait for vertex " + std::to_string(v));
+      ++in_degree[s];
+    }
+  }
+  for (std::int32_t v = 0; v < n; ++v) {
+    if (in_degree[v] != p.in_degree[v]) return at_vertex(p, v, "in_degree differs from the edges");
+  }
+  return {};
+}
+
+}  // namespace
+
+std::string Program::validate(int devices) const {
+  if (std::string message = check_lengths(*this); !message.empty()) return message;
+  for (std::int32_t v = 0; v < size(); ++v) {
+    if (std::string message = check_vertex(*this, v, devices); !message.empty()) return message;
+  }
+  if (std::string message = check_edges(*this); !message.empty()) return message;
+  std::vector<bool> gated(size(), false);
+  for (std::int32_t v = 0; v < size(); ++v) {
+    if (late(v)) gated[v] = true;
+    if (!gated[v]) continue;
+    if (out(v))
+      return at_vertex(*this, v, "handed out before the late inputs arrive, but waits for one of them");
+    for (const std::int32_t s : successors_of(v)) gated[s] = true;
+  }
+  return {};
+}
+
+void ProgramBuilder::reserve(std::size_t vertices, std::size_t edges) {
+  program_.kind.reserve(vertices);
+  program_.device.reserve(vertices);
+  program_.op.reserve(vertices);
+  program_.dst.reserve(vertices);
+  program_.src.reserve(vertices);
+  program_.bytes.reserve(vertices);
+  program_.flags.reserve(vertices);
+  edges_.reserve(edges);
+}
+
+std::int32_t ProgramBuilder::add(const VertexDesc& vertex) {
+  program_.kind.push_back(vertex.kind);
+  program_.device.push_back(vertex.device);
+  program_.op.push_back(vertex.op);
+  program_.dst.push_back(vertex.dst);
+  program_.src.push_back(vertex.src);
+  program_.bytes.push_back(vertex.bytes);
+  program_.flags.push_back(vertex.flags);
+  return program_.size() - 1;
+}
+
+Program ProgramBuilder::build() && {
+  const std::int32_t n = program_.size();
+  std::sort(edges_.begin(), edges_.end());
+  edges_.erase(std::unique(edges_.begin(), edges_.end()), edges_.end());
+  program_.in_degree.assign(n, 0);
+  program_.successor_begin.assign(n + 1, 0);
+  program_.successors.reserve(edges_.size());
+  for (const auto& [from, to] : edges_) {
+    if (from < 0 || from >= n || to < 0 || to >= n) {
+      throw std::invalid_argument("edge " + std::to_string(from) + " -> " + std::to_string(to) +
+                                  " of a program of " + std::to_string(n) + " vertices");
+    }
+    program_.successors.push_back(to);
+    ++program_.successor_begin[from + 1];
+    ++program_.in_degree[to];
+  }
+  for (std::int32_t v = 0; v < n; ++v) program_.successor_begin[v + 1] += program_.successor_begin[v];
+  return std::move(program_);
+}
+
+}  // namespace disco

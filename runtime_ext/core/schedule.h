@@ -1,0 +1,139 @@
+// Schedule: what the engine knows about a Program before any step, and the ready queues a step runs on.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "device.h"
+#include "engine.h"
+#include "program.h"
+
+namespace disco {
+
+// A small, fast, seedable generator (splitmix64).
+class Random {
+ public:
+  void seed(std::uint64_t value) { state_ = value; }
+  std::uint64_t next() {
+    std::uint64_t z = (state_ += 0x9e3779b97f4a7c15ULL);
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ULL;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebULL;
+    return z ^ (z >> 31);
+  }
+  std::size_t below(std::size_t n) { return static_cast<std::size_t>(next() % n); }
+
+ private:
+  std::uint64_t state_ = 0;
+};
+
+// Vertices that may be launched. Room for all of them is made once, so push never allocates.
+class ReadyQueue {
+ public:
+  // With a generator the next vertex is any, otherwise the first in serial order.
+  void prepare(std::size_t capacity, Random* random) {
+    items_.reserve(capacity);
+    random_ = random;
+  }
+  // `vertices` ascending.
+  void assign(std::span<const std::int32_t> vertices) { items_.assign(vertices.begin(), vertices.end()); }
+  void clear() { items_.clear(); }
+  bool empty() const { return items_.empty(); }
+  void push(std::int32_t v) {
+    items_.push_back(v);
+    if (random_ == nullptr) std::push_heap(items_.begin(), items_.end(), std::greater<>());
+  }
+  // The vertex that pop() would remove; in random mode the choice is made here.
+  std::int32_t top() {
+    if (random_ != nullptr) std::swap(items_.front(), items_[random_->below(items_.size())]);
+    return items_.front();
+  }
+  // Removes the vertex that the last top() returned.
+  void pop() {
+    if (random_ == nullptr) {
+      std::pop_heap(items_.begin(), items_.end(), std::greater<>());
+    } else {
+      std::swap(items_.front(), items_.back());
+    }
+    items_.pop_back();
+  }
+
+ private:
+  std::vector<std::int32_t> items_;
+  Random* random_ = nullptr;
+};
+
+// A stream of a device as the engine sees it: what is in flight on it, oldest first.
+struct StreamState {
+  struct Entry {
+    std::int32_t vertex;
+    Token token;
+  };
+
+  int device = 0;
+  int stream = 0;
+  std::vector<Entry> ring;
+  int head = 0;
+  int count = 0;
+
+  const Entry& front() const { return ring[head]; }
+  const Entry& entry(int i) const { return ring[(head + i) % static_cast<int>(ring.size())]; }
+  void push(std::int32_t vertex, Token token) {
+    ring[(head + count++) % static_cast<int>(ring.size())] = {vertex, token};
+  }
+  void pop() {
+    head = head + 1 == static_cast<int>(ring.size()) ? 0 : head + 1;
+    --count;
+  }
+};
+
+// All compute streams of a device together, or one of its copy lanes: vertices of a resource compete for it.
+struct Resource {
+  int device = 0;
+  int first_stream = 0;  // index into Schedule::streams
+  int stream_count = 1;
+  bool copy = false;
+  int window = 1;                     // vertices in flight on one stream
+  std::vector<std::int32_t> order;    // its vertices in the order of kFixed
+  std::vector<std::int32_t> initial;  // ready when a step starts, ascending
+  ReadyQueue ready;
+  ReadyQueue candidates;  // kernels that wait only for kernels issued to the same device
+  std::size_t next = 0;   // kFixed: position in order
+};
+
+// Everything derived from the program once; the arrays named initial_* are copied over the live ones at each
+// begin.
+struct Schedule {
+  Schedule(const Program& program, const std::vector<std::unique_ptr<Device>>& devices,
+           const EngineOptions& options);
+
+  std::vector<StreamState> streams;
+  std::vector<Resource> resources;
+  std::vector<std::int16_t> resource_of;        // of each vertex; -1 for inputs
+  std::vector<std::int32_t> predecessor_begin;  // rows of predecessors, inputs left out
+  std::vector<std::int32_t> predecessors;
+  std::vector<std::int32_t> initial_waiting;  // predecessors yet to finish, inputs in place at begin left out
+  std::vector<std::int32_t>
+      initial_unissued;  // those of them that are not kernels of the same device, plus kernels not issued
+  std::vector<std::int32_t> serial;  // every vertex that runs, in the order of kSynchronous
+  std::vector<std::int32_t> late;
+  std::vector<std::int32_t> residents;
+  std::int32_t runnable = 0;  // vertices that are no inputs
+  std::int32_t outs = 0;      // out vertices among them
+  bool lookahead = false;     // false where it cannot matter: K = 0, synchronous, inline compute
+
+  std::span<const std::int32_t> predecessors_of(std::int32_t v) const {
+    return {predecessors.data() + predecessor_begin[v], predecessors.data() + predecessor_begin[v + 1]};
+  }
+
+ private:
+  void make_resources(const Program& program, const std::vector<std::unique_ptr<Device>>& devices,
+                      const EngineOptions& options);
+  void count_edges(const Program& program);
+  void make_orders(const Program& program);
+};
+
+}  // namespace disco
