@@ -6,11 +6,13 @@ from __future__ import annotations
 import functools
 import warnings
 from types import ModuleType
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from disco_accel import config as configuration
+
+if TYPE_CHECKING:
+    # Importing torch here would, through its autoload, import this module while it is half done.
+    import torch
 
 
 def patch_accelerator(module: ModuleType) -> None:
@@ -23,6 +25,8 @@ def patch_accelerator(module: ModuleType) -> None:
     # prepare as well as prepare_model: under DeepSpeed and FSDP models do not go through the latter.
     @functools.wraps(prepare)
     def prepare_all(self: Any, *args: Any, **kwargs: Any) -> Any:
+        import torch
+
         for arg in args:
             if isinstance(arg, torch.nn.Module):
                 prepare_for_training(arg)
@@ -49,7 +53,7 @@ def patch_trainer(module: ModuleType) -> None:
 
     @functools.wraps(move)
     def move_prepared(self: Any, model: Any, device: torch.device) -> Any:
-        if torch.device(device).type != "cpu":
+        if not str(device).startswith("cpu"):
             prepare_for_training(model)
         return move(self, model, device)
 

@@ -16,10 +16,12 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+from disco_accel.config_keys import PARSERS
+
 Patch = Callable[[ModuleType], None]
 
 _LAUNCHERS = ("accelerate", "accelerate-launch", "accelerate_cli.py", "launch.py")
-_SECTION_LINE = re.compile(r"""^["'{\s]*disco""", re.MULTILINE)
+_SECTION_LINE = re.compile(rf"""^["'{{\s]*(disco|({"|".join(PARSERS)})\b)""", re.MULTILINE)
 
 
 class AfterImport(MetaPathFinder):
@@ -120,8 +122,9 @@ def patch_launcher() -> None:
 def is_our_launch(argv: Sequence[str], orig_argv: Sequence[str] = ()) -> bool:
     """Whether this command line is an ``accelerate launch`` that concerns us.
 
-    It is when a file given to ``--config`` or ``--config_file`` has a line that starts like our section, when one given
-    to ``--config`` (which accelerate does not know) is missing, or when it runs ``-m disco_accel.run``.
+    It is when a file given to ``--config`` or ``--config_file`` has a line that starts like our section or a key of
+    it, when one given to ``--config`` (which accelerate does not know) is missing, or when it runs
+    ``-m disco_accel.run``.
     Cheap and generous on purpose: accelerate's own parser then decides which options are its own.
     """
     program = os.path.basename(argv[0]) if argv else ""

@@ -100,7 +100,7 @@ def patch_config_reader(module: ModuleType) -> None:
         return _load_rest(original, config_file, rest or _launch_defaults(ours))
 
     load_config_from_file._disco = True  # type: ignore[attr-defined]
-    module.load_config_from_file = load_config_from_file
+    vars(module)["load_config_from_file"] = load_config_from_file
     launch = sys.modules.get("accelerate.commands.launch")
     if launch is not None and hasattr(launch, "load_config_from_file"):
         vars(launch)["load_config_from_file"] = load_config_from_file
