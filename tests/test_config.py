@@ -1,0 +1,257 @@
+"""DiscoConfig: every way in gives the same checked values, and every mistake is named with what would work."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from disco_accel import config as module
+from disco_accel.config import DiscoConfig, host_memory_bytes, read_yaml, split_yaml
+from disco_accel.config_keys import PARSERS
+from disco_accel.errors import ConfigError
+
+ACCELERATE = "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nnum_processes: 1\nmixed_precision: bf16\n"
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "disco.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_every_field_has_a_parser_and_every_default_is_valid() -> None:
+    assert list(PARSERS) == [field.name for field in dataclasses.fields(DiscoConfig)]
+    assert DiscoConfig() == DiscoConfig.from_dict({})
+
+
+@pytest.mark.parametrize(
+    ("key", "given", "stored"),
+    [
+        ("memory_budget", "12GiB", 12 << 30),
+        ("memory_budget", 1048576, 1 << 20),
+        ("memory_budget", "80 %", "80%"),
+        ("memory_budget", "auto", "auto"),
+        ("host_memory", "1.5GiB", 3 << 29),
+        ("link_bandwidth", "0.5GB/s", 5e8),
+        ("link_bandwidth", "500 MB / s".replace(" / ", "/"), 5e8),
+        ("link_bandwidth", 2.5e8, 2.5e8),
+        ("link_bandwidth", None, None),
+        ("link_latency", "1e-5", 1e-5),
+        ("buckets", [512, 256, 512], (256, 512)),
+        ("compute_threads", None, None),
+        ("lookahead", 0, 0),
+        ("plan_cache", None, None),
+        ("enabled", False, False),
+    ],
+)
+def test_values_are_normalised(key: str, given: Any, stored: Any) -> None:
+    assert getattr(DiscoConfig.from_dict({key: given}), key) == stored
+
+
+@pytest.mark.parametrize(
+    ("key", "given", "works"),
+    [
+        ("memory_budget", "12 gigs", "12GiB"),
+        ("memory_budget", "-1GiB", "12GiB"),
+        ("memory_budget", 0, "12GiB"),
+        ("memory_budget", True, "12GiB"),
+        ("memory_budget", 1.5, "12GiB"),
+        ("memory_budget", "120%", "up to 100%"),
+        ("memory_budget", "0%", "above 0%"),
+        ("memory_budget", None, "auto"),
+        ("memory_budget", ["12GiB"], "12GiB"),
+        ("host_memory", "lots", "80%"),
+        ("planner", "timed", "build"),
+        ("policy", "newest", "belady"),
+        ("lookahead", -1, "at least 0"),
+        ("lookahead", True, "whole number"),
+        ("lookahead", "2", "whole number"),
+        ("buckets", [], "list of sequence lengths"),
+        ("buckets", [0], "list of sequence lengths"),
+        ("buckets", "256", "list of sequence lengths"),
+        ("plan_cache", 3, "folder"),
+        ("on_unsupported", "ignore", "error or eager"),
+        ("device", "gpu", "auto or cpu or cuda"),
+        ("link_bandwidth", "fast", "0.5GB/s"),
+        ("link_bandwidth", -1, "0.5GB/s"),
+        ("link_bandwidth", float("inf"), "0.5GB/s"),
+        ("link_bandwidth", float("nan"), "0.5GB/s"),
+        ("link_latency", -1e-6, "at least 0"),
+        ("link_latency", "soon", "seconds"),
+        ("compute_threads", 0, "at least 1"),
+        ("dispatch", "any", "priority"),
+        ("enabled", "yes", "true or false"),
+        ("enabled", 1, "true or false"),
+    ],
+)
+def test_a_wrong_value_names_key_value_and_what_works(key: str, given: Any, works: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        DiscoConfig.from_dict({key: given}, "disco.yaml: disco_config")
+    message = str(caught.value)
+    assert message.startswith(f"disco.yaml: disco_config: {key}: {given!r}")
+    assert works in message
+    assert "\n" not in message
+
+
+def test_the_constructor_checks_like_a_file() -> None:
+    assert DiscoConfig(memory_budget="12GiB").memory_budget == 12 << 30
+    with pytest.raises(ConfigError, match="memory_budget"):
+        DiscoConfig(memory_budget="12 gigs")
+
+
+@pytest.mark.parametrize(("key", "nearest"), [("memory_bugdet", "memory_budget"), ("lookahed", "lookahead")])
+def test_an_unknown_key_is_named_with_the_nearest(key: str, nearest: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown key '{key}'; did you mean '{nearest}'"):
+        DiscoConfig.from_dict({key: 1})
+
+
+def test_an_unknown_key_far_from_all_others_gets_no_wrong_hint() -> None:
+    with pytest.raises(ConfigError) as caught:
+        DiscoConfig.from_dict({"zzz": 1})
+    assert str(caught.value) == "disco_config: unknown key 'zzz'"
+
+
+def test_planner_names_come_from_the_planners_own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    import disco_accel.plan
+
+    monkeypatch.setattr(disco_accel.plan, "PLANNERS", {"build": None, "brand_new": None}, raising=False)
+    assert DiscoConfig(planner="brand_new").planner == "brand_new"
+    with pytest.raises(ConfigError, match="build or brand_new"):
+        DiscoConfig(planner="timed")
+
+
+def test_the_section_of_an_accelerate_file_is_split_off(tmp_path: Path) -> None:
+    path = write(tmp_path, ACCELERATE + "disco_config:\n  memory_budget: 1GiB\n  lookahead: 3\n")
+    rest, ours = split_yaml(path)
+    assert list(rest) == ["compute_environment", "distributed_type", "num_processes", "mixed_precision"]
+    assert ours == DiscoConfig(memory_budget="1GiB", lookahead=3) == DiscoConfig.from_yaml(path)
+
+
+def test_a_file_may_be_only_the_section(tmp_path: Path) -> None:
+    path = write(tmp_path, "memory_budget: 1GiB\n")
+    assert split_yaml(path) == ({}, DiscoConfig(memory_budget="1GiB"))
+
+
+def test_a_file_without_our_section_is_not_ours(tmp_path: Path) -> None:
+    path = write(tmp_path, ACCELERATE)
+    assert split_yaml(path)[1] is None
+    with pytest.raises(ConfigError, match="no disco_config section"):
+        DiscoConfig.from_yaml(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("disco_config:\n  memory_budget: 1GiB\n  memory_budget: 2GiB\n", "line 3: key 'memory_budget' appears twice"),
+        ("disco_config: {}\ndisco_config: {}\n", "line 2: key 'disco_config' appears twice"),
+        ("disco_config:\n  memory_bugdet: 1GiB\n", "did you mean 'memory_budget'"),
+        (ACCELERATE + "disco_confg:\n  memory_budget: 1GiB\n", "did you mean 'disco_config'"),
+        (ACCELERATE + "memory_budget: 1GiB\n", "'memory_budget' belongs under disco_config"),
+        ("disco_config: {}\nlookahead: 2\n", "'lookahead' belongs under disco_config"),
+        ("memory_budget: 1GiB\nlookahed: 2\n", "did you mean 'lookahead'"),
+        ("disco_config: 12GiB\n", "expected keys and values"),
+        ("disco_config:\n", "expected keys and values"),
+        ("disco_config: [\n", "not valid YAML"),
+        ("disco_config: {memory_budget: !!python/object/apply:os.getcwd []}\n", "not valid YAML"),
+        ("- 1\n", "key: value"),
+        ("1: 2\n", "key: value"),
+        ("", "empty"),
+        ("[" * 5000, "not valid YAML"),
+        ("memory_budget: 1GiB\n---\nlookahead: 2\n", "not valid YAML"),
+    ],
+)
+def test_a_malformed_file_is_named_with_the_fault(tmp_path: Path, text: str, message: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        DiscoConfig.from_yaml(path)
+    assert str(caught.value).startswith(str(path))
+
+
+def test_missing_binary_and_huge_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        read_yaml(tmp_path / "none.yaml")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        read_yaml(tmp_path / "binary.yaml")
+    (tmp_path / "huge.yaml").write_text("a: b\n" * 300_000)
+    with pytest.raises(ConfigError, match="larger than 1 MiB"):
+        read_yaml(tmp_path / "huge.yaml")
+
+
+def test_environment_variables_go_over_the_file() -> None:
+    environ = {
+        "DISCO_MEMORY_BUDGET": "2GiB",
+        "DISCO_LOOKAHEAD": "0",
+        "DISCO_BUCKETS": "[256, 512]",
+        "DISCO_ENABLED": "false",
+        "DISCO_BUILD_EXT": "0",
+        "DISCO_STU_HOME": "not ours",
+        "PATH": "/bin",
+    }
+    base = DiscoConfig(memory_budget="1GiB", policy="lru")
+    changed = DiscoConfig.from_env(base, environ)
+    assert changed == dataclasses.replace(base, memory_budget=2 << 30, lookahead=0, buckets=(256, 512), enabled=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("DISCO_MEMORY_BUDGET", "much", "DISCO_MEMORY_BUDGET: memory_budget: 'much'"),
+        ("DISCO_MEMORY_BUGDET", "1GiB", "DISCO_MEMORY_BUGDET is unknown; did you mean 'DISCO_MEMORY_BUDGET'"),
+        ("DISCO_BUCKETS", "[1", "DISCO_BUCKETS"),
+    ],
+)
+def test_a_wrong_variable_is_named(name: str, value: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DiscoConfig.from_env(environ={name: value})
+
+
+def test_as_dict_is_json_and_round_trips() -> None:
+    config = DiscoConfig(memory_budget="80%", buckets=(256,), link_bandwidth="1GB/s")
+    assert DiscoConfig.from_dict(json.loads(json.dumps(config.as_dict()))) == config
+
+
+def test_resolve_turns_shares_into_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "host_memory_bytes", lambda: 1000 << 20)
+    settings = DiscoConfig(device="cpu", memory_budget="25%", host_memory="auto").resolve()
+    assert (settings.device, settings.memory_budget, settings.host_memory) == ("cpu", 250 << 20, 1000 << 20)
+    assert DiscoConfig(device="cpu").resolve().memory_budget == 500 << 20
+
+
+@pytest.mark.parametrize("key", ["memory_budget", "host_memory"])
+def test_a_size_larger_than_the_machine_says_how_large_the_machine_is(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "host_memory_bytes", lambda: 1 << 30)
+    with pytest.raises(ConfigError, match=rf"{key}: 2GiB is larger than the machine: cpu has 1GiB"):
+        DiscoConfig.from_dict({"device": "cpu", "memory_budget": "1GiB", key: "2GiB"}).resolve()
+    fits = DiscoConfig.from_dict({"device": "cpu", "memory_budget": "1GiB", key: "1GiB"})
+    assert getattr(fits.resolve(), key) == 1 << 30
+
+
+def test_auto_follows_accelerate_to_the_cpu_and_cuda_must_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 10 << 30))
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    assert DiscoConfig().resolve().device == "cuda"
+    assert DiscoConfig().resolve().memory_budget == (9 << 30)
+    with pytest.raises(ConfigError, match="host device only"):
+        DiscoConfig(link_bandwidth="1GB/s").resolve()
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
+    assert DiscoConfig().resolve().device == "cpu"
+    assert DiscoConfig(device="cuda").resolve().device == "cuda"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        DiscoConfig(device="cuda").resolve()
+
+
+def test_host_memory_is_at_most_what_the_kernel_reports() -> None:
+    reported = re.search(r"MemTotal:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    assert reported is not None
+    assert 64 << 20 < host_memory_bytes() <= int(reported[1]) * 1024
