@@ -1,0 +1,49 @@
+# The commands of this project; CONTRIBUTING.md says when to use which. Each does all set-up that it needs.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+VENV := .venv
+PY := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+CPP = $(shell find runtime_ext -name '*.cpp' -o -name '*.h')
+
+# The venv's ninja, clang-format and accelerate are the pinned ones.
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+export MAX_JOBS ?= $(shell nproc)
+
+.PHONY: help setup test lint format demo clean
+
+help:  ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+setup: $(INSTALLED)  ## .venv with pinned packages, system packages for the C++ tests, the compiled engine
+	@.ci/system-packages
+	@$(PY) -m disco_accel.execute.build_ext
+
+$(INSTALLED): pyproject.toml constraints.txt .ci/venv
+	@.ci/venv $(VENV)
+	@touch $@
+
+lint: $(INSTALLED)  ## ruff, mypy --strict on the torch-free packages, clang-format
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
+	@clang-format --dry-run --Werror $(CPP)
+
+format: $(INSTALLED)  ## rewrite sources the way lint wants them
+	@$(PY) -m ruff check --fix .
+	@$(PY) -m ruff format .
+	@clang-format -i $(CPP)
+
+# One intra-op thread: sums split over threads differ in their last bits, and two test processes share the cores.
+# By file: the tests of one file share a compiled fixture.
+test: export OMP_NUM_THREADS := 1
+test: setup lint  ## set-up, lint and all tests; the last line is pytest's
+	@$(PY) -m pytest -n 2 --dist loadfile
+
+demo: setup  ## LoRA under half the memory, with and without us, compared bit for bit
+	@$(PY) -m benchmarks.demo
+
+clean:  ## remove what the targets above made, except .venv
+	@rm -rf build out .pytest_cache .mypy_cache .ruff_cache .hypothesis
