@@ -1,0 +1,197 @@
+"""Imports point one way along the pipeline, and nothing can run code that it was handed as data. Checked on the syntax
+trees, so that lazy imports inside functions count too."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "disco_accel"
+CODE = sorted(p for folder in ("disco_accel", "recipes", "benchmarks") for p in (ROOT / folder).rglob("*.py"))
+
+TORCH_FREE = (
+    "config",
+    "config_keys",
+    "errors",
+    "execute.reference",
+    "graphcheck",
+    "graphfile",
+    "memgraph",
+    "plan",
+    "sizes",
+    "taskgraph",
+    "testing.faults",
+    "testing.strategies",
+    "verify",
+)
+# config asks torch what devices there are, inside the one function that resolves a config.
+TORCH_WHEN_ASKED = ("config",)
+
+HUGGING_FACE = ("accelerate", "deepspeed", "peft", "transformers")
+MAY_USE_HUGGING_FACE = ("disco_accel.integrate", "disco_accel.testing", "recipes", "benchmarks")
+
+# Each part of the pipeline and what it may import of ours. The contracts below are open to all.
+CONTRACTS = ("config", "config_keys", "errors", "graphcheck", "graphfile", "memgraph", "sizes", "taskgraph", "verify")
+MAY_IMPORT = {
+    "capture": ("capture",),
+    "plan": ("plan",),
+    "execute": ("execute",),
+    "observe": ("observe", "plan", "execute"),
+    "integrate": ("integrate", "capture", "plan", "execute", "observe"),
+}
+CONTRACTS_MAY_IMPORT = {"config_keys": ("plan",)}
+
+DYNAMIC = ("importlib.import_module", "__import__")
+FORBIDDEN_MODULES = ("pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve")
+FORBIDDEN_CALLS = ("eval", "exec", "torch.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "numpy.load")
+READS_ENVIRONMENT = ("disco_accel.config", "disco_accel.execute.build_ext")
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(tree: ast.AST, module: str, is_package: bool = False) -> Iterator[tuple[str, int]]:
+    """Every module that ``tree`` imports, absolute, with its line; ``from a import b`` gives a.b too: it may be one."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parent = module.split(".")[: len(module.split(".")) - node.level + is_package]
+                base = ".".join([*parent, *([base] if base else [])])
+            yield base, node.lineno
+            yield from ((f"{base}.{alias.name}", node.lineno) for alias in node.names)
+        elif isinstance(node, ast.Call) and dotted(node.func) in DYNAMIC and isinstance(node.args[0], ast.Constant):
+            yield str(node.args[0].value), node.lineno
+
+
+def dotted(node: ast.AST) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def within(name: str, packages: tuple[str, ...]) -> bool:
+    return any(name == package or name.startswith(package + ".") for package in packages)
+
+
+def type_checking_removed(tree: ast.Module) -> ast.Module:
+    class Remove(ast.NodeTransformer):
+        def visit_If(self, node: ast.If) -> ast.AST | None:
+            return None if dotted(node.test).endswith("TYPE_CHECKING") else self.generic_visit(node)
+
+    return Remove().visit(tree)
+
+
+def imported_by(path: Path) -> list[tuple[str, int]]:
+    tree = type_checking_removed(ast.parse(path.read_text(encoding="utf-8")))
+    return list(imports(tree, name_of(path), path.name == "__init__.py"))
+
+
+def faults(path: Path, refuse: tuple[str, ...]) -> list[str]:
+    return [
+        f"{path.relative_to(ROOT)}:{line} imports {name}" for name, line in imported_by(path) if within(name, refuse)
+    ]
+
+
+def test_torch_free_modules_import_no_torch() -> None:
+    wrong: list[str] = []
+    for path in CODE:
+        short = name_of(path).removeprefix("disco_accel.")
+        if within(short, TORCH_FREE) and short not in TORCH_WHEN_ASKED:
+            wrong += faults(path, ("torch", *HUGGING_FACE))
+    assert not wrong
+
+
+def test_the_torch_free_part_loads_without_torch() -> None:
+    """Also what those modules import in turn: torch is made unimportable, and all of them must load."""
+    there = [name_of(p) for p in CODE if within(name_of(p).removeprefix("disco_accel."), TORCH_FREE)]
+    there = [name for name in there if not name.startswith("disco_accel.testing")]
+    assert "disco_accel.config" in there and "disco_accel.taskgraph" in there
+    program = f"import sys\nsys.modules['torch'] = None\nfor name in {there!r}:\n    __import__(name)\n"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_only_integrate_and_the_recipes_import_hugging_face_libraries() -> None:
+    wrong = [fault for p in CODE if not within(name_of(p), MAY_USE_HUGGING_FACE) for fault in faults(p, HUGGING_FACE)]
+    assert not wrong
+
+
+@pytest.mark.parametrize("part", MAY_IMPORT)
+def test_a_part_imports_only_what_comes_before_it(part: str) -> None:
+    allowed = tuple(f"disco_accel.{name}" for name in (*MAY_IMPORT[part], *CONTRACTS))
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in sorted((PACKAGE / part).rglob("*.py"))
+        for name, line in imported_by(path)
+        if is_module(name) and not within(name, allowed)
+    ]
+    assert not wrong
+
+
+def test_contracts_import_only_contracts() -> None:
+    wrong = []
+    for contract in CONTRACTS:
+        path = PACKAGE / f"{contract}.py"
+        allowed = tuple(f"disco_accel.{name}" for name in (*CONTRACTS, *CONTRACTS_MAY_IMPORT.get(contract, ())))
+        if path.exists():
+            wrong += [f"{contract}: {n}" for n, _ in imported_by(path) if is_module(n) and not within(n, allowed)]
+    assert not wrong
+
+
+def is_module(name: str) -> bool:
+    """Whether ``name`` is a module or package of ours below the top one (not a name inside a module)."""
+    if not name.startswith("disco_accel."):
+        return False
+    path = ROOT.joinpath(*name.split("."))
+    return path.is_dir() or path.with_suffix(".py").exists()
+
+
+def test_nothing_runs_code_from_data() -> None:
+    wrong = [fault for path in CODE for fault in faults(path, FORBIDDEN_MODULES)]
+    for path in CODE:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and dotted(node.func) in FORBIDDEN_CALLS:
+                wrong.append(f"{path.relative_to(ROOT)}:{node.lineno} calls {dotted(node.func)}")
+    assert not wrong
+
+
+def test_only_the_config_reads_the_environment() -> None:
+    wrong = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if name_of(path) in READS_ENVIRONMENT:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and dotted(node) in ("os.environ", "os.getenv"):
+                wrong.append(f"{path.relative_to(ROOT)}:{node.lineno} reads {dotted(node)}")
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import torch.nn", "torch.nn"),
+        ("def f():\n    from torch import nn", "torch"),
+        ("from ..execute import executor", "disco_accel.execute.executor"),
+        ("from . import evict", "disco_accel.plan.evict"),
+        ("import importlib\nimportlib.import_module('torch')", "torch"),
+        ("from disco_accel import integrate", "disco_accel.integrate"),
+    ],
+)
+def test_the_checker_sees_every_way_to_import(source: str, found: str) -> None:
+    assert found in [name for name, _ in imports(ast.parse(source), "disco_accel.plan.build")]
+
+
+def test_the_checker_skips_imports_for_types_alone() -> None:
+    tree = type_checking_removed(ast.parse("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"))
+    assert "torch" not in [name for name, _ in imports(tree, "disco_accel.plan.build")]
