@@ -86,6 +86,7 @@ def load_model(recipe: LoraRecipe) -> Any:
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise ConfigError(f"model_name_or_path: {name}: lacks {len(missing)} tensors, the first is {missing[0]}")
+    _align(model)
     return add_adapter(model, recipe)
 
 
@@ -121,6 +122,17 @@ def add_adapter(model: Any, recipe: LoraRecipe) -> Any:
         if kwargs.get("use_reentrant"):
             adapted.enable_input_require_grads()
     return adapted
+
+
+def _align(model: torch.nn.Module) -> None:
+    """Give each weight an aligned storage of its own, in place of a view of the mapped file at any offset.
+
+    CPU kernels choose their path by alignment: the same weights at another offset give other bits.
+    """
+    moved: dict[int, torch.Tensor] = {}
+    for parameter in model.parameters():
+        if parameter.device.type == "cpu" and parameter.data_ptr() % 64:
+            parameter.data = moved.setdefault(parameter.data_ptr(), parameter.data.clone())
 
 
 def _first(error: Exception) -> str:

@@ -48,6 +48,14 @@ class RecordingTrainer(Trainer):  # type: ignore[misc]
         self.ledger.micro_batch(loss)
         return loss
 
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        # PEFT loads every adapter as float32; the optimizer's state, loaded next, takes the dtype of its parameter.
+        dtypes = {name: p.dtype for name, p in self.model.named_parameters() if p.requires_grad}
+        super()._load_from_checkpoint(*args, **kwargs)
+        for name, parameter in self.model.named_parameters():
+            if name in dtypes:
+                parameter.data = parameter.data.to(dtypes[name])
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run the recipe named on the command line; returns the exit code."""

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers import SchedulerType
+from transformers.training_args import OptimizerNames
+
 from disco_accel.config import read_yaml
 from disco_accel.errors import ConfigError
 
@@ -134,13 +137,21 @@ def _coerce(source: str, key: str, value: Any, hint: Any) -> Any:
     raise ConfigError(f"{source}: {key}: {value!r} is not a valid value; give {wanted}")
 
 
+def _library_choices(key: str) -> tuple[str, ...] | None:
+    if key == "lr_scheduler_type":
+        return tuple(str(kind.value) for kind in SchedulerType)
+    if key == "optim":
+        return tuple(str(kind.value) for kind in OptimizerNames)
+    return None
+
+
 def _check_range(source: str, key: str, value: Any) -> None:
     least = _AT_LEAST.get(key)
     if least is not None and value is not None and not value >= least:
         raise ConfigError(f"{source}: {key}: {value!r} is too small; give at least {least}")
     if key == "lora_dropout" and value >= 1.0:
         raise ConfigError(f"{source}: {key}: {value!r} is too large; give less than 1")
-    choices = _CHOICES.get(key)
+    choices = _CHOICES.get(key) or _library_choices(key)
     if choices is not None and value not in choices:
         near = difflib.get_close_matches(value, choices, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}? " if near else ""
