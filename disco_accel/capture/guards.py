@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from disco_accel.capture.autocast import AutocastState, autocast_state
-from disco_accel.capture.twins import batch_tensors
+from disco_accel.capture.twins import PER_STEP_NUMBERS, batch_tensors
 from disco_accel.errors import CaptureError
 
 
@@ -119,7 +119,7 @@ def _tensor_key(name: str, tensor: torch.Tensor) -> tuple[Hashable, ...]:
 
 def _value_key(name: str, value: Any) -> Hashable:
     """Python values are constants of the graph; tensors are described elsewhere."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) or (name in PER_STEP_NUMBERS and isinstance(value, (int, float))):
         return "tensor"
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
         # 1, 1.0 and True are equal but trace differently.

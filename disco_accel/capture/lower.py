@@ -221,27 +221,32 @@ def _lower_arg(value: Any, low: Lowering, inputs: list[Ref], where: str) -> Arg:
     raise CaptureError(f"{where}: a {type(value).__name__} cannot be captured")
 
 
-def hold_back_recompute(low: Lowering, output_grads: Mapping[int, Iterable[torch.Tensor]]) -> None:
-    """Make recomputation of a layer wait for the gradient of that layer's output.
+def hold_back(low: Lowering, output_grads: Mapping[int, Iterable[torch.Tensor]]) -> None:
+    """Make work of the backward that needs only forward values wait for its turn.
 
-    Recomputed kernels do not depend on it by data, so a runtime that starts whatever is ready would run them
-    in the forward and undo checkpointing. Only the roots need the edge: the rest follow them by data.
+    A runtime that starts whatever is ready would run it in the forward, where its results fill memory; for
+    recomputation that undoes checkpointing. A recomputed kernel waits for the gradient of its layer's output
+    (``output_grads``), others for the kernel before them in serial order. Only roots need the edge: what
+    follows them by data waits too.
     """
     gates = {
         layer: {low.maker[storage_key(grad)][0] for grad in grads if storage_key(grad) in low.maker}
         for layer, grads in output_grads.items()
     }
+    held = {v.id for v in low.vertices if v.late}
+    previous = -1
     for position, vertex in enumerate(low.vertices):
-        info = low.infos.get(vertex.id)
-        if info is None or info.phase != RECOMPUTE or _follows(vertex, info, low.infos):
+        if vertex.kind is VertexKind.INPUT:
             continue
-        after = sorted(g for g in gates.get(info.layer, ()) if g < vertex.id)
-        low.vertices[position] = replace(vertex, after=tuple(after))
-
-
-def _follows(vertex: Vertex, info: NodeInfo, infos: Mapping[int, NodeInfo]) -> bool:
-    makers = (infos.get(maker) for maker, _ in vertex.inputs)
-    return any(m is not None and (m.phase, m.layer) == (info.phase, info.layer) for m in makers)
+        if not any(maker in held for maker, _ in vertex.inputs):
+            if previous < 0:
+                continue
+            info = low.infos[vertex.id]
+            known = gates.get(info.layer, set()) if info.phase == RECOMPUTE else set()
+            after = sorted(g for g in known if g < vertex.id) or [previous]
+            low.vertices[position] = replace(vertex, after=tuple(after))
+        held.add(vertex.id)
+        previous = vertex.id
 
 
 def mark(low: Lowering, ref: Ref, **flags: bool) -> None:

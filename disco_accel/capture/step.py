@@ -19,7 +19,7 @@ from disco_accel.capture.lower import (
     InputFlags,
     Lowering,
     constant_value,
-    hold_back_recompute,
+    hold_back,
     lower_ops,
     mark,
     used_inputs,
@@ -199,7 +199,7 @@ def _lower(trace: fx.GraphModule, sources: Sequence[tuple[str, str]], log: Trace
         vertex = low.add_input(tensor, _FLAGS[source])
         bindings.append(InputBinding(vertex, source, key, tensor_spec(tensor)))
     lower_ops(graph, low)
-    hold_back_recompute(low, log.output_grads)
+    hold_back(low, log.output_grads)
 
     loss, *grads = graph.output_node().args[0]  # type: ignore[misc]
     outputs = (_value(low, "loss", loss),)

@@ -42,9 +42,22 @@ def _check(name: str, tensor: torch.Tensor) -> None:
         )
 
 
+# Python numbers that change from step to step: as constants they would mean a new graph each time.
+PER_STEP_NUMBERS = ("num_items_in_batch",)
+
+
 def batch_tensors(kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Dotted name → tensor for every tensor of a batch, also those inside tuples, lists and dicts."""
-    return dict(_walk(kwargs, ""))
+    """Dotted name → tensor for every tensor of a batch, also those inside tuples, lists and dicts.
+
+    Numbers named in ``PER_STEP_NUMBERS`` become 0-d tensors, of a dtype that gives the bits the number would.
+    """
+    found = dict(_walk(kwargs, ""))
+    for name in PER_STEP_NUMBERS:
+        value = kwargs.get(name)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            dtype = torch.int64 if isinstance(value, int) else torch.float32
+            found[name] = torch.tensor(value, dtype=dtype)
+    return found
 
 
 def _walk(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -59,8 +72,8 @@ def _walk(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def replace_tensors(value: Any, tensors: Mapping[str, torch.Tensor], path: str = "") -> Any:
-    """``value`` with each tensor that ``batch_tensors`` names replaced by the one under that name."""
-    if isinstance(value, torch.Tensor):
+    """``value`` with everything that ``batch_tensors`` names replaced by the tensor under that name."""
+    if path in tensors:
         return tensors[path]
     if isinstance(value, Mapping):
         return {k: replace_tensors(v, tensors, f"{path}.{k}" if path else str(k)) for k, v in value.items()}

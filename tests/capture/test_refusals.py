@@ -1,0 +1,117 @@
+"""What cannot be captured says so: the op, the module, and what to change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from disco_accel.capture.step import capture_step
+from disco_accel.errors import CaptureError
+from disco_accel.testing.models import random_batch, tiny_lora
+from tests.capture.steps import assert_same_bits, capture, run_captured
+
+
+class Branch(nn.Module):
+    """Does ``rule`` to its input."""
+
+    def __init__(self, rule: Any) -> None:
+        super().__init__()
+        self.rule = rule
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rule(x)
+
+
+class Toy(nn.Module):
+    def __init__(self, rule: Any) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.picky = Branch(rule)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.picky(self.first(x)).sum()}
+
+
+@pytest.mark.parametrize(
+    ("rule", "op"),
+    [
+        (lambda x: x * x.sum().item(), "_local_scalar_dense"),
+        (lambda x: x if x.sum() > 0 else -x, "_local_scalar_dense|is_nonzero"),
+        (lambda x: x[x > 0], "nonzero"),
+        (lambda x: nn.functional.dropout(x, 0.5, True), "native_dropout|bernoulli"),
+        (lambda x: x + torch.rand_like(x), "rand"),
+    ],
+    ids=["item", "branch", "mask index", "dropout", "rand"],
+)
+def test_the_op_and_the_module_are_named(rule: Any, op: str) -> None:
+    with pytest.raises(CaptureError, match=rf"({op}).*module picky"):
+        capture_step(Toy(rule), {"x": torch.ones(2, 4)})
+
+
+def test_an_input_changed_in_place_is_refused() -> None:
+    """A weight or a batch that the step writes would differ at the next step."""
+
+    class Writes(Toy):
+        def forward(self, x: torch.Tensor, seen: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": self.picky(self.first(x)).sum() + seen.add_(1).sum()}
+
+    model = Writes(lambda x: x)
+    with pytest.raises(CaptureError, match=r"add_.*changes an input of the step \(batch\)"):
+        capture_step(model, {"x": torch.ones(2, 4), "seen": torch.zeros(2)})
+
+
+def test_a_temporary_changed_in_place_keeps_eagers_bits() -> None:
+    """The change is a vertex written over the storage it changes."""
+    model = Toy(lambda x: x.exp().detach().clone().mul_(3).clamp_(max=5) * x)
+    batch = {"x": torch.arange(8.0).view(2, 4)}
+    step = capture_step(model, batch)
+    assert [v.op for v in step.graph.vertices if v.inplace is not None] == ["aten::mul_", "aten::clamp_"]
+    loss = model(**batch)["loss"]
+    loss.backward()
+    grads = {n: p.grad for n, p in model.named_parameters()}
+    assert_same_bits(run_captured(step, model, batch), (loss.detach(), grads))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "advice"),
+    [({"attention_dropout": 0.1}, "attention_dropout: 0"), ({"lora_dropout": 0.1}, "lora_dropout: 0")],
+    ids=["attention", "lora"],
+)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_dropout_says_which_setting_turns_it_off(settings: dict[str, float], advice: str, checkpointing: bool) -> None:
+    attention = {k: v for k, v in settings.items() if k == "attention_dropout"}
+    model = tiny_lora(hidden=32, checkpointing=checkpointing, **attention)
+    for name, _ in list(model.named_modules()):
+        if "lora_dropout.default" in name and "lora_dropout" in settings:
+            parent = model.get_submodule(name.rpartition(".")[0])
+            parent["default"] = nn.Dropout(settings["lora_dropout"])
+    with pytest.raises(CaptureError, match=advice):
+        capture(model, random_batch())
+    model.eval()
+    capture(model, random_batch())
+
+
+def test_a_step_without_labels_or_trainable_parameters_is_refused() -> None:
+    model, batch = tiny_lora(hidden=32), random_batch()
+    with pytest.raises(CaptureError, match="labels"):
+        capture(model, {k: v for k, v in batch.items() if k != "labels"})
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(CaptureError, match="requires_grad"):
+        capture(model, batch)
+
+
+def test_a_given_cache_is_refused() -> None:
+    model, batch = tiny_lora(hidden=32), random_batch()
+    with pytest.raises(CaptureError, match="past_key_values"):
+        capture(model, {**batch, "past_key_values": object()})
+
+
+def test_an_error_of_the_model_itself_keeps_its_text_and_names_the_module() -> None:
+    toy = Toy(lambda x: x @ torch.ones(3, 3))
+    with pytest.raises(CaptureError, match="module picky failed") as caught:
+        capture_step(toy, {"x": torch.ones(2, 4)})
+    assert caught.value.__cause__ is not None
