@@ -29,5 +29,5 @@ def test_checkpointing_is_as_the_recipe_says(values, on):
 
 
 def test_all_linear_reaches_every_projection_but_the_head(values):
-    names = {n.split(".")[-3] for n, p in load_model(parse_recipe(values)).named_parameters() if p.requires_grad}
+    names = {n.split(".")[-4] for n, p in load_model(parse_recipe(values)).named_parameters() if p.requires_grad}
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
