@@ -1,7 +1,7 @@
 // CudaDevice: streams and events of one GPU. Compiles and loads without CUDA: cudart is found at run time.
 #pragma once
 
-#include <memory>
+#include <cstddef>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -15,6 +15,7 @@ using CudaEvent = void*;   // cudaEvent_t
 
 // The functions of the CUDA runtime that the engine calls, with its C ABI (an error is an int, 0 = success).
 struct CudartApi {
+  int (*get_device)(int* device) = nullptr;                                   // cudaGetDevice
   int (*set_device)(int device) = nullptr;                                    // cudaSetDevice
   int (*stream_create)(CudaStream*, unsigned flags) = nullptr;                // cudaStreamCreateWithFlags
   int (*stream_destroy)(CudaStream) = nullptr;                                // cudaStreamDestroy
@@ -70,8 +71,8 @@ struct CudaDeviceOptions {
 
 // Ops are launched by OpRunner on the loop thread; run() must launch on native_stream(stream). The end of
 // every op and copy is an event, from a ring made up front; completed() queries the oldest one. No callbacks,
-// no allocation in a step. Errors the runtime reports later (sticky ones) surface from completed() as
-// CudaError and leave the device failed.
+// no allocation in a step. An error that the runtime reports later (a kernel's, say) is found by completed()
+// and fails the device; the vertex it names is the oldest one unfinished on that stream.
 class CudaDevice final : public Device {
  public:
   // Throws CudaError, or std::invalid_argument on options out of range.
@@ -99,19 +100,26 @@ class CudaDevice final : public Device {
  private:
   struct Lane;
 
+  void make_streams();
+  void destroy() noexcept;
+  void make_timing_events(std::size_t count);
   void check(const char* call, int code) const;
-  Token finish_enqueue(int stream, std::int32_t vertex);
+  std::string describe(const char* call, int code) const;
+  void before_work(int stream, std::int32_t vertex);
+  Token after_work(int stream, std::int32_t vertex);
+  void fail(std::int32_t vertex, std::string message);
 
   CudartApi api_;
   CudaDeviceOptions options_;
   int index_ = 0;
   OpRunner* runner_ = nullptr;
-  std::vector<std::unique_ptr<Lane>> lanes_;
-  std::unique_ptr<DeviceFailure> failure_;
+  std::vector<Lane> lanes_;
+  bool failed_ = false;
+  DeviceFailure failure_;
   Span* spans_ = nullptr;
-  std::vector<CudaEvent> timing_;    // start and end of each vertex while tracing, then the base event
-  std::vector<std::int32_t> timed_;  // vertices with recorded timing events
-  std::int64_t base_ns_ = 0;
+  std::vector<CudaEvent> timing_;    // while tracing: the base event, then start and end of each vertex
+  std::vector<std::int32_t> timed_;  // vertices whose timing events were recorded
+  std::int64_t base_ns_ = 0;         // when the base event was recorded
 };
 
 }  // namespace disco

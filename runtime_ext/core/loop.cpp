@@ -212,7 +212,12 @@ void Engine::Loop::start_step() {
     issued_ns_.assign(state_.size(), 0);
     spans_.assign(state_.size(), Span{});
   }
-  for (auto& device : devices_) device->trace(traced_ ? spans_.data() : nullptr, program_.size());
+  std::string refused;
+  try {
+    for (auto& device : devices_) device->trace(traced_ ? spans_.data() : nullptr, program_.size());
+  } catch (const std::exception& error) {
+    refused = error.what();
+  }
   std::fill(state_.begin(), state_.end(), State::kWaiting);
   std::copy(schedule_.initial_waiting.begin(), schedule_.initial_waiting.end(), waiting_.begin());
   std::copy(schedule_.initial_unissued.begin(), schedule_.initial_unissued.end(), unissued_.begin());
@@ -231,6 +236,7 @@ void Engine::Loop::start_step() {
   } else {
     start_running();
   }
+  if (!refused.empty()) stop(Status::kFailed, -1, std::move(refused));
 }
 
 void Engine::Loop::start_running() {

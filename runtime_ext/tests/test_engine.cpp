@@ -1,0 +1,354 @@
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <numeric>
+#include <thread>
+
+#include "support.h"
+
+namespace disco::testing {
+namespace {
+
+constexpr Dispatch kModes[] = {Dispatch::kPriority, Dispatch::kRandom, Dispatch::kFixed, Dispatch::kSynchronous};
+constexpr double kPatience = 60.0;
+
+EngineOptions options_of(Dispatch dispatch, int lookahead = 2, std::uint64_t seed = 0) {
+  EngineOptions options;
+  options.dispatch = dispatch;
+  options.lookahead = lookahead;
+  options.seed = seed;
+  return options;
+}
+
+// The rounds of the random tests; sanitizers run about ten times slower.
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+constexpr int kRounds = 60;
+#else
+constexpr int kRounds = 400;
+#endif
+
+TEST(Engine, NoVertexStartsBeforeItsPredecessorsInlineHost) {
+  for (int seed = 0; seed < kRounds; ++seed) {
+    const Dispatch mode = kModes[seed % 4];
+    auto scene = random_scene(seed);
+    Checker checker(*scene);
+    Engine engine(scene->program(), host(), checker, options_of(mode, 2, seed));
+    for (std::uint64_t step = 0; step < 4; ++step) {
+      ASSERT_EQ(run_step(engine, checker, step), Status::kDone) << "seed " << seed << engine.last_error().message;
+      ASSERT_EQ(checker.missing(), 0) << "seed " << seed;
+      ASSERT_EQ(checker.broken, 0) << "seed " << seed << " step " << step;
+    }
+    EXPECT_EQ(engine.counters().steps, 4U);
+  }
+}
+
+TEST(Engine, NoVertexStartsBeforeItsPredecessorsThreadedHost) {
+  for (int seed = 0; seed < kRounds; ++seed) {
+    const Dispatch mode = kModes[seed % 4];
+    auto scene = random_scene(seed);
+    Checker checker(*scene);
+    Engine engine(scene->program(), host(1 + seed % 3, 0.0, false), checker, options_of(mode, (seed / 4) % 4, seed));
+    for (std::uint64_t step = 0; step < 3; ++step) {
+      ASSERT_EQ(run_step(engine, checker, step), Status::kDone) << "seed " << seed << engine.last_error().message;
+      ASSERT_EQ(checker.missing(), 0) << "seed " << seed;
+      ASSERT_EQ(checker.broken, 0) << "seed " << seed << " step " << step;
+    }
+  }
+}
+
+TEST(Engine, NoVertexStartsBeforeItsPredecessorsPolledDevice) {
+  for (int seed = 0; seed < kRounds; ++seed) {
+    auto scene = random_scene(seed, {.vertices = 60});
+    Checker checker(*scene);
+    auto device = std::make_unique<PolledDevice>(1 + seed % 3, seed);
+    Engine engine(scene->program(), one(std::move(device)), checker, options_of(kModes[seed % 4], (seed / 4) % 4, seed));
+    for (std::uint64_t step = 0; step < 3; ++step) {
+      ASSERT_EQ(run_step(engine, checker, step), Status::kDone) << "seed " << seed << engine.last_error().message;
+      ASSERT_EQ(checker.missing(), 0) << "seed " << seed;
+      ASSERT_EQ(checker.broken, 0) << "seed " << seed << " step " << step;
+    }
+  }
+}
+
+TEST(Engine, SeveralDevicesShareAProgram) {
+  for (int seed = 0; seed < kRounds / 4; ++seed) {
+    auto scene = random_scene(seed, {.vertices = 60});
+    for (std::size_t v = 0; v < scene->vertices.size(); ++v) scene->vertices[v].device = static_cast<int>(v % 2);
+    Checker checker(*scene);
+    auto devices = host(1, 0.0, seed % 2 == 0);
+    if (seed % 3 == 0) {
+      devices.push_back(std::make_unique<PolledDevice>(1, seed));
+    } else {
+      devices.push_back(std::move(host(1, 0.0, false)[0]));
+    }
+    // The two devices number their streams alike, so the checker cannot tell their streams apart: one kernel at a time.
+    for (auto& vertex : scene->vertices) {
+      if (vertex.kind == Kind::kKernel) vertex.device = 0;
+    }
+    Engine engine(scene->program(), std::move(devices), checker, options_of(kModes[seed % 4], 2, seed));
+    for (std::uint64_t step = 0; step < 2; ++step) {
+      ASSERT_EQ(run_step(engine, checker, step), Status::kDone) << "seed " << seed << engine.last_error().message;
+      ASSERT_EQ(checker.missing(), 0) << "seed " << seed;
+      ASSERT_EQ(checker.broken, 0) << "seed " << seed;
+    }
+  }
+}
+
+// Kernels of `n` vertices without edges, as they were run.
+class Recorder : public OpRunner {
+ public:
+  void run(std::int32_t op, int, int) override { order.push_back(op); }
+  std::vector<std::int32_t> order;
+};
+
+Scene independent(int n) {
+  Scene scene;
+  for (int v = 0; v < n; ++v) {
+    VertexDesc vertex;
+    vertex.op = v;
+    scene.vertices.push_back(vertex);
+  }
+  return scene;
+}
+
+TEST(Engine, PriorityIsTheSerialOrder) {
+  Scene scene = independent(50);
+  scene.edges = {{1, 40}};
+  for (const Dispatch mode : {Dispatch::kPriority, Dispatch::kFixed, Dispatch::kSynchronous}) {
+    Recorder recorder;
+    Engine engine(scene.program(), host(), recorder, options_of(mode));
+    engine.begin();
+    ASSERT_EQ(engine.wait_end(kPatience), Status::kDone);
+    std::vector<std::int32_t> serial(50);
+    std::iota(serial.begin(), serial.end(), 0);
+    EXPECT_EQ(recorder.order, serial);
+  }
+}
+
+TEST(Engine, ReadyVerticesOvertakeOnlyByPriority) {
+  // 0 -> 3; 1, 2, 4 are free. The freed 3 runs before 4, not after it.
+  Scene scene = independent(5);
+  scene.edges = {{0, 3}};
+  Recorder recorder;
+  Engine engine(scene.program(), host(), recorder, options_of(Dispatch::kPriority));
+  engine.begin();
+  ASSERT_EQ(engine.wait_end(kPatience), Status::kDone);
+  EXPECT_EQ(recorder.order, (std::vector<std::int32_t>{0, 1, 2, 3, 4}));
+}
+
+TEST(Engine, RandomOrderDependsOnTheSeedAndTheStepOnly) {
+  const auto orders = [](std::uint64_t seed) {
+    Recorder recorder;
+    Engine engine(independent(30).program(), host(), recorder, options_of(Dispatch::kRandom, 2, seed));
+    for (int step = 0; step < 2; ++step) {
+      engine.begin();
+      EXPECT_EQ(engine.wait_end(kPatience), Status::kDone);
+    }
+    return recorder.order;
+  };
+  const auto first = orders(1);
+  EXPECT_EQ(first, orders(1));
+  EXPECT_NE(first, orders(2));
+  EXPECT_NE(std::vector(first.begin(), first.begin() + 30), std::vector(first.begin() + 30, first.end()));
+}
+
+TEST(Engine, LookaheadQueuesBehindIssuedKernelsOnly) {
+  // A chain of kernels on a polled device: with K = 2 three are in flight, with K = 0 one.
+  for (const int lookahead : {0, 1, 2, 5}) {
+    Scene scene = independent(40);
+    for (int v = 1; v < 40; ++v) scene.edges.emplace_back(v - 1, v);
+    class Counting final : public OpRunner {
+     public:
+      void run(std::int32_t, int, int) override {}
+    } runner;
+    class Depth final : public Device {
+     public:
+      void connect(int, OpRunner&, ProgressListener&) override {}
+      int compute_streams() const override { return 1; }
+      Token enqueue_op(int, std::int32_t, std::int32_t) override {
+        deepest = std::max(deepest, ++queued - finished);
+        return queued;
+      }
+      Token enqueue_copy(int, std::int32_t, void*, const void*, std::int64_t) override { throw std::logic_error("no"); }
+      void wait(int, int, Token) override { throw std::logic_error("a chain on one stream needs no wait"); }
+      Token completed(int stream) override {
+        if (stream == 0 && ++polls % 3 == 0 && finished < queued) ++finished;
+        return stream == 0 ? finished : 0;
+      }
+      bool failed() const override { return false; }
+      DeviceFailure failure() const override { return {}; }
+      void recover() override {}
+      void trace(Span*, std::int32_t) override {}
+      Token queued = 0;
+      Token finished = 0;
+      Token deepest = 0;
+      int polls = 0;
+    };
+    auto device = std::make_unique<Depth>();
+    Depth* depth = device.get();
+    Engine engine(scene.program(), one(std::move(device)), runner, options_of(Dispatch::kPriority, lookahead));
+    engine.begin();
+    ASSERT_EQ(engine.wait_end(kPatience), Status::kDone) << engine.last_error().message;
+    EXPECT_EQ(depth->deepest, static_cast<Token>(lookahead + 1));
+  }
+}
+
+TEST(Engine, WaitsBetweenStreamsAreUsedAndCorrect) {
+  int waits = 0;
+  for (int seed = 0; seed < 20; ++seed) {
+    auto scene = random_scene(seed, {.vertices = 80, .copies = 0.0});
+    Checker checker(*scene);
+    auto device = std::make_unique<PolledDevice>(3, seed);
+    PolledDevice* polled = device.get();
+    Engine engine(scene->program(), one(std::move(device)), checker, options_of(Dispatch::kPriority, 3));
+    ASSERT_EQ(run_step(engine, checker, 0), Status::kDone);
+    ASSERT_EQ(checker.broken, 0);
+    waits += polled->stream_waits;
+  }
+  EXPECT_GT(waits, 0);
+}
+
+TEST(Engine, OutIsToldBeforeTheGateAndTheRestFollows) {
+  // 0 late; 1 out; 2 free; 3 after the gate.
+  Scene scene = independent(4);
+  scene.vertices[0] = {};
+  scene.vertices[0].kind = Kind::kInput;
+  scene.vertices[0].flags = kLate;
+  scene.vertices[1].flags = kOut;
+  scene.edges = {{0, 3}};
+  Recorder recorder;
+  Engine engine(scene.program(), host(), recorder, {});
+  EXPECT_EQ(engine.wait_out(0), Status::kIdle);
+  EXPECT_THROW(engine.deliver(), std::logic_error);
+  for (int step = 0; step < 3; ++step) {
+    recorder.order.clear();
+    engine.begin();
+    EXPECT_THROW(engine.begin(), std::logic_error);
+    ASSERT_EQ(engine.wait_out(kPatience), Status::kDone);
+    EXPECT_EQ(engine.wait_end(0.01), Status::kTimeout);
+    engine.deliver();
+    EXPECT_THROW(engine.deliver(), std::logic_error);
+    ASSERT_EQ(engine.wait_end(kPatience), Status::kDone);
+    EXPECT_EQ(recorder.order, (std::vector<std::int32_t>{1, 2, 3}));
+    EXPECT_GT(engine.counters().gate_ns, 1'000'000);
+  }
+}
+
+TEST(Engine, ProgramsWithNothingToRunEnd) {
+  Recorder recorder;
+  Engine empty(Program(std::move(ProgramBuilder()).build()), host(), recorder, {});
+  empty.begin();
+  EXPECT_EQ(empty.wait_out(kPatience), Status::kDone);
+  EXPECT_EQ(empty.wait_end(kPatience), Status::kDone);
+}
+
+TEST(Engine, ResidentsAreLoadedFirstAndAgainWhenInvalid) {
+  for (const int streams : {1, 2}) {
+    std::uint64_t host_value = 5;
+    std::uint64_t arena = 0;
+    std::vector<std::uint64_t> seen;
+    class Reader final : public OpRunner {
+     public:
+      Reader(std::uint64_t& arena, std::vector<std::uint64_t>& seen) : arena_(arena), seen_(seen) {}
+      void run(std::int32_t, int, int) override { seen_.push_back(arena_); }
+
+     private:
+      std::uint64_t& arena_;
+      std::vector<std::uint64_t>& seen_;
+    } reader(arena, seen);
+    Scene scene = independent(2);
+    scene.vertices[0] = {Kind::kInput, 0, -1, &arena, &host_value, sizeof arena, 0};
+    Engine engine(scene.program(), host(streams), reader, {});
+    const auto step = [&] {
+      engine.begin();
+      ASSERT_EQ(engine.wait_end(kPatience), Status::kDone);
+    };
+    step();
+    host_value = 6;
+    step();
+    EXPECT_EQ(engine.counters().reload_bytes, 0);
+    engine.invalidate();
+    step();
+    EXPECT_EQ(engine.counters().reload_bytes, 8);
+    EXPECT_EQ(seen, (std::vector<std::uint64_t>{5, 5, 6}));
+  }
+}
+
+TEST(Engine, CopiesAreLaunchedWhileAnOpRunsInline) {
+  // 0 kernel; 1 offload after 0; 2 reload after 1; 3 kernel after 0 that does not return before both copies are done.
+  std::uint64_t words[3] = {1, 2, 3};
+  Scene scene = independent(4);
+  scene.vertices[1] = {Kind::kOffload, 0, -1, &words[1], &words[0], 8, 0};
+  scene.vertices[2] = {Kind::kReload, 0, -1, &words[2], &words[1], 8, 0};
+  scene.edges = {{0, 1}, {1, 2}, {0, 3}};
+  auto devices = host(1, 1e6);
+  Device& device = *devices[0];
+  class Blocking final : public OpRunner {
+   public:
+    explicit Blocking(Device& device) : device_(device) {}
+    void run(std::int32_t op, int, int) override {
+      if (op != 3) return;
+      const std::int64_t until = now_ns() + 30'000'000'000;
+      while (device_.completed(device_.lane(Direction::kHostToDevice)) < steps + 1) {
+        if (now_ns() > until) throw std::runtime_error("the copies did not overlap this op");
+        std::this_thread::sleep_for(std::chrono::microseconds(100));
+      }
+    }
+    Token steps = 0;
+
+   private:
+    Device& device_;
+  } runner(device);
+  Engine engine(scene.program(), std::move(devices), runner, {});
+  for (; runner.steps < 20; ++runner.steps) {
+    engine.begin();
+    ASSERT_EQ(engine.wait_end(kPatience), Status::kDone) << engine.last_error().message;
+  }
+}
+
+TEST(Engine, EventsOfATracedStepRespectTheEdges) {
+  for (const int streams : {1, 2}) {
+    auto scene = random_scene(7, {.vertices = 60});
+    Checker checker(*scene);
+    Engine engine(scene->program(), host(streams), checker, {});
+    ASSERT_EQ(run_step(engine, checker, 0), Status::kDone);
+    EXPECT_TRUE(engine.events().empty());
+    engine.set_tracing(true);
+    ASSERT_EQ(run_step(engine, checker, 1), Status::kDone);
+    const auto events = engine.events();
+    EXPECT_EQ(static_cast<std::int64_t>(events.size()), engine.counters().vertices);
+    std::vector<TraceEvent> of(scene->vertices.size());
+    for (const TraceEvent& event : events) {
+      EXPECT_LE(0, event.issue);
+      EXPECT_LE(event.issue, event.start);
+      EXPECT_LE(event.start, event.end);
+      EXPECT_LE(event.end, engine.counters().step_ns);
+      of[event.vertex] = event;
+    }
+    for (const auto& [from, to] : scene->edges) {
+      if (of[from].vertex < 0) continue;
+      EXPECT_LE(of[from].end, of[to].start) << from << " -> " << to;
+    }
+    std::int64_t copied = 0;
+    for (const TraceEvent& event : events) copied += event.bytes;
+    const StepCounters counters = engine.counters();
+    EXPECT_EQ(copied, counters.offload_bytes + counters.reload_bytes + counters.transfer_bytes);
+    engine.set_tracing(false);
+    ASSERT_EQ(run_step(engine, checker, 2), Status::kDone);
+    EXPECT_TRUE(engine.events().empty());
+  }
+}
+
+TEST(Engine, SynchronousModeOverlapsNothing) {
+  auto scene = random_scene(3, {.vertices = 60});
+  Checker checker(*scene);
+  Engine engine(scene->program(), host(2), checker, options_of(Dispatch::kSynchronous));
+  ASSERT_EQ(run_step(engine, checker, 0), Status::kDone);
+  engine.set_tracing(true);
+  ASSERT_EQ(run_step(engine, checker, 1), Status::kDone);
+  const auto events = engine.events();
+  for (std::size_t i = 1; i < events.size(); ++i) EXPECT_LE(events[i - 1].end, events[i].start);
+}
+
+}  // namespace
+}  // namespace disco::testing
