@@ -61,7 +61,7 @@ void Engine::Loop::finish(std::int32_t v) {
   const bool kernel = program_.kind[v] == Kind::kKernel;
   for (const std::int32_t s : program_.successors_of(v)) {
     if (--waiting_[s] == 0) {
-      if (state_[s] != State::kIssued) make_ready(s);  // look-ahead may have issued it
+      if (state_[s] < State::kIssued) make_ready(s);  // look-ahead may have been faster
     } else if (schedule_.lookahead && !(kernel && schedule_.resource_of[s] == resource) &&
                --unissued_[s] == 0) {
       make_candidate(s);
