@@ -1,0 +1,143 @@
+"""``disco-accel doctor``: what this machine has, how fast its link is, and what keeps the engine from running."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from disco_accel import config
+from disco_accel.execute import build_ext
+
+_REQUIRED = ("torch", "transformers", "accelerate", "peft", "numpy", "pyyaml", "safetensors")
+_OPTIONAL = ("deepspeed", "matplotlib", "scipy")
+_COPY_BYTES = 64 << 20
+_REPEATS = 7
+
+
+def main(argv: Sequence[str] = ()) -> int:
+    """Print the report as JSON; 0 when everything that training needs is there, else 1."""
+    found = report()
+    print(json.dumps(found, indent=2))
+    return 1 if found["problems"] else 0
+
+
+def report() -> dict[str, Any]:
+    """Versions, device, measured link, extension and doors; ``problems`` lists, in words, what stops training.
+
+    Bandwidths are bytes/s, latencies and times seconds, memory bytes. Builds the extension if it is not built yet.
+    """
+    problems: list[str] = []
+    versions = {name: _version(name) for name in (*_REQUIRED, *_OPTIONAL)}
+    problems += [f"{name} is not installed" for name in _REQUIRED if versions[name] is None]
+    extension = _extension()
+    if not extension["built"]:
+        problems.append(f"the engine's extension is not built: {extension['why']}")
+    doors = _doors()
+    return {
+        "disco_accel": _version("disco-accel"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": versions,
+        "host": {
+            "cores": len(os.sched_getaffinity(0)),
+            "threads": torch.get_num_threads(),
+            "memory": config.host_memory_bytes(),
+            "load_average": round(os.getloadavg()[0], 2),
+        },
+        "device": _device(),
+        "link": _link(),
+        "extension": extension,
+        "doors": doors,
+        "problems": problems,
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _device() -> dict[str, Any]:
+    if not torch.cuda.is_available():
+        return {"kind": "cpu", "name": _cpu_name(), "memory": config.host_memory_bytes()}
+    properties = torch.cuda.get_device_properties(0)
+    free, total = torch.cuda.mem_get_info()
+    capability = f"{properties.major}.{properties.minor}"
+    return {"kind": "cuda", "name": properties.name, "memory": total, "free": free, "capability": capability}
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _link() -> dict[str, float]:
+    """Median rates of large copies and median time of tiny ones, between host memory and the device's."""
+    # Random bytes: pages of zeros may be shared by the kernel and would copy faster than any weights.
+    source = torch.randint(0, 256, (_COPY_BYTES,), dtype=torch.uint8)
+    tiny = source[:4096].clone()
+    if not torch.cuda.is_available():
+        target, tiny_target = torch.empty_like(source), torch.empty_like(tiny)
+        return {
+            "copy_bandwidth": _COPY_BYTES / _median(lambda: target.copy_(source)),
+            "copy_latency": _median(lambda: tiny_target.copy_(tiny)),
+        }
+    pinned, tiny_pinned = source.pin_memory(), tiny.pin_memory()
+    there, tiny_there = pinned.cuda(), tiny_pinned.cuda()
+    return {
+        "h2d_bandwidth": _COPY_BYTES / _median(lambda: there.copy_(pinned, non_blocking=True)),
+        "d2h_bandwidth": _COPY_BYTES / _median(lambda: pinned.copy_(there, non_blocking=True)),
+        "pageable_h2d_bandwidth": _COPY_BYTES / _median(lambda: there.copy_(source)),
+        "h2d_latency": _median(lambda: tiny_there.copy_(tiny_pinned, non_blocking=True)),
+    }
+
+
+def _median(copy: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(_REPEATS + 1):
+        start = time.perf_counter()
+        copy()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    # The first copy pays for page faults and, on a GPU, for the context.
+    return statistics.median(seconds[1:])
+
+
+def _extension() -> dict[str, Any]:
+    start = time.perf_counter()
+    try:
+        library = build_ext.build("disco_runtime", build_ext.sources())
+    except build_ext.ExtensionError as error:
+        return {"built": False, "why": str(error)}
+    return {"built": True, "library": str(library), "seconds": round(time.perf_counter() - start, 3)}
+
+
+def _doors() -> dict[str, Any]:
+    """Whether the literal ``accelerate launch --config`` works; the other two doors need nothing."""
+    registered = any(
+        point.value == "disco_accel.integrate.hook:autoload"
+        for point in importlib.metadata.entry_points(group="torch.backends")
+    )
+    if not registered:
+        why = "disco-accel is not installed in this environment, only importable; pip install it"
+    elif not torch._is_device_backend_autoload_enabled():
+        why = "switched off by TORCH_DEVICE_BACKEND_AUTOLOAD"
+    elif not config.autoload_wanted():
+        why = f"switched off by {config.AUTOLOAD_VARIABLE}"
+    else:
+        return {"accelerate_launch_config": True}
+    return {"accelerate_launch_config": False, "why": f"{why}; use disco-accel launch --config instead"}
