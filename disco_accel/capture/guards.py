@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 import weakref
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,8 +59,9 @@ class _Watched:
     """Flat lists over one model, so that a key needs no walk of the module tree."""
 
     structure: int = 0
-    children: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
-    sizes: list[tuple[dict[str, Any], int]] = field(default_factory=list)
+    tables: list[dict[str, Any]] = field(default_factory=list)
+    children: list[Any] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
     modules: list[torch.nn.Module] = field(default_factory=list)
     parameters: list[torch.Tensor] = field(default_factory=list)
     tuners: list[Any] = field(default_factory=list)
@@ -68,17 +71,16 @@ class _Watched:
 
     def stale(self) -> bool:
         """Whether a module, parameter or buffer was added, removed or replaced."""
-        return any(table.get(name) is not child for table, name, child in self.children) or any(
-            len(table) != size for table, size in self.sizes
-        )
+        # The children are kept alive, so an id cannot be given to another object meanwhile.
+        return list(map(id, _entries(self.tables))) != self.ids
 
     def refresh(self, model: torch.nn.Module) -> None:
         """Walk the tree anew."""
         self.structure += 1
         self.modules = list(model.modules())
-        tables = [t for m in self.modules for t in (m._modules, m._parameters, m._buffers)]
-        self.sizes = [(t, len(t)) for t in tables]
-        self.children = [(t, name, child) for t in tables for name, child in t.items()]
+        self.tables = [t for m in self.modules for t in (m._modules, m._parameters, m._buffers)]
+        self.children = list(_entries(self.tables))
+        self.ids = list(map(id, self.children))
         self.parameters = list(model.parameters())
         self.tuners = [m for m in self.modules if hasattr(m, "merged_adapters") and hasattr(m, "active_adapters")]
         self.dropouts = [m for m in self.modules if isinstance(getattr(m, "p", None), float)]
@@ -87,7 +89,12 @@ class _Watched:
         self.configs = list(configs.values())
 
 
+def _entries(tables: list[dict[str, Any]]) -> Iterable[Any]:
+    return itertools.chain.from_iterable(map(dict.values, tables))
+
+
 _watched: weakref.WeakKeyDictionary[torch.nn.Module, _Watched] = weakref.WeakKeyDictionary()
+_TRAINING = operator.attrgetter("training")
 _CONFIG_FIELDS = ("_attn_implementation", "use_cache", "is_causal", "attention_dropout", "_experts_implementation")
 
 
@@ -107,7 +114,7 @@ def step_key(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> StepKey:
         facts=batch_facts(kwargs),
         autocast=autocast_state(),
         grad_enabled=torch.is_grad_enabled(),
-        training=bytes(m.training for m in watched.modules),
+        training=bytes(map(_TRAINING, watched.modules)),
         parameters=tuple((p.requires_grad, p.dtype, p.shape) for p in watched.parameters),
         modules=_module_key(watched),
     )
