@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from disco_accel.graphfile import write_atomically
+
 METRICS_NAME = "metrics.json"
 
 
@@ -57,9 +59,7 @@ def earlier_steps(path: Path, before: int) -> list[dict[str, Any]]:
 
 def write_metrics(path: Path, contents: Mapping[str, Any]) -> None:
     """Write ``contents`` as JSON, all or nothing."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(contents, indent=1, sort_keys=True) + "\n")
-    os.replace(partial, path)
+    write_atomically(path, (json.dumps(contents, indent=1, sort_keys=True) + "\n").encode())
 
 
 def resident_set_bytes() -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from disco_accel.graphfile import write_atomically
 from disco_accel.memgraph import MemGraph
 from disco_accel.observe.timeline import Content, TracedEvent, lane_order, occupancy
 from disco_accel.taskgraph import Vertex, VertexKind
@@ -74,9 +76,9 @@ def draw_step(
     figure.suptitle(title or plan.name or "one step", x=0.01, ha="left", fontsize=13, color=_INK)
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(target.name + ".partial")
-    figure.savefig(partial, format="png")
-    os.replace(partial, target)
+    image = io.BytesIO()
+    figure.savefig(image, format="png")
+    write_atomically(target, image.getvalue())
 
 
 def _draw_lanes(axis: Axes, plan: MemGraph, events: Sequence[TracedEvent]) -> None:

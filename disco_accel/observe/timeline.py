@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from disco_accel.graphfile import write_atomically
 from disco_accel.memgraph import MemGraph
 from disco_accel.taskgraph import Ref, Vertex, VertexKind
 
@@ -247,6 +248,4 @@ def write_chrome_trace(path: str | os.PathLike[str], plan: MemGraph, events: Seq
     """Write ``chrome_trace`` as JSON, all or nothing; open it in Perfetto or chrome://tracing."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(target.name + ".partial")
-    partial.write_text(json.dumps(chrome_trace(plan, events)))
-    os.replace(partial, target)
+    write_atomically(target, json.dumps(chrome_trace(plan, events)).encode())

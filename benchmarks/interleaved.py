@@ -1,0 +1,171 @@
+"""Times of one training step, taken in turn: eager, planned, and the same plan one vertex after another.
+
+    python -m benchmarks.interleaved configs/lora_demo.yaml --config configs/disco.yaml --rounds 5 -o out/step
+
+Prints one JSON object: a list of seconds for each variant, the sizes of the plan, and what the engine counted. With
+``-o`` it also writes plan.json, trace.json (Perfetto, chrome://tracing) and step.png of one planned step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.compare import same_bits
+from benchmarks.training import Workload, load_workload
+from disco_accel import prepare, stats
+from disco_accel.config import DiscoConfig
+from disco_accel.execute.executor import EngineOptions, Event, Executor
+from disco_accel.graphfile import write_memgraph
+from disco_accel.integrate.compiled import CompiledStep
+from disco_accel.observe.plots import draw_step
+from disco_accel.observe.timeline import write_chrome_trace
+from disco_accel.sizes import parse_size
+from disco_accel.taskgraph import VertexKind
+
+
+def synchronous_twin(step: CompiledStep, config: DiscoConfig) -> Executor:
+    """An executor of the same plan that runs one vertex at a time in serial order."""
+    assert not isinstance(config.link_bandwidth, str)
+    options = EngineOptions(
+        device=config.device,
+        dispatch="synchronous",
+        link_bandwidth=config.link_bandwidth,
+        link_latency=config.link_latency,
+        compute_threads=config.compute_threads,
+    )
+    return Executor(step.plan, step.graph.ops, step.records, clean=step.clean, options=options)
+
+
+def kernel_seconds(events: Sequence[Event]) -> float:
+    """Time spent inside kernels."""
+    return sum(e.end - e.start for e in events if e.lane.startswith("compute"))
+
+
+class Variants:
+    """Eager and planned model side by side, with the same weights, adapters and batches."""
+
+    def __init__(self, recipe: str, config: DiscoConfig) -> None:
+        self.config = config.resolve()
+        self.eager = load_workload(recipe)
+        self.planned = load_workload(recipe)
+        prepare(self.planned.model, config)
+        self.planned.step(0)
+        self.step = self.planned.compiled()
+        self.free = self.step.executor
+        self.synchronous = synchronous_twin(self.step, self.config)
+
+    def run(self, name: str, number: int) -> tuple[float, float]:
+        """Loss and seconds of one step of ``eager``, ``planned`` or ``synchronous``."""
+        if name == "eager":
+            return self.eager.timed_step(number)
+        self.step.executor = self.free if name == "planned" else self.synchronous
+        try:
+            return self.planned.timed_step(number)
+        finally:
+            self.step.executor = self.free
+
+    def traced(self, name: str, number: int) -> list[Event]:
+        """The events of one step."""
+        executor = self.free if name == "planned" else self.synchronous
+        executor.set_tracing(True)
+        self.run(name, number)
+        events = executor.events()
+        executor.set_tracing(False)
+        return events
+
+    def same_gradients(self) -> bool:
+        """Whether the last eager and the last planned step left gradients with the same bits."""
+        left, right = (_gradients(w) for w in (self.eager, self.planned))
+        return left.keys() == right.keys() and all(same_bits(left[n], right[n]) for n in left)
+
+
+def _gradients(workload: Workload) -> dict[str, Any]:
+    return {n: p.grad for n, p in workload.model.named_parameters() if p.grad is not None}
+
+
+def measure(variants: Variants, rounds: int) -> dict[str, Any]:
+    """Warm up, then ``rounds`` times one step of each variant in turn."""
+    names = ("eager", "planned", "synchronous")
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    compute: list[float] = []
+    engine: list[float] = []
+    counters: dict[str, Any] = {}
+    same = True
+    for name in names:
+        variants.run(name, 0)
+    for number in range(1, rounds + 1):
+        losses = {}
+        for name in names:
+            losses[name], taken = variants.run(name, number)
+            seconds[name].append(taken)
+            same = same and (name == "eager" or variants.same_gradients())
+        same = same and len({loss.hex() for loss in losses.values()}) == 1
+        compute.append(kernel_seconds(variants.traced("synchronous", number)))
+        variants.traced("planned", number)
+        counters = variants.free.counters()
+        engine.append(counters["engine_seconds"] / counters["vertices"])
+    return {
+        "seconds": seconds | {"compute_alone": compute},
+        "link_seconds": link_seconds(variants.step, variants.config),
+        "engine_seconds_per_vertex": engine,
+        "same_bits": same,
+        "load_average": os.getloadavg()[0],
+        "counters": counters,
+        "stats": stats(variants.planned.model),
+    }
+
+
+def link_seconds(step: CompiledStep, config: DiscoConfig) -> float:
+    """Time that the busier direction of the link needs for the bytes of one step."""
+    if not config.link_bandwidth:
+        return 0.0
+    return max(step.copy_bytes(k) for k in (VertexKind.RELOAD, VertexKind.OFFLOAD)) / float(config.link_bandwidth)
+
+
+def write_pictures(variants: Variants, folder: Path, in_memory_peak: int | None) -> None:
+    """Plan, trace and picture of one more planned step."""
+    folder.mkdir(parents=True, exist_ok=True)
+    events = variants.traced("planned", 1)
+    plan, budget = variants.step.plan, variants.step.budget
+    write_memgraph(plan, folder / "plan.json")
+    write_chrome_trace(folder / "trace.json", plan, events)
+    draw_step(
+        folder / "step.png",
+        plan,
+        events,
+        budget=budget.total,
+        outside=budget.outside,
+        in_memory_peak=in_memory_peak,
+        title="One LoRA training step under a memory budget",
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; one JSON object on stdout."""
+    parser = argparse.ArgumentParser(description="one training step: eager, planned, synchronous, in turn")
+    parser.add_argument("recipe")
+    parser.add_argument("--config", required=True, help="YAML file with a disco_config section")
+    parser.add_argument("--budget", help="replaces memory_budget")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--in-memory-peak", type=int, help="bytes, for the picture")
+    parser.add_argument("-o", "--output", type=Path, help="folder for plan.json, trace.json and step.png")
+    args = parser.parse_args(argv)
+    config = DiscoConfig.from_yaml(args.config)
+    if args.budget is not None:
+        config = dataclasses.replace(config, memory_budget=parse_size(args.budget))
+    variants = Variants(args.recipe, config)
+    result = measure(variants, args.rounds)
+    if args.output is not None:
+        write_pictures(variants, args.output, args.in_memory_peak)
+    print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
