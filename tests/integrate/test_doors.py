@@ -1,0 +1,126 @@
+"""Every door trains an unchanged script, raw Accelerate loop and HF Trainer alike, to the bits it reaches alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPTS = Path(__file__).parent / "scripts"
+BIN = Path(sys.executable).parent
+ACCELERATE = "distributed_type: 'NO'\nnum_processes: 1\nuse_cpu: true\nmixed_precision: 'no'\n"
+SECTION = "disco_config:\n  memory_budget: {budget}\n  device: cpu\n"
+TRAIN = ["train.py", "--config", "theirs.yaml"]
+
+DOORS = {
+    "disco-accel launch": [str(BIN / "disco-accel"), "launch", "--config", "disco.yaml", *TRAIN],
+    "disco_accel.run": [
+        *(str(BIN / "accelerate"), "launch", "--config_file", "plain.yaml"),
+        *("-m", "disco_accel.run", "--config", "disco.yaml", *TRAIN),
+    ],
+    "accelerate launch --config": [str(BIN / "accelerate"), "launch", "--config", "disco.yaml", *TRAIN],
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A user's folder: an unchanged script, an accelerate config, and the same with our section."""
+    for script in SCRIPTS.glob("*.py"):
+        (tmp_path / script.name).write_text(script.read_text())
+    (tmp_path / "plain.yaml").write_text(ACCELERATE)
+    (tmp_path / "disco.yaml").write_text(ACCELERATE + SECTION.format(budget="64MiB"))
+    return tmp_path
+
+
+def environment() -> dict[str, str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("DISCO_", "ACCELERATE_"))}
+    return clean | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCH_EXTENSIONS_DIR": extensions()}
+
+
+def extensions() -> str:
+    from disco_accel.execute.build_ext import cache_root
+
+    return str(cache_root())
+
+
+def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=150)
+
+
+@cache
+def trained_alone() -> str:
+    """What the script writes when plain Python runs it."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as name:
+        for script in SCRIPTS.glob("*.py"):
+            Path(name, script.name).write_text(script.read_text())
+        done = run([sys.executable, *TRAIN], Path(name))
+        assert done.returncode == 0, done.stderr
+        return Path(name, "result.json").read_text()
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_door_changes_no_bit_of_losses_or_adapters(door: str, folder: Path) -> None:
+    done = run(DOORS[door], folder)
+    assert done.returncode == 0, done.stderr
+    expected: dict[str, Any] = json.loads(trained_alone())
+    found: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    assert "planned_steps" not in expected, "the run alone must be without us"
+    assert found.pop("planned_steps") == [found["steps"]] * 2, "every step of both loops runs from a plan"
+    assert found == expected
+
+
+@pytest.mark.parametrize("door", ["disco-accel launch", "accelerate launch --config"])
+def test_a_misspelt_key_ends_the_launch_with_status_2_and_one_line(door: str, folder: Path) -> None:
+    (folder / "disco.yaml").write_text(ACCELERATE + "disco_config:\n  memory_bugdet: 64MiB\n")
+    done = run(DOORS[door], folder)
+    assert done.returncode == 2
+    assert "unknown key 'memory_bugdet'; did you mean 'memory_budget'" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (folder / "result.json").exists()
+
+
+def test_a_budget_that_is_too_small_says_what_works_and_ends_every_process_with_status_2(folder: Path) -> None:
+    (folder / "disco.yaml").write_text(ACCELERATE + SECTION.format(budget="64KiB"))
+    done = run(DOORS["accelerate launch --config"], folder)
+    assert done.returncode == 2, done.stderr
+    assert "BudgetTooSmall: " in done.stderr and "at least" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (folder / "result.json").exists()
+
+
+def test_stock_accelerate_is_untouched_without_our_section(folder: Path) -> None:
+    (folder / "other.py").write_text(
+        "import torch, sys\nprint([m for m in sys.modules if m.startswith('disco_accel.integrate.acc')])\n"
+    )
+    done = run([str(BIN / "accelerate"), "launch", "--config_file", "plain.yaml", "other.py"], folder)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]")
+    done = run([str(BIN / "accelerate"), "launch", "--config", "plain.yaml", "other.py"], folder)
+    assert done.returncode == 2 and "unrecognized arguments" in done.stderr
+
+
+def test_ctrl_c_reaches_the_script_and_the_launcher_waits_for_it(folder: Path) -> None:
+    command = [str(BIN / "accelerate"), "launch", "--config", "disco.yaml", "interrupted.py"]
+    process = subprocess.Popen(command, cwd=folder, env=environment(), stderr=subprocess.PIPE, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 60
+        while not (folder / "started").exists():
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 130
+    assert (folder / "saved").exists()
+    assert b"Traceback" not in errors
