@@ -24,7 +24,6 @@ import torch
 from disco_accel.errors import ExecutionError
 
 _ROOT = Path(__file__).resolve().parents[2] / "runtime_ext"
-_CORE = ("engine.cpp", "program.cpp", "host_device.cpp", "cuda_device.cpp")
 _TORCH = ("planned_alloc.cpp", "arena.cpp", "ops.cpp", "runtime_class.cpp")
 _FLAGS = ("-std=c++20", "-O2", "-fopenmp", "-fvisibility-inlines-hidden")
 
@@ -101,7 +100,8 @@ def _compile(name: str, files: Sequence[Path], flags: Sequence[str], directory: 
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:
         lock.unlink(missing_ok=True)
         (directory / f"{name}.so").unlink(missing_ok=True)
-        tail = "\n".join(str(error).strip().splitlines()[-12:])
+        reasons = [str(reason) for reason in (error, error.__cause__) if reason is not None]
+        tail = "\n".join("\n".join(reasons).strip().splitlines()[-12:])
         raise ExtensionError(f"building the engine in {directory} failed:\n{tail}") from error
 
 
@@ -109,6 +109,31 @@ def _compile(name: str, files: Sequence[Path], flags: Sequence[str], directory: 
 def load_extension() -> None:
     """Builds the engine if need be and registers ``torch.ops.disco_accel`` and ``torch.classes.disco_accel``."""
     build("disco_runtime", sources())
+
+
+@functools.cache
+def load_allocator_shim() -> None:
+    """Builds and installs the decorator of the CUDA caching allocator. Raises ExtensionError without CUDA headers."""
+    load_extension()
+    include = cuda_include()
+    if include is None:
+        raise ExtensionError("the CUDA allocator shim needs CUDA's headers (cuda_runtime_api.h): set CUDA_HOME")
+    build("disco_alloc_shim", [_ROOT / "cuda" / "alloc_shim.cpp"], cuda_flags(include))
+    torch.ops.disco_accel_cuda.install()
+
+
+def cuda_include() -> Path | None:
+    """The folder of cuda_runtime_api.h, from CUDA_HOME, PyTorch's own packages or /usr/local/cuda; None if absent."""
+    roots = [Path(home) / "include" for home in (os.environ.get("CUDA_HOME"),) if home]
+    roots += sorted(Path(torch.__file__).parents[1].glob("nvidia/*/include"))
+    roots.append(Path("/usr/local/cuda/include"))
+    return next((root for root in roots if (root / "cuda_runtime_api.h").exists()), None)
+
+
+def cuda_flags(include: Path) -> tuple[str, ...]:
+    """Compiler flags of CUDA sources; a CPU build of PyTorch lacks the configured header that they would include."""
+    flags = (*_FLAGS, f"-I{include}")
+    return flags if torch.version.cuda else (*flags, "-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE")
 
 
 def main() -> int:

@@ -6,7 +6,7 @@ strings, booleans and None stand for themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -44,7 +44,7 @@ def encode_args(call: OpCall, storage_of: Callable[[int], int]) -> Encoded:
 
 def label(call: OpCall) -> str:
     """What messages call the op: its name and the module that issued it."""
-    name = f"{call.name}.{call.overload}" if call.overload else call.name
+    name = call.name if call.overload == "default" else f"{call.name}.{call.overload}"
     return f"{name} in {call.module}" if call.module else name
 
 
@@ -52,7 +52,12 @@ def label(call: OpCall) -> str:
 def op_overload(name: str, overload: str) -> torch._ops.OpOverload:
     """The operator ``aten::mm``, ``out`` as PyTorch's object. Raises AttributeError if it does not exist."""
     namespace, _, base = name.partition("::")
-    return getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
+    return getattr(getattr(getattr(torch.ops, namespace), base), overload)
+
+
+def dispatcher_overload(overload: str) -> str:
+    """The dispatcher's spelling of an overload name: it calls ``default`` the empty string."""
+    return "" if overload == "default" else overload
 
 
 def _out_arguments(schema: torch.FunctionSchema) -> list[torch.Argument]:
@@ -83,7 +88,7 @@ def out_overload(name: str, overload: str) -> tuple[str, tuple[int, ...]] | None
         if not all(_matches(a, functional, positions) for a in leading):
             continue
         if set(positions) - {a.name for a in leading} <= _DEDUCED:
-            return candidate if candidate != "default" else "", tuple(positions[a.name] for a in leading)
+            return candidate, tuple(positions[a.name] for a in leading)
     return None
 
 
@@ -93,7 +98,7 @@ def _matches(argument: torch.Argument, functional: torch.FunctionSchema, positio
 
 
 def encode_out_call(
-    call: OpCall, storage_of: Callable[[int], int], out_storages: Sequence[int]
+    call: OpCall, storage_of: Callable[[int], int], out_storages: Mapping[int, int]
 ) -> tuple[str, Encoded] | None:
     """The call through its native out overload: ``(overload, arguments)``, or None where there is none.
 

@@ -16,7 +16,7 @@ import torch
 
 from disco_accel.errors import ExecutionError
 from disco_accel.execute.build_ext import load_extension
-from disco_accel.execute.encode import encode_args, encode_out_call, label
+from disco_accel.execute.encode import dispatcher_overload, encode_args, encode_out_call, label
 from disco_accel.taskgraph import Arg, OpCall, TaskGraph, TensorArg, TensorSpec, Vertex, VertexKind
 
 _ALIGNMENT = 64
@@ -190,14 +190,17 @@ def _measure(signature: _Signature, name: str, device: torch.device) -> OpRecord
     call = signature.call
     ops = torch.classes.disco_accel.Ops(str(device))
     inputs = _sample_inputs(signature, device)
+    outputs = [torch.zeros(size, dtype=torch.uint8, device=device) for size in signature.output_sizes]
     storages = [ops.add_fixed(buffer.data_ptr(), buffer.numel()) for buffer in inputs]
-    functional = ops.add_op(call.name, call.overload, encode_args(call, storages.__getitem__), name)
+    functional = ops.add_op(
+        call.name, dispatcher_overload(call.overload), encode_args(call, storages.__getitem__), name
+    )
     try:
         reference = _steady(ops, functional, name)
         chosen, native_out = functional, False
         placed = _allocations(signature, reference, name)
         if signature.inplace is None:
-            out = _try_out(ops, signature, storages, reference, name)
+            out = _try_out(ops, signature, storages, outputs, reference, name)
             if out is not None and out[1][1] <= placed[1]:
                 chosen, native_out, placed = out[0], True, out[1]
         seconds = _median_seconds(ops, chosen)
@@ -214,17 +217,20 @@ def _median_seconds(ops: Any, op: int) -> float:
 
 
 def _try_out(
-    ops: Any, signature: _Signature, storages: list[int], reference: _Call, name: str
+    ops: Any,
+    signature: _Signature,
+    storages: list[int],
+    outputs: list[torch.Tensor],
+    reference: _Call,
+    name: str,
 ) -> tuple[int, tuple[tuple[Allocation, ...], int]] | None:
     """The op number and allocations of the native out overload, if it gives the functional call's bits."""
-    device = torch.device("cpu") if not reference.results else next(t.device for t, _ in reference.results if t is not None)
-    outputs = [torch.zeros(size, dtype=torch.uint8, device=device) for size in signature.output_sizes]
-    out_storages = [ops.add_fixed(buffer.data_ptr(), buffer.numel()) for buffer in outputs]
+    out_storages = {k: ops.add_fixed(buffer.data_ptr(), buffer.numel()) for k, buffer in enumerate(outputs)}
     encoded = encode_out_call(signature.call, storages.__getitem__, out_storages)
     if encoded is None:
         return None
     overload, args = encoded
-    op = ops.add_op(signature.call.name, overload, args, name)
+    op = ops.add_op(signature.call.name, dispatcher_overload(overload), args, name)
     try:
         call = _steady(ops, op, name)
     except (RuntimeError, ExecutionError):

@@ -1,9 +1,11 @@
 #include "ops.h"
 
+#include <ATen/ScalarOps.h>
 #include <ATen/core/List.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/ScalarType.h>
 
+#include <array>
 #include <stdexcept>
 #include <utility>
 
@@ -15,9 +17,9 @@ using c10::TypeKind;
 
 [[noreturn]] void bad_argument(const std::string& what) { throw std::invalid_argument(what); }
 
-const std::vector<IValue>& tuple_elements(const IValue& value) {
+c10::ArrayRef<IValue> tuple_elements(const IValue& value) {
   if (!value.isTuple()) bad_argument("expected an encoded tuple, got " + value.tagKind());
-  return value.toTupleRef().elements();
+  return value.toTupleRef().elements().asArrayRef();
 }
 
 std::vector<std::int64_t> int_tuple(const IValue& value) {
@@ -52,6 +54,14 @@ IValue decode_enum(const std::string& kind, const std::string& value) {
   if (kind == "device") return c10::Device(value);
   if (kind == "memory_format") return memory_format_number(value);
   bad_argument("unknown enum kind '" + kind + "'");
+}
+
+// A Python number in a tensor's place, as in `x * 2`: it promotes like a scalar.
+at::Tensor wrapped_number(const c10::Scalar& value) {
+  const c10::InferenceMode inference;
+  at::Tensor tensor = at::scalar_to_tensor(value);
+  tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return tensor;
 }
 
 // Calls fn with each tensor that a call left on its stack, in order: the elements of a returned list count as
@@ -121,7 +131,7 @@ void OpTable::release_externals() {
   for (const std::int64_t storage : externals_) bound_[storage].reset();
 }
 
-at::Tensor OpTable::decode_tensor(const std::vector<IValue>& encoded) const {
+at::Tensor OpTable::decode_tensor(c10::ArrayRef<IValue> encoded) const {
   const std::int64_t storage = encoded.at(1).toInt();
   const c10::ScalarType dtype = scalar_type(encoded.at(2).toStringRef());
   const std::vector<std::int64_t> shape = int_tuple(encoded.at(3));
@@ -146,7 +156,7 @@ at::Tensor OpTable::decode_tensor(const std::vector<IValue>& encoded) const {
   return tensor;
 }
 
-IValue OpTable::decode_list(const std::vector<IValue>& encoded, const c10::TypePtr& element) const {
+IValue OpTable::decode_list(c10::ArrayRef<IValue> encoded, const c10::TypePtr& element) const {
   std::vector<IValue> values;
   for (std::size_t i = 1; i < encoded.size(); ++i) values.push_back(decode(encoded[i], element));
   c10::impl::GenericList list(element->kind() == TypeKind::SymIntType ? c10::TypePtr(c10::IntType::get())
@@ -161,7 +171,7 @@ IValue OpTable::decode(const IValue& encoded, const c10::TypePtr& type) const {
     return decode(encoded, type->castRaw<c10::OptionalType>()->getElementType());
   }
   if (encoded.isTuple()) {
-    const std::vector<IValue>& parts = tuple_elements(encoded);
+    const c10::ArrayRef<IValue> parts = tuple_elements(encoded);
     const std::string& tag = parts.at(0).toStringRef();
     if (tag == "tensor") return decode_tensor(parts);
     if (tag == "enum") return decode_enum(parts.at(1).toStringRef(), parts.at(2).toStringRef());
@@ -193,10 +203,12 @@ IValue OpTable::decode(const IValue& encoded, const c10::TypePtr& type) const {
       break;
     case TypeKind::ListType:
       // Schemas such as `int[1] dim` take a bare number.
-      return decode_list({IValue("list"), encoded}, type->castRaw<c10::ListType>()->getElementType());
+      return decode_list(std::array{IValue("list"), encoded},
+                         type->castRaw<c10::ListType>()->getElementType());
     case TypeKind::TensorType:
       // An undefined tensor: what a kernel gets for an optional gradient.
       if (encoded.isNone()) return at::Tensor();
+      if (encoded.isScalar()) return wrapped_number(encoded.toScalar());
       break;
     default:
       break;
@@ -208,7 +220,7 @@ std::int32_t OpTable::add_op(const std::string& name, const std::string& overloa
                              const std::string& label) {
   const auto handle = c10::Dispatcher::singleton().findSchema({name, overload});
   if (!handle.has_value()) bad_argument(label + ": no op " + name + "." + overload + " in this PyTorch");
-  const std::vector<IValue>& encoded = tuple_elements(args);
+  const c10::ArrayRef<IValue> encoded = tuple_elements(args);
   const auto& schema = handle->schema().arguments();
   if (encoded.size() != schema.size()) {
     bad_argument(label + ": " + std::to_string(encoded.size()) + " arguments given, the schema has " +

@@ -81,8 +81,8 @@ class OpTable {
 
  private:
   c10::IValue decode(const c10::IValue& encoded, const c10::TypePtr& type) const;
-  c10::IValue decode_list(const std::vector<c10::IValue>& encoded, const c10::TypePtr& element) const;
-  at::Tensor decode_tensor(const std::vector<c10::IValue>& encoded) const;
+  c10::IValue decode_list(c10::ArrayRef<c10::IValue> encoded, const c10::TypePtr& element) const;
+  at::Tensor decode_tensor(c10::ArrayRef<c10::IValue> encoded) const;
   void check_results(const PreparedOp& op, const std::vector<c10::IValue>& stack) const;
 
   c10::Device device_;

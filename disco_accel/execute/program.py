@@ -1,0 +1,170 @@
+"""MemGraph to the engine's flat tables: where every value lives, what every kernel calls, what every copy moves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from disco_accel.errors import ExecutionError
+from disco_accel.execute.encode import dispatcher_overload, encode_args, encode_out_call, encode_spec, label
+from disco_accel.execute.record import OpRecord
+from disco_accel.memgraph import MemGraph
+from disco_accel.taskgraph import OpCall, Ref, Vertex, VertexKind
+
+_LATE, _OUT = 1, 2
+_PLACED, _COPIED, _IGNORED = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The arenas that addresses are relative to, and the host bytes of the clean inputs by vertex id."""
+
+    device: torch.Tensor
+    host: torch.Tensor
+    clean: Mapping[int, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """What the engine is built from.
+
+    ``vertices`` int64 [n, 7]: kind, device, op, dst, src, bytes, flags. ``edges`` int64 [m, 2], positions.
+    ``externals``: external INPUT id to its storage number in the op table. ``planned`` allocations of one step.
+    """
+
+    vertices: torch.Tensor
+    edges: torch.Tensor
+    externals: Mapping[int, int]
+    planned: int
+
+
+class Lowering:
+    """One pass over a MemGraph that fills the op table ``ops`` (``torch.classes.disco_accel.Ops``) and the tables."""
+
+    def __init__(
+        self, graph: MemGraph, calls: Mapping[int, OpCall], records: Mapping[int, OpRecord], memory: Memory, ops: Any
+    ) -> None:
+        self._graph, self._calls, self._records, self._memory, self._ops = graph, calls, records, memory, ops
+        self._vertices = {v.id: v for v in graph.vertices}
+        self._storages: dict[Ref, int] = {}
+        self._externals: dict[int, int] = {}
+        self._planned = 0
+
+    def run(self) -> Tables:
+        """Raises ExecutionError naming the vertex whose memory or call is missing."""
+        rows = [self._row(vertex) for vertex in self._graph.vertices]
+        index = {vertex.id: i for i, vertex in enumerate(self._graph.vertices)}
+        edges = {(index[u], index[v]) for u, v in (*self._graph.data_edges, *self._graph.memory_edges)}
+        for vertex in self._graph.vertices:
+            edges.update((index[producer], index[vertex.id]) for producer, _ in vertex.inputs)
+        # An input that is in place when the step begins holds nobody up; only a late one does.
+        waits = [(u, v) for u, v in sorted(edges) if rows[u][0] != VertexKind.INPUT or rows[u][6] & _LATE]
+        return Tables(
+            torch.tensor(rows, dtype=torch.int64).reshape(-1, 7),
+            torch.tensor(waits, dtype=torch.int64).reshape(-1, 2),
+            self._externals,
+            self._planned,
+        )
+
+    def _row(self, vertex: Vertex) -> tuple[int, int, int, int, int, int, int]:
+        flags = (_LATE if vertex.late else 0) | (_OUT if vertex.out and vertex.kind is not VertexKind.INPUT else 0)
+        op, dst, src, nbytes = -1, 0, 0, 0
+        if vertex.kind is VertexKind.INPUT:
+            dst, src, nbytes = self._input(vertex)
+        elif vertex.kind is VertexKind.KERNEL:
+            op = self._kernel(vertex)
+        else:
+            nbytes = vertex.sizes[0]
+            dst, src = self._copy(vertex) if nbytes else (0, 0)
+        return int(vertex.kind), 0, op, dst, src, nbytes, flags
+
+    def _input(self, vertex: Vertex) -> tuple[int, int, int]:
+        if vertex.external:
+            self._externals[vertex.id] = self._storages[vertex.id, 0] = self._ops.add_external(vertex.sizes[0])
+            return 0, 0, 0
+        if vertex.late:
+            raise ExecutionError(f"input {vertex.id} is late but not external: nobody can deliver it")
+        if not vertex.clean:
+            raise ExecutionError(f"input {vertex.id} is neither clean nor external: nobody holds its value")
+        held = self._memory.clean.get(vertex.id)
+        if held is None or held.numel() * held.element_size() != vertex.sizes[0]:
+            got = "no host bytes" if held is None else f"{held.numel() * held.element_size()} host bytes"
+            raise ExecutionError(f"clean input {vertex.id} needs {vertex.sizes[0]} host bytes, it was given {got}")
+        if (vertex.id, 0) not in self._graph.slots:
+            return 0, 0, 0
+        return self._address((vertex.id, 0)), held.data_ptr(), vertex.sizes[0]
+
+    def _copy(self, vertex: Vertex) -> tuple[int, int]:
+        ref = vertex.inputs[0]
+        if vertex.kind is VertexKind.OFFLOAD:
+            return self._host_address(vertex.id), self._address(ref)
+        if vertex.kind is VertexKind.TRANSFER:
+            return self._address((vertex.id, 0)), self._address(ref)
+        source = self._vertices[ref[0]]
+        if source.kind is VertexKind.OFFLOAD:
+            return self._address((vertex.id, 0)), self._host_address(source.id)
+        if source.id not in self._memory.clean:
+            raise ExecutionError(f"reload {vertex.id} reads vertex {source.id}, which has no host bytes")
+        return self._address((vertex.id, 0)), self._memory.clean[source.id].data_ptr()
+
+    def _host_address(self, offload: int) -> int:
+        offset = self._graph.host_offsets.get(offload)
+        if offset is None:
+            raise ExecutionError(f"offload {offload} has no place in the host arena")
+        return self._memory.host.data_ptr() + offset
+
+    def _address(self, ref: Ref) -> int:
+        slot = self._graph.slots.get(ref)
+        if slot is None:
+            raise ExecutionError(f"value {ref[1]} of vertex {ref[0]} has no address in the plan")
+        return self._memory.device.data_ptr() + slot.addr
+
+    def _storage(self, ref: Ref) -> int:
+        storage = self._storages.get(ref)
+        if storage is None:
+            nbytes = self._vertices[ref[0]].sizes[ref[1]]
+            storage = self._ops.add_fixed(self._address(ref) if nbytes else 0, nbytes)
+            self._storages[ref] = storage
+        return storage
+
+    def _kernel(self, vertex: Vertex) -> int:
+        call, record = self._calls.get(vertex.id), self._records.get(vertex.id)
+        if call is None or record is None:
+            raise ExecutionError(f"kernel {vertex.id} ({vertex.op}) has no {'call' if call is None else 'record'}")
+        try:
+            op = self._add_call(vertex, call, record)
+        except (ValueError, RuntimeError) as error:
+            raise ExecutionError(f"vertex {vertex.id}: {error}") from error
+        addresses = []
+        for allocation in record.allocations:
+            scratch = (vertex.id, len(vertex.sizes) - 1)
+            base = scratch if allocation.output is None else (vertex.id, allocation.output)
+            addresses.append(self._address(base) + allocation.offset)
+        self._ops.set_schedule(op, addresses, [a.nbytes for a in record.allocations])
+        self._planned += len(addresses)
+        return int(op)
+
+    def _add_call(self, vertex: Vertex, call: OpCall, record: OpRecord) -> int:
+        def storage_of(position: int) -> int:
+            return self._storage(vertex.inputs[position])
+
+        if record.native_out:
+            outputs = {r.output: self._storage((vertex.id, r.output)) for r in call.results if r is not None}
+            native = encode_out_call(call, storage_of, outputs)
+            if native is None:
+                raise ExecutionError(f"{label(call)} was recorded with an out overload that this PyTorch lacks")
+            return int(self._ops.add_op(call.name, dispatcher_overload(native[0]), native[1], label(call)))
+        op = int(
+            self._ops.add_op(call.name, dispatcher_overload(call.overload), encode_args(call, storage_of), label(call))
+        )
+        placed = {a.output for a in record.allocations} | ({0} if vertex.inplace is not None else set())
+        for result in call.results:
+            if result is None:
+                self._ops.expect_result(op, _IGNORED, ())
+                continue
+            mode = _PLACED if result.output in placed else _COPIED
+            self._ops.expect_result(op, mode, encode_spec(self._storage((vertex.id, result.output)), result.spec))
+        return op

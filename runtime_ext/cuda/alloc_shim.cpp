@@ -1,0 +1,179 @@
+// Planned allocation on CUDA: a decorator in front of PyTorch's CUDA caching allocator. A shared object of
+// its own, because it needs CUDA's headers and c10_cuda while the engine needs neither. Never includes
+// ATen/cuda.
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <torch/library.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "../torch/planned_alloc.h"
+
+namespace disco {
+namespace {
+
+using namespace c10::cuda::CUDACachingAllocator;  // NOLINT: the decorator spells every type of this interface
+using c10::DeviceIndex;
+using c10::MempoolId_t;
+
+CUDAAllocator* base = nullptr;
+
+void free_block(void* ptr) {
+  if (ptr == nullptr || in_planned_range(ptr)) return;
+  note_freed(ptr);
+  base->raw_delete(ptr);
+}
+
+// Serves scheduled allocations, forwards everything else. Every block carries the same deleter, so that
+// raw_deallocate works on both kinds.
+class CudaDecorator final : public CUDAAllocator {
+ public:
+  c10::DataPtr allocate(size_t nbytes) override {
+    if (nbytes == 0) return base->allocate(0);
+    if (void* ptr = planned_address(nbytes)) {
+      const c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
+      return {ptr, ptr, &free_block, guard.getDevice()};
+    }
+    c10::DataPtr block = base->allocate(nbytes);
+    note_forwarded(block.get(), nbytes);
+    const c10::Device device = block.device();
+    void* ptr = block.release_context();
+    return {ptr, ptr, &free_block, device};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &free_block; }
+  void copy_data(void* dest, const void* src, std::size_t count) const override {
+    base->copy_data(dest, src, count);
+  }
+
+  void* raw_alloc(size_t nbytes) override {
+    if (void* ptr = planned_address(nbytes)) return ptr;
+    void* ptr = base->raw_alloc(nbytes);
+    note_forwarded(ptr, nbytes);
+    return ptr;
+  }
+  void* raw_alloc_with_stream(size_t nbytes, cudaStream_t stream) override {
+    if (void* ptr = planned_address(nbytes)) return ptr;
+    void* ptr = base->raw_alloc_with_stream(nbytes, stream);
+    note_forwarded(ptr, nbytes);
+    return ptr;
+  }
+  void raw_delete(void* ptr) override { free_block(ptr); }
+
+  // A planned block belongs to no stream: the plan's edges order its use.
+  void recordStream(const c10::DataPtr& ptr, c10::cuda::CUDAStream stream) override {
+    if (!in_planned_range(ptr.get())) base->recordStream(ptr, stream);
+  }
+
+  bool initialized() override { return base->initialized(); }
+  void emptyCache(MempoolId_t pool) override { base->emptyCache(pool); }
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex device) override {
+    return base->getDeviceStats(device);
+  }
+  void resetAccumulatedStats(DeviceIndex device) override { base->resetAccumulatedStats(device); }
+  void resetPeakStats(DeviceIndex device) override { base->resetPeakStats(device); }
+  std::pair<size_t, size_t> getMemoryInfo(DeviceIndex device) override { return base->getMemoryInfo(device); }
+  void init(int devices) override { base->init(devices); }
+  double getMemoryFraction(DeviceIndex device) override { return base->getMemoryFraction(device); }
+  void setMemoryFraction(double fraction, DeviceIndex device) override {
+    base->setMemoryFraction(fraction, device);
+  }
+  std::vector<StreamSegmentSize> getExpandableSegmentSizes(DeviceIndex device) override {
+    return base->getExpandableSegmentSizes(device);
+  }
+  void enable(bool value) override { base->enable(value); }
+  bool isEnabled() const override { return base->isEnabled(); }
+  void cacheInfo(DeviceIndex device, size_t* largest) override { base->cacheInfo(device, largest); }
+  void* getBaseAllocation(void* ptr, size_t* size) override { return base->getBaseAllocation(ptr, size); }
+  SnapshotInfo snapshot(MempoolId_t pool, bool traces) override { return base->snapshot(pool, traces); }
+  void beginAllocateToPool(DeviceIndex device, MempoolId_t pool,
+                           std::function<bool(cudaStream_t)> filter) override {
+    base->beginAllocateToPool(device, pool, std::move(filter));
+  }
+  void endAllocateToPool(DeviceIndex device, MempoolId_t pool) override {
+    base->endAllocateToPool(device, pool);
+  }
+  void markCaptureBegin(DeviceIndex device) override { base->markCaptureBegin(device); }
+  void markCaptureEnd(DeviceIndex device) override { base->markCaptureEnd(device); }
+  void releasePool(DeviceIndex device, MempoolId_t pool) override { base->releasePool(device, pool); }
+  int getPoolUseCount(DeviceIndex device, MempoolId_t pool) override {
+    return base->getPoolUseCount(device, pool);
+  }
+  void createOrIncrefPool(DeviceIndex device, MempoolId_t pool,
+                          std::shared_ptr<CUDAAllocator> allocator) override {
+    base->createOrIncrefPool(device, pool, std::move(allocator));
+  }
+  void setUseOnOOM(DeviceIndex device, MempoolId_t pool, bool use) override {
+    base->setUseOnOOM(device, pool, use);
+  }
+  void setNoSplit(DeviceIndex device, MempoolId_t pool) override { base->setNoSplit(device, pool); }
+  bool checkPoolLiveAllocations(DeviceIndex device, MempoolId_t pool,
+                                const std::unordered_set<void*>& live) override {
+    return base->checkPoolLiveAllocations(device, pool, live);
+  }
+  ShareableHandle shareIpcHandle(void* ptr) override { return base->shareIpcHandle(ptr); }
+  std::shared_ptr<void> getIpcDevPtr(std::string handle) override {
+    return base->getIpcDevPtr(std::move(handle));
+  }
+  bool isHistoryEnabled() override { return base->isHistoryEnabled(); }
+  std::shared_ptr<c10::GatheredContext> getContextForPointer(const void* ptr) override {
+    return base->getContextForPointer(ptr);
+  }
+  void recordHistory(bool enabled, CreateContextFn recorder, size_t max_entries, RecordContext when,
+                     bool clear, const std::vector<std::string>& skip) override {
+    base->recordHistory(enabled, recorder, max_entries, when, clear, skip);
+  }
+  void recordAnnotation(const std::vector<std::pair<std::string, std::string>>& notes) override {
+    base->recordAnnotation(notes);
+  }
+  void pushCompileContext(std::string& notes) override { base->pushCompileContext(notes); }
+  void popCompileContext() override { base->popCompileContext(); }
+  void setUserMetadata(const std::string& metadata) override { base->setUserMetadata(metadata); }
+  std::string getUserMetadata() override { return base->getUserMetadata(); }
+  void attachOutOfMemoryObserver(OutOfMemoryObserver observer) override {
+    base->attachOutOfMemoryObserver(std::move(observer));
+  }
+  void attachOomRejectionObserver(OomRejectionObserver observer) override {
+    base->attachOomRejectionObserver(std::move(observer));
+  }
+  void attachAllocatorTraceTracker(AllocatorTraceTracker tracker) override {
+    base->attachAllocatorTraceTracker(std::move(tracker));
+  }
+  void enablePeerAccess(DeviceIndex from, DeviceIndex to) override { base->enablePeerAccess(from, to); }
+  cudaError_t memcpyAsync(void* dst, int dst_device, const void* src, int src_device, size_t count,
+                          cudaStream_t stream, bool peer) override {
+    return base->memcpyAsync(dst, dst_device, src, src_device, count, stream, peer);
+  }
+  std::shared_ptr<AllocatorState> getCheckpointState(DeviceIndex device, MempoolId_t pool) override {
+    return base->getCheckpointState(device, pool);
+  }
+  CheckpointDelta setCheckpointPoolState(DeviceIndex device, std::shared_ptr<AllocatorState> state) override {
+    return base->setCheckpointPoolState(device, std::move(state));
+  }
+  c10::DataPtr allocateWithAddress(size_t nbytes, void* address) override {
+    return base->allocateWithAddress(nbytes, address);
+  }
+  std::string name() override { return base->name(); }
+};
+
+// Once per process; blocks allocated before keep their own deleter.
+void install() {
+  static const bool installed = [] {
+    base = allocator.load();
+    if (base == nullptr) throw std::runtime_error("PyTorch has no CUDA allocator: initialise CUDA first");
+    static auto* decorator = new CudaDecorator();
+    allocator.store(decorator);
+    return true;
+  }();
+  (void)installed;
+}
+
+}  // namespace
+
+TORCH_LIBRARY(disco_accel_cuda, m) { m.def("install", &install); }
+
+}  // namespace disco

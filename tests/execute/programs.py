@@ -1,0 +1,247 @@
+"""Small programs for the engine's tests: each is built by running it eagerly, so what it should give is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from disco_accel.execute.executor import EngineOptions, Executor
+from disco_accel.execute.hostmem import bytes_of, footprint
+from disco_accel.execute.record import OpRecord, apply, record
+from disco_accel.memgraph import MemGraph, Slot
+from disco_accel.taskgraph import (
+    Arg,
+    Device,
+    EnumArg,
+    OpCall,
+    OpResult,
+    Ref,
+    TaskGraph,
+    TensorArg,
+    TensorSpec,
+    Vertex,
+    VertexKind,
+)
+
+
+def spec_of(tensor: torch.Tensor) -> TensorSpec:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return TensorSpec(dtype, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
+
+
+@dataclass(frozen=True)
+class Value:
+    """A value of the program and the tensor that eager execution gave for it."""
+
+    ref: Ref
+    tensor: torch.Tensor
+
+    @property
+    def spec(self) -> TensorSpec:
+        return spec_of(self.tensor)
+
+    def view(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> Value:
+        """The same storage seen otherwise: costs no vertex."""
+        seen = fn(self.tensor)
+        assert seen.untyped_storage().data_ptr() == self.tensor.untyped_storage().data_ptr()
+        return Value(self.ref, seen)
+
+
+@dataclass
+class Builder:
+    """Appends vertices while running them eagerly."""
+
+    vertices: list[Vertex] = field(default_factory=list)
+    ops: dict[int, OpCall] = field(default_factory=dict)
+    clean: dict[int, torch.Tensor] = field(default_factory=dict)
+    external: dict[int, torch.Tensor] = field(default_factory=dict)
+    late: dict[int, torch.Tensor] = field(default_factory=dict)
+    results: dict[str, Value] = field(default_factory=dict)
+    _names: dict[str, int] = field(default_factory=dict)
+
+    def weight(self, tensor: torch.Tensor) -> Value:
+        """A frozen input that the host holds."""
+        vertex = self._input(tensor, clean=True)
+        self.clean[vertex] = bytes_of(tensor)
+        return Value((vertex, 0), tensor)
+
+    def input(self, tensor: torch.Tensor, late: bool = False) -> Value:
+        """An input in foreign memory; ``late`` ones arrive at the gate."""
+        vertex = self._input(tensor, external=True, late=late)
+        (self.late if late else self.external)[vertex] = tensor
+        return Value((vertex, 0), tensor)
+
+    def _input(self, tensor: torch.Tensor, **flags: bool) -> int:
+        vertex = Vertex(len(self.vertices), VertexKind.INPUT, 0, sizes=(footprint(tensor),), **flags)  # type: ignore[arg-type]
+        self.vertices.append(vertex)
+        return vertex.id
+
+    def call(
+        self,
+        name: str,
+        *args: Any,
+        module: str = "",
+        out: str = "",
+        keep: str = "",
+        inplace: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Runs ``aten::<op>.<overload>`` eagerly and appends its vertex.
+
+        ``keep`` names the first result as one to check at the end, ``out`` as one to check at the gate as well.
+        """
+        base, _, overload = name.partition(".")
+        op = getattr(getattr(torch.ops.aten, base), overload or "default")
+        refs: list[Ref] = []
+        encoded, given = [], []
+        for position, argument in enumerate(op._schema.arguments):
+            value = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
+            encoded.append(_encode(value, refs))
+            given.append(_plain(value))
+        positional = [v for v, a in zip(given, op._schema.arguments, strict=True) if not a.kwarg_only]
+        named = {a.name: v for v, a in zip(given, op._schema.arguments, strict=True) if a.kwarg_only}
+        raw = op(*positional, **named)
+        tensors = list(raw) if isinstance(raw, (tuple, list)) else [raw]
+        vertex = len(self.vertices)
+        results: list[OpResult | None] = []
+        sizes: list[int] = []
+        values: list[Value | None] = []
+        for tensor in tensors:
+            if not isinstance(tensor, torch.Tensor):
+                if tensor is None:
+                    results.append(None)
+                    values.append(None)
+                continue
+            results.append(OpResult(len(sizes), spec_of(tensor)))
+            values.append(Value((vertex, len(sizes)), tensor))
+            sizes.append(tensor.untyped_storage().nbytes())
+        self.vertices.append(
+            Vertex(
+                vertex,
+                VertexKind.KERNEL,
+                0,
+                op=f"aten::{base}",
+                inputs=tuple(refs),
+                sizes=tuple(sizes),
+                out=bool(out),
+                keep=bool(keep or out),
+                inplace=0 if inplace else None,
+            )
+        )
+        self.ops[vertex] = OpCall(f"aten::{base}", overload or "default", tuple(encoded), tuple(results), module)
+        if keep or out:
+            first = values[0]
+            assert first is not None
+            self.results[keep or out] = first
+        return values[0] if len(values) == 1 else values
+
+    def graph(self, name: str = "test") -> TaskGraph:
+        return TaskGraph(name, (Device(0, 1 << 40),), tuple(self.vertices), self.ops)
+
+
+def _encode(value: Any, refs: list[Ref]) -> Arg:
+    if isinstance(value, Value):
+        refs.append(value.ref)
+        return TensorArg(len(refs) - 1, value.spec)
+    if isinstance(value, (list, tuple)):
+        return tuple(_encode(item, refs) for item in value)
+    for kind, types in (("dtype", torch.dtype), ("layout", torch.layout), ("device", torch.device)):
+        if isinstance(value, types):
+            return EnumArg(kind, str(value).removeprefix("torch."))
+    if isinstance(value, torch.memory_format):
+        return EnumArg("memory_format", str(value).removeprefix("torch."))
+    assert value is None or isinstance(value, (bool, int, float, str))
+    return value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Value):
+        return value.tensor
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def bump_plan(graph: TaskGraph) -> MemGraph:
+    """Every value at an address of its own, one after the other: no reuse, so no memory edges."""
+    slots: dict[Ref, Slot] = {}
+    top = 0
+    for vertex in graph.vertices:
+        for k, size in enumerate(vertex.sizes):
+            if vertex.external or size == 0:
+                continue
+            if k == 0 and vertex.inplace is not None:
+                slots[vertex.id, 0] = slots[vertex.inputs[vertex.inplace]]
+                continue
+            slots[vertex.id, k] = Slot(0, top, size)
+            top += -(-size // 256) * 256
+    edges = {(producer, v.id) for v in graph.vertices for producer, _ in v.inputs}
+    edges |= {(u, v.id) for v in graph.vertices for u in v.after}
+    # An in-place writer waits for the other readers of what it overwrites.
+    anti = set()
+    for vertex in graph.vertices:
+        if vertex.inplace is not None:
+            target = vertex.inputs[vertex.inplace]
+            anti |= {(v.id, vertex.id) for v in graph.vertices if target in v.inputs and v.id < vertex.id}
+    return MemGraph(
+        graph.name,
+        (Device(0, top),),
+        graph.vertices,
+        slots,
+        tuple(sorted(edges)),
+        tuple(sorted(anti)),
+        {},
+        cyclic=True,
+    )
+
+
+Program = Callable[[Builder, torch.Generator], None]
+
+
+def build(program: Program, seed: int = 0) -> Builder:
+    """The program over the weights of seed 0 and inputs of ``seed``: weights first, so that they do not depend on it."""
+    builder = Builder()
+    program(builder, torch.Generator().manual_seed(seed))
+    return builder
+
+
+def measured(builder: Builder) -> tuple[TaskGraph, dict[int, OpRecord]]:
+    graph = builder.graph()
+    records = record(graph)
+    return apply(graph, records), records
+
+
+def executor_of(
+    builder: Builder,
+    plan: Callable[[TaskGraph], MemGraph] = bump_plan,
+    options: EngineOptions | None = None,
+) -> Executor:
+    graph, records = measured(builder)
+    return Executor(plan(graph), graph.ops, records, clean=builder.clean, options=options or EngineOptions())
+
+
+def step(executor: Executor, inputs: Builder, results: Mapping[str, Value] | None = None) -> dict[str, torch.Tensor]:
+    """Runs one step on the inputs of ``inputs`` and returns clones of all kept values."""
+    executor.begin(inputs.external)
+    executor.wait_out()
+    if inputs.late:
+        executor.deliver(inputs.late)
+    executor.wait_end()
+    wanted = inputs.results if results is None else results
+    return {name: executor.value(value.ref, value.spec).clone() for name, value in wanted.items()}
+
+
+def assert_bits(got: Mapping[str, torch.Tensor], expected: Builder, names: Iterable[str] | None = None) -> None:
+    """Every kept value has the bits that eager execution gave (NaNs included)."""
+    for name in names or expected.results:
+        want = expected.results[name].tensor
+        assert got[name].dtype == want.dtype and got[name].shape == want.shape, name
+        same = torch.equal(_bits(got[name]), _bits(want))
+        assert same, f"{name} differs from eager by up to {(got[name].double() - want.double()).abs().max()}"
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
