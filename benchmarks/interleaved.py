@@ -3,7 +3,7 @@
     python -m benchmarks.interleaved configs/lora_demo.yaml --config configs/disco.yaml --rounds 5 -o out/step
 
 Prints one JSON object: a list of seconds for each variant, the sizes of the plan, and what the engine counted. With
-``-o`` it also writes plan.json, trace.json (Perfetto, chrome://tracing) and step.png of one planned step.
+``-o`` it also writes plan.json, trace.json (Perfetto, chrome://tracing), step.png and more of one planned step.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ from benchmarks.training import Workload, load_workload
 from disco_accel import prepare, stats
 from disco_accel.config import DiscoConfig
 from disco_accel.execute.executor import EngineOptions, Event, Executor
-from disco_accel.graphfile import write_memgraph
 from disco_accel.integrate.compiled import CompiledStep
-from disco_accel.observe.plots import draw_step
-from disco_accel.observe.timeline import write_chrome_trace
+from disco_accel.observe.report import write_report
 from disco_accel.sizes import parse_size
 from disco_accel.taskgraph import VertexKind
 
@@ -128,24 +126,6 @@ def link_seconds(step: CompiledStep, config: DiscoConfig) -> float:
     return max(step.copy_bytes(k) for k in (VertexKind.RELOAD, VertexKind.OFFLOAD)) / float(config.link_bandwidth)
 
 
-def write_pictures(variants: Variants, folder: Path, in_memory_peak: int | None) -> None:
-    """Plan, trace and picture of one more planned step."""
-    folder.mkdir(parents=True, exist_ok=True)
-    events = variants.traced("planned", 1)
-    plan, budget = variants.step.plan, variants.step.budget
-    write_memgraph(plan, folder / "plan.json")
-    write_chrome_trace(folder / "trace.json", plan, events)
-    draw_step(
-        folder / "step.png",
-        plan,
-        events,
-        budget=budget.total,
-        outside=budget.outside,
-        in_memory_peak=in_memory_peak,
-        title="One LoRA training step under a memory budget",
-    )
-
-
 def main(argv: list[str] | None = None) -> int:
     """Command line; one JSON object on stdout."""
     parser = argparse.ArgumentParser(description="one training step: eager, planned, synchronous, in turn")
@@ -162,7 +142,9 @@ def main(argv: list[str] | None = None) -> int:
     variants = Variants(args.recipe, config)
     result = measure(variants, args.rounds)
     if args.output is not None:
-        write_pictures(variants, args.output, args.in_memory_peak)
+        events = variants.traced("planned", 1)
+        plan, counted = variants.step.plan, stats(variants.planned.model)
+        write_report(args.output, plan, events, counted, in_memory_peak=args.in_memory_peak)
     print(json.dumps(result))
     return 0
 

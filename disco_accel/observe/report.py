@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from disco_accel.graphfile import write_atomically, write_memgraph
+from disco_accel.memgraph import MemGraph
+from disco_accel.observe.timeline import TracedEvent, write_chrome_trace
 from disco_accel.sizes import format_size
 
 
@@ -62,3 +69,39 @@ def first_step_text(stats: Mapping[str, Any]) -> str:
         lines.append("made in " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in stages.items()))
     lines += [f"not planned: {reason}" for reason in stats.get("fallbacks", ())]
     return "\n".join(lines)
+
+
+def write_report(
+    folder: str | os.PathLike[str],
+    plan: MemGraph,
+    events: Sequence[TracedEvent],
+    stats: Mapping[str, Any],
+    *,
+    in_memory_peak: int | None = None,
+) -> list[Path]:
+    """Write plan.json, trace.json, stats.json, report.txt and, where matplotlib is installed, step.png into ``folder``.
+
+    ``events`` are those of one traced step, ``stats`` is ``disco_accel.stats(model)`` after it. Returns the files.
+    """
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    write_memgraph(plan, target / "plan.json")
+    write_chrome_trace(target / "trace.json", plan, events)
+    write_atomically(target / "stats.json", json.dumps(stats, indent=1, sort_keys=True).encode())
+    write_atomically(target / "report.txt", (first_step_text(stats) + "\n").encode())
+    names = ["plan.json", "trace.json", "stats.json", "report.txt"]
+    if importlib.util.find_spec("matplotlib") is not None:
+        from disco_accel.observe.plots import draw_step
+
+        budget = stats["budget"]
+        draw_step(
+            target / "step.png",
+            plan,
+            events,
+            budget=budget["total"],
+            outside=budget["total"] - budget["arena"],
+            in_memory_peak=in_memory_peak,
+            title="One training step under a memory budget",
+        )
+        names.append("step.png")
+    return [target / name for name in names]

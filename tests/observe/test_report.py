@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from disco_accel.observe.report import budget_table, first_step_text, table
+from disco_accel.graphfile import read_memgraph
+from disco_accel.observe.report import budget_table, first_step_text, table, write_report
+from tests.observe import traced_step as small
 
 MIB = 1 << 20
 
@@ -51,3 +55,12 @@ def test_the_first_step_text_says_time_bound_and_what_was_not_planned(stats):
 def test_columns_line_up():
     lines = table(["name", "n"], [["a", 1], ["longer", 200]]).splitlines()
     assert len({len(line) for line in lines}) == 1
+
+
+def test_a_report_folder_holds_the_plan_the_trace_the_statistics_and_the_text(stats, tmp_path):
+    files = write_report(tmp_path / "r", small.plan(), small.events(), stats)
+    assert {f.name for f in files} >= {"plan.json", "trace.json", "stats.json", "report.txt"}
+    assert all(f.stat().st_size for f in files)
+    assert {f.name for f in (tmp_path / "r").iterdir()} == {f.name for f in files}
+    assert read_memgraph(tmp_path / "r" / "plan.json").slots == small.plan().slots
+    assert json.loads((tmp_path / "r" / "stats.json").read_text()) == stats
