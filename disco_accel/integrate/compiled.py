@@ -12,8 +12,8 @@ import torch
 from disco_accel.capture.step import CapturedStep, InputBinding, capture_step
 from disco_accel.errors import BudgetTooSmall, CaptureError
 from disco_accel.execute.executor import EngineOptions, Executor
-from disco_accel.execute.hostmem import HostMemory
-from disco_accel.execute.record import apply, record
+from disco_accel.execute.hostmem import bytes_of
+from disco_accel.execute.record import OpRecord, apply, record
 from disco_accel.integrate.budget import Budget, split_budget
 from disco_accel.memgraph import MemGraph
 from disco_accel.plan import make_plan
@@ -24,7 +24,10 @@ from disco_accel.verify import verify
 
 @dataclass
 class CompiledStep:
-    """A plan that runs. ``seconds`` holds the time each stage of making it took."""
+    """A plan that runs. ``seconds`` holds the time each stage of making it took.
+
+    ``records`` and ``clean`` are what ``executor`` was made from, so that benchmarks can run the same plan otherwise.
+    """
 
     captured: CapturedStep
     graph: TaskGraph
@@ -32,6 +35,8 @@ class CompiledStep:
     executor: Executor
     budget: Budget
     seconds: dict[str, float] = field(default_factory=dict)
+    records: Mapping[int, OpRecord] = field(default_factory=dict)
+    clean: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
     @property
     def compute_seconds(self) -> float:
@@ -79,7 +84,6 @@ def compile_step(
     *,
     forward: Callable[..., Any],
     options: CompileOptions,
-    host: HostMemory,
 ) -> CompiledStep:
     """Capture, record, plan and verify one training step of ``model`` for batches shaped like ``kwargs``.
 
@@ -105,25 +109,25 @@ def compile_step(
     verify(graph, plan)
     clock.append(time.perf_counter())
 
-    clean = _host_bytes(model, captured, host)
+    clean = _host_bytes(model, captured)
     executor = Executor(plan, graph.ops, records, clean=clean, options=options.engine)
     clock.append(time.perf_counter())
     stages = ("capture", "record", "plan", "verify", "load")
     seconds = {name: b - a for name, a, b in zip(stages, clock, clock[1:], strict=False)}
-    return CompiledStep(captured, graph, plan, executor, budget, seconds)
+    return CompiledStep(captured, graph, plan, executor, budget, seconds, records, clean)
 
 
-def _host_bytes(model: torch.nn.Module, captured: CapturedStep, host: HostMemory) -> dict[int, torch.Tensor]:
+def _host_bytes(model: torch.nn.Module, captured: CapturedStep) -> dict[int, torch.Tensor]:
     """INPUT vertex → its bytes on the host, for everything the plan may drop and load again."""
     named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     found = {}
     for binding in captured.bindings:
         if binding.source == "constant":
-            found[binding.vertex] = host.bytes_of(captured.constants[binding.name])
+            found[binding.vertex] = bytes_of(captured.constants[binding.name])
         elif binding.source in ("frozen", "buffer"):
             if binding.name not in named:
                 raise CaptureError(f"{binding.name}: captured as a {binding.source}, but the model no longer has it")
-            found[binding.vertex] = host.bytes_of(named[binding.name].detach())
+            found[binding.vertex] = bytes_of(named[binding.name].detach())
     return found
 
 

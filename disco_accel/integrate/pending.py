@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from disco_accel.capture.twins import batch_tensors
 from disco_accel.errors import ExecutionError
 from disco_accel.integrate.compiled import CompiledStep
 
@@ -117,10 +118,8 @@ def run_step(
 ) -> torch.Tensor:
     """Run the forward part of ``step``; the returned loss's backward runs the rest."""
     parameters = dict(model.named_parameters())
-    externals: dict[int, torch.Tensor] = {}
-    for binding in step.vertices_of("trainable", "batch"):
-        source = parameters if binding.source == "trainable" else batch
-        externals[binding.vertex] = source[binding.name].detach()
+    tensors = {"trainable": parameters, "batch": batch_tensors(batch)}
+    externals = {b.vertex: tensors[b.source][b.name].detach() for b in step.vertices_of("trainable", "batch")}
     trainable = {name: p for name, p in parameters.items() if p.requires_grad}
     pending = PendingStep(state, step, externals)
     loss: torch.Tensor = _Step.apply(pending, tuple(trainable), *trainable.values())

@@ -36,7 +36,7 @@ class PreparedModel:
         self.settings = config.resolve()
         self.original_forward = model.forward
         self.signature = inspect.signature(model.forward)
-        self.host = HostMemory(_frozen_bytes(model))
+        self.host = HostMemory(HostMemory.room_for([p for p in model.parameters() if not p.requires_grad]))
         self.plans: dict[StepKey, CompiledStep] = {}
         self.refused: dict[StepKey, str] = {}
         self.active: PendingStep | None = None
@@ -82,7 +82,7 @@ class PreparedModel:
             contexts=hf_contexts(model, kwargs),
         )
         try:
-            step = compile_step(model, kwargs, forward=self.original_forward, options=options, host=self.host)
+            step = compile_step(model, kwargs, forward=self.original_forward, options=options)
         except CaptureError as error:
             self.refused[key] = str(error)
             raise
@@ -115,11 +115,6 @@ class PreparedModel:
 
 def _nothing() -> None:
     return None
-
-
-def _frozen_bytes(model: torch.nn.Module) -> int:
-    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters() if not p.requires_grad}
-    return sum(-(-n // 64) * 64 for n in storages.values())
 
 
 def _frozen_now(model: torch.nn.Module, step: CompiledStep) -> list[tuple[torch.Tensor, int, int]]:
@@ -220,7 +215,7 @@ def restore(model: torch.nn.Module) -> torch.nn.Module:
     for step in state.plans.values():
         step.executor.close()
     for parameter in model.parameters():
-        if not parameter.requires_grad or state.host.holds(parameter.data):
+        if not parameter.requires_grad:
             parameter.data = parameter.data.clone()
     original = state.original_forward
     if isinstance(original, types.MethodType) and original.__func__ is type(model).forward:
@@ -257,6 +252,12 @@ def stats(model: torch.nn.Module) -> dict[str, Any]:
         "engine": counters,
     }
     return result
+
+
+def current_step(model: torch.nn.Module) -> CompiledStep | None:
+    """The captured step, plan and executor behind the last planned step of ``model``; None before the first."""
+    state = _find_state(model)
+    return None if state is None else state.current
 
 
 def _find_state(model: torch.nn.Module) -> PreparedModel | None:
