@@ -1,0 +1,63 @@
+"""Eviction policies: which value leaves the device first. A policy ranks, the planner decides what is allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from disco_accel.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A copy that may be evicted: ``size`` in bytes; positions are places in the serial order.
+
+    ``born``: where the copy was made; ``last_use``: last reader so far; ``next_use``: next reader; ``now``: the vertex
+    being executed; ``clean``: the host has the value, so that evicting it copies nothing.
+    """
+
+    size: int
+    born: int
+    last_use: int
+    next_use: int
+    now: int
+    clean: bool
+
+
+Policy = Callable[[Candidate], float]
+"""Returns a rank: the candidate with the largest goes first."""
+
+COPY_LATENCY_BYTES = 200_000
+"""What the fixed cost of a copy is worth in bytes: 10 microseconds at 20 GB/s."""
+
+
+def fifo(candidate: Candidate) -> float:
+    """The copy that was made first."""
+    return -candidate.born
+
+
+def lru(candidate: Candidate) -> float:
+    """The copy that was used least recently."""
+    return -candidate.last_use
+
+
+def belady(candidate: Candidate) -> float:
+    """The value with the furthest next use (Belady 1966)."""
+    return candidate.next_use
+
+
+def cost(candidate: Candidate) -> float:
+    """Bytes freed times the vertices until the next use, over what the copies cost; unchanged values cost one copy."""
+    copies = 1 if candidate.clean else 2
+    price = copies * (candidate.size + COPY_LATENCY_BYTES)
+    return candidate.size * (candidate.next_use - candidate.now) / price
+
+
+POLICIES: Mapping[str, Policy] = {"belady": belady, "cost": cost, "fifo": fifo, "lru": lru}
+
+
+def policy_named(name: str) -> Policy:
+    """Return the policy ``name``. Raises ConfigError that lists the known ones."""
+    if name not in POLICIES:
+        raise ConfigError(f"policy: {name!r} is unknown; known policies: {', '.join(sorted(POLICIES))}")
+    return POLICIES[name]

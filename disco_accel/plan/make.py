@@ -1,0 +1,116 @@
+"""``make_plan``: planner and policy by name, more modest attempts when one fails, and the budget that would do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from disco_accel.errors import BudgetTooSmall, ConfigError
+from disco_accel.graphcheck import check_taskgraph
+from disco_accel.memgraph import MemGraph
+from disco_accel.plan.build import build
+from disco_accel.plan.evict import Policy, policy_named
+from disco_accel.plan.resident import plan_with_residents
+from disco_accel.plan.sim_malloc import Infeasible, Repairs
+from disco_accel.plan.simulate import Machine
+from disco_accel.taskgraph import Device, TaskGraph
+
+_SHORTER = (64, 8, 1, 0)
+
+
+def make_plan(
+    graph: TaskGraph,
+    *,
+    memory: int | None = None,
+    policy: str = "belady",
+    planner: str = "build",
+    cyclic: bool = False,
+    lookahead: int | None = None,
+    machine: Machine | None = None,
+) -> MemGraph:
+    """Return a plan of ``graph``.
+
+    ``memory``: bytes of every device's arena (None: what the graph's devices say). ``policy``: who is evicted first.
+    ``planner``: ``build``, the paper's. ``cyclic``: the plan is run step after step. ``lookahead``: vertices ahead of
+    execution for which copies may be placed (None: as many as fit). ``machine``: what candidates are compared on.
+    Raises ConfigError for unknown names, GraphFileError for a graph that makes no sense, BudgetTooSmall.
+    """
+    if planner not in _PLANNERS:
+        raise ConfigError(f"planner: {planner!r} is unknown; known planners: {', '.join(sorted(_PLANNERS))}")
+    chosen = policy_named(policy)
+    if lookahead is not None and lookahead < 0:
+        raise ConfigError(f"lookahead: {lookahead} is negative; 0 turns it off")
+    graph = check_taskgraph(graph)
+    if memory is not None:
+        graph = _with_memory(graph, lambda device: memory)
+    return _PLANNERS[planner](graph, chosen, cyclic, lookahead, machine or Machine())
+
+
+def plan_build(
+    graph: TaskGraph,
+    policy: Policy,
+    cyclic: bool,
+    lookahead: int | None,
+    machine: Machine,
+    repairs: Repairs | None = None,
+) -> MemGraph:
+    """Plan with BUILDMEMGRAPH: as much look-ahead as fits, less if it must be. Raises BudgetTooSmall."""
+    repairs = repairs or Repairs()
+
+    for ahead in _attempts(lookahead, repairs):
+
+        def planned(residents: Sequence[int], ahead: int | None = ahead) -> MemGraph:
+            return build(graph, policy, lookahead=ahead, residents=residents, cyclic=cyclic, repairs=repairs)
+
+        try:
+            return plan_with_residents(graph, planned, machine)
+        except Infeasible:
+            continue
+    if not repairs.shorten_lookahead:
+        raise Infeasible(0)
+    given = max(device.memory for device in graph.devices)
+    raise BudgetTooSmall(_smallest(graph, policy, cyclic, lookahead), given, f"the plan of {graph.name!r}")
+
+
+_PLANNERS: dict[str, Callable[[TaskGraph, Policy, bool, int | None, Machine], MemGraph]] = {"build": plan_build}
+
+
+def _attempts(lookahead: int | None, repairs: Repairs) -> Iterator[int | None]:
+    yield lookahead
+    if repairs.shorten_lookahead:
+        yield from (ahead for ahead in _SHORTER if lookahead is None or ahead < lookahead)
+
+
+def _with_memory(graph: TaskGraph, size: Callable[[Device], int]) -> TaskGraph:
+    return replace(graph, devices=tuple(replace(device, memory=size(device)) for device in graph.devices))
+
+
+def _fits(graph: TaskGraph, policy: Policy, cyclic: bool, lookahead: int | None) -> bool:
+    """Whether ``make_plan`` would find a plan: one without residents is always among its candidates."""
+    for ahead in reversed(list(_attempts(lookahead, Repairs()))):
+        try:
+            build(graph, policy, lookahead=ahead, cyclic=cyclic)
+        except Infeasible:
+            continue
+        return True
+    return False
+
+
+def _smallest(graph: TaskGraph, policy: Policy, cyclic: bool, lookahead: int | None) -> int:
+    """Return the smallest size, the same for every device, at which a plan is found; one alignment unit less fails."""
+    unit = max(device.alignment for device in graph.devices)
+
+    def fits(units: int) -> bool:
+        return _fits(_with_memory(graph, lambda _: units * unit), policy, cyclic, lookahead)
+
+    low = min(device.memory for device in graph.devices) // unit
+    high = max(1, low)
+    while not fits(high):
+        low, high = high, high * 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(middle):
+            high = middle
+        else:
+            low = middle
+    return high * unit

@@ -1,0 +1,309 @@
+"""SIMMALLOC and its siblings (Figure 11): device memory as the planner simulates it while it walks the serial order."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from disco_accel.memgraph import Slot
+from disco_accel.plan.evict import Candidate, Policy
+from disco_accel.plan.space import FreeSpace, Piece, Rank, Window
+from disco_accel.plan.stay import Planned, Stay, Value
+from disco_accel.taskgraph import Device, Ref, Vertex, VertexKind
+
+
+class Infeasible(Exception):
+    """No place can be made for what the vertex at ``position`` needs."""
+
+    def __init__(self, position: int) -> None:
+        super().__init__(f"no place for the vertex at position {position}")
+        self.position = position
+
+
+@dataclass(frozen=True, slots=True)
+class Repairs:
+    """What BUILDMEMGRAPH needs beyond the paper's figures. All on; tests switch one off to show what it is for."""
+
+    spare_inputs: bool = True
+    """Never evict an input of the vertex being executed."""
+    revoke: bool = True
+    """Take back memory reserved ahead for copies not made yet, instead of evicting what does not exist."""
+    consumers_before_exec: bool = True
+    """A victim's earlier consumers are those before ``exec_horizon``, not those before the vertex allocated for."""
+    release_every_byte: bool = True
+    """An allocation waits for all former users of all its bytes, not only of the first piece."""
+    end_vertex: bool = True
+    """Kept values are read by a virtual vertex at the end."""
+    shorten_lookahead: bool = True
+    """An infeasible plan is tried again with less look-ahead, and the budget that would do is searched for."""
+
+
+class DeviceMemory:
+    """The arena of one device during planning, with its two horizons.
+
+    ``exec_horizon`` is the position being executed; copies are allocated up to ``alloc_horizon``, as far ahead as
+    memory allows. Outputs of kernels get their place when they are executed: kernels of a stream follow each other
+    anyway, so allocating those early would gain nothing and take the room that copies can use.
+    """
+
+    def __init__(self, device: Device, policy: Policy, repairs: Repairs, plan: PlanLog) -> None:
+        self.align = device.alignment
+        self.space = FreeSpace(device.memory // device.alignment * device.alignment)
+        self.policy = policy
+        self.repairs = repairs
+        self.plan = plan
+        self.exec_horizon = 0
+        self.alloc_horizon = 0
+        self.pinned: set[Ref] = set()
+        self.held: dict[Ref, Stay] = {}
+        self._reserved: list[tuple[int, int, Value]] = []
+        self._tick = 0
+
+    def block(self, size: int) -> int:
+        """Return ``size`` rounded up to the alignment."""
+        return -(-size // self.align) * self.align
+
+    def rank(self, stay: Stay) -> float:
+        """Return how gladly ``stay`` is evicted."""
+        value = stay.value
+        clean = value.host is not None
+        candidate = Candidate(stay.block, stay.born, stay.newest, value.next_use, self.exec_horizon, clean)
+        return self.policy(candidate)
+
+    def sim_malloc(self, size: int) -> list[Piece]:
+        """Take room for an output of the vertex being executed, evicting if need be. Raises Infeasible."""
+        return self._force(self.block(size), self.space.best_fit)
+
+    def sim_malloc_reload(self, value: Value, force: bool) -> bool:
+        """Bring ``value`` to the device for its next use: take back the intact copy, or reserve room and add a reload.
+
+        Without ``force`` nothing that is held or needed sooner is moved, and False says that there was no room.
+        """
+        if self._take_back(value):
+            return True
+        block = self.block(value.size)
+        if force:
+            taken = self._force(block, self.space.oldest_fit)
+        else:
+            window = self.space.oldest_fit(block, self.rank) if self.space.bytes >= block else None
+            if window is None:
+                return False
+            taken = self.space.take(window.start, window.end)
+        value.stay = self._reload_into(value, taken)
+        self.reserve(value)
+        return True
+
+    def sim_malloc_copy(self, value: Value) -> Stay:
+        """Make a second copy of ``value`` for a vertex that overwrites it while the first must live on."""
+        if value.host is None:
+            self.sim_malloc_offload(value)
+        return self._reload_into(value, self._force(self.block(value.size), self.space.oldest_fit))
+
+    def _reload_into(self, value: Value, taken: list[Piece]) -> Stay:
+        """Add a reload of ``value`` into ``taken`` and return the copy it makes."""
+        assert value.host is not None
+        stay = self.stay_at(value, taken)
+        stay.planned = self.plan.reload(value, taken_release(taken, self.repairs), stay.addr)
+        stay.producer = stay.planned.vertex.id
+        stay.ref = (stay.producer, 0)
+        stay.taken = taken
+        return stay
+
+    def stay_at(self, value: Value, taken: list[Piece]) -> Stay:
+        """Return a copy of ``value`` in ``taken``, still without a producer."""
+        start, end = taken[0].start, taken[-1].end
+        return Stay(value, value.ref, start, end - start, None, self.exec_horizon, born=self.exec_horizon)
+
+    def sim_malloc_offload(self, value: Value) -> None:
+        """Give ``value`` a copy on the host. It waits for the producer alone, so it can run well before eviction."""
+        stay = value.stay
+        assert stay is not None and value.host is None
+        offload = self.plan.offload(value, stay)
+        stay.readers.append(offload)
+        value.host = (offload, 0)
+
+    def sim_free(self, stay: Stay, cached: bool = False, more: Iterable[int] = ()) -> None:
+        """Give back the memory of ``stay``; its readers, or its producer if there is none, must finish before reuse.
+
+        ``cached``: the bytes are still good, should they be wanted again before something else is put there.
+        """
+        self.held.pop(stay.value.ref, None)
+        if stay.permanent:
+            return
+        users = (*stay.readers, *more)
+        if not users and stay.producer is not None:
+            users = (stay.producer,)
+        release = tuple(dict.fromkeys(users))
+        piece = Piece(stay.addr, stay.addr + stay.block, release, stay.newest, stay if cached else None)
+        self.space.give([piece])
+
+    def retire(self, value: Value) -> None:
+        """Decide what becomes of ``value`` after the vertex being executed has used it."""
+        stay = value.stay
+        if stay is None or stay.permanent:
+            return
+        if value.next_use == value.after_last:
+            value.stay = None
+            value.reserved = False
+            self.sim_free(stay)
+        elif value.host is not None and not value.out:
+            spared = self.repairs.consumers_before_exec
+            reach = self.exec_horizon if spared else max(self.exec_horizon, self.alloc_horizon - 1)
+            if value.use_after(reach) < self.alloc_horizon:
+                self.reserve(value)
+            else:
+                self._cache(value, () if spared else self.plan.serial_ids(value, reach))
+
+    def reserve(self, value: Value) -> None:
+        """Hold ``value`` on the device for its next use, until something nearer needs the room."""
+        value.reserved = True
+        self._tick += 1
+        heapq.heappush(self._reserved, (-value.next_use, self._tick, value))
+
+    def _cache(self, value: Value, more: Iterable[int] = ()) -> None:
+        stay = value.stay
+        assert stay is not None
+        value.stay = None
+        value.reserved = False
+        value.cached = stay
+        self.sim_free(stay, cached=True, more=more)
+
+    def _take_back(self, value: Value) -> bool:
+        stay = value.cached
+        if stay is None:
+            return False
+        value.cached = None
+        if not self.space.holds(stay):
+            return False
+        self.space.take(stay.addr, stay.addr + stay.block)
+        value.stay = stay
+        self.reserve(value)
+        return True
+
+    def _force(self, block: int, search: Callable[[int, Rank], Window | None]) -> list[Piece]:
+        window = search(block, self.rank) if self.space.bytes >= block else None
+        while window is None and self._revoke():
+            window = search(block, self.rank) if self.space.bytes >= block else None
+        if window is None:
+            window = self._evict(block)
+        return self.space.take(window.start, window.end)
+
+    def _revoke(self) -> bool:
+        """Give up the reservation that is needed last; False if there is none that may be given up."""
+        spared: list[tuple[int, int, Value]] = []
+        found = None
+        while self._reserved and found is None:
+            entry = heapq.heappop(self._reserved)
+            value = entry[2]
+            if not value.reserved or value.next_use != -entry[0] or value.stay is None or value.stay.permanent:
+                continue
+            unmade = value.stay.planned is not None and not value.stay.readers
+            needed_now = value.ref in self.pinned and (unmade or self.repairs.spare_inputs)
+            if needed_now or (unmade and not self.repairs.revoke):
+                spared.append(entry)
+            else:
+                found = value
+        for entry in spared:
+            heapq.heappush(self._reserved, entry)
+        if found is None:
+            return False
+        self.alloc_horizon = min(self.alloc_horizon, found.next_use)
+        stay = found.stay
+        assert stay is not None
+        if stay.planned is not None and not stay.readers:
+            found.stay = None
+            found.reserved = False
+            stay.planned.alive = False
+            self.space.give(stay.taken)
+        else:
+            self._cache(found)
+        return True
+
+    def _evict(self, block: int) -> Window:
+        """Make a hole of ``block`` bytes out of free pieces and held values, those that the policy ranks first."""
+        spans: list[tuple[int, int, Stay | None]] = [(piece.start, piece.end, None) for piece in self.space.pieces]
+        spans += [(stay.addr, stay.addr + stay.block, stay) for stay in self.held.values() if self._may_go(stay)]
+        spans.sort(key=lambda span: span[0])
+        best: tuple[bool, float, int, int, list[Stay]] | None = None
+        for first, (start, _, _) in enumerate(spans):
+            victims: list[Stay] = []
+            reach = start
+            for begin, end, stay in spans[first:]:
+                if begin != reach or reach - start >= block:
+                    break
+                reach = end
+                if stay is not None:
+                    victims.append(stay)
+            if reach - start < block:
+                continue
+            kept = any(victim.value.next_use == victim.value.after_last - 1 for victim in victims)
+            rank = min((self.rank(victim) for victim in victims), default=float("inf"))
+            moved = sum(victim.block for victim in victims if victim.value.host is None)
+            found = (kept, -rank, moved, start, victims)
+            if best is None or found[:4] < best[:4]:
+                best = found
+        if best is None:
+            raise Infeasible(self.exec_horizon)
+        for victim in best[4]:
+            value = victim.value
+            if value.host is None:
+                self.sim_malloc_offload(value)
+                # The copy out ends later than any kernel before it: a younger release set than theirs.
+                victim.newest = self.exec_horizon
+            self.alloc_horizon = min(self.alloc_horizon, value.next_use)
+            self._cache(value)
+        return Window(best[3], best[3] + block)
+
+    def _may_go(self, stay: Stay) -> bool:
+        if stay.permanent or stay.value.out:
+            return False
+        return not (stay.value.ref in self.pinned and self.repairs.spare_inputs)
+
+
+def taken_release(taken: list[Piece], repairs: Repairs) -> tuple[int, ...]:
+    """Return all vertices that must finish before ``taken`` is written."""
+    if not repairs.release_every_byte:
+        taken = taken[:1]
+    return tuple(dict.fromkeys(vertex for piece in taken for vertex in piece.release))
+
+
+class PlanLog:
+    """The plan in the making: vertices in order of priority and the memory edges into them."""
+
+    def __init__(self, order: tuple[Vertex, ...]) -> None:
+        self.serial = order
+        self.planned: list[Planned] = []
+        self.memory_edges: dict[int, tuple[int, ...]] = {}
+        self.slots: dict[Ref, Slot] = {}
+        self._fresh = max((vertex.id for vertex in order), default=-1) + 1
+
+    def reload(self, value: Value, release: tuple[int, ...], addr: int) -> Planned:
+        """Add a reload of ``value`` to ``addr`` that waits for ``release``."""
+        assert value.host is not None
+        vertex = Vertex(self._id(), VertexKind.RELOAD, value.device, "reload", (value.host,), (value.size,))
+        planned = Planned(vertex)
+        self.planned.append(planned)
+        self.memory_edges[vertex.id] = release
+        self.slots[vertex.id, 0] = Slot(value.device, addr, value.size)
+        return planned
+
+    def offload(self, value: Value, stay: Stay) -> int:
+        """Add an offload of the copy ``stay`` of ``value`` and return its id."""
+        vertex = Vertex(self._id(), VertexKind.OFFLOAD, value.device, "offload", (stay.ref,), (value.size,))
+        self.planned.append(Planned(vertex))
+        self.memory_edges[vertex.id] = ()
+        return vertex.id
+
+    def add(self, vertex: Vertex, release: Iterable[int]) -> None:
+        """Add a vertex of the task graph that waits for ``release`` besides its inputs."""
+        self.planned.append(Planned(vertex))
+        self.memory_edges[vertex.id] = tuple(dict.fromkeys(release))
+
+    def serial_ids(self, value: Value, reach: int) -> list[int]:
+        """Return the ids of the readers of ``value`` still to come up to position ``reach``."""
+        return [self.serial[p].id for p in value.uses[value.next :] if p <= reach and p < len(self.serial)]
+
+    def _id(self) -> int:
+        self._fresh += 1
+        return self._fresh - 1

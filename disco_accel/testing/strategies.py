@@ -1,0 +1,156 @@
+"""Random task graphs with every feature of the schema, for property tests."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+from hypothesis import strategies as st
+
+from disco_accel.graphcheck import after_gate, check_taskgraph
+from disco_accel.taskgraph import Device, Ref, TaskGraph, Vertex, VertexKind
+
+_SIZES = (0, 1, 256, 300, 512, 512, 1024, 1024, 2048, 3000)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How large and how odd a random graph is; the probabilities are per vertex."""
+
+    vertices: int = 24
+    inputs: int = 6
+    devices: int = 2
+    gate: bool = True
+    keep: float = 0.1
+    inplace: float = 0.1
+    may_inplace: float = 0.25
+    several_outputs: float = 0.2
+    after: float = 0.1
+
+
+def random_taskgraph(rng: random.Random, shape: Shape | None = None) -> TaskGraph:
+    """Return a valid random graph whose devices are large enough for everything at once (see ``with_memory``)."""
+    shape = shape or Shape()
+    maker = _Maker(rng, shape)
+    for _ in range(rng.randint(1, shape.inputs)):
+        maker.add_input()
+    for _ in range(rng.randint(1, shape.vertices)):
+        maker.add_vertex()
+    return maker.finish()
+
+
+def working_set(graph: TaskGraph, device: int) -> int:
+    """Return the bytes of the largest vertex on ``device``: inputs and outputs together, each rounded up."""
+    align = next(d.alignment for d in graph.devices if d.id == device)
+    by_id = {vertex.id: vertex for vertex in graph.vertices}
+    largest = 0
+    for vertex in graph.vertices:
+        refs: set[Ref] = {ref for ref in vertex.inputs if not by_id[ref[0]].external}
+        refs |= {(vertex.id, k) for k in range(len(vertex.sizes)) if not vertex.external}
+        sizes = [by_id[v].sizes[k] for v, k in refs if by_id[v].device == device]
+        largest = max(largest, sum(-(-size // align) * align for size in sizes))
+    return largest
+
+
+def with_memory(graph: TaskGraph, factor: float) -> TaskGraph:
+    """Return ``graph`` with arenas of ``factor`` times the largest working set of each device."""
+    devices = tuple(replace(d, memory=max(1, int(working_set(graph, d.id) * factor))) for d in graph.devices)
+    return replace(graph, devices=devices)
+
+
+@st.composite
+def taskgraphs(draw: st.DrawFn, shape: Shape | None = None) -> TaskGraph:
+    """Random task graphs; shrinks towards small ones."""
+    return random_taskgraph(draw(st.randoms(use_true_random=False)), shape)
+
+
+class _Maker:
+    def __init__(self, rng: random.Random, shape: Shape) -> None:
+        self.rng = rng
+        self.shape = shape
+        self.devices = tuple(Device(id, 1 << 40) for id in range(rng.randint(1, shape.devices)))
+        self.vertices: list[Vertex] = []
+
+    def _size(self) -> int:
+        return self.rng.choice(_SIZES)
+
+    def _device(self) -> int:
+        return self.rng.randrange(len(self.devices))
+
+    def _values_on(self, device: int) -> list[Ref]:
+        return [(v.id, k) for v in self.vertices if v.device == device for k in range(len(v.sizes))]
+
+    def add_input(self) -> None:
+        sort = self.rng.choice(("clean", "clean", "plain", "external", "late" if self.shape.gate else "clean"))
+        late = sort == "late"
+        self.vertices.append(
+            Vertex(
+                id=len(self.vertices),
+                kind=VertexKind.INPUT,
+                device=self._device(),
+                op=f"in_{sort}",
+                sizes=(self._size(),),
+                clean=sort == "clean",
+                late=late,
+                external=sort == "external" or (late and self.rng.random() < 0.5),
+                keep=self.rng.random() < self.shape.keep / 2,
+            )
+        )
+
+    def add_vertex(self) -> None:
+        rng, device = self.rng, self._device()
+        values = self._values_on(device)
+        others = [ref for d in self.devices if d.id != device for ref in self._values_on(d.id)]
+        if others and rng.random() < 0.3:
+            source = rng.choice(others)
+            size = self._size_of(source)
+            self._append(VertexKind.TRANSFER, device, (source,), (rng.choice((size, size // 2)),))
+            return
+        # Recent values are read more often, as in a real network; repeats are allowed.
+        recent = values[-6:] if rng.random() < 0.7 else values
+        inputs = tuple(rng.choice(recent) for _ in range(rng.randint(0, 3))) if recent else ()
+        count = rng.choice((2, 2, 3)) if rng.random() < self.shape.several_outputs else 1
+        self._append(VertexKind.KERNEL, device, inputs, tuple(self._size() for _ in range(count)))
+
+    def _size_of(self, ref: Ref) -> int:
+        return self.vertices[ref[0]].sizes[ref[1]]
+
+    def _append(self, kind: VertexKind, device: int, inputs: tuple[Ref, ...], sizes: tuple[int, ...]) -> None:
+        rng, shape = self.rng, self.shape
+        inplace: int | None = None
+        may: tuple[int, ...] = ()
+        if kind is VertexKind.KERNEL and inputs:
+            if rng.random() < shape.inplace:
+                inplace = rng.randrange(len(inputs))
+                if self.vertices[inputs[inplace][0]].external or inputs.count(inputs[inplace]) > 1:
+                    inplace = None
+                else:
+                    sizes = (min(sizes[0], self._size_of(inputs[inplace])), *sizes[1:])
+            if rng.random() < shape.may_inplace:
+                may = tuple(sorted(rng.sample(range(len(inputs)), rng.randint(1, len(inputs)))))
+        candidates = [v.id for v in self.vertices if v.kind is not VertexKind.INPUT]
+        after = (rng.choice(candidates),) if candidates and rng.random() < shape.after else ()
+        self.vertices.append(
+            Vertex(
+                id=len(self.vertices),
+                kind=kind,
+                device=device,
+                op=f"k{len(self.vertices)}",
+                inputs=inputs,
+                sizes=sizes,
+                duration=rng.choice((None, 1e-5, 1e-4)) if kind is VertexKind.KERNEL else None,
+                keep=rng.random() < shape.keep,
+                after=after,
+                inplace=inplace,
+                may_inplace=may,
+            )
+        )
+
+    def finish(self) -> TaskGraph:
+        """Mark some vertices that do not depend on a late value as ``out``."""
+        behind = after_gate(self.vertices)
+        done = []
+        for vertex in self.vertices:
+            free = vertex.kind is not VertexKind.INPUT and vertex.id not in behind
+            done.append(replace(vertex, out=free and self.shape.gate and self.rng.random() < 0.08))
+        return check_taskgraph(TaskGraph("random", self.devices, tuple(done)))
