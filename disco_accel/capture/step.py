@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,6 +150,7 @@ def capture_step(
         return result
 
     with ExitStack() as stack:
+        stack.enter_context(_quiet())
         stack.enter_context(outside_autocast())
         stack.enter_context(torch.enable_grad())
         for context in contexts:
@@ -166,6 +168,18 @@ def _source(name: str, tensor: torch.Tensor, buffers: set[str]) -> tuple[str, st
     if tensor.requires_grad:
         return "trainable", name
     return ("buffer" if name in buffers else "frozen"), name
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Torch logs a traceback for an op it cannot fake, on top of the error it raises."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _trace(call: Callable[..., Any], arguments: tuple[Any, ...], log: TraceLog) -> fx.GraphModule:
@@ -201,7 +215,8 @@ def _lower(trace: fx.GraphModule, sources: Sequence[tuple[str, str]], log: Trace
     lower_ops(graph, low)
     hold_back(low, log.output_grads)
 
-    loss, *grads = graph.output_node().args[0]  # type: ignore[misc]
+    returned: Any = graph.output_node().args[0]
+    loss, *grads = returned
     outputs = (_value(low, "loss", loss),)
     trainable = [key for source, key in sources if source == "trainable"]
     pairs = zip(trainable, grads, strict=True)

@@ -99,7 +99,7 @@ def logging_trace(model: torch.nn.Module) -> Iterator[TraceLog]:
         register_module_forward_pre_hook(_enter_module),
         register_module_forward_hook(_leave_module),
     ]
-    fx.Graph.create_node = noting  # type: ignore[method-assign]
+    fx.Graph.create_node = noting  # type: ignore[method-assign, assignment]
     _active.log = log
     try:
         yield log
@@ -123,11 +123,11 @@ def _leave_module(_module: torch.nn.Module, _args: Any, _output: Any) -> None:
         log.modules.pop()
 
 
-class _Tag(TorchDispatchMode):
+class _Tag(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sets phase and layer. A dispatch mode in type alone, since torch takes nothing else as context under tracing."""
 
     def __init__(self, log: TraceLog, phase: str, layer: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._log = log
         self._tag = (phase, layer)
         self._before: list[tuple[str, int, list[str]]] = []
@@ -172,7 +172,7 @@ def checkpointed(function: Callable[..., Any], *args: Any, **options: Any) -> An
     output = checkpoint(function, *args, use_reentrant=False, context_fn=lambda: tags, **options)
     for tensor in _tensors(output):
         if tensor.requires_grad:
-            tensor.register_hook(_mark_backward(log, layer))
+            tensor.register_hook(_mark_backward(log, layer))  # type: ignore[no-untyped-call]
     return output
 
 

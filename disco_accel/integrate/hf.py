@@ -91,7 +91,7 @@ def _tagged_checkpointing(segments: list[tuple[torch.nn.Module, dict[str, Any]]]
     """Checkpoint the same modules with the same options, but note what is forward, recompute and backward."""
     before = [module._gradient_checkpointing_func for module, _ in segments]
     for module, options in segments:
-        module._gradient_checkpointing_func = functools.partial(checkpointed, **options)
+        module._gradient_checkpointing_func = functools.partial(checkpointed, **options)  # type: ignore[assignment]
     try:
         yield
     finally:

@@ -34,13 +34,13 @@ def interpret(graph: TaskGraph, inputs: Mapping[int, torch.Tensor]) -> dict[Ref,
 def view(storage: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """``storage`` (uint8) seen through ``spec``."""
     dtype = getattr(torch, spec.dtype)
-    base = torch.empty(0, dtype=dtype).set_(storage.untyped_storage())  # type: ignore[call-overload]
+    base = torch.empty(0, dtype=dtype).set_(storage.untyped_storage())
     seen: torch.Tensor = base.as_strided(spec.shape, spec.stride, spec.offset)
     return seen
 
 
 def serial_peak(graph: TaskGraph) -> int:
-    """Most bytes of kernel outputs alive at once when vertices run in serial order, each freed after its last reader."""
+    """Most bytes of kernel outputs alive at once in serial order, each freed after its last reader."""
     last = {ref: index for index, vertex in enumerate(graph.vertices) for ref in vertex.inputs}
     dying: dict[int, list[Ref]] = {}
     for ref, index in last.items():
@@ -63,7 +63,7 @@ def serial_peak(graph: TaskGraph) -> int:
 def _own_bytes(tensor: torch.Tensor, size: int) -> torch.Tensor:
     storage = torch.empty(size, dtype=torch.uint8)
     layout = (tensor.shape, tensor.stride())
-    torch.empty(0, dtype=tensor.dtype).set_(storage.untyped_storage()).as_strided(*layout).copy_(tensor)  # type: ignore[call-overload]
+    torch.empty(0, dtype=tensor.dtype).set_(storage.untyped_storage()).as_strided(*layout).copy_(tensor)
     return storage
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.capture.steps import Case, assert_same_bits, assert_well_formed, capture, run_captured, run_eager
 
@@ -96,3 +98,41 @@ def test_parameter_that_the_loss_does_not_reach_has_no_gradient() -> None:
     assert "spare" not in {g.name for g in step.gradients} | {b.name for b in step.bindings}
     assert name in {b.name for b in step.bindings}
     assert_same_bits(run_captured(step, model, batch), run_eager(model, batch, Case().region()))
+
+
+OTHER_FAMILIES = {
+    "qwen3": {"head_dim": 8},
+    "mistral": {"sliding_window": 8},
+    "gemma2": {"head_dim": 8, "sliding_window": 8},
+    "gemma3_text": {"head_dim": 8, "sliding_window": 8},
+    "phi3": {"pad_token_id": 0},
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+}
+
+
+@pytest.mark.parametrize("family", OTHER_FAMILIES)
+def test_other_families_have_eagers_bits(family: str) -> None:
+    """Sliding windows, soft caps, norms of their own and fused projections need nothing family-specific."""
+    torch.manual_seed(0)
+    settings = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "attention_dropout": 0.0,
+    }
+    if family == "gpt2":
+        settings = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    base = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings, **OTHER_FAMILIES[family]))
+    model = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    case = Case(padded=family in ("qwen3", "gpt2", "gemma2"))
+    step = capture(model, case.batch())
+    assert_well_formed(step.graph)
+    batch = case.batch(seed=3)
+    assert_same_bits(run_captured(step, model, batch), run_eager(model, batch, case.region()))

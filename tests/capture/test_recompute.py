@@ -17,6 +17,7 @@ from tests.capture.steps import assert_same_bits, capture, run_captured, run_eag
 LAYERS = 4
 
 
+@functools.cache
 def _steps() -> tuple[TaskGraph, TaskGraph]:
     batch = random_batch(length=32)
     plain, saving = (tiny_lora(layers=LAYERS, hidden=32, checkpointing=c) for c in (False, True))
