@@ -36,7 +36,9 @@ void Engine::Loop::begin() {
 Status Engine::Loop::wait(double timeout, bool for_end) {
   Lock lock(caller_mutex_);
   if (!begun_) return Status::kIdle;
-  const auto over = [&] { return ended_ || error_.draining || (!for_end && outs_done_); };
+  const auto over = [&] {
+    return ended_ || error_.draining || (!for_end && outs_done_ && error_.status == Status::kDone);
+  };
   if (!caller_wakes_.wait_until(lock, deadline(timeout), over)) return Status::kTimeout;
   return error_.status;
 }

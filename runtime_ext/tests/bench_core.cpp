@@ -28,7 +28,8 @@ disco::Program ladder(int vertices) {
   return std::move(builder).build();
 }
 
-void measure(const char* name, int vertices, int steps, int streams, bool inline_compute, disco::EngineOptions options) {
+void measure(const char* name, int vertices, int steps, int streams, bool inline_compute,
+             disco::EngineOptions options) {
   disco::HostDeviceOptions host;
   host.compute_streams = streams;
   host.inline_compute = inline_compute;

@@ -1,4 +1,5 @@
-// Random programs whose every vertex checks that all its predecessors have finished, and devices that misbehave.
+// Random programs whose every vertex checks that all its predecessors have finished, and devices that
+// misbehave.
 #pragma once
 
 #include <algorithm>
@@ -21,8 +22,9 @@ namespace disco::testing {
 
 using Edge = std::pair<std::int32_t, std::int32_t>;
 
-// Each vertex owns a block of words. A kernel fills its block with a stamp of (vertex, step); a copy duplicates the block
-// of one predecessor, whose stamp is then the one to expect. `origin[v]` is the vertex whose stamp v's block holds.
+// Each vertex owns a block of words. A kernel fills its block with a stamp of (vertex, step); a copy
+// duplicates the block of one predecessor, whose stamp is then the one to expect. `origin[v]` is the vertex
+// whose stamp v's block holds.
 struct Scene {
   std::vector<VertexDesc> vertices;
   std::vector<Edge> edges;
@@ -85,7 +87,8 @@ inline std::unique_ptr<Scene> random_scene(std::uint64_t seed, const SceneOption
     if (v > gate && options.gate && random.below(3) == 0) scene->predecessors[v].push_back(gate);
     for (const std::int32_t p : scene->predecessors[v]) scene->edges.emplace_back(p, v);
     const std::int32_t source = scene->predecessors[v].front();
-    const bool copy = scene->vertices[source].kind != Kind::kInput && random.below(1000) < options.copies * 1000;
+    const bool copy =
+        scene->vertices[source].kind != Kind::kInput && random.below(1000) < options.copies * 1000;
     if (copy) {
       constexpr Kind kCopies[] = {Kind::kOffload, Kind::kReload, Kind::kTransfer};
       vertex.kind = kCopies[random.below(3)];
@@ -142,7 +145,8 @@ class Checker : public OpRunner {
   void check_block(std::int32_t v) {
     const VertexDesc& vertex = scene_.vertices[v];
     if (vertex.kind == Kind::kInput && vertex.bytes == 0) return;
-    const std::uint64_t wanted = vertex.kind == Kind::kInput ? scene_.host[0] : stamp(scene_.origin[v], step_);
+    const std::uint64_t wanted =
+        vertex.kind == Kind::kInput ? scene_.host[0] : stamp(scene_.origin[v], step_);
     for (const std::uint64_t word : scene_.blocks[v]) broken += word == wanted ? 0 : 1;
   }
 
@@ -155,7 +159,8 @@ class Checker : public OpRunner {
 // Everything completes a few polls after it was enqueued, in the order of a seeded generator, or never.
 class PolledDevice final : public Device {
  public:
-  PolledDevice(int compute_streams, std::uint64_t seed) : compute_streams_(compute_streams), lanes_(streams()) {
+  PolledDevice(int compute_streams, std::uint64_t seed)
+      : compute_streams_(compute_streams), lanes_(streams()) {
     random_.seed(seed);
   }
 
@@ -169,8 +174,10 @@ class PolledDevice final : public Device {
     lanes_[stream].vertices.push_back(vertex);
     return ++lanes_[stream].enqueued;
   }
-  Token enqueue_copy(int stream, std::int32_t vertex, void* dst, const void* src, std::int64_t bytes) override {
-    lanes_[stream].work.push_back([=] { std::copy_n(static_cast<const char*>(src), bytes, static_cast<char*>(dst)); });
+  Token enqueue_copy(int stream, std::int32_t vertex, void* dst, const void* src,
+                     std::int64_t bytes) override {
+    lanes_[stream].work.push_back(
+        [=] { std::copy_n(static_cast<const char*>(src), bytes, static_cast<char*>(dst)); });
     lanes_[stream].vertices.push_back(vertex);
     return ++lanes_[stream].enqueued;
   }
@@ -179,13 +186,8 @@ class PolledDevice final : public Device {
     ++stream_waits;
   }
   Token completed(int stream) override {
-    Lane& lane = lanes_[stream];
-    while (lane.finished < lane.enqueued && random_.below(3) != 0 && may_run(lane)) {
-      if (lane.vertices[lane.finished] == hang_at && !failed_) break;
-      if (!failed_) run_next(lane);
-      ++lane.finished;
-    }
-    return lane.finished;
+    for (Lane& lane : lanes_) advance(lane);
+    return lanes_[stream].finished;
   }
   bool failed() const override { return failed_; }
   DeviceFailure failure() const override { return failure_; }
@@ -216,6 +218,13 @@ class PolledDevice final : public Device {
     Token finished = 0;
   };
 
+  void advance(Lane& lane) {
+    while (lane.finished < lane.enqueued && random_.below(3) != 0 && may_run(lane)) {
+      if (lane.vertices[lane.finished] == hang_at && !failed_) break;
+      if (!failed_) run_next(lane);
+      ++lane.finished;
+    }
+  }
   bool may_run(const Lane& lane) const {
     for (const Wait& wait : lane.waits) {
       if (wait.after == lane.finished && lanes_[wait.other].finished < wait.token) return false;
@@ -246,7 +255,8 @@ inline std::vector<std::unique_ptr<Device>> one(std::unique_ptr<Device> device) 
   return devices;
 }
 
-inline std::vector<std::unique_ptr<Device>> host(int streams = 1, double bandwidth = 0.0, bool inline_compute = true) {
+inline std::vector<std::unique_ptr<Device>> host(int streams = 1, double bandwidth = 0.0,
+                                                 bool inline_compute = true) {
   HostDeviceOptions options;
   options.compute_streams = streams;
   options.link_bandwidth = bandwidth;

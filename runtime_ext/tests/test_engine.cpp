@@ -9,7 +9,8 @@
 namespace disco::testing {
 namespace {
 
-constexpr Dispatch kModes[] = {Dispatch::kPriority, Dispatch::kRandom, Dispatch::kFixed, Dispatch::kSynchronous};
+constexpr Dispatch kModes[] = {Dispatch::kPriority, Dispatch::kRandom, Dispatch::kFixed,
+                               Dispatch::kSynchronous};
 constexpr double kPatience = 60.0;
 
 EngineOptions options_of(Dispatch dispatch, int lookahead = 2, std::uint64_t seed = 0) {
@@ -34,7 +35,8 @@ TEST(Engine, NoVertexStartsBeforeItsPredecessorsInlineHost) {
     Checker checker(*scene);
     Engine engine(scene->program(), host(), checker, options_of(mode, 2, seed));
     for (std::uint64_t step = 0; step < 4; ++step) {
-      ASSERT_EQ(run_step(engine, checker, step), Status::kDone) << "seed " << seed << engine.last_error().message;
+      ASSERT_EQ(run_step(engine, checker, step), Status::kDone)
+          << "seed " << seed << engine.last_error().message;
       ASSERT_EQ(checker.missing(), 0) << "seed " << seed;
       ASSERT_EQ(checker.broken, 0) << "seed " << seed << " step " << step;
     }
@@ -47,9 +49,11 @@ TEST(Engine, NoVertexStartsBeforeItsPredecessorsThreadedHost) {
     const Dispatch mode = kModes[seed % 4];
     auto scene = random_scene(seed);
     Checker checker(*scene);
-    Engine engine(scene->program(), host(1 + seed % 3, 0.0, false), checker, options_of(mode, (seed / 4) % 4, seed));
+    Engine engine(scene->program(), host(1 + seed % 3, 0.0, false), checker,
+                  options_of(mode, (seed / 4) % 4, seed));
     for (std::uint64_t step = 0; step < 3; ++step) {
-      ASSERT_EQ(run_step(engine, checker, step), Status::kDone) << "seed " << seed << engine.last_error().message;
+      ASSERT_EQ(run_step(engine, checker, step), Status::kDone)
+          << "seed " << seed << engine.last_error().message;
       ASSERT_EQ(checker.missing(), 0) << "seed " << seed;
       ASSERT_EQ(checker.broken, 0) << "seed " << seed << " step " << step;
     }
@@ -61,9 +65,11 @@ TEST(Engine, NoVertexStartsBeforeItsPredecessorsPolledDevice) {
     auto scene = random_scene(seed, {.vertices = 60});
     Checker checker(*scene);
     auto device = std::make_unique<PolledDevice>(1 + seed % 3, seed);
-    Engine engine(scene->program(), one(std::move(device)), checker, options_of(kModes[seed % 4], (seed / 4) % 4, seed));
+    Engine engine(scene->program(), one(std::move(device)), checker,
+                  options_of(kModes[seed % 4], (seed / 4) % 4, seed));
     for (std::uint64_t step = 0; step < 3; ++step) {
-      ASSERT_EQ(run_step(engine, checker, step), Status::kDone) << "seed " << seed << engine.last_error().message;
+      ASSERT_EQ(run_step(engine, checker, step), Status::kDone)
+          << "seed " << seed << engine.last_error().message;
       ASSERT_EQ(checker.missing(), 0) << "seed " << seed;
       ASSERT_EQ(checker.broken, 0) << "seed " << seed << " step " << step;
     }
@@ -73,7 +79,8 @@ TEST(Engine, NoVertexStartsBeforeItsPredecessorsPolledDevice) {
 TEST(Engine, SeveralDevicesShareAProgram) {
   for (int seed = 0; seed < kRounds / 4; ++seed) {
     auto scene = random_scene(seed, {.vertices = 60});
-    for (std::size_t v = 0; v < scene->vertices.size(); ++v) scene->vertices[v].device = static_cast<int>(v % 2);
+    for (std::size_t v = 0; v < scene->vertices.size(); ++v)
+      scene->vertices[v].device = static_cast<int>(v % 2);
     Checker checker(*scene);
     auto devices = host(1, 0.0, seed % 2 == 0);
     if (seed % 3 == 0) {
@@ -81,13 +88,15 @@ TEST(Engine, SeveralDevicesShareAProgram) {
     } else {
       devices.push_back(std::move(host(1, 0.0, false)[0]));
     }
-    // The two devices number their streams alike, so the checker cannot tell their streams apart: one kernel at a time.
+    // The two devices number their streams alike, so the checker cannot tell their streams apart: one kernel
+    // at a time.
     for (auto& vertex : scene->vertices) {
       if (vertex.kind == Kind::kKernel) vertex.device = 0;
     }
     Engine engine(scene->program(), std::move(devices), checker, options_of(kModes[seed % 4], 2, seed));
     for (std::uint64_t step = 0; step < 2; ++step) {
-      ASSERT_EQ(run_step(engine, checker, step), Status::kDone) << "seed " << seed << engine.last_error().message;
+      ASSERT_EQ(run_step(engine, checker, step), Status::kDone)
+          << "seed " << seed << engine.last_error().message;
       ASSERT_EQ(checker.missing(), 0) << "seed " << seed;
       ASSERT_EQ(checker.broken, 0) << "seed " << seed;
     }
@@ -169,7 +178,9 @@ TEST(Engine, LookaheadQueuesBehindIssuedKernelsOnly) {
         deepest = std::max(deepest, ++queued - finished);
         return queued;
       }
-      Token enqueue_copy(int, std::int32_t, void*, const void*, std::int64_t) override { throw std::logic_error("no"); }
+      Token enqueue_copy(int, std::int32_t, void*, const void*, std::int64_t) override {
+        throw std::logic_error("no");
+      }
       void wait(int, int, Token) override { throw std::logic_error("a chain on one stream needs no wait"); }
       Token completed(int stream) override {
         if (stream == 0 && ++polls % 3 == 0 && finished < queued) ++finished;
@@ -186,7 +197,8 @@ TEST(Engine, LookaheadQueuesBehindIssuedKernelsOnly) {
     };
     auto device = std::make_unique<Depth>();
     Depth* depth = device.get();
-    Engine engine(scene.program(), one(std::move(device)), runner, options_of(Dispatch::kPriority, lookahead));
+    Engine engine(scene.program(), one(std::move(device)), runner,
+                  options_of(Dispatch::kPriority, lookahead));
     engine.begin();
     ASSERT_EQ(engine.wait_end(kPatience), Status::kDone) << engine.last_error().message;
     EXPECT_EQ(depth->deepest, static_cast<Token>(lookahead + 1));
@@ -275,7 +287,8 @@ TEST(Engine, ResidentsAreLoadedFirstAndAgainWhenInvalid) {
 }
 
 TEST(Engine, CopiesAreLaunchedWhileAnOpRunsInline) {
-  // 0 kernel; 1 offload after 0; 2 reload after 1; 3 kernel after 0 that does not return before both copies are done.
+  // 0 kernel; 1 offload after 0; 2 reload after 1; 3 kernel after 0 that does not return before both copies
+  // are done.
   std::uint64_t words[3] = {1, 2, 3};
   Scene scene = independent(4);
   scene.vertices[1] = {Kind::kOffload, 0, -1, &words[1], &words[0], 8, 0};

@@ -81,7 +81,8 @@ TEST(Program, EngineRefusesAnInvalidProgram) {
 }
 
 TEST(Schedule, AFixedOrderPutsWhatOpensTheGateFirst) {
-  // 0 late, 1 waits for it, 2 is handed out: in serial order a single stream would wait for the gate for ever.
+  // 0 late, 1 waits for it, 2 is handed out: in serial order a single stream would wait for the gate for
+  // ever.
   const Program program = build({input(kLate), kernel(0), kernel(1, kOut), kernel(2)}, {{0, 1}, {1, 3}});
   const auto devices = host();
   const Schedule schedule(program, devices, {});

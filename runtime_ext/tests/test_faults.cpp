@@ -1,0 +1,296 @@
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <thread>
+
+#include "support.h"
+
+namespace disco::testing {
+namespace {
+
+constexpr double kPatience = 60.0;
+
+std::unique_ptr<Engine> engine_on(int kind, Scene& scene, Checker& checker, std::uint64_t seed) {
+  EngineOptions options;
+  options.dispatch = static_cast<Dispatch>(seed % 3);
+  options.seed = seed;
+  if (kind == 0) return std::make_unique<Engine>(scene.program(), host(), checker, options);
+  if (kind == 1) return std::make_unique<Engine>(scene.program(), host(2, 0.0, false), checker, options);
+  return std::make_unique<Engine>(scene.program(), one(std::make_unique<PolledDevice>(2, seed)), checker,
+                                  options);
+}
+
+TEST(Faults, AnOpThatThrowsIsNamedAndTheNextStepWorks) {
+  for (int kind = 0; kind < 3; ++kind) {
+    auto scene = random_scene(11 + kind);
+    Checker checker(*scene);
+    const auto engine = engine_on(kind, *scene, checker, kind);
+    std::uint64_t step = 0;
+    for (std::int32_t v = 0; v < static_cast<std::int32_t>(scene->vertices.size()); ++v) {
+      if (scene->vertices[v].kind != Kind::kKernel) continue;
+      checker.fail_at = v;
+      ASSERT_EQ(run_step(*engine, checker, step++), Status::kFailed) << "kind " << kind << " vertex " << v;
+      const EngineError error = engine->last_error();
+      EXPECT_EQ(error.vertex, v);
+      EXPECT_EQ(error.message, "op " + std::to_string(v) + " was told to fail");
+      EXPECT_FALSE(error.draining);
+      for (const std::int32_t s : engine->program().successors_of(v)) EXPECT_FALSE(checker.ran(s));
+      checker.fail_at = -1;
+      ASSERT_EQ(run_step(*engine, checker, step++), Status::kDone) << "kind " << kind << " vertex " << v;
+      ASSERT_EQ(checker.missing(), 0);
+    }
+    EXPECT_EQ(checker.broken, 0);
+  }
+}
+
+TEST(Faults, AThrownValueThatIsNoExceptionIsReported) {
+  class Thrower final : public OpRunner {
+   public:
+    void run(std::int32_t, int, int) override { throw 42; }
+  } thrower;
+  for (const bool inline_compute : {true, false}) {
+    ProgramBuilder builder;
+    VertexDesc vertex;
+    vertex.op = 0;
+    builder.add(vertex);
+    Engine engine(std::move(builder).build(), host(1, 0.0, inline_compute), thrower, {});
+    engine.begin();
+    ASSERT_EQ(engine.wait_end(kPatience), Status::kFailed);
+    EXPECT_EQ(engine.last_error().vertex, 0);
+    EXPECT_NE(engine.last_error().message.find("not a std::exception"), std::string::npos);
+  }
+}
+
+TEST(Faults, AbortAtAnyMomentDrainsAndTheNextStepWorks) {
+  for (int kind = 0; kind < 3; ++kind) {
+    auto scene = random_scene(21 + kind, {.vertices = 60});
+    Checker checker(*scene);
+    const auto engine = engine_on(kind, *scene, checker, kind);
+    Random random;
+    random.seed(kind);
+    int aborted = 0;
+    checker.before_return = [](std::int32_t op) {
+      if (op % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(20));
+    };
+    for (std::uint64_t step = 0; step < 100; ++step) {
+      checker.begin(step);
+      engine->begin();
+      const std::chrono::microseconds pause(random.below(300));
+      const auto abort = [&] {
+        std::this_thread::sleep_for(pause);
+        EXPECT_TRUE(engine->abort(kPatience));
+      };
+      Status status = Status::kDone;
+      if (step % 2 == 0) {
+        std::thread aborter(abort);
+        status = engine->wait_out(kPatience);
+        if (status == Status::kDone) {
+          engine->deliver();  // accepted, too, when abort() has just ended the step
+          status = engine->wait_end(kPatience);
+        }
+        aborter.join();
+      } else {
+        abort();
+        status = engine->wait_end(kPatience);
+      }
+      ASSERT_TRUE(status == Status::kDone || status == Status::kAborted);
+      aborted += status == Status::kAborted ? 1 : 0;
+      ASSERT_EQ(run_step(*engine, checker, 1000 + step), Status::kDone);
+      ASSERT_EQ(checker.missing(), 0);
+    }
+    EXPECT_GT(aborted, 0);
+    EXPECT_EQ(checker.broken, 0);
+  }
+}
+
+TEST(Faults, AbortWithoutAStepDoesNothing) {
+  auto scene = random_scene(1);
+  Checker checker(*scene);
+  Engine engine(scene->program(), host(), checker, {});
+  EXPECT_TRUE(engine.abort(0));
+  EXPECT_EQ(run_step(engine, checker, 0), Status::kDone);
+  EXPECT_TRUE(engine.abort(0));
+  EXPECT_EQ(run_step(engine, checker, 1), Status::kDone);
+}
+
+TEST(Faults, AbortAtTheClosedGateEndsTheStepAndResidentsAreLoadedAgain) {
+  auto scene = random_scene(4);
+  Checker checker(*scene);
+  Engine engine(scene->program(), host(), checker, {});
+  checker.begin(0);
+  engine.begin();
+  ASSERT_EQ(engine.wait_out(kPatience), Status::kDone);
+  EXPECT_TRUE(engine.abort(kPatience));
+  EXPECT_EQ(engine.wait_end(kPatience), Status::kAborted);
+  engine.deliver();
+  std::fill(scene->blocks[0].begin(), scene->blocks[0].end(), 0);
+  ASSERT_EQ(run_step(engine, checker, 1), Status::kDone);
+  EXPECT_EQ(checker.missing(), 0);
+  EXPECT_EQ(checker.broken, 0);
+}
+
+TEST(Faults, DestroyingAnEngineInTheMiddleOfAStepEndsIt) {
+  for (int kind = 0; kind < 3; ++kind) {
+    for (int round = 0; round < 40; ++round) {
+      auto scene = random_scene(round);
+      Checker checker(*scene);
+      const auto engine = engine_on(kind, *scene, checker, round);
+      checker.begin(0);
+      engine->begin();
+      const Status status = engine->wait_out(round % 2 == 0 ? kPatience : 0.0);
+      EXPECT_TRUE(status == Status::kDone || (round % 2 == 1 && status == Status::kTimeout));
+    }
+  }
+}
+
+TEST(Faults, AVertexThatNeverCompletesIsAStallThatNamesWhoWaits) {
+  // 0 -> 1 -> 2, and 1 hangs.
+  for (const bool release : {true, false}) {
+    Scene scene;
+    scene.blocks.assign(3, std::vector<std::uint64_t>(1, 0));
+    scene.predecessors = {{}, {}, {}};
+    scene.origin = {0, 0, 2};
+    for (int v = 0; v < 3; ++v) {
+      VertexDesc vertex;
+      vertex.op = v;
+      scene.vertices.push_back(vertex);
+    }
+    scene.vertices[1] = {Kind::kOffload, 0, -1, scene.blocks[1].data(), scene.blocks[0].data(), 8, 0};
+    scene.edges = {{0, 1}, {1, 2}};
+    Checker checker(scene);
+    auto device = std::make_unique<PolledDevice>(1, 3);
+    PolledDevice* polled = device.get();
+    polled->hang_at = 1;
+    polled->release_on_cancel = release;
+    EngineOptions options;
+    options.stall_timeout = 0.05;
+    Engine engine(scene.program(), one(std::move(device)), checker, options);
+    ASSERT_EQ(run_step(engine, checker, 0), Status::kStalled);
+    const EngineError error = engine.last_error();
+    EXPECT_EQ(error.vertex, 1);
+    EXPECT_NE(error.message.find("in flight 1: 1 (offload); waiting 1: 2 (kernel) for 1"), std::string::npos)
+        << error.message;
+    if (!release) {
+      EXPECT_TRUE(engine.last_error().draining);
+      EXPECT_THROW(engine.begin(), std::logic_error);
+      EXPECT_FALSE(engine.abort(0.01));
+      polled->hang_at = -1;
+    }
+    EXPECT_TRUE(engine.abort(kPatience));
+    EXPECT_FALSE(engine.last_error().draining);
+    EXPECT_EQ(engine.last_error().status, Status::kStalled);
+    polled->hang_at = -1;
+    EXPECT_EQ(run_step(engine, checker, 1), Status::kDone);
+  }
+}
+
+TEST(Faults, ALongOpIsNotAStall) {
+  class Sleeper final : public OpRunner {
+   public:
+    void run(std::int32_t, int, int) override { std::this_thread::sleep_for(std::chrono::milliseconds(80)); }
+  } sleeper;
+  for (const bool inline_compute : {true, false}) {
+    ProgramBuilder builder;
+    VertexDesc vertex;
+    vertex.op = 0;
+    builder.add(vertex);
+    EngineOptions options;
+    options.stall_timeout = 0.01;
+    Engine engine(std::move(builder).build(), host(1, 0.0, inline_compute), sleeper, options);
+    engine.begin();
+    EXPECT_EQ(engine.wait_end(kPatience), Status::kDone) << engine.last_error().message;
+  }
+}
+
+TEST(Faults, WaitingForTheGateIsNotAStall) {
+  auto scene = random_scene(9);
+  Checker checker(*scene);
+  EngineOptions options;
+  options.stall_timeout = 0.01;
+  Engine engine(scene->program(), host(), checker, options);
+  checker.begin(0);
+  engine.begin();
+  ASSERT_EQ(engine.wait_out(kPatience), Status::kDone);
+  EXPECT_EQ(engine.wait_end(0.1), Status::kTimeout);
+  engine.deliver();
+  EXPECT_EQ(engine.wait_end(kPatience), Status::kDone);
+  EXPECT_EQ(checker.missing(), 0);
+}
+
+// Fails at one call of enqueue_*, wait or completed.
+class RefusingDevice final : public Device {
+ public:
+  explicit RefusingDevice(std::unique_ptr<Device> inner) : inner_(std::move(inner)) {}
+  void connect(int index, OpRunner& runner, ProgressListener& listener) override {
+    inner_->connect(index, runner, listener);
+  }
+  int compute_streams() const override { return inner_->compute_streams(); }
+  Token enqueue_op(int stream, std::int32_t vertex, std::int32_t op) override {
+    count();
+    return inner_->enqueue_op(stream, vertex, op);
+  }
+  Token enqueue_copy(int stream, std::int32_t vertex, void* dst, const void* src,
+                     std::int64_t bytes) override {
+    count();
+    return inner_->enqueue_copy(stream, vertex, dst, src, bytes);
+  }
+  void wait(int stream, int other, Token token) override {
+    count();
+    inner_->wait(stream, other, token);
+  }
+  Token completed(int stream) override {
+    count();
+    return inner_->completed(stream);
+  }
+  bool failed() const override { return inner_->failed(); }
+  DeviceFailure failure() const override { return inner_->failure(); }
+  // What was enqueued before the refusal is run to its end here, as a real device's recovery waits for its
+  // streams.
+  void recover() override {
+    for (bool moved = true; moved;) {
+      moved = false;
+      for (int s = 0; s < streams(); ++s) {
+        const Token before = last_[s];
+        for (int i = 0; i < 200; ++i) last_[s] = inner_->completed(s);
+        moved = moved || last_[s] != before;
+      }
+    }
+    inner_->recover();
+  }
+  void trace(Span* spans, std::int32_t vertices) override { inner_->trace(spans, vertices); }
+
+  int calls = 0;
+  int refuse_at = -1;
+
+ private:
+  void count() {
+    if (calls++ == refuse_at) throw std::runtime_error("refused call " + std::to_string(refuse_at));
+  }
+  std::unique_ptr<Device> inner_;
+  Token last_[8] = {};
+};
+
+TEST(Faults, ADeviceThatRefusesAnyOneCallFailsTheStepOnly) {
+  auto scene = random_scene(31, {.vertices = 30});
+  Checker checker(*scene);
+  auto device = std::make_unique<RefusingDevice>(std::make_unique<PolledDevice>(2, 5));
+  RefusingDevice* refusing = device.get();
+  Engine engine(scene->program(), one(std::move(device)), checker, {});
+  std::uint64_t step = 0;
+  for (int at = 0; at < 100; ++at) {
+    refusing->calls = 0;
+    refusing->refuse_at = at;
+    const Status status = run_step(engine, checker, step++);
+    if (refusing->calls <= at) break;
+    ASSERT_EQ(status, Status::kFailed) << "call " << at;
+    EXPECT_EQ(engine.last_error().message, "refused call " + std::to_string(at));
+    EXPECT_GE(engine.last_error().vertex, 0);
+    refusing->refuse_at = -1;
+    ASSERT_EQ(run_step(engine, checker, step++), Status::kDone) << "call " << at;
+    ASSERT_EQ(checker.missing(), 0);
+  }
+  EXPECT_EQ(checker.broken, 0);
+}
+
+}  // namespace
+}  // namespace disco::testing
