@@ -1,0 +1,102 @@
+"""The command line. Exit status: 0 yes, 1 no (not verified, does not fit), 2 bad input."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from disco_accel.errors import BudgetTooSmall, ConfigError, DiscoError, VerifyError
+from disco_accel.sizes import parse_size
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A subcommand: ``arguments`` declares its options, ``run`` does it and returns the exit status."""
+
+    name: str
+    help: str
+    arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def _compile_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("task", metavar="TASK.json", help="the task graph")
+    parser.add_argument("-o", "--output", metavar="MEM.json", required=True, help="where the plan goes")
+    parser.add_argument("--memory", metavar="SIZE", help="device memory, such as 12GiB (default: what the graph says)")
+    parser.add_argument("--cyclic", action="store_true", help="the plan is run step after step")
+    parser.add_argument("--planner", default="build", help="build (the paper's)")
+    parser.add_argument("--policy", default="belady", help="who is evicted first: belady, cost, fifo, lru")
+
+
+def _compile(options: argparse.Namespace) -> int:
+    from disco_accel.graphfile import read_taskgraph, write_memgraph
+    from disco_accel.plan import make_plan
+    from disco_accel.plan.summary import summary
+
+    memory = None if options.memory is None else parse_size(options.memory)
+    names: dict[int, str] = {}
+    graph = read_taskgraph(options.task, names)
+    started = time.perf_counter()
+    plan = make_plan(graph, memory=memory, policy=options.policy, planner=options.planner, cyclic=options.cyclic)
+    seconds = time.perf_counter() - started
+    try:
+        write_memgraph(plan, options.output, names)
+    except OSError as error:
+        raise ConfigError(f"{options.output}: cannot be written: {error.strerror}") from None
+    print(json.dumps({**summary(plan), "seconds": round(seconds, 3)}))
+    return 0
+
+
+def _verify_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("task", metavar="TASK.json", help="the task graph")
+    parser.add_argument("plan", metavar="MEM.json", help="its plan")
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from disco_accel.graphfile import read_memgraph, read_taskgraph
+    from disco_accel.verify import verify
+
+    names: dict[int, str] = {}
+    graph = read_taskgraph(options.task, names)
+    plan = read_memgraph(options.plan, names)
+    try:
+        verify(graph, plan)
+    except VerifyError as error:
+        print(json.dumps({"verified": False, "reason": str(error)}))
+        raise
+    print(json.dumps({"verified": True, "vertices": len(plan.vertices)}))
+    return 0
+
+
+COMMANDS: tuple[Command, ...] = (
+    Command("compile", "plan a task graph within a memory budget", _compile_arguments, _compile),
+    Command("verify", "check that a plan is safe in any order its edges allow", _verify_arguments, _verify),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv`` (default: the process's) and return the exit status."""
+    parser = argparse.ArgumentParser(prog="disco-accel", description="Plan and run models larger than device memory.")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        subparser = subparsers.add_parser(command.name, help=command.help, description=command.help)
+        command.arguments(subparser)
+        subparser.set_defaults(run=command.run)
+    try:
+        options = parser.parse_args(argv)
+    except SystemExit as exit:
+        return exit.code if isinstance(exit.code, int) else 2
+    try:
+        status: int = options.run(options)
+    except DiscoError as error:
+        print(f"disco-accel {options.command}: {error}", file=sys.stderr)
+        return 1 if isinstance(error, BudgetTooSmall | VerifyError) else 2
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""The figures that describe a plan."""
+
+from __future__ import annotations
+
+from disco_accel.memgraph import MemGraph
+from disco_accel.plan.simulate import Machine, lower_bound, simulate
+from disco_accel.taskgraph import VertexKind
+
+
+def summary(plan: MemGraph, machine: Machine | None = None) -> dict[str, int | float]:
+    """Return counts, bytes and seconds of ``plan``.
+
+    ``peak_bytes``: the highest address in use, of the fullest device. ``bound``: seconds that no execution of this plan
+    on ``machine`` can beat; ``makespan``: what simulation says it takes.
+    """
+    memory_edges = len(set(plan.memory_edges))
+    return {
+        "vertices": len(plan.vertices),
+        "data_edges": len(set(plan.data_edges)),
+        "memory_edges": memory_edges,
+        # The planner leaves out what other edges imply.
+        "essential_memory_edges": memory_edges,
+        "offload_bytes": copied_bytes(plan, VertexKind.OFFLOAD),
+        "reload_bytes": copied_bytes(plan, VertexKind.RELOAD),
+        "peak_bytes": max((slot.addr + slot.size for slot in plan.slots.values()), default=0),
+        "resident_bytes": resident_bytes(plan),
+        "bound": lower_bound(plan, machine),
+        "makespan": simulate(plan, machine).makespan,
+    }
+
+
+def copied_bytes(plan: MemGraph, kind: VertexKind) -> int:
+    """Return the bytes of all copies of ``kind`` (OFFLOAD or RELOAD) in one step."""
+    return sum(vertex.sizes[0] for vertex in plan.vertices if vertex.kind is kind)
+
+
+def resident_bytes(plan: MemGraph) -> int:
+    """Return the bytes of clean inputs that are on a device when the step starts."""
+    clean = {vertex.id for vertex in plan.vertices if vertex.kind is VertexKind.INPUT and vertex.clean}
+    return sum(slot.size for (vertex, _), slot in plan.slots.items() if vertex in clean)
