@@ -1,7 +1,7 @@
 """OpCalls as the nested tuples that the engine's ``Ops.add_op`` decodes against the op's schema.
 
-Encoding: ``("tensor", storage, dtype, shape, stride, offset)``, ``("enum", kind, value)``, ``("list", *items)``; numbers,
-strings, booleans and None stand for themselves.
+Encoding: ``("tensor", storage, dtype, shape, stride, offset)``, ``("enum", kind, value)``, ``("list", *items)``;
+numbers, strings, booleans and None stand for themselves.
 """
 
 from __future__ import annotations

@@ -49,7 +49,10 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One vertex of a traced step. ``lane`` is ``compute<n>``, ``h2d``, ``d2h`` or ``p2p``; times are seconds from begin."""
+    """One vertex of a traced step. ``lane`` is ``compute<n>``, ``h2d``, ``d2h`` or ``p2p``.
+
+    Times are seconds from begin.
+    """
 
     vertex: int
     lane: str
@@ -57,6 +60,11 @@ class Event:
     start: float
     end: float
     bytes: int
+
+
+def arena_bytes(memgraph: MemGraph) -> int:
+    """Bytes of device memory that the plan uses: the end of its highest slot."""
+    return max((slot.addr + slot.size for slot in memgraph.slots.values()), default=0)
 
 
 class Executor:
@@ -75,15 +83,21 @@ class Executor:
         clean: Mapping[int, torch.Tensor],
         options: EngineOptions = EngineOptions(),
     ) -> None:
-        """``clean``: INPUT id to a 1-d uint8 tensor over its host bytes, kept alive. Raises ExecutionError, ConfigError."""
+        """``clean``: INPUT id to a 1-d uint8 tensor over its host bytes, kept alive.
+
+        Raises ConfigError for a bad option and ExecutionError for a plan that lacks a call, an address or host bytes.
+        """
         load_extension()
         settings = _settings(options)
         device = torch.device(options.device)
         if device.type == "cuda":
             load_allocator_shim()
         self._graph, self._calls, self._options = memgraph, ops, options
-        needed = max((slot.addr + slot.size for slot in memgraph.slots.values()), default=0)
-        self._memory = Memory(device_arena(needed, device), host_arena(memgraph.host_memory), dict(clean))
+        if arena is None:
+            arena = device_arena(arena_bytes(memgraph), device)
+        elif arena.numel() < arena_bytes(memgraph):
+            raise ExecutionError(f"the arena has {arena.numel()} bytes, the plan needs {arena_bytes(memgraph)}")
+        self._memory = Memory(arena, host_arena(memgraph.host_memory), dict(clean))
         self._table = torch.classes.disco_accel.Ops(str(device))
         tables = Lowering(memgraph, ops, records, self._memory, self._table).run()
         self._planned = tables.planned
@@ -112,7 +126,10 @@ class Executor:
         self._engine.begin()
 
     def wait_out(self) -> None:
-        """Returns when every ``out`` vertex has finished. Raises ExecutionError or Stalled; Ctrl-C abandons the step."""
+        """Returns when every ``out`` vertex has finished. Raises ExecutionError or Stalled.
+
+        Ctrl-C abandons the step.
+        """
         self._require_running()
         self._wait(self._engine.wait_out)
 
@@ -245,7 +262,7 @@ class Executor:
 
     def _name_vertices(self, message: str) -> str:
         """Explains the first few positions that the engine's message mentions by id and op."""
-        known = []
+        known: list[str] = []
         for word in message.replace(",", " ").replace(";", " ").split():
             if word.isdigit() and int(word) < len(self._graph.vertices) and len(known) < 8:
                 vertex = self._graph.vertices[int(word)]

@@ -270,7 +270,8 @@ def _allocations(signature: _Signature, call: _Call, name: str) -> tuple[tuple[A
         dtype = str(got.dtype).removeprefix("torch.")
         if (dtype, tuple(got.shape)) != (result.spec.dtype, result.spec.shape):
             raise ExecutionError(
-                f"{name} returned {dtype}{list(got.shape)} where {result.spec.dtype}{list(result.spec.shape)} was captured"
+                f"{name} returned {dtype}{list(got.shape)}, "
+                f"but {result.spec.dtype}{list(result.spec.shape)} was captured"
             )
         same_layout = tuple(got.stride()) == result.spec.stride and got.storage_offset() == result.spec.offset
         fits = block >= 0 and call.blocks[block][0] <= signature.output_sizes[result.output]

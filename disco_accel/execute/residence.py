@@ -53,10 +53,5 @@ def _overwritten(graph: MemGraph, place: Ref, order: dict[int, int]) -> bool:
 
 def _host_overwritten(graph: MemGraph, offload: Vertex, offset: int, order: dict[int, int]) -> bool:
     end = offset + offload.sizes[0]
-    return any(
-        order[v.id] > order[offload.id]
-        and graph.host_offsets[v.id] < end
-        and offset < graph.host_offsets[v.id] + v.sizes[0]
-        for v in graph.vertices
-        if v.kind is VertexKind.OFFLOAD and v.id in graph.host_offsets
-    )
+    later = [v for v in graph.vertices if order[v.id] > order[offload.id] and v.id in graph.host_offsets]
+    return any(graph.host_offsets[v.id] < end and offset < graph.host_offsets[v.id] + v.sizes[0] for v in later)

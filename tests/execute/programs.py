@@ -29,7 +29,7 @@ from disco_accel.taskgraph import (
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return TensorSpec(dtype, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
+    return TensorSpec(dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ Program = Callable[[Builder, torch.Generator], None]
 
 
 def build(program: Program, seed: int = 0) -> Builder:
-    """The program over the weights of seed 0 and inputs of ``seed``: weights first, so that they do not depend on it."""
+    """The program with inputs drawn from ``seed``; its weights are always the same."""
     builder = Builder()
     program(builder, torch.Generator().manual_seed(seed))
     return builder
