@@ -77,7 +77,8 @@ class _Watched:
     def refresh(self, model: torch.nn.Module) -> None:
         """Walk the tree anew."""
         self.structure += 1
-        self.modules = list(model.modules())
+        # A table of models that held them would keep each alive for ever: the root by proxy, its parts for real.
+        self.modules = [weakref.proxy(model), *list(model.modules())[1:]]
         self.tables = [t for m in self.modules for t in (m._modules, m._parameters, m._buffers)]
         self.children = list(_entries(self.tables))
         self.ids = list(map(id, self.children))
@@ -105,7 +106,7 @@ def step_key(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> StepKey:
         CaptureError: an argument of a kind that no key can describe.
     """
     watched = _watched.setdefault(model, _Watched())
-    if not watched.modules or watched.stale():
+    if watched.structure == 0 or watched.stale():
         watched.refresh(model)
     return StepKey(
         structure=watched.structure,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -153,6 +155,16 @@ def test_returning_to_an_earlier_state_returns_to_its_key() -> None:
         assert step_key(model, batch) != before
     model.train()
     assert step_key(model, batch) == before
+
+
+def test_a_key_does_not_keep_its_model_alive() -> None:
+    """Models come and go in one process; each would hold its weights."""
+    model, batch = _start()
+    key = step_key(model, batch)
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None and key is not None
 
 
 def test_an_argument_that_no_key_describes_is_refused() -> None:
