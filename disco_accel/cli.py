@@ -15,11 +15,14 @@ from disco_accel.sizes import parse_size
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A subcommand: ``arguments`` declares its options, ``run`` does it and returns the exit status."""
+    """A subcommand: ``arguments`` declares its options, ``run`` does it and returns the exit status.
+
+    ``arguments`` is None for a command with a parser of its own, whose ``run`` finds its words in ``options.rest``.
+    """
 
     name: str
     help: str
-    arguments: Callable[[argparse.ArgumentParser], None]
+    arguments: Callable[[argparse.ArgumentParser], None] | None
     run: Callable[[argparse.Namespace], int]
 
 
@@ -72,9 +75,34 @@ def _verify(options: argparse.Namespace) -> int:
     return 0
 
 
+def _no_arguments(parser: argparse.ArgumentParser) -> None:
+    del parser
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from disco_accel.observe.doctor import main as doctor
+
+    return doctor()
+
+
+def _launch(options: argparse.Namespace) -> int:
+    from disco_accel.integrate.launch import main as launch
+
+    return launch(options.rest)
+
+
+def _train(options: argparse.Namespace) -> int:
+    from recipes.lora import main as train
+
+    return train(options.rest)
+
+
 COMMANDS: tuple[Command, ...] = (
     Command("compile", "plan a task graph within a memory budget", _compile_arguments, _compile),
     Command("verify", "check that a plan is safe in any order its edges allow", _verify_arguments, _verify),
+    Command("doctor", "what this machine has, and what keeps the engine from running", _no_arguments, _doctor),
+    Command("launch", "run a script under accelerate and the disco_config section of --config", None, _launch),
+    Command("train", "fine-tune a model as a recipe file says", None, _train),
 )
 
 
@@ -84,10 +112,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for command in COMMANDS:
         subparser = subparsers.add_parser(command.name, help=command.help, description=command.help)
-        command.arguments(subparser)
+        if command.arguments is not None:
+            command.arguments(subparser)
         subparser.set_defaults(run=command.run)
+    words = list(sys.argv[1:] if argv is None else argv)
+    own_parser = [command.name for command in COMMANDS if command.arguments is None]
+    rest = words[1:] if words[:1] and words[0] in own_parser else []
     try:
-        options = parser.parse_args(argv)
+        options = parser.parse_args(words[: len(words) - len(rest)], argparse.Namespace(rest=rest))
     except SystemExit as exit:
         return exit.code if isinstance(exit.code, int) else 2
     try:

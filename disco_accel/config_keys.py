@@ -24,13 +24,13 @@ def _one_of(*names: str) -> Parser:
     return parse
 
 
-def _from_registry(module: str, attribute: str, fallback: tuple[str, ...]) -> Parser:
-    """A choice among the names that another module registers, so that a new planner needs no edit here."""
+def _registered(registry: str) -> Parser:
+    """A choice among the names in a table of ``disco_accel.plan``, so that a new planner needs no edit here."""
 
     def parse(value: Any) -> str:
-        import importlib
+        import disco_accel.plan
 
-        names = tuple(getattr(importlib.import_module(module), attribute, fallback))
+        names = tuple(getattr(disco_accel.plan, registry))
         parsed: str = _one_of(*names)(value)
         return parsed
 
@@ -124,8 +124,8 @@ def _flag(value: Any) -> bool:
 PARSERS: dict[str, Parser] = {
     "memory_budget": _size_or_share,
     "host_memory": _size_or_share,
-    "planner": _from_registry("disco_accel.plan", "PLANNERS", ("build",)),
-    "policy": _from_registry("disco_accel.plan", "POLICIES", ("fifo", "lru", "belady")),
+    "planner": _registered("PLANNERS"),
+    "policy": _registered("POLICIES"),
     "lookahead": _count(0),
     "buckets": _buckets,
     "plan_cache": _folder,

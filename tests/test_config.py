@@ -119,7 +119,7 @@ def test_an_unknown_key_far_from_all_others_gets_no_wrong_hint() -> None:
 def test_planner_names_come_from_the_planners_own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     import disco_accel.plan
 
-    monkeypatch.setattr(disco_accel.plan, "PLANNERS", {"build": None, "brand_new": None}, raising=False)
+    monkeypatch.setattr(disco_accel.plan, "PLANNERS", {"build": None, "brand_new": None})
     assert DiscoConfig(planner="brand_new").planner == "brand_new"
     with pytest.raises(ConfigError, match="build or brand_new"):
         DiscoConfig(planner="timed")

@@ -35,15 +35,15 @@ def make_plan(
     execution for which copies may be placed (None: as many as fit). ``machine``: what candidates are compared on.
     Raises ConfigError for unknown names, GraphFileError for a graph that makes no sense, BudgetTooSmall.
     """
-    if planner not in _PLANNERS:
-        raise ConfigError(f"planner: {planner!r} is unknown; known planners: {', '.join(sorted(_PLANNERS))}")
+    if planner not in PLANNERS:
+        raise ConfigError(f"planner: {planner!r} is unknown; known planners: {', '.join(sorted(PLANNERS))}")
     chosen = policy_named(policy)
     if lookahead is not None and lookahead < 0:
         raise ConfigError(f"lookahead: {lookahead} is negative; 0 turns it off")
     graph = check_taskgraph(graph)
     if memory is not None:
         graph = _with_memory(graph, lambda device: memory)
-    return _PLANNERS[planner](graph, chosen, cyclic, lookahead, machine or Machine())
+    return PLANNERS[planner](graph, chosen, cyclic, lookahead, machine or Machine())
 
 
 def plan_build(
@@ -72,7 +72,7 @@ def plan_build(
     raise BudgetTooSmall(_smallest(graph, policy, cyclic, lookahead), given, f"the plan of {graph.name!r}")
 
 
-_PLANNERS: dict[str, Callable[[TaskGraph, Policy, bool, int | None, Machine], MemGraph]] = {"build": plan_build}
+PLANNERS: dict[str, Callable[[TaskGraph, Policy, bool, int | None, Machine], MemGraph]] = {"build": plan_build}
 
 
 def _attempts(lookahead: int | None, repairs: Repairs) -> Iterator[int | None]:
