@@ -29,11 +29,11 @@ from disco_accel.taskgraph import VertexKind
 
 def synchronous_twin(step: CompiledStep, config: DiscoConfig) -> Executor:
     """An executor of the same plan that runs one vertex at a time in serial order."""
-    assert not isinstance(config.link_bandwidth, str)
+    settings = config.resolve()
     options = EngineOptions(
-        device=config.device,
+        device=settings.device,
         dispatch="synchronous",
-        link_bandwidth=config.link_bandwidth,
+        link_bandwidth=settings.link_bandwidth,
         link_latency=config.link_latency,
         compute_threads=config.compute_threads,
     )
@@ -49,7 +49,7 @@ class Variants:
     """Eager and planned model side by side, with the same weights, adapters and batches."""
 
     def __init__(self, recipe: str, config: DiscoConfig) -> None:
-        self.config = config.resolve()
+        self.config = config
         self.eager = load_workload(recipe)
         self.planned = load_workload(recipe)
         prepare(self.planned.model, config)
@@ -121,9 +121,10 @@ def measure(variants: Variants, rounds: int) -> dict[str, Any]:
 
 def link_seconds(step: CompiledStep, config: DiscoConfig) -> float:
     """Time that the busier direction of the link needs for the bytes of one step."""
-    if not config.link_bandwidth:
+    bandwidth = config.resolve().link_bandwidth
+    if bandwidth is None:
         return 0.0
-    return max(step.copy_bytes(k) for k in (VertexKind.RELOAD, VertexKind.OFFLOAD)) / float(config.link_bandwidth)
+    return max(step.copy_bytes(k) for k in (VertexKind.RELOAD, VertexKind.OFFLOAD)) / bandwidth
 
 
 def main(argv: list[str] | None = None) -> int:

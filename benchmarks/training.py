@@ -58,5 +58,10 @@ def load_workload(recipe_file: str) -> Workload:
     data = build_blocks(recipe.dataset, load_tokenizer(recipe), max_length=recipe.max_length, packing=recipe.packing)
     set_seed(recipe.seed)
     model = load_model(recipe)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # A fresh adapter has B = 0, and with it zero gradients for A: nothing is measured on zeros.
+            if "lora_B" in name:
+                parameter.normal_(std=0.02)
     model.train()
     return Workload(recipe, model, data)

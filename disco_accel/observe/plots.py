@@ -70,7 +70,7 @@ def draw_step(
     finish = max((e.end for e in events), default=0.0)
     for axis in (lanes_axis, memory_axis):
         axis.set_xlim(0, finish * 1e3 or 1.0)
-        _mark_gate(axis, plan, events)
+        _mark_gate(axis, plan, events, label=axis is memory_axis)
         _quiet(axis)
     memory_axis.set_xlabel("milliseconds since the step began", color=_INK)
     figure.suptitle(title or plan.name or "one step", x=0.01, ha="left", fontsize=13, color=_INK)
@@ -146,11 +146,13 @@ def _draw_limits(axis: Axes, budget: int | None, in_memory_peak: int | None) -> 
     axis.set_ylim(0, top)
 
 
-def _mark_gate(axis: Axes, plan: MemGraph, events: Sequence[TracedEvent]) -> None:
+def _mark_gate(axis: Axes, plan: MemGraph, events: Sequence[TracedEvent], *, label: bool) -> None:
     outs = {v.id for v in plan.vertices if v.out}
     ends = [e.end for e in events if e.vertex in outs]
-    if ends:
-        axis.axvline(max(ends) * 1e3, color=_INK, linewidth=0.9, linestyle=":")
+    if not ends:
+        return
+    axis.axvline(max(ends) * 1e3, color=_INK, linewidth=0.9, linestyle=":")
+    if label:
         axis.annotate(
             "loss",
             (max(ends) * 1e3, 1),
