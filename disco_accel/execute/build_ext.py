@@ -26,6 +26,7 @@ from disco_accel.errors import ExecutionError
 _ROOT = Path(__file__).resolve().parents[2] / "runtime_ext"
 _TORCH = ("planned_alloc.cpp", "arena.cpp", "ops.cpp", "runtime_class.cpp")
 _FLAGS = ("-std=c++20", "-O2", "-fopenmp", "-fvisibility-inlines-hidden")
+_PLAIN_FLAGS = ("-std=c++20", "-O2", "-shared", "-fPIC")
 
 
 class ExtensionError(ExecutionError):
@@ -103,6 +104,24 @@ def _compile(name: str, files: Sequence[Path], flags: Sequence[str], directory: 
         reasons = [str(reason) for reason in (error, error.__cause__) if reason is not None]
         tail = "\n".join("\n".join(reasons).strip().splitlines()[-12:])
         raise ExtensionError(f"building the engine in {directory} failed:\n{tail}") from error
+
+
+def build_plain(name: str, source: str) -> Path:
+    """Compiles one file below ``runtime_ext`` that needs no PyTorch into a library, without loading it."""
+    file = _ROOT / source
+    directory = cache_root() / f"{name}-{_key([file], _PLAIN_FLAGS)}"
+    library = directory / f"{name}.so"
+    if library.exists():
+        return library
+    _require_compiler()
+    directory.mkdir(parents=True, exist_ok=True)
+    partial = directory / f"{name}.{os.getpid()}.so"
+    command = [os.environ.get("CXX", "c++"), *_PLAIN_FLAGS, str(file), "-o", str(partial), "-ldl"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise ExtensionError(f"building {source} failed:\n{done.stderr[-2000:]}")
+    partial.replace(library)
+    return library
 
 
 @functools.cache

@@ -82,9 +82,12 @@ class Executor:
         *,
         clean: Mapping[int, torch.Tensor],
         options: EngineOptions = EngineOptions(),
+        arena: torch.Tensor | None = None,
     ) -> None:
         """``clean``: INPUT id to a 1-d uint8 tensor over its host bytes, kept alive.
 
+        ``arena``: device memory to use, at least ``arena_bytes(memgraph)``; None = an own one. Executors may share one
+        as long as one step runs at a time and ``invalidate`` is called when another has used it in between.
         Raises ConfigError for a bad option and ExecutionError for a plan that lacks a call, an address or host bytes.
         """
         load_extension()

@@ -30,7 +30,9 @@ using Ints = std::vector<std::int64_t>;
 
 // OpenMP's thread count is per thread, unlike at::set_num_threads, which leaks to the whole process. ATen
 // sets its own count lazily, once per thread: make it do so first.
-void set_thread_count(int count) {
+void prepare_compute_thread(int count) {
+  using Watch = void (*)();
+  if (const auto watch = reinterpret_cast<Watch>(dlsym(RTLD_DEFAULT, "disco_malloc_watch_enter"))) watch();
   at::get_num_threads();
   omp_set_num_threads(count);
   using MklSetLocal = int (*)(int);
@@ -138,7 +140,9 @@ Settings read_settings(const c10::Dict<std::string, double>& values) {
   settings.host.compute_streams = static_cast<int>(get("compute_streams"));
   settings.host.link_bandwidth = get("link_bandwidth");
   settings.host.link_latency = get("link_latency");
-  settings.host.on_compute_thread = [threads = settings.compute_threads](int) { set_thread_count(threads); };
+  settings.host.on_compute_thread = [threads = settings.compute_threads](int) {
+    prepare_compute_thread(threads);
+  };
   return settings;
 }
 
