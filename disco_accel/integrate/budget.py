@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from disco_accel.errors import BudgetTooSmall
-
 
 @dataclass(frozen=True, slots=True)
 class Budget:
@@ -30,16 +28,6 @@ class Budget:
     @property
     def arena(self) -> int:
         return self.total - self.outside
-
-    def checked(self) -> Budget:
-        """Return itself.
-
-        Raises:
-            BudgetTooSmall: the parts outside the arena alone are larger than the budget.
-        """
-        if self.arena <= 0:
-            raise BudgetTooSmall(self.outside + 1, self.total, "adapters, gradients and optimizer state")
-        return self
 
     def as_dict(self) -> dict[str, int]:
         return {

@@ -16,27 +16,49 @@ from disco_accel.execute.hostmem import bytes_of
 from disco_accel.execute.record import OpRecord, apply, record
 from disco_accel.integrate.budget import Budget, split_budget
 from disco_accel.memgraph import MemGraph
-from disco_accel.plan import make_plan
+from disco_accel.plan import Machine, make_plan
+from disco_accel.plan.simulate import Link
 from disco_accel.sizes import format_size
 from disco_accel.taskgraph import TaskGraph, VertexKind
 from disco_accel.verify import verify
 
 
-@dataclass
+@dataclass(eq=False)
 class CompiledStep:
-    """A plan that runs. ``seconds`` holds the time each stage of making it took.
+    """A verified plan and what runs it. ``seconds`` holds the time each stage of making it took.
 
-    ``records`` and ``clean`` are what ``executor`` was made from, so that benchmarks can run the same plan otherwise.
+    ``records`` and ``clean`` are what executors are made from, so that benchmarks can run the same plan otherwise.
     """
 
     captured: CapturedStep
     graph: TaskGraph
     plan: MemGraph
-    executor: Executor
+    records: Mapping[int, OpRecord]
+    clean: Mapping[int, torch.Tensor]
     budget: Budget
+    engine: EngineOptions
     seconds: dict[str, float] = field(default_factory=dict)
-    records: Mapping[int, OpRecord] = field(default_factory=dict)
-    clean: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    loaded: Executor | None = None
+
+    @property
+    def executor(self) -> Executor:
+        """The executor that ``load`` made."""
+        assert self.loaded is not None
+        return self.loaded
+
+    def load(self, arena: torch.Tensor) -> None:
+        """Make the executor, in an arena that other plans' executors may share."""
+        start = time.perf_counter()
+        self.loaded = Executor(
+            self.plan, self.graph.ops, self.records, clean=self.clean, options=self.engine, arena=arena
+        )
+        self.seconds["load"] = time.perf_counter() - start
+
+    def unload(self) -> None:
+        """Free the executor; ``load`` makes another one."""
+        if self.loaded is not None:
+            self.loaded.close()
+            self.loaded = None
 
     @property
     def compute_seconds(self) -> float:
@@ -94,27 +116,42 @@ def compile_step(
     clock = [time.perf_counter()]
     captured = capture_step(model, kwargs, forward=forward, contexts=options.contexts)
     clock.append(time.perf_counter())
-    records = record(captured.graph, device=options.engine.device)
+    records = record(captured.graph, device=options.engine.device, compute_threads=options.engine.compute_threads)
     graph = apply(captured.graph, records)
     clock.append(time.perf_counter())
 
     trainable = [p for p in model.parameters() if p.requires_grad]
     tensors = {k: v for k, v in kwargs.items() if isinstance(v, torch.Tensor)}
-    budget = split_budget(options.memory, trainable, tensors).checked()
+    budget = split_budget(options.memory, trainable, tensors)
+    # A budget that adapters and optimizer state already exceed still gets an answer: what the whole step needs.
+    arena = max(budget.arena, graph.devices[0].alignment)
     try:
-        plan = make_plan(graph, memory=budget.arena, policy=options.policy, planner=options.planner, cyclic=True)
+        plan = make_plan(
+            graph,
+            memory=arena,
+            policy=options.policy,
+            planner=options.planner,
+            cyclic=True,
+            machine=machine_of(options.engine),
+        )
     except BudgetTooSmall as error:
         raise BudgetTooSmall(error.needed + budget.outside, budget.total, "memory_budget: the step") from error
     clock.append(time.perf_counter())
     verify(graph, plan)
     clock.append(time.perf_counter())
 
-    clean = _host_bytes(model, captured)
-    executor = Executor(plan, graph.ops, records, clean=clean, options=options.engine)
-    clock.append(time.perf_counter())
-    stages = ("capture", "record", "plan", "verify", "load")
+    stages = ("capture", "record", "plan", "verify")
     seconds = {name: b - a for name, a, b in zip(stages, clock, clock[1:], strict=False)}
-    return CompiledStep(captured, graph, plan, executor, budget, seconds, records, clean)
+    clean = _host_bytes(model, captured)
+    return CompiledStep(captured, graph, plan, records, clean, budget, options.engine, seconds)
+
+
+def machine_of(engine: EngineOptions) -> Machine | None:
+    """The machine that plans are compared on: the throttled link where there is one, else the planner's own."""
+    if engine.link_bandwidth is None:
+        return None
+    link = Link(engine.link_bandwidth, engine.link_latency)
+    return Machine(h2d=link, d2h=link)
 
 
 def _host_bytes(model: torch.nn.Module, captured: CapturedStep) -> dict[int, torch.Tensor]:

@@ -22,8 +22,15 @@ if TYPE_CHECKING:
 class PendingStep:
     """One step in flight. ``externals`` are the caller's tensors by INPUT vertex id, with the versions seen."""
 
-    def __init__(self, state: PreparedModel, step: CompiledStep, externals: Mapping[int, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        state: PreparedModel,
+        model: torch.nn.Module,
+        step: CompiledStep,
+        externals: Mapping[int, torch.Tensor],
+    ) -> None:
         self.state = state
+        self.model = model
         self.step = step
         self.externals = dict(externals)
         self.versions = {v: t._version for v, t in self.externals.items()}
@@ -51,6 +58,7 @@ class PendingStep:
         with self.state.lock:
             if not self.running:
                 self._check_unchanged()
+                self.state.make_current(self.model, self.step)
                 self._take_engine()
             executor = self.step.executor
             late = {b.vertex: tangent.to(self._dtype_of(b.spec.dtype)).contiguous() for b in self.step.vertices_of("tangent")}
@@ -80,10 +88,6 @@ class PendingStep:
                     f"{names[vertex]} was changed in place between this step's forward and its backward, "
                     "and another step ran in between; call backward() before changing it"
                 )
-        if self.step not in self.state.plans.values():
-            raise ExecutionError(
-                "this step's plan was replaced by another batch shape before its backward; call backward() first"
-            )
 
     @staticmethod
     def _dtype_of(name: str) -> torch.dtype:
@@ -121,6 +125,6 @@ def run_step(
     tensors = {"trainable": parameters, "batch": batch_tensors(batch)}
     externals = {b.vertex: tensors[b.source][b.name].detach() for b in step.vertices_of("trainable", "batch")}
     trainable = {name: p for name, p in parameters.items() if p.requires_grad}
-    pending = PendingStep(state, step, externals)
+    pending = PendingStep(state, model, step, externals)
     loss: torch.Tensor = _Step.apply(pending, tuple(trainable), *trainable.values())
     return loss

@@ -15,7 +15,8 @@ import torch
 from disco_accel.capture.guards import StepKey, step_key
 from disco_accel.config import DiscoConfig
 from disco_accel.errors import CaptureError, ConfigError
-from disco_accel.execute.executor import EngineOptions
+from disco_accel.execute.arena import device_arena
+from disco_accel.execute.executor import EngineOptions, arena_bytes
 from disco_accel.execute.hostmem import HostMemory
 from disco_accel.integrate.compiled import CompiledStep, CompileOptions, compile_step, describe
 from disco_accel.integrate.hf import hf_contexts
@@ -41,6 +42,7 @@ class PreparedModel:
         self.refused: dict[StepKey, str] = {}
         self.active: PendingStep | None = None
         self.current: CompiledStep | None = None
+        self.arena: torch.Tensor | None = None
         self.lock = threading.RLock()
         self.weights_seen: list[tuple[torch.Tensor, int, int]] = []
         self.counts = {"steps_compiled": 0, "steps_eager": 0, "plan_hits": 0}
@@ -63,10 +65,6 @@ class PreparedModel:
             self.counts["plan_hits"] += 1
             return found
         self.abandon_active()
-        for other in self.plans.values():
-            # One arena at a time: the budget holds for the process, not for each plan.
-            other.executor.close()
-        self.plans.clear()
         options = CompileOptions(
             memory=self.settings.memory_budget,
             planner=self.config.planner,
@@ -96,9 +94,20 @@ class PreparedModel:
             self.active.suspend()
             self.active = None
 
-    def check_weights(self, model: torch.nn.Module, step: CompiledStep) -> None:
-        """Reload residents when a frozen tensor's content or place changed since the last step."""
+    def make_current(self, model: torch.nn.Module, step: CompiledStep) -> None:
+        """Give ``step`` the arena, its residents as the host holds them now.
+
+        All plans share one arena, because the budget holds for the model and not for each plan.
+        """
         if self.current is not step:
+            self.abandon_active()
+            needed = arena_bytes(step.plan)
+            if self.arena is None or self.arena.numel() < needed:
+                self.unload()
+                self.arena = device_arena(needed, torch.device(self.settings.device))
+            if step.loaded is None:
+                step.load(self.arena)
+            step.executor.invalidate()
             self.current = step
             self.weights_seen = _frozen_now(model, step)
             return
@@ -111,6 +120,14 @@ class PreparedModel:
                 step.executor.invalidate()
                 self.weights_seen = _frozen_now(model, step)
                 return
+
+
+    def unload(self) -> None:
+        """Free every executor and the arena; the plans stay."""
+        self.abandon_active()
+        for step in self.plans.values():
+            step.unload()
+        self.arena = self.current = None
 
 
 def _nothing() -> None:
@@ -138,7 +155,7 @@ def _forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             raise CaptureError("return_dict: False is not supported in a planned step; leave it out")
         with state.lock:
             step = state.compiled(self, batch)
-            state.check_weights(self, step)
+            state.make_current(self, step)
             loss = run_step(state, self, step, batch)
     except CaptureError as error:
         return _eager(state, error, args, kwargs)
@@ -211,9 +228,7 @@ def restore(model: torch.nn.Module) -> torch.nn.Module:
     state: PreparedModel | None = model.__dict__.pop(_STATE, None)
     if state is None:
         return model
-    state.abandon_active()
-    for step in state.plans.values():
-        step.executor.close()
+    state.unload()
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.clone()
