@@ -235,8 +235,10 @@ class Executor:
         ids = list(storages)
         try:
             self._engine.bind([storages[k] for k in ids], [given[k] for k in ids])
-        except ValueError as error:
+        except RuntimeError as error:
             position, _, message = str(error).partition(":")
+            if not position.isdigit():
+                raise
             raise ExecutionError(f"the tensor for external input {ids[int(position)]} {message}") from error
 
     def _wait(self, poll: Callable[[float], int]) -> None:
