@@ -8,7 +8,7 @@ vertices must finish before it is reused; these become the memory edges.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from disco_accel.graphcheck import after_gate
@@ -16,6 +16,7 @@ from disco_accel.memgraph import MemGraph, Slot
 from disco_accel.plan.evict import Policy
 from disco_accel.plan.finish import assemble
 from disco_accel.plan.sim_malloc import DeviceMemory, Infeasible, PlanLog, Repairs, taken_release
+from disco_accel.plan.space import Piece
 from disco_accel.plan.stay import Stay, Value
 from disco_accel.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 
@@ -40,15 +41,21 @@ def build(
     *,
     lookahead: int | None = None,
     residents: Collection[int] = (),
+    permanent: Collection[int] = (),
     cyclic: bool = False,
     repairs: Repairs | None = None,
 ) -> MemGraph:
     """Return a plan of ``graph`` within the memory of its devices.
 
     ``lookahead``: how many vertices ahead of execution copies may be placed (None: no limit). ``residents``: ids of
-    clean inputs on the device when the step starts; in a ``cyclic`` plan they stay for good. Raises Infeasible.
+    clean inputs on the device when the step starts; a ``cyclic`` plan brings them back by its end. ``permanent``: those
+    that are there all the time. Raises Infeasible.
     """
-    return _Builder(graph, policy, lookahead, residents, cyclic, repairs or Repairs()).run()
+    return _Builder(graph, policy, lookahead, (residents, permanent), cyclic, repairs or Repairs()).run()
+
+
+_KEPT_SHARE = 16
+"""Kept outputs get places for the whole step if they take no more than one part in so many of the memory."""
 
 
 class _Builder:
@@ -57,18 +64,20 @@ class _Builder:
         graph: TaskGraph,
         policy: Policy,
         lookahead: int | None,
-        residents: Collection[int],
+        residents: tuple[Collection[int], Collection[int]],
         cyclic: bool,
         repairs: Repairs,
     ) -> None:
         self.graph = graph
         self.order = serial_order(graph)
         self.lookahead = len(self.order) if lookahead is None else lookahead
-        self.residents = frozenset(residents)
+        self.permanent = frozenset(residents[1])
+        self.residents = frozenset(residents[0]) | self.permanent
         self.cyclic = cyclic
         self.repairs = repairs
         self.log = PlanLog(self.order)
         self.slots: dict[Ref, Slot] = {}
+        self.reserved: dict[Ref, Stay] = {}
         self.memories = {device.id: DeviceMemory(device, policy, repairs, self.log) for device in graph.devices}
         self.values = self._values()
         self.reads = {device.id: _Reads(self.order, self.values, device.id) for device in graph.devices}
@@ -88,6 +97,8 @@ class _Builder:
             memory.exec_horizon = len(self.order)
             memory.pinned.clear()
             self.reads[device].look_ahead(memory, len(self.order))
+        if any(value.home is not None and value.stay is None for value in self.values.values()):
+            raise Infeasible(len(self.order))
         return assemble(self.graph, self.log, self.slots, self.values, cyclic=self.cyclic)
 
     def _values(self) -> dict[Ref, Value]:
@@ -109,6 +120,9 @@ class _Builder:
                         # The host keeps a clean input without being asked.
                         if values[vertex.id, k].host is None:
                             values[vertex.id, k].uses.append(end)
+        if self.cyclic:
+            for resident in sorted(self.residents - self.permanent):
+                values[resident, 0].uses.append(end)
         return values
 
     def _place_inputs(self) -> None:
@@ -117,9 +131,11 @@ class _Builder:
         start_here = [v for v in inputs if v.sizes[0] and not v.external and (not v.clean or v.id in self.residents)]
 
         def stays(vertex: Vertex) -> bool:
-            return vertex.late or (vertex.clean and self.cyclic)
+            return vertex.late or (vertex.clean and vertex.id in self.permanent)
 
-        for vertex in sorted(start_here, key=lambda v: not stays(v)):
+        if self.cyclic and self.residents - self.permanent:
+            self._reserve_kept()
+        for vertex in sorted(start_here, key=lambda v: (not stays(v), not v.clean)):
             memory = self.memories[vertex.device]
             value = self.values[vertex.id, 0]
             window = memory.space.highest_fit(memory.block(value.size))
@@ -129,11 +145,35 @@ class _Builder:
             stay.newest = -1
             stay.permanent = stays(vertex)
             value.stay = stay
+            if vertex.clean and self.cyclic and not stay.permanent:
+                value.home = stay.addr
+                memory.home_floor = min(memory.home_floor, stay.addr)
+                memory.has_homes = True
             self.slots[value.ref] = Slot(vertex.device, stay.addr, value.size)
             if not vertex.clean:
                 memory.held[value.ref] = stay
         for vertex in start_here:
             self.memories[vertex.device].retire(self.values[vertex.id, 0])
+
+    def _reserve_kept(self) -> None:
+        """Give small kept outputs a place of their own for the whole step: later they might block a resident's home."""
+        for memory in self.memories.values():
+            kept = [
+                self.values[vertex.id, k]
+                for vertex in self.order
+                if (vertex.keep or vertex.out) and self.memories[vertex.device] is memory
+                for k, size in enumerate(vertex.sizes)
+                if size and vertex.kind is not VertexKind.INPUT and (vertex.inplace is None or k)
+            ]
+            if sum(memory.block(value.size) for value in kept) * _KEPT_SHARE > memory.space.bytes:
+                continue
+            for value in kept:
+                window = memory.space.highest_fit(memory.block(value.size))
+                if window is None:
+                    raise Infeasible(0)
+                stay = memory.stay_at(value, memory.space.take(window.start, window.end))
+                stay.permanent = True
+                self.reserved[value.ref] = stay
 
     def _execute(self, position: int, vertex: Vertex) -> None:
         inputs = [self.values[ref] for ref in dict.fromkeys(vertex.inputs)]
@@ -141,14 +181,12 @@ class _Builder:
         for value in local:
             self.memories[value.device].pinned.add(value.ref)
         copies: dict[Ref, Stay] = {}
-        for value in local:
-            if value.stay is None:
-                self.memories[value.device].sim_malloc_reload(value, force=True)
-            assert value.stay is not None
-            copies[value.ref] = value.stay
+        self._bring(local, copies)
+        over = self._overwritten(position, vertex, copies) if vertex.sizes[0] else None
+        outputs, release = self._outputs(position, vertex, local, copies, over)
         refs = [copies[ref].ref if ref in copies else ref for ref in vertex.inputs]
-        release: list[int] = []
-        outputs = self._outputs(position, vertex, copies, refs, release)
+        if over is not None and vertex.inplace is not None:
+            refs[vertex.inplace] = over.ref
         self.log.add(replace(vertex, inputs=tuple(refs)), release)
         for value in inputs:
             value.next += 1
@@ -166,35 +204,65 @@ class _Builder:
                 memory.held[stay.value.ref] = stay
             memory.retire(stay.value)
 
-    def _outputs(
-        self, position: int, vertex: Vertex, copies: dict[Ref, Stay], refs: list[Ref], release: list[int]
-    ) -> list[Stay]:
-        """Place the outputs of ``vertex``; ``refs`` and ``release`` are completed on the way."""
-        memory = self.memories[vertex.device]
-        outputs: list[Stay] = []
-        for k, size in enumerate(vertex.sizes):
-            if size == 0:
-                continue
-            value = self.values[vertex.id, k]
-            over = self._overwritten(position, vertex, copies, refs) if k == 0 else None
-            if over is not None:
-                stay = Stay(value, value.ref, over.addr, over.block, vertex.id, position, permanent=over.permanent)
-                release.extend(over.readers)
-            else:
-                taken = memory.sim_malloc(size)
-                release.extend(taken_release(taken, self.repairs))
-                stay = memory.stay_at(value, taken)
-                stay.producer = vertex.id
-            stay.born = position
-            outputs.append(stay)
-            self.slots[value.ref] = Slot(vertex.device, stay.addr, size)
-        return outputs
+    def _bring(self, values: Sequence[Value], copies: dict[Ref, Stay]) -> None:
+        """Make sure that ``values`` are on their devices and note where in ``copies``."""
+        for value in values:
+            if value.stay is None and not self.memories[value.device].sim_malloc_reload(value, force=True):
+                raise Infeasible(self.memories[value.device].exec_horizon)
+            assert value.stay is not None
+            copies[value.ref] = value.stay
 
-    def _overwritten(self, position: int, vertex: Vertex, copies: dict[Ref, Stay], refs: list[Ref]) -> Stay | None:
+    def _outputs(
+        self, position: int, vertex: Vertex, inputs: Sequence[Value], copies: dict[Ref, Stay], over: Stay | None
+    ) -> tuple[list[Stay], list[int]]:
+        """Place the outputs of ``vertex``, output 0 ``over`` an input; return them and who must finish first."""
+        release: list[int] = []
+        outputs: list[Stay] = []
+        free: list[Value] = []
+        for k, size in enumerate(vertex.sizes):
+            value = self.values[vertex.id, k]
+            if k == 0 and over is not None:
+                outputs.append(
+                    Stay(value, value.ref, over.addr, over.block, vertex.id, position, over.permanent, born=position)
+                )
+                release.extend(over.readers)
+            elif value.ref in self.reserved:
+                outputs.append(self.reserved[value.ref])
+            elif size:
+                free.append(value)
+        for value, taken in zip(free, self._rooms(vertex, free, inputs, copies), strict=True):
+            release.extend(taken_release(taken, self.repairs))
+            outputs.append(self.memories[vertex.device].stay_at(value, taken))
+        for stay in outputs:
+            stay.producer = vertex.id
+            self.slots[stay.value.ref] = Slot(vertex.device, stay.addr, stay.value.size)
+        return outputs, release
+
+    def _rooms(
+        self, vertex: Vertex, outputs: Sequence[Value], inputs: Sequence[Value], copies: dict[Ref, Stay]
+    ) -> list[list[Piece]]:
+        """Take room for ``outputs``; if the vertex's own inputs lie in the way, they make place and come back."""
+        memory = self.memories[vertex.device]
+        rooms: list[list[Piece]] = []
+        try:
+            for value in outputs:
+                rooms.append(memory.sim_malloc(value.size, stays=vertex.keep or vertex.out))
+        except Infeasible:
+            for taken in rooms:
+                memory.space.give(taken)
+            here = [value for value in inputs if value.device == vertex.device and value.stay is copies[value.ref]]
+            rooms = memory.compact(here, [value.size for value in outputs])
+            self._bring(here, copies)
+        return rooms
+
+    def _overwritten(self, position: int, vertex: Vertex, copies: Mapping[Ref, Stay]) -> Stay | None:
         """Return the copy that output 0 of ``vertex`` is written over, if any; the device loses its value."""
         if vertex.inplace is not None:
-            return self._overwrite(position, vertex, copies, refs)
+            return self._overwrite(position, vertex, copies)
         memory = self.memories[vertex.device]
+        if (vertex.keep or vertex.out) and memory.has_homes:
+            # Kept to the end, it would block the way home of whatever lives there.
+            return None
         for p in vertex.may_inplace:
             value = self.values[vertex.inputs[p]]
             stay = copies.get(value.ref)
@@ -208,16 +276,14 @@ class _Builder:
             return stay
         return None
 
-    def _overwrite(self, position: int, vertex: Vertex, copies: dict[Ref, Stay], refs: list[Ref]) -> Stay:
+    def _overwrite(self, position: int, vertex: Vertex, copies: Mapping[Ref, Stay]) -> Stay:
         assert vertex.inplace is not None
         memory = self.memories[vertex.device]
         value = self.values[vertex.inputs[vertex.inplace]]
         stay = copies[value.ref]
         resident = stay.permanent and value.host == value.ref
         if resident or (value.use_after(position) != value.after_last and (stay.permanent or value.out)):
-            stay = memory.sim_malloc_copy(value)
-            refs[vertex.inplace] = stay.ref
-            return stay
+            return memory.sim_malloc_copy(value)
         if value.use_after(position) != value.after_last and value.host is None:
             memory.sim_malloc_offload(value)
         memory.held.pop(value.ref, None)

@@ -55,6 +55,8 @@ class DeviceMemory:
         self.plan = plan
         self.exec_horizon = 0
         self.alloc_horizon = 0
+        self.home_floor = self.space.bytes
+        self.has_homes = False
         self.pinned: set[Ref] = set()
         self.held: dict[Ref, Stay] = {}
         self._reserved: list[tuple[int, int, Value]] = []
@@ -71,9 +73,36 @@ class DeviceMemory:
         candidate = Candidate(stay.block, stay.born, stay.newest, value.next_use, self.exec_horizon, clean)
         return self.policy(candidate)
 
-    def sim_malloc(self, size: int) -> list[Piece]:
-        """Take room for an output of the vertex being executed, evicting if need be. Raises Infeasible."""
-        return self._force(self.block(size), self.space.best_fit)
+    def sim_malloc(self, size: int, stays: bool = False) -> list[Piece]:
+        """Take room for an output of the vertex being executed, evicting if need be. Raises Infeasible.
+
+        ``stays``: it is kept to the end, so it should not lie where a resident must come back to.
+        """
+        block = self.block(size)
+        if stays:
+            window = self.space.lowest_fit(block, self.home_floor)
+            while window is None and self._revoke():
+                window = self.space.lowest_fit(block, self.home_floor)
+            if window is not None:
+                return self.space.take(window.start, window.end)
+        return self._force(block, self.space.best_fit)
+
+    def compact(self, values: Iterable[Value], sizes: Iterable[int]) -> list[list[Piece]]:
+        """Take room for outputs of ``sizes`` when the inputs of the same vertex lie in the way.
+
+        ``values``, its inputs, leave the device for a moment and are to be reloaded. Raises Infeasible.
+        """
+        for value in values:
+            stay = value.stay
+            if stay is None or stay.permanent or value.out:
+                continue
+            if stay.planned is not None and not stay.readers:
+                self._unmake(value, stay)
+                continue
+            if value.host is None:
+                self.sim_malloc_offload(value)
+            self._cache(value)
+        return [self._force(self.block(size), self.space.best_fit) for size in sizes]
 
     def sim_malloc_reload(self, value: Value, force: bool) -> bool:
         """Bring ``value`` to the device for its next use: take back the intact copy, or reserve room and add a reload.
@@ -83,7 +112,12 @@ class DeviceMemory:
         if self._take_back(value):
             return True
         block = self.block(value.size)
-        if force:
+        taken = self._go_home(value, block)
+        if taken is not None:
+            pass
+        elif value.only_at_home:
+            return False
+        elif force:
             taken = self._force(block, self.space.oldest_fit)
         else:
             window = self.space.oldest_fit(block, self.rank) if self.space.bytes >= block else None
@@ -143,7 +177,8 @@ class DeviceMemory:
         stay = value.stay
         if stay is None or stay.permanent:
             return
-        if value.next_use == value.after_last:
+        astray = value.only_at_home and stay.addr != value.home
+        if value.next_use == value.after_last or astray:
             value.stay = None
             value.reserved = False
             self.sim_free(stay)
@@ -169,12 +204,18 @@ class DeviceMemory:
         value.cached = stay
         self.sim_free(stay, cached=True, more=more)
 
+    def _go_home(self, value: Value, block: int) -> list[Piece] | None:
+        """Take the place where ``value`` must be at the end anyway, if it has one and that is free."""
+        if value.home is None or not self.space.is_free(value.home, value.home + block):
+            return None
+        return self.space.take(value.home, value.home + block)
+
     def _take_back(self, value: Value) -> bool:
         stay = value.cached
         if stay is None:
             return False
         value.cached = None
-        if not self.space.holds(stay):
+        if not self.space.holds(stay) or (value.only_at_home and stay.addr != value.home):
             return False
         self.space.take(stay.addr, stay.addr + stay.block)
         value.stay = stay
@@ -212,13 +253,17 @@ class DeviceMemory:
         stay = found.stay
         assert stay is not None
         if stay.planned is not None and not stay.readers:
-            found.stay = None
-            found.reserved = False
-            stay.planned.alive = False
-            self.space.give(stay.taken)
+            self._unmake(found, stay)
         else:
             self._cache(found)
         return True
+
+    def _unmake(self, value: Value, stay: Stay) -> None:
+        assert stay.planned is not None
+        value.stay = None
+        value.reserved = False
+        stay.planned.alive = False
+        self.space.give(stay.taken)
 
     def _evict(self, block: int) -> Window:
         """Make a hole of ``block`` bytes out of free pieces and held values, those that the policy ranks first."""

@@ -100,6 +100,14 @@ class FreeSpace:
             at += 1
         return True
 
+    def is_free(self, start: int, end: int) -> bool:
+        """Whether every byte of ``[start, end)`` is free."""
+        at = max(0, bisect_right(self.pieces, start, key=_start) - 1)
+        while at < len(self.pieces) and start < end and self.pieces[at].start <= start < self.pieces[at].end:
+            start = self.pieces[at].end
+            at += 1
+        return start >= end
+
     def best_fit(self, size: int, rank: Rank) -> Window | None:
         """Return where a kernel's output of ``size`` bytes goes: the tightest hole, cached copies spared.
 
@@ -125,6 +133,13 @@ class FreeSpace:
             if best is None or (cost, newest, -start) < best:
                 best = (cost, newest, -start)
         return None if best is None else Window(-best[2], -best[2] + size)
+
+    def lowest_fit(self, size: int, below: int) -> Window | None:
+        """Return the lowest free place for ``size`` bytes that ends by ``below`` and holds no cached copy."""
+        for begin, end in self._runs():
+            if min(end, below) - begin >= size:
+                return Window(begin, begin + size)
+        return None
 
     def highest_fit(self, size: int) -> Window | None:
         """Return the highest free place for ``size`` bytes that holds no cached copy."""

@@ -45,7 +45,8 @@ class Stay:
 class Value:
     """A value of the task graph. ``uses`` are the serial positions that read it, ascending, each once; the position
     after the last vertex stands for the virtual end vertex that reads what is kept. ``host`` names the copy that the
-    host has: a clean input or an offload. ``cached`` is the last copy given back while still intact."""
+    host has: a clean input or an offload. ``cached`` is the last copy given back while still intact.
+    ``home`` is the address at which a resident of a cyclic plan must be when the step ends."""
 
     ref: Ref
     size: int
@@ -59,6 +60,12 @@ class Value:
     cached: Stay | None = None
     host: Ref | None = None
     reserved: bool = False
+    home: int | None = None
+
+    @property
+    def only_at_home(self) -> bool:
+        """Whether all that is left to do is to be at home when the step ends."""
+        return self.home is not None and self.next_use == self.after_last - 1
 
     @property
     def next_use(self) -> int:
