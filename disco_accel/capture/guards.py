@@ -62,7 +62,7 @@ class _Watched:
     tables: list[dict[str, Any]] = field(default_factory=list)
     children: list[Any] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
-    modules: list[torch.nn.Module] = field(default_factory=list)
+    modules: list[Any] = field(default_factory=list)
     parameters: list[torch.Tensor] = field(default_factory=list)
     tuners: list[Any] = field(default_factory=list)
     dropouts: list[Any] = field(default_factory=list)

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from disco_accel.capture.alias import storage_bytes, storage_key, tensor_spec, tensors_of
+from disco_accel.capture.inplace import overwritable
 from disco_accel.capture.nodes import arguments_of, nodes_in
 from disco_accel.capture.tags import RECOMPUTE, NodeInfo, node_info
 from disco_accel.errors import CaptureError
@@ -133,6 +134,7 @@ def _lower_kernel(node: fx.Node, target: torch._ops.OpOverload, low: Lowering) -
     if not sizes:
         raise CaptureError(f"{where} returns no tensor")
     name = target._schema.name
+    call = OpCall(name, target._overloadname, args, results, info.module)
     low.vertices.append(
         Vertex(
             id=id_,
@@ -142,9 +144,10 @@ def _lower_kernel(node: fx.Node, target: torch._ops.OpOverload, low: Lowering) -
             inputs=tuple(inputs),
             sizes=tuple(sizes),
             inplace=inplace,
+            may_inplace=() if inplace is not None else overwritable(tuple(inputs), tuple(sizes), call, low.vertices),
         )
     )
-    low.ops[id_] = OpCall(name, target._overloadname, args, results, info.module)
+    low.ops[id_] = call
     low.infos[id_] = info
 
 

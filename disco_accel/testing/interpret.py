@@ -11,8 +11,12 @@ from disco_accel.errors import ExecutionError
 from disco_accel.taskgraph import Arg, EnumArg, OpCall, Ref, TaskGraph, TensorArg, TensorSpec, Vertex, VertexKind
 
 
-def interpret(graph: TaskGraph, inputs: Mapping[int, torch.Tensor]) -> dict[Ref, torch.Tensor]:
+def interpret(
+    graph: TaskGraph, inputs: Mapping[int, torch.Tensor], *, overwrite: bool = False
+) -> dict[Ref, torch.Tensor]:
     """Run ``graph`` in serial order on the CPU.
+
+    ``overwrite``: wherever ``may_inplace`` and the last use of an input allow it, write the output over it.
 
     ``inputs``: INPUT id → tensor whose first element is the first byte of the value. Returns the storage of every
     value as a 1-d uint8 tensor; ``view`` reads it. A layout that differs from the captured one is an error:
@@ -22,12 +26,16 @@ def interpret(graph: TaskGraph, inputs: Mapping[int, torch.Tensor]) -> dict[Ref,
         ExecutionError: an op failed, or returned another dtype, shape or stride than captured.
     """
     values: dict[Ref, torch.Tensor] = {}
+    last = {ref: vertex.id for vertex in graph.vertices for ref in vertex.inputs}
+    kept = {v.id for v in graph.vertices if v.keep or v.kind is VertexKind.INPUT}
     with torch.no_grad():
         for vertex in graph.vertices:
             if vertex.kind is VertexKind.INPUT:
                 values[vertex.id, 0] = _own_bytes(inputs[vertex.id], vertex.sizes[0])
             else:
-                _run(vertex, graph.ops[vertex.id], values)
+                refs = [vertex.inputs[p] for p in vertex.may_inplace] if overwrite else []
+                over = next((r for r in refs if last[r] == vertex.id and r[0] not in kept), None)
+                _run(vertex, graph.ops[vertex.id], values, over)
     return values
 
 
@@ -67,7 +75,7 @@ def _own_bytes(tensor: torch.Tensor, size: int) -> torch.Tensor:
     return storage
 
 
-def _run(vertex: Vertex, call: OpCall, values: dict[Ref, torch.Tensor]) -> None:
+def _run(vertex: Vertex, call: OpCall, values: dict[Ref, torch.Tensor], over: Ref | None) -> None:
     where = f"vertex {vertex.id} {call.name}.{call.overload} in module {call.module or '?'}"
     namespace, name = call.name.split("::")
     op = getattr(getattr(getattr(torch.ops, namespace), name), call.overload)
@@ -75,6 +83,10 @@ def _run(vertex: Vertex, call: OpCall, values: dict[Ref, torch.Tensor]) -> None:
     args = [_argument(arg, storages) for arg in call.args]
     positional = [a for a, s in zip(args, op._schema.arguments, strict=True) if not s.kwarg_only]
     named = {s.name: a for a, s in zip(args, op._schema.arguments, strict=True) if s.kwarg_only}
+    if over is not None:
+        assert call.results[0] is not None
+        op, out = _out_variant(op)
+        named[out] = view(values[over], call.results[0].spec)
     try:
         returned = op(*positional, **named)
     except RuntimeError as error:
@@ -83,6 +95,8 @@ def _run(vertex: Vertex, call: OpCall, values: dict[Ref, torch.Tensor]) -> None:
     outputs = [torch.empty(size, dtype=torch.uint8) for size in vertex.sizes]
     if vertex.inplace is not None:
         outputs[0] = storages[vertex.inplace]
+    if over is not None:
+        outputs[0] = values.pop(over)
     for tensor, result in zip(results, call.results, strict=True):
         if result is None or tensor is None:
             continue
@@ -90,10 +104,22 @@ def _run(vertex: Vertex, call: OpCall, values: dict[Ref, torch.Tensor]) -> None:
         got = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tuple(tensor.stride()))
         if got != (spec.dtype, spec.shape, spec.stride):
             raise ExecutionError(f"{where}: captured as {spec}, returned {got}")
-        if vertex.inplace is None or result.output > 0:
+        if (vertex.inplace is None and over is None) or result.output > 0:
             view(outputs[result.output], spec).copy_(tensor)
     for output, storage in enumerate(outputs):
         values[vertex.id, output] = storage
+
+
+def _out_variant(op: Any) -> tuple[Any, str]:
+    """The overload that writes into a tensor it is given, and the name of that argument."""
+    wanted = [str(a.type) for a in op._schema.arguments]
+    packet = op._overloadpacket
+    for name in packet.overloads():
+        arguments = getattr(packet, name)._schema.arguments
+        outs = [a.name for a in arguments if a.is_out]
+        if len(outs) == 1 and [str(a.type) for a in arguments if not a.is_out] == wanted:
+            return getattr(packet, name), outs[0]
+    raise ExecutionError(f"{op} has no out variant")
 
 
 def _argument(arg: Arg, storages: list[torch.Tensor]) -> Any:

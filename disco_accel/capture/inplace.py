@@ -1,0 +1,73 @@
+"""Which inputs a kernel may be written over: pointwise ops read each element before they write it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+
+from disco_accel.taskgraph import Arg, OpCall, Ref, TensorArg, TensorSpec, Vertex
+
+# Each either computes an element from the same elements of its inputs, or (softmax) finishes reading a row
+# before it writes there. tests/capture/test_inplace.py runs every one of them over its own input.
+_POINTWISE = frozenset(
+    {
+        *("aten::add", "aten::sub", "aten::mul", "aten::div", "aten::neg", "aten::pow", "aten::exp"),
+        *("aten::rsqrt", "aten::reciprocal", "aten::cos", "aten::sin", "aten::where", "aten::masked_fill"),
+        *("aten::silu", "aten::silu_backward", "aten::gelu", "aten::gelu_backward"),
+        *("aten::tanh", "aten::tanh_backward", "aten::sigmoid", "aten::sigmoid_backward"),
+    }
+)
+_ROWWISE = frozenset(
+    ("aten::_softmax", "aten::_log_softmax", "aten::_softmax_backward_data", "aten::_log_softmax_backward_data")
+)
+
+
+def overwritable(
+    inputs: tuple[Ref, ...], sizes: tuple[int, ...], call: OpCall, vertices: list[Vertex]
+) -> tuple[int, ...]:
+    """Input positions that output 0 may exactly replace without changing a bit.
+
+    Such an input has the output's dtype and layout in every argument it appears in, and nothing else in its storage.
+    """
+    result = call.results[0]
+    if len(sizes) != 1 or result is None or not _is_safe(call, result.spec):
+        return ()
+    spec = result.spec
+    if spec.offset != 0 or prod(spec.shape) != _extent(spec):
+        return ()
+    seen: dict[int, set[TensorSpec]] = {}
+    for arg in _tensor_args(call.args):
+        seen.setdefault(arg.input, set()).add(arg.spec)
+    return tuple(
+        position
+        for position, specs in sorted(seen.items())
+        if specs == {spec} and _size(inputs[position], vertices) == sizes[0]
+    )
+
+
+def _is_safe(call: OpCall, spec: TensorSpec) -> bool:
+    if call.name in _POINTWISE:
+        return True
+    if call.name not in _ROWWISE:
+        return False
+    # dim is the first plain number: after the tensors, before flags and dtypes.
+    dim = next(arg for arg in call.args if isinstance(arg, int) and not isinstance(arg, bool))
+    last = len(spec.shape) - 1
+    return dim % len(spec.shape) == last and spec.stride[last] == 1
+
+
+def _extent(spec: TensorSpec) -> int:
+    """Elements from the first to the last, both included."""
+    return 1 + sum((n - 1) * s for n, s in zip(spec.shape, spec.stride, strict=True))
+
+
+def _size(ref: Ref, vertices: list[Vertex]) -> int:
+    return vertices[ref[0]].sizes[ref[1]]
+
+
+def _tensor_args(value: Arg) -> Iterator[TensorArg]:
+    if isinstance(value, TensorArg):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _tensor_args(item)
