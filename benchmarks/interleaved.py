@@ -20,23 +20,16 @@ from benchmarks.compare import same_bits
 from benchmarks.training import Workload, load_workload
 from disco_accel import prepare, stats
 from disco_accel.config import DiscoConfig
-from disco_accel.execute.executor import EngineOptions, Event, Executor
+from disco_accel.execute.executor import Event, Executor
 from disco_accel.integrate.compiled import CompiledStep
 from disco_accel.observe.report import write_report
 from disco_accel.sizes import parse_size
 from disco_accel.taskgraph import VertexKind
 
 
-def synchronous_twin(step: CompiledStep, config: DiscoConfig) -> Executor:
-    """An executor of the same plan that runs one vertex at a time in serial order."""
-    settings = config.resolve()
-    options = EngineOptions(
-        device=settings.device,
-        dispatch="synchronous",
-        link_bandwidth=settings.link_bandwidth,
-        link_latency=config.link_latency,
-        compute_threads=config.compute_threads,
-    )
+def synchronous_twin(step: CompiledStep) -> Executor:
+    """An executor of the same plan, in an arena of its own, that runs one vertex at a time in serial order."""
+    options = dataclasses.replace(step.engine, dispatch="synchronous")
     return Executor(step.plan, step.graph.ops, step.records, clean=step.clean, options=options)
 
 
@@ -49,24 +42,23 @@ class Variants:
     """Eager and planned model side by side, with the same weights, adapters and batches."""
 
     def __init__(self, recipe: str, config: DiscoConfig) -> None:
-        self.config = config
         self.eager = load_workload(recipe)
         self.planned = load_workload(recipe)
         prepare(self.planned.model, config)
         self.planned.step(0)
         self.step = self.planned.compiled()
         self.free = self.step.executor
-        self.synchronous = synchronous_twin(self.step, self.config)
+        self.synchronous = synchronous_twin(self.step)
 
     def run(self, name: str, number: int) -> tuple[float, float]:
         """Loss and seconds of one step of ``eager``, ``planned`` or ``synchronous``."""
         if name == "eager":
             return self.eager.timed_step(number)
-        self.step.executor = self.free if name == "planned" else self.synchronous
+        self.step.loaded = self.free if name == "planned" else self.synchronous
         try:
             return self.planned.timed_step(number)
         finally:
-            self.step.executor = self.free
+            self.step.loaded = self.free
 
     def traced(self, name: str, number: int) -> list[Event]:
         """The events of one step."""
@@ -110,7 +102,7 @@ def measure(variants: Variants, rounds: int) -> dict[str, Any]:
         engine.append(counters["engine_seconds"] / counters["vertices"])
     return {
         "seconds": seconds | {"compute_alone": compute},
-        "link_seconds": link_seconds(variants.step, variants.config),
+        "link_seconds": link_seconds(variants.step),
         "engine_seconds_per_vertex": engine,
         "same_bits": same,
         "load_average": os.getloadavg()[0],
@@ -119,12 +111,11 @@ def measure(variants: Variants, rounds: int) -> dict[str, Any]:
     }
 
 
-def link_seconds(step: CompiledStep, config: DiscoConfig) -> float:
+def link_seconds(step: CompiledStep) -> float:
     """Time that the busier direction of the link needs for the bytes of one step."""
-    bandwidth = config.resolve().link_bandwidth
-    if bandwidth is None:
+    if step.engine.link_bandwidth is None:
         return 0.0
-    return max(step.copy_bytes(k) for k in (VertexKind.RELOAD, VertexKind.OFFLOAD)) / bandwidth
+    return max(step.copy_bytes(k) for k in (VertexKind.RELOAD, VertexKind.OFFLOAD)) / step.engine.link_bandwidth
 
 
 def main(argv: list[str] | None = None) -> int:
