@@ -64,8 +64,10 @@ def _require_compiler() -> None:
         )
 
 
-def build(name: str, files: Sequence[Path], flags: Sequence[str] = _FLAGS, *, load: bool = True) -> Path:
+def build(name: str, files: Sequence[Path], flags: Sequence[str] = _FLAGS, libraries: Sequence[str] = ()) -> Path:
     """Compiles ``files`` into a library unless it is there already, loads it into the process, returns its path.
+
+    ``libraries`` are linker arguments beyond PyTorch's own.
 
     Raises ExtensionError when there is no compiler, building is switched off, or the compiler fails (its last
     lines are in the message).
@@ -76,13 +78,12 @@ def build(name: str, files: Sequence[Path], flags: Sequence[str] = _FLAGS, *, lo
         if os.environ.get("DISCO_BUILD_EXT", "1") == "0":
             raise ExtensionError(f"{library} is not built and DISCO_BUILD_EXT=0 forbids building it")
         _require_compiler()
-        _compile(name, files, flags, directory)
-    if load:
-        torch.ops.load_library(str(library))
+        _compile(name, files, flags, libraries, directory)
+    torch.ops.load_library(str(library))
     return library
 
 
-def _compile(name: str, files: Sequence[Path], flags: Sequence[str], directory: Path) -> None:
+def _compile(name: str, files: Sequence[Path], flags: Sequence[str], libraries: Sequence[str], directory: Path) -> None:
     from torch.utils import cpp_extension
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -92,7 +93,7 @@ def _compile(name: str, files: Sequence[Path], flags: Sequence[str], directory: 
             name,
             [str(file) for file in files],
             extra_cflags=list(flags),
-            extra_ldflags=["-fopenmp", "-ldl"],
+            extra_ldflags=["-fopenmp", "-ldl", *libraries],
             extra_include_paths=[str(_ROOT)],
             build_directory=str(directory),
             with_cuda=False,
@@ -133,11 +134,13 @@ def load_extension() -> None:
 @functools.cache
 def load_allocator_shim() -> None:
     """Builds and installs the decorator of the CUDA caching allocator. Raises ExtensionError without CUDA headers."""
-    load_extension()
+    engine = build("disco_runtime", sources())
     include = cuda_include()
     if include is None:
         raise ExtensionError("the CUDA allocator shim needs CUDA's headers (cuda_runtime_api.h): set CUDA_HOME")
-    build("disco_alloc_shim", [_ROOT / "cuda" / "alloc_shim.cpp"], cuda_flags(include))
+    # The shim shares the engine's thread-local schedules, so it links the very library that is loaded.
+    libraries = (str(engine), f"-Wl,-rpath,{engine.parent}", "-lc10_cuda")
+    build("disco_alloc_shim", [_ROOT / "cuda" / "alloc_shim.cpp"], cuda_flags(include), libraries)
     torch.ops.disco_accel_cuda.install()
 
 

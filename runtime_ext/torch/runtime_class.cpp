@@ -183,7 +183,10 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
       cuda_ = device.get();
       devices.push_back(std::move(device));
       for (const at::Tensor& tensor : keep_) {
-        if (tensor.device().is_cpu() && tensor.nbytes() > 0) {
+        if (!tensor.device().is_cpu()) {
+          planned_ranges_.push_back(tensor.data_ptr());
+          add_planned_range(tensor.data_ptr(), tensor.nbytes());
+        } else if (tensor.nbytes() > 0) {
           pinned_.push_back(std::make_unique<PinnedRegion>(api, tensor.data_ptr(), tensor.nbytes()));
         }
       }
@@ -192,6 +195,12 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
     }
     engine_ =
         std::make_unique<Engine>(read_program(vertices, edges), std::move(devices), *this, settings.engine);
+  }
+
+  // The arena itself is freed by whoever holds it last, so its range must be forgotten first.
+  ~TorchEngine() override {
+    engine_.reset();
+    for (const void* base : planned_ranges_) remove_planned_range(base);
   }
 
   void run(std::int32_t op, int /*device*/, int stream) override {
@@ -260,6 +269,7 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
   c10::intrusive_ptr<TorchOps> ops_;
   std::vector<at::Tensor> keep_;
   std::vector<std::unique_ptr<PinnedRegion>> pinned_;
+  std::vector<const void*> planned_ranges_;
   CudaDevice* cuda_ = nullptr;
   std::unique_ptr<Engine> engine_;
   std::int64_t allocations_before_ = 0;

@@ -8,6 +8,7 @@ import threading
 import time
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 import pytest
 import torch
@@ -317,7 +318,7 @@ def test_events_cover_the_step_and_respect_the_plan() -> None:
     for lane in ("compute0", "h2d", "d2h"):
         spans = sorted((e.start, e.end) for e in events if e.lane == lane)
         assert all(start <= end for start, end in spans)
-        assert all(a[1] <= b[0] + 1e-9 for a, b in zip(spans, spans[1:], strict=False))
+        assert all(a[1] <= b[0] + 1e-9 for a, b in pairwise(spans))
     for u, v in (*plan.data_edges, *plan.memory_edges):
         if u in by_id and v in by_id:
             assert by_id[u].end <= by_id[v].start + 1e-9

@@ -1,0 +1,69 @@
+"""Building the extension: keyed, switchable, and clear about what is missing."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.cpp_extension import include_paths
+
+from disco_accel.execute import build_ext
+from disco_accel.execute.build_ext import ExtensionError
+
+SHIM = Path(build_ext.__file__).parents[2] / "runtime_ext" / "cuda" / "alloc_shim.cpp"
+
+
+def test_a_library_that_is_there_is_not_built_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With building forbidden, a built library still loads."""
+    build_ext.load_extension()
+    monkeypatch.setenv("DISCO_BUILD_EXT", "0")
+    assert build_ext.build("disco_runtime", build_ext.sources()).exists()
+
+
+def test_without_permission_or_compiler_the_error_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DISCO_BUILD_EXT=0 and a missing compiler are typed errors that name the way out; nothing is left behind."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("DISCO_BUILD_EXT", "0")
+    with pytest.raises(ExtensionError, match="DISCO_BUILD_EXT=0 forbids"):
+        build_ext.build("disco_runtime", build_ext.sources())
+    monkeypatch.delenv("DISCO_BUILD_EXT")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ExtensionError, match=r"no-such-compiler.*install g\+\+"):
+        build_ext.build("disco_runtime", build_ext.sources())
+    with pytest.raises(ExtensionError, match="no-such-compiler"):
+        build_ext.build_plain("disco_malloc_watch", "torch/malloc_watch.cpp")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_directory_depends_on_torch_and_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another PyTorch or other flags build elsewhere."""
+    files = build_ext.sources()
+    key = build_ext._key(files, ("-O2",))
+    assert key == build_ext._key(files, ("-O2",)) != build_ext._key(files, ("-O0",))
+    monkeypatch.setattr(torch, "__version__", "9.9.9")
+    assert build_ext._key(files, ("-O2",)) != key
+
+
+def test_a_broken_source_is_a_typed_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler's last lines are in the message, and a later attempt is not blocked by a stale lock."""
+    root = tmp_path / "sources"
+    (root / "torch").mkdir(parents=True)
+    (root / "torch" / "broken.cpp").write_text("int main( { return 0; }\n")
+    monkeypatch.setattr(build_ext, "_ROOT", root)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
+    for _ in range(2):
+        with pytest.raises(ExtensionError, match=r"broken\.cpp"):
+            build_ext.build_plain("broken", "torch/broken.cpp")
+
+
+def test_the_cuda_shim_compiles() -> None:
+    """Against this PyTorch's headers, with or without a CUDA build of it."""
+    include = build_ext.cuda_include()
+    if include is None:
+        pytest.skip("no cuda_runtime_api.h: set CUDA_HOME to compile the CUDA sources")
+    paths = [f"-I{path}" for path in include_paths()]
+    command = ["c++", "-fsyntax-only", *build_ext.cuda_flags(include), *paths, str(SHIM)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
