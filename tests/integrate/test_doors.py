@@ -52,7 +52,7 @@ def extensions() -> str:
 
 
 def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=150)
+    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300)
 
 
 @cache
@@ -104,8 +104,6 @@ def test_stock_accelerate_is_untouched_without_our_section(folder: Path) -> None
     )
     done = run([str(BIN / "accelerate"), "launch", "--config_file", "plain.yaml", "other.py"], folder)
     assert (done.returncode, done.stdout.strip()) == (0, "[]")
-    done = run([str(BIN / "accelerate"), "launch", "--config", "plain.yaml", "other.py"], folder)
-    assert done.returncode == 2 and "unrecognized arguments" in done.stderr
 
 
 def test_ctrl_c_reaches_the_script_and_the_launcher_waits_for_it(folder: Path) -> None:
