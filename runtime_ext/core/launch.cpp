@@ -145,20 +145,14 @@ bool Engine::Loop::issue_kernels(Resource& resource) {
     const std::int32_t ready = next_ready(resource);
     const std::int32_t candidate =
         schedule_.lookahead && (queued > 0 || ready < 0) ? next_candidate(resource) : -1;
+    const int behind = candidate < 0 ? -1 : stream_for_candidate(resource, candidate);
     const bool toss = options_.dispatch == Dispatch::kRandom && random_.below(2) == 0;
-    if (ready >= 0 && (candidate < 0 || (ready < candidate) != toss)) {
+    if (ready >= 0 && (behind < 0 || (ready < candidate) != toss)) {
       take(resource, resource.ready);
       moved = launch(ready, stream) || moved;
-    } else if (candidate >= 0) {
+    } else if (behind >= 0) {
       take(resource, resource.candidates);
-      stream = stream_for_candidate(resource, candidate, stream);
-      try {
-        wait_for_predecessors(candidate, stream);
-      } catch (const std::exception& error) {
-        stop(Status::kFailed, candidate, error.what());
-        break;
-      }
-      moved = launch(candidate, stream) || moved;
+      moved = launch_behind(candidate, behind) || moved;
     } else {
       break;
     }
@@ -204,21 +198,30 @@ void Engine::Loop::take(Resource& resource, ReadyQueue& queue) {
   }
 }
 
-// A stream that already runs one of v's unfinished predecessors needs no wait for it.
-int Engine::Loop::stream_for_candidate(const Resource& resource, std::int32_t v, int fallback) const {
+// A stream that holds one of v's unfinished predecessors and has room; -1 if there is none. On any other
+// stream v would only be in the way of kernels that become ready before it.
+int Engine::Loop::stream_for_candidate(const Resource& resource, std::int32_t v) const {
   for (const std::int32_t p : schedule_.predecessors_of(v)) {
     if (state_[p] == State::kIssued && schedule_.streams[stream_of_[p]].count < resource.window)
       return stream_of_[p];
   }
-  return fallback;
+  return -1;
 }
 
-void Engine::Loop::wait_for_predecessors(std::int32_t v, int stream) {
+// Launches v behind the kernels it waits for: those of its own stream by order, those of other streams by a
+// wait.
+bool Engine::Loop::launch_behind(std::int32_t v, int stream) {
   const StreamState& own = schedule_.streams[stream];
-  for (const std::int32_t p : schedule_.predecessors_of(v)) {
-    if (state_[p] != State::kIssued || stream_of_[p] == stream) continue;
-    devices_[own.device]->wait(own.stream, schedule_.streams[stream_of_[p]].stream, token_of_[p]);
+  try {
+    for (const std::int32_t p : schedule_.predecessors_of(v)) {
+      if (state_[p] != State::kIssued || stream_of_[p] == stream) continue;
+      devices_[own.device]->wait(own.stream, schedule_.streams[stream_of_[p]].stream, token_of_[p]);
+    }
+  } catch (const std::exception& error) {
+    stop(Status::kFailed, v, error.what());
+    return false;
   }
+  return launch(v, stream);
 }
 
 bool Engine::Loop::launch(std::int32_t v, int index) {

@@ -88,8 +88,8 @@ class Engine::Loop final : public ProgressListener {
   std::int32_t next_ready(Resource& resource);
   std::int32_t next_candidate(Resource& resource);
   void take(Resource& resource, ReadyQueue& queue);
-  int stream_for_candidate(const Resource& resource, std::int32_t v, int fallback) const;
-  void wait_for_predecessors(std::int32_t v, int stream);
+  int stream_for_candidate(const Resource& resource, std::int32_t v) const;
+  bool launch_behind(std::int32_t v, int stream);
   bool launch(std::int32_t v, int stream);
   bool run_inline(Lock& lock);
   void run_inline_vertex(Resource& resource, std::int32_t v, Lock& lock);

@@ -23,9 +23,9 @@ EngineOptions options_of(Dispatch dispatch, int lookahead = 2, std::uint64_t see
 
 // The rounds of the random tests; sanitizers run about ten times slower.
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-constexpr int kRounds = 60;
+constexpr int kRounds = 300;
 #else
-constexpr int kRounds = 400;
+constexpr int kRounds = 1000;
 #endif
 
 TEST(Engine, NoVertexStartsBeforeItsPredecessorsInlineHost) {
