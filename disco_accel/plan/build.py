@@ -8,13 +8,14 @@ vertices must finish before it is reused; these become the memory edges.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from disco_accel.graphcheck import after_gate
 from disco_accel.memgraph import MemGraph, Slot
 from disco_accel.plan.evict import Policy
 from disco_accel.plan.finish import assemble
+from disco_accel.plan.resident import Residents
 from disco_accel.plan.sim_malloc import DeviceMemory, Infeasible, PlanLog, Repairs, taken_release
 from disco_accel.plan.space import Piece
 from disco_accel.plan.stay import Stay, Value
@@ -40,18 +41,16 @@ def build(
     policy: Policy,
     *,
     lookahead: int | None = None,
-    residents: Collection[int] = (),
-    permanent: Collection[int] = (),
+    residents: Residents | None = None,
     cyclic: bool = False,
     repairs: Repairs | None = None,
 ) -> MemGraph:
     """Return a plan of ``graph`` within the memory of its devices.
 
-    ``lookahead``: how many vertices ahead of execution copies may be placed (None: no limit). ``residents``: ids of
-    clean inputs on the device when the step starts; a ``cyclic`` plan brings them back by its end. ``permanent``: those
-    that are there all the time. Raises Infeasible.
+    ``lookahead``: how many vertices ahead of execution copies may be placed (None: no limit). ``residents``: clean
+    inputs on the device when the step starts; a ``cyclic`` plan brings them back by its end. Raises Infeasible.
     """
-    return _Builder(graph, policy, lookahead, (residents, permanent), cyclic, repairs or Repairs()).run()
+    return _Builder(graph, policy, lookahead, residents or Residents(), cyclic, repairs or Repairs()).run()
 
 
 _KEPT_SHARE = 16
@@ -64,15 +63,15 @@ class _Builder:
         graph: TaskGraph,
         policy: Policy,
         lookahead: int | None,
-        residents: tuple[Collection[int], Collection[int]],
+        residents: Residents,
         cyclic: bool,
         repairs: Repairs,
     ) -> None:
         self.graph = graph
         self.order = serial_order(graph)
         self.lookahead = len(self.order) if lookahead is None else lookahead
-        self.permanent = frozenset(residents[1])
-        self.residents = frozenset(residents[0]) | self.permanent
+        self.permanent = frozenset(residents.permanent if cyclic else ())
+        self.residents = frozenset(residents.visiting) | frozenset(residents.permanent)
         self.cyclic = cyclic
         self.repairs = repairs
         self.log = PlanLog(self.order)

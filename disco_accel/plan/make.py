@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from disco_accel.errors import BudgetTooSmall, ConfigError
@@ -10,7 +10,7 @@ from disco_accel.graphcheck import check_taskgraph
 from disco_accel.memgraph import MemGraph
 from disco_accel.plan.build import build
 from disco_accel.plan.evict import Policy, policy_named
-from disco_accel.plan.resident import plan_with_residents
+from disco_accel.plan.resident import Residents, plan_with_residents
 from disco_accel.plan.sim_malloc import Infeasible, Repairs
 from disco_accel.plan.simulate import Machine
 from disco_accel.taskgraph import Device, TaskGraph
@@ -59,7 +59,7 @@ def plan_build(
 
     for ahead in _attempts(lookahead, repairs):
 
-        def planned(residents: Sequence[int], ahead: int | None = ahead) -> MemGraph:
+        def planned(residents: Residents, ahead: int | None = ahead) -> MemGraph:
             return build(graph, policy, lookahead=ahead, residents=residents, cyclic=cyclic, repairs=repairs)
 
         try:

@@ -1,9 +1,11 @@
-"""Which clean inputs stay on the device for good, and how the rest of the plan fares with that."""
+"""Which clean inputs are on the device when a step starts, and which of them never leave it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
 from disco_accel.memgraph import MemGraph
 from disco_accel.plan.sim_malloc import Infeasible
@@ -13,71 +15,147 @@ from disco_accel.taskgraph import TaskGraph, Vertex, VertexKind
 SMALL = 2 << 20
 """Below this a reload's latency outweighs its bytes, so such inputs stay first."""
 
-Build = Callable[[Sequence[int]], MemGraph]
-"""Plans with the given clean inputs resident. Raises Infeasible."""
+SHARES = ((0, 0.8), (0.15, 0.9), (0, 0.9), (0.3, 0.8), (0, 0), (0.5, 0.5), (0.3, 0.3), (0, 0.7), (0.15, 0.7))
+MORE_SHARES = ((0.7, 0.7), (0.5, 0.8), (0.85, 0.85), (0, 0.5), (0.15, 0.15), (0.95, 0.95))
+"""Shares of the memory: of inputs that never leave, and of all that are there at the start. In the order of promise."""
+
+EFFORT = 40_000
+"""Vertices planned in all before the search for a better share ends; the first candidates are always tried."""
+
+_STEP = 0.06
 
 
-def by_benefit(graph: TaskGraph) -> list[Vertex]:
-    """Return the clean inputs that are read, those that are best kept first.
+@dataclass(frozen=True, slots=True)
+class Residents:
+    """Ids of clean inputs on the device when a step starts: ``permanent`` ones never leave, ``visiting`` ones may."""
 
-    Small ones come first (latency), then by reloads saved per byte: readers that lie far apart each cost a reload.
-    """
-    position = {vertex.id: index for index, vertex in enumerate(graph.vertices)}
-    readers: dict[int, list[int]] = {}
-    for vertex in graph.vertices:
-        for producer, _ in vertex.inputs:
-            readers.setdefault(producer, []).append(position[vertex.id])
-    overwritten = {v.inputs[v.inplace][0] for v in graph.vertices if v.inplace is not None}
-    apart = max(1, len(graph.vertices) // 50)
+    permanent: tuple[int, ...] = ()
+    visiting: tuple[int, ...] = ()
 
-    def key(vertex: Vertex) -> tuple[bool, int, int, int]:
-        places = sorted(readers[vertex.id])
-        reloads = 1 + sum(b - a > apart for a, b in pairwise(places))
-        # Overwriting takes a fresh copy anyway.
-        reloads -= vertex.id in overwritten
-        return vertex.sizes[0] >= SMALL, -reloads, -vertex.sizes[0], position[vertex.id]
 
-    clean = [v for v in graph.vertices if v.kind is VertexKind.INPUT and v.clean and v.sizes[0] and not v.external]
-    return sorted((v for v in clean if v.id in readers), key=key)
+class Build(Protocol):
+    """Plans with the given residents. Raises Infeasible."""
+
+    def __call__(self, residents: Residents) -> MemGraph: ...
 
 
 def plan_with_residents(graph: TaskGraph, build: Build, machine: Machine) -> MemGraph:
-    """Return the best plan found: all inputs resident if that fits, else the share that simulates fastest.
+    """Return the best plan found: all clean inputs resident if that fits, else the shares that simulate fastest.
 
-    Raises Infeasible if not even a plan without residents is found.
+    Raises Infeasible if no plan is found; a plan without residents is always tried.
     """
-    ordered = by_benefit(graph)
-    everything = [vertex.id for vertex in ordered]
-    try:
-        return build(everything)
-    except Infeasible:
-        pass
-    best: tuple[float, int] | None = None
-    best_plan: MemGraph | None = None
-    total = sum(vertex.sizes[0] for vertex in ordered)
-    room = sum(device.memory for device in graph.devices)
-    tried: set[int] = set()
-    for share in (0.0, 0.25, 0.5, 0.65, 0.8, 0.9):
-        chosen = _first(ordered, int(min(total, room) * share))
-        if len(chosen) in tried:
-            continue
-        tried.add(len(chosen))
+    clean = _clean_inputs(graph)
+    if sum(vertex.sizes[0] for vertex in clean) <= sum(device.memory for device in graph.devices):
         try:
-            plan = build(chosen)
+            return build(Residents(permanent=tuple(vertex.id for vertex in clean)))
         except Infeasible:
-            continue
-        score = (simulate(plan, machine).makespan, len(chosen))
-        if best is None or score < best:
-            best, best_plan = score, plan
-    if best_plan is None:
-        raise Infeasible(0)
-    return best_plan
+            pass
+    search = _Search(graph, clean, build, machine)
+    for shares in (*SHARES, *MORE_SHARES):
+        search.attempt(*shares)
+        if search.effort > EFFORT and search.plan is not None:
+            break
+    search.refine()
+    if search.plan is None:
+        # The small ones may be what does not fit.
+        return build(Residents())
+    return search.plan
 
 
-def _first(ordered: Sequence[Vertex], budget: int) -> list[int]:
-    chosen = []
-    for vertex in ordered:
-        if vertex.sizes[0] <= budget:
-            budget -= vertex.sizes[0]
-            chosen.append(vertex.id)
-    return chosen
+class _Search:
+    def __init__(self, graph: TaskGraph, clean: Sequence[Vertex], build: Build, machine: Machine) -> None:
+        self.graph = graph
+        self.build = build
+        self.machine = machine
+        self.small = tuple(vertex.id for vertex in clean if vertex.sizes[0] < SMALL)
+        self.large = [vertex for vertex in clean if vertex.sizes[0] >= SMALL]
+        self.room = sum(device.memory for device in graph.devices)
+        if sum(vertex.sizes[0] for vertex in clean if vertex.sizes[0] < SMALL) * 4 > self.room:
+            self.small, self.large = (), list(clean)
+        self.reloads = _reloads(graph)
+        self.effort = 0
+        self.tried: set[Residents] = set()
+        self.plan: MemGraph | None = None
+        self.makespan = float("inf")
+        self.shares = (0.0, 0.0)
+
+    def attempt(self, permanent: float, present: float) -> bool:
+        """Plan with these shares of the memory and keep the plan if it is the fastest so far; whether it is."""
+        residents = self._residents(permanent, present)
+        if residents in self.tried:
+            return False
+        self.tried.add(residents)
+        try:
+            plan = self.build(residents)
+        except Infeasible:
+            self.effort += len(self.graph.vertices) // 2
+            return False
+        self.effort += len(self.graph.vertices)
+        makespan = simulate(plan, self.machine).makespan
+        if makespan >= self.makespan:
+            return False
+        self.plan, self.makespan, self.shares = plan, makespan, (permanent, present)
+        return True
+
+    def refine(self) -> None:
+        """Walk from the best shares to better ones nearby while effort is left."""
+        moved = True
+        while moved and self.effort < EFFORT and self.plan is not None:
+            permanent, present = self.shares
+            around = [(permanent, present + d) for d in (-_STEP, _STEP)]
+            around += [(permanent + d, present) for d in (-_STEP, _STEP)]
+            moved = False
+            for shares in around:
+                if self.effort < EFFORT and 0 <= shares[0] <= shares[1] <= 1:
+                    moved = self.attempt(*shares) or moved
+
+    def _residents(self, permanent: float, present: float) -> Residents:
+        stay = list(_spread(self.large, self.reloads, int(permanent * self.room)))
+        chosen = set(stay)
+        budget = int(present * self.room) - sum(vertex.sizes[0] for vertex in self.large if vertex.id in chosen)
+        visiting = []
+        for vertex in self.large:
+            # In the order of first use: what the start of the next step needs is what the end of this one brings back.
+            if vertex.id not in chosen and vertex.sizes[0] <= budget:
+                budget -= vertex.sizes[0]
+                visiting.append(vertex.id)
+        return Residents((*self.small, *stay), tuple(visiting))
+
+
+def _clean_inputs(graph: TaskGraph) -> list[Vertex]:
+    """Return the clean inputs that are read, by first reader."""
+    first: dict[int, int] = {}
+    for position, vertex in enumerate(graph.vertices):
+        for producer, _ in vertex.inputs:
+            first.setdefault(producer, position)
+    # A vertex that writes over a clean input needs a copy of its own each time.
+    clean = [v for v in graph.vertices if v.kind is VertexKind.INPUT and v.clean and v.sizes[0] and not v.external]
+    return sorted((v for v in clean if v.id in first), key=lambda v: first[v.id])
+
+
+def _reloads(graph: TaskGraph) -> dict[int, int]:
+    """Return how many reloads a step saves if an input stays: one for each group of readers that are close together."""
+    places: dict[int, list[int]] = {}
+    for position, vertex in enumerate(graph.vertices):
+        for producer in dict.fromkeys(producer for producer, _ in vertex.inputs):
+            places.setdefault(producer, []).append(position)
+    apart = max(1, len(graph.vertices) // 50)
+    return {producer: 1 + sum(b - a > apart for a, b in pairwise(at)) for producer, at in places.items()}
+
+
+def _spread(vertices: Sequence[Vertex], reloads: dict[int, int], budget: int) -> Iterator[int]:
+    """Yield ids of ``vertices`` worth ``budget`` bytes: those that save most reloads, spread evenly over the step.
+
+    Evenly, because then the link works on what is missing while compute uses what is there.
+    """
+    for saved in sorted({reloads[vertex.id] for vertex in vertices}, reverse=True):
+        group = [vertex for vertex in vertices if reloads[vertex.id] == saved]
+        total = sum(vertex.sizes[0] for vertex in group)
+        share = min(1.0, budget / total) if total else 0.0
+        credit = 0.0
+        for vertex in group:
+            credit += share * vertex.sizes[0]
+            if credit >= vertex.sizes[0] / 2 and vertex.sizes[0] <= budget:
+                credit -= vertex.sizes[0]
+                budget -= vertex.sizes[0]
+                yield vertex.id
