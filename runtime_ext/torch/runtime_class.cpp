@@ -9,11 +9,12 @@
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
-#include <chrono>
+#include <algorithm>
 #include <memory>
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "../core/cuda_device.h"
@@ -186,10 +187,9 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
         if (!tensor.device().is_cpu()) {
           planned_ranges_.push_back(tensor.data_ptr());
           add_planned_range(tensor.data_ptr(), tensor.nbytes());
-        } else if (tensor.nbytes() > 0) {
-          pinned_.push_back(std::make_unique<PinnedRegion>(api, tensor.data_ptr(), tensor.nbytes()));
         }
       }
+      pin_host_memory(api);
     } else {
       devices.push_back(std::make_unique<HostDevice>(settings.host));
     }
@@ -265,6 +265,24 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
     return out;
   }
   void release_externals() { ops_->table.release_externals(); }
+
+  // Registers the pages under all host tensors with CUDA: neighbours together, so that the weights' arena is
+  // one call and no page is registered twice.
+  void pin_host_memory(const CudartApi& api) {
+    constexpr std::uintptr_t kPage = 4096;
+    std::vector<std::pair<std::uintptr_t, std::uintptr_t>> pages;
+    for (const at::Tensor& tensor : keep_) {
+      if (!tensor.device().is_cpu() || tensor.nbytes() == 0) continue;
+      const auto begin = reinterpret_cast<std::uintptr_t>(tensor.data_ptr());
+      pages.emplace_back(begin / kPage * kPage, (begin + tensor.nbytes() + kPage - 1) / kPage * kPage);
+    }
+    std::sort(pages.begin(), pages.end());
+    for (std::size_t i = 0; i < pages.size();) {
+      auto [begin, end] = pages[i];
+      for (++i; i < pages.size() && pages[i].first <= end; ++i) end = std::max(end, pages[i].second);
+      pinned_.push_back(std::make_unique<PinnedRegion>(api, reinterpret_cast<void*>(begin), end - begin));
+    }
+  }
 
   c10::intrusive_ptr<TorchOps> ops_;
   std::vector<at::Tensor> keep_;

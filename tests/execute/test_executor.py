@@ -15,7 +15,7 @@ import torch
 
 from disco_accel.errors import BudgetTooSmall, ConfigError, ExecutionError
 from disco_accel.execute.executor import EngineOptions, Executor
-from disco_accel.execute.record import OpRecord
+from disco_accel.execute.record import OpRecord, apply, record
 from disco_accel.memgraph import MemGraph
 from disco_accel.plan import make_plan
 from disco_accel.taskgraph import OpCall, TaskGraph, VertexKind
@@ -299,6 +299,31 @@ def test_bad_options_are_config_errors(options: EngineOptions) -> None:
 
 def _differs(options: EngineOptions, key: str) -> bool:
     return bool(getattr(options, key) != getattr(EngineOptions(), key))
+
+
+def test_compute_threads_are_the_engines_own() -> None:
+    """A full sum over many elements splits by thread count: the engine gives the bits of eager at its own count."""
+
+    def program(b: Builder, g: torch.Generator) -> None:
+        x = b.input(torch.randn(1 << 18, generator=g))
+        b.call("sum", x, keep="total")
+        b.call("silu", x, keep="activated")
+
+    before = torch.get_num_threads()
+    try:
+        for threads in (2, 1):
+            torch.set_num_threads(threads)
+            expected = build(program)
+            graph = expected.graph()
+            records = record(graph, compute_threads=threads)
+            graph = apply(graph, records)
+            torch.set_num_threads(3 - threads)
+            options = EngineOptions(compute_threads=threads)
+            with Executor(bump_plan(graph), graph.ops, records, clean={}, options=options) as executor:
+                assert_bits(step(executor, expected), expected)
+            assert torch.get_num_threads() == 3 - threads
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_events_cover_the_step_and_respect_the_plan() -> None:
