@@ -46,7 +46,7 @@ def parse_size(text: str | int) -> int:
 
 
 def format_size(size: int) -> str:
-    """Return ``size`` bytes for people: exact if it is a whole number of units, else with two decimals (``1.50GiB``)."""
+    """Return ``size`` bytes for people: exact where it is a whole number of units, else as in ``1.50GiB``."""
     sign, magnitude = ("-", -size) if size < 0 else ("", size)
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         scale = _UNITS[unit.upper()]

@@ -58,7 +58,7 @@ class Vertex:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """How a tensor lies in its storage: ``dtype`` is torch's name without prefix; ``stride`` and ``offset`` in elements."""
+    """How a tensor lies in its storage: ``dtype`` is torch's name; ``stride`` and ``offset`` count elements."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -76,7 +76,7 @@ class TensorArg:
 
 @dataclass(frozen=True, slots=True)
 class EnumArg:
-    """A dtype, layout, device or memory format by torch's name (``bfloat16``, ``strided``, ``cpu``, ``contiguous_format``)."""
+    """A dtype, layout, device or memory format by torch's name, such as ``bfloat16`` or ``contiguous_format``."""
 
     kind: str
     value: str

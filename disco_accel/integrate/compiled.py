@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from disco_accel.capture.step import CapturedStep, InputBinding, capture_step
-from disco_accel.errors import BudgetTooSmall, CaptureError
+from disco_accel.errors import BudgetTooSmall, CaptureError, ConfigError
 from disco_accel.execute.executor import EngineOptions, Executor
 from disco_accel.execute.hostmem import bytes_of
 from disco_accel.execute.record import OpRecord, apply, record
@@ -91,9 +91,10 @@ class CompiledStep:
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """How a step is planned and run; ``memory`` is the whole budget in bytes."""
+    """How a step is planned and run; ``memory`` is the whole device budget, ``host_memory`` the host's, in bytes."""
 
     memory: int
+    host_memory: int
     planner: str
     policy: str
     engine: EngineOptions
@@ -143,6 +144,7 @@ def compile_step(
     stages = ("capture", "record", "plan", "verify")
     seconds = {name: b - a for name, a, b in zip(stages, clock, clock[1:], strict=False)}
     clean = _host_bytes(model, captured)
+    _check_host_memory(options.host_memory, sum(t.numel() for t in clean.values()), plan.host_memory)
     return CompiledStep(captured, graph, plan, records, clean, budget, options.engine, seconds)
 
 
@@ -152,6 +154,14 @@ def machine_of(engine: EngineOptions) -> Machine | None:
         return None
     link = Link(engine.link_bandwidth, engine.link_latency)
     return Machine(h2d=link, d2h=link)
+
+
+def _check_host_memory(given: int, weights: int, offloads: int) -> None:
+    if weights + offloads > given:
+        raise ConfigError(
+            f"host_memory: {format_size(given)} is too small; frozen weights take {format_size(weights)} "
+            f"and offloaded values {format_size(offloads)}"
+        )
 
 
 def _host_bytes(model: torch.nn.Module, captured: CapturedStep) -> dict[int, torch.Tensor]:

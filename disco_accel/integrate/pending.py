@@ -35,6 +35,7 @@ class PendingStep:
         self.externals = dict(externals)
         self.versions = {v: t._version for v, t in self.externals.items()}
         self.running = False
+        self.traced = state.trace_wanted()
 
     def forward(self) -> torch.Tensor:
         """Start the step and return a clone of its loss once that is ready; the rest waits at the gate."""
@@ -46,6 +47,7 @@ class PendingStep:
         self.state.abandon_active()
         self.state.active = self
         self.running = True
+        self.step.executor.set_tracing(self.traced)
         try:
             self.step.executor.begin(self.externals)
             self.step.executor.wait_out()
@@ -61,13 +63,17 @@ class PendingStep:
                 self.state.make_current(self.model, self.step)
                 self._take_engine()
             executor = self.step.executor
-            late = {b.vertex: tangent.to(self._dtype_of(b.spec.dtype)).contiguous() for b in self.step.vertices_of("tangent")}
+            late = {b.vertex: tangent.contiguous() for b in self.step.vertices_of("tangent")}
             try:
                 executor.deliver(late)
                 executor.wait_end()
-                return {g.name: executor.value(g.ref, g.spec).clone() for g in self.step.captured.gradients}
+                gradients = {g.name: executor.value(g.ref, g.spec).clone() for g in self.step.captured.gradients}
             finally:
                 self._release()
+            if self.traced:
+                self.traced = False
+                self.state.report(self.model, self.step)
+            return gradients
 
     def suspend(self) -> None:
         """Stop what is left of this step; its inputs stay so that it can be rerun."""
@@ -89,12 +95,6 @@ class PendingStep:
                     "and another step ran in between; call backward() before changing it"
                 )
 
-    @staticmethod
-    def _dtype_of(name: str) -> torch.dtype:
-        dtype = getattr(torch, name)
-        assert isinstance(dtype, torch.dtype)
-        return dtype
-
     def __del__(self) -> None:
         if self.running and self.state.active is self:
             self.state.abandon_active()
@@ -112,7 +112,9 @@ class _Step(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, tangent: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         if torch.is_grad_enabled():
-            raise ExecutionError("create_graph=True: a planned step has no second derivative; use the unprepared model for it")
+            raise ExecutionError(
+                "create_graph=True: a planned step has no second derivative; use the unprepared model for it"
+            )
         gradients = ctx.pending.backward(tangent)
         return (None, None, *(gradients.get(name) for name in ctx.names))
 

@@ -22,11 +22,14 @@ from disco_accel.integrate.compiled import CompiledStep, CompileOptions, compile
 from disco_accel.integrate.hf import hf_contexts
 from disco_accel.integrate.output import LossOutput
 from disco_accel.integrate.pending import PendingStep, run_step
+from disco_accel.observe.report import write_report
 from disco_accel.taskgraph import VertexKind
 
 logger = logging.getLogger("disco_accel")
 
 _STATE = "_disco_state"
+_NOT_USED_YET = ("plan_cache", "buckets")
+_WARM_STEPS = 2
 
 
 class PreparedModel:
@@ -47,6 +50,10 @@ class PreparedModel:
         self.weights_seen: list[tuple[torch.Tensor, int, int]] = []
         self.counts = {"steps_compiled": 0, "steps_eager": 0, "plan_hits": 0}
         self.fallbacks: list[str] = []
+        self.reports_left = 1 if config.report_dir is not None else 0
+        for key in _NOT_USED_YET:
+            if getattr(config, key) != getattr(DiscoConfig(), key):
+                logger.warning("%s has no effect in this version", key)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         # A copy of a prepared model is an unprepared model: it must never train the original.
@@ -67,6 +74,7 @@ class PreparedModel:
         self.abandon_active()
         options = CompileOptions(
             memory=self.settings.memory_budget,
+            host_memory=self.settings.host_memory,
             planner=self.config.planner,
             policy=self.config.policy,
             engine=EngineOptions(
@@ -114,13 +122,23 @@ class PreparedModel:
         for tensor, pointer, version in self.weights_seen:
             if tensor.data_ptr() != pointer:
                 raise ConfigError(
-                    "a frozen weight was moved after prepare(); call restore(model), change it, then prepare(model) again"
+                    "a frozen weight was moved after prepare(); "
+                    "call restore(model), change it, then prepare(model) again"
                 )
             if tensor._version != version:
                 step.executor.invalidate()
                 self.weights_seen = _frozen_now(model, step)
                 return
 
+    def trace_wanted(self) -> bool:
+        """Whether the step about to start is the one that ``report_dir`` shows: the first in steady state."""
+        return self.reports_left > 0 and self.counts["steps_compiled"] >= _WARM_STEPS
+
+    def report(self, model: torch.nn.Module, step: CompiledStep) -> None:
+        """Write plan, trace, numbers and picture of the step that just ran into ``report_dir``."""
+        self.reports_left -= 1
+        assert self.config.report_dir is not None
+        write_report(self.config.report_dir, step.plan, step.executor.events(), stats(model))
 
     def unload(self) -> None:
         """Free every executor and the arena; the plans stay."""
@@ -212,7 +230,9 @@ def prepare(model: torch.nn.Module, config: DiscoConfig) -> torch.nn.Module:
             return model
         restore(model)
     if not any(p.requires_grad for p in model.parameters()):
-        raise ConfigError("the model has no trainable parameter; add a LoRA adapter (peft.get_peft_model) before prepare()")
+        raise ConfigError(
+            "the model has no trainable parameter; add a LoRA adapter (peft.get_peft_model) before prepare()"
+        )
     state = PreparedModel(model, config)
     for parameter in model.parameters():
         if not parameter.requires_grad:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from disco_accel.errors import BudgetTooSmall, CaptureError, ConfigError, Execut
 from disco_accel.testing.models import random_batch, tiny_lora
 
 AMPLE = 1 << 30
+Run = tuple[list[float], dict[str, torch.Tensor]]
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +32,7 @@ def config(memory: int = AMPLE, **keys: Any) -> DiscoConfig:
     return DiscoConfig(memory_budget=str(memory), device="cpu", planner="build", **keys)
 
 
-def train(model: torch.nn.Module, steps: int = 3, accumulate: int = 1) -> tuple[list[float], dict[str, torch.Tensor]]:
+def train(model: torch.nn.Module, steps: int = 3, accumulate: int = 1) -> Run:
     """Losses and final trainable parameters of a short AdamW run with clipping."""
     trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(trainable.values(), lr=1e-2)
@@ -45,7 +48,7 @@ def train(model: torch.nn.Module, steps: int = 3, accumulate: int = 1) -> tuple[
     return losses, {n: p.detach().clone() for n, p in trainable.items()}
 
 
-def assert_same(one: tuple[list[float], dict[str, torch.Tensor]], other: tuple[list[float], dict[str, torch.Tensor]]) -> None:
+def assert_same(one: Run, other: Run) -> None:
     assert one[0] == other[0]
     assert one[1].keys() == other[1].keys()
     for name, value in one[1].items():
@@ -250,3 +253,19 @@ def test_model_without_trainable_parameters_is_refused() -> None:
     model.requires_grad_(False)
     with pytest.raises(ConfigError, match="trainable"):
         prepare(model, config())
+
+
+def test_report_dir_shows_a_step_in_steady_state(tmp_path: Path) -> None:
+    """With report_dir the third step is traced and drawn, and its numbers do not change."""
+    model = prepare(tiny_lora(), config(report_dir=str(tmp_path / "report")))
+    assert_same(train(model, steps=4), train(tiny_lora(), steps=4))
+    names = {p.name for p in (tmp_path / "report").iterdir()}
+    assert {"plan.json", "trace.json", "stats.json", "report.txt"} <= names
+    assert json.loads((tmp_path / "report" / "trace.json").read_text())["traceEvents"]
+
+
+def test_host_memory_too_small_is_named() -> None:
+    """Weights that do not fit host_memory are refused before anything runs."""
+    model = prepare(tiny_lora(), config(host_memory="4096"))
+    with pytest.raises(ConfigError, match="host_memory"):
+        model(**random_batch())
