@@ -151,8 +151,7 @@ def memgraph_to_json(graph: MemGraph, names: Mapping[int, str] | None = None) ->
         "data": [[label.get(u, u), label.get(v, v)] for u, v in graph.data_edges],
         "memory": [[label.get(u, u), label.get(v, v)] for u, v in graph.memory_edges],
     }
-    if graph.host_memory or graph.host_offsets:
-        top["host"] = {"memory": graph.host_memory, "alignment": graph.host_alignment}
+    top["host"] = {"memory": graph.host_memory, "alignment": graph.host_alignment}
     if graph.cyclic:
         top["cyclic"] = True
     return top

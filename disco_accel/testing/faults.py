@@ -1,0 +1,231 @@
+"""Planted faults: ways to spoil a good plan that a judge must notice. Each returns None where it does not apply."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from disco_accel.memgraph import Edge, MemGraph, Slot
+from disco_accel.taskgraph import Ref, Vertex, VertexKind
+
+Fault = Callable[[MemGraph, random.Random], MemGraph | None]
+
+
+def drop_memory_edge(plan: MemGraph, rng: random.Random) -> MemGraph | None:
+    """A memory edge is missing; pruned plans need every one."""
+    if not plan.memory_edges:
+        return None
+    lost = rng.randrange(len(plan.memory_edges))
+    return replace(plan, memory_edges=plan.memory_edges[:lost] + plan.memory_edges[lost + 1 :])
+
+
+def drop_data_edge(plan: MemGraph, rng: random.Random) -> MemGraph | None:
+    """The edge from a producer to its reader is missing."""
+    kind = {vertex.id: vertex.kind for vertex in plan.vertices}
+    pairs = {(ref[0], vertex.id) for vertex in plan.vertices for ref in vertex.inputs}
+    needed = sorted(pair for pair in pairs if kind[pair[0]] is not VertexKind.INPUT)
+    if not needed:
+        return None
+    lost = rng.choice(needed)
+    return replace(plan, data_edges=tuple(edge for edge in plan.data_edges if edge != lost))
+
+
+def move_onto_input(plan: MemGraph, rng: random.Random) -> MemGraph | None:
+    """The second or only output of a kernel is written over what the kernel reads, without leave."""
+    places = []
+    for vertex in plan.vertices:
+        for ref in vertex.inputs:
+            source, target = plan.slots.get(ref), plan.slots.get((vertex.id, len(vertex.sizes) - 1))
+            free = vertex.inplace is None and not vertex.may_inplace
+            if source is not None and target is not None and source.device == target.device and free:
+                places.append(((vertex.id, len(vertex.sizes) - 1), source.addr))
+    return _moved(plan, *rng.choice(places)) if places else None
+
+
+def shift_off_alignment(plan: MemGraph, rng: random.Random) -> MemGraph | None:
+    """An address is one byte too high."""
+    ref = _some_slot(plan, rng)
+    return None if ref is None else _moved(plan, ref, plan.slots[ref].addr + 1)
+
+
+def shift_out_of_range(plan: MemGraph, rng: random.Random) -> MemGraph | None:
+    """A value lies behind the end of its arena."""
+    ref = _some_slot(plan, rng)
+    if ref is None:
+        return None
+    device = next(d for d in plan.devices if d.id == plan.slots[ref].device)
+    return _moved(plan, ref, -(-device.memory // device.alignment) * device.alignment)
+
+
+def reload_other_value(plan: MemGraph, rng: random.Random) -> MemGraph | None:
+    """A reload brings another value of the same size."""
+    value = carried(plan)
+    sources = [v for v in plan.vertices if v.kind is VertexKind.OFFLOAD or (v.kind is VertexKind.INPUT and v.clean)]
+    read = {ref[0] for vertex in plan.vertices for ref in vertex.inputs}
+    swaps = [
+        (vertex, (source.id, 0))
+        for vertex in plan.vertices
+        if vertex.kind is VertexKind.RELOAD and vertex.id in read
+        for source in sources
+        if source.sizes == vertex.sizes and value[source.id, 0] != value[vertex.id, 0]
+    ]
+    if not swaps:
+        return None
+    vertex, source = rng.choice(swaps)
+    return _with_inputs(plan, vertex, (source,))
+
+
+def read_other_value(plan: MemGraph, rng: random.Random) -> MemGraph | None:
+    """A kernel reads another value than its task graph says."""
+    value = carried(plan)
+    swaps = [
+        (vertex, position, ref)
+        for vertex in plan.vertices
+        if vertex.kind is VertexKind.KERNEL
+        for position, old in enumerate(vertex.inputs)
+        for ref in value
+        if ref[0] < vertex.id and value[ref] != value[old] and _kind(plan, ref) is VertexKind.INPUT
+    ]
+    if not swaps:
+        return None
+    vertex, position, ref = rng.choice(swaps)
+    return _with_inputs(plan, vertex, (*vertex.inputs[:position], ref, *vertex.inputs[position + 1 :]))
+
+
+def read_evicted_copy(plan: MemGraph, rng: random.Random) -> MemGraph | None:
+    """A kernel reads the copy that was there before the eviction, not the one reloaded for it."""
+    value = carried(plan)
+    swaps = [
+        (vertex, position, value[old])
+        for vertex in plan.vertices
+        if vertex.kind is VertexKind.KERNEL
+        for position, old in enumerate(vertex.inputs)
+        if _kind(plan, old) is VertexKind.RELOAD
+        and value[old] in plan.slots
+        # Before anything has been written over it the old copy serves as well.
+        and _kind(plan, value[old]) is not VertexKind.INPUT
+    ]
+    if not swaps:
+        return None
+    vertex, position, ref = rng.choice(swaps)
+    return _with_inputs(plan, vertex, (*vertex.inputs[:position], ref, *vertex.inputs[position + 1 :]))
+
+
+def share_host_address(plan: MemGraph, rng: random.Random) -> MemGraph | None:
+    """Two offloads that are both read later lie at the same host address."""
+    position = {vertex.id: index for index, vertex in enumerate(plan.vertices)}
+    last: dict[int, int] = {}
+    for vertex in plan.vertices:
+        if vertex.kind is VertexKind.RELOAD and vertex.inputs[0][0] in plan.host_offsets:
+            last[vertex.inputs[0][0]] = position[vertex.id]
+    pairs = [
+        (first, then)
+        for first in last
+        for then in last
+        if position[first] < position[then] < last[first] and first != then
+    ]
+    if not pairs:
+        return None
+    first, then = rng.choice(pairs)
+    return replace(plan, host_offsets={**plan.host_offsets, then: plan.host_offsets[first]})
+
+
+def edge_into_input(plan: MemGraph, rng: random.Random) -> MemGraph | None:
+    """An input is made to wait."""
+    inputs = [vertex.id for vertex in plan.vertices if vertex.kind is VertexKind.INPUT]
+    others = [vertex.id for vertex in plan.vertices if vertex.kind is not VertexKind.INPUT]
+    if not inputs or not others:
+        return None
+    edge: Edge = (rng.choice(others), rng.choice(inputs))
+    return replace(plan, memory_edges=(*plan.memory_edges, edge))
+
+
+def close_a_cycle(plan: MemGraph, rng: random.Random) -> MemGraph | None:
+    """A vertex waits for what waits for it."""
+    edges = [*plan.data_edges, *plan.memory_edges]
+    inputs = {vertex.id for vertex in plan.vertices if vertex.kind is VertexKind.INPUT}
+    edges = [edge for edge in edges if edge[0] not in inputs]
+    if not edges:
+        return None
+    u, v = rng.choice(edges)
+    return replace(plan, memory_edges=(*plan.memory_edges, (v, u)))
+
+
+def lose_a_vertex(plan: MemGraph, rng: random.Random) -> MemGraph | None:
+    """A kernel that nobody reads is not in the plan."""
+    read = {ref[0] for vertex in plan.vertices for ref in vertex.inputs}
+    gone = [v.id for v in plan.vertices if v.kind is VertexKind.KERNEL and v.id not in read]
+    if not gone:
+        return None
+    lost = rng.choice(gone)
+    return replace(
+        plan,
+        vertices=tuple(v for v in plan.vertices if v.id != lost),
+        slots={ref: slot for ref, slot in plan.slots.items() if ref[0] != lost},
+        data_edges=tuple(edge for edge in plan.data_edges if lost not in edge),
+        memory_edges=tuple(edge for edge in plan.memory_edges if lost not in edge),
+    )
+
+
+def lose_an_address(plan: MemGraph, rng: random.Random) -> MemGraph | None:
+    """A kernel's output has no address."""
+    slots = sorted(ref for ref in plan.slots if _kind(plan, ref) is VertexKind.KERNEL)
+    if not slots:
+        return None
+    lost = rng.choice(slots)
+    return replace(plan, slots={ref: slot for ref, slot in plan.slots.items() if ref != lost})
+
+
+FAULTS: Mapping[str, Fault] = {
+    fault.__name__: fault
+    for fault in (
+        drop_memory_edge,
+        drop_data_edge,
+        move_onto_input,
+        shift_off_alignment,
+        shift_out_of_range,
+        reload_other_value,
+        read_other_value,
+        read_evicted_copy,
+        share_host_address,
+        edge_into_input,
+        close_a_cycle,
+        lose_a_vertex,
+        lose_an_address,
+    )
+}
+
+
+def carried(plan: MemGraph) -> dict[Ref, Ref]:
+    """Return, for each value of ``plan``, the task graph's value that it is a copy of."""
+    result: dict[Ref, Ref] = {}
+    for vertex in plan.vertices:
+        for k in range(len(vertex.sizes)):
+            copy = vertex.kind in (VertexKind.OFFLOAD, VertexKind.RELOAD)
+            result[vertex.id, k] = result[vertex.inputs[0]] if copy else (vertex.id, k)
+    return result
+
+
+def _kind(plan: MemGraph, ref: Ref) -> VertexKind:
+    return next(vertex.kind for vertex in plan.vertices if vertex.id == ref[0])
+
+
+def _some_slot(plan: MemGraph, rng: random.Random) -> Ref | None:
+    return rng.choice(sorted(plan.slots)) if plan.slots else None
+
+
+def _moved(plan: MemGraph, ref: Ref, addr: int) -> MemGraph:
+    slot = plan.slots[ref]
+    return replace(plan, slots={**plan.slots, ref: Slot(slot.device, addr, slot.size)})
+
+
+def _with_inputs(plan: MemGraph, vertex: Vertex, inputs: tuple[Ref, ...]) -> MemGraph:
+    """Return ``plan`` with other inputs of ``vertex``, and the data edges that go with them."""
+    kind = {v.id: v.kind for v in plan.vertices}
+    edges = [(ref[0], vertex.id) for ref in inputs if kind[ref[0]] is not VertexKind.INPUT]
+    return replace(
+        plan,
+        vertices=tuple(replace(v, inputs=inputs) if v.id == vertex.id else v for v in plan.vertices),
+        data_edges=tuple(dict.fromkeys((*plan.data_edges, *edges))),
+    )

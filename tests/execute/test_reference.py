@@ -1,0 +1,109 @@
+"""The dynamic judge: good plans run in any order, and wrong data or a deadlock does not go unnoticed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from disco_accel.errors import Stalled, VerifyError
+from disco_accel.execute.reference import run_reference
+from disco_accel.memgraph import MemGraph, Slot
+from disco_accel.plan.build import build
+from disco_accel.plan.evict import belady
+from disco_accel.plan.resident import Residents
+from disco_accel.plan.sim_malloc import Infeasible
+from disco_accel.taskgraph import Device, TaskGraph, Vertex, VertexKind
+from disco_accel.testing.faults import FAULTS
+from disco_accel.testing.strategies import Shape, random_taskgraph, with_memory
+
+
+def plans(count: int) -> list[tuple[TaskGraph, MemGraph]]:
+    found = []
+    seed = 10_000
+    while len(found) < count:
+        seed += 1
+        rng = random.Random(seed)
+        shape = Shape(inplace=0.0, may_inplace=0.0, keep=0.2)
+        graph = with_memory(random_taskgraph(rng, shape), rng.choice((1.2, 1.5, 2.0)))
+        clean = tuple(v.id for v in graph.vertices if v.clean and rng.random() < 0.3)
+        try:
+            found.append((graph, build(graph, belady, residents=Residents((), clean), cyclic=rng.random() < 0.5)))
+        except Infeasible:
+            continue
+    return found
+
+
+PLANS = plans(120)
+
+
+@pytest.mark.parametrize("name", ["drop_data_edge", "drop_memory_edge", "reload_other_value", "share_host_address"])
+def test_some_order_shows_a_planted_fault(name: str) -> None:
+    """One random order may miss a missing edge, twenty find most of them."""
+    rng = random.Random(7)
+    planted = caught = 0
+    for graph, plan in PLANS:
+        bad = FAULTS[name](plan, rng)
+        if bad is None or bad == plan:
+            continue
+        planted += 1
+        try:
+            for seed in range(20):
+                run_reference(graph, bad, seed)
+        except (VerifyError, Stalled):
+            caught += 1
+    assert planted >= 5
+    assert caught >= 0.6 * planted, f"{name}: {caught} of {planted}"
+
+
+def test_a_cycle_is_a_stall() -> None:
+    caught = 0
+    for graph, plan in PLANS:
+        bad = FAULTS["close_a_cycle"](plan, random.Random(1))
+        if bad is not None:
+            with pytest.raises(Stalled):
+                run_reference(graph, bad, 0)
+            caught += 1
+    assert caught >= 50
+
+
+def test_a_resident_that_is_not_back_spoils_the_second_step() -> None:
+    vertices = (
+        Vertex(0, VertexKind.INPUT, 0, "w", sizes=(256,), clean=True),
+        Vertex(1, VertexKind.KERNEL, 0, "a", ((0, 0),), (256,)),
+        Vertex(2, VertexKind.KERNEL, 0, "b", ((1, 0),), (256,)),
+    )
+    graph = TaskGraph("g", (Device(0, 512),), vertices)
+    slots = {(0, 0): Slot(0, 0, 256), (1, 0): Slot(0, 256, 256), (2, 0): Slot(0, 0, 256)}
+    plan = MemGraph("g", graph.devices, vertices, slots, ((1, 2),), (), {})
+    run_reference(graph, plan, 0)
+    with pytest.raises(VerifyError, match="not back"):
+        run_reference(graph, replace(plan, cyclic=True), 0)
+
+
+def test_late_values_arrive_only_when_everything_is_handed_out() -> None:
+    vertices = (
+        Vertex(0, VertexKind.INPUT, 0, "tangent", sizes=(4,), external=True, late=True),
+        Vertex(1, VertexKind.KERNEL, 0, "loss", (), (256,), out=True),
+        Vertex(2, VertexKind.KERNEL, 0, "grad", ((0, 0),), (256,), keep=True),
+    )
+    graph = TaskGraph("g", (Device(0, 512),), vertices)
+    slots = {(1, 0): Slot(0, 0, 256), (2, 0): Slot(0, 0, 256)}
+    plan = MemGraph("g", graph.devices, vertices, slots, ((0, 2),), (), {})
+    for seed in range(20):
+        run_reference(graph, plan, seed)
+    with pytest.raises(Stalled):
+        run_reference(graph, replace(plan, memory_edges=((2, 1),)), 0)
+
+
+def test_a_kept_value_must_be_left_somewhere() -> None:
+    vertices = (
+        Vertex(0, VertexKind.KERNEL, 0, "a", (), (256,), keep=True),
+        Vertex(1, VertexKind.KERNEL, 0, "b", ((0, 0),), (256,)),
+        Vertex(2, VertexKind.KERNEL, 0, "c", ((1, 0),), (256,)),
+    )
+    graph = TaskGraph("g", (Device(0, 512),), vertices)
+    slots = {(0, 0): Slot(0, 0, 256), (1, 0): Slot(0, 256, 256), (2, 0): Slot(0, 0, 256)}
+    with pytest.raises(VerifyError, match="must be kept"):
+        run_reference(graph, MemGraph("g", graph.devices, vertices, slots, ((0, 1), (1, 2)), (), {}), 0)
