@@ -79,7 +79,7 @@ def build(name: str, files: Sequence[Path], flags: Sequence[str] = _FLAGS, libra
             raise ExtensionError(f"{library} is not built and DISCO_BUILD_EXT=0 forbids building it")
         _require_compiler()
         _compile(name, files, flags, libraries, directory)
-    torch.ops.load_library(str(library))
+    torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
     return library
 
 

@@ -44,7 +44,7 @@ def describe(limit: int = 8) -> list[str]:
     lines = []
     for index in range(min(count(), limit)):
         size = watch.disco_malloc_watch_size(ctypes.c_long(index))
-        addresses = []
+        addresses: list[int] = []
         while frame := watch.disco_malloc_watch_frame(ctypes.c_long(index), len(addresses)):
             addresses.append(frame)
         names = [_symbol(address) for address in addresses[2:]]

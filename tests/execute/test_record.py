@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from tests.execute import samples
 from tests.execute.programs import Builder, assert_bits, build, bump_plan, measured, step
 
 
-def _record_of(name: str, *args: object, **kwargs: object) -> OpRecord:
+def _record_of(name: str, *args: object, **kwargs: Any) -> OpRecord:
     builder = Builder()
     given = [builder.input(a) if isinstance(a, torch.Tensor) else a for a in args]
     builder.call(name, *given, **kwargs)
