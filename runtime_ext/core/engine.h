@@ -70,8 +70,8 @@ struct StepCounters {
   std::int64_t gate_ns = 0;         // of step_ns: nothing left to do but wait for deliver()
   std::int64_t op_ns = 0;           // inside inline ops; 0 unless time_ops or tracing
   std::int64_t parked_ns = 0;       // the loop thread slept: nothing to launch. 0 unless time_ops or tracing
-  std::int64_t loop_ns =
-      0;  // step_ns - op_ns - parked_ns: the engine's own cost. 0 unless time_ops or tracing
+  // The engine's own cost: step_ns - op_ns - parked_ns. 0 unless time_ops or tracing.
+  std::int64_t loop_ns = 0;
 };
 
 // Life of a step:  begin() -> wait_out() -> deliver() -> wait_end()  -> begin() ...

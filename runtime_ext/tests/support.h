@@ -135,6 +135,13 @@ class Checker : public OpRunner {
     return count;
   }
 
+  // At the gate: every out vertex has finished.
+  void check_outs() {
+    for (std::size_t v = 0; v < scene_.vertices.size(); ++v) {
+      if ((scene_.vertices[v].flags & kOut) != 0) check_block(static_cast<std::int32_t>(v));
+    }
+  }
+
   bool ran(std::int32_t v) const { return runs_[v].load() != 0; }
 
   std::atomic<int> broken{0};
@@ -270,6 +277,7 @@ inline Status run_step(Engine& engine, Checker& checker, std::uint64_t step) {
   engine.begin();
   constexpr double kPatience = 60.0;
   if (const Status status = engine.wait_out(kPatience); status != Status::kDone) return status;
+  checker.check_outs();
   engine.deliver();
   return engine.wait_end(kPatience);
 }

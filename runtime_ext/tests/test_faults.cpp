@@ -113,6 +113,29 @@ TEST(Faults, AbortWithoutAStepDoesNothing) {
   EXPECT_EQ(run_step(engine, checker, 1), Status::kDone);
 }
 
+TEST(Faults, AnAbortThatComesTooLateDoesNotReachTheNextStep) {
+  class Short final : public OpRunner {
+   public:
+    void run(std::int32_t, int, int) override {}
+  } runner;
+  ProgramBuilder builder;
+  VertexDesc vertex;
+  vertex.op = 0;
+  builder.add(vertex);
+  // On threads of its own the device may end the step while the loop thread has yet to wake for the abort.
+  Engine engine(std::move(builder).build(), host(1, 0.0, false), runner, {});
+  Random random;
+  for (int round = 0; round < 3000; ++round) {
+    engine.begin();
+    for (const std::int64_t until = now_ns() + static_cast<std::int64_t>(random.below(20'000));
+         now_ns() < until;) {
+    }
+    ASSERT_TRUE(engine.abort(kPatience));
+    engine.begin();
+    ASSERT_EQ(engine.wait_end(kPatience), Status::kDone) << "round " << round;
+  }
+}
+
 TEST(Faults, AbortAtTheClosedGateEndsTheStepAndResidentsAreLoadedAgain) {
   auto scene = random_scene(4);
   Checker checker(*scene);
