@@ -81,8 +81,8 @@ class Device {
   // Everything enqueued on `stream` from now on starts after `token` of stream `other` of this device has
   // finished.
   virtual void wait(int stream, int other, Token token) = 0;
-  // Token of the last finished work on `stream`. Polls; may throw when the device reports an asynchronous
-  // error.
+  // Token of the last finished work on `stream`. Polls. An exception means that the device can no longer
+  // tell: the engine fails the step and forgets what was in flight on that stream.
   virtual Token completed(int stream) = 0;
 
   // True once some work failed. Work that failed still counts as completed; what is queued behind it, on any

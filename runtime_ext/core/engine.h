@@ -75,9 +75,9 @@ struct StepCounters {
 };
 
 // Life of a step:  begin() -> wait_out() -> deliver() -> wait_end()  -> begin() ...
-// A program without late inputs needs no deliver(). After kFailed / kStalled / kAborted the step is over;
-// call begin() for the next one (it drains first). All methods belong to one caller at a time; abort() may
-// come from any thread.
+// A program without late inputs needs no deliver(). After kFailed / kStalled / kAborted the step is over; the
+// next begin() loads the residents again. All methods belong to one caller at a time; abort() may come from
+// any thread.
 //
 // Starts a vertex only when all its predecessors have finished, or, within the look-ahead window, when those
 // that have not are kernels already issued to the same device, which the stream then waits for. Never queues
