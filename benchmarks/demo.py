@@ -31,6 +31,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RECIPE = "configs/lora_demo.yaml"
 CONFIG = "configs/disco.yaml"
 OUT = Path("out/demo")
+BUDGETS = ("half", "least", "all")
+PICTURES = tuple(OUT / name for name in ("plan.json", "trace.json", "step.png"))
 
 
 @dataclass
@@ -117,12 +119,19 @@ def time_steps(budget_run: BudgetRun, peak: int) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns 0 if everything holds."""
     parser = argparse.ArgumentParser(description="LoRA under half the memory, compared with plain training bit for bit")
-    parser.add_argument("--budgets", default="half,least,all", help="which budgets to train under")
+    parser.add_argument("--budgets", default=",".join(BUDGETS), help="which budgets to train under")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--strict", action="store_true", help="a missed timed figure fails too")
     args = parser.parse_args(argv)
+    chosen = [name.strip() for name in args.budgets.split(",")]
+    unknown = [name for name in chosen if name not in BUDGETS]
+    if unknown:
+        parser.error(f"--budgets: {unknown[0]!r} is not one of {', '.join(BUDGETS)}")
     os.chdir(ROOT)
     OUT.mkdir(parents=True, exist_ok=True)
+    half = DiscoConfig.from_yaml(CONFIG).resolve().memory_budget
+    for stale in PICTURES:
+        stale.unlink(missing_ok=True)
     began = time.perf_counter()
 
     announce("writing a checkpoint")
@@ -133,19 +142,14 @@ def main(argv: list[str] | None = None) -> int:
     plain = OUT / "lora-plain"
     plain_seconds = train_plain(plain, args.steps)
 
-    half = DiscoConfig.from_yaml(CONFIG).budget_bytes
     budgets = {"half": half, "least": memory["least_budget"], "all": memory["all_budget"]}
-    chosen = [name.strip() for name in args.budgets.split(",")]
-    unknown = [name for name in chosen if name not in budgets]
-    if unknown:
-        parser.error(f"--budgets: {unknown[0]!r} is not one of {', '.join(budgets)}")
     runs = [run_budget(name, budgets[name], plain, args.steps) for name in chosen]
     for budget_run in runs:
         time_steps(budget_run, memory["in_memory_peak"])
 
     checks: list[Check] = [check for r in runs for check in limits(r, memory, args.steps)]
-    pictures = [OUT / n for n in ("plan.json", "trace.json", "step.png")] if "half" in chosen else []
-    checks += [Check(f"{path} is written", path.is_file(), timed=False) for path in pictures]
+    if "half" in chosen:
+        checks += [Check(f"{path} is written", path.is_file(), timed=False) for path in PICTURES]
     plain_step = median(s["seconds"] for s in read_metrics(plain)["steps"][1:])
     print_report(runs, memory, checks, plain_step=plain_step, plain_seconds=plain_seconds)
     print(f"\nall of it took {time.perf_counter() - began:.0f} s; files are in {OUT}/")

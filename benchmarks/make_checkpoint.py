@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
 
 CORPUS = Path(__file__).resolve().parent.parent / "recipes" / "data" / "persuasion.txt"
 
@@ -80,6 +81,7 @@ def write_checkpoint(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config).to(dtype)
+    disable_progress_bar()
     model.save_pretrained(partial, max_shard_size=shard_size)
     tokenizer.save_pretrained(partial)
     shutil.rmtree(target, ignore_errors=True)

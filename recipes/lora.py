@@ -5,7 +5,7 @@
 
 The second line runs the same program under a memory budget; nothing here knows about it. A ``disco_config`` section
 in the recipe does the same without a launcher. Exit code 0: trained; 2: the recipe, model or data is wrong (a line
-on stderr says what); 130: stopped by Ctrl-C with a checkpoint to resume from; 1: a step failed.
+on stderr says what); 130: stopped by Ctrl-C, once with a checkpoint to resume from, twice at once; 1: a step failed.
 """
 
 from __future__ import annotations
@@ -77,6 +77,9 @@ def main(argv: list[str] | None = None) -> int:
     except DiscoError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("stopped at once, without a checkpoint of this step", file=sys.stderr)
+        return 130
 
 
 def train(recipe: LoraRecipe) -> int:

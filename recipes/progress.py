@@ -12,6 +12,7 @@ import torch
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
+from disco_accel.observe.report import first_step_text
 from disco_accel.sizes import format_size
 from recipes.metrics import Ledger, plan_stats, resident_set_bytes
 
@@ -48,6 +49,8 @@ class Progress(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         record = self.ledger.end_step(state.global_step, time.perf_counter() - self._started)
         if self._bar is not None:
+            if len(self.ledger.steps) == 1:
+                self._describe(plan_stats(kwargs["model"]))
             postfix = {
                 "loss": f"{record.loss:.4f}",
                 "s/step": f"{record.seconds:.2f}",
@@ -55,6 +58,10 @@ class Progress(TrainerCallback):  # type: ignore[misc]
             }
             self._bar.set_postfix(postfix, refresh=False)
             self._bar.update(1)
+
+    def _describe(self, planned: dict[str, Any]) -> None:
+        if "budget" in planned:
+            tqdm.write(first_step_text(planned), file=sys.stderr)
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.close()

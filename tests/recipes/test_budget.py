@@ -55,6 +55,14 @@ def test_losses_and_adapter_have_the_bits_of_training_without_a_budget(run, chan
     assert steps["peak_bytes"] <= parse_size("4MiB")
 
 
+def test_the_user_is_told_once_what_the_budget_is_made_of(run, capsys):
+    run("planned", "4MiB")
+    printed = capsys.readouterr().err
+    assert printed.count("memory on the device") == 1
+    assert "optimizer state" in printed
+    assert "captured" in printed
+
+
 def test_a_planned_run_resumes_to_the_bits_of_one_that_never_stopped(run):
     _, straight = run("straight", "4MiB", save_steps=2)
     _, resumed = run("resumed", "4MiB", ("--resume_from_checkpoint", str(straight / "checkpoint-2")))
