@@ -47,7 +47,8 @@ class PendingStep:
         self.state.abandon_active()
         self.state.active = self
         self.running = True
-        self.step.executor.set_tracing(self.traced)
+        if self.traced:
+            self.step.executor.set_tracing(True)
         try:
             self.step.executor.begin(self.externals)
             self.step.executor.wait_out()
@@ -73,6 +74,7 @@ class PendingStep:
             if self.traced:
                 self.traced = False
                 self.state.report(self.model, self.step)
+                executor.set_tracing(False)
             return gradients
 
     def suspend(self) -> None:
