@@ -36,7 +36,7 @@ def place_on_host(vertices: tuple[Vertex, ...], graph: TaskGraph, values: Mappin
     for position, vertex in enumerate(vertices):
         if vertex.kind is VertexKind.OFFLOAD:
             block = -(-vertex.sizes[0] // HOST_ALIGNMENT) * HOST_ALIGNMENT
-            window = space.best_fit(block, lambda _: 0.0)
+            window = space.first_fit(block, lambda _: 0.0)
             if window is None:
                 start = places.memory
                 places.memory += block

@@ -16,11 +16,13 @@ SMALL = 2 << 20
 """Below this a reload's latency outweighs its bytes, so such inputs stay first."""
 
 SHARES = ((0, 0.8), (0.15, 0.9), (0, 0.9), (0.3, 0.8), (0, 0), (0.5, 0.5), (0.3, 0.3), (0, 0.7), (0.15, 0.7))
-MORE_SHARES = ((0.7, 0.7), (0.5, 0.8), (0.85, 0.85), (0, 0.5), (0.15, 0.15), (0.95, 0.95))
 """Shares of the memory: of inputs that never leave, and of all that are there at the start. In the order of promise."""
 
-EFFORT = 40_000
-"""Vertices planned in all before the search for a better share ends; the first candidates are always tried."""
+GRID = tuple((permanent / 10, present / 10) for present in range(9, -1, -1) for permanent in range(present, -1, -1))
+"""All the others, for graphs that are planned so fast that it does not matter."""
+
+EFFORT = 25_000
+"""Vertices planned in all before the search for a better share ends; without a plan it goes on."""
 
 _STEP = 0.06
 
@@ -51,10 +53,12 @@ def plan_with_residents(graph: TaskGraph, build: Build, machine: Machine) -> Mem
         except Infeasible:
             pass
     search = _Search(graph, clean, build, machine)
-    for shares in (*SHARES, *MORE_SHARES):
-        search.attempt(*shares)
+    for shares in (*SHARES, *GRID):
+        if shares == GRID[0]:
+            search.refine()
         if search.effort > EFFORT and search.plan is not None:
             break
+        search.attempt(*shares)
     search.refine()
     if search.plan is None:
         # The small ones may be what does not fit.

@@ -85,7 +85,7 @@ class DeviceMemory:
                 window = self.space.lowest_fit(block, self.home_floor)
             if window is not None:
                 return self.space.take(window.start, window.end)
-        return self._force(block, self.space.best_fit)
+        return self._force(block, self.space.first_fit)
 
     def compact(self, values: Iterable[Value], sizes: Iterable[int]) -> list[list[Piece]]:
         """Take room for outputs of ``sizes`` when the inputs of the same vertex lie in the way.
@@ -102,7 +102,7 @@ class DeviceMemory:
             if value.host is None:
                 self.sim_malloc_offload(value)
             self._cache(value)
-        return [self._force(self.block(size), self.space.best_fit) for size in sizes]
+        return [self._force(self.block(size), self.space.first_fit) for size in sizes]
 
     def sim_malloc_reload(self, value: Value, force: bool) -> bool:
         """Bring ``value`` to the device for its next use: take back the intact copy, or reserve room and add a reload.
@@ -178,6 +178,9 @@ class DeviceMemory:
         if stay is None or stay.permanent:
             return
         astray = value.only_at_home and stay.addr != value.home
+        if astray:
+            # It is to be loaded once more, so the look-ahead has to pass its end again.
+            self.alloc_horizon = min(self.alloc_horizon, value.next_use)
         if value.next_use == value.after_last or astray:
             value.stay = None
             value.reserved = False

@@ -108,20 +108,17 @@ class FreeSpace:
             at += 1
         return start >= end
 
-    def best_fit(self, size: int, rank: Rank) -> Window | None:
-        """Return where a kernel's output of ``size`` bytes goes: the tightest hole, cached copies spared.
+    def first_fit(self, size: int, rank: Rank) -> Window | None:
+        """Return where a kernel's output of ``size`` bytes goes: the lowest hole, cached copies spared.
 
-        Kernels of one stream wait for each other anyway, so the age of the release set does not matter to them.
+        Low, because copies land high: the two then leave large holes to each other. The age of the release set does
+        not matter here, since kernels of a stream wait for each other anyway.
         """
-        best: tuple[float, int, int] | None = None
         for begin, end in self._runs():
-            if end - begin >= size and (best is None or (_FREE, end - begin, begin) < best):
-                best = (_FREE, end - begin, begin)
-        if best is None:
-            for cost, _, start in self._windows(size, rank, both_ends=False):
-                if best is None or (cost, 0, start) < best:
-                    best = (cost, 0, start)
-        return None if best is None else Window(best[2], best[2] + size)
+            if end - begin >= size:
+                return Window(begin, begin + size)
+        best = min(((cost, start) for cost, _, start in self._windows(size, rank, both_ends=False)), default=None)
+        return None if best is None else Window(best[1], best[1] + size)
 
     def oldest_fit(self, size: int, rank: Rank) -> Window | None:
         """Return where a copy of ``size`` bytes lands: cached copies spared, then the oldest release set, then high.
