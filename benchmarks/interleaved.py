@@ -1,4 +1,4 @@
-"""Times of one training step, taken in turn: eager, planned, and the same plan one vertex after another.
+"""Times of one training step, taken in turn: eager, planned, the same plan one vertex after another, and all resident.
 
     python -m benchmarks.interleaved configs/lora_demo.yaml --config configs/disco.yaml --rounds 5 -o out/step
 
@@ -23,6 +23,7 @@ from disco_accel.config import DiscoConfig
 from disco_accel.execute.executor import Event, Executor
 from disco_accel.integrate.compiled import CompiledStep
 from disco_accel.observe.report import write_report
+from disco_accel.plan import make_plan
 from disco_accel.sizes import parse_size
 from disco_accel.taskgraph import VertexKind
 
@@ -31,6 +32,14 @@ def synchronous_twin(step: CompiledStep) -> Executor:
     """An executor of the same plan, in an arena of its own, that runs one vertex at a time in serial order."""
     options = dataclasses.replace(step.engine, dispatch="synchronous")
     return Executor(step.plan, step.graph.ops, step.records, clean=step.clean, options=options)
+
+
+def resident_twin(step: CompiledStep, config: DiscoConfig) -> Executor:
+    """An executor of the same step with memory for everything: kernels alone, no copies."""
+    room = 2 * sum(sum(v.sizes) for v in step.graph.vertices if v.kind is VertexKind.INPUT) + 4 * step.budget.total
+    plan = make_plan(step.graph, memory=room, policy=config.policy, planner=config.planner, cyclic=True)
+    assert not any(v.kind is VertexKind.RELOAD for v in plan.vertices), "nothing has to move where all fits"
+    return Executor(plan, step.graph.ops, step.records, clean=step.clean, options=step.engine)
 
 
 def kernel_seconds(events: Sequence[Event]) -> float:
@@ -47,22 +56,25 @@ class Variants:
         prepare(self.planned.model, config)
         self.planned.step(0)
         self.step = self.planned.compiled()
-        self.free = self.step.executor
-        self.synchronous = synchronous_twin(self.step)
+        self.executors = {
+            "planned": self.step.executor,
+            "synchronous": synchronous_twin(self.step),
+            "resident": resident_twin(self.step, config),
+        }
 
     def run(self, name: str, number: int) -> tuple[float, float]:
-        """Loss and seconds of one step of ``eager``, ``planned`` or ``synchronous``."""
+        """Loss and seconds of one step: ``eager``, ``planned``, ``synchronous`` or ``resident``."""
         if name == "eager":
             return self.eager.timed_step(number)
-        self.step.loaded = self.free if name == "planned" else self.synchronous
+        self.step.loaded = self.executors[name]
         try:
             return self.planned.timed_step(number)
         finally:
-            self.step.loaded = self.free
+            self.step.loaded = self.executors["planned"]
 
     def traced(self, name: str, number: int) -> list[Event]:
         """The events of one step."""
-        executor = self.free if name == "planned" else self.synchronous
+        executor = self.executors[name]
         executor.set_tracing(True)
         self.run(name, number)
         events = executor.events()
@@ -80,25 +92,25 @@ def _gradients(workload: Workload) -> dict[str, Any]:
 
 
 def measure(variants: Variants, rounds: int) -> dict[str, Any]:
-    """Warm up, then ``rounds`` times one step of each variant in turn."""
-    names = ("eager", "planned", "synchronous")
+    """Warm up, then ``rounds`` times one step of each variant in turn, each round beginning with another one."""
+    names = ["eager", *variants.executors]
     seconds: dict[str, list[float]] = {name: [] for name in names}
     compute: list[float] = []
     engine: list[float] = []
-    counters: dict[str, Any] = {}
     same = True
     for name in names:
         variants.run(name, 0)
     for number in range(1, rounds + 1):
-        losses = {}
-        for name in names:
+        losses = {"eager": variants.eager.timed_step(number)[0]}
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
             losses[name], taken = variants.run(name, number)
             seconds[name].append(taken)
             same = same and (name == "eager" or variants.same_gradients())
         same = same and len({loss.hex() for loss in losses.values()}) == 1
-        compute.append(kernel_seconds(variants.traced("synchronous", number)))
+        compute.append(kernel_seconds(variants.traced("resident", number)))
         variants.traced("planned", number)
-        counters = variants.free.counters()
+        counters = variants.executors["planned"].counters()
         engine.append(counters["engine_seconds"] / counters["vertices"])
     return {
         "seconds": seconds | {"compute_alone": compute},
@@ -106,7 +118,7 @@ def measure(variants: Variants, rounds: int) -> dict[str, Any]:
         "engine_seconds_per_vertex": engine,
         "same_bits": same,
         "load_average": os.getloadavg()[0],
-        "counters": counters,
+        "counters": variants.executors["planned"].counters(),
         "stats": stats(variants.planned.model),
     }
 
