@@ -115,7 +115,7 @@ class DeviceMemory:
         taken = self._go_home(value, block)
         if taken is not None:
             pass
-        elif value.only_at_home:
+        elif value.only_at_home or (not force and value.last_call):
             return False
         elif force:
             taken = self._force(block, self.space.oldest_fit)

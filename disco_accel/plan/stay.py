@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from disco_accel.plan.space import Piece
 
 
+_CLOSE = 20
+"""Readers within one part in so many of the step are served by one copy."""
+
+
 @dataclass(slots=True, eq=False)
 class Planned:
     """A vertex of the plan in the making; ``alive`` turns false if it is revoked before anything depends on it."""
@@ -66,6 +70,13 @@ class Value:
     def only_at_home(self) -> bool:
         """Whether all that is left to do is to be at home when the step ends."""
         return self.home is not None and self.next_use == self.after_last - 1
+
+    @property
+    def last_call(self) -> bool:
+        """Whether a copy at home would serve the remaining readers, if close together, and the end of the step."""
+        if self.home is None or self.next + 1 >= len(self.uses):
+            return False
+        return (self.uses[-2] - self.uses[self.next]) * _CLOSE <= self.after_last
 
     @property
     def next_use(self) -> int:
