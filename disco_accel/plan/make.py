@@ -10,7 +10,7 @@ from disco_accel.graphcheck import check_taskgraph
 from disco_accel.memgraph import MemGraph
 from disco_accel.plan.build import build
 from disco_accel.plan.evict import Policy, policy_named
-from disco_accel.plan.resident import Residents, plan_with_residents
+from disco_accel.plan.resident import Residents, improve, plain_choices
 from disco_accel.plan.sim_malloc import Infeasible, Repairs
 from disco_accel.plan.simulate import Machine
 from disco_accel.taskgraph import Device, TaskGraph
@@ -56,16 +56,17 @@ def plan_build(
 ) -> MemGraph:
     """Plan with BUILDMEMGRAPH: as much look-ahead as fits, less if it must be. Raises BudgetTooSmall."""
     repairs = repairs or Repairs()
-
     for ahead in _attempts(lookahead, repairs):
 
         def planned(residents: Residents, ahead: int | None = ahead) -> MemGraph:
             return build(graph, policy, lookahead=ahead, residents=residents, cyclic=cyclic, repairs=repairs)
 
-        try:
-            return plan_with_residents(graph, planned, machine)
-        except Infeasible:
-            continue
+        for residents in plain_choices(graph):
+            try:
+                plan = planned(residents)
+            except Infeasible:
+                continue
+            return improve(graph, plan, residents, planned, machine)
     if not repairs.shorten_lookahead:
         raise Infeasible(0)
     given = max(device.memory for device in graph.devices)
@@ -86,13 +87,14 @@ def _with_memory(graph: TaskGraph, size: Callable[[Device], int]) -> TaskGraph:
 
 
 def _fits(graph: TaskGraph, policy: Policy, cyclic: bool, lookahead: int | None) -> bool:
-    """Whether ``make_plan`` would find a plan: one without residents is always among its candidates."""
+    """Whether ``plan_build`` finds a plan, by the same attempts; the last first, since it is the likeliest to work."""
     for ahead in reversed(list(_attempts(lookahead, Repairs()))):
-        try:
-            build(graph, policy, lookahead=ahead, cyclic=cyclic)
-        except Infeasible:
-            continue
-        return True
+        for residents in reversed(plain_choices(graph)):
+            try:
+                build(graph, policy, lookahead=ahead, residents=residents, cyclic=cyclic)
+            except Infeasible:
+                continue
+            return True
     return False
 
 

@@ -22,7 +22,7 @@ GRID = tuple((permanent / 10, present / 10) for present in range(9, -1, -1) for 
 """All the others, for graphs that are planned so fast that it does not matter."""
 
 EFFORT = 25_000
-"""Vertices planned in all before the search for a better share ends; without a plan it goes on."""
+"""Vertices planned in all before the search for better shares ends."""
 
 _STEP = 0.06
 
@@ -41,51 +41,59 @@ class Build(Protocol):
     def __call__(self, residents: Residents) -> MemGraph: ...
 
 
-def plan_with_residents(graph: TaskGraph, build: Build, machine: Machine) -> MemGraph:
-    """Return the best plan found: all clean inputs resident if that fits, else the shares that simulate fastest.
+def plain_choices(graph: TaskGraph) -> list[Residents]:
+    """Return the choices that decide whether a plan exists: everything, small inputs only, nothing resident."""
+    search = _Search(graph)
+    choices = [search.residents(0, 0), Residents()]
+    if sum(vertex.sizes[0] for vertex in search.clean) <= search.room:
+        choices.insert(0, search.everything)
+    return list(dict.fromkeys(choices))
 
-    Raises Infeasible if no plan is found; a plan without residents is always tried.
-    """
-    clean = _clean_inputs(graph)
-    if sum(vertex.sizes[0] for vertex in clean) <= sum(device.memory for device in graph.devices):
-        try:
-            return build(Residents(permanent=tuple(vertex.id for vertex in clean)))
-        except Infeasible:
-            pass
-    search = _Search(graph, clean, build, machine)
+
+def improve(graph: TaskGraph, plan: MemGraph, residents: Residents, build: Build, machine: Machine) -> MemGraph:
+    """Return the fastest plan, in simulation, that is found from ``plan``, which ``residents`` gave."""
+    search = _Search(graph)
+    if residents == search.everything:
+        return plan
+    search.start(plan, residents, build, machine)
     for shares in (*SHARES, *GRID):
         if shares == GRID[0]:
             search.refine()
-        if search.effort > EFFORT and search.plan is not None:
+        if search.effort > EFFORT:
             break
         search.attempt(*shares)
     search.refine()
-    if search.plan is None:
-        # The small ones may be what does not fit.
-        return build(Residents())
     return search.plan
 
 
 class _Search:
-    def __init__(self, graph: TaskGraph, clean: Sequence[Vertex], build: Build, machine: Machine) -> None:
+    plan: MemGraph
+    build: Build
+    machine: Machine
+
+    def __init__(self, graph: TaskGraph) -> None:
         self.graph = graph
-        self.build = build
-        self.machine = machine
-        self.small = tuple(vertex.id for vertex in clean if vertex.sizes[0] < SMALL)
-        self.large = [vertex for vertex in clean if vertex.sizes[0] >= SMALL]
+        self.clean = _clean_inputs(graph)
+        self.everything = Residents(permanent=tuple(vertex.id for vertex in self.clean))
+        self.small = tuple(vertex.id for vertex in self.clean if vertex.sizes[0] < SMALL)
+        self.large = [vertex for vertex in self.clean if vertex.sizes[0] >= SMALL]
         self.room = sum(device.memory for device in graph.devices)
-        if sum(vertex.sizes[0] for vertex in clean if vertex.sizes[0] < SMALL) * 4 > self.room:
-            self.small, self.large = (), list(clean)
+        if sum(vertex.sizes[0] for vertex in self.clean if vertex.sizes[0] < SMALL) * 4 > self.room:
+            self.small, self.large = (), list(self.clean)
         self.reloads = _reloads(graph)
         self.effort = 0
         self.tried: set[Residents] = set()
-        self.plan: MemGraph | None = None
-        self.makespan = float("inf")
         self.shares = (0.0, 0.0)
+
+    def start(self, plan: MemGraph, residents: Residents, build: Build, machine: Machine) -> None:
+        """Begin the search with a plan that works."""
+        self.plan, self.build, self.machine = plan, build, machine
+        self.tried.add(residents)
+        self.makespan = simulate(plan, machine).makespan
 
     def attempt(self, permanent: float, present: float) -> bool:
         """Plan with these shares of the memory and keep the plan if it is the fastest so far; whether it is."""
-        residents = self._residents(permanent, present)
+        residents = self.residents(permanent, present)
         if residents in self.tried:
             return False
         self.tried.add(residents)
@@ -104,7 +112,7 @@ class _Search:
     def refine(self) -> None:
         """Walk from the best shares to better ones nearby while effort is left."""
         moved = True
-        while moved and self.effort < EFFORT and self.plan is not None:
+        while moved and self.effort < EFFORT:
             permanent, present = self.shares
             around = [(permanent, present + d) for d in (-_STEP, _STEP)]
             around += [(permanent + d, present) for d in (-_STEP, _STEP)]
@@ -113,7 +121,8 @@ class _Search:
                 if self.effort < EFFORT and 0 <= shares[0] <= shares[1] <= 1:
                     moved = self.attempt(*shares) or moved
 
-    def _residents(self, permanent: float, present: float) -> Residents:
+    def residents(self, permanent: float, present: float) -> Residents:
+        """Return the inputs that make up these shares of the memory, and the small ones."""
         stay = list(_spread(self.large, self.reloads, int(permanent * self.room)))
         chosen = set(stay)
         budget = int(present * self.room) - sum(vertex.sizes[0] for vertex in self.large if vertex.id in chosen)
