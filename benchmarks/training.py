@@ -11,7 +11,7 @@ from transformers import set_seed
 
 from disco_accel.integrate.compiled import CompiledStep
 from disco_accel.integrate.plugin import current_step
-from recipes.corpus import Blocks, build_blocks
+from recipes.corpus import IGNORED, Blocks, build_blocks
 from recipes.loading import load_model, load_tokenizer
 from recipes.settings import LoraRecipe, read_recipe
 
@@ -25,10 +25,11 @@ class Workload:
     data: Blocks
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
-        """The batch of step ``step``; wraps around at the end of the data."""
+        """What Trainer would pass to the model at step ``step``; wraps around at the end of the data."""
         rows = self.recipe.per_device_train_batch_size
         first = (step * rows) % (len(self.data) - rows + 1)
-        return {name: column[first : first + rows].clone() for name, column in self.data.columns.items()}
+        batch = {name: column[first : first + rows].clone() for name, column in self.data.columns.items()}
+        return {**batch, "num_items_in_batch": batch["labels"][:, 1:].ne(IGNORED).sum() / 1}
 
     def step(self, step: int) -> float:
         """Forward and backward of one batch; gradients stay on the parameters. Returns the loss."""

@@ -25,7 +25,7 @@ if __package__ in (None, ""):
 
 import torch
 import transformers
-from transformers import Trainer, TrainingArguments, set_seed
+from transformers import Trainer, TrainingArguments, default_data_collator, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
 from disco_accel.config import DiscoConfig
@@ -34,7 +34,7 @@ from disco_accel.sizes import format_size
 from recipes.corpus import build_blocks
 from recipes.loading import load_model, load_tokenizer
 from recipes.metrics import METRICS_NAME, Ledger, earlier_steps, peak_resident_set_bytes, plan_stats, write_metrics
-from recipes.progress import Progress, StopAtStepEnd
+from recipes.progress import AboveTheBar, Progress, StopAtStepEnd
 from recipes.settings import LoraRecipe, read_recipe
 
 
@@ -126,6 +126,8 @@ def _fit(recipe: LoraRecipe, model: Any, tokenizer: Any, data: Any, checkpoint: 
         model=model,
         args=training_arguments(recipe),
         train_dataset=data,
+        # Trainer's own would pad what needs no padding, and so add a mask of ones.
+        data_collator=default_data_collator,
         processing_class=tokenizer,
         callbacks=[progress, stop],
     )
@@ -259,7 +261,7 @@ def _quiet_libraries() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     ours = logging.getLogger("disco_accel")
     if not ours.handlers:
-        handler = logging.StreamHandler(sys.stderr)
+        handler = AboveTheBar()
         handler.setFormatter(logging.Formatter("disco: %(message)s"))
         ours.addHandler(handler)
         ours.setLevel(logging.INFO)
