@@ -13,14 +13,6 @@ from disco_accel import DiscoCallback, DiscoConfig, stats
 from disco_accel.testing.models import random_batch, tiny_lora
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 class _Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __init__(self) -> None:
         self.columns = random_batch(batch=16, seed=3)

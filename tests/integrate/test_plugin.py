@@ -20,14 +20,6 @@ AMPLE = 1 << 30
 Run = tuple[list[float], dict[str, torch.Tensor]]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def config(memory: int = AMPLE, **keys: Any) -> DiscoConfig:
     return DiscoConfig(memory_budget=str(memory), device="cpu", planner="build", **keys)
 
