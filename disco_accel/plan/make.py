@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from disco_accel.errors import BudgetTooSmall, ConfigError
 from disco_accel.graphcheck import check_taskgraph
 from disco_accel.memgraph import MemGraph
-from disco_accel.plan.build import build
+from disco_accel.plan.build import build, buildable
 from disco_accel.plan.evict import Policy, policy_named
 from disco_accel.plan.resident import Residents, improve, plain_choices
 from disco_accel.plan.sim_malloc import Infeasible, Repairs
 from disco_accel.plan.simulate import Machine
 from disco_accel.taskgraph import Device, TaskGraph
 
-_SHORTER = (64, 8, 1, 0)
+_SHORTER = (16, 0)
 
 
 def make_plan(
@@ -86,33 +87,42 @@ def _with_memory(graph: TaskGraph, size: Callable[[Device], int]) -> TaskGraph:
     return replace(graph, devices=tuple(replace(device, memory=size(device)) for device in graph.devices))
 
 
-def _fits(graph: TaskGraph, policy: Policy, cyclic: bool, lookahead: int | None) -> bool:
-    """Whether ``plan_build`` finds a plan, by the same attempts; the last first, since it is the likeliest to work."""
-    for ahead in reversed(list(_attempts(lookahead, Repairs()))):
-        for residents in reversed(plain_choices(graph)):
-            try:
-                build(graph, policy, lookahead=ahead, residents=residents, cyclic=cyclic)
-            except Infeasible:
-                continue
-            return True
-    return False
-
-
 def _smallest(graph: TaskGraph, policy: Policy, cyclic: bool, lookahead: int | None) -> int:
-    """Return the smallest size, the same for every device, at which a plan is found; one alignment unit less fails."""
+    """Return the smallest size, the same for every device, at which a plan is found; one alignment unit less fails.
+
+    The most modest attempt, cheap to repeat, comes close; all attempts together decide from there.
+    """
     unit = max(device.alignment for device in graph.devices)
 
-    def fits(units: int) -> bool:
-        return _fits(_with_memory(graph, lambda _: units * unit), policy, cyclic, lookahead)
+    def attempts(units: int) -> Iterator[Callable[[], bool]]:
+        smaller = _with_memory(graph, lambda _: units * unit)
+        for ahead in reversed(list(_attempts(lookahead, Repairs()))):
+            for residents in reversed(plain_choices(smaller)):
+                yield partial(buildable, smaller, policy, lookahead=ahead, residents=residents, cyclic=cyclic)
 
+    def modest_fits(units: int) -> bool:
+        return next(attempts(units))()
+
+    def fits(units: int) -> bool:
+        return any(attempt() for attempt in attempts(units))
+
+    failing = min(device.memory for device in graph.devices) // unit
+    working = max(1, failing)
+    while not modest_fits(working):
+        failing, working = working, working * 2
+    working = _boundary(failing, working, modest_fits)
     low = min(device.memory for device in graph.devices) // unit
-    high = max(1, low)
-    while not fits(high):
-        low, high = high, high * 2
-    while high - low > 1:
-        middle = (low + high) // 2
+    if working - 1 > low and fits(working - 1):
+        working = _boundary(low, working - 1, fits)
+    return working * unit
+
+
+def _boundary(failing: int, working: int, fits: Callable[[int], bool]) -> int:
+    """Return a number that fits although the one before does not, given one that fails and a larger one that fits."""
+    while working - failing > 1:
+        middle = (failing + working) // 2
         if fits(middle):
-            high = middle
+            working = middle
         else:
-            low = middle
-    return high * unit
+            failing = middle
+    return working

@@ -270,26 +270,27 @@ class DeviceMemory:
 
     def _evict(self, block: int) -> Window:
         """Make a hole of ``block`` bytes out of free pieces and held values, those that the policy ranks first."""
+        victims = [stay for stay in self.held.values() if self._may_go(stay)]
+        ranks = {id(stay): self.rank(stay) for stay in victims}
         spans: list[tuple[int, int, Stay | None]] = [(piece.start, piece.end, None) for piece in self.space.pieces]
-        spans += [(stay.addr, stay.addr + stay.block, stay) for stay in self.held.values() if self._may_go(stay)]
+        spans += [(stay.addr, stay.addr + stay.block, stay) for stay in victims]
         spans.sort(key=lambda span: span[0])
         best: tuple[bool, float, int, int, list[Stay]] | None = None
         for first, (start, _, _) in enumerate(spans):
-            victims: list[Stay] = []
-            reach = start
-            for begin, end, stay in spans[first:]:
+            chosen: list[Stay] = []
+            kept, rank, moved, reach = False, float("inf"), 0, start
+            for index in range(first, len(spans)):
+                begin, end, stay = spans[index]
                 if begin != reach or reach - start >= block:
                     break
                 reach = end
                 if stay is not None:
-                    victims.append(stay)
-            if reach - start < block:
-                continue
-            kept = any(victim.value.next_use == victim.value.after_last - 1 for victim in victims)
-            rank = min((self.rank(victim) for victim in victims), default=float("inf"))
-            moved = sum(victim.block for victim in victims if victim.value.host is None)
-            found = (kept, -rank, moved, start, victims)
-            if best is None or found[:4] < best[:4]:
+                    chosen.append(stay)
+                    kept = kept or stay.value.next_use == stay.value.after_last - 1
+                    rank = min(rank, ranks[id(stay)])
+                    moved += stay.block if stay.value.host is None else 0
+            found = (kept, -rank, moved, start, chosen)
+            if reach - start >= block and (best is None or found[:4] < best[:4]):
                 best = found
         if best is None:
             raise Infeasible(self.exec_horizon)
