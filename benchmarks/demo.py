@@ -110,7 +110,7 @@ def time_steps(budget_run: BudgetRun, peak: int) -> None:
     announce(f"timing steps in turn ({budget_run.name})")
     arguments = [RECIPE, "--config", CONFIG, "--budget", str(budget_run.budget)]
     half = budget_run.name == "half"
-    arguments += ["--rounds", "7" if half else "3"]
+    arguments += ["--rounds", "5" if half else "2"]
     if half:
         arguments += ["-o", str(OUT), "--in-memory-peak", str(peak)]
     budget_run.steps = measure("benchmarks.interleaved", OUT / f"steps-{budget_run.name}.log", *arguments)

@@ -164,7 +164,7 @@ _ROWS: Any = [
     ("adapter tensors with the same bits", lambda r: f"{r.sameness.tensors_equal}/{r.sameness.tensors}"),
     ("budget", lambda r: format_size(r.budget)),
     ("  adapters, gradients, optimizer, batch", lambda r: format_size(r.budget - _disco(r)["budget"]["arena"])),
-    ("  arena that the plan needs", lambda r: format_size(_disco(r)["arena_bytes"])),
+    ("  arena", lambda r: format_size(_disco(r)["arena_bytes"])),
     ("  of it weights that stay", lambda r: format_size(_disco(r)["resident_weight_bytes"])),
     ("memory touched, all parts", lambda r: format_size(_disco(r)["peak_bytes"])),
     ("loaded over the link each step", lambda r: format_size(_disco(r)["reload_bytes"])),
