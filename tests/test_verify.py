@@ -17,30 +17,13 @@ from disco_accel.plan.resident import Residents
 from disco_accel.plan.sim_malloc import Infeasible
 from disco_accel.taskgraph import Device, TaskGraph, Vertex, VertexKind
 from disco_accel.testing.faults import FAULTS
-from disco_accel.testing.strategies import Shape, random_taskgraph, with_memory
+from disco_accel.testing.plans import tight_plans
 from disco_accel.verify import verify
 
 GRAPHS = Path(__file__).parent / "data" / "graphs"
 
 
-def plans(count: int) -> list[tuple[TaskGraph, MemGraph]]:
-    """Tight plans without in-place writes, in which every memory edge is needed."""
-    found = []
-    seed = 0
-    while len(found) < count:
-        seed += 1
-        rng = random.Random(seed)
-        shape = Shape(inplace=0.0, may_inplace=0.0, keep=0.2)
-        graph = with_memory(random_taskgraph(rng, shape), rng.choice((1.2, 1.5, 2.0)))
-        clean = tuple(v.id for v in graph.vertices if v.clean and rng.random() < 0.3)
-        try:
-            found.append((graph, build(graph, belady, residents=Residents((), clean), cyclic=rng.random() < 0.5)))
-        except Infeasible:
-            continue
-    return found
-
-
-PLANS = plans(250)
+PLANS = tight_plans(250)
 
 
 @pytest.mark.parametrize("name", sorted(FAULTS))

@@ -10,32 +10,11 @@ import pytest
 from disco_accel.errors import Stalled, VerifyError
 from disco_accel.execute.reference import run_reference
 from disco_accel.memgraph import MemGraph, Slot
-from disco_accel.plan.build import build
-from disco_accel.plan.evict import belady
-from disco_accel.plan.resident import Residents
-from disco_accel.plan.sim_malloc import Infeasible
 from disco_accel.taskgraph import Device, TaskGraph, Vertex, VertexKind
 from disco_accel.testing.faults import FAULTS
-from disco_accel.testing.strategies import Shape, random_taskgraph, with_memory
+from disco_accel.testing.plans import tight_plans
 
-
-def plans(count: int) -> list[tuple[TaskGraph, MemGraph]]:
-    found = []
-    seed = 10_000
-    while len(found) < count:
-        seed += 1
-        rng = random.Random(seed)
-        shape = Shape(inplace=0.0, may_inplace=0.0, keep=0.2)
-        graph = with_memory(random_taskgraph(rng, shape), rng.choice((1.2, 1.5, 2.0)))
-        clean = tuple(v.id for v in graph.vertices if v.clean and rng.random() < 0.3)
-        try:
-            found.append((graph, build(graph, belady, residents=Residents((), clean), cyclic=rng.random() < 0.5)))
-        except Infeasible:
-            continue
-    return found
-
-
-PLANS = plans(120)
+PLANS = tight_plans(120, first_seed=10_000)
 
 
 @pytest.mark.parametrize("name", ["drop_data_edge", "drop_memory_edge", "reload_other_value", "share_host_address"])
