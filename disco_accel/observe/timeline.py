@@ -6,12 +6,13 @@ trace viewers. No torch.
 
 from __future__ import annotations
 
+import bisect
 import enum
 import json
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -90,51 +91,57 @@ def _content(vertex: Vertex, by_id: Mapping[int, Vertex]) -> Content:
 def stays(plan: MemGraph, events: Sequence[TracedEvent]) -> list[Stay]:
     """When each value occupied its address in the traced step, by start time.
 
-    A value is there from the start of its producer to the end of its last reader; what is kept, and residents that
-    nothing overwrites, until the step ends. In-place results continue the stay of what they overwrite.
+    A value is there from the start of its producer to the end of its last reader. What is kept, inputs, and what was
+    brought back for the next step stay to the end, unless their place was given to another value.
     """
     ran = {e.vertex: e for e in events}
     finish = max((e.end for e in events), default=0.0)
     by_id = {v.id: v for v in plan.vertices}
-    last_read: dict[Ref, float] = defaultdict(float)
-    read: set[Ref] = set()
-    for vertex in plan.vertices:
-        event = ran.get(vertex.id)
-        for ref in vertex.inputs:
-            read.add(ref)
-            if event is not None:
-                last_read[ref] = max(last_read[ref], event.end)
-    overwritten = _overwritten(plan)
-    found = []
+    last_read = _last_reads(plan, ran)
+    found: list[Stay] = []
+    lasting: list[Stay] = []
     for ref, slot in plan.slots.items():
         vertex = by_id[ref[0]]
         event = ran.get(ref[0])
         if event is None and vertex.kind is not VertexKind.INPUT:
             continue
-        start = event.start if event is not None else 0.0
-        to_the_end = vertex.keep or (vertex.kind is VertexKind.INPUT and ref not in overwritten)
+        start, produced = (event.start, event.end) if event is not None else (0.0, 0.0)
+        end = max(last_read.get(ref, 0.0), produced)
+        stay = Stay(ref, _content(vertex, by_id), slot.device, slot.addr, slot.size, start, end)
         # A reload that nobody reads puts a resident back for the next step.
-        to_the_end = to_the_end or (vertex.kind is VertexKind.RELOAD and ref not in read)
-        end = finish if to_the_end else max(last_read[ref], event.end if event is not None else 0.0)
-        found.append(Stay(ref, _content(vertex, by_id), slot.device, slot.addr, slot.size, start, end))
+        unread = vertex.kind is VertexKind.RELOAD and ref not in last_read
+        (lasting if vertex.keep or unread or vertex.kind is VertexKind.INPUT else found).append(stay)
+    taken = _Places([*found, *lasting])
+    found += [s if taken.later(s) else replace(s, end=finish) for s in lasting]
     return sorted(found, key=lambda s: (s.start, s.addr, s.ref))
 
 
-def _overwritten(plan: MemGraph) -> set[Ref]:
-    """Values whose address range another value of the plan uses too."""
-    shared: set[Ref] = set()
-    by_device: dict[int, list[tuple[int, int, Ref]]] = defaultdict(list)
-    for ref, slot in plan.slots.items():
-        by_device[slot.device].append((slot.addr, slot.addr + slot.size, ref))
-    for ranges in by_device.values():
-        ranges.sort()
-        reach, owner = -1, None
-        for low, high, ref in ranges:
-            if low < reach and owner is not None:
-                shared |= {ref, owner}
-            if high > reach:
-                reach, owner = high, ref
-    return shared
+def _last_reads(plan: MemGraph, ran: Mapping[int, TracedEvent]) -> dict[Ref, float]:
+    """When the last reader of each value on the device ended."""
+    last: dict[Ref, float] = {}
+    for vertex in plan.vertices:
+        event = ran.get(vertex.id)
+        if event is None or vertex.kind is VertexKind.RELOAD:
+            # A reload reads the host's copy: a resident that it brings back may have left the device long before.
+            continue
+        for ref in vertex.inputs:
+            last[ref] = max(last.get(ref, 0.0), event.end)
+    return last
+
+
+class _Places:
+    """Finds the values that use a place after another value has."""
+
+    def __init__(self, found: Iterable[Stay]) -> None:
+        self._sorted = sorted(found, key=lambda s: (s.device, s.addr))
+        self._keys = [(s.device, s.addr) for s in self._sorted]
+        self._widest = max((s.size for s in self._sorted), default=0)
+
+    def later(self, stay: Stay) -> bool:
+        low = bisect.bisect_right(self._keys, (stay.device, stay.addr - self._widest))
+        high = bisect.bisect_left(self._keys, (stay.device, stay.addr + stay.size))
+        others = self._sorted[low:high]
+        return any(o.start >= stay.end and o.addr + o.size > stay.addr and o.ref != stay.ref for o in others)
 
 
 def occupancy(plan: MemGraph, events: Sequence[TracedEvent], device: int = 0) -> Occupancy:

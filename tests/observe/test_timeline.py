@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 
+from disco_accel.errors import BudgetTooSmall
+from disco_accel.graphfile import read_taskgraph
 from disco_accel.memgraph import Slot
 from disco_accel.observe.timeline import (
     Content,
@@ -16,6 +19,9 @@ from disco_accel.observe.timeline import (
     stays,
     write_chrome_trace,
 )
+from disco_accel.plan import make_plan
+from disco_accel.taskgraph import Vertex, VertexKind
+from disco_accel.verify import verify
 from tests.observe import traced_step as small
 
 
@@ -50,6 +56,40 @@ def test_a_resident_that_is_overwritten_leaves_after_its_last_reader():
     plan.slots[small.LOSS, 0] = Slot(0, 0, 256)
     by_ref = {s.ref: s for s in stays(plan, small.events())}
     assert by_ref[small.W0, 0].end == 2
+
+
+def test_a_resident_that_leaves_and_comes_home_does_not_stay_meanwhile():
+    plan = small.plan()
+    home = small.LOSS + 1
+    plan.slots[small.B, 0] = Slot(0, 0, 512)
+    plan.slots[small.C, 0] = Slot(0, 0, 512)
+    plan.slots[home, 0] = plan.slots[small.W0, 0]
+    back = Vertex(home, VertexKind.RELOAD, 0, inputs=((small.W0, 0),), sizes=(256,), clean=True)
+    plan = dataclasses.replace(plan, vertices=(*plan.vertices, back))
+    by_ref = {s.ref: s for s in stays(plan, [*small.events(), small.Event(home, "h2d", 8, 8, 9, 256)])}
+    assert by_ref[small.W0, 0].end == 2
+    assert (by_ref[home, 0].start, by_ref[home, 0].end) == (8, 9)
+
+
+def serial_run(plan):
+    """Events of a run that takes one second for each vertex, in serial order."""
+    run = [v for v in plan.vertices if v.kind is not VertexKind.INPUT]
+    lanes = {VertexKind.RELOAD: "h2d", VertexKind.OFFLOAD: "d2h"}
+    return [small.Event(v.id, lanes.get(v.kind, "compute0"), i, i, i + 1) for i, v in enumerate(run)]
+
+
+@pytest.mark.parametrize("room", [1.0, 1.3, 2.0, 3.0])
+@pytest.mark.parametrize("name", ["lora_small", "chain8"])
+def test_a_verified_plan_is_never_drawn_above_its_arena(request, name, room):
+    graph = read_taskgraph(request.config.rootpath / "tests" / "data" / "graphs" / f"{name}.taskgraph.json")
+    with pytest.raises(BudgetTooSmall) as too_small:
+        make_plan(graph, memory=1, cyclic=True)
+    memory = int(room * too_small.value.needed)
+    plan = make_plan(graph, memory=memory, cyclic=True)
+    verify(graph, plan)
+    used = occupancy(plan, serial_run(plan))
+    top = max(slot.addr + slot.size for slot in plan.slots.values())
+    assert 0 < max(used.total) <= top <= memory
 
 
 def test_bytes_in_use_are_summed_per_content_and_in_place_results_count_once():
