@@ -25,6 +25,7 @@ from benchmarks.compare import Sameness, compare_runs, read_metrics
 from benchmarks.demo_report import Check, limits, print_report
 from benchmarks.make_checkpoint import write_checkpoint
 from disco_accel.config import DiscoConfig
+from disco_accel.execute import watch
 from disco_accel.graphfile import write_atomically
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -74,8 +75,8 @@ def _python_path() -> str:
 
 
 def measure(module: str, log: Path, *arguments: str) -> dict[str, Any]:
-    """Run one of the measuring modules and return the JSON object that it prints last."""
-    run([sys.executable, "-m", module, *arguments], log)
+    """Run a measuring module with its large allocations counted; return the JSON object that it prints last."""
+    run([sys.executable, "-m", module, *arguments], log, {"LD_PRELOAD": str(watch.library())})
     result: dict[str, Any] = json.loads(log.read_text().splitlines()[-1])
     return result
 

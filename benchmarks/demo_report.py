@@ -84,6 +84,11 @@ def limits(run: BudgetRun, memory: Mapping[str, int], steps: int) -> list[Check]
         Check(f"{name}: memory touched stays within the budget", planned["peak_bytes"] <= run.budget, False),
         Check(f"{name}: the arena stays within its part", planned["arena_bytes"] <= planned["budget"]["arena"], False),
         Check(f"{name}: a steady step allocates no tensor memory", counters["c10_allocations"] == 0, False),
+        Check(
+            f"{name}: engine threads allocate nothing of 4 KiB or more in steady steps",
+            run.steps["large_allocations"] == 0,
+            False,
+        ),
         Check(f"{name}: training took at most {TRAINING_SECONDS:.0f} s", run.seconds <= TRAINING_SECONDS, True),
     ]
     if name == "half":
@@ -178,6 +183,7 @@ _ROWS: Any = [
     ("step over bound", lambda r: f"{ratios(r.steps).over_bound:.2f}"),
     ("times as fast as one after another", lambda r: f"{ratios(r.steps).faster:.2f}"),
     ("tensor allocations in a step", lambda r: r.steps["counters"]["c10_allocations"]),
+    ("allocations of 4 KiB or more in all timed steps", lambda r: r.steps["large_allocations"]),
     ("engine, us per vertex (least of the rounds)", lambda r: f"{min(r.steps['engine_seconds_per_vertex']) * 1e6:.2f}"),
     ("vertices", lambda r: r.steps["counters"]["vertices"]),
     ("capture, s", lambda r: f"{_disco(r)['compile_seconds']['capture']:.1f}"),

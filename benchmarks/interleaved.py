@@ -1,5 +1,6 @@
 """Times of one training step, taken in turn: eager, planned, the same plan one vertex after another, and all resident.
 
+    export LD_PRELOAD=$(python -m disco_accel.execute.watch)
     python -m benchmarks.interleaved configs/lora_demo.yaml --config configs/disco.yaml --rounds 5 -o out/step
 
 Prints one JSON object: a list of seconds for each variant, the sizes of the plan, and what the engine counted. With
@@ -20,6 +21,7 @@ from benchmarks.compare import same_bits
 from benchmarks.training import Workload, load_workload
 from disco_accel import prepare, stats
 from disco_accel.config import DiscoConfig
+from disco_accel.execute import watch
 from disco_accel.execute.executor import Event, Executor
 from disco_accel.integrate.compiled import CompiledStep
 from disco_accel.observe.report import write_report
@@ -97,6 +99,7 @@ def measure(variants: Variants, rounds: int) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {name: [] for name in names}
     compute: list[float] = []
     engine: list[float] = []
+    large = 0
     same = True
     for name in names:
         variants.run(name, 0)
@@ -104,7 +107,9 @@ def measure(variants: Variants, rounds: int) -> dict[str, Any]:
         losses = {"eager": variants.eager.timed_step(number)[0]}
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
+            watch.reset()
             losses[name], taken = variants.run(name, number)
+            large += watch.count() if name == "planned" else 0
             seconds[name].append(taken)
             same = same and (name == "eager" or variants.same_gradients())
         same = same and len({loss.hex() for loss in losses.values()}) == 1
@@ -116,6 +121,7 @@ def measure(variants: Variants, rounds: int) -> dict[str, Any]:
         "seconds": seconds | {"compute_alone": compute},
         "link_seconds": link_seconds(variants.step),
         "engine_seconds_per_vertex": engine,
+        "large_allocations": large,
         "same_bits": same,
         "load_average": os.getloadavg()[0],
         "counters": variants.executors["planned"].counters(),
@@ -143,6 +149,8 @@ def main(argv: list[str] | None = None) -> int:
     config = DiscoConfig.from_yaml(args.config)
     if args.budget is not None:
         config = dataclasses.replace(config, memory_budget=parse_size(args.budget))
+    if not watch.active():
+        parser.error("run it as LD_PRELOAD=$(python -m disco_accel.execute.watch) python -m benchmarks.interleaved ...")
     variants = Variants(args.recipe, config)
     result = measure(variants, args.rounds)
     if args.output is not None:
