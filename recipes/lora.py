@@ -64,7 +64,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output_dir", help="replaces the recipe's key")
     parser.add_argument("--max_steps", type=int, help="replaces the recipe's key")
     parser.add_argument(
-        "--resume_from_checkpoint", nargs="?", const=True, help="a checkpoint folder; alone: the last one in output_dir"
+        "--resume_from_checkpoint",
+        nargs="?",
+        const=True,
+        type=lambda text: {"true": True, "false": False}.get(text.lower(), text),
+        help="a checkpoint folder; alone or true: the last one in output_dir",
     )
     args = parser.parse_args(argv)
     overrides = {key: value for key, value in vars(args).items() if key != "recipe" and value is not None}
