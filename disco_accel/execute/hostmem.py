@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from disco_accel.errors import ExecutionError
 from disco_accel.execute.arena import alias, host_arena, touched_bytes
+from disco_accel.execute.build_ext import load_extension
 from disco_accel.taskgraph import TensorSpec
 
 ALIGNMENT = 64
@@ -73,3 +76,13 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     nbytes = footprint(tensor)
     offset = tensor.storage_offset() * tensor.element_size()
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), offset, (nbytes,), (1,))
+
+
+def sample_digest(tensors: Sequence[torch.Tensor]) -> int:
+    """A number that changes, with near certainty, when the content of one of these CPU tensors does.
+
+    Reads sixteen words of each, so that writes which autograd's version counter misses (through ``.data``) are noticed.
+    A change of a few elements alone may go unnoticed.
+    """
+    load_extension()
+    return int(torch.ops.disco_accel.sample_digest(list(tensors)))

@@ -17,7 +17,7 @@ from disco_accel.config import DiscoConfig
 from disco_accel.errors import CaptureError, ConfigError
 from disco_accel.execute.arena import device_arena
 from disco_accel.execute.executor import EngineOptions, arena_bytes
-from disco_accel.execute.hostmem import HostMemory
+from disco_accel.execute.hostmem import HostMemory, sample_digest
 from disco_accel.integrate.compiled import CompiledStep, CompileOptions, compile_step, describe
 from disco_accel.integrate.hf import hf_contexts
 from disco_accel.integrate.output import LossOutput
@@ -48,6 +48,7 @@ class PreparedModel:
         self.arena: torch.Tensor | None = None
         self.lock = threading.RLock()
         self.weights_seen: list[tuple[torch.Tensor, int, int]] = []
+        self.weights_digest = 0
         self.counts = {"steps_compiled": 0, "steps_eager": 0, "plan_hits": 0}
         self.fallbacks: list[str] = []
         self.reports_left = 1 if config.report_dir is not None else 0
@@ -118,17 +119,19 @@ class PreparedModel:
             step.executor.invalidate()
             self.current = step
             self.weights_seen = _frozen_now(model, step)
+            self.weights_digest = sample_digest([t for t, _, _ in self.weights_seen])
             return
-        for tensor, pointer, version in self.weights_seen:
+        for tensor, pointer, _ in self.weights_seen:
             if tensor.data_ptr() != pointer:
                 raise ConfigError(
                     "a frozen weight was moved after prepare(); "
                     "call restore(model), change it, then prepare(model) again"
                 )
-            if tensor._version != version:
-                step.executor.invalidate()
-                self.weights_seen = _frozen_now(model, step)
-                return
+        digest = sample_digest([t for t, _, _ in self.weights_seen])
+        if digest != self.weights_digest or any(t._version != version for t, _, version in self.weights_seen):
+            step.executor.invalidate()
+            self.weights_seen = _frozen_now(model, step)
+            self.weights_digest = digest
 
     def trace_wanted(self) -> bool:
         """Whether the step about to start is the one that ``report_dir`` shows: the first in steady state."""

@@ -101,4 +101,23 @@ std::int64_t touched_bytes(const at::Tensor& tensor) {
   return std::min<std::int64_t>(touched, static_cast<std::int64_t>(tensor.nbytes()));
 }
 
+std::int64_t sample_digest(at::TensorList tensors) {
+  constexpr std::size_t kSamples = 16;
+  constexpr std::uint64_t kPrime = 0x100000001b3ULL;
+  std::uint64_t hash = 0xcbf29ce484222325ULL;
+  for (const at::Tensor& tensor : tensors) {
+    if (!tensor.device().is_cpu()) throw std::invalid_argument("sample_digest reads tensors on the CPU");
+    const auto* data = static_cast<const std::byte*>(tensor.const_data_ptr());
+    const std::size_t nbytes = tensor.is_non_overlapping_and_dense() ? tensor.nbytes() : 0;
+    const std::size_t word = std::min<std::size_t>(nbytes, sizeof(std::uint64_t));
+    for (std::size_t i = 0; i < kSamples && nbytes > 0; ++i) {
+      std::uint64_t value = 0;
+      std::memcpy(&value, data + (nbytes - word) / (kSamples - 1) * i, word);
+      hash = (hash ^ value) * kPrime;
+      hash ^= hash >> 29;
+    }
+  }
+  return static_cast<std::int64_t>(hash);
+}
+
 }  // namespace disco

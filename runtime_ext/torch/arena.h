@@ -20,4 +20,8 @@ at::Tensor carve(const at::Tensor& base, std::int64_t offset, std::int64_t nbyte
 // Bytes of the pages under `tensor` that are in memory.
 std::int64_t touched_bytes(const at::Tensor& tensor);
 
+// A number that changes, with near certainty, when the content of one of these host tensors does: a hash of a
+// few words of each, spread evenly from the first byte to the last. Cheap enough for every step.
+std::int64_t sample_digest(at::TensorList tensors);
+
 }  // namespace disco

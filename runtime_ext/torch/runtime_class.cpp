@@ -297,6 +297,7 @@ TORCH_LIBRARY(disco_accel, m) {
   m.def("map_arena", &map_arena);
   m.def("carve", &carve);
   m.def("touched_bytes", &touched_bytes);
+  m.def("sample_digest", [](std::vector<at::Tensor> tensors) { return sample_digest(tensors); });
   m.def("engine_allocations", &engine_allocations);
   m.def("set_live_tracking", [](bool on) {
     install_cpu_decorator();
