@@ -34,7 +34,9 @@ class BudgetTooSmall(PlanError):
     """
 
     def __init__(self, needed: int, given: int, what: str = "the step") -> None:
-        super().__init__(f"{what} needs at least {needed} bytes of device memory, but the budget leaves {given}")
+        # Rounded up, so that the short form works too when it is copied into a budget.
+        short = f"{-(-needed * 100 // (1 << 20)) / 100:.2f}MiB"
+        super().__init__(f"{what} needs at least {needed} bytes ({short}) of device memory, but is given {given}")
         self.needed = needed
         self.given = given
 
