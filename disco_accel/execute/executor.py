@@ -117,6 +117,11 @@ class Executor:
         self._running = False
         self._gate_open = False
 
+    @property
+    def running(self) -> bool:
+        """Whether a step was begun that has neither ended nor been abandoned."""
+        return self._running
+
     def begin(self, externals: Mapping[int, torch.Tensor]) -> None:
         """Starts a step and returns at once. ``externals``: every external INPUT that is not late, kept until the end.
 

@@ -6,17 +6,30 @@ engine meanwhile: the pending step is then suspended and rerun from its own inpu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from disco_accel.capture.twins import batch_tensors
 from disco_accel.errors import ExecutionError
+from disco_accel.execute.hostmem import sample_digest
 from disco_accel.integrate.compiled import CompiledStep
 
 if TYPE_CHECKING:
     from disco_accel.integrate.plugin import PreparedModel
+
+
+Seen = tuple[torch.Tensor, int, int]
+"""A frozen tensor with the data pointer and the version that it had."""
+
+
+def weights_changed(seen: Sequence[Seen], digest: int) -> bool:
+    """Whether a tensor was written to since ``digest`` was taken over all of ``seen``, or lies somewhere else."""
+    if any(t._version != version or t.data_ptr() != pointer for t, pointer, version in seen):
+        return True
+    return sample_digest([t for t, _, _ in seen]) != digest
 
 
 class PendingStep:
@@ -34,6 +47,8 @@ class PendingStep:
         self.step = step
         self.externals = dict(externals)
         self.versions = {v: t._version for v, t in self.externals.items()}
+        # Replaced, not changed, when the weights are looked at again: what this forward saw stays here.
+        self.frozen, self.digest = state.weights_seen, state.weights_digest
         self.running = False
         self.traced = state.trace_wanted()
 
@@ -45,7 +60,8 @@ class PendingStep:
 
     def _take_engine(self) -> None:
         self.state.abandon_active()
-        self.state.active = self
+        # Weak: the autograd graph alone keeps a step alive, so that dropping the loss frees the engine.
+        self.state.active = weakref.ref(self)
         self.running = True
         if self.traced:
             self.step.executor.set_tracing(True)
@@ -53,14 +69,14 @@ class PendingStep:
             self.step.executor.begin(self.externals)
             self.step.executor.wait_out()
         except BaseException:
-            self._release()
+            self.suspend()
             raise
 
     def backward(self, tangent: torch.Tensor) -> dict[str, torch.Tensor]:
         """Deliver the gradient of the loss; returns clones of the gradients by parameter name."""
         with self.state.lock:
+            self._check_unchanged()
             if not self.running:
-                self._check_unchanged()
                 self.state.make_current(self.model, self.step)
                 self._take_engine()
             executor = self.step.executor
@@ -69,8 +85,10 @@ class PendingStep:
                 executor.deliver(late)
                 executor.wait_end()
                 gradients = {g.name: executor.value(g.ref, g.spec).clone() for g in self.step.captured.gradients}
-            finally:
-                self._release()
+            except BaseException:
+                self.suspend()
+                raise
+            self._release()
             if self.traced:
                 self.traced = False
                 self.state.report(self.model, self.step)
@@ -80,26 +98,29 @@ class PendingStep:
     def suspend(self) -> None:
         """Stop what is left of this step; its inputs stay so that it can be rerun."""
         if self.running:
-            self.running = False
+            self._release()
             self.step.executor.abandon()
 
     def _release(self) -> None:
         self.running = False
-        if self.state.active is self:
+        if self.state.active is not None and self.state.active() is self:
             self.state.active = None
 
     def _check_unchanged(self) -> None:
+        """As eager mode does for what it saved: the backward must see the values that the forward saw."""
         names = {b.vertex: b.name for b in self.step.captured.bindings}
-        for vertex, tensor in self.externals.items():
-            if tensor._version != self.versions[vertex]:
-                raise ExecutionError(
-                    f"{names[vertex]} was changed in place between this step's forward and its backward, "
-                    "and another step ran in between; call backward() before changing it"
-                )
+        changed = [names[v] for v, t in self.externals.items() if t._version != self.versions[v]]
+        if not changed and weights_changed(self.frozen, self.digest):
+            changed = ["a frozen weight"]
+        if changed:
+            self.suspend()
+            raise ExecutionError(
+                f"{changed[0]} was changed in place between this step's forward and its backward; "
+                "call backward() before changing it"
+            )
 
     def __del__(self) -> None:
-        if self.running and self.state.active is self:
-            self.state.abandon_active()
+        self.suspend()
 
 
 class _Step(torch.autograd.Function):

@@ -7,6 +7,7 @@ import inspect
 import logging
 import threading
 import types
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +22,7 @@ from disco_accel.execute.hostmem import HostMemory, sample_digest
 from disco_accel.integrate.compiled import CompiledStep, CompileOptions, compile_step, describe
 from disco_accel.integrate.hf import hf_contexts
 from disco_accel.integrate.output import LossOutput
-from disco_accel.integrate.pending import PendingStep, run_step
+from disco_accel.integrate.pending import PendingStep, Seen, run_step, weights_changed
 from disco_accel.observe.report import write_report
 from disco_accel.taskgraph import VertexKind
 
@@ -43,11 +44,11 @@ class PreparedModel:
         self.host = HostMemory(HostMemory.room_for([p for p in model.parameters() if not p.requires_grad]))
         self.plans: dict[StepKey, CompiledStep] = {}
         self.refused: dict[StepKey, str] = {}
-        self.active: PendingStep | None = None
+        self.active: weakref.ref[PendingStep] | None = None
         self.current: CompiledStep | None = None
         self.arena: torch.Tensor | None = None
         self.lock = threading.RLock()
-        self.weights_seen: list[tuple[torch.Tensor, int, int]] = []
+        self.weights_seen: list[Seen] = []
         self.weights_digest = 0
         self.counts = {"steps_compiled": 0, "steps_eager": 0, "plan_hits": 0}
         self.fallbacks: list[str] = []
@@ -99,9 +100,10 @@ class PreparedModel:
 
     def abandon_active(self) -> None:
         """Let another run take the engine; the pending step reruns from its inputs if its backward comes."""
-        if self.active is not None:
-            self.active.suspend()
-            self.active = None
+        pending = self.active() if self.active is not None else None
+        if pending is not None:
+            pending.suspend()
+        self.active = None
 
     def make_current(self, model: torch.nn.Module, step: CompiledStep) -> None:
         """Give ``step`` the arena, its residents as the host holds them now.
@@ -118,8 +120,7 @@ class PreparedModel:
                 step.load(self.arena)
             step.executor.invalidate()
             self.current = step
-            self.weights_seen = _frozen_now(model, step)
-            self.weights_digest = sample_digest([t for t, _, _ in self.weights_seen])
+            self._look_at_weights(model, step)
             return
         for tensor, pointer, _ in self.weights_seen:
             if tensor.data_ptr() != pointer:
@@ -127,11 +128,13 @@ class PreparedModel:
                     "a frozen weight was moved after prepare(); "
                     "call restore(model), change it, then prepare(model) again"
                 )
-        digest = sample_digest([t for t, _, _ in self.weights_seen])
-        if digest != self.weights_digest or any(t._version != version for t, _, version in self.weights_seen):
+        if weights_changed(self.weights_seen, self.weights_digest):
             step.executor.invalidate()
-            self.weights_seen = _frozen_now(model, step)
-            self.weights_digest = digest
+            self._look_at_weights(model, step)
+
+    def _look_at_weights(self, model: torch.nn.Module, step: CompiledStep) -> None:
+        self.weights_seen = _frozen_now(model, step)
+        self.weights_digest = sample_digest([t for t, _, _ in self.weights_seen])
 
     def trace_wanted(self) -> bool:
         """Whether the step about to start is the one that ``report_dir`` shows: the first in steady state."""
@@ -155,7 +158,7 @@ def _nothing() -> None:
     return None
 
 
-def _frozen_now(model: torch.nn.Module, step: CompiledStep) -> list[tuple[torch.Tensor, int, int]]:
+def _frozen_now(model: torch.nn.Module, step: CompiledStep) -> list[Seen]:
     named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     tensors = [named[b.name] for b in step.vertices_of("frozen", "buffer")]
     return [(t, t.data_ptr(), t._version) for t in tensors]

@@ -14,6 +14,7 @@ import torch
 
 from disco_accel import DiscoConfig, prepare, restore, stats
 from disco_accel.errors import BudgetTooSmall, CaptureError, ConfigError, ExecutionError
+from disco_accel.integrate.plugin import current_step
 from disco_accel.testing.models import random_batch, tiny_lora
 
 AMPLE = 1 << 30
@@ -127,11 +128,14 @@ def test_two_shapes_alternate() -> None:
 
 
 def test_forward_without_backward_is_harmless() -> None:
-    """A loss that is thrown away leaves no trace in the next step."""
+    """A loss that is thrown away frees the engine and leaves no trace in the next step."""
     model = prepare(tiny_lora(), config())
     loss = model(**random_batch(seed=9)).loss
+    step = current_step(model)
+    assert step is not None and step.executor.running
     del loss
     gc.collect()
+    assert not step.executor.running
     assert_same(train(model), train(tiny_lora()))
 
 
@@ -155,15 +159,21 @@ def test_create_graph_is_refused() -> None:
         loss.backward(create_graph=True)
 
 
-def test_parameter_changed_before_a_rerun_is_refused() -> None:
-    """A suspended step whose parameters changed cannot be rerun with the old values: say so."""
+@pytest.mark.parametrize("suspended", [False, True])
+@pytest.mark.parametrize("trainable", [False, True])
+def test_weights_changed_before_the_backward_are_refused(suspended: bool, trainable: bool) -> None:
+    """As in eager mode, a backward whose weights changed since the forward is an error; the next step trains on."""
     model = prepare(tiny_lora(), config())
     first = model(**random_batch(seed=1)).loss
-    model(**random_batch(seed=2)).loss.backward()
+    if suspended:
+        model(**random_batch(seed=2)).loss.backward()
     with torch.no_grad():
-        next(p for p in model.parameters() if p.requires_grad).add_(1.0)
+        next(p for p in model.parameters() if p.requires_grad is trainable).add_(1.0)
     with pytest.raises(ExecutionError, match="changed in place"):
         first.backward()
+    model.zero_grad()
+    model(**random_batch(seed=2)).loss.backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
 @pytest.mark.parametrize("through_data", [False, True])

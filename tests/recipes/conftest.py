@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.make_checkpoint import Shape, write_checkpoint
 
@@ -18,6 +19,13 @@ SHAPE = Shape(
     max_position_embeddings=128,
 )
 TEXT = "It was a truth universally acknowledged that a small model needs a small text. " * 40
+
+
+@pytest.fixture(autouse=True)
+def same_threads_after():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -22,13 +22,6 @@ from recipes.metrics import METRICS_NAME
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(autouse=True)
-def same_threads_after():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def run(tmp_path, values):
     """Run the recipe with changed keys; returns exit code and output folder."""
