@@ -251,6 +251,12 @@ void OpTable::set_schedule(std::int32_t op, std::vector<PlannedBlock> blocks) {
   ops_.at(op).scheduled = true;
 }
 
+void OpTable::set_rng(std::int32_t op, std::int64_t slot, bool replay) {
+  if (rng_ == nullptr) rng_ = std::make_unique<RngSlots>(device_);
+  rng_->reserve(slot);
+  ops_.at(op).rng = RngSite{rng_.get(), slot, replay};
+}
+
 void OpTable::check_results(const PreparedOp& op, const std::vector<IValue>& stack) const {
   std::size_t next = 0;
   for_each_tensor(stack, [&](const at::Tensor& got) {
@@ -273,6 +279,7 @@ void OpTable::run(std::int32_t index) const {
   std::vector<IValue>& stack = scratch_stack();
   const StackCleaner cleaner{stack};
   try {
+    const RngScope rng(op.rng ? &*op.rng : nullptr);
     stack.insert(stack.end(), op.args.begin(), op.args.end());
     if (op.scheduled) {
       const PlannedScope scope(op.schedule);

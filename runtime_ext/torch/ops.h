@@ -9,10 +9,13 @@
 #include <ATen/core/ivalue.h>
 
 #include <cstdint>
+#include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "planned_alloc.h"
+#include "rng.h"
 
 namespace disco {
 
@@ -34,6 +37,7 @@ struct PreparedOp {
   std::vector<PlannedBlock> schedule;
   bool scheduled = false;
   std::string label;
+  std::optional<RngSite> rng;
 };
 
 // What one call allocated while recorded, and what it returned. `result_blocks[i]` is the index of the block
@@ -69,6 +73,8 @@ class OpTable {
   void expect_result(std::int32_t op, ResultMode mode, const c10::IValue& where);
   // From now on the op's allocations are served from `blocks`, in order.
   void set_schedule(std::int32_t op, std::vector<PlannedBlock> blocks);
+  // The op draws random numbers: see RngSite.
+  void set_rng(std::int32_t op, std::int64_t slot, bool replay);
 
   // Runs an op on this thread. Throws std::runtime_error with the op's label.
   void run(std::int32_t op) const;
@@ -91,6 +97,7 @@ class OpTable {
   std::vector<bool> external_;
   std::vector<std::int64_t> externals_;
   std::vector<PreparedOp> ops_;
+  std::unique_ptr<RngSlots> rng_;
 };
 
 }  // namespace disco

@@ -67,6 +67,7 @@ struct TorchOps : torch::CustomClassHolder {
     }
     table.set_schedule(static_cast<std::int32_t>(op), std::move(blocks));
   }
+  void set_rng(std::int64_t op, std::int64_t slot, bool replay) { table.set_rng(checked(op), slot, replay); }
   void run(std::int64_t op) { table.run(checked(op)); }
 
   // (block sizes, born, freed, returned tensors, block of each returned tensor; undefined tensors have block
@@ -313,12 +314,16 @@ TORCH_LIBRARY(disco_accel, m) {
       .def("add_op", &TorchOps::add_op)
       .def("expect_result", &TorchOps::expect_result)
       .def("set_schedule", &TorchOps::set_schedule)
+      .def("set_rng", &TorchOps::set_rng)
       .def("run", &TorchOps::run)
       .def("record", &TorchOps::record)
       .def("time", &TorchOps::time);
   m.class_<TorchEngine>("Engine")
-      .def(torch::init<c10::intrusive_ptr<TorchOps>, at::Tensor, at::Tensor, std::vector<at::Tensor>,
-                       c10::Dict<std::string, double>>())
+      .def(torch::init<c10::intrusive_ptr<TorchOps>, at::Tensor, at::Tensor, at::Tensor,
+                       std::vector<at::Tensor>, c10::Dict<std::string, double>, std::vector<double>>())
+      .def("expect_dtype", &TorchEngine::expect_dtype)
+      .def("expect_layout", &TorchEngine::expect_layout)
+      .def("fail_at", &TorchEngine::fail_at)
       .def("bind", &TorchEngine::bind)
       .def("begin", &TorchEngine::begin)
       .def("wait_out", &TorchEngine::wait_out)
