@@ -319,11 +319,8 @@ TORCH_LIBRARY(disco_accel, m) {
       .def("record", &TorchOps::record)
       .def("time", &TorchOps::time);
   m.class_<TorchEngine>("Engine")
-      .def(torch::init<c10::intrusive_ptr<TorchOps>, at::Tensor, at::Tensor, at::Tensor,
-                       std::vector<at::Tensor>, c10::Dict<std::string, double>, std::vector<double>>())
-      .def("expect_dtype", &TorchEngine::expect_dtype)
-      .def("expect_layout", &TorchEngine::expect_layout)
-      .def("fail_at", &TorchEngine::fail_at)
+      .def(torch::init<c10::intrusive_ptr<TorchOps>, at::Tensor, at::Tensor, std::vector<at::Tensor>,
+                       c10::Dict<std::string, double>>())
       .def("bind", &TorchEngine::bind)
       .def("begin", &TorchEngine::begin)
       .def("wait_out", &TorchEngine::wait_out)
