@@ -226,7 +226,7 @@ std::int32_t OpTable::add_op(const std::string& name, const std::string& overloa
     bad_argument(label + ": " + std::to_string(encoded.size()) + " arguments given, the schema has " +
                  std::to_string(schema.size()));
   }
-  PreparedOp op{*handle, {}, {}, {}, false, label};
+  PreparedOp op{*handle, {}, {}, {}, false, label, {}};
   for (std::size_t i = 0; i < schema.size(); ++i) {
     try {
       op.args.push_back(decode(encoded[i], schema[i].type()));
