@@ -59,6 +59,9 @@ class Device {
  public:
   virtual ~Device() = default;
 
+  // Called before connect() by an engine that has several devices: its loop thread serves them all, so no op
+  // may run inside enqueue_op.
+  virtual void use_threads() {}
   // Called once by the engine before any work: `index` is this device's number in the engine.
   virtual void connect(int index, OpRunner& runner, ProgressListener& listener) = 0;
   // Called once on the engine's loop thread, which is the thread that later calls enqueue_op.
@@ -85,6 +88,10 @@ class Device {
   // tell: the engine fails the step and forgets what was in flight on that stream.
   virtual Token completed(int stream) = 0;
 
+  // When the work last enqueued on `stream` is expected to end, in the time of now_ns(); INT64_MAX if the
+  // device cannot tell.
+  virtual std::int64_t expected_end(int /*stream*/) const { return INT64_MAX; }
+
   // True once some work failed. Work that failed still counts as completed; what is queued behind it, on any
   // stream, is skipped (where the device can) and completes too. A failure is visible before the completion
   // of the failed work.
@@ -95,6 +102,8 @@ class Device {
   // After all streams drained: forget failure and cancellation.
   virtual void recover() = 0;
 
+  // Called before the first work of each step; steps are counted from 0.
+  virtual void begin_step(std::uint64_t /*step*/) {}
   // From here on write spans[vertex] for every vertex that runs; nullptr = stop. Only while no work is
   // enqueued.
   virtual void trace(Span* spans, std::int32_t vertices) = 0;

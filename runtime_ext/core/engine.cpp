@@ -63,6 +63,11 @@ bool Engine::Loop::abort(double timeout) {
   return caller_wakes_.wait_until(lock, deadline(timeout), [this] { return !active_; });
 }
 
+void Engine::Loop::set_source(std::int32_t vertex, const void* src) {
+  const Lock lock(caller_mutex_);
+  program_.src.at(static_cast<std::size_t>(vertex)) = src;
+}
+
 void Engine::Loop::invalidate() {
   const Lock lock(caller_mutex_);
   invalidated_ = true;
@@ -142,6 +147,8 @@ Status Engine::wait_out(double timeout) { return loop_->wait_out(timeout); }
 void Engine::deliver() { loop_->deliver(); }
 Status Engine::wait_end(double timeout) { return loop_->wait_end(timeout); }
 bool Engine::abort(double timeout) { return loop_->abort(timeout); }
+void Engine::set_source(std::int32_t vertex, const void* src) { loop_->set_source(vertex, src); }
+
 void Engine::invalidate() { loop_->invalidate(); }
 EngineError Engine::last_error() const { return loop_->last_error(); }
 const Program& Engine::program() const { return loop_->program(); }

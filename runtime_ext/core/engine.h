@@ -104,6 +104,9 @@ class Engine {
   // Stops launching and waits until what runs has finished. False if that took longer than timeout seconds
   // (the step is still draining; call again). Without a running step returns true at once.
   bool abort(double timeout);
+  // From now on copy `vertex` reads from `src`: foreign memory that changes from step to step. Call between
+  // steps, or before deliver() for a copy that waits for a late input.
+  void set_source(std::int32_t vertex, const void* src);
   // The arena's residents no longer hold what the host holds: the next begin() loads them again.
   void invalidate();
 

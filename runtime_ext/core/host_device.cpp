@@ -1,75 +1,23 @@
 #include "host_device.h"
 
-#include <sys/prctl.h>
-#include <time.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cmath>
-#include <condition_variable>
 #include <cstring>
 #include <exception>
 #include <mutex>
 #include <stdexcept>
 #include <thread>
 
+#include "host_stream.h"
+#include "random.h"
+
 namespace disco {
 namespace {
 
 constexpr std::int64_t kMaxSleepNs = 10'000'000;  // how late cancel() may be noticed by a sleeping lane
-constexpr double kChunkSeconds = 0.002;           // how finely a throttled copy is spread over its time
-constexpr std::int64_t kMinChunk = 64 << 10;
+constexpr double kChunkNs = 2e6;                  // how finely a throttled copy is spread over its time
 constexpr std::int64_t kMaxChunk = 4 << 20;
-
-void sleep_until_ns(std::int64_t deadline) {
-  timespec until{};
-  until.tv_sec = deadline / 1'000'000'000;
-  until.tv_nsec = deadline % 1'000'000'000;
-  while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &until, nullptr) == EINTR) {
-  }
-}
-
-enum class Task : std::uint8_t { kOp, kCopy, kWait, kQuit };
-
-struct Item {
-  Task task = Task::kQuit;
-  std::int32_t vertex = -1;
-  std::int32_t op = -1;
-  int other = -1;   // kWait: stream waited for
-  Token token = 0;  // kWait: of `other`; else of this item
-  void* dst = nullptr;
-  const void* src = nullptr;
-  std::int64_t bytes = 0;
-  std::int64_t enqueued_ns = 0;
-};
-
-// First in, first out, on one buffer that grows only when it is full.
-class ItemQueue {
- public:
-  ItemQueue() : items_(16) {}
-  bool empty() const { return count_ == 0; }
-  void push(const Item& item) {
-    if (count_ == items_.size()) grow();
-    items_[(head_ + count_++) % items_.size()] = item;
-  }
-  Item pop() {
-    const Item item = items_[head_];
-    head_ = (head_ + 1) % items_.size();
-    --count_;
-    return item;
-  }
-
- private:
-  void grow() {
-    std::rotate(items_.begin(), items_.begin() + static_cast<std::ptrdiff_t>(head_), items_.end());
-    head_ = 0;
-    items_.resize(items_.size() * 2);
-  }
-
-  std::vector<Item> items_;
-  std::size_t head_ = 0;
-  std::size_t count_ = 0;
-};
 
 }  // namespace
 
@@ -112,44 +60,6 @@ struct HostDevice::Shared {
   }
 };
 
-struct HostDevice::Stream {
-  std::mutex mutex;
-  std::condition_variable has_items;
-  std::condition_variable has_finished;
-  ItemQueue items;
-  Token enqueued = 0;              // written by the enqueuing thread alone
-  std::atomic<Token> finished{0};  // stored under mutex by the stream's thread
-  std::int64_t due_ns = 0;         // when the last copy's time on the link is over
-  std::thread thread;
-
-  void push(const Item& item) {
-    {
-      const std::lock_guard lock(mutex);
-      items.push(item);
-    }
-    has_items.notify_one();
-  }
-
-  Item pop() {
-    std::unique_lock lock(mutex);
-    has_items.wait(lock, [this] { return !items.empty(); });
-    return items.pop();
-  }
-
-  void finish(Token token) {
-    {
-      const std::lock_guard lock(mutex);
-      finished.store(token, std::memory_order_release);
-    }
-    has_finished.notify_all();
-  }
-
-  void wait_for(Token token) {
-    std::unique_lock lock(mutex);
-    has_finished.wait(lock, [&] { return finished.load(std::memory_order_relaxed) >= token; });
-  }
-};
-
 namespace {
 
 void validate(const HostDeviceOptions& options) {
@@ -159,37 +69,17 @@ void validate(const HostDeviceOptions& options) {
     throw std::invalid_argument("host device: link_bandwidth must be positive");
   if (!(options.link_latency >= 0.0))
     throw std::invalid_argument("host device: link_latency must not be negative");
+  if (!(options.link_jitter >= 0.0 && options.link_jitter < 1.0))
+    throw std::invalid_argument("host device: link_jitter must be at least 0 and less than 1");
 }
 
-// The time line of one throttled copy: when byte b must not have arrived yet.
-struct Pace {
-  std::int64_t start_ns;
-  double latency_ns;
-  double ns_per_byte;
-
-  std::int64_t due(std::int64_t bytes) const {
-    return start_ns + std::llround(latency_ns + ns_per_byte * static_cast<double>(bytes));
-  }
-};
-
+// Sleeps until `due`, in pieces, so that `skip` is noticed. Returns whether to go on.
 template <typename Skip>
-void copy_paced(const Item& item, const Pace& pace, Skip skip) {
-  auto* dst = static_cast<std::byte*>(item.dst);
-  const auto* src = static_cast<const std::byte*>(item.src);
-  const double per_chunk = pace.ns_per_byte > 0.0 ? kChunkSeconds * 1e9 / pace.ns_per_byte : 1e18;
-  const std::int64_t chunk =
-      per_chunk < kMaxChunk ? std::max(kMinChunk, static_cast<std::int64_t>(per_chunk)) : kMaxChunk;
-  std::int64_t done = 0;
-  do {
-    const std::int64_t size = std::min(chunk, item.bytes - done);
-    if (size > 0) std::memcpy(dst + done, src + done, static_cast<std::size_t>(size));
-    done += size;
-    const std::int64_t due = pace.due(done);
-    for (std::int64_t now = now_ns(); now < due; now = now_ns()) {
-      if (skip()) return;
-      sleep_until_ns(std::min(due, now + kMaxSleepNs));
-    }
-  } while (done < item.bytes);
+bool sleep_through(std::int64_t due, Skip skip) {
+  for (std::int64_t now = now_ns(); now < due && !skip(); now = now_ns()) {
+    sleep_until_ns(std::min(due, now + kMaxSleepNs));
+  }
+  return !skip();
 }
 
 }  // namespace
@@ -199,7 +89,7 @@ HostDevice::HostDevice(HostDeviceOptions options)
       inline_(options_.inline_compute && options_.compute_streams == 1),
       shared_(std::make_unique<Shared>()) {
   validate(options_);
-  for (int i = 0; i < streams(); ++i) streams_.push_back(std::make_unique<Stream>());
+  for (int i = 0; i < streams(); ++i) streams_.push_back(std::make_unique<HostStream>());
 }
 
 HostDevice::~HostDevice() {
@@ -226,14 +116,14 @@ void HostDevice::attach_loop_thread() {
 }
 
 void HostDevice::serve(int index) {
-  Stream& stream = *streams_[index];
+  HostStream& stream = *streams_[index];
   if (index >= compute_streams()) {
-    prctl(PR_SET_TIMERSLACK, 1000UL, 0UL, 0UL, 0UL);  // a paced copy wakes at its time, not 50 us later
+    want_exact_timers();
   } else if (options_.on_compute_thread) {
     options_.on_compute_thread(index);
   }
-  for (;;) {
-    const Item item = stream.pop();
+  for (bool warm = false;; warm = true) {
+    const Item item = stream.pop(warm);
     switch (item.task) {
       case Task::kQuit:
         return;
@@ -244,13 +134,7 @@ void HostDevice::serve(int index) {
         shared_->run_op(index, item.vertex, item.op);
         break;
       case Task::kCopy:
-        if (shared_->skip()) break;
-        if (shared_->spans != nullptr) shared_->spans[item.vertex].start = now_ns();
-        const double per_byte = options_.link_bandwidth > 0.0 ? 1e9 / options_.link_bandwidth : 0.0;
-        const Pace pace{std::max(item.enqueued_ns, stream.due_ns), options_.link_latency * 1e9, per_byte};
-        copy_paced(item, pace, [this] { return shared_->skip(); });
-        stream.due_ns = shared_->skip() ? 0 : pace.due(item.bytes);
-        if (shared_->spans != nullptr) shared_->spans[item.vertex].end = now_ns();
+        run_copy(stream, item);
         break;
     }
     stream.finish(item.token);
@@ -258,10 +142,52 @@ void HostDevice::serve(int index) {
   }
 }
 
+// Copies in chunks spread over the copy's time on the link; only the end has to be exact.
+void HostDevice::run_copy(HostStream& stream, const Item& item) {
+  if (options_.before_copy) options_.before_copy(item.vertex);
+  const auto skip = [this] { return shared_->skip(); };
+  if (skip()) return;
+  if (shared_->spans != nullptr) shared_->spans[item.vertex].start = now_ns();
+  auto* dst = static_cast<std::byte*>(item.dst);
+  const auto* src = static_cast<const std::byte*>(item.src);
+  stream.note_copy(item.due_ns - item.start_ns);
+  const double ns = static_cast<double>(item.due_ns - item.start_ns);
+  const double chunks = std::max(1.0, ns / kChunkNs);
+  const auto chunk =
+      std::min(static_cast<std::int64_t>(static_cast<double>(item.bytes) / chunks) + 1, kMaxChunk);
+  for (std::int64_t done = 0; done < item.bytes;) {
+    if (done > 0) {
+      const double share = static_cast<double>(done) / static_cast<double>(item.bytes);
+      if (!sleep_through(item.start_ns + std::llround(ns * share), skip)) return;
+    }
+    const std::int64_t size = std::min(chunk, item.bytes - done);
+    std::memcpy(dst + done, src + done, static_cast<std::size_t>(size));
+    done += size;
+  }
+  const std::int64_t timer = stream.alarm.before(item.due_ns);
+  if (now_ns() < timer) {
+    if (!sleep_through(timer, skip)) return;
+    stream.alarm.woke(item.due_ns, now_ns());
+  }
+  spin_until(item.due_ns, skip);
+  if (shared_->spans != nullptr) shared_->spans[item.vertex].end = now_ns();
+}
+
+// Time of one copy on the link.
+double HostDevice::copy_ns(std::int32_t vertex, std::int64_t bytes) const {
+  double ns = options_.link_latency * 1e9;
+  if (options_.link_bandwidth > 0.0) ns += static_cast<double>(bytes) / options_.link_bandwidth * 1e9;
+  if (options_.link_jitter == 0.0) return ns;
+  Random random;
+  random.seed(options_.link_jitter_seed ^ (step_ << 32) ^ static_cast<std::uint32_t>(vertex));
+  random.seed(random.next());
+  return ns * (1.0 + options_.link_jitter * (2.0 * random.unit() - 1.0));
+}
+
 bool HostDevice::computing() const { return shared_->computing.load(std::memory_order_relaxed) > 0; }
 
 Token HostDevice::enqueue_op(int stream, std::int32_t vertex, std::int32_t op) {
-  Stream& target = *streams_[stream];
+  HostStream& target = *streams_[stream];
   const Token token = ++target.enqueued;
   if (inline_) {
     shared_->run_op(stream, vertex, op);
@@ -279,17 +205,21 @@ Token HostDevice::enqueue_op(int stream, std::int32_t vertex, std::int32_t op) {
 
 Token HostDevice::enqueue_copy(int stream, std::int32_t vertex, void* dst, const void* src,
                                std::int64_t bytes) {
+  HostStream& target = *streams_[stream];
   Item item;
   item.task = Task::kCopy;
   item.vertex = vertex;
   item.dst = dst;
   item.src = src;
   item.bytes = bytes;
-  item.enqueued_ns = now_ns();
-  item.token = ++streams_[stream]->enqueued;
-  streams_[stream]->push(item);
+  item.start_ns = std::max(now_ns(), target.due_ns);
+  item.due_ns = target.due_ns = item.start_ns + std::llround(copy_ns(vertex, bytes));
+  item.token = ++target.enqueued;
+  target.push(item);
   return item.token;
 }
+
+std::int64_t HostDevice::expected_end(int stream) const { return streams_[stream]->due_ns; }
 
 void HostDevice::wait(int stream, int other, Token token) {
   if (streams_[other]->finished.load(std::memory_order_acquire) >= token) return;
@@ -316,6 +246,7 @@ DeviceFailure HostDevice::failure() const {
 void HostDevice::cancel() { shared_->cancelled.store(true, std::memory_order_release); }
 
 void HostDevice::recover() {
+  for (auto& stream : streams_) stream->due_ns = 0;
   const std::lock_guard lock(shared_->failure_mutex);
   shared_->failure = {};
   shared_->failed.store(false, std::memory_order_release);

@@ -9,6 +9,9 @@
 
 namespace disco {
 
+struct HostStream;
+struct Item;
+
 struct HostDeviceOptions {
   int compute_streams = 1;
   // One compute stream only: ops run inside enqueue_op, on the engine's loop thread, without a hand-off.
@@ -18,15 +21,23 @@ struct HostDeviceOptions {
   double link_bandwidth = 0.0;
   // Seconds added to each copy.
   double link_latency = 0.0;
+  // Disturbance of the link: each copy's time is multiplied by a factor that is uniform in [1 - link_jitter,
+  // 1 + link_jitter] and depends on the seed, the vertex and the step alone, so that whatever order the
+  // copies go in, each meets the same disturbance.
+  double link_jitter = 0.0;
+  std::uint64_t link_jitter_seed = 0;
   // Called at the start of every thread that runs ops, on that thread, with the compute stream's number (the
   // loop thread counts as stream 0's when inline_compute is in force). Sets thread-local state such as the
   // OpenMP thread count.
   std::function<void(int stream)> on_compute_thread;
+  // Called on the lane's thread before each copy. For tests: a hook that does not return is a copy that never
+  // completes.
+  std::function<void(std::int32_t vertex)> before_copy;
 };
 
 // A copy of b bytes on a throttled lane ends link_latency + b / link_bandwidth seconds after it starts, and
 // it starts when it was enqueued or when the copy before it was due, whichever is later: the long-run rate of
-// a busy lane is exact and wake-up delays do not add up. Pacing sleeps; it never spins.
+// a busy lane is exact and wake-up delays do not add up. Pacing sleeps, but for the last kSpinNs of a copy.
 class HostDevice final : public Device {
  public:
   // Throws std::invalid_argument on options out of range, std::system_error if a thread cannot be started.
@@ -37,6 +48,7 @@ class HostDevice final : public Device {
 
   void connect(int index, OpRunner& runner, ProgressListener& listener) override;
   void attach_loop_thread() override;
+  void use_threads() override { inline_ = false; }
   int compute_streams() const override { return options_.compute_streams; }
   bool runs_inline() const override { return inline_; }
   bool notifies() const override { return true; }
@@ -46,6 +58,8 @@ class HostDevice final : public Device {
                      std::int64_t bytes) override;
   void wait(int stream, int other, Token token) override;
   Token completed(int stream) override;
+  std::int64_t expected_end(int stream) const override;
+  void begin_step(std::uint64_t step) override { step_ = step; }
   bool failed() const override;
   DeviceFailure failure() const override;
   void cancel() override;
@@ -53,15 +67,17 @@ class HostDevice final : public Device {
   void trace(Span* spans, std::int32_t vertices) override;
 
  private:
-  struct Stream;
   struct Shared;
 
   void serve(int index);
+  void run_copy(HostStream& stream, const Item& item);
+  double copy_ns(std::int32_t vertex, std::int64_t bytes) const;
 
   HostDeviceOptions options_;
   bool inline_;
+  std::uint64_t step_ = 0;
   std::unique_ptr<Shared> shared_;
-  std::vector<std::unique_ptr<Stream>> streams_;
+  std::vector<std::unique_ptr<HostStream>> streams_;
 };
 
 }  // namespace disco

@@ -239,7 +239,7 @@ bool Engine::Loop::launch(std::int32_t v, int index) {
     stop(Status::kFailed, v, error.what());
     return false;
   }
-  stream.push(v, token_of_[v]);
+  stream.push({v, token_of_[v], kernel ? kNever : device.expected_end(stream.stream)});
   ++in_flight_;
   ++step_.vertices;
   if (program_.kind[v] == Kind::kOffload) step_.offload_bytes += program_.bytes[v];

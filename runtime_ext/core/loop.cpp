@@ -10,7 +10,6 @@ namespace {
 
 constexpr int kSpins = 4096;                   // polls before the loop thread starts to sleep between them
 constexpr std::int64_t kPollSleepNs = 50'000;  // that sleep
-constexpr std::int64_t kForever = INT64_MAX;
 
 std::chrono::steady_clock::time_point at(std::int64_t ns) {
   return std::chrono::steady_clock::time_point(std::chrono::nanoseconds(ns));
@@ -22,10 +21,14 @@ void check(const EngineOptions& options) {
   if (!(options.stall_timeout > 0.0)) throw std::invalid_argument("engine: stall_timeout must be positive");
 }
 
-const Program& checked(const Program& program, std::size_t devices, const EngineOptions& options) {
+const Program& checked(const Program& program, const std::vector<std::unique_ptr<Device>>& devices,
+                       const EngineOptions& options) {
   check(options);
-  const std::string message = program.validate(static_cast<int>(devices));
+  const std::string message = program.validate(static_cast<int>(devices.size()));
   if (!message.empty()) throw std::invalid_argument(message);
+  if (devices.size() > 1) {
+    for (const auto& device : devices) device->use_threads();
+  }
   return program;
 }
 
@@ -36,7 +39,7 @@ Engine::Loop::Loop(Program program, std::vector<std::unique_ptr<Device>> devices
     : program_(std::move(program)),
       options_(options),
       devices_(std::move(devices)),
-      schedule_(checked(program_, devices_.size(), options_), devices_, options_) {
+      schedule_(checked(program_, devices_, options_), devices_, options_) {
   const auto n = static_cast<std::size_t>(program_.size());
   state_.resize(n);
   waiting_.resize(n);
@@ -86,6 +89,7 @@ void Engine::Loop::attach() {
 }
 
 void Engine::Loop::run() {
+  want_exact_timers();
   attach();
   if (!attach_error_.empty()) return;
   Lock lock(state_mutex_);
@@ -125,10 +129,10 @@ void Engine::Loop::wake() {
 void Engine::Loop::park(Lock& lock) {
   const std::int64_t now = now_ns();
   if (phase_ == Phase::kIdle) {
-    sleep(lock, kForever);
+    sleep(lock, kNever);
   } else if (in_flight_ == 0 && !gate_open_ && outs_left_ == 0) {
     if (gate_since_ns_ == 0) gate_since_ns_ = now;
-    sleep(lock, kForever);
+    sleep(lock, kNever);
   } else if (phase_ == Phase::kRunning && in_flight_ == 0) {
     stall();
     return;
@@ -137,29 +141,56 @@ void Engine::Loop::park(Lock& lock) {
     return;
   } else if (notified_) {
     const auto timeout = static_cast<std::int64_t>(std::min(options_.stall_timeout, 1e9) * 1e9);
-    sleep(lock, phase_ == Phase::kDraining ? kForever : quiet_since_ns_ + timeout);
+    sleep(lock, phase_ == Phase::kDraining ? kNever : quiet_since_ns_ + timeout, next_due(now));
   } else {
     poll_later(lock);
   }
   if (timed_) step_.parked_ns += now_ns() - now;
 }
 
-void Engine::Loop::sleep(Lock& lock, std::int64_t deadline_ns) {
+// Until wake() or `deadline_ns`. `due_ns`: when wake() is expected; kNever if nobody knows.
+void Engine::Loop::sleep(Lock& lock, std::int64_t deadline_ns, std::int64_t due_ns) {
   polls_ = 0;
   parked_ = true;
   lock.unlock();
-  if (!pending_.exchange(false)) {
-    Lock park(park_mutex_);
-    const auto woken = [this] { return signalled_; };
-    if (deadline_ns == kForever) {
-      park_wakes_.wait(park, woken);
-    } else {
-      park_wakes_.wait_until(park, at(deadline_ns), woken);
-    }
-    signalled_ = false;
-  }
+  if (!pending_.exchange(false)) doze(deadline_ns, due_ns);
   lock.lock();
   parked_ = false;
+}
+
+// Being woken takes the thread tens of microseconds and whoever wakes it about ten, so it is awake by itself
+// when a copy is due, and spins for a moment.
+void Engine::Loop::doze(std::int64_t deadline_ns, std::int64_t due_ns) {
+  const auto woken = [this] { return signalled_.load(std::memory_order_acquire); };
+  const auto sleep_to = [&](std::int64_t until) {
+    Lock park(park_mutex_);
+    if (until == kNever) {
+      park_wakes_.wait(park, woken);
+    } else {
+      park_wakes_.wait_until(park, at(until), woken);
+    }
+  };
+  if (due_ns < deadline_ns) {
+    const std::int64_t timer = alarm_.before(due_ns);
+    if (now_ns() < timer) {
+      sleep_to(timer);
+      if (!woken()) alarm_.woke(due_ns, now_ns());
+    }
+    spin_until(std::max(now_ns(), due_ns) + kSpinNs, woken);
+  }
+  if (!woken()) sleep_to(deadline_ns);
+  const Lock park(park_mutex_);
+  signalled_ = false;
+}
+
+// When the next copy should end, where ops run on this thread and may be waiting for it.
+std::int64_t Engine::Loop::next_due(std::int64_t now) const {
+  std::int64_t due = kNever;
+  if (phase_ != Phase::kRunning || !schedule_.any_inline) return due;
+  for (const StreamState& stream : schedule_.streams) {
+    if (stream.count > 0) due = std::min(due, std::max(now, stream.front().due_ns));
+  }
+  return due;
 }
 
 // For devices that must be asked: at first at once, then with the processor offered to others, at last with
@@ -214,6 +245,7 @@ void Engine::Loop::start_step() {
   }
   std::string refused;
   try {
+    for (auto& device : devices_) device->begin_step(steps);
     for (auto& device : devices_) device->trace(traced_ ? spans_.data() : nullptr, program_.size());
   } catch (const std::exception& error) {
     refused = error.what();

@@ -12,6 +12,7 @@
 
 #include "engine.h"
 #include "schedule.h"
+#include "timing.h"
 
 namespace disco {
 
@@ -35,6 +36,7 @@ class Engine::Loop final : public ProgressListener {
   void deliver();
   Status wait_end(double timeout);
   bool abort(double timeout);
+  void set_source(std::int32_t vertex, const void* src);
   void invalidate();
   EngineError last_error() const;
   StepCounters counters() const;
@@ -55,7 +57,9 @@ class Engine::Loop final : public ProgressListener {
   void attach();
   bool obey();
   void park(Lock& lock);
-  void sleep(Lock& lock, std::int64_t deadline_ns);
+  void sleep(Lock& lock, std::int64_t deadline_ns, std::int64_t due_ns = kNever);
+  void doze(std::int64_t deadline_ns, std::int64_t due_ns);
+  std::int64_t next_due(std::int64_t now) const;
   void poll_later(Lock& lock);
   void wake();
   void command(Command bit);
@@ -95,7 +99,7 @@ class Engine::Loop final : public ProgressListener {
   void run_inline_vertex(Resource& resource, std::int32_t v, Lock& lock);
   bool sequential() const { return options_.dispatch >= Dispatch::kFixed; }
 
-  const Program program_;
+  Program program_;
   const EngineOptions options_;
   std::vector<std::unique_ptr<Device>> devices_;
   Schedule schedule_;
@@ -147,7 +151,8 @@ class Engine::Loop final : public ProgressListener {
 
   std::mutex park_mutex_;
   std::condition_variable park_wakes_;
-  bool signalled_ = false;
+  std::atomic<bool> signalled_{false};  // set under park_mutex_
+  Alarm alarm_;
   std::atomic<std::uint32_t> commands_{0};
 
   std::string attach_error_;

@@ -51,6 +51,7 @@ void Schedule::make_resources(const Program& program, const std::vector<std::uni
   bool any_asynchronous = false;
   std::vector<int> first_resource;
   for (int d = 0; d < static_cast<int>(devices.size()); ++d) {
+    any_inline = any_inline || devices[d]->runs_inline();
     any_asynchronous = any_asynchronous || !devices[d]->runs_inline();
     first_resource.push_back(static_cast<int>(resources.size()));
     const int compute_window = devices[d]->runs_inline() || synchronous ? 1 : 1 + options.lookahead;

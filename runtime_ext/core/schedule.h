@@ -11,24 +11,9 @@
 #include "device.h"
 #include "engine.h"
 #include "program.h"
+#include "random.h"
 
 namespace disco {
-
-// A small, fast, seedable generator (splitmix64).
-class Random {
- public:
-  void seed(std::uint64_t value) { state_ = value; }
-  std::uint64_t next() {
-    std::uint64_t z = (state_ += 0x9e3779b97f4a7c15ULL);
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ULL;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebULL;
-    return z ^ (z >> 31);
-  }
-  std::size_t below(std::size_t n) { return static_cast<std::size_t>(next() % n); }
-
- private:
-  std::uint64_t state_ = 0;
-};
 
 // Vertices that may be launched. Room for all of them is made once, so push never allocates.
 class ReadyQueue {
@@ -71,6 +56,7 @@ struct StreamState {
   struct Entry {
     std::int32_t vertex;
     Token token;
+    std::int64_t due_ns;  // Device::expected_end of a copy
   };
 
   int device = 0;
@@ -81,9 +67,7 @@ struct StreamState {
 
   const Entry& front() const { return ring[head]; }
   const Entry& entry(int i) const { return ring[(head + i) % static_cast<int>(ring.size())]; }
-  void push(std::int32_t vertex, Token token) {
-    ring[(head + count++) % static_cast<int>(ring.size())] = {vertex, token};
-  }
+  void push(const Entry& entry) { ring[(head + count++) % static_cast<int>(ring.size())] = entry; }
   void pop() {
     head = head + 1 == static_cast<int>(ring.size()) ? 0 : head + 1;
     --count;
@@ -123,6 +107,7 @@ struct Schedule {
   std::vector<std::int32_t> residents;
   std::int32_t runnable = 0;  // vertices that are no inputs
   std::int32_t outs = 0;      // out vertices among them
+  bool any_inline = false;    // some device runs ops on the loop thread
   bool lookahead = false;     // false where it cannot matter: K = 0, synchronous, inline compute
 
   std::span<const std::int32_t> predecessors_of(std::int32_t v) const {

@@ -1,0 +1,52 @@
+// Timing: waking at a known moment. Sleeping is cheap but wakes tens of microseconds late; spinning is exact
+// but takes a core.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <thread>
+
+#include "device.h"
+
+namespace disco {
+
+// Longest spin at the end of a wait.
+constexpr std::int64_t kSpinNs = 20'000;
+constexpr std::int64_t kNever = INT64_MAX;
+
+// Sleeps until the clock of now_ns() shows `deadline`, or up to the machine's wake-up delay later.
+void sleep_until_ns(std::int64_t deadline);
+// Timers of the calling thread go off within 1 us of their time instead of within 50.
+void want_exact_timers();
+
+// Polls `done` until it holds or the clock shows `deadline`; returns whether it held. Between two polls the
+// core is offered to others, so where compute wants it, it gets it.
+template <typename Done>
+bool spin_until(std::int64_t deadline, Done done) {
+  for (;;) {
+    if (done()) return true;
+    if (now_ns() >= deadline) return false;
+    std::this_thread::yield();
+  }
+}
+
+// Learns how long before a moment a sleep must end so that the thread is awake at that moment and has not
+// spun for long.
+class Alarm {
+ public:
+  // The time to set a timer to, for being awake at `due`.
+  std::int64_t before(std::int64_t due) const { return due - lead_ns_; }
+  // A timer set to before(due) woke the thread at `now`.
+  void woke(std::int64_t due, std::int64_t now) {
+    const std::int64_t early = due - now;
+    lead_ns_ += early < 0 ? std::min(-early, kSpinNs) / 2 : (kWantedNs - early) / 8;
+    lead_ns_ = std::clamp(lead_ns_, std::int64_t{0}, kMaxLeadNs);
+  }
+
+ private:
+  static constexpr std::int64_t kWantedNs = 8'000;
+  static constexpr std::int64_t kMaxLeadNs = 120'000;
+  std::int64_t lead_ns_ = 50'000;
+};
+
+}  // namespace disco
