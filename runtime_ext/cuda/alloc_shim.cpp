@@ -7,7 +7,9 @@
 
 #include <functional>
 #include <memory>
+#include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <unordered_set>
 #include <utility>
 #include <vector>
@@ -23,14 +25,33 @@ using c10::MempoolId_t;
 
 CUDAAllocator* base = nullptr;
 
+// A type that no caller has: stands for one that this PyTorch's interface lacks.
+struct Absent {};
+
+// The parameter of attachOomRejectionObserver, which came after PyTorch 2.11.
+template <typename Method>
+struct FirstParameter;
+template <typename Class, typename Parameter>
+struct FirstParameter<void (Class::*)(Parameter)> {
+  using type = Parameter;
+};
+template <typename Allocator, typename = void>
+struct RejectionObserver {
+  using type = Absent;
+};
+template <typename Allocator>
+struct RejectionObserver<Allocator, std::void_t<decltype(&Allocator::attachOomRejectionObserver)>> {
+  using type = typename FirstParameter<decltype(&Allocator::attachOomRejectionObserver)>::type;
+};
+
 void free_block(void* ptr) {
   if (ptr == nullptr || in_planned_range(ptr)) return;
   note_freed(ptr);
   base->raw_delete(ptr);
 }
 
-// Serves scheduled allocations, forwards everything else. Every block carries the same deleter, so that
-// raw_deallocate works on both kinds.
+// Serves scheduled allocations, forwards everything else. A forwarded block keeps its own deleter, by which
+// PyTorch knows its blocks (record_stream, CUDA graphs), except while a call is being recorded.
 class CudaDecorator final : public CUDAAllocator {
  public:
   c10::DataPtr allocate(size_t nbytes) override {
@@ -41,11 +62,12 @@ class CudaDecorator final : public CUDAAllocator {
     }
     c10::DataPtr block = base->allocate(nbytes);
     note_forwarded(block.get(), nbytes);
+    if (!recording()) return block;
     const c10::Device device = block.device();
     void* ptr = block.release_context();
     return {ptr, ptr, &free_block, device};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return &free_block; }
+  c10::DeleterFnPtr raw_deleter() const override { return base->raw_deleter(); }
   void copy_data(void* dest, const void* src, std::size_t count) const override {
     base->copy_data(dest, src, count);
   }
@@ -97,8 +119,6 @@ class CudaDecorator final : public CUDAAllocator {
   void endAllocateToPool(DeviceIndex device, MempoolId_t pool) override {
     base->endAllocateToPool(device, pool);
   }
-  void markCaptureBegin(DeviceIndex device) override { base->markCaptureBegin(device); }
-  void markCaptureEnd(DeviceIndex device) override { base->markCaptureEnd(device); }
   void releasePool(DeviceIndex device, MempoolId_t pool) override { base->releasePool(device, pool); }
   int getPoolUseCount(DeviceIndex device, MempoolId_t pool) override {
     return base->getPoolUseCount(device, pool);
@@ -120,9 +140,6 @@ class CudaDecorator final : public CUDAAllocator {
     return base->getIpcDevPtr(std::move(handle));
   }
   bool isHistoryEnabled() override { return base->isHistoryEnabled(); }
-  std::shared_ptr<c10::GatheredContext> getContextForPointer(const void* ptr) override {
-    return base->getContextForPointer(ptr);
-  }
   void recordHistory(bool enabled, CreateContextFn recorder, size_t max_entries, RecordContext when,
                      bool clear, const std::vector<std::string>& skip) override {
     base->recordHistory(enabled, recorder, max_entries, when, clear, skip);
@@ -136,9 +153,6 @@ class CudaDecorator final : public CUDAAllocator {
   std::string getUserMetadata() override { return base->getUserMetadata(); }
   void attachOutOfMemoryObserver(OutOfMemoryObserver observer) override {
     base->attachOutOfMemoryObserver(std::move(observer));
-  }
-  void attachOomRejectionObserver(OomRejectionObserver observer) override {
-    base->attachOomRejectionObserver(std::move(observer));
   }
   void attachAllocatorTraceTracker(AllocatorTraceTracker tracker) override {
     base->attachAllocatorTraceTracker(std::move(tracker));
@@ -154,10 +168,40 @@ class CudaDecorator final : public CUDAAllocator {
   CheckpointDelta setCheckpointPoolState(DeviceIndex device, std::shared_ptr<AllocatorState> state) override {
     return base->setCheckpointPoolState(device, std::move(state));
   }
-  c10::DataPtr allocateWithAddress(size_t nbytes, void* address) override {
-    return base->allocateWithAddress(nbytes, address);
-  }
   std::string name() override { return base->name(); }
+
+  // Younger than PyTorch 2.11, hence no `override`: each overrides where the interface has it.
+  void markCaptureBegin(DeviceIndex device) {
+    on_base([&](auto& to) -> decltype(to.markCaptureBegin(device)) { to.markCaptureBegin(device); });
+  }
+  void markCaptureEnd(DeviceIndex device) {
+    on_base([&](auto& to) -> decltype(to.markCaptureEnd(device)) { to.markCaptureEnd(device); });
+  }
+  std::shared_ptr<c10::GatheredContext> getContextForPointer(const void* ptr) {
+    std::shared_ptr<c10::GatheredContext> context;
+    on_base([&](auto& to) -> std::void_t<decltype(to.getContextForPointer(ptr))> {
+      context = to.getContextForPointer(ptr);
+    });
+    return context;
+  }
+  void attachOomRejectionObserver(RejectionObserver<CUDAAllocator>::type observer) {
+    on_base([&](auto& to) -> decltype(to.attachOomRejectionObserver(std::move(observer))) {
+      to.attachOomRejectionObserver(std::move(observer));
+    });
+  }
+  c10::DataPtr allocateWithAddress(size_t nbytes, void* address) {
+    c10::DataPtr block;
+    on_base([&](auto& to) -> std::void_t<decltype(to.allocateWithAddress(nbytes, address))> {
+      block = to.allocateWithAddress(nbytes, address);
+    });
+    return block;
+  }
+
+ private:
+  template <typename Call>
+  static void on_base(Call call) {
+    if constexpr (std::is_invocable_v<Call, CUDAAllocator&>) call(*base);
+  }
 };
 
 // Once per process; blocks allocated before keep their own deleter.

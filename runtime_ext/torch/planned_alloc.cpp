@@ -130,6 +130,8 @@ void* planned_address(std::size_t nbytes) {
   return block.ptr;
 }
 
+bool recording() { return tls.record != nullptr; }
+
 void note_forwarded(void* ptr, std::size_t nbytes) {
   if (tls.engine_thread || omp_in_parallel()) forwarded_on_engine.fetch_add(1, std::memory_order_relaxed);
   if (tls.record != nullptr) tls.record->push_back({ptr, nbytes, tls.event++, -1});

@@ -82,6 +82,8 @@ class EngineThreadScope {
 void* planned_address(std::size_t nbytes);
 void note_forwarded(void* ptr, std::size_t nbytes);
 void note_freed(void* ptr);
+// Whether this thread records: frees of blocks that it allocates now must be reported too.
+bool recording();
 
 // Address ranges that belong to plans: freeing a block inside one is a no-op. Throws std::length_error when
 // more than 1024 ranges are live.
