@@ -66,7 +66,7 @@ def test_values_are_normalised(key: str, given: Any, stored: Any) -> None:
         ("memory_budget", None, "auto"),
         ("memory_budget", ["12GiB"], "12GiB"),
         ("host_memory", "lots", "80%"),
-        ("planner", "timed", "build"),
+        ("planner", "oracle", "build"),
         ("policy", "newest", "belady"),
         ("lookahead", -1, "at least 0"),
         ("lookahead", True, "whole number"),

@@ -14,6 +14,7 @@ from disco_accel.plan.evict import Policy, policy_named
 from disco_accel.plan.resident import Residents, improve, plain_choices
 from disco_accel.plan.sim_malloc import Infeasible, Repairs
 from disco_accel.plan.simulate import Machine
+from disco_accel.plan.timed import build_timed
 from disco_accel.taskgraph import Device, TaskGraph
 
 _SHORTER = (16, 0)
@@ -31,9 +32,10 @@ def make_plan(
 ) -> MemGraph:
     """Return a plan of ``graph``.
 
-    ``memory``: bytes of every device's arena (None: what the graph's devices say). ``policy``: who is evicted first.
-    ``planner``: ``build``, the paper's. ``cyclic``: the plan is run step after step. ``lookahead``: vertices ahead of
-    execution for which copies may be placed (None: as many as fit). ``machine``: what candidates are compared on.
+    ``memory``: bytes of every device's arena (None: what the graph's devices say). ``planner``: ``build``, the paper's,
+    or ``timed``, which plans in simulated time and leaves to ``build`` what it cannot plan. ``cyclic``: the plan is run
+    step after step. ``machine``: what candidates are compared on. For ``build`` alone: ``policy``, who is evicted
+    first, and ``lookahead``, vertices ahead of execution for which copies may be placed (None: as many as fit).
     Raises ConfigError for unknown names, GraphFileError for a graph that makes no sense, BudgetTooSmall.
     """
     if planner not in PLANNERS:
@@ -74,7 +76,18 @@ def plan_build(
     raise BudgetTooSmall(_smallest(graph, policy, cyclic, lookahead), given, f"the plan of {graph.name!r}")
 
 
-PLANNERS: dict[str, Callable[[TaskGraph, Policy, bool, int | None, Machine], MemGraph]] = {"build": plan_build}
+def plan_timed(graph: TaskGraph, policy: Policy, cyclic: bool, lookahead: int | None, machine: Machine) -> MemGraph:
+    """Plan in simulated time; where that finds no plan, with BUILDMEMGRAPH. Raises BudgetTooSmall."""
+    try:
+        return build_timed(graph, machine, cyclic=cyclic)
+    except Infeasible:
+        return plan_build(graph, policy, cyclic, lookahead, machine)
+
+
+PLANNERS: dict[str, Callable[[TaskGraph, Policy, bool, int | None, Machine], MemGraph]] = {
+    "build": plan_build,
+    "timed": plan_timed,
+}
 
 
 def _attempts(lookahead: int | None, repairs: Repairs) -> Iterator[int | None]:
