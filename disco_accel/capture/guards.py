@@ -60,8 +60,8 @@ class _Watched:
 
     structure: int = 0
     tables: list[dict[str, Any]] = field(default_factory=list)
+    empty: list[dict[str, Any]] = field(default_factory=list)
     children: list[Any] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)
     modules: list[Any] = field(default_factory=list)
     parameters: list[torch.Tensor] = field(default_factory=list)
     tuners: list[Any] = field(default_factory=list)
@@ -71,20 +71,25 @@ class _Watched:
 
     def stale(self) -> bool:
         """Whether a module, parameter or buffer was added, removed or replaced."""
-        # The children are kept alive, so an id cannot be given to another object meanwhile.
-        return list(map(id, _entries(self.tables))) != self.ids
+        if any(self.empty) or sum(map(len, self.tables)) != len(self.children):
+            return True
+        return not all(map(operator.is_, _entries(self.tables), self.children))
 
     def refresh(self, model: torch.nn.Module) -> None:
         """Walk the tree anew."""
         self.structure += 1
         # A table of models that held them would keep each alive for ever: the root by proxy, its parts for real.
         self.modules = [weakref.proxy(model), *list(model.modules())[1:]]
-        self.tables = [t for m in self.modules for t in (m._modules, m._parameters, m._buffers)]
+        tables = [t for m in self.modules for t in (m._modules, m._parameters, m._buffers)]
+        self.tables = [t for t in tables if t]
+        self.empty = [t for t in tables if not t]
         self.children = list(_entries(self.tables))
-        self.ids = list(map(id, self.children))
         self.parameters = list(model.parameters())
         self.tuners = [m for m in self.modules if hasattr(m, "merged_adapters") and hasattr(m, "active_adapters")]
-        self.dropouts = [m for m in self.modules if isinstance(getattr(m, "p", None), float)]
+        # What torch's and transformers' modules keep their dropout probabilities in.
+        self.dropouts = [
+            (m, n) for m in self.modules for n in _PROBABILITIES if type(getattr(m, n, None)) in (int, float)
+        ]
         self.checkpointing = [m for m in self.modules if hasattr(m, "gradient_checkpointing")]
         configs = {id(c): c for m in self.modules if (c := getattr(m, "config", None)) is not None}
         self.configs = list(configs.values())
@@ -96,6 +101,7 @@ def _entries(tables: list[dict[str, Any]]) -> Iterable[Any]:
 
 _watched: weakref.WeakKeyDictionary[torch.nn.Module, _Watched] = weakref.WeakKeyDictionary()
 _TRAINING = operator.attrgetter("training")
+_PROBABILITIES = ("p", "dropout", "attention_dropout", "attn_dropout", "resid_dropout", "activation_dropout")
 _CONFIG_FIELDS = ("_attn_implementation", "use_cache", "is_causal", "attention_dropout", "_experts_implementation")
 
 
@@ -151,7 +157,7 @@ def _module_key(watched: _Watched) -> tuple[Hashable, ...]:
     )
     segments = tuple((m.gradient_checkpointing, _function_key(m)) for m in watched.checkpointing)
     configs = tuple(str(getattr(c, name, None)) for c in watched.configs for name in _CONFIG_FIELDS)
-    return tuners, tuple(d.p for d in watched.dropouts), segments, configs
+    return tuners, tuple(getattr(m, name) for m, name in watched.dropouts), segments, configs
 
 
 def _function_key(module: Any) -> Hashable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,8 @@ class CompiledStep:
     engine: EngineOptions
     seconds: dict[str, float] = field(default_factory=dict)
     loaded: Executor | None = None
+    parameters: dict[str, torch.nn.Parameter] | None = None
+    """The model's trainable parameters by name, looked up at the first run."""
 
     @property
     def executor(self) -> Executor:
@@ -85,7 +88,18 @@ class CompiledStep:
             if v.kind is VertexKind.INPUT and v.clean and (v.id, 0) in self.plan.slots
         )
 
+    @functools.cached_property
+    def externals(self) -> tuple[InputBinding, ...]:
+        """Inputs that a forward is given: trainable parameters and the batch."""
+        return tuple(self.vertices_of("trainable", "batch"))
+
+    @functools.cached_property
+    def draws(self) -> bool:
+        """Whether the step takes random numbers from the user's generator."""
+        return any(call.rng is not None for call in self.graph.ops.values())
+
     def vertices_of(self, *sources: str) -> list[InputBinding]:
+        """Inputs of the captured step by what they hold."""
         return [b for b in self.captured.bindings if b.source in sources]
 
 

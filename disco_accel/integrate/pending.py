@@ -16,6 +16,7 @@ from disco_accel.capture.twins import batch_tensors
 from disco_accel.errors import ExecutionError
 from disco_accel.execute.hostmem import sample_digest
 from disco_accel.integrate.compiled import CompiledStep
+from disco_accel.integrate.generator import generator_from, generator_state, kept_on_failure
 
 if TYPE_CHECKING:
     from disco_accel.integrate.plugin import PreparedModel
@@ -33,7 +34,10 @@ def weights_changed(seen: Sequence[Seen], digest: int) -> bool:
 
 
 class PendingStep:
-    """One step in flight. ``externals`` are the caller's tensors by INPUT vertex id, with the versions seen."""
+    """One step in flight. ``externals`` are the caller's tensors by INPUT vertex id, with the versions seen.
+
+    ``generator``: where the user's random generator stood when the forward began.
+    """
 
     def __init__(
         self,
@@ -49,6 +53,7 @@ class PendingStep:
         self.versions = {v: t._version for v, t in self.externals.items()}
         # Replaced, not changed, when the weights are looked at again: what this forward saw stays here.
         self.frozen, self.digest = state.weights_seen, state.weights_digest
+        self.generator = generator_state(step)
         self.running = False
         self.traced = state.trace_wanted()
 
@@ -65,12 +70,13 @@ class PendingStep:
         self.running = True
         if self.traced:
             self.step.executor.set_tracing(True)
-        try:
-            self.step.executor.begin(self.externals)
-            self.step.executor.wait_out()
-        except BaseException:
-            self.suspend()
-            raise
+        with kept_on_failure(self.step):
+            try:
+                self.step.executor.begin(self.externals)
+                self.step.executor.wait_out()
+            except BaseException:
+                self.suspend()
+                raise
 
     def backward(self, tangent: torch.Tensor) -> dict[str, torch.Tensor]:
         """Deliver the gradient of the loss; returns clones of the gradients by parameter name."""
@@ -78,16 +84,18 @@ class PendingStep:
             self._check_unchanged()
             if not self.running:
                 self.state.make_current(self.model, self.step)
-                self._take_engine()
+                with generator_from(self.step, self.generator):
+                    self._take_engine()
             executor = self.step.executor
             late = {b.vertex: tangent.contiguous() for b in self.step.vertices_of("tangent")}
-            try:
-                executor.deliver(late)
-                executor.wait_end()
-                gradients = {g.name: executor.value(g.ref, g.spec).clone() for g in self.step.captured.gradients}
-            except BaseException:
-                self.suspend()
-                raise
+            with kept_on_failure(self.step):
+                try:
+                    executor.deliver(late)
+                    executor.wait_end()
+                except BaseException:
+                    self.suspend()
+                    raise
+            gradients = {g.name: executor.value(g.ref, g.spec).clone() for g in self.step.captured.gradients}
             self._release()
             if self.traced:
                 self.traced = False
@@ -108,8 +116,7 @@ class PendingStep:
 
     def _check_unchanged(self) -> None:
         """As eager mode does for what it saved: the backward must see the values that the forward saw."""
-        names = {b.vertex: b.name for b in self.step.captured.bindings}
-        changed = [names[v] for v, t in self.externals.items() if t._version != self.versions[v]]
+        changed = [b.name for b in self.step.externals if self.externals[b.vertex]._version != self.versions[b.vertex]]
         if not changed and weights_changed(self.frozen, self.digest):
             changed = ["a frozen weight"]
         if changed:
@@ -146,10 +153,11 @@ def run_step(
     state: PreparedModel, model: torch.nn.Module, step: CompiledStep, batch: Mapping[str, Any]
 ) -> torch.Tensor:
     """Run the forward part of ``step``; the returned loss's backward runs the rest."""
-    parameters = dict(model.named_parameters())
-    tensors = {"trainable": parameters, "batch": batch_tensors(batch)}
-    externals = {b.vertex: tensors[b.source][b.name].detach() for b in step.vertices_of("trainable", "batch")}
-    trainable = {name: p for name, p in parameters.items() if p.requires_grad}
+    if step.parameters is None:
+        # A parameter that is added, removed or replaced changes the step's key, so these stay the model's own.
+        step.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    tensors = {"trainable": step.parameters, "batch": batch_tensors(batch)}
+    externals = {b.vertex: tensors[b.source][b.name].detach() for b in step.externals}
     pending = PendingStep(state, model, step, externals)
-    loss: torch.Tensor = _Step.apply(pending, tuple(trainable), *trainable.values())
+    loss: torch.Tensor = _Step.apply(pending, tuple(step.parameters), *step.parameters.values())
     return loss
