@@ -2,8 +2,6 @@
 // around every method, so a wait here stops no Python thread.
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
-#include <c10/core/Stream.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
 #include <omp.h>
 #include <torch/custom_class.h>
@@ -21,6 +19,7 @@
 #include "../core/engine.h"
 #include "../core/host_device.h"
 #include "arena.h"
+#include "cuda_side.h"
 #include "ops.h"
 #include "planned_alloc.h"
 
@@ -107,23 +106,6 @@ struct TorchOps : torch::CustomClassHolder {
   OpTable table;
 };
 
-// Launches on the engine's stream, which torch sees as an external one: its stream id is the cudaStream_t
-// itself.
-class StreamScope {
- public:
-  StreamScope(c10::Device device, void* native)
-      : impl_(c10::DeviceType::CUDA),
-        before_(impl_.exchangeStream(
-            c10::Stream(c10::Stream::UNSAFE, device, reinterpret_cast<c10::StreamId>(native)))) {}
-  ~StreamScope() { impl_.exchangeStream(before_); }
-  StreamScope(const StreamScope&) = delete;
-  StreamScope& operator=(const StreamScope&) = delete;
-
- private:
-  c10::impl::VirtualGuardImpl impl_;
-  c10::Stream before_;
-};
-
 struct Settings {
   EngineOptions engine;
   HostDeviceOptions host;
@@ -177,12 +159,16 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
     const Settings settings = read_settings(options);
     std::vector<std::unique_ptr<Device>> devices;
     if (ops_->table.device().is_cuda()) {
-      const CudartApi api = CudartApi::load();
+      const c10::Device where = ops_->table.device();
+      if (!where.has_index()) throw std::invalid_argument("a CUDA device needs its index, as in cuda:0");
       CudaDeviceOptions cuda;
-      cuda.ordinal = ops_->table.device().has_index() ? ops_->table.device().index() : 0;
+      cuda.ordinal = where.index();
       cuda.compute_streams = settings.host.compute_streams;
-      auto device = std::make_unique<CudaDevice>(api, cuda);
+      auto device = std::make_unique<CudaDevice>(CudartApi::load(), cuda);
       cuda_ = device.get();
+      caller_ = std::make_unique<CallerOrder>(where);
+      warmup_ = std::make_unique<BlasWarmup>(where);
+      warmth_.resize(static_cast<std::size_t>(cuda.compute_streams));
       devices.push_back(std::move(device));
       for (const at::Tensor& tensor : keep_) {
         if (!tensor.device().is_cpu()) {
@@ -190,7 +176,6 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
           add_planned_range(tensor.data_ptr(), tensor.nbytes());
         }
       }
-      pin_host_memory(api);
     } else {
       devices.push_back(std::make_unique<HostDevice>(settings.host));
     }
@@ -207,6 +192,11 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
   void run(std::int32_t op, int /*device*/, int stream) override {
     if (cuda_ != nullptr) {
       const StreamScope scope(ops_->table.device(), cuda_->native_stream(stream));
+      Warmth& warmth = warmth_[static_cast<std::size_t>(stream)];
+      if (warmth != Warmth::kThisStep) {
+        warmup_->run(warmth == Warmth::kNever);
+        warmth = Warmth::kThisStep;
+      }
       ops_->table.run(op);
     } else {
       ops_->table.run(op);
@@ -225,11 +215,18 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
   }
   void begin() {
     allocations_before_ = engine_allocations();
+    for (Warmth& warmth : warmth_) {
+      if (warmth == Warmth::kThisStep) warmth = Warmth::kBefore;
+    }
+    if (cuda_ != nullptr) caller_->put_after_caller(*cuda_);
     engine_->begin();
   }
   std::int64_t wait_out(double timeout) { return static_cast<std::int64_t>(engine_->wait_out(timeout)); }
   std::int64_t wait_end(double timeout) { return static_cast<std::int64_t>(engine_->wait_end(timeout)); }
-  void deliver() { engine_->deliver(); }
+  void deliver() {
+    if (cuda_ != nullptr) caller_->put_after_caller(*cuda_);
+    engine_->deliver();
+  }
   bool abort(double timeout) { return engine_->abort(timeout); }
   void invalidate() { engine_->invalidate(); }
   void set_tracing(bool on) { engine_->set_tracing(on); }
@@ -267,29 +264,16 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
   }
   void release_externals() { ops_->table.release_externals(); }
 
-  // Registers the pages under all host tensors with CUDA: neighbours together, so that the weights' arena is
-  // one call and no page is registered twice.
-  void pin_host_memory(const CudartApi& api) {
-    constexpr std::uintptr_t kPage = 4096;
-    std::vector<std::pair<std::uintptr_t, std::uintptr_t>> pages;
-    for (const at::Tensor& tensor : keep_) {
-      if (!tensor.device().is_cpu() || tensor.nbytes() == 0) continue;
-      const auto begin = reinterpret_cast<std::uintptr_t>(tensor.data_ptr());
-      pages.emplace_back(begin / kPage * kPage, (begin + tensor.nbytes() + kPage - 1) / kPage * kPage);
-    }
-    std::sort(pages.begin(), pages.end());
-    for (std::size_t i = 0; i < pages.size();) {
-      auto [begin, end] = pages[i];
-      for (++i; i < pages.size() && pages[i].first <= end; ++i) end = std::max(end, pages[i].second);
-      pinned_.push_back(std::make_unique<PinnedRegion>(api, reinterpret_cast<void*>(begin), end - begin));
-    }
-  }
+  // Whether cuBLAS has its workspace on a compute stream.
+  enum class Warmth : std::uint8_t { kNever, kBefore, kThisStep };
 
   c10::intrusive_ptr<TorchOps> ops_;
   std::vector<at::Tensor> keep_;
-  std::vector<std::unique_ptr<PinnedRegion>> pinned_;
   std::vector<const void*> planned_ranges_;
   CudaDevice* cuda_ = nullptr;
+  std::unique_ptr<CallerOrder> caller_;
+  std::unique_ptr<BlasWarmup> warmup_;
+  std::vector<Warmth> warmth_;  // by compute stream; written by the loop thread within a step
   std::unique_ptr<Engine> engine_;
   std::int64_t allocations_before_ = 0;
 };
@@ -318,6 +302,7 @@ TORCH_LIBRARY(disco_accel, m) {
       .def("run", &TorchOps::run)
       .def("record", &TorchOps::record)
       .def("time", &TorchOps::time);
+  m.class_<Pinned>("Pinned").def(torch::init<at::Tensor>());
   m.class_<TorchEngine>("Engine")
       .def(torch::init<c10::intrusive_ptr<TorchOps>, at::Tensor, at::Tensor, std::vector<at::Tensor>,
                        c10::Dict<std::string, double>>())

@@ -1,0 +1,71 @@
+#include "cuda_side.h"
+
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/bmm.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/core/InferenceMode.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <utility>
+
+namespace disco {
+
+c10::Stream external_stream(c10::Device device, CudaStream native) {
+  return c10::Stream(c10::Stream::UNSAFE, device, reinterpret_cast<c10::StreamId>(native));
+}
+
+StreamScope::StreamScope(c10::Device device, CudaStream native)
+    : impl_(c10::DeviceType::CUDA), before_(impl_.exchangeStream(external_stream(device, native))) {}
+
+StreamScope::~StreamScope() { impl_.exchangeStream(before_); }
+
+CallerOrder::CallerOrder(c10::Device device) : impl_(c10::DeviceType::CUDA), device_(device) {}
+
+CallerOrder::~CallerOrder() {
+  if (event_ != nullptr) impl_.destroyEvent(event_, device_.index());
+}
+
+void CallerOrder::put_after_caller(const CudaDevice& device) {
+  impl_.record(&event_, impl_.getStream(device_), device_.index(), c10::EventFlag::PYTORCH_DEFAULT);
+  for (int stream = 0; stream < device.streams(); ++stream) {
+    impl_.block(event_, external_stream(device_, device.native_stream(stream)));
+  }
+}
+
+BlasWarmup::BlasWarmup(c10::Device device) {
+  constexpr std::int64_t kSize = 16;
+  const c10::InferenceMode inference;
+  for (const at::ScalarType dtype : {at::kBFloat16, at::kFloat, at::kHalf}) {
+    const auto options = at::TensorOptions().dtype(dtype).device(device);
+    const at::Tensor matrix = at::zeros({kSize, kSize}, options);
+    const at::Tensor batch = at::zeros({2, kSize, kSize}, options);
+    kinds_.push_back(
+        {matrix, at::zeros({kSize}, options), batch, at::zeros_like(matrix), at::zeros_like(batch)});
+  }
+}
+
+void BlasWarmup::run(bool first) {
+  const c10::InferenceMode inference;
+  for (Operands& kind : kinds_) {
+    at::mm_out(kind.result, kind.matrix, kind.matrix);
+    at::addmm_out(kind.result, kind.bias, kind.matrix, kind.matrix);
+    if (!first) return;
+    at::bmm_out(kind.batch_result, kind.batch, kind.batch);
+  }
+}
+
+Pinned::Pinned(at::Tensor given) : tensor(std::move(given)) {
+  if (!tensor.device().is_cpu()) throw std::invalid_argument("only host memory can be pinned");
+  if (tensor.nbytes() == 0) return;
+  const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
+  const auto begin = reinterpret_cast<std::uintptr_t>(tensor.data_ptr());
+  const std::uintptr_t first = begin / page * page;
+  const std::uintptr_t last = (begin + tensor.nbytes() + page - 1) / page * page;
+  region = std::make_unique<PinnedRegion>(CudartApi::load(), reinterpret_cast<void*>(first), last - first);
+}
+
+}  // namespace disco

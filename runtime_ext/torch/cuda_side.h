@@ -1,0 +1,75 @@
+// What running on CUDA asks of the PyTorch side, through PyTorch's device-generic guards: no CUDA header.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/custom_class.h>
+
+#include <memory>
+#include <vector>
+
+#include "../core/cuda_device.h"
+
+namespace disco {
+
+// The engine's stream `native`, a cudaStream_t, as PyTorch sees it: an external one, whose id is the handle.
+c10::Stream external_stream(c10::Device device, CudaStream native);
+
+// Makes a stream of the engine PyTorch's current one for this thread while it lives.
+class StreamScope {
+ public:
+  StreamScope(c10::Device device, CudaStream native);
+  ~StreamScope();
+  StreamScope(const StreamScope&) = delete;
+  StreamScope& operator=(const StreamScope&) = delete;
+
+ private:
+  c10::impl::VirtualGuardImpl impl_;
+  c10::Stream before_;
+};
+
+// Orders all streams of a device after what the calling thread has put on PyTorch's current stream so far:
+// the optimizer's update, the batch's copy, the clone of a value in the arena.
+class CallerOrder {
+ public:
+  explicit CallerOrder(c10::Device device);
+  ~CallerOrder();
+  CallerOrder(const CallerOrder&) = delete;
+  CallerOrder& operator=(const CallerOrder&) = delete;
+  // Waits for nothing. May be called while the loop thread enqueues. Throws c10::Error with CUDA's reason.
+  void put_after_caller(const CudaDevice& device);
+
+ private:
+  c10::impl::VirtualGuardImpl impl_;
+  c10::Device device_;
+  void* event_ = nullptr;
+};
+
+// Matrix products of a few bytes. cuBLAS takes a workspace at the first product of a thread on a stream: in a
+// planned step that allocation would belong to no schedule, so it is made before.
+class BlasWarmup {
+ public:
+  explicit BlasWarmup(c10::Device device);
+  // On the current stream. All data types at the first call for a stream, later one product of each kind, in
+  // case somebody released the workspaces meanwhile.
+  void run(bool first);
+
+ private:
+  struct Operands {
+    at::Tensor matrix, bias, batch, result, batch_result;
+  };
+  std::vector<Operands> kinds_;
+};
+
+// The pages under a host tensor, registered with CUDA as long as this lives. Only for memory whose pages are
+// its own (map_arena).
+struct Pinned : torch::CustomClassHolder {
+  // Throws CudaError.
+  explicit Pinned(at::Tensor tensor);
+
+  at::Tensor tensor;
+  std::unique_ptr<PinnedRegion> region;
+};
+
+}  // namespace disco
