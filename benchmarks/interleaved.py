@@ -32,8 +32,7 @@ from disco_accel.taskgraph import VertexKind
 
 def synchronous_twin(step: CompiledStep) -> Executor:
     """An executor of the same plan, in an arena of its own, that runs one vertex at a time in serial order."""
-    options = dataclasses.replace(step.engine, dispatch="synchronous")
-    return Executor(step.plan, step.graph.ops, step.records, clean=step.clean, options=options)
+    return step.make_executor(dataclasses.replace(step.engine, dispatch="synchronous"))
 
 
 def resident_twin(step: CompiledStep, config: DiscoConfig) -> Executor:
@@ -41,7 +40,7 @@ def resident_twin(step: CompiledStep, config: DiscoConfig) -> Executor:
     room = 2 * sum(sum(v.sizes) for v in step.graph.vertices if v.kind is VertexKind.INPUT) + 4 * step.budget.total
     plan = make_plan(step.graph, memory=room, policy=config.policy, planner=config.planner, cyclic=True)
     assert not any(v.kind is VertexKind.RELOAD for v in plan.vertices), "nothing has to move where all fits"
-    return Executor(plan, step.graph.ops, step.records, clean=step.clean, options=step.engine)
+    return step.make_executor(step.engine, plan=plan)
 
 
 def kernel_seconds(events: Sequence[Event]) -> float:

@@ -52,10 +52,15 @@ class CompiledStep:
     def load(self, arena: torch.Tensor) -> None:
         """Make the executor, in an arena that other plans' executors may share."""
         start = time.perf_counter()
-        self.loaded = Executor(
-            self.plan, self.graph.ops, self.records, clean=self.clean, options=self.engine, arena=arena
-        )
+        self.loaded = self.make_executor(self.engine, arena=arena)
         self.seconds["load"] = time.perf_counter() - start
+
+    def make_executor(
+        self, options: EngineOptions, *, arena: torch.Tensor | None = None, plan: MemGraph | None = None
+    ) -> Executor:
+        """An executor of this step's plan, or of another plan of the same graph; the caller closes it."""
+        graph, plan = self.graph, plan or self.plan
+        return Executor(plan, graph.ops, self.records, clean=self.clean, options=options, arena=arena)
 
     def unload(self) -> None:
         """Free the executor; ``load`` makes another one."""
