@@ -8,23 +8,28 @@ from dataclasses import dataclass
 
 import torch
 
-_DEVICE = "cpu"
+_DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True, slots=True)
 class AutocastState:
-    """``dtype`` is torch's name without prefix; ``cache``: casts of trainable weights are shared inside a region."""
+    """``dtypes``: device type and dtype (torch's name without prefix) of each kind of region that is open.
 
-    enabled: bool
-    dtype: str
+    ``cache``: casts of trainable weights are shared inside a region.
+    """
+
+    dtypes: tuple[tuple[str, str], ...]
     cache: bool
 
 
 def autocast_state() -> AutocastState:
     """Autocast of this thread, now."""
-    enabled = torch.is_autocast_enabled(_DEVICE)
-    dtype = str(torch.get_autocast_dtype(_DEVICE)).removeprefix("torch.") if enabled else ""
-    return AutocastState(enabled, dtype, enabled and torch.is_autocast_cache_enabled())
+    dtypes = tuple(
+        (device, str(torch.get_autocast_dtype(device)).removeprefix("torch."))
+        for device in _DEVICES
+        if torch.is_autocast_enabled(device)
+    )
+    return AutocastState(dtypes, bool(dtypes) and torch.is_autocast_cache_enabled())
 
 
 @contextmanager
@@ -37,12 +42,14 @@ def outside_autocast() -> Iterator[None]:
     depth = torch.autocast_increment_nesting() - 1
     for _ in range(depth + 1):
         torch.autocast_decrement_nesting()
-    enabled = torch.is_autocast_enabled(_DEVICE)
-    torch.set_autocast_enabled(_DEVICE, False)
+    enabled = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
+    for device in enabled:
+        torch.set_autocast_enabled(device, False)
     try:
         yield
     finally:
-        torch.set_autocast_enabled(_DEVICE, enabled)
+        for device in enabled:
+            torch.set_autocast_enabled(device, True)
         for _ in range(depth):
             torch.autocast_increment_nesting()
 
@@ -51,7 +58,6 @@ def outside_autocast() -> Iterator[None]:
 def autocast_region(state: AutocastState) -> Iterator[None]:
     """A region with ``state``; none at all where autocast is off."""
     with ExitStack() as stack:
-        if state.enabled:
-            dtype = getattr(torch, state.dtype)
-            stack.enter_context(torch.autocast(_DEVICE, dtype=dtype, enabled=True, cache_enabled=state.cache))
+        for device, dtype in state.dtypes:
+            stack.enter_context(torch.autocast(device, dtype=getattr(torch, dtype), cache_enabled=state.cache))
         yield

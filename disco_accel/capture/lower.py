@@ -40,8 +40,12 @@ class InputFlags:
 
 @dataclass
 class Lowering:
-    """Vertices made so far. ``owner``: storage → the value it holds now; ``maker``: storage → its first value."""
+    """Vertices made so far. ``owner``: storage → the value it holds now; ``maker``: storage → its first value.
 
+    ``device``: where all kernels run, whatever device the traced code names for what it makes.
+    """
+
+    device: str = "cpu"
     vertices: list[Vertex] = field(default_factory=list)
     ops: dict[int, OpCall] = field(default_factory=dict)
     infos: dict[int, NodeInfo] = field(default_factory=dict)
@@ -220,7 +224,7 @@ def _lower_arg(value: Any, low: Lowering, inputs: list[Ref], where: str) -> Arg:
         ("memory_format", torch.memory_format),
     ):
         if isinstance(value, class_):
-            return EnumArg(kind, str(value).removeprefix("torch."))
+            return EnumArg(kind, low.device if kind == "device" else str(value).removeprefix("torch."))
     raise CaptureError(f"{where}: a {type(value).__name__} cannot be captured")
 
 

@@ -119,23 +119,24 @@ def capture_step(
     forward: Callable[..., Any] | None = None,
     contexts: Contexts = (),
     name: str = "step",
+    device: torch.device = torch.device("cpu"),
 ) -> CapturedStep:
     """Capture loss and gradients of one training step of ``model`` on a batch shaped as ``kwargs``.
 
-    Works on fake twins: neither weights nor batch are read, and a model built on ``meta`` will do. ``forward`` is
-    traced in place of ``model.forward``; ``contexts`` are entered around the trace. Autocast that is active at
+    Works on fake twins on ``device``, where the step will run, because PyTorch chooses kernels by device; neither
+    weights nor batch are read, and a model built on ``meta`` will do. ``forward`` is traced in place of ``model.forward``; ``contexts`` are entered around the trace. Autocast that is active at
     the call becomes part of the step.
 
     Raises:
         CaptureError: names the op and module that cannot be captured, or the argument to change.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    twins = model_twins(mode, model)
+    twins = model_twins(mode, model, device)
     real_batch = batch_tensors(kwargs)
     with mode:
-        batch = {key: twin(tensor) for key, tensor in real_batch.items()}
+        batch = {key: twin(tensor, device) for key, tensor in real_batch.items()}
         # One for each dtype a loss may have: which one is known only after the forward is traced.
-        tangents = [torch.empty((), dtype=dtype, device="cpu") for dtype in _LOSS_DTYPES]
+        tangents = [torch.empty((), dtype=dtype, device=device) for dtype in _LOSS_DTYPES]
     step = _Step(model, forward if forward is not None else model.forward, autocast_state())
     names = [f"model.{name}" for name in twins]
 
@@ -153,6 +154,8 @@ def capture_step(
         stack.enter_context(_quiet())
         stack.enter_context(outside_autocast())
         stack.enter_context(torch.enable_grad())
+        # On CUDA autograd would run the backward in a thread of its own, out of sight of the contexts here.
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         for context in contexts:
             stack.enter_context(context())
         log = stack.enter_context(logging_trace(model))
@@ -161,7 +164,7 @@ def capture_step(
     buffers = {name for name, _ in model.named_buffers()}
     sources = [_source(name, tensor, buffers) for name, tensor in twins.items()]
     sources += [("batch", key) for key in batch] + [("tangent", "loss")] * len(tangents)
-    return _lower(trace, sources, log, name)
+    return _lower(trace, sources, log, name, device)
 
 
 def _source(name: str, tensor: torch.Tensor, buffers: set[str]) -> tuple[str, str]:
@@ -197,18 +200,20 @@ def _trace(call: Callable[..., Any], arguments: tuple[Any, ...], log: TraceLog) 
         raise CaptureError(f"capturing module {log.module or '?'} failed: {summary}") from error
 
 
-def _lower(trace: fx.GraphModule, sources: Sequence[tuple[str, str]], log: TraceLog, name: str) -> CapturedStep:
+def _lower(
+    trace: fx.GraphModule, sources: Sequence[tuple[str, str]], log: TraceLog, name: str, where: torch.device
+) -> CapturedStep:
     graph = trace.graph
     check_no_random_ops(graph)
     graph.eliminate_dead_code(is_impure_node=_must_stay)
     source_of = dict(zip(graph.find_nodes(op="placeholder"), sources, strict=True))
-    low = Lowering()
+    low = Lowering(device=str(where))
     bindings: list[InputBinding] = []
     constants: dict[str, torch.Tensor] = {}
     for node in used_inputs(graph):
         source, key = source_of.get(node, ("constant", str(node.target)))
         if source == "constant":
-            constants[key] = constant_value(trace, node)
+            constants[key] = constant_value(trace, node).cpu()
         tensor = node.meta["val"]
         vertex = low.add_input(tensor, _FLAGS[source])
         bindings.append(InputBinding(vertex, source, key, tensor_spec(tensor)))

@@ -1,4 +1,4 @@
-"""Fake twins of a model's parameters, buffers and batch: same layout on the CPU, no memory behind them."""
+"""Fake twins of a model's parameters, buffers and batch: same layout on the run's device, no memory behind them."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from torch._subclasses import FakeTensorMode
 from disco_accel.errors import CaptureError
 
 
-def twin(tensor: torch.Tensor, *, requires_grad: bool = False) -> torch.Tensor:
-    """A fake tensor laid out as ``tensor``; call it under a ``FakeTensorMode``."""
-    fake = torch.empty_strided(tuple(tensor.shape), tuple(tensor.stride()), dtype=tensor.dtype, device="cpu")
+def twin(tensor: torch.Tensor, device: torch.device, *, requires_grad: bool = False) -> torch.Tensor:
+    """A fake tensor on ``device`` laid out as ``tensor``; call it under a ``FakeTensorMode``."""
+    fake = torch.empty_strided(tuple(tensor.shape), tuple(tensor.stride()), dtype=tensor.dtype, device=device)
     return fake.requires_grad_(requires_grad)
 
 
-def model_twins(mode: FakeTensorMode, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Name → twin of every parameter and buffer, each shared one once, parameters first.
+def model_twins(mode: FakeTensorMode, model: torch.nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
+    """Name → twin on ``device`` of every parameter and buffer, each shared one once, parameters first.
 
     Raises:
-        CaptureError: a tensor lives on an accelerator or is of a class that has no plain twin.
+        CaptureError: a tensor lives on another accelerator or is of a class that has no plain twin.
     """
     found: dict[str, torch.Tensor] = {}
     named = list(model.named_parameters()) + list(model.named_buffers())
     with mode:
         for name, tensor in named:
-            _check(name, tensor)
-            found[name] = twin(tensor, requires_grad=tensor.requires_grad)
+            _check(name, tensor, device)
+            found[name] = twin(tensor, device, requires_grad=tensor.requires_grad)
     return found
 
 
-def _check(name: str, tensor: torch.Tensor) -> None:
-    if tensor.device.type not in ("cpu", "meta"):
-        raise CaptureError(f"{name}: is on {tensor.device}; steps are captured from weights on the CPU")
+def _check(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    if tensor.device.type not in ("cpu", "meta") and tensor.device != device:
+        raise CaptureError(f"{name}: is on {tensor.device}; move it to the CPU or to {device}, where the step will run")
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or hasattr(tensor, "fake_mode")
     if not plain or tensor.layout is not torch.strided or tensor.is_quantized:
         raise CaptureError(

@@ -10,7 +10,8 @@ import torch
 
 from disco_accel.errors import ConfigError, ExecutionError, Stalled
 from disco_accel.execute.arena import alias, device_arena, host_arena, touched_bytes
-from disco_accel.execute.build_ext import load_allocator_shim, load_extension
+from disco_accel.execute.build_ext import load_extension
+from disco_accel.execute.cuda import pin, prepare_device, run_device
 from disco_accel.execute.encode import label
 from disco_accel.execute.program import Lowering, Memory
 from disco_accel.execute.record import OpRecord
@@ -92,15 +93,16 @@ class Executor:
         """
         load_extension()
         settings = _settings(options)
-        device = torch.device(options.device)
+        device = run_device(options.device)
         if device.type == "cuda":
-            load_allocator_shim()
+            prepare_device(device)
         self._graph, self._calls, self._options = memgraph, ops, options
         if arena is None:
             arena = device_arena(arena_bytes(memgraph), device)
         elif arena.numel() < arena_bytes(memgraph):
             raise ExecutionError(f"the arena has {arena.numel()} bytes, the plan needs {arena_bytes(memgraph)}")
         self._memory = Memory(arena, host_arena(memgraph.host_memory), dict(clean))
+        self._pinned = pin(self._memory.host) if device.type == "cuda" else None
         self._table = torch.classes.disco_accel.Ops(str(device))
         tables = Lowering(memgraph, ops, records, self._memory, self._table).run()
         self._planned = tables.planned

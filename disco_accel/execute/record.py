@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from disco_accel.errors import ExecutionError
-from disco_accel.execute.build_ext import load_extension
+from disco_accel.execute.cuda import median_seconds, prepare_device, run_device
 from disco_accel.execute.encode import dispatcher_overload, encode_args, encode_out_call, label
 from disco_accel.taskgraph import Arg, OpCall, TaskGraph, TensorArg, TensorSpec, Vertex, VertexKind
 
@@ -75,7 +75,8 @@ def record(graph: TaskGraph, *, device: str = "cpu", compute_threads: int | None
     None = torch.get_num_threads(). Raises ExecutionError naming op and module when an op's allocations are not the
     same from run to run.
     """
-    load_extension()
+    where = run_device(device)
+    prepare_device(where)
     vertices = {v.id: v for v in graph.vertices}
     known: dict[_Signature, OpRecord] = {}
     records: dict[int, OpRecord] = {}
@@ -86,7 +87,7 @@ def record(graph: TaskGraph, *, device: str = "cpu", compute_threads: int | None
             call = graph.ops[vertex.id]
             signature = _signature(vertex, call, vertices)
             if signature not in known:
-                known[signature] = _measure(signature, label(call), torch.device(device))
+                known[signature] = _measure(signature, label(call), where)
             records[vertex.id] = known[signature]
     return records
 
@@ -203,13 +204,15 @@ def _measure(signature: _Signature, name: str, device: torch.device) -> OpRecord
             out = _try_out(ops, signature, storages, outputs, reference, name)
             if out is not None and out[1][1] <= placed[1]:
                 chosen, native_out, placed = out[0], True, out[1]
-        seconds = _median_seconds(ops, chosen)
+        seconds = _median_seconds(ops, chosen, device)
     except RuntimeError as error:
         raise ExecutionError(f"measuring {name} failed: {error}") from error
     return OpRecord(native_out, placed[0], placed[1], seconds)
 
 
-def _median_seconds(ops: Any, op: int) -> float:
+def _median_seconds(ops: Any, op: int, device: torch.device) -> float:
+    if device.type == "cuda":
+        return median_seconds(lambda: ops.run(op), device)
     samples: list[float] = ops.time(op, 1)
     while len(samples) < 5 and sum(samples) < _ENOUGH_SECONDS:
         samples += ops.time(op, 1)

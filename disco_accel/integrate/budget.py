@@ -12,7 +12,8 @@ import torch
 class Budget:
     """All in bytes. ``total`` is what the user gave; the rest of ``total`` after the other parts is ``arena``.
 
-    ``optimizer`` is the state AdamW will hold: two tensors as large as each trainable parameter.
+    ``optimizer`` is the state AdamW will hold: two tensors as large as each trainable parameter. ``workspaces`` are
+    those of the libraries that multiply matrices.
     """
 
     total: int
@@ -20,10 +21,11 @@ class Budget:
     gradients: int
     optimizer: int
     batch: int
+    workspaces: int = 0
 
     @property
     def outside(self) -> int:
-        return self.adapters + self.gradients + self.optimizer + self.batch
+        return self.adapters + self.gradients + self.optimizer + self.batch + self.workspaces
 
     @property
     def arena(self) -> int:
@@ -37,6 +39,7 @@ class Budget:
             "gradients": self.gradients,
             "optimizer": self.optimizer,
             "batch": self.batch,
+            "workspaces": self.workspaces,
         }
 
 
@@ -44,8 +47,10 @@ def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def split_budget(total: int, trainable: Iterable[torch.Tensor], batch: Mapping[str, torch.Tensor]) -> Budget:
-    """Split ``total`` bytes for a model with these trainable parameters and this batch."""
+def split_budget(
+    total: int, trainable: Iterable[torch.Tensor], batch: Mapping[str, torch.Tensor], workspaces: int = 0
+) -> Budget:
+    """Split ``total`` bytes for a model with these trainable parameters, this batch and these workspaces."""
     adapters = _storage_bytes(trainable)
     inputs = _storage_bytes(batch.values())
-    return Budget(total, adapters, gradients=adapters, optimizer=2 * adapters, batch=inputs)
+    return Budget(total, adapters, gradients=adapters, optimizer=2 * adapters, batch=inputs, workspaces=workspaces)

@@ -12,6 +12,7 @@ import torch
 
 from disco_accel.capture.step import CapturedStep, InputBinding, capture_step
 from disco_accel.errors import BudgetTooSmall, CaptureError, ConfigError
+from disco_accel.execute.cuda import run_device, workspace_bytes
 from disco_accel.execute.executor import EngineOptions, Executor
 from disco_accel.execute.hostmem import bytes_of
 from disco_accel.execute.record import OpRecord, apply, record
@@ -134,7 +135,8 @@ def compile_step(
         BudgetTooSmall: with ``needed`` and ``given`` as whole budgets, not arenas.
     """
     clock = [time.perf_counter()]
-    captured = capture_step(model, kwargs, forward=forward, contexts=options.contexts)
+    device = run_device(options.engine.device)
+    captured = capture_step(model, kwargs, forward=forward, contexts=options.contexts, device=device)
     clock.append(time.perf_counter())
     records = record(captured.graph, device=options.engine.device, compute_threads=options.engine.compute_threads)
     graph = apply(captured.graph, records)
@@ -142,7 +144,11 @@ def compile_step(
 
     trainable = [p for p in model.parameters() if p.requires_grad]
     tensors = {k: v for k, v in kwargs.items() if isinstance(v, torch.Tensor)}
-    budget = split_budget(options.memory, trainable, tensors)
+    # Of the thread that measured and of each compute stream.
+    workspaces = (1 + options.engine.compute_streams) * workspace_bytes(device)
+    budget = split_budget(options.memory, trainable, tensors, workspaces)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     # A budget that adapters and optimizer state already exceed still gets an answer: what the whole step needs.
     arena = max(budget.arena, graph.devices[0].alignment)
     try:
