@@ -1,5 +1,7 @@
 #include "engine.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <chrono>
 #include <stdexcept>
@@ -26,7 +28,9 @@ void Engine::Loop::begin() {
     throw std::logic_error(error_.draining ? "begin: the step before is still draining"
                                            : "begin: the step before has not ended");
   }
+  if (waiters_ > 0) throw std::logic_error("begin: another thread is waiting for the step before");
   begun_ = active_ = true;
+  ++epoch_;
   outs_done_ = ended_ = delivered_ = false;
   error_ = {};
   begin_ns_ = now_ns();
@@ -39,8 +43,10 @@ Status Engine::Loop::wait(double timeout, bool for_end) {
   const auto over = [&] {
     return ended_ || error_.draining || (!for_end && outs_done_ && error_.status == Status::kDone);
   };
-  if (!caller_wakes_.wait_until(lock, deadline(timeout), over)) return Status::kTimeout;
-  return error_.status;
+  ++waiters_;
+  const bool in_time = caller_wakes_.wait_until(lock, deadline(timeout), over);
+  --waiters_;
+  return in_time ? error_.status : Status::kTimeout;
 }
 
 Status Engine::Loop::wait_out(double timeout) { return wait(timeout, false); }
@@ -60,11 +66,15 @@ bool Engine::Loop::abort(double timeout) {
   Lock lock(caller_mutex_);
   if (!active_) return true;
   command(kAbort);
-  return caller_wakes_.wait_until(lock, deadline(timeout), [this] { return !active_; });
+  const auto over = [this, epoch = epoch_] { return !active_ || epoch_ != epoch; };
+  return caller_wakes_.wait_until(lock, deadline(timeout), over);
 }
 
 void Engine::Loop::set_source(std::int32_t vertex, const void* src) {
   const Lock lock(caller_mutex_);
+  if (active_ && (delivered_ || !schedule_.behind_gate.at(static_cast<std::size_t>(vertex)))) {
+    throw std::logic_error("set_source: vertex " + std::to_string(vertex) + " may be running");
+  }
   program_.src.at(static_cast<std::size_t>(vertex)) = src;
 }
 
@@ -88,9 +98,30 @@ void Engine::Loop::set_tracing(bool on) {
   tracing_ = on;
 }
 
+// Of each vertex that ran, when the last of what it waited for had happened.
+std::vector<std::int64_t> Engine::Loop::ready_times() const {
+  std::vector<std::int64_t> ready(spans_.size(), running_ns_);
+  const auto after = [&](std::int32_t v, std::int64_t ns) {
+    for (const std::int32_t s : program_.successors_of(v)) ready[s] = std::max(ready[s], ns);
+  };
+  for (std::int32_t v = 0; v < program_.size(); ++v) {
+    if (program_.kind[v] != Kind::kInput) {
+      after(v, spans_[v].end);
+    } else if (program_.late(v)) {
+      after(v, gate_opened_ns_);
+    } else {
+      ready[v] = begin_ns_;
+    }
+  }
+  return ready;
+}
+
 std::vector<TraceEvent> Engine::Loop::events() const {
+  const Lock lock(caller_mutex_);
+  if (active_) throw std::logic_error("events: a step is running");
   std::vector<TraceEvent> events;
   if (!traced_) return events;
+  const std::vector<std::int64_t> ready = ready_times();
   for (std::int32_t v = 0; v < program_.size(); ++v) {
     if (spans_[v].end == 0) continue;
     const StreamState& stream = schedule_.streams[stream_of_[v]];
@@ -98,6 +129,7 @@ std::vector<TraceEvent> Engine::Loop::events() const {
     event.vertex = v;
     event.device = static_cast<std::int16_t>(stream.device);
     event.stream = static_cast<std::int16_t>(stream.stream);
+    event.ready = ready[v] - begin_ns_;
     event.issue = issued_ns_[v] - begin_ns_;
     event.start = spans_[v].start - begin_ns_;
     event.end = spans_[v].end - begin_ns_;
@@ -140,20 +172,31 @@ std::string Engine::Loop::describe_stall() const {
 
 Engine::Engine(Program program, std::vector<std::unique_ptr<Device>> devices, OpRunner& runner,
                EngineOptions options)
-    : loop_(std::make_unique<Loop>(std::move(program), std::move(devices), runner, options)) {}
-Engine::~Engine() = default;
-void Engine::begin() { loop_->begin(); }
-Status Engine::wait_out(double timeout) { return loop_->wait_out(timeout); }
-void Engine::deliver() { loop_->deliver(); }
-Status Engine::wait_end(double timeout) { return loop_->wait_end(timeout); }
-bool Engine::abort(double timeout) { return loop_->abort(timeout); }
-void Engine::set_source(std::int32_t vertex, const void* src) { loop_->set_source(vertex, src); }
+    : loop_(std::make_unique<Loop>(std::move(program), std::move(devices), runner, options)),
+      pid_(getpid()) {}
 
-void Engine::invalidate() { loop_->invalidate(); }
-EngineError Engine::last_error() const { return loop_->last_error(); }
-const Program& Engine::program() const { return loop_->program(); }
-StepCounters Engine::counters() const { return loop_->counters(); }
-void Engine::set_tracing(bool on) { loop_->set_tracing(on); }
-std::vector<TraceEvent> Engine::events() const { return loop_->events(); }
+Engine::~Engine() {
+  if (pid_ != getpid()) static_cast<void>(loop_.release());
+}
+
+// Its locks may be held for ever in a child: threads that are not there cannot let go of them.
+Engine::Loop& Engine::loop() const {
+  if (pid_ == getpid()) return *loop_;
+  throw std::logic_error("the engine was started before fork(); its threads stayed in process " +
+                         std::to_string(pid_) + ": make an engine of its own in this process");
+}
+
+void Engine::begin() { loop().begin(); }
+Status Engine::wait_out(double timeout) { return loop().wait_out(timeout); }
+void Engine::deliver() { loop().deliver(); }
+Status Engine::wait_end(double timeout) { return loop().wait_end(timeout); }
+bool Engine::abort(double timeout) { return loop().abort(timeout); }
+void Engine::set_source(std::int32_t vertex, const void* src) { loop().set_source(vertex, src); }
+void Engine::invalidate() { loop().invalidate(); }
+EngineError Engine::last_error() const { return loop().last_error(); }
+const Program& Engine::program() const { return loop().program(); }
+StepCounters Engine::counters() const { return loop().counters(); }
+void Engine::set_tracing(bool on) { loop().set_tracing(on); }
+std::vector<TraceEvent> Engine::events() const { return loop().events(); }
 
 }  // namespace disco

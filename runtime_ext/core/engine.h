@@ -53,6 +53,7 @@ struct TraceEvent {
   std::int32_t vertex = -1;
   std::int16_t device = 0;
   std::int16_t stream = 0;  // stream of the device: compute streams first, then the lanes (Device::lane)
+  std::int64_t ready = 0;   // its last predecessor ended. Look-ahead may issue a kernel before that
   std::int64_t issue = 0;   // handed to the device
   std::int64_t start = 0;
   std::int64_t end = 0;
@@ -76,8 +77,12 @@ struct StepCounters {
 
 // Life of a step:  begin() -> wait_out() -> deliver() -> wait_end()  -> begin() ...
 // A program without late inputs needs no deliver(). After kFailed / kStalled / kAborted the step is over; the
-// next begin() loads the residents again. All methods belong to one caller at a time; abort() may come from
-// any thread.
+// next begin() loads the residents again.
+//
+// Threads: meant for one caller at a time, and abort() from any thread. Calls from several threads do no
+// harm: each has its effect, or is refused with std::logic_error. In a process forked after the constructor
+// every call throws std::logic_error, and the destructor leaves the engine's memory behind: its threads
+// stayed in the parent.
 //
 // Starts a vertex only when all its predecessors have finished, or, within the look-ahead window, when those
 // that have not are kernels already issued to the same device, which the stream then waits for. Never queues
@@ -92,7 +97,8 @@ class Engine {
   Engine& operator=(const Engine&) = delete;
 
   // Starts a step and returns at once. Memory written by the caller before is visible to the ops.
-  // Throws std::logic_error if the step before has not ended, or is still draining after a stall.
+  // Throws std::logic_error if the step before has not ended, or is still draining after a stall, or if
+  // another thread waits inside.
   void begin();
   // Returns when every out vertex has finished. Meanwhile and afterwards whatever is ready is launched.
   // timeout in seconds; 0 polls. The caller sleeps, it never spins.
@@ -105,7 +111,7 @@ class Engine {
   // (the step is still draining; call again). Without a running step returns true at once.
   bool abort(double timeout);
   // From now on copy `vertex` reads from `src`: foreign memory that changes from step to step. Call between
-  // steps, or before deliver() for a copy that waits for a late input.
+  // steps, or before deliver() for a copy that waits for a late input; else it throws std::logic_error.
   void set_source(std::int32_t vertex, const void* src);
   // The arena's residents no longer hold what the host holds: the next begin() loads them again.
   void invalidate();
@@ -114,12 +120,14 @@ class Engine {
   const Program& program() const;
   StepCounters counters() const;  // call between steps
   void set_tracing(bool on);      // call between steps
-  std::vector<TraceEvent> events()
-      const;  // of the last step if it was traced, by start time; call between steps
+  // Of the last step if it was traced, by start time. Throws std::logic_error while a step runs.
+  std::vector<TraceEvent> events() const;
 
  private:
   class Loop;
+  Loop& loop() const;
   std::unique_ptr<Loop> loop_;
+  long pid_;  // of the process that has the threads
 };
 
 }  // namespace disco

@@ -273,6 +273,7 @@ void Engine::Loop::start_step() {
 
 void Engine::Loop::start_running() {
   phase_ = Phase::kRunning;
+  if (traced_) running_ns_ = now_ns();
   for (Resource& resource : schedule_.resources) {
     resource.next = 0;
     resource.candidates.clear();
@@ -290,6 +291,7 @@ void Engine::Loop::start_running() {
 void Engine::Loop::open_gate() {
   if (phase_ == Phase::kIdle || phase_ == Phase::kDraining || gate_open_) return;
   gate_open_ = true;
+  if (traced_) gate_opened_ns_ = now_ns();
   if (gate_since_ns_ != 0) step_.gate_ns = now_ns() - gate_since_ns_;
   if (phase_ != Phase::kRunning) return;
   for (const std::int32_t v : schedule_.late) finish(v);

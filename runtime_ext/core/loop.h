@@ -77,6 +77,7 @@ class Engine::Loop final : public ProgressListener {
   void stall();
   std::string describe_stall() const;
   Status wait(double timeout, bool for_end);
+  std::vector<std::int64_t> ready_times() const;
 
   // launch.cpp: completions and launches
   bool pump();
@@ -134,11 +135,15 @@ class Engine::Loop final : public ProgressListener {
   std::int64_t quiet_since_ns_ = 0;
   std::int64_t begin_ns_ = 0;
   std::int64_t gate_since_ns_ = 0;
+  std::int64_t gate_opened_ns_ = 0;  // while tracing
+  std::int64_t running_ns_ = 0;      // while tracing: the residents were in place
   int polls_ = 0;
   StepCounters step_;
 
   mutable std::mutex caller_mutex_;
   std::condition_variable caller_wakes_;
+  int waiters_ = 0;          // callers inside wait()
+  std::uint64_t epoch_ = 0;  // steps begun
   bool begun_ = false;
   bool active_ = false;
   bool outs_done_ = false;

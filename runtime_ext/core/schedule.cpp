@@ -111,7 +111,7 @@ void Schedule::count_edges(const Program& program) {
 
 void Schedule::make_orders(const Program& program) {
   const std::vector<bool> needed = out_ancestors(program);
-  const std::vector<bool> behind_gate = gated(program);
+  behind_gate = gated(program);
   // A fixed order with a vertex behind the gate ahead of one that an out vertex needs would never open the
   // gate.
   bool gate_seen = false;

@@ -104,6 +104,7 @@ struct Schedule {
       initial_unissued;  // those of them that are not kernels of the same device, plus kernels not issued
   std::vector<std::int32_t> serial;  // every vertex that runs, in the order of kSynchronous
   std::vector<std::int32_t> late;
+  std::vector<bool> behind_gate;  // waits, however indirectly, for a late input
   std::vector<std::int32_t> residents;
   std::int32_t runnable = 0;  // vertices that are no inputs
   std::int32_t outs = 0;      // out vertices among them

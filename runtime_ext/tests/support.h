@@ -1,5 +1,4 @@
-// Random programs whose every vertex checks that all its predecessors have finished, and devices that
-// misbehave.
+// Devices for tests, and a step as a caller runs it.
 #pragma once
 
 #include <algorithm>
@@ -16,152 +15,11 @@
 #include "core/engine.h"
 #include "core/host_device.h"
 #include "core/program.h"
+#include "core/random.h"
 #include "core/schedule.h"
+#include "scenes.h"
 
 namespace disco::testing {
-
-using Edge = std::pair<std::int32_t, std::int32_t>;
-
-// Each vertex owns a block of words. A kernel fills its block with a stamp of (vertex, step); a copy
-// duplicates the block of one predecessor, whose stamp is then the one to expect. `origin[v]` is the vertex
-// whose stamp v's block holds.
-struct Scene {
-  std::vector<VertexDesc> vertices;
-  std::vector<Edge> edges;
-  std::vector<std::int32_t> origin;
-  std::vector<std::vector<std::int32_t>> predecessors;
-  std::vector<std::vector<std::uint64_t>> blocks;
-  std::vector<std::uint64_t> host;  // what residents are loaded from
-
-  Program program() const {
-    ProgramBuilder builder;
-    for (const VertexDesc& vertex : vertices) builder.add(vertex);
-    for (const auto& [from, to] : edges) builder.edge(from, to);
-    return std::move(builder).build();
-  }
-};
-
-struct SceneOptions {
-  int vertices = 40;
-  int max_predecessors = 3;
-  double copies = 0.3;
-  bool gate = true;
-  int words = 8;
-};
-
-inline std::uint64_t stamp(std::int32_t vertex, std::uint64_t step) {
-  return (step + 1) * 1000003ULL + static_cast<std::uint64_t>(vertex) * 7919ULL;
-}
-
-// A random program: a few inputs (residents among them), then kernels and copies; the gate is half-way.
-inline std::unique_ptr<Scene> random_scene(std::uint64_t seed, const SceneOptions& options = {}) {
-  Random random;
-  random.seed(seed);
-  auto scene = std::make_unique<Scene>();
-  const int n = options.vertices;
-  scene->blocks.assign(n, std::vector<std::uint64_t>(options.words, 0));
-  scene->host.assign(options.words, 4711);
-  scene->predecessors.resize(n);
-  const int inputs = 2;
-  const int gate = options.gate ? n / 2 : -1;
-  const auto bytes = static_cast<std::int64_t>(options.words * sizeof(std::uint64_t));
-  for (int v = 0; v < n; ++v) {
-    VertexDesc vertex;
-    scene->origin.push_back(v);
-    vertex.dst = scene->blocks[v].data();
-    if (v < inputs || v == gate) {
-      vertex.kind = Kind::kInput;
-      vertex.flags = v == gate ? static_cast<std::uint8_t>(kLate) : std::uint8_t{0};
-      if (v == 0) {
-        vertex.src = scene->host.data();
-        vertex.bytes = bytes;
-      }
-      scene->vertices.push_back(vertex);
-      continue;
-    }
-    const int wanted = 1 + static_cast<int>(random.below(options.max_predecessors));
-    for (int i = 0; i < wanted; ++i) {
-      const int reach = static_cast<int>(random.below(2)) == 0 ? std::min(v, 4) : v;
-      scene->predecessors[v].push_back(v - 1 - static_cast<int>(random.below(reach)));
-    }
-    if (v > gate && options.gate && random.below(3) == 0) scene->predecessors[v].push_back(gate);
-    for (const std::int32_t p : scene->predecessors[v]) scene->edges.emplace_back(p, v);
-    const std::int32_t source = scene->predecessors[v].front();
-    const bool copy =
-        scene->vertices[source].kind != Kind::kInput && random.below(1000) < options.copies * 1000;
-    if (copy) {
-      constexpr Kind kCopies[] = {Kind::kOffload, Kind::kReload, Kind::kTransfer};
-      vertex.kind = kCopies[random.below(3)];
-      vertex.src = scene->blocks[source].data();
-      vertex.bytes = bytes;
-      scene->origin[v] = scene->origin[source];
-    } else {
-      vertex.op = v;
-    }
-    if (v < gate && random.below(6) == 0) vertex.flags = kOut;
-    scene->vertices.push_back(vertex);
-  }
-  return scene;
-}
-
-// Runs the kernels of a Scene and counts every broken promise.
-class Checker : public OpRunner {
- public:
-  explicit Checker(Scene& scene) : scene_(scene), runs_(scene.vertices.size()) {}
-
-  void begin(std::uint64_t step) {
-    step_ = step;
-    for (auto& runs : runs_) runs.store(0);
-  }
-
-  void run(std::int32_t op, int, int stream) override {
-    if (fail_at == op) throw std::runtime_error("op " + std::to_string(op) + " was told to fail");
-    if (busy_[stream].fetch_add(1) != 0) ++broken;
-    for (const std::int32_t p : scene_.predecessors[op]) check_block(p);
-    for (std::uint64_t& word : scene_.blocks[op]) word = stamp(op, step_);
-    if (before_return) before_return(op);
-    if (runs_[op].fetch_add(1) != 0) ++broken;
-    if (busy_[stream].fetch_sub(1) != 1) ++broken;
-  }
-
-  // After a step: everything ran once and every block holds this step's stamp.
-  int missing() {
-    int count = 0;
-    for (std::size_t v = 0; v < scene_.vertices.size(); ++v) {
-      const VertexDesc& vertex = scene_.vertices[v];
-      if (vertex.kind == Kind::kKernel && runs_[v].load() != 1) ++count;
-      if (vertex.kind != Kind::kInput) check_block(static_cast<std::int32_t>(v));
-    }
-    return count;
-  }
-
-  // At the gate: every out vertex has finished.
-  void check_outs() {
-    for (std::size_t v = 0; v < scene_.vertices.size(); ++v) {
-      if ((scene_.vertices[v].flags & kOut) != 0) check_block(static_cast<std::int32_t>(v));
-    }
-  }
-
-  bool ran(std::int32_t v) const { return runs_[v].load() != 0; }
-
-  std::atomic<int> broken{0};
-  std::int32_t fail_at = -1;
-  std::function<void(std::int32_t)> before_return;
-
- private:
-  void check_block(std::int32_t v) {
-    const VertexDesc& vertex = scene_.vertices[v];
-    if (vertex.kind == Kind::kInput && vertex.bytes == 0) return;
-    const std::uint64_t wanted =
-        vertex.kind == Kind::kInput ? scene_.host[0] : stamp(scene_.origin[v], step_);
-    for (const std::uint64_t word : scene_.blocks[v]) broken += word == wanted ? 0 : 1;
-  }
-
-  Scene& scene_;
-  std::uint64_t step_ = 0;
-  std::vector<std::atomic<int>> runs_;
-  std::atomic<int> busy_[8] = {};
-};
 
 // Everything completes a few polls after it was enqueued, in the order of a seeded generator, or never.
 class PolledDevice final : public Device {
@@ -262,13 +120,19 @@ inline std::vector<std::unique_ptr<Device>> one(std::unique_ptr<Device> device) 
   return devices;
 }
 
+inline std::vector<std::unique_ptr<Device>> hosts(int devices, const HostDeviceOptions& options) {
+  std::vector<std::unique_ptr<Device>> made;
+  for (int d = 0; d < devices; ++d) made.push_back(std::make_unique<HostDevice>(options));
+  return made;
+}
+
 inline std::vector<std::unique_ptr<Device>> host(int streams = 1, double bandwidth = 0.0,
                                                  bool inline_compute = true) {
   HostDeviceOptions options;
   options.compute_streams = streams;
   options.link_bandwidth = bandwidth;
   options.inline_compute = inline_compute;
-  return one(std::make_unique<HostDevice>(options));
+  return hosts(1, options);
 }
 
 // One whole step; the caller's side of the gate included.

@@ -76,33 +76,6 @@ TEST(Engine, NoVertexStartsBeforeItsPredecessorsPolledDevice) {
   }
 }
 
-TEST(Engine, SeveralDevicesShareAProgram) {
-  for (int seed = 0; seed < kRounds / 4; ++seed) {
-    auto scene = random_scene(seed, {.vertices = 60});
-    for (std::size_t v = 0; v < scene->vertices.size(); ++v)
-      scene->vertices[v].device = static_cast<int>(v % 2);
-    Checker checker(*scene);
-    auto devices = host(1, 0.0, seed % 2 == 0);
-    if (seed % 3 == 0) {
-      devices.push_back(std::make_unique<PolledDevice>(1, seed));
-    } else {
-      devices.push_back(std::move(host(1, 0.0, false)[0]));
-    }
-    // The two devices number their streams alike, so the checker cannot tell their streams apart: one kernel
-    // at a time.
-    for (auto& vertex : scene->vertices) {
-      if (vertex.kind == Kind::kKernel) vertex.device = 0;
-    }
-    Engine engine(scene->program(), std::move(devices), checker, options_of(kModes[seed % 4], 2, seed));
-    for (std::uint64_t step = 0; step < 2; ++step) {
-      ASSERT_EQ(run_step(engine, checker, step), Status::kDone)
-          << "seed " << seed << engine.last_error().message;
-      ASSERT_EQ(checker.missing(), 0) << "seed " << seed;
-      ASSERT_EQ(checker.broken, 0) << "seed " << seed;
-    }
-  }
-}
-
 // Kernels of `n` vertices without edges, as they were run.
 class Recorder : public OpRunner {
  public:
@@ -332,6 +305,8 @@ TEST(Engine, EventsOfATracedStepRespectTheEdges) {
     EXPECT_EQ(static_cast<std::int64_t>(events.size()), engine.counters().vertices);
     std::vector<TraceEvent> of(scene->vertices.size());
     for (const TraceEvent& event : events) {
+      EXPECT_LE(0, event.ready);
+      EXPECT_LE(event.ready, event.start);
       EXPECT_LE(0, event.issue);
       EXPECT_LE(event.issue, event.start);
       EXPECT_LE(event.start, event.end);
@@ -341,6 +316,7 @@ TEST(Engine, EventsOfATracedStepRespectTheEdges) {
     for (const auto& [from, to] : scene->edges) {
       if (of[from].vertex < 0) continue;
       EXPECT_LE(of[from].end, of[to].start) << from << " -> " << to;
+      EXPECT_LE(of[from].end, of[to].ready) << from << " -> " << to;
     }
     std::int64_t copied = 0;
     for (const TraceEvent& event : events) copied += event.bytes;

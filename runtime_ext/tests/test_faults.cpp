@@ -173,6 +173,8 @@ TEST(Faults, AVertexThatNeverCompletesIsAStallThatNamesWhoWaits) {
     scene.blocks.assign(3, std::vector<std::uint64_t>(1, 0));
     scene.predecessors = {{}, {}, {}};
     scene.origin = {0, 0, 2};
+    scene.block = {0, 1, 2};
+    scene.overwritten.assign(3, false);
     for (int v = 0; v < 3; ++v) {
       VertexDesc vertex;
       vertex.op = v;
