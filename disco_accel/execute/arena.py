@@ -26,6 +26,12 @@ def host_arena(nbytes: int) -> torch.Tensor:
     return arena
 
 
+def is_arena(tensor: torch.Tensor) -> bool:
+    """Whether ops may be made to allocate in ``tensor``: PyTorch must not free what lies in it one by one."""
+    load_extension()
+    return tensor.device.type != "cpu" or tensor.numel() == 0 or bool(torch.ops.disco_accel.is_arena(tensor))
+
+
 def touched_bytes(arena: torch.Tensor) -> int:
     """Bytes of the arena's pages that are in memory (host), or all of them (CUDA, which backs all at once)."""
     if arena.device.type != "cpu":

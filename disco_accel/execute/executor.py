@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
 import torch
 
 from disco_accel.errors import ConfigError, ExecutionError, Stalled
-from disco_accel.execute.arena import alias, device_arena, host_arena, touched_bytes
+from disco_accel.execute.arena import alias, device_arena, host_arena, is_arena, touched_bytes
 from disco_accel.execute.build_ext import load_extension
 from disco_accel.execute.cuda import pin, prepare_device, run_device
-from disco_accel.execute.encode import label
-from disco_accel.execute.program import Lowering, Memory
+from disco_accel.execute.describe import Describer
+from disco_accel.execute.program import Lowering, Memory, external_dtypes
 from disco_accel.execute.record import OpRecord
 from disco_accel.execute.residence import Residence, final_residence
 from disco_accel.memgraph import MemGraph
@@ -23,6 +24,14 @@ _DISPATCH = {"priority": 0, "random": 1, "fixed": 2, "synchronous": 3}
 _DONE, _TIMEOUT, _FAILED, _STALLED, _ABORTED, _IDLE = range(6)
 _SLICE_SECONDS = 0.1
 """A wait returns to Python this often, so that Ctrl-C works."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostLink:
+    """The links of one host device: bytes per second and direction (None = as fast as memcpy), seconds per copy."""
+
+    bandwidth: float | None = None
+    latency: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +50,26 @@ class EngineOptions:
     """Bytes per second and direction, host device only; None = as fast as memcpy."""
     link_latency: float = 0.0
     """Seconds per copy, host device only."""
+    links: tuple[HostLink, ...] = ()
+    """Host device only: the links of each device in the plan's order, in place of the two figures above."""
+    link_jitter: float = 0.0
+    """Host device only: each copy's time is multiplied by a random factor from 1 - link_jitter to 1 + link_jitter."""
+    link_jitter_seed: int = 0
+    """Equal seeds disturb the same copies in the same way, whatever the order they run in."""
     compute_threads: int | None = None
     """Intra-op threads of a compute stream; None = torch.get_num_threads()."""
     compute_streams: int = 1
     stall_timeout: float = 120.0
     """Seconds without any progress after which a step counts as stalled."""
+    time_ops: bool = False
+    """Measure op_seconds and engine_seconds also when not tracing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One vertex of a traced step. ``lane`` is ``compute<n>``, ``h2d``, ``d2h`` or ``p2p``.
+    """One vertex of a traced step. ``lane`` is ``compute<n>``, ``h2d``, ``d2h`` or ``p2p`` of device ``device``.
 
-    Times are seconds from begin.
+    Times are seconds from begin. A transfer is on the ``p2p`` lane of the device that it reads from.
     """
 
     vertex: int
@@ -61,18 +78,28 @@ class Event:
     start: float
     end: float
     bytes: int
+    device: int = 0
 
 
-def arena_bytes(memgraph: MemGraph) -> int:
-    """Bytes of device memory that the plan uses: the end of its highest slot."""
-    return max((slot.addr + slot.size for slot in memgraph.slots.values()), default=0)
+def arena_bytes(memgraph: MemGraph, device: int | None = None) -> int:
+    """Bytes of memory that the plan uses on ``device``: the end of its highest slot. None = on the only device."""
+    if device is None:
+        device = _only(memgraph)
+    return max((slot.addr + slot.size for slot in memgraph.slots.values() if slot.device == device), default=0)
+
+
+def _only(memgraph: MemGraph) -> int:
+    if len(memgraph.devices) != 1:
+        raise ConfigError(f"the plan has {len(memgraph.devices)} devices: say which one, by id")
+    return memgraph.devices[0].id
 
 
 class Executor:
     """Holds the arenas and the engine of one plan.
 
     A step is ``begin``, ``wait_out``, ``deliver``, ``wait_end``; a plan without late inputs needs no ``deliver``. One
-    thread drives it. A failed or abandoned step leaves it ready for the next ``begin``.
+    thread drives it. A failed or abandoned step leaves it ready for the next ``begin``. In a process forked after it
+    was made every use is an ExecutionError, except ``abandon`` and ``close``, which do nothing there.
     """
 
     def __init__(
@@ -83,25 +110,31 @@ class Executor:
         *,
         clean: Mapping[int, torch.Tensor],
         options: EngineOptions = EngineOptions(),
-        arena: torch.Tensor | None = None,
+        arena: torch.Tensor | Mapping[int, torch.Tensor] | None = None,
+        names: Mapping[int, str] | None = None,
+        specs: Mapping[int, TensorSpec] | None = None,
     ) -> None:
         """``clean``: INPUT id to a 1-d uint8 tensor over its host bytes, kept alive.
 
-        ``arena``: device memory to use, at least ``arena_bytes(memgraph)``; None = an own one. Executors may share one
-        as long as one step runs at a time and ``invalidate`` is called when another has used it in between.
+        ``arena``: device memory from ``device_arena``, at least ``arena_bytes(memgraph)``, or device id to memory; own
+        ones where none is given. Executors may share one as long as one step runs at a time and ``invalidate`` is
+        called when another has used it in between. ``names`` of INPUT vertices are for messages. ``specs``: what
+        external inputs look like; dtype, shape and strides are checked. Without one the dtype is checked if all
+        readers agree on it.
         Raises ConfigError for a bad option and ExecutionError for a plan that lacks a call, an address or host bytes.
         """
         load_extension()
-        settings = _settings(options)
+        settings, links = _settings(options), _links(options, len(memgraph.devices))
+        if len(memgraph.devices) != 1 and options.device != "cpu":
+            raise ConfigError(
+                f"device: {options.device} runs plans of one device, this one has {len(memgraph.devices)}; use cpu"
+            )
         device = run_device(options.device)
         if device.type == "cuda":
             prepare_device(device)
-        self._graph, self._calls, self._options = memgraph, ops, options
-        if arena is None:
-            arena = device_arena(arena_bytes(memgraph), device)
-        elif arena.numel() < arena_bytes(memgraph):
-            raise ExecutionError(f"the arena has {arena.numel()} bytes, the plan needs {arena_bytes(memgraph)}")
-        self._memory = Memory(arena, host_arena(memgraph.host_memory), dict(clean))
+        self._graph, self._options, self._pid = memgraph, options, os.getpid()
+        self._describer = Describer(memgraph, ops, names or {})
+        self._memory = Memory(_arenas(memgraph, arena, device), host_arena(memgraph.host_memory), dict(clean))
         self._pinned = pin(self._memory.host) if device.type == "cuda" else None
         self._table = torch.classes.disco_accel.Ops(str(device))
         tables = Lowering(memgraph, ops, records, self._memory, self._table).run()
@@ -109,11 +142,14 @@ class Executor:
         late = {v.id for v in memgraph.vertices if v.late}
         self._early = {k: s for k, s in tables.externals.items() if k not in late}
         self._late = {k: s for k, s in tables.externals.items() if k in late}
-        keep = [self._memory.device, self._memory.host, *self._memory.clean.values()]
+        keep = [*self._memory.devices.values(), self._memory.host, *self._memory.clean.values()]
         try:
-            self._engine = torch.classes.disco_accel.Engine(self._table, tables.vertices, tables.edges, keep, settings)
+            self._engine = torch.classes.disco_accel.Engine(
+                self._table, tables.vertices, tables.edges, tables.copied, keep, settings, links
+            )
         except (ValueError, RuntimeError) as error:
             raise ExecutionError(f"the plan cannot be run: {error}") from error
+        self._expect_externals(tables.externals, external_dtypes(memgraph, ops), specs or {})
         self._values: dict[tuple[Ref, TensorSpec], torch.Tensor] = {}
         self._where: dict[Ref, Residence] = {}
         self._running = False
@@ -127,8 +163,9 @@ class Executor:
     def begin(self, externals: Mapping[int, torch.Tensor]) -> None:
         """Starts a step and returns at once. ``externals``: every external INPUT that is not late, kept until the end.
 
-        Raises ExecutionError naming the input when one is missing or has another size or device than planned.
+        Raises ExecutionError naming the input when one is missing or has another size, dtype or device than planned.
         """
+        self._require_own_process()
         if self._running:
             raise ExecutionError("a step is running: wait for its end or abandon it before the next one")
         self._bind(self._early, externals)
@@ -162,6 +199,8 @@ class Executor:
 
     def abandon(self) -> None:
         """Stops launching and waits for what runs. Does nothing when no step is running."""
+        if self._running and self._pid != os.getpid():
+            self._running = False
         if self._running:
             while not self._engine.abort(_SLICE_SECONDS):
                 pass
@@ -169,6 +208,7 @@ class Executor:
 
     def invalidate(self) -> None:
         """The host bytes of clean inputs changed: residents are copied again before the next step."""
+        self._require_own_process()
         self._engine.invalidate()
 
     def value(self, ref: Ref, spec: TensorSpec) -> torch.Tensor:
@@ -181,36 +221,41 @@ class Executor:
         if cached is None:
             where = self._where.get(ref) or final_residence(self._graph, ref)
             self._where[ref] = where
-            arena = self._memory.host if where.on_host else self._memory.device
+            arena = self._memory.host if where.device is None else self._memory.devices[where.device]
             cached = self._values[ref, spec] = alias(arena, where.offset, where.size, spec)
         return cached
 
     def set_tracing(self, on: bool) -> None:
         """Whether the following steps record events. Call between steps."""
+        self._require_own_process()
         self._engine.set_tracing(on)
 
     def events(self) -> list[Event]:
         """Events of the last step, by start; empty unless it was traced. Call between steps."""
+        self._require_own_process()
         streams = self._options.compute_streams
         lanes = [*(f"compute{i}" for i in range(streams)), "h2d", "d2h", "p2p"]
         ids = [v.id for v in self._graph.vertices]
+        devices = [device.id for device in self._graph.devices]
         return [
-            Event(ids[v], lanes[stream], issue * 1e-9, start * 1e-9, end * 1e-9, nbytes)
-            for v, _, stream, issue, start, end, nbytes in self._engine.events().tolist()
+            Event(ids[v], lanes[stream], issue * 1e-9, start * 1e-9, end * 1e-9, nbytes, devices[device])
+            for v, device, stream, issue, start, end, nbytes in self._engine.events().tolist()
         ]
 
     def counters(self) -> dict[str, int | float]:
         """Sizes in bytes, seconds and counts of the last step. Call between steps; ``touched_bytes`` walks the pages.
 
-        Keys: steps, vertices, arena_bytes, touched_bytes, host_bytes, offload_bytes, reload_bytes, c10_allocations,
-        planned_allocations, step_seconds, gate_seconds (waiting for ``deliver``), op_seconds, engine_seconds (the
-        engine's own time; like op_seconds it is measured while tracing).
+        Keys: steps, vertices, arena_bytes, touched_bytes, host_bytes, offload_bytes, reload_bytes, transfer_bytes,
+        c10_allocations, planned_allocations, step_seconds, gate_seconds (waiting for ``deliver``), op_seconds (inside
+        ops on the engine's own thread), engine_seconds (its own cost). The last two are measured while tracing, or
+        with ``time_ops``; where ops have threads of their own (several devices or streams) they tell nothing.
         """
+        self._require_own_process()
         measured = self._engine.counters()
         out: dict[str, int | float] = {k: v if k.endswith("seconds") else int(v) for k, v in measured.items()}
-        out["arena_bytes"] = self._memory.device.numel()
+        out["arena_bytes"] = sum(arena.numel() for arena in self._memory.devices.values())
         out["host_bytes"] = self._memory.host.numel()
-        out["touched_bytes"] = touched_bytes(self._memory.device)
+        out["touched_bytes"] = sum(touched_bytes(arena) for arena in self._memory.devices.values())
         out["planned_allocations"] = self._planned
         return out
 
@@ -227,7 +272,15 @@ class Executor:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
+    def _require_own_process(self) -> None:
+        if self._pid != os.getpid():
+            raise ExecutionError(
+                f"the engine was started in process {self._pid}, before this process was forked from it, and its "
+                "threads stayed there; prepare the model in the process that trains it, or start workers with 'spawn'"
+            )
+
     def _require_running(self) -> None:
+        self._require_own_process()
         if not self._running:
             raise ExecutionError("no step is running: call begin() first")
 
@@ -238,7 +291,7 @@ class Executor:
     def _bind(self, storages: Mapping[int, int], given: Mapping[int, torch.Tensor]) -> None:
         missing = [k for k in storages if k not in given]
         if missing:
-            raise ExecutionError(f"no tensor was given for external input {missing[0]}")
+            raise ExecutionError(f"no tensor was given for external {self._describer.input(missing[0])}")
         ids = list(storages)
         try:
             self._engine.bind([storages[k] for k in ids], [given[k] for k in ids])
@@ -246,7 +299,18 @@ class Executor:
             position, _, message = str(error).partition(":")
             if not position.isdigit():
                 raise
-            raise ExecutionError(f"the tensor for external input {ids[int(position)]} {message}") from error
+            name = self._describer.input(ids[int(position)])
+            raise ExecutionError(f"the tensor for external {name} {message}") from error
+
+    def _expect_externals(
+        self, storages: Mapping[int, int], dtypes: Mapping[int, str], specs: Mapping[int, TensorSpec]
+    ) -> None:
+        for vertex, storage in storages.items():
+            spec = specs.get(vertex)
+            if spec is not None:
+                self._engine.expect_layout(storage, spec.dtype, spec.shape, spec.stride)
+            elif vertex in dtypes:
+                self._engine.expect_dtype(storage, dtypes[vertex])
 
     def _wait(self, poll: Callable[[float], int]) -> None:
         try:
@@ -263,35 +327,48 @@ class Executor:
         status, position, message = self._engine.last_error()
         self.abandon()
         if status == _STALLED:
-            raise Stalled(f"the step stopped making progress: {self._name_vertices(message)}")
+            raise Stalled(f"the step stopped making progress: {self._describer.stall(message)}")
         if position < 0:
             raise ExecutionError(f"the step was ended early: {message}")
         vertex = self._graph.vertices[position]
-        what = vertex.op or vertex.kind.name.lower()
         # The op's own message already begins with its name and module.
-        detail = message if vertex.kind is VertexKind.KERNEL else f"{what}: {message}"
+        detail = message if vertex.kind is VertexKind.KERNEL else f"{self._describer.what(vertex)}: {message}"
         raise ExecutionError(f"vertex {vertex.id} failed: {detail}")
 
-    def _name_vertices(self, message: str) -> str:
-        """Explains the first few positions that the engine's message mentions by id and op."""
-        known: list[str] = []
-        for word in message.replace(",", " ").replace(";", " ").split():
-            if word.isdigit() and int(word) < len(self._graph.vertices) and len(known) < 8:
-                vertex = self._graph.vertices[int(word)]
-                call = self._calls.get(vertex.id)
-                known.append(f"{word} = vertex {vertex.id} {label(call) if call else vertex.kind.name.lower()}")
-        return f"{message} ({'; '.join(known)})" if known else message
+
+def _arenas(
+    memgraph: MemGraph, given: torch.Tensor | Mapping[int, torch.Tensor] | None, device: torch.device
+) -> dict[int, torch.Tensor]:
+    """One arena for each device of the plan. Raises ExecutionError for one that is too small."""
+    if isinstance(given, torch.Tensor):
+        given = {_only(memgraph): given}
+    arenas = {}
+    for planned in memgraph.devices:
+        needed = arena_bytes(memgraph, planned.id)
+        arena = (given or {}).get(planned.id)
+        if arena is None:
+            arena = device_arena(needed, device)
+        elif arena.numel() < needed:
+            raise ExecutionError(f"the arena of device {planned.id} has {arena.numel()} bytes, the plan needs {needed}")
+        elif not is_arena(arena):
+            raise ExecutionError(f"the arena of device {planned.id} is ordinary memory: make it with device_arena()")
+        arenas[planned.id] = arena
+    return arenas
 
 
 def _settings(options: EngineOptions) -> dict[str, float]:
     """The options as the numbers that the engine reads. Raises ConfigError naming the option."""
     if options.dispatch not in _DISPATCH:
         raise ConfigError(f"dispatch is '{options.dispatch}', but it is one of {', '.join(_DISPATCH)}")
-    for name in ("lookahead", "seed", "link_latency", "stall_timeout"):
+    for name in ("lookahead", "seed", "link_latency", "link_jitter_seed"):
         if getattr(options, name) < 0:
             raise ConfigError(f"{name} is {getattr(options, name)}, but it cannot be negative")
     if options.link_bandwidth is not None and options.link_bandwidth <= 0:
         raise ConfigError(f"link_bandwidth is {options.link_bandwidth}, but it is bytes per second above 0, or None")
+    if not 0 <= options.link_jitter < 1:
+        raise ConfigError(f"link_jitter is {options.link_jitter}, but it is at least 0 and less than 1")
+    if not options.stall_timeout > 0:
+        raise ConfigError(f"stall_timeout is {options.stall_timeout}, but it is seconds above 0")
     threads = torch.get_num_threads() if options.compute_threads is None else options.compute_threads
     if threads < 1 or options.compute_streams < 1:
         raise ConfigError("compute_threads and compute_streams are at least 1")
@@ -300,9 +377,20 @@ def _settings(options: EngineOptions) -> dict[str, float]:
         "seed": float(options.seed),
         "lookahead": float(options.lookahead),
         "stall_timeout": options.stall_timeout,
-        "time_ops": 0.0,
+        "time_ops": float(options.time_ops),
         "compute_threads": float(threads),
         "compute_streams": float(options.compute_streams),
-        "link_bandwidth": options.link_bandwidth or 0.0,
-        "link_latency": options.link_latency,
+        "link_jitter": options.link_jitter,
+        "link_jitter_seed": float(options.link_jitter_seed),
     }
+
+
+def _links(options: EngineOptions, devices: int) -> list[float]:
+    """Bandwidth (0 = unlimited) and latency of each device's links, one after the other. Raises ConfigError."""
+    links: Sequence[HostLink] = options.links or [HostLink(options.link_bandwidth, options.link_latency)] * devices
+    if len(links) != devices:
+        raise ConfigError(f"links has {len(links)} entries, the plan has {devices} devices")
+    for link in links:
+        if (link.bandwidth is not None and link.bandwidth <= 0) or link.latency < 0:
+            raise ConfigError(f"links: {link} is not a bandwidth above 0 (or None) and a latency of at least 0")
+    return [number for link in links for number in (link.bandwidth or 0.0, link.latency)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from disco_accel.errors import ExecutionError
 from disco_accel.execute.encode import dispatcher_overload, encode_args, encode_out_call, encode_spec, label
 from disco_accel.execute.record import OpRecord
 from disco_accel.memgraph import MemGraph
-from disco_accel.taskgraph import OpCall, Ref, Vertex, VertexKind
+from disco_accel.taskgraph import Arg, OpCall, Ref, TensorArg, Vertex, VertexKind
 
 _LATE, _OUT = 1, 2
 _PLACED, _COPIED, _IGNORED = 0, 1, 2
@@ -20,9 +20,9 @@ _PLACED, _COPIED, _IGNORED = 0, 1, 2
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The arenas that addresses are relative to, and the host bytes of the clean inputs by vertex id."""
+    """The arenas that addresses are relative to, by device id, and the host bytes of the clean inputs by vertex id."""
 
-    device: torch.Tensor
+    devices: Mapping[int, torch.Tensor]
     host: torch.Tensor
     clean: Mapping[int, torch.Tensor]
 
@@ -32,12 +32,14 @@ class Tables:
     """What the engine is built from.
 
     ``vertices`` int64 [n, 7]: kind, device, op, dst, src, bytes, flags. ``edges`` int64 [m, 2], positions.
-    ``externals``: external INPUT id to its storage number in the op table. ``planned`` allocations of one step.
+    ``externals``: external INPUT id to its storage number in the op table. ``copied``: int64 [k, 2], the storage of an
+    external input and the position of a copy that reads it. ``planned`` allocations of one step.
     """
 
     vertices: torch.Tensor
     edges: torch.Tensor
     externals: Mapping[int, int]
+    copied: torch.Tensor
     planned: int
 
 
@@ -49,6 +51,9 @@ class Lowering:
     ) -> None:
         self._graph, self._calls, self._records, self._memory, self._ops = graph, calls, records, memory, ops
         self._vertices = {v.id: v for v in graph.vertices}
+        self._positions = {v.id: i for i, v in enumerate(graph.vertices)}
+        self._devices = {device.id: i for i, device in enumerate(graph.devices)}
+        self._copied: list[tuple[int, int]] = []
         self._storages: dict[Ref, int] = {}
         self._externals: dict[int, int] = {}
         self._planned = 0
@@ -56,7 +61,7 @@ class Lowering:
     def run(self) -> Tables:
         """Raises ExecutionError naming the vertex whose memory or call is missing."""
         rows = [self._row(vertex) for vertex in self._graph.vertices]
-        index = {vertex.id: i for i, vertex in enumerate(self._graph.vertices)}
+        index = self._positions
         edges = {(index[u], index[v]) for u, v in (*self._graph.data_edges, *self._graph.memory_edges)}
         for vertex in self._graph.vertices:
             edges.update((index[producer], index[vertex.id]) for producer, _ in vertex.inputs)
@@ -66,6 +71,7 @@ class Lowering:
             torch.tensor(rows, dtype=torch.int64).reshape(-1, 7),
             torch.tensor(waits, dtype=torch.int64).reshape(-1, 2),
             self._externals,
+            torch.tensor(self._copied, dtype=torch.int64).reshape(-1, 2),
             self._planned,
         )
 
@@ -79,7 +85,12 @@ class Lowering:
         else:
             nbytes = vertex.sizes[0]
             dst, src = self._copy(vertex) if nbytes else (0, 0)
-        return int(vertex.kind), 0, op, dst, src, nbytes, flags
+        return int(vertex.kind), self._lane_device(vertex), op, dst, src, nbytes, flags
+
+    def _lane_device(self, vertex: Vertex) -> int:
+        """Where the vertex runs, as a position: a transfer on the link of the device that it reads from."""
+        source = vertex.inputs[0][0] if vertex.kind is VertexKind.TRANSFER else vertex.id
+        return self._devices[self._vertices[source].device]
 
     def _input(self, vertex: Vertex) -> tuple[int, int, int]:
         if vertex.external:
@@ -101,9 +112,14 @@ class Lowering:
         ref = vertex.inputs[0]
         if vertex.kind is VertexKind.OFFLOAD:
             return self._host_address(vertex.id), self._address(ref)
-        if vertex.kind is VertexKind.TRANSFER:
-            return self._address((vertex.id, 0)), self._address(ref)
         source = self._vertices[ref[0]]
+        if vertex.kind is VertexKind.TRANSFER:
+            target = self._address((vertex.id, 0))
+            if not source.external:
+                return target, self._address(ref)
+            self._copied.append((self._externals[source.id], self._positions[vertex.id]))
+            # Any address will do until the input is bound: nothing runs before.
+            return target, target
         if source.kind is VertexKind.OFFLOAD:
             return self._address((vertex.id, 0)), self._host_address(source.id)
         if source.id not in self._memory.clean:
@@ -120,7 +136,7 @@ class Lowering:
         slot = self._graph.slots.get(ref)
         if slot is None:
             raise ExecutionError(f"value {ref[1]} of vertex {ref[0]} has no address in the plan")
-        return self._memory.device.data_ptr() + slot.addr
+        return self._memory.devices[slot.device].data_ptr() + slot.addr
 
     def _storage(self, ref: Ref) -> int:
         storage = self._storages.get(ref)
@@ -168,3 +184,25 @@ class Lowering:
             mode = _PLACED if result.output in placed else _COPIED
             self._ops.expect_result(op, mode, encode_spec(self._storage((vertex.id, result.output)), result.spec))
         return op
+
+
+def external_dtypes(graph: MemGraph, calls: Mapping[int, OpCall]) -> dict[int, str]:
+    """External INPUT id to the dtype that all kernels read it as, where they agree."""
+    external = {v.id for v in graph.vertices if v.external}
+    seen: dict[int, set[str]] = {}
+    for vertex in graph.vertices:
+        if vertex.id not in calls:
+            continue
+        for arg in _tensor_args(calls[vertex.id].args):
+            producer = vertex.inputs[arg.input][0]
+            if producer in external:
+                seen.setdefault(producer, set()).add(arg.spec.dtype)
+    return {vertex: next(iter(dtypes)) for vertex, dtypes in seen.items() if len(dtypes) == 1}
+
+
+def _tensor_args(args: tuple[Arg, ...]) -> Iterator[TensorArg]:
+    for arg in args:
+        if isinstance(arg, TensorArg):
+            yield arg
+        elif isinstance(arg, tuple):
+            yield from _tensor_args(arg)

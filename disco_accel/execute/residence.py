@@ -11,9 +11,9 @@ from disco_accel.taskgraph import Ref, Vertex, VertexKind
 
 @dataclass(frozen=True, slots=True)
 class Residence:
-    """``size`` bytes at ``offset`` of the device arena, or of the host arena."""
+    """``size`` bytes at ``offset`` of the arena of ``device``, or of the host arena if that is None."""
 
-    on_host: bool
+    device: int | None
     offset: int
     size: int
 
@@ -31,11 +31,11 @@ def final_residence(graph: MemGraph, ref: Ref) -> Residence:
     for place in (ref, *reversed(copies)):
         slot = graph.slots.get(place)
         if slot is not None and not _overwritten(graph, place, order):
-            return Residence(False, slot.addr, slot.size)
+            return Residence(slot.device, slot.addr, slot.size)
     for offload in offloads:
         offset = graph.host_offsets.get(offload.id)
         if offset is not None and not _host_overwritten(graph, offload, offset, order):
-            return Residence(True, offset, offload.sizes[0])
+            return Residence(None, offset, offload.sizes[0])
     raise ExecutionError(f"value {ref[1]} of vertex {ref[0]} is not kept by the plan")
 
 

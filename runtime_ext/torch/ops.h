@@ -82,6 +82,7 @@ class OpTable {
   RecordedCall record(std::int32_t op) const;
 
   std::size_t size() const { return ops_.size(); }
+  std::size_t storages() const { return storages_.size(); }
   const std::string& label(std::int32_t op) const { return ops_.at(op).label; }
   c10::Device device() const { return device_; }
 

@@ -6,6 +6,7 @@
 #include <omp.h>
 #include <torch/custom_class.h>
 #include <torch/library.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <memory>
@@ -106,6 +107,42 @@ struct TorchOps : torch::CustomClassHolder {
   OpTable table;
 };
 
+// What an external tensor must look like. Without `known_layout` only the dtype counts.
+struct ExternalLayout {
+  c10::ScalarType dtype = c10::ScalarType::Undefined;
+  Ints shape, stride;
+  bool known_layout = false;
+};
+
+std::string text_of(c10::ArrayRef<std::int64_t> values) {
+  std::string text = "[";
+  for (const std::int64_t value : values) text += (text.size() > 1 ? ", " : "") + std::to_string(value);
+  return text + "]";
+}
+
+bool same_strides(const at::Tensor& tensor, const Ints& stride) {
+  for (std::int64_t d = 0; d < tensor.dim(); ++d) {
+    if (tensor.size(d) > 1 && tensor.stride(d) != stride[static_cast<std::size_t>(d)]) return false;
+  }
+  return true;
+}
+
+void check_layout(const at::Tensor& tensor, const ExternalLayout& planned) {
+  if (tensor.scalar_type() != planned.dtype) {
+    throw std::invalid_argument(std::string("is ") + c10::toString(tensor.scalar_type()) +
+                                ", the plan reads " + c10::toString(planned.dtype));
+  }
+  if (!planned.known_layout) return;
+  if (tensor.sizes() != planned.shape) {
+    throw std::invalid_argument("has shape " + text_of(tensor.sizes()) + ", the plan was made for " +
+                                text_of(planned.shape));
+  }
+  if (tensor.numel() > 0 && !same_strides(tensor, planned.stride)) {
+    throw std::invalid_argument("has strides " + text_of(tensor.strides()) + ", the plan was made for " +
+                                text_of(planned.stride));
+  }
+}
+
 struct Settings {
   EngineOptions engine;
   HostDeviceOptions host;
@@ -122,8 +159,8 @@ Settings read_settings(const c10::Dict<std::string, double>& values) {
   settings.engine.time_ops = get("time_ops") != 0;
   settings.compute_threads = static_cast<int>(get("compute_threads"));
   settings.host.compute_streams = static_cast<int>(get("compute_streams"));
-  settings.host.link_bandwidth = get("link_bandwidth");
-  settings.host.link_latency = get("link_latency");
+  settings.host.link_jitter = get("link_jitter");
+  settings.host.link_jitter_seed = static_cast<std::uint64_t>(get("link_jitter_seed"));
   settings.host.on_compute_thread = [threads = settings.compute_threads](int) {
     prepare_compute_thread(threads);
   };
@@ -152,10 +189,15 @@ Program read_program(const at::Tensor& vertices, const at::Tensor& edges) {
 }
 
 struct TorchEngine : torch::CustomClassHolder, OpRunner {
-  // `keep` holds every tensor whose memory the program names.
+  // `copied` is int64 [k, 2]: the storage of an external input and a copy that reads it. `keep` holds every
+  // tensor whose memory the program names. `links` has a bandwidth and a latency for each device.
   TorchEngine(c10::intrusive_ptr<TorchOps> ops, const at::Tensor& vertices, const at::Tensor& edges,
-              std::vector<at::Tensor> keep, const c10::Dict<std::string, double>& options)
-      : ops_(std::move(ops)), keep_(std::move(keep)) {
+              const at::Tensor& copied, std::vector<at::Tensor> keep,
+              const c10::Dict<std::string, double>& options, const std::vector<double>& links)
+      : ops_(std::move(ops)), keep_(std::move(keep)), pid_(getpid()) {
+    layouts_.resize(ops_->table.storages());
+    const auto* pair = copied.const_data_ptr<std::int64_t>();
+    for (std::int64_t i = 0; i < copied.size(0); ++i, pair += 2) copied_.emplace_back(pair[0], pair[1]);
     const Settings settings = read_settings(options);
     std::vector<std::unique_ptr<Device>> devices;
     if (ops_->table.device().is_cuda()) {
@@ -177,7 +219,12 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
         }
       }
     } else {
-      devices.push_back(std::make_unique<HostDevice>(settings.host));
+      for (std::size_t d = 0; 2 * d < links.size(); ++d) {
+        HostDeviceOptions host = settings.host;
+        host.link_bandwidth = links[2 * d];
+        host.link_latency = links.at(2 * d + 1);
+        devices.push_back(std::make_unique<HostDevice>(host));
+      }
     }
     engine_ =
         std::make_unique<Engine>(read_program(vertices, edges), std::move(devices), *this, settings.engine);
@@ -185,11 +232,18 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
 
   // The arena itself is freed by whoever holds it last, so its range must be forgotten first.
   ~TorchEngine() override {
+    // In a forked child the engine's threads do not exist, so nothing could end them.
+    if (pid_ != getpid()) {
+      static_cast<void>(engine_.release());
+      return;
+    }
     engine_.reset();
     for (const void* base : planned_ranges_) remove_planned_range(base);
   }
 
   void run(std::int32_t op, int /*device*/, int stream) override {
+    if (op == failing_)
+      throw std::runtime_error(ops_->table.label(op) + ": failed because a test asked for it");
     if (cuda_ != nullptr) {
       const StreamScope scope(ops_->table.device(), cuda_->native_stream(stream));
       Warmth& warmth = warmth_[static_cast<std::size_t>(stream)];
@@ -203,16 +257,32 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
     }
   }
 
+  void expect_dtype(std::int64_t storage, const std::string& dtype) {
+    layouts_.at(storage).dtype = c10::getStringToDtypeMap().at(dtype);
+  }
+  void expect_layout(std::int64_t storage, const std::string& dtype, Ints shape, Ints stride) {
+    layouts_.at(storage) = {c10::getStringToDtypeMap().at(dtype), std::move(shape), std::move(stride), true};
+  }
+
   // Binds externals[i] to storages[i]. The message of a failure starts with the position i.
   void bind(const Ints& storages, const std::vector<at::Tensor>& externals) {
     for (std::size_t i = 0; i < storages.size(); ++i) {
       try {
         ops_->table.bind_external(storages[i], externals.at(i));
+        const ExternalLayout& layout = layouts_.at(storages[i]);
+        if (layout.dtype != c10::ScalarType::Undefined) check_layout(externals[i], layout);
       } catch (const std::exception& error) {
         throw std::invalid_argument(std::to_string(i) + ":" + error.what());
       }
+      for (const auto& [storage, vertex] : copied_) {
+        if (storage == storages[i]) {
+          engine_->set_source(static_cast<std::int32_t>(vertex), externals[i].const_data_ptr());
+        }
+      }
     }
   }
+  // For tests: from now on op number `op` fails as if it had thrown; -1 = none. Call between steps.
+  void fail_at(std::int64_t op) { failing_ = static_cast<std::int32_t>(op); }
   void begin() {
     allocations_before_ = engine_allocations();
     for (Warmth& warmth : warmth_) {
@@ -255,6 +325,7 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
     out.insert("vertices", static_cast<double>(step.vertices));
     out.insert("offload_bytes", static_cast<double>(step.offload_bytes));
     out.insert("reload_bytes", static_cast<double>(step.reload_bytes));
+    out.insert("transfer_bytes", static_cast<double>(step.transfer_bytes));
     out.insert("step_seconds", static_cast<double>(step.step_ns) * 1e-9);
     out.insert("gate_seconds", static_cast<double>(step.gate_ns) * 1e-9);
     out.insert("op_seconds", static_cast<double>(step.op_ns) * 1e-9);
@@ -273,7 +344,11 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
   CudaDevice* cuda_ = nullptr;
   std::unique_ptr<CallerOrder> caller_;
   std::unique_ptr<BlasWarmup> warmup_;
-  std::vector<Warmth> warmth_;  // by compute stream; written by the loop thread within a step
+  std::vector<Warmth> warmth_;           // by compute stream; written by the loop thread within a step
+  std::vector<ExternalLayout> layouts_;  // by storage
+  std::vector<std::pair<std::int64_t, std::int64_t>> copied_;  // storage of an external input, copy of it
+  std::int32_t failing_ = -1;
+  const pid_t pid_;
   std::unique_ptr<Engine> engine_;
   std::int64_t allocations_before_ = 0;
 };
@@ -283,6 +358,7 @@ TORCH_LIBRARY(disco_accel, m) {
   m.def("carve", &carve);
   m.def("touched_bytes", &touched_bytes);
   m.def("sample_digest", [](std::vector<at::Tensor> tensors) { return sample_digest(tensors); });
+  m.def("is_arena", [](const at::Tensor& tensor) { return in_planned_range(tensor.const_data_ptr()); });
   m.def("engine_allocations", &engine_allocations);
   m.def("set_live_tracking", [](bool on) {
     install_cpu_decorator();
@@ -304,8 +380,11 @@ TORCH_LIBRARY(disco_accel, m) {
       .def("time", &TorchOps::time);
   m.class_<Pinned>("Pinned").def(torch::init<at::Tensor>());
   m.class_<TorchEngine>("Engine")
-      .def(torch::init<c10::intrusive_ptr<TorchOps>, at::Tensor, at::Tensor, std::vector<at::Tensor>,
-                       c10::Dict<std::string, double>>())
+      .def(torch::init<c10::intrusive_ptr<TorchOps>, at::Tensor, at::Tensor, at::Tensor,
+                       std::vector<at::Tensor>, c10::Dict<std::string, double>, std::vector<double>>())
+      .def("expect_dtype", &TorchEngine::expect_dtype)
+      .def("expect_layout", &TorchEngine::expect_layout)
+      .def("fail_at", &TorchEngine::fail_at)
       .def("bind", &TorchEngine::bind)
       .def("begin", &TorchEngine::begin)
       .def("wait_out", &TorchEngine::wait_out)

@@ -157,7 +157,7 @@ def test_two_executors_take_turns_and_share_an_arena() -> None:
             inputs = build(program, seed)
             assert_bits(step(executor, inputs), inputs)
     builder, graph, records = _measured(samples.language_model)
-    shared = one._memory.device
+    shared = one._memory.devices[0]
     plan = _plan(samples.language_model, "all")
     third = Executor(plan, graph.ops, records, clean=builder.clean, arena=shared)
     for executor, program in ((third, samples.language_model), (one, samples.dense), (third, samples.language_model)):

@@ -1,0 +1,59 @@
+"""What messages call the vertices of a plan."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from disco_accel.execute.encode import label
+from disco_accel.memgraph import MemGraph
+from disco_accel.taskgraph import OpCall, Ref, Vertex, VertexKind
+
+_VERTEX = re.compile(r"\b(\d+) \((?:input|kernel|transfer|offload|reload)\)")
+_WAITED_FOR = re.compile(r"\bfor (\d+)\b")
+
+
+class Describer:
+    """Names vertices by id, op and module, copies by the value that they move.
+
+    ``names`` of INPUT vertices, such as the parameter that one holds; without one it is called by its ``op``.
+    """
+
+    def __init__(self, graph: MemGraph, calls: Mapping[int, OpCall], names: Mapping[int, str]) -> None:
+        self._order = graph.vertices
+        self._vertices = {v.id: v for v in graph.vertices}
+        self._calls, self._names = calls, names
+
+    def at(self, position: int) -> str:
+        """The vertex at ``position`` of the serial order: ``vertex 7 (reload of layers.0.up_proj.weight)``."""
+        vertex = self._order[position]
+        return f"vertex {vertex.id} ({self.what(vertex)})"
+
+    def input(self, vertex: int) -> str:
+        """An INPUT by id and name: ``input 3 (input_ids)``."""
+        return f"input {vertex} ({self._names[vertex]})" if vertex in self._names else f"input {vertex}"
+
+    def what(self, vertex: Vertex) -> str:
+        """What the vertex does, without its id."""
+        if vertex.kind is VertexKind.KERNEL:
+            call = self._calls.get(vertex.id)
+            return label(call) if call else vertex.op or "kernel"
+        if vertex.kind is VertexKind.INPUT:
+            return f"input {self._names.get(vertex.id, vertex.op)}".strip()
+        return f"{vertex.kind.name.lower()} of {self._value(vertex.inputs[0])}"
+
+    def stall(self, message: str) -> str:
+        """The engine's account of a stall, which names vertices by position, with their names."""
+        named = _VERTEX.sub(lambda m: self.at(int(m[1])), message)
+        return _WAITED_FOR.sub(lambda m: f"for {self.at(int(m[1]))}", named)
+
+    def _value(self, ref: Ref) -> str:
+        """The value that a chain of copies carries, by who made it."""
+        vertex = self._vertices[ref[0]]
+        while vertex.kind in (VertexKind.OFFLOAD, VertexKind.RELOAD):
+            ref = vertex.inputs[0]
+            vertex = self._vertices[ref[0]]
+        if vertex.kind is VertexKind.INPUT:
+            return self._names.get(vertex.id) or f"input {vertex.id}"
+        output = f"output {ref[1]} of " if len(vertex.sizes) > 1 else ""
+        return f"{output}vertex {vertex.id} ({self.what(vertex)})"
