@@ -94,6 +94,19 @@ class OpResult:
 
 
 @dataclass(frozen=True, slots=True)
+class RngSite:
+    """Where random numbers are drawn. ``slot`` numbers a place for one state of the generator; -1 = none.
+
+    A live site draws from the user's generator and, if it has a slot, first notes there the state it starts from. A
+    ``replay`` starts from the state in its slot and leaves the generator as it found it. ``after`` edges order the live
+    sites as eager execution draws, and each replay behind the live site of its slot.
+    """
+
+    slot: int = -1
+    replay: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class OpCall:
     """The call behind a KERNEL: the functional overload as captured, its arguments in schema order, defaults filled in.
 
@@ -101,7 +114,8 @@ class OpCall:
     number where the schema wants a Tensor is a wrapped number, as in ``x * 2``: it takes part in type promotion
     as a Python scalar does. ``results`` has one entry per returned tensor in order; ``None`` where nobody reads it
     and it owns no output.
-    ``module`` is the dotted path of the module that issued the op ("" if unknown), for messages.
+    ``module`` is the dotted path of the module that issued the op ("" if unknown), for messages. ``rng``: the op draws
+    random numbers.
     """
 
     name: str
@@ -109,6 +123,7 @@ class OpCall:
     args: tuple[Arg, ...]
     results: tuple[OpResult | None, ...]
     module: str = ""
+    rng: RngSite | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from disco_accel.capture.inplace import overwritable
 from disco_accel.capture.nodes import arguments_of, nodes_in
 from disco_accel.capture.tags import RECOMPUTE, NodeInfo, node_info
 from disco_accel.errors import CaptureError
-from disco_accel.taskgraph import Arg, EnumArg, OpCall, OpResult, Ref, TensorArg, Vertex, VertexKind
+from disco_accel.taskgraph import Arg, EnumArg, OpCall, OpResult, Ref, RngSite, TensorArg, Vertex, VertexKind
 
 # ATen implements each of these by calling the other, whose out variant is native: for the Scalar overloads by
 # wrapping the number.
@@ -94,8 +95,10 @@ def constant_value(module: fx.GraphModule, node: fx.Node) -> torch.Tensor:
     return value
 
 
-def lower_ops(graph: fx.Graph, low: Lowering) -> None:
+def lower_ops(graph: fx.Graph, low: Lowering, sites: Mapping[fx.Node, RngSite] = MappingProxyType({})) -> None:
     """Append one KERNEL per op of ``graph``; every placeholder and constant it reads must be an INPUT already.
+
+    ``sites``: the nodes that draw random numbers.
 
     Raises:
         CaptureError: an op whose effect a TaskGraph cannot say; names op and module.
@@ -107,7 +110,7 @@ def lower_ops(graph: fx.Graph, low: Lowering) -> None:
         if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
             raise CaptureError(f"{target} in module {node_info(node).module or '?'} is not an aten op")
         if target._schema.is_mutable or not _is_view(node, low):
-            _lower_kernel(node, target, low)
+            _lower_kernel(node, target, low, sites.get(node))
 
 
 def _is_view(node: fx.Node, low: Lowering) -> bool:
@@ -115,7 +118,7 @@ def _is_view(node: fx.Node, low: Lowering) -> bool:
     return bool(tensors) and all(storage_key(t) in low.owner for t in tensors)
 
 
-def _lower_kernel(node: fx.Node, target: torch._ops.OpOverload, low: Lowering) -> None:
+def _lower_kernel(node: fx.Node, target: torch._ops.OpOverload, low: Lowering, rng: RngSite | None) -> None:
     info = node_info(node)
     where = f"{target} in module {info.module or '?'}"
     target = _SAME_OP.get(target, target)
@@ -138,7 +141,7 @@ def _lower_kernel(node: fx.Node, target: torch._ops.OpOverload, low: Lowering) -
     if not sizes:
         raise CaptureError(f"{where} returns no tensor")
     name = target._schema.name
-    call = OpCall(name, target._overloadname, args, results, info.module)
+    call = OpCall(name, target._overloadname, args, results, info.module, rng)
     low.vertices.append(
         Vertex(
             id=id_,

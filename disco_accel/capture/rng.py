@@ -1,42 +1,151 @@
-"""Random ops in a step: found, and for now refused with the setting that turns them off."""
+"""Random ops of a step: which draw live, in eager's order, and which replay what the forward of their segment drew.
+
+Eager execution draws from the default generator as its ops run, and non-reentrant checkpointing sets the generator
+back to where the segment began before it recomputes: the k-th random op of a recomputation repeats the k-th of its
+forward. Recomputation may stop early, so it may draw less often than the forward, never more.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
 
+from disco_accel.capture.lower import Lowering
 from disco_accel.capture.nodes import arguments_of
-from disco_accel.capture.tags import node_info
+from disco_accel.capture.tags import FORWARD, RECOMPUTE, TraceLog, node_info
 from disco_accel.errors import CaptureError
+from disco_accel.taskgraph import Ref, RngSite
 
 
-def check_no_random_ops(graph: fx.Graph) -> None:
-    """Raise where the step draws random numbers.
+@contextmanager
+def user_generator() -> Iterator[None]:
+    """Leave the user's generator as it is, and notice a model that sets it itself.
 
     Raises:
-        CaptureError: names the op, its module, and the setting to change.
+        CaptureError: something under the trace seeded the generator or drew from it where no op shows it.
     """
-    for node in graph.nodes:
-        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and _draws(node):
-            module = node_info(node).module
+    with torch.random.fork_rng(devices=[]):
+        before = torch.get_rng_state()
+        yield
+        if not torch.equal(before, torch.get_rng_state()):
             raise CaptureError(
-                f"{node.target} in module {module or '?'} draws random numbers, which a planned step cannot replay; "
-                f"{_advice(module)}"
+                "torch.manual_seed: the model's forward seeds or sets the random generator, or draws from it outside "
+                "of torch ops, which a planned step cannot repeat; do it outside of the forward"
             )
 
 
-def _draws(node: fx.Node) -> bool:
+def random_sites(graph: fx.Graph, log: TraceLog) -> dict[fx.Node, RngSite]:
+    """What each op that draws random numbers does with the generator.
+
+    Raises:
+        CaptureError: a recomputed draw that is not the forward's, or one of unknown origin.
+    """
+    forward: dict[int, list[fx.Node]] = {}
+    replayed: dict[int, int] = {}
+    slots: dict[fx.Node, int] = {}
+    live: list[fx.Node] = []
+    replays: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if not draws(node):
+            continue
+        info = node_info(node)
+        _check_origin(node, log)
+        if info.phase != RECOMPUTE or info.layer in log.redrawn:
+            live.append(node)
+            if info.phase == FORWARD:
+                forward.setdefault(info.layer, []).append(node)
+            continue
+        k = replayed.get(info.layer, 0)
+        replayed[info.layer] = k + 1
+        drawn = forward.get(info.layer, [])
+        if k >= len(drawn) or _signature(drawn[k]) != _signature(node):
+            raise CaptureError(
+                f"{_where(node)} is drawn in the recomputation of a checkpointed segment, but its forward drew "
+                f"{_where(drawn[k]) if k < len(drawn) else 'nothing more'}; the segment must do the same both times"
+            )
+        slots[drawn[k]] = len(slots)
+        replays[node] = drawn[k]
+    sites = {node: RngSite(slots.get(node, -1)) for node in live}
+    return sites | {node: RngSite(slots[twin], replay=True) for node, twin in replays.items()}
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether the call takes numbers from a generator."""
     target = node.target
-    assert isinstance(target, torch._ops.OpOverload)
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+        return False
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     # Fused attention is tagged as seeded whatever its dropout probability is.
     return bool(arguments_of(node, target).get("dropout_p", 1.0) != 0.0)
 
 
-def _advice(module: str) -> str:
-    if "lora_dropout" in module:
-        return "set lora_dropout: 0"
-    if "attn" in module or "attention" in module:
-        return "set attention_dropout: 0 in the model's config"
-    return "set its dropout probability to 0"
+def _check_origin(node: fx.Node, log: TraceLog) -> None:
+    info = node_info(node)
+    if info.layer in log.nested:
+        raise CaptureError(
+            f"{_where(node)} draws random numbers in a checkpointed segment inside another one, "
+            "which cannot be replayed; checkpoint one level only, or set its dropout probability to 0"
+        )
+    if info.in_backward and info.phase != RECOMPUTE:
+        raise CaptureError(
+            f"{_where(node)} draws random numbers in the backward, outside of a checkpointed segment that is known; "
+            "switch checkpointing on with model.gradient_checkpointing_enable()"
+        )
+
+
+def _where(node: fx.Node) -> str:
+    return f"{node.target} in module {node_info(node).module or '?'}"
+
+
+def _signature(node: fx.Node) -> tuple[Any, ...]:
+    """The call with each tensor replaced by what it looks like."""
+    return (node.target, *fx.node.map_arg((node.args, dict(node.kwargs)), _looks))
+
+
+def _looks(node: fx.Node) -> Any:
+    tensor = node.meta["val"]
+    return str((tensor.dtype, tuple(tensor.shape), tensor.stride()))
+
+
+def chain_draws(low: Lowering, loss: Ref) -> None:
+    """Edges that make every schedule draw as eager does: see ``RngSite``. Call it when all other edges are made.
+
+    The loss waits for the last draw of the forward, so that the user's generator is in eager's state when the forward
+    returns.
+
+    Raises:
+        CaptureError: the forward draws after it has computed the loss.
+    """
+    sites = {id_: call.rng for id_, call in low.ops.items() if call.rng is not None}
+    first_late = min((v.id for v in low.vertices if _reads_late(low, v.id)), default=len(low.vertices))
+    owner: dict[int, int] = {}
+    live = [id_ for id_, site in sorted(sites.items()) if not site.replay]
+    for before, id_ in zip([-1, *live], live, strict=False):
+        owner[sites[id_].slot] = id_
+        if loss[0] < id_ < first_late:
+            call = low.ops[id_]
+            raise CaptureError(
+                f"{call.name} in module {call.module or '?'} draws random numbers between the loss and its gradient; "
+                "compute the loss last, and outside of checkpointed segments"
+            )
+        _wait(low, id_, before)
+    _wait(low, loss[0], max((id_ for id_ in live if id_ < loss[0]), default=-1))
+    for id_, site in sites.items():
+        if site.replay:
+            _wait(low, id_, owner[site.slot])
+
+
+def _reads_late(low: Lowering, id_: int) -> bool:
+    return any(low.vertices[producer].late for producer, _ in low.vertices[id_].inputs)
+
+
+def _wait(low: Lowering, id_: int, other: int) -> None:
+    vertex = low.vertices[id_]
+    if other >= 0 and other not in vertex.after and all(producer != other for producer, _ in vertex.inputs):
+        low.vertices[id_] = replace(vertex, after=(*vertex.after, other))

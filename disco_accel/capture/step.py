@@ -25,7 +25,7 @@ from disco_accel.capture.lower import (
     mark,
     used_inputs,
 )
-from disco_accel.capture.rng import check_no_random_ops
+from disco_accel.capture.rng import chain_draws, draws, random_sites, user_generator
 from disco_accel.capture.tags import TraceLog, logging_trace
 from disco_accel.capture.twins import batch_tensors, model_twins, replace_tensors, twin
 from disco_accel.errors import CaptureError
@@ -152,6 +152,7 @@ def capture_step(
 
     with ExitStack() as stack:
         stack.enter_context(_quiet())
+        stack.enter_context(user_generator())
         stack.enter_context(outside_autocast())
         stack.enter_context(torch.enable_grad())
         # On CUDA autograd would run the backward in a thread of its own, out of sight of the contexts here.
@@ -204,7 +205,7 @@ def _lower(
     trace: fx.GraphModule, sources: Sequence[tuple[str, str]], log: TraceLog, name: str, where: torch.device
 ) -> CapturedStep:
     graph = trace.graph
-    check_no_random_ops(graph)
+    sites = random_sites(graph, log)
     graph.eliminate_dead_code(is_impure_node=_must_stay)
     source_of = dict(zip(graph.find_nodes(op="placeholder"), sources, strict=True))
     low = Lowering(device=str(where))
@@ -217,12 +218,13 @@ def _lower(
         tensor = node.meta["val"]
         vertex = low.add_input(tensor, _FLAGS[source])
         bindings.append(InputBinding(vertex, source, key, tensor_spec(tensor)))
-    lower_ops(graph, low)
+    lower_ops(graph, low, sites)
     hold_back(low, log.output_grads)
 
     returned: Any = graph.output_node().args[0]
     loss, *grads = returned
     outputs = (_value(low, "loss", loss),)
+    chain_draws(low, outputs[0].ref)
     trainable = [key for source, key in sources if source == "trainable"]
     pairs = zip(trainable, grads, strict=True)
     gradients = tuple(_value(low, key, grad) for key, grad in pairs if grad is not None)
@@ -238,7 +240,8 @@ def _lower(
 def _must_stay(node: fx.Node) -> bool:
     if node.op in ("placeholder", "output"):
         return True
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    # Eager draws the numbers that nobody reads too.
+    return draws(node) or (isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable)
 
 
 def _value(low: Lowering, name: str, node: fx.Node) -> ValueBinding:

@@ -27,16 +27,24 @@ _INFO_KEY = "disco_accel"
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """``phase`` is "" outside checkpointed segments; ``layer`` counts those segments in forward order."""
+    """``phase`` is "" outside checkpointed segments; ``layer`` counts those segments in forward order.
+
+    ``in_backward``: issued while autograd ran a backward.
+    """
 
     phase: str = ""
     layer: int = -1
     module: str = ""
+    in_backward: bool = False
 
 
 @dataclass
 class TraceLog:
-    """State of one trace. ``output_grads`` keeps the gradient of each checkpointed segment's outputs, by layer."""
+    """State of one trace. ``output_grads`` keeps the gradient of each checkpointed segment's outputs, by layer.
+
+    ``redrawn``: segments whose recomputation draws new random numbers (``preserve_rng_state=False``). ``nested``:
+    segments inside other segments.
+    """
 
     module_names: Mapping[int, str]
     modules: list[str] = field(default_factory=list)
@@ -45,6 +53,8 @@ class TraceLog:
     layers: int = 0
     output_grads: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     layer_modules: dict[int, str] = field(default_factory=dict)
+    redrawn: set[int] = field(default_factory=set)
+    nested: set[int] = field(default_factory=set)
     by_sequence: dict[int, str] = field(default_factory=dict)
 
     @property
@@ -54,7 +64,7 @@ class TraceLog:
 
     def info(self) -> NodeInfo:
         """What to note on a node created now."""
-        return NodeInfo(self.phase, self.layer, self._issuer())
+        return NodeInfo(self.phase, self.layer, self._issuer(), torch._C._current_autograd_node() is not None)
 
     def _issuer(self) -> str:
         node = torch._C._current_autograd_node()
@@ -166,7 +176,11 @@ def checkpointed(function: Callable[..., Any], *args: Any, **options: Any) -> An
     log.layers += 1
     log.layer_modules[layer] = log.module
     options.pop("context_fn", None)
-    # Random ops are refused or replayed by the capture itself; saving generator states would only break tracing.
+    if not options.get("preserve_rng_state", True):
+        log.redrawn.add(layer)
+    if log.phase in (FORWARD, RECOMPUTE):
+        log.nested.add(layer)
+    # The capture itself pairs what draws with its replay; saving generator states would only break tracing.
     options["preserve_rng_state"] = False
     tags = (_Tag(log, FORWARD, layer), _Tag(log, RECOMPUTE, layer))
     output = checkpoint(function, *args, use_reentrant=False, context_fn=lambda: tags, **options)

@@ -154,6 +154,8 @@ class Lowering:
             op = self._add_call(vertex, call, record)
         except (ValueError, RuntimeError) as error:
             raise ExecutionError(f"vertex {vertex.id}: {error}") from error
+        if call.rng is not None:
+            self._ops.set_rng(op, call.rng.slot, call.rng.replay)
         addresses = []
         for allocation in record.allocations:
             scratch = (vertex.id, len(vertex.sizes) - 1)

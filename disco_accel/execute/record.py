@@ -80,7 +80,7 @@ def record(graph: TaskGraph, *, device: str = "cpu", compute_threads: int | None
     vertices = {v.id: v for v in graph.vertices}
     known: dict[_Signature, OpRecord] = {}
     records: dict[int, OpRecord] = {}
-    with _threads(compute_threads):
+    with _threads(compute_threads), _generator_kept(torch.device(device)):
         for vertex in graph.vertices:
             if vertex.kind is not VertexKind.KERNEL:
                 continue
@@ -103,6 +103,18 @@ def apply(graph: TaskGraph, records: Mapping[int, OpRecord]) -> TaskGraph:
         scratch = (measured.scratch_bytes,) if measured.scratch_bytes else ()
         vertices.append(replace(vertex, sizes=vertex.sizes + scratch, duration=measured.seconds))
     return replace(graph, vertices=tuple(vertices))
+
+
+@contextmanager
+def _generator_kept(device: torch.device) -> Iterator[None]:
+    """Random ops draw while they are measured: the user's generator is put back."""
+    if device.type == "cpu":
+        with torch.random.fork_rng(devices=[]):
+            yield
+    else:
+        index = torch.get_device_module(device).current_device() if device.index is None else device.index
+        with torch.random.fork_rng(devices=[index], device_type=device.type):
+            yield
 
 
 @contextmanager
@@ -130,7 +142,7 @@ def _signature(vertex: Vertex, call: OpCall, vertices: Mapping[int, Vertex]) -> 
         return tuple(canonical(item) for item in arg) if isinstance(arg, tuple) else arg
 
     return _Signature(
-        replace(call, args=tuple(canonical(arg) for arg in call.args), module=""),
+        replace(call, args=tuple(canonical(arg) for arg in call.args), module="", rng=None),
         tuple(vertices[producer].sizes[k] for producer, k in order),
         vertex.sizes,
         None if vertex.inplace is None else order[vertex.inputs[vertex.inplace]],

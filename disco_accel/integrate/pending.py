@@ -92,10 +92,10 @@ class PendingStep:
                 try:
                     executor.deliver(late)
                     executor.wait_end()
+                    gradients = {g.name: executor.value(g.ref, g.spec).clone() for g in self.step.captured.gradients}
                 except BaseException:
                     self.suspend()
                     raise
-            gradients = {g.name: executor.value(g.ref, g.spec).clone() for g in self.step.captured.gradients}
             self._release()
             if self.traced:
                 self.traced = False

@@ -20,6 +20,7 @@ from disco_accel.execute.arena import device_arena
 from disco_accel.execute.executor import EngineOptions, arena_bytes
 from disco_accel.execute.hostmem import HostMemory, sample_digest
 from disco_accel.integrate.compiled import CompiledStep, CompileOptions, compile_step, describe
+from disco_accel.integrate.generator import generator_from, generator_state
 from disco_accel.integrate.hf import hf_contexts
 from disco_accel.integrate.output import LossOutput
 from disco_accel.integrate.pending import PendingStep, Seen, run_step, weights_changed
@@ -180,11 +181,12 @@ def _forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         with state.lock:
             step = state.compiled(self, batch)
             state.make_current(self, step)
+            generator = generator_state(step)
             loss = run_step(state, self, step, batch)
     except CaptureError as error:
         return _eager(state, error, args, kwargs)
     state.counts["steps_compiled"] += 1
-    return LossOutput(loss=loss).attach(functools.partial(_logits, state, batch))
+    return LossOutput(loss=loss).attach(functools.partial(_logits, state, batch, step, generator))
 
 
 def _eager(state: PreparedModel, error: CaptureError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -198,8 +200,11 @@ def _eager(state: PreparedModel, error: CaptureError, args: tuple[Any, ...], kwa
     return state.original_forward(*args, **kwargs)
 
 
-def _logits(state: PreparedModel, batch: Mapping[str, Any]) -> torch.Tensor:
-    with torch.no_grad():
+def _logits(
+    state: PreparedModel, batch: Mapping[str, Any], step: CompiledStep, generator: torch.Tensor | None
+) -> torch.Tensor:
+    # The draws are those of the step's own forward, and the user's generator does not notice.
+    with torch.no_grad(), generator_from(step, generator):
         logits: torch.Tensor = state.original_forward(**batch).logits
     return logits
 

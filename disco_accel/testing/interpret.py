@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from disco_accel.errors import ExecutionError
-from disco_accel.taskgraph import Arg, EnumArg, OpCall, Ref, TaskGraph, TensorArg, TensorSpec, Vertex, VertexKind
+from disco_accel.taskgraph import (
+    Arg,
+    EnumArg,
+    OpCall,
+    Ref,
+    RngSite,
+    TaskGraph,
+    TensorArg,
+    TensorSpec,
+    Vertex,
+    VertexKind,
+)
 
 
 def interpret(
@@ -26,6 +38,7 @@ def interpret(
         ExecutionError: an op failed, or returned another dtype, shape or stride than captured.
     """
     values: dict[Ref, torch.Tensor] = {}
+    states: dict[int, torch.Tensor] = {}
     last = {ref: vertex.id for vertex in graph.vertices for ref in vertex.inputs}
     kept = {v.id for v in graph.vertices if v.keep or v.kind is VertexKind.INPUT}
     with torch.no_grad():
@@ -35,8 +48,22 @@ def interpret(
             else:
                 refs = [vertex.inputs[p] for p in vertex.may_inplace] if overwrite else []
                 over = next((r for r in refs if last[r] == vertex.id and r[0] not in kept), None)
-                _run(vertex, graph.ops[vertex.id], values, over)
+                with _generator(graph.ops[vertex.id].rng, states):
+                    _run(vertex, graph.ops[vertex.id], values, over)
     return values
+
+
+@contextmanager
+def _generator(site: RngSite | None, states: dict[int, torch.Tensor]) -> Iterator[None]:
+    """The default generator as ``site`` wants it; ``states`` holds one by slot."""
+    if site is None or not site.replay:
+        if site is not None:
+            states[site.slot] = torch.get_rng_state()
+        yield
+        return
+    with torch.random.fork_rng(devices=[]):
+        torch.set_rng_state(states[site.slot])
+        yield
 
 
 def view(storage: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
