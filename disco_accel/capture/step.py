@@ -33,6 +33,7 @@ from disco_accel.taskgraph import Device, Ref, TaskGraph, TensorSpec
 
 Contexts = Sequence[Callable[[], AbstractContextManager[Any]]]
 
+_CPU = torch.device("cpu")
 _LOSS_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _FLAGS = {
     "frozen": InputFlags("frozen", clean=True),
@@ -119,12 +120,13 @@ def capture_step(
     forward: Callable[..., Any] | None = None,
     contexts: Contexts = (),
     name: str = "step",
-    device: torch.device = torch.device("cpu"),
+    device: torch.device = _CPU,
 ) -> CapturedStep:
     """Capture loss and gradients of one training step of ``model`` on a batch shaped as ``kwargs``.
 
     Works on fake twins on ``device``, where the step will run, because PyTorch chooses kernels by device; neither
-    weights nor batch are read, and a model built on ``meta`` will do. ``forward`` is traced in place of ``model.forward``; ``contexts`` are entered around the trace. Autocast that is active at
+    weights nor batch are read, and a model built on ``meta`` will do. ``forward`` is traced in place of
+    ``model.forward``; ``contexts`` are entered around the trace. Autocast that is active at
     the call becomes part of the step.
 
     Raises:
