@@ -24,7 +24,7 @@ import torch
 from disco_accel.errors import ExecutionError
 
 _ROOT = Path(__file__).resolve().parents[2] / "runtime_ext"
-_TORCH = ("planned_alloc.cpp", "arena.cpp", "rng.cpp", "ops.cpp", "cuda_side.cpp", "runtime_class.cpp")
+_TORCH = ("direct.cpp", "planned_alloc.cpp", "arena.cpp", "rng.cpp", "ops.cpp", "cuda_side.cpp", "runtime_class.cpp")
 _FLAGS = ("-std=c++20", "-O2", "-fopenmp", "-fvisibility-inlines-hidden")
 _PLAIN_FLAGS = ("-std=c++20", "-O2", "-shared", "-fPIC")
 

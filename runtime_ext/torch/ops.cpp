@@ -5,8 +5,11 @@
 #include <c10/core/InferenceMode.h>
 #include <c10/core/ScalarType.h>
 
+#include <algorithm>
 #include <array>
+#include <optional>
 #include <stdexcept>
+#include <string_view>
 #include <utility>
 
 namespace disco {
@@ -77,6 +80,39 @@ void for_each_tensor(const std::vector<IValue>& stack, Fn fn) {
   }
 }
 
+// A number joins a TensorIterator in the dtype that the op computes in, so that it is not converted, with an
+// allocation, at each run. Reduced precision reads the number before it is rounded, so there it must be
+// exact.
+void convert_numbers(const std::string& name, std::vector<IValue>& args) {
+  const std::string_view base = std::string_view(name).substr(0, name.find_last_not_of('_') + 1);
+  if (base != "aten::add" && base != "aten::sub" && base != "aten::mul" && base != "aten::div") return;
+  c10::ScalarType dtype = c10::ScalarType::Undefined;
+  for (const IValue& arg : args) {
+    if (!arg.isTensor() || arg.toTensor().unsafeGetTensorImpl()->is_wrapped_number()) continue;
+    const c10::ScalarType own = arg.toTensor().scalar_type();
+    if (!c10::isFloatingType(own) || (dtype != c10::ScalarType::Undefined && dtype != own)) return;
+    dtype = own;
+  }
+  if (dtype == c10::ScalarType::Undefined) return;
+  for (IValue& arg : args) {
+    if (!arg.isTensor() || !arg.toTensor().unsafeGetTensorImpl()->is_wrapped_number()) continue;
+    const c10::InferenceMode inference;
+    const at::Tensor& number = arg.toTensor();
+    at::Tensor converted = number.to(dtype);
+    const bool exact = number.item().equal(converted.item().toDouble());
+    if (c10::isReducedFloatingType(dtype) && !exact) continue;
+    converted.unsafeGetTensorImpl()->set_wrapped_number(true);
+    arg = std::move(converted);
+  }
+}
+
+// What holds on a thread while it runs ops: no autograd, and its allocations are counted.
+struct ThreadGuards {
+  c10::InferenceMode inference;
+  EngineThreadScope engine_thread;
+};
+thread_local bool guarded_for_good = false;
+
 std::vector<IValue>& scratch_stack() {
   thread_local std::vector<IValue> stack;
   return stack;
@@ -87,6 +123,16 @@ struct StackCleaner {
   ~StackCleaner() { stack.clear(); }
 };
 
+// All tensors of an op are on one device and outside autograd, so the kernel is known without looking at
+// them.
+void call(const PreparedOp& op, std::vector<IValue>& stack) {
+  if (op.on_cpu) {
+    op.handle.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
+  } else {
+    op.handle.callBoxed(stack);
+  }
+}
+
 std::string message_of(const std::exception& error) {
   if (const auto* torch_error = dynamic_cast<const c10::Error*>(&error)) {
     return torch_error->what_without_backtrace();
@@ -95,6 +141,12 @@ std::string message_of(const std::exception& error) {
 }
 
 }  // namespace
+
+void enter_engine_thread() {
+  static thread_local std::optional<ThreadGuards> guards;
+  if (!guards) guards.emplace();
+  guarded_for_good = true;
+}
 
 std::int64_t OpTable::add_fixed(void* ptr, std::size_t nbytes) {
   storages_.emplace_back(c10::Storage::use_byte_size_t(), nbytes, c10::DataPtr(ptr, device_), nullptr, false);
@@ -132,6 +184,19 @@ void OpTable::release_externals() {
 }
 
 at::Tensor OpTable::decode_tensor(c10::ArrayRef<IValue> encoded) const {
+  std::vector<std::int64_t> key{encoded.at(1).toInt(),
+                                static_cast<std::int64_t>(scalar_type(encoded.at(2).toStringRef())),
+                                encoded.at(5).toInt()};
+  for (const std::size_t part : {3U, 4U}) {
+    const std::vector<std::int64_t> numbers = int_tuple(encoded.at(part));
+    key.insert(key.end(), numbers.begin(), numbers.end());
+  }
+  const auto found = tensors_.find(key);
+  if (found != tensors_.end()) return found->second;
+  return tensors_.emplace(std::move(key), make_tensor(encoded)).first->second;
+}
+
+at::Tensor OpTable::make_tensor(c10::ArrayRef<IValue> encoded) const {
   const std::int64_t storage = encoded.at(1).toInt();
   const c10::ScalarType dtype = scalar_type(encoded.at(2).toStringRef());
   const std::vector<std::int64_t> shape = int_tuple(encoded.at(3));
@@ -226,7 +291,7 @@ std::int32_t OpTable::add_op(const std::string& name, const std::string& overloa
     bad_argument(label + ": " + std::to_string(encoded.size()) + " arguments given, the schema has " +
                  std::to_string(schema.size()));
   }
-  PreparedOp op{*handle, {}, {}, {}, false, label, {}};
+  PreparedOp op{*handle, {}, {}, {}, {}, false, device_.is_cpu(), label, {}};
   for (std::size_t i = 0; i < schema.size(); ++i) {
     try {
       op.args.push_back(decode(encoded[i], schema[i].type()));
@@ -234,6 +299,11 @@ std::int32_t OpTable::add_op(const std::string& name, const std::string& overloa
       bad_argument(label + ": argument '" + schema[i].name() + "': " + message_of(error));
     }
   }
+  convert_numbers(name, op.args);
+  const auto external = [](const void* table, const c10::StorageImpl* storage) {
+    return static_cast<const OpTable*>(table)->is_external(storage);
+  };
+  if (device_.is_cpu()) op.direct = direct_call(name, overload, op.args, external, this);
   // Grows this thread's stack once, here: a step must not.
   scratch_stack().reserve(64);
   ops_.push_back(std::move(op));
@@ -258,6 +328,7 @@ void OpTable::set_rng(std::int32_t op, std::int64_t slot, bool replay) {
 }
 
 void OpTable::check_results(const PreparedOp& op, const std::vector<IValue>& stack) const {
+  if (op.results.empty()) return;
   std::size_t next = 0;
   for_each_tensor(stack, [&](const at::Tensor& got) {
     if (next >= op.results.size()) return;
@@ -272,28 +343,42 @@ void OpTable::check_results(const PreparedOp& op, const std::vector<IValue>& sta
   });
 }
 
+bool OpTable::is_external(const c10::StorageImpl* storage) const {
+  return std::any_of(externals_.begin(), externals_.end(), [&](std::int64_t index) {
+    return storages_[static_cast<std::size_t>(index)].unsafeGetStorageImpl() == storage;
+  });
+}
+
 void OpTable::run(std::int32_t index) const {
   const PreparedOp& op = ops_[static_cast<std::size_t>(index)];
-  const c10::InferenceMode inference;
-  const EngineThreadScope engine_thread;
-  std::vector<IValue>& stack = scratch_stack();
-  const StackCleaner cleaner{stack};
+  if (op.direct) {
+    op.direct->run();
+    return;
+  }
+  std::optional<ThreadGuards> guards;
+  if (!guarded_for_good) guards.emplace();
   try {
-    const RngScope rng(op.rng ? &*op.rng : nullptr);
-    stack.insert(stack.end(), op.args.begin(), op.args.end());
-    if (op.scheduled) {
-      const PlannedScope scope(op.schedule);
-      op.handle.callBoxed(stack);
-      scope.finish();
-      check_results(op, stack);
-      stack.clear();
-    } else {
-      op.handle.callBoxed(stack);
-      check_results(op, stack);
-    }
+    run_boxed(op);
   } catch (const std::exception& error) {
     throw std::runtime_error(op.label + ": " + message_of(error));
   }
+}
+
+void OpTable::run_boxed(const PreparedOp& op) const {
+  std::vector<IValue>& stack = scratch_stack();
+  const StackCleaner cleaner{stack};
+  const RngScope rng(op.rng ? &*op.rng : nullptr);
+  stack.insert(stack.end(), op.args.begin(), op.args.end());
+  if (!op.scheduled) {
+    call(op, stack);
+    check_results(op, stack);
+    return;
+  }
+  const PlannedScope scope(op.schedule);
+  call(op, stack);
+  scope.finish();
+  check_results(op, stack);
+  stack.clear();
 }
 
 RecordedCall OpTable::record(std::int32_t index) const {
@@ -303,7 +388,12 @@ RecordedCall OpTable::record(std::int32_t index) const {
   RecordedCall recorded;
   try {
     const RecordScope scope;
-    op.handle.callBoxed(stack);
+    if (op.direct) {
+      op.direct->run();
+      stack.clear();
+    } else {
+      call(op, stack);
+    }
     recorded.blocks = scope.blocks();
   } catch (const std::exception& error) {
     throw std::runtime_error(op.label + ": " + message_of(error));

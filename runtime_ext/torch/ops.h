@@ -9,11 +9,13 @@
 #include <ATen/core/ivalue.h>
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "direct.h"
 #include "planned_alloc.h"
 #include "rng.h"
 
@@ -32,10 +34,12 @@ struct ExpectedResult {
 // One prepared call. `label` is what error messages call it: the op and the module that issued it.
 struct PreparedOp {
   c10::OperatorHandle handle;
+  std::optional<DirectCall> direct;
   std::vector<c10::IValue> args;
   std::vector<ExpectedResult> results;
   std::vector<PlannedBlock> schedule;
   bool scheduled = false;
+  bool on_cpu = false;
   std::string label;
   std::optional<RngSite> rng;
 };
@@ -47,6 +51,9 @@ struct RecordedCall {
   std::vector<at::Tensor> results;
   std::vector<std::int64_t> result_blocks;
 };
+
+// This thread runs ops of engines from now on and does nothing else: what `run` sets up for each op stays.
+void enter_engine_thread();
 
 // Storages and prepared calls of one plan. Built by one thread; then `run` may be called for different ops
 // from different threads at once.
@@ -78,6 +85,8 @@ class OpTable {
 
   // Runs an op on this thread. Throws std::runtime_error with the op's label.
   void run(std::int32_t op) const;
+  // Whether `run` calls the op without the dispatcher.
+  bool is_direct(std::int32_t op) const { return ops_.at(op).direct.has_value(); }
   // Runs an op with PyTorch's own allocator, and reports what it allocated and returned.
   RecordedCall record(std::int32_t op) const;
 
@@ -90,6 +99,9 @@ class OpTable {
   c10::IValue decode(const c10::IValue& encoded, const c10::TypePtr& type) const;
   c10::IValue decode_list(c10::ArrayRef<c10::IValue> encoded, const c10::TypePtr& element) const;
   at::Tensor decode_tensor(c10::ArrayRef<c10::IValue> encoded) const;
+  at::Tensor make_tensor(c10::ArrayRef<c10::IValue> encoded) const;
+  bool is_external(const c10::StorageImpl* storage) const;
+  void run_boxed(const PreparedOp& op) const;
   void check_results(const PreparedOp& op, const std::vector<c10::IValue>& stack) const;
 
   c10::Device device_;
@@ -98,6 +110,8 @@ class OpTable {
   std::vector<bool> external_;
   std::vector<std::int64_t> externals_;
   std::vector<PreparedOp> ops_;
+  // Ops that see a storage in the same way share the tensor: a step then touches less memory.
+  mutable std::map<std::vector<std::int64_t>, at::Tensor> tensors_;
   std::unique_ptr<RngSlots> rng_;
 };
 

@@ -34,6 +34,7 @@ using Ints = std::vector<std::int64_t>;
 void prepare_compute_thread(int count) {
   using Watch = void (*)();
   if (const auto watch = reinterpret_cast<Watch>(dlsym(RTLD_DEFAULT, "disco_malloc_watch_enter"))) watch();
+  enter_engine_thread();
   at::get_num_threads();
   omp_set_num_threads(count);
   using MklSetLocal = int (*)(int);
@@ -69,6 +70,7 @@ struct TorchOps : torch::CustomClassHolder {
   }
   void set_rng(std::int64_t op, std::int64_t slot, bool replay) { table.set_rng(checked(op), slot, replay); }
   void run(std::int64_t op) { table.run(checked(op)); }
+  bool is_direct(std::int64_t op) const { return table.is_direct(checked(op)); }
 
   // (block sizes, born, freed, returned tensors, block of each returned tensor; undefined tensors have block
   // -2)
@@ -376,6 +378,7 @@ TORCH_LIBRARY(disco_accel, m) {
       .def("set_schedule", &TorchOps::set_schedule)
       .def("set_rng", &TorchOps::set_rng)
       .def("run", &TorchOps::run)
+      .def("is_direct", &TorchOps::is_direct)
       .def("record", &TorchOps::record)
       .def("time", &TorchOps::time);
   m.class_<Pinned>("Pinned").def(torch::init<at::Tensor>());

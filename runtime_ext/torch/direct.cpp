@@ -1,0 +1,254 @@
+#include "direct.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <cmath>
+
+// The BLAS that libtorch_cpu brings along; absent where a build hides it.
+extern "C" __attribute__((weak)) void sgemm_(const char* transa, const char* transb, const int* m,
+                                             const int* n, const int* k, const float* alpha, const float* a,
+                                             const int* lda, const float* b, const int* ldb,
+                                             const float* beta, float* c, const int* ldc);
+
+namespace disco {
+namespace {
+
+using c10::IValue;
+
+// Above these ATen's own cost is small beside the work, and its loops are better.
+constexpr std::int64_t kMostElements = 1 << 14;
+constexpr std::int64_t kMostProducts = 1 << 18;
+
+struct Add {
+  static float of(float a, float b) { return a + b; }
+};
+struct Sub {
+  static float of(float a, float b) { return a - b; }
+};
+struct Mul {
+  static float of(float a, float b) { return a * b; }
+};
+struct Div {
+  static float of(float a, float b) { return a / b; }
+};
+struct Neg {
+  static float of(float a, float) { return -a; }
+};
+struct Rsqrt {
+  static float of(float a, float) { return 1.0F / std::sqrt(a); }
+};
+struct Square {
+  static float of(float a, float) { return a * a; }
+};
+
+// A constant stride of one lets the compiler use vector instructions. `out` may be `a` or `b` itself.
+template <typename Op>
+void row(float* out, const float* a, const float* b, std::int64_t n, std::int64_t so, std::int64_t sa,
+         std::int64_t sb) {
+  if (so == 1 && sa == 1 && sb == 1) {
+    for (std::int64_t i = 0; i < n; ++i) out[i] = Op::of(a[i], b[i]);
+  } else if (so == 1 && sa == 1 && sb == 0 && b != out) {
+    const float constant = *b;
+    for (std::int64_t i = 0; i < n; ++i) out[i] = Op::of(a[i], constant);
+  } else {
+    for (std::int64_t i = 0; i < n; ++i) out[i * so] = Op::of(a[i * sa], b[i * sb]);
+  }
+}
+
+template <typename Op>
+void elementwise(const DirectCall& call) {
+  auto* const out = reinterpret_cast<float*>(call.out.address());
+  const auto* const a = reinterpret_cast<const float*>(call.in[0].address());
+  const auto* const given = reinterpret_cast<const float*>(call.in[1].address());
+  const float* const b = given == nullptr ? &call.number : given;
+  const auto& [so, sa, sb] = call.strides;
+  for (std::int64_t i3 = 0; i3 < call.sizes[3]; ++i3) {
+    for (std::int64_t i2 = 0; i2 < call.sizes[2]; ++i2) {
+      for (std::int64_t i1 = 0; i1 < call.sizes[1]; ++i1) {
+        row<Op>(out + i1 * so[1] + i2 * so[2] + i3 * so[3], a + i1 * sa[1] + i2 * sa[2] + i3 * sa[3],
+                b + i1 * sb[1] + i2 * sb[2] + i3 * sb[3], call.sizes[0], so[0], sa[0], sb[0]);
+      }
+    }
+  }
+}
+
+void product(const DirectCall& call) {
+  const std::array<int, 3> size{static_cast<int>(call.sizes[0]), static_cast<int>(call.sizes[1]),
+                                static_cast<int>(call.sizes[2])};
+  const std::array<int, 3> leading{static_cast<int>(call.strides[0][0]), static_cast<int>(call.strides[1][0]),
+                                   static_cast<int>(call.strides[2][0])};
+  const float one = 1;
+  const float zero = 0;
+  sgemm_(&call.transposed[0], &call.transposed[1], &size[0], &size[1], &size[2], &one,
+         reinterpret_cast<const float*>(call.in[0].address()), &leading[1],
+         reinterpret_cast<const float*>(call.in[1].address()), &leading[2], &zero,
+         reinterpret_cast<float*>(call.out.address()), &leading[0]);
+}
+
+struct Builder {
+  bool (*is_external)(const void*, const c10::StorageImpl*);
+  const void* context;
+
+  Operand operand(const at::Tensor& tensor) const {
+    const c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
+    const std::int64_t offset = tensor.storage_offset() * static_cast<std::int64_t>(tensor.element_size());
+    if (is_external(context, storage)) return {nullptr, storage, offset};
+    return {static_cast<std::byte*>(storage->data_ptr().get()) + offset, nullptr, 0};
+  }
+};
+
+bool is_plain(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.is_cpu() && tensor.scalar_type() == at::kFloat && tensor.has_storage();
+}
+
+// A Python number, decoded as a 0-d tensor.
+bool is_number(const at::Tensor& tensor) { return tensor.unsafeGetTensorImpl()->is_wrapped_number(); }
+
+std::optional<float> number_of(const at::Tensor& tensor) {
+  const void* data = tensor.const_data_ptr();
+  switch (tensor.scalar_type()) {
+    case at::kDouble:
+      return static_cast<float>(*static_cast<const double*>(data));
+    case at::kFloat:
+      return *static_cast<const float*>(data);
+    case at::kLong:
+      return static_cast<float>(*static_cast<const std::int64_t*>(data));
+    default:
+      return std::nullopt;
+  }
+}
+
+// Stride of `tensor` along dimension `d` of an output of `dims` dimensions: 0 where it is broadcast.
+std::int64_t stride_along(const at::Tensor& tensor, std::int64_t d, std::int64_t dims) {
+  const std::int64_t own = d - (dims - tensor.dim());
+  return own < 0 || tensor.size(own) == 1 ? 0 : tensor.stride(own);
+}
+
+bool broadcasts(const at::Tensor& tensor, const at::Tensor& out) {
+  if (tensor.dim() > out.dim()) return false;
+  for (std::int64_t d = 0; d < tensor.dim(); ++d) {
+    const std::int64_t size = out.size(d + out.dim() - tensor.dim());
+    if (tensor.size(d) != size && tensor.size(d) != 1) return false;
+  }
+  return true;
+}
+
+// Joins neighbouring dimensions that all tensors walk evenly. False when more than kDims are left.
+bool lay_out(DirectCall& call, const at::Tensor& out, const std::array<const at::Tensor*, 2>& in) {
+  int dims = 0;
+  for (std::int64_t d = out.dim() - 1; d >= 0; --d) {
+    if (out.size(d) == 1) continue;
+    const std::array<std::int64_t, 3> stride{out.stride(d), in[0] ? stride_along(*in[0], d, out.dim()) : 0,
+                                             in[1] ? stride_along(*in[1], d, out.dim()) : 0};
+    const auto last = static_cast<std::size_t>(std::max(dims - 1, 0));
+    bool joins = dims > 0;
+    for (std::size_t t = 0; t < 3; ++t)
+      joins = joins && stride[t] == call.strides[t][last] * call.sizes[last];
+    if (joins) {
+      call.sizes[last] *= out.size(d);
+      continue;
+    }
+    if (dims == DirectCall::kDims) return false;
+    call.sizes[static_cast<std::size_t>(dims)] = out.size(d);
+    for (std::size_t t = 0; t < 3; ++t) call.strides[t][static_cast<std::size_t>(dims)] = stride[t];
+    ++dims;
+  }
+  call.dims = dims;
+  for (auto d = static_cast<std::size_t>(dims); d < DirectCall::kDims; ++d) call.sizes[d] = 1;
+  return true;
+}
+
+std::optional<DirectCall> elementwise_call(DirectCall::Kernel kernel, const Builder& builder,
+                                           const at::Tensor& a, const at::Tensor* b, const at::Tensor& out) {
+  DirectCall call;
+  call.kernel = kernel;
+  if (!is_plain(a) || is_number(a) || !is_plain(out) || out.numel() == 0 || out.numel() > kMostElements ||
+      !broadcasts(a, out) || !out.is_non_overlapping_and_dense()) {
+    return std::nullopt;
+  }
+  call.in[0] = builder.operand(a);
+  call.out = builder.operand(out);
+  const at::Tensor* second = nullptr;
+  if (b != nullptr && is_number(*b)) {
+    const std::optional<float> number = number_of(*b);
+    if (!number) return std::nullopt;
+    call.number = *number;
+  } else if (b != nullptr) {
+    if (!is_plain(*b) || !broadcasts(*b, out)) return std::nullopt;
+    call.in[1] = builder.operand(*b);
+    second = b;
+  }
+  if (!lay_out(call, out, {&a, second})) return std::nullopt;
+  return call;
+}
+
+// How a row-major matrix of `rows` by `columns` is given to a column-major routine as its transpose: as it
+// lies, or to be transposed again. False for other layouts, which ATen copies first.
+bool as_transpose(const at::Tensor& matrix, char& transposed, std::int64_t& leading) {
+  const std::int64_t rows = matrix.size(0);
+  const std::int64_t columns = matrix.size(1);
+  if (matrix.stride(1) == 1 && matrix.stride(0) >= columns) {
+    transposed = 'n';
+    leading = matrix.stride(0);
+    return true;
+  }
+  transposed = 't';
+  leading = matrix.stride(1);
+  return matrix.stride(0) == 1 && matrix.stride(1) >= rows;
+}
+
+// out = a @ b, row-major, is out^T = b^T @ a^T for a column-major routine: at::native::addmm_impl_cpu_ does
+// so.
+std::optional<DirectCall> product_call(const Builder& builder, const at::Tensor& a, const at::Tensor& b,
+                                       const at::Tensor& out) {
+  if (sgemm_ == nullptr || !is_plain(a) || !is_plain(b) || !is_plain(out)) return std::nullopt;
+  const std::int64_t m = out.size(0);
+  const std::int64_t n = out.size(1);
+  const std::int64_t k = a.size(1);
+  // A vector may be laid out in several ways at once; which one ATen picks is its business.
+  if (std::min({m, n, k}) < 2 || m * n * k > kMostProducts || !out.is_contiguous()) return std::nullopt;
+  DirectCall call;
+  call.kernel = &product;
+  call.sizes = {n, m, k, 1};
+  call.strides[0][0] = n;
+  if (!as_transpose(b, call.transposed[0], call.strides[1][0]) ||
+      !as_transpose(a, call.transposed[1], call.strides[2][0])) {
+    return std::nullopt;
+  }
+  call.in = {builder.operand(b), builder.operand(a)};
+  call.out = builder.operand(out);
+  return call;
+}
+
+bool is_one(const IValue& alpha) { return alpha.isScalar() && alpha.toScalar().equal(1); }
+
+}  // namespace
+
+std::optional<DirectCall> direct_call(const std::string& name, const std::string& overload,
+                                      const std::vector<IValue>& args,
+                                      bool (*is_external)(const void*, const c10::StorageImpl*),
+                                      const void* context) {
+  const Builder builder{is_external, context};
+  const auto tensor = [&](std::size_t i) -> const at::Tensor& { return args.at(i).toTensor(); };
+  if (overload == "out") {
+    if (name == "aten::mm") return product_call(builder, tensor(0), tensor(1), tensor(2));
+    if (name == "aten::mul")
+      return elementwise_call(&elementwise<Mul>, builder, tensor(0), &tensor(1), tensor(2));
+    if (name == "aten::div")
+      return elementwise_call(&elementwise<Div>, builder, tensor(0), &tensor(1), tensor(2));
+    if (name == "aten::add" && is_one(args.at(2)))
+      return elementwise_call(&elementwise<Add>, builder, tensor(0), &tensor(1), tensor(3));
+    if (name == "aten::sub" && is_one(args.at(2)))
+      return elementwise_call(&elementwise<Sub>, builder, tensor(0), &tensor(1), tensor(3));
+    if (name == "aten::neg")
+      return elementwise_call(&elementwise<Neg>, builder, tensor(0), nullptr, tensor(1));
+    if (name == "aten::rsqrt")
+      return elementwise_call(&elementwise<Rsqrt>, builder, tensor(0), nullptr, tensor(1));
+  }
+  if (name == "aten::pow" && overload == "Tensor_Scalar_out" && args.at(1).toScalar().equal(2))
+    return elementwise_call(&elementwise<Square>, builder, tensor(0), nullptr, tensor(2));
+  return std::nullopt;
+}
+
+}  // namespace disco
