@@ -81,8 +81,8 @@ struct HostStream {
   Item pop(bool warm) {
     const auto pushed = [this] { return pushed_.load(std::memory_order_acquire); };
     if (warm && !pushed() && !spin_until(now_ns() + kSpinNs, pushed)) {
-      const std::int64_t nap = std::min(usual_copy_ns_ - kWakeNs, kMaxNapNs);
-      for (int i = 0; i < kNaps && nap > 0 && !pushed(); ++i) sleep_until_ns(now_ns() + nap);
+      const std::int64_t nap = std::min(usual_copy_ns_ - alarm.lead_ns(), kMaxNapNs);
+      for (int i = 0; i < kNaps && nap >= kMinNapNs && !pushed(); ++i) sleep_until_ns(now_ns() + nap);
     }
     std::unique_lock lock(mutex_);
     has_items_.wait(lock, [this] { return !items_.empty(); });
@@ -114,7 +114,7 @@ struct HostStream {
  private:
   static constexpr int kNaps = 5;
   static constexpr std::int64_t kMaxNapNs = 250'000;
-  static constexpr std::int64_t kWakeNs = 60'000;  // how late a nap may end
+  static constexpr std::int64_t kMinNapNs = 5'000;
 
   std::int64_t usual_copy_ns_ = 0;  // rather less: it follows a shorter copy at once
   std::mutex mutex_;

@@ -128,6 +128,7 @@ void Engine::Loop::wake() {
 // Nothing to launch and nothing has completed: sleep, or find out that nothing ever will.
 void Engine::Loop::park(Lock& lock) {
   const std::int64_t now = now_ns();
+  parked_since_ns_ = now;
   if (phase_ == Phase::kIdle) {
     sleep(lock, kNever);
   } else if (in_flight_ == 0 && !gate_open_ && outs_left_ == 0) {
@@ -322,7 +323,9 @@ void Engine::Loop::end_step() {
   residents_valid_ = whole;
   phase_ = Phase::kIdle;
   step_.steps += whole ? 1 : 0;
-  step_.step_ns = now_ns() - begin_ns_;
+  const std::int64_t now = now_ns();
+  step_.step_ns = now - begin_ns_;
+  if (timed_ && parked_) step_.parked_ns += now - parked_since_ns_;  // a device thread has ended the step
   if (timed_) step_.loop_ns = step_.step_ns - step_.op_ns - step_.parked_ns;
   const Lock lock(caller_mutex_);
   counters_ = step_;

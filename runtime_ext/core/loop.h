@@ -135,6 +135,7 @@ class Engine::Loop final : public ProgressListener {
   std::int64_t quiet_since_ns_ = 0;
   std::int64_t begin_ns_ = 0;
   std::int64_t gate_since_ns_ = 0;
+  std::int64_t parked_since_ns_ = 0;
   std::int64_t gate_opened_ns_ = 0;  // while tracing
   std::int64_t running_ns_ = 0;      // while tracing: the residents were in place
   int polls_ = 0;

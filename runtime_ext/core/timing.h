@@ -36,6 +36,7 @@ class Alarm {
  public:
   // The time to set a timer to, for being awake at `due`.
   std::int64_t before(std::int64_t due) const { return due - lead_ns_; }
+  std::int64_t lead_ns() const { return lead_ns_; }
   // A timer set to before(due) woke the thread at `now`.
   void woke(std::int64_t due, std::int64_t now) {
     const std::int64_t early = due - now;

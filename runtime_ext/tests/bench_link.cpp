@@ -1,4 +1,4 @@
-// What a throttled link costs beside compute.  Usage: bench_link [seconds per row]
+// What a throttled link costs beside compute.  Usage: bench_link [seconds per row [kernel us]]
 //
 // A pass over layers that do not fit: each reload brings one layer's weights into one of `slots` buffers, a
 // few kernels read them, and the buffer may be overwritten when they are done. The kernels spin, so compute
@@ -90,9 +90,9 @@ double percentile(std::vector<double> values, double q) {
 }
 
 // The step in milliseconds if nothing had a cost: the vertices of pass(), each resource in serial order.
-double ideal_ms(const Case& c) {
+double ideal_ms(const Case& c, double compute_ms) {
   const double copy = c.latency + static_cast<double>(copy_bytes(c)) / c.bandwidth;
-  const double layer = c.kernels * c.kernel_us * 1e-6;
+  const double layer = compute_ms * 1e-3 / c.layers;
   std::vector<double> freed(c.layers, 0.0);
   double load = 0;
   double compute = 0;
@@ -184,7 +184,7 @@ void measure(const char* name, const Case& c, double seconds) {
     add_lateness(c, engine, late);
   } while (disco::now_ns() < until);
   const double link = c.layers * (c.latency + static_cast<double>(copy_bytes(c)) / c.bandwidth) * 1e3;
-  const double ideal = ideal_ms(c) * compute / (c.layers * c.kernels * c.kernel_us * 1e-3);
+  const double ideal = ideal_ms(c, compute);
   std::printf("%-34s %8.2f %8.2f %8.2f   %6.3f  %6.3f   %8.0f   %6.1f %6.1f   %6.1f %6.1f\n", name, compute,
               link, step, step / std::max(compute, link), step / ideal, percentile(loop_ns, 0.5),
               percentile(late.copies_us, 0.5), percentile(late.copies_us, 0.9),
@@ -195,8 +195,9 @@ void measure(const char* name, const Case& c, double seconds) {
 
 int main(int argc, char** argv) {
   const double seconds = argc > 1 ? std::atof(argv[1]) : 1.0;
+  const double only = argc > 2 ? std::atof(argv[2]) : 0.0;
   if (!(seconds > 0)) {
-    std::fprintf(stderr, "usage: bench_link [seconds per row]\n");
+    std::fprintf(stderr, "usage: bench_link [seconds per row [kernel us]]\n");
     return 2;
   }
   std::printf("%-34s %8s %8s %8s   %6s  %6s   %8s   %13s   %13s\n", "", "compute", "link", "step", "step/",
@@ -204,6 +205,7 @@ int main(int argc, char** argv) {
   std::printf("%-34s %8s %8s %8s   %6s  %6s   %8s   %6s %6s   %6s %6s\n", "", "ms", "ms", "ms", "bound",
               "ideal", "ns/vertex", "p50", "p90", "p50", "p90");
   for (const double kernel_us : {5.0, 50.0, 500.0}) {
+    if (only > 0 && only != kernel_us) continue;
     for (const double ratio : {0.7, 1.0, 1.4}) {
       for (const bool back : {false, true}) {
         Case c;
