@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from disco_accel.capture.alias import tensor_spec
 from disco_accel.capture.autocast import AutocastState, autocast_region, autocast_state, outside_autocast
+from disco_accel.capture.fakes import fake_kernels
 from disco_accel.capture.lower import (
     InputFlags,
     Lowering,
@@ -155,6 +156,7 @@ def capture_step(
     with ExitStack() as stack:
         stack.enter_context(_quiet())
         stack.enter_context(user_generator())
+        stack.enter_context(fake_kernels())
         stack.enter_context(outside_autocast())
         stack.enter_context(torch.enable_grad())
         # On CUDA autograd would run the backward in a thread of its own, out of sight of the contexts here.

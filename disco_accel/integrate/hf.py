@@ -22,8 +22,10 @@ def hf_contexts(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> list[Conte
     """Contexts for tracing ``model`` on this concrete batch.
 
     Raises:
-        CaptureError: activation checkpointing with ``use_reentrant=True``, or a key/value cache given to a step.
+        CaptureError: activation checkpointing with ``use_reentrant=True``, a key/value cache given to a step, or
+            experts chosen by a loop over the data.
     """
+    _check_experts(model)
     if kwargs.get("past_key_values") is not None:
         raise CaptureError("past_key_values: a training step cannot read or fill a cache; leave it out")
     segments = _checkpointed_modules(model)
@@ -39,6 +41,18 @@ def hf_contexts(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> list[Conte
         functools.partial(_tagged_checkpointing, segments),
         functools.partial(_without_cache, configs),
     ]
+
+
+def _check_experts(model: torch.nn.Module) -> None:
+    for name, module in model.named_modules():
+        config = getattr(module, "config", None)
+        # What transformers' decorator of expert modules leaves on each of them.
+        if hasattr(module, "is_transposed") and getattr(config, "_experts_implementation", None) == "eager":
+            raise CaptureError(
+                f"experts_implementation: eager loops over the experts that {name} was given, which depends on the "
+                'data; load the model with experts_implementation: grouped_mm, or call '
+                'model.set_experts_implementation("grouped_mm")'
+            )
 
 
 def _configs(model: torch.nn.Module) -> list[Any]:

@@ -1,0 +1,49 @@
+"""Shapes of ops that torch's fake tensors refuse although the kernels take them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensorMode, fake_impls
+
+_GROUPED_MM = torch.ops.aten._grouped_mm.default
+
+
+@contextmanager
+def fake_kernels() -> Iterator[None]:
+    """Let fake tensors through ``_grouped_mm`` in float32 and float16; torch's own rule knows bfloat16 alone."""
+    table = fake_impls.op_implementations_dict
+    if _GROUPED_MM in table:
+        yield
+        return
+    table[_GROUPED_MM] = _grouped_mm
+    try:
+        yield
+    finally:
+        table.pop(_GROUPED_MM, None)
+
+
+def _grouped_mm(
+    mode: FakeTensorMode,
+    func: torch._ops.OpOverload,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Any:
+    """The layout that the kernels give; they demand rows of whole 16 bytes, so nothing is padded."""
+    dtypes = {a.dtype, b.dtype}
+    if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.float16} or bias is not None or out_dtype is not None:
+        return NotImplemented
+    if a.dim() == b.dim():
+        groups = b.shape[0] if offs is None else offs.shape[0]
+        shape: tuple[int, ...] = (groups, a.shape[-2], b.shape[-1])
+    else:
+        # One operand is a stack of matrices, the other one's rows (or columns) are divided among them.
+        shape = (a.shape[-2], b.shape[-1])
+    with mode:
+        return torch.empty(shape, dtype=a.dtype, device=a.device)
