@@ -22,7 +22,7 @@ Profile = npt.NDArray[np.int64]
 """Bytes by position."""
 
 GUESSED_BANDWIDTH = 1e12
-"""Bytes per second that a kernel of unknown duration is taken to read and write."""
+"""Bytes per second that a kernel of unknown duration is taken to write."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +38,7 @@ class Storage:
     values: list[Ref]
     first: int
     last: int
+    addr: int = -1
 
 
 @dataclass(slots=True, eq=False)
@@ -60,9 +61,10 @@ class Page:
 
 @dataclass(slots=True)
 class Demand:
-    """``order``: the vertices but for inputs, by position. ``reads[p]``: pages that position p reads. ``fixed``: bytes
-    of all else by device and position, the position after the last standing for the end of the step. ``devices[p]``:
-    where memory changes. ``made[p]``: produced pages of position p."""
+    """``order``: the vertices but for inputs, by position. ``reads[p]``: pages that position p reads.
+    ``devices[p]``: where memory changes. ``made[p]``: produced pages of position p. ``fixed``: bytes of storages by
+    device and position, the position after the last standing for the end of the step; ``produced``: of produced pages
+    that may not leave yet."""
 
     graph: TaskGraph
     inputs: tuple[Vertex, ...]
@@ -75,6 +77,7 @@ class Demand:
     devices: list[tuple[int, ...]] = field(default_factory=list)
     made: dict[int, list[int]] = field(default_factory=dict)
     fixed: dict[int, Profile] = field(default_factory=dict)
+    produced: dict[int, Profile] = field(default_factory=dict)
 
     def block(self, size: int, device: int) -> int:
         """Return ``size`` rounded up to the alignment of ``device``."""
@@ -93,7 +96,7 @@ def demand_of(graph: TaskGraph, machine: Machine, worth: float | None) -> Demand
     serial = serial_order(graph)
     inputs = tuple(vertex for vertex in serial if vertex.kind is VertexKind.INPUT)
     order = serial[len(inputs) :]
-    found = Demand(graph, inputs, order, [_seconds(v, graph, machine) for v in order], _alignments(graph))
+    found = Demand(graph, inputs, order, [kernel_seconds(v, machine) for v in order], _alignments(graph))
     _Reader(found, machine, worth).read()
     return found
 
@@ -102,7 +105,8 @@ def _alignments(graph: TaskGraph) -> dict[int, int]:
     return {device.id: device.alignment for device in graph.devices}
 
 
-def _seconds(vertex: Vertex, graph: TaskGraph, machine: Machine) -> float:
+def kernel_seconds(vertex: Vertex, machine: Machine) -> float:
+    """Return how long ``vertex`` takes on ``machine``; a kernel without a duration is guessed from its outputs."""
     if vertex.kind is VertexKind.KERNEL and vertex.duration is None:
         return sum(vertex.sizes) / GUESSED_BANDWIDTH
     return machine.seconds(vertex)
@@ -129,7 +133,9 @@ class _Reader:
         demand = self.demand
         demand.reads = [[] for _ in demand.order]
         demand.devices = [self._touched(vertex) for vertex in demand.order]
-        demand.fixed = {device.id: np.zeros(demand.end + 1, np.int64) for device in demand.graph.devices}
+        demand.fixed, demand.produced = (
+            {device.id: np.zeros(demand.end + 1, np.int64) for device in demand.graph.devices} for _ in range(2)
+        )
         for vertex in demand.inputs:
             self._input(vertex)
         for position, vertex in enumerate(demand.order):
@@ -138,7 +144,7 @@ class _Reader:
             demand.fixed[storage.device][max(0, storage.first) : storage.last + 1] += storage.block
         for index, page in enumerate(demand.pages):
             if not page.clean:
-                demand.fixed[page.device][page.producer : page.free] += page.block
+                demand.produced[page.device][page.producer : page.free] += page.block
             for position in self.readers.get(page.ref, ()):
                 demand.reads[position].append(index)
 
@@ -248,17 +254,19 @@ def twice(demand: Demand) -> Demand:
             again.append(replace(page, uses=later, producer=page.producer + n, free=page.free + n))
     reads = [[moved.get(page, page) for page in at] for at in demand.reads]
     made = {position + n: [moved[page] for page in at] for position, at in demand.made.items()}
-    fixed = {d: np.concatenate([profile[:n], profile]) for d, profile in demand.fixed.items()}
-    return Demand(
-        demand.graph,
-        demand.inputs,
-        demand.order * 2,
-        demand.seconds * 2,
-        demand.align,
-        [],
-        pages + again,
-        demand.reads + reads,
-        demand.devices * 2,
-        {**demand.made, **made},
-        fixed,
+    fixed, produced = (
+        {device: np.concatenate([profile[:n], profile]) for device, profile in profiles.items()}
+        for profiles in (demand.fixed, demand.produced)
+    )
+    return replace(
+        demand,
+        order=demand.order * 2,
+        seconds=demand.seconds * 2,
+        storages=[],
+        pages=pages + again,
+        reads=demand.reads + reads,
+        devices=demand.devices * 2,
+        made={**demand.made, **made},
+        fixed=fixed,
+        produced=produced,
     )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from disco_accel.memgraph import MemGraph, Slot
 from disco_accel.plan.demand import Demand
@@ -14,25 +15,19 @@ from disco_accel.plan.stay import Planned
 from disco_accel.plan.timeline import Act, Timeline
 from disco_accel.taskgraph import Ref, Vertex, VertexKind
 
-FOREVER = 1 << 60
-
 
 @dataclass(slots=True, eq=False)
 class Occupancy:
-    """``block`` bytes of ``device`` from tick ``begin`` up to before tick ``end`` for one value or a chain of them.
+    """``block`` bytes of ``device`` from tick ``begin`` on for one value or a chain of them.
 
     ``values`` are named as in the plan, each with its readers; a tick is a place in the order of acts, and 0 the start.
-    ``back``: a later stay of the same page that must have the same address, because the step ends as it began.
     """
 
     device: int
     block: int
     begin: int
-    end: int = FOREVER
+    addr: int
     values: list[tuple[Ref, list[int]]] = field(default_factory=list)
-    back: Occupancy | None = None
-    is_back: bool = False
-    addr: int = -1
 
     @property
     def users(self) -> list[int]:
@@ -41,29 +36,20 @@ class Occupancy:
         return readers or ([] if self.begin == 0 and len(self.values) == 1 else [ref[0]])
 
 
-@dataclass(slots=True)
-class Script:
-    """A plan but for its addresses: ``planned`` in order of priority, ``stays`` by their first tick."""
-
-    demand: Demand
-    cyclic: bool
-    planned: list[Vertex]
-    stays: list[Occupancy]
-    slots: dict[Ref, Occupancy]
-
-
-def script_of(
-    demand: Demand, timeline: Timeline, start: Sequence[int], permanent: Sequence[int], cyclic: bool
-) -> Script:
-    """Replay ``timeline`` and return what it plans."""
-    return _Replay(demand, timeline, cyclic).run([*permanent, *start])
+def plan_of(
+    demand: Demand, timeline: Timeline, permanent: Mapping[int, int], start: Sequence[int], cyclic: bool
+) -> MemGraph:
+    """Return the plan that ``timeline`` describes; ``permanent`` pages have the addresses given."""
+    replay = _Replay(demand, timeline)
+    replay.run(permanent, start)
+    return replay.finish(cyclic)
 
 
 class _Replay:
-    def __init__(self, demand: Demand, timeline: Timeline, cyclic: bool) -> None:
+    def __init__(self, demand: Demand, timeline: Timeline) -> None:
         self.demand = demand
         self.acts = timeline.acts
-        self.cyclic = cyclic
+        self.addresses = {page: iter(found) for page, found in timeline.addresses.items()}
         self.planned: list[Vertex] = []
         self.stays: list[Occupancy] = []
         self.slots: dict[Ref, Occupancy] = {}
@@ -74,40 +60,30 @@ class _Replay:
         self.fresh = max((v.id for v in (*demand.inputs, *demand.order)), default=-1) + 1
         self.needed = self._needed_offloads()
 
-    def run(self, start: Sequence[int]) -> Script:
+    def run(self, permanent: Mapping[int, int], start: Sequence[int]) -> None:
+        """Go through all acts."""
+        for page, address in permanent.items():
+            self._open(page, self.demand.pages[page].ref, 0, address)
         for page in start:
             self._open(page, self.demand.pages[page].ref, 0)
-        first = dict(self.current)
-        run_tick: dict[int, int] = {-1: 0}
-        release_tick: dict[tuple[int, int], int] = {}
-        running: dict[int, int] = {}
+        ticks: dict[int, int] = {-1: 0}
         for tick, (act, what) in enumerate(self.acts, start=1):
             if act is Act.RUN:
-                run_tick[what] = tick
-                for device in self.demand.devices[what]:
-                    running[device] = what
+                ticks[what] = tick
                 self._run(what, tick)
-            elif act is Act.RELEASE:
-                release_tick[what, running[what]] = tick
             elif act is Act.LOAD:
                 self._open(what, (self._copy(VertexKind.RELOAD, what, self.host[what]), 0), tick)
-            elif act is Act.DROP:
-                self.current.pop(what).end = tick
-            elif what in self.needed:
+            elif act is Act.OFFLOAD and what in self.needed:
                 stay = self.current[what]
                 offload = self._copy(VertexKind.OFFLOAD, what, stay.values[-1][0])
                 stay.values[-1][1].append(offload)
                 self.host[what] = (offload, 0)
-        if self.cyclic:
-            self._come_back(first)
         for storage in self.demand.storages:
-            end = release_tick.get((storage.device, storage.last), FOREVER)
             values = [(ref, self.readers.get(ref, [])) for ref in storage.values]
-            stay = Occupancy(storage.device, storage.block, run_tick[storage.first], end, values)
+            stay = Occupancy(storage.device, storage.block, ticks[storage.first], storage.addr, values)
             self.stays.append(stay)
             self.slots.update(dict.fromkeys(storage.values, stay))
         self.stays.sort(key=lambda stay: stay.begin)
-        return Script(self.demand, self.cyclic, self.planned, self.stays, self.slots)
 
     def _needed_offloads(self) -> set[int]:
         """Return the produced pages that are wanted again after they left, by a reader or by the user."""
@@ -119,9 +95,10 @@ class _Replay:
                     needed.add(page)
         return needed
 
-    def _open(self, page: int, ref: Ref, tick: int) -> None:
+    def _open(self, page: int, ref: Ref, tick: int, address: int | None = None) -> None:
         value = self.demand.pages[page]
-        stay = Occupancy(value.device, value.block, tick, values=[(ref, [])])
+        place = next(self.addresses[page]) if address is None else address
+        stay = Occupancy(value.device, value.block, tick, place, [(ref, [])])
         self.current[page] = stay
         self.stays.append(stay)
         self.slots[ref] = stay
@@ -147,34 +124,24 @@ class _Replay:
         for page in self.demand.made.get(position, ()):
             self._open(page, self.demand.pages[page].ref, tick)
 
-    def _come_back(self, first: dict[int, Occupancy]) -> None:
-        for page, stay in first.items():
-            last = self.current[page]
-            if last is not stay:
-                stay.back = last
-                last.is_back = True
-
-
-def finish(script: Script) -> MemGraph:
-    """Return the plan once every stay has its address."""
-    demand = script.demand
-    log = PlanLog((*demand.inputs, *demand.order))
-    log.planned = [Planned(vertex) for vertex in script.planned]
-    waits: dict[int, list[int]] = {}
-    memories: dict[int, _Ground] = {}
-    for stay in script.stays:
-        former = memories.setdefault(stay.device, _Ground()).replace(stay)
-        producer = stay.values[0][0][0]
-        for other in former:
-            waits.setdefault(producer, []).extend(u for u in other.users if u != producer)
-        for (_, readers), (ref, _) in zip(stay.values, stay.values[1:], strict=False):
-            waits.setdefault(ref[0], []).extend(reader for reader in readers if reader != ref[0])
-    log.memory_edges = {vertex: tuple(dict.fromkeys(of)) for vertex, of in waits.items()}
-    sizes = {
-        (vertex.id, k): size for vertex in (*demand.inputs, *script.planned) for k, size in enumerate(vertex.sizes)
-    }
-    slots = {ref: Slot(stay.device, stay.addr, sizes[ref]) for ref, stay in script.slots.items()}
-    return assemble(demand.graph, log, slots, {}, cyclic=script.cyclic)
+    def finish(self, cyclic: bool) -> MemGraph:
+        """Return the plan: who has to wait for whom follows from who had the same bytes before."""
+        demand = self.demand
+        log = PlanLog((*demand.inputs, *demand.order))
+        log.planned = [Planned(vertex) for vertex in self.planned]
+        waits: dict[int, list[int]] = {}
+        memories: dict[int, _Ground] = {device: _Ground() for device in demand.fixed}
+        for stay in self.stays:
+            producer = stay.values[0][0][0]
+            for other in memories[stay.device].replace(stay):
+                waits.setdefault(producer, []).extend(user for user in other.users if user != producer)
+            for (_, readers), (ref, _) in pairwise(stay.values):
+                waits.setdefault(ref[0], []).extend(reader for reader in readers if reader != ref[0])
+        log.memory_edges = {vertex: tuple(dict.fromkeys(others)) for vertex, others in waits.items()}
+        vertices = (*demand.inputs, *self.planned)
+        sizes = {(vertex.id, k): size for vertex in vertices for k, size in enumerate(vertex.sizes)}
+        slots = {ref: Slot(stay.device, stay.addr, sizes[ref]) for ref, stay in self.slots.items()}
+        return assemble(demand.graph, log, slots, {}, cyclic=cyclic)
 
 
 class _Ground:

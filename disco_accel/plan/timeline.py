@@ -1,4 +1,4 @@
-"""When each page is on the device: a step simulated in time with a counter of bytes and no addresses.
+"""When each page is on the device: a step simulated in time.
 
 Kernels run in serial order. An idle link takes the missing page with the nearest next use, if from now to that use the
 fixed values, the pages needed until then and this one fit together. Pages beyond that window stay as long as nothing
@@ -8,17 +8,16 @@ needs their bytes; the one with the furthest next use goes first.
 from __future__ import annotations
 
 import enum
-import heapq
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from disco_accel.graphcheck import dependencies
-from disco_accel.plan.demand import Demand, Page
+from disco_accel.plan.demand import Demand, Profile
+from disco_accel.plan.ground import NEVER, Counter, Map, Pages
 from disco_accel.plan.sim_malloc import Infeasible
 from disco_accel.plan.simulate import Machine
 from disco_accel.taskgraph import VertexKind
 
-NEVER = 1 << 60
 _ALWAYS = float("inf")
 
 
@@ -32,54 +31,63 @@ class Act(enum.IntEnum):
     RELEASE = 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
+class Room:
+    """Bytes ``[0, top)`` of a device for fixed values, which lie below ``height`` at each position, and pages above.
+
+    ``homes``: addresses of the pages there at the start; None where bytes are counted and nothing has an address."""
+
+    height: Profile
+    top: int
+    homes: Mapping[int, int] | None = None
+
+
+@dataclass(slots=True)
 class Timeline:
     """``acts`` in an order that respects all that waits for each other; ``seconds`` of the step; ``loaded`` bytes.
 
-    ``border``: the clean pages that are on the device, or on their way, when position ``at`` of ``run`` is reached.
-    """
+    ``border``: the clean pages that are on the device, or on their way, when the position asked for is reached.
+    ``addresses``: of each page's stays in order of time, if the room has addresses."""
 
-    acts: list[tuple[Act, int]]
-    seconds: float
-    loaded: int
-    border: list[int]
+    acts: list[tuple[Act, int]] = field(default_factory=list)
+    seconds: float = 0.0
+    loaded: int = 0
+    border: list[int] = field(default_factory=list)
+    addresses: dict[int, list[int]] = field(default_factory=dict)
 
 
 def simulate_step(
     demand: Demand,
     machine: Machine,
-    capacity: dict[int, int],
+    rooms: Mapping[int, Room],
     *,
     start: Sequence[int] = (),
     back: Sequence[int] = (),
     permanent: Iterable[int] = (),
     border: int | None = None,
 ) -> Timeline:
-    """Return the timeline of ``demand`` within ``capacity`` bytes per device.
+    """Return the timeline of ``demand`` within ``rooms``, by device.
 
     ``start``: pages there at the start; ``back``: pages to be there again at the end, in order of importance;
-    ``permanent``: pages that never leave (not to be named in the others). Raises Infeasible.
+    ``permanent``: pages that never leave, which have no part in the rooms. Raises Infeasible.
     """
-    return _Clock(demand, machine, capacity, start, back, permanent, border).run()
+    return _Clock(demand, machine, rooms, start, back, permanent, border).run()
 
 
 class _Lane:
-    """Memory and link of one device: ``room`` by position, ``held`` bytes of pages now, the pages wanted in order."""
+    """One device: its memory, when its link and its compute are free, and the pages wanted in order of use."""
 
-    def __init__(self, demand: Demand, device: int, capacity: int, pages: Sequence[Page], uses: list[list[int]]):
-        self.room = capacity - demand.fixed[device]
-        self.fixed = demand.fixed[device]
-        self.capacity = capacity
+    def __init__(self, device: int, memory: Counter | Map, room: Profile, wanted: list[tuple[int, int]]) -> None:
         self.device = device
+        self.memory = memory
+        self.room = room
+        """Bytes by position that are not promised to anyone yet."""
+        self.wanted = wanted
+        self.next = 0
         self.now = -1
-        self.last = -1
-        self.held = 0
+        self.running = -1
         self.link = 0.0
         self.compute = 0.0
-        self.next = 0
-        self.idle: list[tuple[int, int]] = []
-        wanted = [(use, order, i) for i in range(len(pages)) for order, use in enumerate(uses[i])]
-        self.wanted = [(use, i) for use, _, i in sorted(wanted) if pages[i].device == device]
 
 
 class _Clock:
@@ -87,7 +95,7 @@ class _Clock:
         self,
         demand: Demand,
         machine: Machine,
-        capacity: dict[int, int],
+        rooms: Mapping[int, Room],
         start: Sequence[int],
         back: Sequence[int],
         permanent: Iterable[int],
@@ -96,222 +104,215 @@ class _Clock:
         self.demand = demand
         self.pages = demand.pages
         self.machine = machine
-        self.back = back
         self.at = border
-        fixed_pages = set(permanent)
-        taken = dict.fromkeys(capacity, 0)
-        for i in fixed_pages:
-            taken[self.pages[i].device] += self.pages[i].block
-        self.uses = [[] if i in fixed_pages else list(page.uses) for i, page in enumerate(self.pages)]
-        self.lanes = {
-            device: _Lane(demand, device, capacity[device] - taken[device], self.pages, self.uses)
-            for device in capacity
-        }
+        self.line = Timeline()
+        self.permanent = frozenset(permanent)
+        uses = [[] if i in self.permanent else list(page.uses) for i, page in enumerate(self.pages)]
         for i in back:
-            self.uses[i].append(demand.end)
-            self.lanes[self.pages[i].device].wanted.append((demand.end, i))
-        count = len(self.pages)
-        self.here = [i in fixed_pages for i in range(count)]
-        self.pinned = list(self.here)
-        self.arrival = [0.0] * count
-        self.committed = [-1] * count
-        self.used = [0] * count
-        """How many of a page's uses are past."""
-        self.on_host = [0.0 if page.clean else -1.0 for page in self.pages]
+            uses[i].append(demand.end)
+        self.state = Pages(self.pages, uses)
+        for i in self.permanent:
+            self.state.here[i] = True
+        self.arrival = [0.0] * len(self.pages)
         self.joins: dict[int, list[int]] = {}
-        self.acts: list[tuple[Act, int]] = []
-        self.loaded = 0
-        self.d2h = dict.fromkeys(capacity, 0.0)
-        self.p2p = dict.fromkeys(capacity, 0.0)
-        self.ready: dict[int, float] = {}
-        self.seconds = 0.0
         for i, page in enumerate(self.pages):
             if not page.clean:
                 self.joins.setdefault(page.free, []).append(i)
+        self.lanes = {device: self._lane(device, room, back) for device, room in rooms.items()}
         for i in start:
-            self.here[i] = True
-            lane = self.lanes[self.pages[i].device]
-            lane.held += self.pages[i].block
-            heapq.heappush(lane.idle, (-self._next_use(i), i))
+            self.state.here[i] = True
+            self._memory(i).put(i)
+            self._note(i)
+        self.d2h = dict.fromkeys(rooms, 0.0)
+        self.p2p = dict.fromkeys(rooms, 0.0)
+        self.ready: dict[int, float] = {}
+
+    def _lane(self, device: int, room: Room, back: Sequence[int]) -> _Lane:
+        state = self.state
+        memory: Counter | Map
+        if room.homes is None:
+            memory = Counter(state, room.height, room.top, self._drop)
+        else:
+            memory = Map(state, self.demand.end, room.height, room.top, room.homes, self._drop, self._unhold)
+        free = room.top - room.height - self.demand.produced[device]
+        rank = {page: order for order, page in enumerate(back)}
+        wanted = [
+            (use, rank.get(i, 0) if use == self.demand.end else 0, i)
+            for i, page in enumerate(self.pages)
+            if page.device == device
+            for use in state.uses[i]
+        ]
+        return _Lane(device, memory, free, [(use, i) for use, _, i in sorted(wanted)])
+
+    def _memory(self, page: int) -> Counter | Map:
+        return self.lanes[self.pages[page].device].memory
 
     def run(self) -> Timeline:
         """Run all positions in order."""
-        border: list[int] = []
         for position in range(self.demand.end):
             if position == self.at:
-                border = self._border()
+                self.line.border = self._border()
             self._execute(position)
         for lane in self.lanes.values():
             self._release(lane)
             self._advance(lane, self.demand.end)
-            self._make_room(lane, 0, lane.compute)
+            lane.compute = lane.memory.advance(self.demand.end, lane.compute)
             self._bring(lane)
-        return Timeline(self.acts, max([self.seconds, *self.d2h.values()]), self.loaded, border)
+        self.line.seconds = max([self.line.seconds, *self.d2h.values()])
+        return self.line
 
     def _border(self) -> list[int]:
-        found = [i for i, page in enumerate(self.pages) if self.here[i] and page.clean and not self.pinned[i]]
-        return sorted(found, key=self._next_use)
-
-    def _next_use(self, page: int) -> int:
-        uses = self.uses[page]
-        return uses[self.used[page]] if self.used[page] < len(uses) else NEVER
+        clean = [i for i, page in enumerate(self.pages) if page.clean and i not in self.permanent]
+        return sorted((i for i in clean if self.state.here[i]), key=self.state.next_use)
 
     def _execute(self, position: int) -> None:
         vertex = self.demand.order[position]
+        lane = self.lanes[vertex.device]
         touched = [self.lanes[device] for device in self.demand.devices[position]]
-        for lane in touched:
-            self._release(lane)
-            self._advance(lane, position)
-            self._bring(lane)
         begin = 0.0
         for source in dependencies(vertex):
             begin = max(begin, self.ready.get(source, 0.0))
-        begin = max([begin, *(self.arrival[page] for page in self.demand.reads[position])])
-        lane = self.lanes[vertex.device]
-        moves = vertex.kind is VertexKind.TRANSFER
-        begin = max(begin, self.p2p[self.demand.devices[position][0]] if moves else lane.compute)
         for other in touched:
-            begin = max(begin, self._make_room(other, 0, begin))
+            self._release(other)
+            self._advance(other, position)
+            begin = max(begin, other.memory.advance(position, begin))
+            self._bring(other)
+        for page in self.demand.reads[position]:
+            begin = max(begin, self.arrival[page])
+        moves = vertex.kind is VertexKind.TRANSFER
+        sender = touched[0].device
+        begin = max(begin, self.p2p[sender] if moves else lane.compute)
+        for page in self.demand.made.get(position, ()):
+            begin = self._make(lane, page, begin)
         if not moves:
             self._fill(lane, begin)
-        self.acts.append((Act.RUN, position))
+        self.line.acts.append((Act.RUN, position))
         end = begin + self.demand.seconds[position]
         self.ready[vertex.id] = end
-        self.seconds = max(self.seconds, end)
+        self.line.seconds = max(self.line.seconds, end)
         for other in touched:
-            other.last = position
+            other.running = position
         if moves:
-            self.p2p[self.demand.devices[position][0]] = end
+            self.p2p[sender] = end
         else:
             lane.compute = end
         for page in self.demand.made.get(position, ()):
             self._offload(page, end)
         self._fill(lane, lane.compute)
 
+    def _make(self, lane: _Lane, page: int, begin: float) -> float:
+        """Find room for a page that the vertex at hand produces; return when the vertex may start."""
+        value = self.pages[page]
+        when = lane.memory.take(page, max(value.free - 1, self.state.held[page]), begin, force=True)
+        assert when is not None
+        self.state.here[page] = True
+        self.state.held[page] = max(self.state.held[page], value.free - 1)
+        self._note(page)
+        return when
+
     def _offload(self, page: int, ready: float) -> None:
         value = self.pages[page]
         link = self.machine.d2h
         self.d2h[value.device] = max(self.d2h[value.device], ready) + link.latency + value.size / link.bandwidth
-        self.on_host[page] = self.d2h[value.device]
-        self.acts.append((Act.OFFLOAD, page))
+        self.state.on_host[page] = self.d2h[value.device]
+        self.line.acts.append((Act.OFFLOAD, page))
 
     def _release(self, lane: _Lane) -> None:
         """The last vertex has ended: what it read is idle unless it is wanted again soon."""
-        if lane.last < 0:
+        last = lane.running
+        if last < 0:
             return
-        self.acts.append((Act.RELEASE, lane.device))
-        for page in self.demand.reads[lane.last]:
+        self.line.acts.append((Act.RELEASE, lane.device))
+        for page in self.demand.reads[last]:
             value = self.pages[page]
-            if value.device != lane.device or self.pinned[page] or lane.last < value.free:
+            if value.device != lane.device or page in self.permanent or last < value.free:
                 continue
-            while self._next_use(page) <= lane.last:
-                self.used[page] += 1
-            if self.committed[page] <= lane.last:
+            while self.state.next_use(page) <= last:
+                self.state.past[page] += 1
+            if self.state.held[page] <= last:
                 self._idle(lane, page)
-        lane.last = -1
+        lane.running = -1
 
     def _idle(self, lane: _Lane, page: int) -> None:
         value = self.pages[page]
-        if self._next_use(page) == NEVER and self._is_done(value):
-            self._drop(lane, page)
+        if self.state.next_use(page) == NEVER and not value.clean and not self.demand.order[value.producer].keep:
+            self._drop(page)
         else:
-            heapq.heappush(lane.idle, (-self._next_use(page), page))
+            lane.memory.idle(page)
 
-    def _is_done(self, page: Page) -> bool:
-        """Whether nobody will ask for the page again, here or on the host."""
-        if page.clean:
-            return False
-        vertex = self.demand.order[page.producer]
-        return not vertex.keep
+    def _drop(self, page: int) -> None:
+        self.state.here[page] = False
+        self._memory(page).leave(page)
+        self.line.acts.append((Act.DROP, page))
 
-    def _drop(self, lane: _Lane, page: int) -> None:
-        self.here[page] = False
-        lane.held -= self.pages[page].block
-        self.acts.append((Act.DROP, page))
+    def _unhold(self, page: int) -> None:
+        """Break the promise to hold ``page``: it has to be wanted once more."""
+        lane = self.lanes[self.pages[page].device]
+        held = self.state.held[page]
+        lane.room[lane.now : held + 1] += self.pages[page].block
+        self.state.held[page] = -1
+        lane.next = min(lane.next, lane.wanted.index((self.state.next_use(page), page)))
 
     def _advance(self, lane: _Lane, position: int) -> None:
-        """Move to ``position``; produced pages whose fixed time is over are held like any other."""
+        """Move to ``position``: the first stay of produced pages may end from now on."""
         for at in range(lane.now + 1, position + 1):
             for page in self.joins.get(at, ()):
-                if self.lanes[self.pages[page].device] is lane and not self.here[page]:
-                    self.here[page] = True
-                    lane.held += self.pages[page].block
-                    if self.committed[page] < position:
-                        self._idle(lane, page)
+                if self.pages[page].device == lane.device and self.state.held[page] < at:
+                    self._idle(lane, page)
         lane.now = position
 
     def _bring(self, lane: _Lane) -> None:
         """Load all that the position at hand reads."""
         while lane.next < len(lane.wanted) and lane.wanted[lane.next][0] <= lane.now:
-            if not self._want(lane, _ALWAYS):
+            if not self._want(lane, _ALWAYS, force=True):
                 raise Infeasible(lane.now)
 
     def _fill(self, lane: _Lane, until: float) -> None:
         """Use the link until the given time."""
-        while lane.next < len(lane.wanted) and self._want(lane, until):
+        while lane.next < len(lane.wanted) and self._want(lane, until, force=False):
             pass
         lane.link = max(lane.link, until)
 
-    def _want(self, lane: _Lane, until: float) -> bool:
+    def _want(self, lane: _Lane, until: float, force: bool) -> bool:
         """Make sure of the next page wanted, by holding it or by loading it; False if it has to wait."""
         use, page = lane.wanted[lane.next]
         value = self.pages[page]
-        committed = self.committed[page]
-        if committed >= use:
+        held = self.state.held[page]
+        if held >= use or use < lane.now:
             lane.next += 1
             return True
-        begin = max(lane.now, value.free if not value.clean else 0)
-        if committed >= begin:
-            begin = committed + 1
-        window = lane.room[begin : use + 1]
-        if int(window.min()) < value.block:
+        here, coming = self.state.here[page], not value.clean and lane.now < value.free
+        begin = max(lane.now, value.free, held + 1)
+        if int(lane.room[begin : use + 1].min()) < value.block:
             return False
-        if not (self.here[page] or (not value.clean and lane.now < value.free)):
+        if here and not lane.memory.stays(page, begin, use):
+            if held >= lane.now or self.state.on_host[page] > min(until, lane.link):
+                return False
+            self._drop(page)
+            here = False
+        if not here and not coming:
             if lane.link >= until:
                 return False
-            self._load(lane, page)
-        window -= value.block
-        self.committed[page] = use
+            when = lane.memory.take(page, use, max(lane.link, self.state.on_host[page]), force)
+            if when is None:
+                return False
+            self._load(lane, page, when)
+        lane.room[begin : use + 1] -= value.block
+        self.state.held[page] = use
         lane.next += 1
         return True
 
-    def _load(self, lane: _Lane, page: int) -> None:
-        value = self.pages[page]
-        link = self.machine.h2d
-        begin = max(lane.link, self.on_host[page])
-        begin = self._make_room(lane, value.block, begin)
-        lane.link = begin + link.latency + value.size / link.bandwidth
+    def _load(self, lane: _Lane, page: int, begin: float) -> None:
+        size, link = self.pages[page].size, self.machine.h2d
+        lane.link = begin + link.latency + size / link.bandwidth
         self.arrival[page] = lane.link
-        self.seconds = max(self.seconds, lane.link)
-        self.here[page] = True
-        lane.held += value.block
-        self.loaded += value.size
-        self.acts.append((Act.LOAD, page))
+        self.line.seconds = max(self.line.seconds, lane.link)
+        self.state.here[page] = True
+        self.line.loaded += size
+        self.line.acts.append((Act.LOAD, page))
+        self._note(page)
 
-    def _make_room(self, lane: _Lane, block: int, begin: float) -> float:
-        """Drop idle pages until ``block`` more bytes fit now; return when they do, not before ``begin``."""
-        over = int(lane.fixed[lane.now]) + lane.held + block - lane.capacity
-        waiting: list[tuple[int, int]] = []
-        while over > 0:
-            if not lane.idle:
-                if not waiting:
-                    raise Infeasible(lane.now)
-                # All that is left is on its way to the host.
-                soonest = min(waiting, key=lambda entry: (self.on_host[entry[1]], entry))
-                waiting.remove(soonest)
-                begin = max(begin, self.on_host[soonest[1]])
-                over -= self.pages[soonest[1]].block
-                self._drop(lane, soonest[1])
-                continue
-            entry = heapq.heappop(lane.idle)
-            page = entry[1]
-            if not self.here[page] or self.committed[page] >= lane.now or -entry[0] != self._next_use(page):
-                continue
-            if self.on_host[page] > begin:
-                waiting.append(entry)
-                continue
-            over -= self.pages[page].block
-            self._drop(lane, page)
-        for entry in waiting:
-            heapq.heappush(lane.idle, entry)
-        return begin
+    def _note(self, page: int) -> None:
+        memory = self._memory(page)
+        if isinstance(memory, Map):
+            self.line.addresses.setdefault(page, []).append(memory.addr[page])

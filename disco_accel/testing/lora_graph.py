@@ -27,6 +27,11 @@ def lora_graph(shape: LoraShape, memory: int) -> TaskGraph:
     return _Step(shape).graph(memory)
 
 
+def prefill_graph(shape: LoraShape, memory: int) -> TaskGraph:
+    """Return the forward pass of ``shape`` alone, which hands out the logits of the last token of each sequence."""
+    return _Step(shape).prefill(memory)
+
+
 @dataclass
 class _Step:
     shape: LoraShape
@@ -132,3 +137,17 @@ class _Step:
                     self.vertices[index] = replace(vertex, after=(dy[0],))
             dy = self._layer_backward(dy, i, kept)
         return TaskGraph("lora", (Device(0, memory),), tuple(self.vertices))
+
+    def prefill(self, memory: int) -> TaskGraph:
+        """Build the forward pass."""
+        s, t, h, vocabulary = self.shape, self.shape.tokens, self.shape.hidden, self.shape.vocabulary
+        ids = self._add("ids", (), 8 * t, external=True)
+        x = self._add("embedding", (ids, self._weight("embedding", vocabulary, h)), 2 * t * h)
+        for i in range(s.layers):
+            x, kept = self._layer(x, i, "")
+            for name in "kv":
+                self.vertices[kept[name][0]] = replace(self.vertices[kept[name][0]], keep=True)
+        last = self._add("last", (x,), 2 * h)
+        n = self._add("norm", (last, self._weight("norm", 1, h)), 2 * h)
+        self._add("logits", (n, self._weight("head", h, vocabulary)), 4 * vocabulary, 2.0 * h * vocabulary, keep=True)
+        return TaskGraph("prefill", (Device(0, memory),), tuple(self.vertices))

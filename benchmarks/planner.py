@@ -1,0 +1,163 @@
+"""Both planners side by side: simulated step over the bound, bytes loaded over the linear program's, seconds to plan.
+
+    python -m benchmarks.planner [--graph TASK.json ...] [--memory SIZE ...] [--bandwidth BYTES_PER_S ...]
+                                 [--planners timed,build] [--scaling] [--output out/planner.json]
+
+Without ``--graph``: the graphs of the tests and generated LoRA steps and prefills. Without ``--memory``: shares of what
+the graph's weights take. Captured graphs come from ``disco-accel capture`` or ``benchmarks.planner_graphs``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from disco_accel.errors import BudgetTooSmall
+from disco_accel.graphfile import read_taskgraph, write_atomically
+from disco_accel.plan import make_plan
+from disco_accel.plan.bound import Bound, bound_of
+from disco_accel.plan.simulate import Link, Machine, simulate
+from disco_accel.plan.summary import copied_bytes
+from disco_accel.sizes import format_size, parse_size
+from disco_accel.taskgraph import TaskGraph, VertexKind
+from disco_accel.testing.lora_graph import LoraShape, lora_graph, prefill_graph
+from disco_accel.verify import verify
+
+ROOT = Path(__file__).resolve().parent.parent
+GRAPHS = ROOT / "tests" / "data" / "graphs"
+SHARES = (0.15, 0.25, 0.4, 0.6, 0.85, 1.2)
+"""Budgets over the bytes of the weights."""
+BANDWIDTHS = (2.0e10, 5.5e10)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One plan. ``ratio``: simulated step over the bound, whose largest part is ``limit``; ``loads``: bytes loaded over
+    the linear program's (None: it needs none); ``seconds``: CPU seconds to plan."""
+
+    graph: str
+    vertices: int
+    memory: int
+    weights: int
+    bandwidth: float
+    planner: str
+    makespan: float
+    bound: float
+    limit: str
+    ratio: float
+    loads: float | None
+    offload_bytes: int
+    peak_bytes: int
+    memory_edges: int
+    seconds: float
+    verify_seconds: float
+
+
+def graphs(files: Sequence[str]) -> Iterator[TaskGraph]:
+    """Yield the graphs of ``files``, or those that every checkout has."""
+    for file in files:
+        yield replace(read_taskgraph(file), name=Path(file).name.split(".")[0])
+    if not files:
+        for path in sorted(GRAPHS.glob("*.taskgraph.json")):
+            yield replace(read_taskgraph(path), name=path.name.split(".")[0])
+        small = LoraShape(layers=8, hidden=1024, ffn=2816, vocabulary=4096, tokens=1024, flops=2e13)
+        yield replace(lora_graph(small, 1), name="lora 8 layers")
+        yield replace(lora_graph(LoraShape(tokens=1024), 1), name="lora 7B 1x1024")
+        yield replace(lora_graph(LoraShape(tokens=8192), 1), name="lora 7B 8x1024")
+        yield replace(prefill_graph(LoraShape(tokens=1024), 1), name="prefill 7B 1x1024")
+        yield replace(prefill_graph(LoraShape(tokens=8192), 1), name="prefill 7B 8x1024")
+
+
+def measure(graph: TaskGraph, memory: int, bandwidth: float, planners: Iterable[str]) -> Iterator[Row]:
+    """Plan ``graph`` with each of ``planners``, verify and simulate; planners that find no plan give no row."""
+    link = Link(bandwidth, 1e-5)
+    machine = Machine(h2d=link, d2h=link)
+    bound = bound_of(graph, machine, memory)
+    for planner in planners:
+        began = time.process_time()
+        try:
+            plan = make_plan(graph, memory=memory, planner=planner, cyclic=True, machine=machine)
+        except BudgetTooSmall as error:
+            print(f"{graph.name}: {planner} needs {format_size(error.needed)}, not {format_size(memory)}", flush=True)
+            continue
+        planned = time.process_time()
+        verify(graph, plan)
+        done = time.process_time()
+        makespan = simulate(plan, machine).makespan
+        loaded = copied_bytes(plan, VertexKind.RELOAD)
+        yield Row(
+            graph=graph.name,
+            vertices=len(graph.vertices),
+            memory=memory,
+            weights=weights(graph),
+            bandwidth=bandwidth,
+            planner=planner,
+            makespan=makespan,
+            bound=bound.bound,
+            limit=limit(bound),
+            ratio=makespan / bound.bound,
+            loads=loaded / bound.lp_reload_bytes if bound.lp_reload_bytes else None,
+            offload_bytes=copied_bytes(plan, VertexKind.OFFLOAD),
+            peak_bytes=max(slot.addr + slot.size for slot in plan.slots.values()),
+            memory_edges=len(plan.memory_edges),
+            seconds=planned - began,
+            verify_seconds=done - planned,
+        )
+
+
+def weights(graph: TaskGraph) -> int:
+    """Return the bytes of all clean inputs."""
+    return sum(vertex.sizes[0] for vertex in graph.vertices if vertex.clean)
+
+
+def limit(bound: Bound) -> str:
+    """Return the name of the largest part of ``bound``."""
+    parts = asdict(bound)
+    del parts["lp_reload_bytes"]
+    return max(parts, key=lambda name: (parts[name], name))
+
+
+def show(row: Row) -> str:
+    """Return ``row`` as a line of the table."""
+    loads = "    -" if row.loads is None else f"{row.loads:5.2f}"
+    return (
+        f"{row.graph:<22} {row.vertices:>6} {format_size(row.memory):>9} {row.memory / max(1, row.weights):5.2f} "
+        f"{row.bandwidth / 1e9:6.2f} {row.planner:<6} {row.makespan * 1e3:10.2f} {row.ratio:6.3f} {row.limit:<13} "
+        f"{loads} {format_size(row.offload_bytes):>9} {row.seconds:7.2f} {row.verify_seconds:6.2f}"
+    )
+
+
+HEADER = (
+    f"{'graph':<22} {'vert.':>6} {'memory':>9} {'share':>5} {'GB/s':>6} {'plan':<6} {'step ms':>10} {'/bound':>6} "
+    f"{'limit':<13} {'loads':>5} {'offload':>9} {'plan s':>7} {'ver. s':>6}"
+)
+
+
+def main() -> None:
+    """Print the table and write it to ``--output`` as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--graph", nargs="*", default=[])
+    parser.add_argument("--memory", nargs="*", default=[])
+    parser.add_argument("--bandwidth", nargs="*", type=float, default=list(BANDWIDTHS))
+    parser.add_argument("--planners", default="timed,build")
+    parser.add_argument("--output", default=str(ROOT / "out" / "planner.json"))
+    options = parser.parse_args()
+    rows: list[Row] = []
+    print(HEADER)
+    for graph in graphs(options.graph):
+        own = [int(share * weights(graph)) for share in SHARES] if weights(graph) else [graph.devices[0].memory]
+        for memory in [parse_size(size) for size in options.memory] or own:
+            for bandwidth in options.bandwidth:
+                for row in measure(graph, memory, bandwidth, options.planners.split(",")):
+                    rows.append(row)
+                    print(show(row), flush=True)
+    Path(options.output).parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(options.output, (json.dumps([asdict(row) for row in rows], indent=1) + "\n").encode())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,270 @@
+"""What no cyclic plan of a graph can beat, in the given order, on a given machine.
+
+The largest of four: compute, the critical path, the link (a linear program on the bytes that have to be loaded), and
+the phases (stretches of the step that the link holds up although it idles in others). All are the machine's and the
+graph's; none knows of a plan.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from disco_accel.graphcheck import dependencies
+from disco_accel.plan.build import serial_order
+from disco_accel.plan.demand import kernel_seconds
+from disco_accel.plan.simulate import Machine
+from disco_accel.taskgraph import Ref, TaskGraph, Vertex, VertexKind
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """Seconds, but for ``lp_reload_bytes``: what a step has to load at least, all devices together."""
+
+    compute: float
+    link: float
+    critical_path: float
+    phases: float
+    lp_reload_bytes: int
+
+    @property
+    def bound(self) -> float:
+        """The seconds that no cyclic plan beats."""
+        return max(self.compute, self.link, self.critical_path, self.phases)
+
+
+def bound_of(graph: TaskGraph, machine: Machine | None = None, memory: int | None = None) -> Bound:
+    """Return the bound of ``graph`` with ``memory`` bytes on every device (None: what its devices say)."""
+    machine = machine or Machine()
+    facts = [_Facts(graph, machine, device.id, device.memory if memory is None else memory) for device in graph.devices]
+    programs = [_least_reloads(each) for each in facts]
+    p2p: dict[int, float] = defaultdict(float)
+    where = {vertex.id: vertex.device for vertex in graph.vertices}
+    for vertex in graph.vertices:
+        if vertex.kind is VertexKind.TRANSFER:
+            p2p[where[vertex.inputs[0][0]]] += machine.seconds(vertex)
+    return Bound(
+        compute=max((sum(each.seconds) for each in facts), default=0.0) / machine.compute_streams,
+        link=max([*p2p.values(), *(seconds for seconds, _ in programs)], default=0.0),
+        critical_path=_critical_path(graph, machine),
+        phases=max((_phases(each) for each in facts), default=0.0),
+        lp_reload_bytes=int(sum(loaded for _, loaded in programs)),
+    )
+
+
+def _critical_path(graph: TaskGraph, machine: Machine) -> float:
+    """Return the longest chain of kernels and transfers; a late input waits for everything that is handed out."""
+    ends: dict[int, float] = {}
+    late = {vertex.id for vertex in graph.vertices if vertex.late}
+    gate = 0.0
+    for vertex in serial_order(graph):
+        sources = dependencies(vertex)
+        begin = max((ends[source] for source in sources), default=0.0)
+        if not late.isdisjoint(sources):
+            begin = max(begin, gate)
+        ends[vertex.id] = begin + (0.0 if vertex.kind is VertexKind.INPUT else kernel_seconds(vertex, machine))
+        if vertex.out:
+            gate = max(gate, ends[vertex.id])
+    return max(ends.values(), default=0.0)
+
+
+@dataclass(slots=True)
+class _Value:
+    """``uses``: positions that read it, ascending; ``made``: the position that writes it, -1 for an input."""
+
+    size: int
+    made: int
+    clean: bool
+    uses: list[int] = field(default_factory=list)
+
+
+class _Facts:
+    """What one device does by position: ``seconds`` of compute, ``needed`` bytes of inputs and outputs together."""
+
+    def __init__(self, graph: TaskGraph, machine: Machine, device: int, memory: int) -> None:
+        self.machine = machine
+        self.memory = memory
+        order = [vertex for vertex in serial_order(graph) if vertex.kind is not VertexKind.INPUT]
+        self.end = len(order)
+        self.values: dict[Ref, _Value] = {}
+        for vertex in graph.vertices:
+            if vertex.kind is VertexKind.INPUT and vertex.device == device and not vertex.external and vertex.sizes[0]:
+                self.values[vertex.id, 0] = _Value(vertex.sizes[0], -1, vertex.clean)
+        self.seconds = [0.0] * self.end
+        self.needed = np.zeros(self.end, np.int64)
+        self.outputs = np.zeros(self.end, np.int64)
+        for position, vertex in enumerate(order):
+            if vertex.kind is VertexKind.KERNEL and vertex.device == device:
+                self.seconds[position] = kernel_seconds(vertex, machine)
+            self._count(position, vertex, device)
+
+    def _count(self, position: int, vertex: Vertex, device: int) -> None:
+        read = [self.values[ref] for ref in dict.fromkeys(vertex.inputs) if ref in self.values]
+        for value in read:
+            value.uses.append(position)
+        written = sum(vertex.sizes) if vertex.device == device else 0
+        over = [p for p in (*vertex.may_inplace, *([] if vertex.inplace is None else [vertex.inplace]))]
+        if written and any(vertex.inputs[p] in self.values for p in over):
+            # Output 0 may cost nothing of its own.
+            written -= vertex.sizes[0]
+        self.needed[position] = sum(value.size for value in read) + written
+        self.outputs[position] = written
+        if vertex.device == device:
+            for k, size in enumerate(vertex.sizes):
+                if size:
+                    self.values[vertex.id, k] = _Value(size, position, False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Gap:
+    """``size`` bytes that nobody reads in ``[begin, end)``, which goes over the step's border if ``begin > end``."""
+
+    begin: int
+    end: int
+    size: int
+
+
+def _gaps(facts: _Facts, least: int) -> list[_Gap]:
+    """Return the gaps between two uses in which keeping a value saves a reload; values below ``least`` are left out."""
+    gaps = []
+    for value in facts.values.values():
+        if value.size < least or not value.uses:
+            continue
+        stops = value.uses if value.made < 0 else [value.made, *value.uses]
+        gaps += [_Gap(a + 1, b, value.size) for a, b in pairwise(stops) if b > a + 1]
+        if value.clean and (value.uses[-1] + 1 < facts.end or value.uses[0] > 0):
+            gaps.append(_Gap(value.uses[-1] + 1, value.uses[0], value.size))
+    return gaps
+
+
+def _rows(facts: _Facts, gaps: Sequence[_Gap]) -> list[int]:
+    """Return the positions that can matter: where not everything fits, the fullest between any two changes of size."""
+    load = facts.needed.astype(np.int64)
+    for gap in gaps:
+        if gap.begin <= gap.end:
+            load[gap.begin : gap.end] += gap.size
+        else:
+            load[gap.begin :] += gap.size
+            load[: gap.end] += gap.size
+    pressed = np.flatnonzero(load > facts.memory)
+    if len(pressed) <= _MAX_ROWS:
+        return [int(p) for p in pressed]
+    parts = np.array_split(pressed, _MAX_ROWS)
+    return [int(part[np.argmax(facts.needed[part])]) for part in parts]
+
+
+_MAX_ROWS = 1200
+"""More positions would make the bound hardly better and the program slow; leaving some out keeps it a bound."""
+
+
+def _least_reloads(facts: _Facts) -> tuple[float, float]:
+    """Return seconds and bytes that the link needs at least in a step, by linear programming.
+
+    Unknown are the bytes of each value kept through each gap; at no position may more be kept than fits beside what
+    the vertex there needs. What is not kept is loaded again. A step is a ring: what is there at its end is there at its
+    start.
+    """
+    from scipy.optimize import linprog
+    from scipy.sparse import csc_array
+
+    link = facts.machine.h2d
+    gaps = _gaps(facts, max(1, facts.memory // 2000))
+    rows = _rows(facts, gaps)
+    if not rows:
+        return 0.0, 0.0
+    spans: dict[tuple[int, int, int], list[_Gap]] = defaultdict(list)
+    at = np.array(rows)
+    for gap in gaps:
+        first, last = int(np.searchsorted(at, gap.begin)), int(np.searchsorted(at, gap.end))
+        around = gap.begin > gap.end
+        if around or last > first:
+            # Gaps of one length and equal size are as good as one.
+            spans[first, last, gap.size].append(gap)
+    free = facts.memory - facts.needed[at]
+    if (free < 0).any():
+        free = np.maximum(free, 0)
+    row, column, entry, upper, gain = [], [], [], [], []
+
+    def put(r: int, c: int, value: float) -> None:
+        if r < len(rows):
+            row.append(r)
+            column.append(c)
+            entry.append(value)
+
+    # Each row less the one before it: a gap then has an entry where it begins and one where it ends.
+    for c, ((first, last, size), same) in enumerate(spans.items()):
+        around = same[0].begin > same[0].end
+        if around:
+            put(0, c, 1.0)
+        put(last if around else first, c, -1.0 if around else 1.0)
+        put(first if around else last, c, 1.0 if around else -1.0)
+        upper.append(size * len(same) / facts.memory)
+        gain.append(-(1.0 + link.latency * link.bandwidth / size))
+    count = len(spans)
+    for r in range(len(rows)):
+        put(r, count + r, 1.0)
+        put(r + 1, count + r, -1.0)
+        upper.append(np.inf)
+        gain.append(0.0)
+    matrix = csc_array((entry, (row, column)), shape=(len(rows), count + len(rows)))
+    right = np.diff(free, prepend=0) / facts.memory
+    solved = linprog(gain, A_eq=matrix, b_eq=right, bounds=[(0.0, u) for u in upper], method="highs")
+    if solved.x is None:
+        return 0.0, 0.0
+    missing = [(u - x) * facts.memory for u, x in zip(upper[:count], solved.x[:count], strict=True)]
+    cost = sum(m * -g for m, g in zip(missing, gain[:count], strict=True))
+    return max(0.0, cost / link.bandwidth), max(0.0, sum(missing))
+
+
+_MARKS = 128
+_TURNS = 16
+
+
+def _phases(facts: _Facts) -> float:
+    """Return the seconds that stretches of the step need one after another.
+
+    From the start of one vertex to the start of a later one, all that is read between, was there before and does not
+    fit beside the outputs of the first has to be loaded. Steps follow each other, so a stretch may go over the border.
+    The best division of the ring into such stretches is found.
+    """
+    marks = sorted({round(i * facts.end / _MARKS) for i in range(_MARKS)})
+    count = len(marks)
+    clock = np.concatenate(([0.0], np.cumsum(facts.seconds)))
+    length = np.diff([*(clock[mark] for mark in marks), clock[-1]])
+    stretch = np.array([_stretch(facts, marks, a) for a in range(count)])
+    for a in range(count):
+        stretch[a] = np.maximum(stretch[a], np.cumsum(np.roll(length, -a)))
+    best = 0.0
+    for turn in range(0, count, max(1, count // _TURNS)):
+        ends = np.zeros(count + 1)
+        for step in range(count):
+            a = (turn + step) % count
+            ends[step + 1 :] = np.maximum(ends[step + 1 :], ends[step] + stretch[a][: count - step])
+        best = max(best, float(ends[-1]))
+    return best
+
+
+def _stretch(facts: _Facts, marks: list[int], a: int) -> list[float]:
+    """Return the seconds that the link needs from mark ``a`` to each of the marks after it, all around the ring."""
+    begin, end = marks[a], facts.end
+    room = facts.memory - int(facts.outputs[begin]) if begin < end else facts.memory
+    first = np.zeros(end + 1, np.int64)
+    for value in facts.values.values():
+        at = bisect_left(value.uses, begin)
+        if at < len(value.uses):
+            use = value.uses[at]
+            if value.made < begin:
+                first[use] += value.size
+        elif value.clean and value.uses:
+            # Its next reader is in the step after.
+            first[value.uses[0]] += value.size
+    around = np.concatenate((first[begin:end], first[:begin]))
+    total = np.concatenate(([0], np.cumsum(around)))
+    stops = [*(mark - begin for mark in marks[a + 1 :]), *(mark + end - begin for mark in marks[: a + 1])]
+    bandwidth = facts.machine.h2d.bandwidth
+    return [max(0.0, (int(total[stop]) - room) / bandwidth) for stop in stops]
