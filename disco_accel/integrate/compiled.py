@@ -60,8 +60,17 @@ class CompiledStep:
         self, options: EngineOptions, *, arena: torch.Tensor | None = None, plan: MemGraph | None = None
     ) -> Executor:
         """An executor of this step's plan, or of another plan of the same graph; the caller closes it."""
-        graph, plan = self.graph, plan or self.plan
-        return Executor(plan, graph.ops, self.records, clean=self.clean, options=options, arena=arena)
+        bindings = self.captured.bindings
+        return Executor(
+            plan or self.plan,
+            self.graph.ops,
+            self.records,
+            clean=self.clean,
+            options=options,
+            arena=arena,
+            names={b.vertex: b.name for b in bindings},
+            specs={b.vertex: b.spec for b in bindings},
+        )
 
     def unload(self) -> None:
         """Free the executor; ``load`` makes another one."""

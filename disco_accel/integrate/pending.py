@@ -80,6 +80,7 @@ class PendingStep:
 
     def backward(self, tangent: torch.Tensor) -> dict[str, torch.Tensor]:
         """Deliver the gradient of the loss; returns clones of the gradients by parameter name."""
+        self.state.require_own_process()
         with self.state.lock:
             self._check_unchanged()
             if not self.running:
@@ -127,7 +128,12 @@ class PendingStep:
             )
 
     def __del__(self) -> None:
-        self.suspend()
+        # Never waits: this may run in any thread at any time. Whoever holds the lock ends what still runs.
+        if self.state.lock.acquire(blocking=False):
+            try:
+                self.suspend()
+            finally:
+                self.state.lock.release()
 
 
 class _Step(torch.autograd.Function):

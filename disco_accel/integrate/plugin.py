@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import os
 import threading
 import types
 import weakref
@@ -15,7 +16,7 @@ import torch
 
 from disco_accel.capture.guards import StepKey, step_key
 from disco_accel.config import DiscoConfig
-from disco_accel.errors import CaptureError, ConfigError
+from disco_accel.errors import CaptureError, ConfigError, ExecutionError
 from disco_accel.execute.arena import device_arena
 from disco_accel.execute.executor import EngineOptions, arena_bytes
 from disco_accel.execute.hostmem import HostMemory, sample_digest
@@ -32,6 +33,8 @@ logger = logging.getLogger("disco_accel")
 _STATE = "_disco_state"
 _NOT_USED_YET = ("plan_cache", "buckets")
 _WARM_STEPS = 2
+_capturing = threading.Lock()
+"""Tracing patches classes that all models share."""
 
 
 class PreparedModel:
@@ -49,6 +52,7 @@ class PreparedModel:
         self.current: CompiledStep | None = None
         self.arena: torch.Tensor | None = None
         self.lock = threading.RLock()
+        self.engine_process: int | None = None
         self.weights_seen: list[Seen] = []
         self.weights_digest = 0
         self.counts = {"steps_compiled": 0, "steps_eager": 0, "plan_hits": 0}
@@ -91,7 +95,8 @@ class PreparedModel:
             contexts=hf_contexts(model, kwargs),
         )
         try:
-            step = compile_step(model, kwargs, forward=self.original_forward, options=options)
+            with _capturing:
+                step = compile_step(model, kwargs, forward=self.original_forward, options=options)
         except CaptureError as error:
             self.refused[key] = str(error)
             raise
@@ -105,6 +110,18 @@ class PreparedModel:
         if pending is not None:
             pending.suspend()
         self.active = None
+        # A step whose owner was interrupted, or freed by another thread, may still run.
+        if self.current is not None and self.current.loaded is not None:
+            self.current.executor.abandon()
+
+    def require_own_process(self) -> None:
+        """Raises ExecutionError in a process that was forked after the engine had started."""
+        # Before any lock is taken: a thread that held it may not exist here.
+        if self.engine_process not in (None, os.getpid()):
+            raise ExecutionError(
+                f"this model's engine runs in process {self.engine_process}, from which this process was forked; "
+                "call restore(model) to use the model here, or start workers with 'spawn'"
+            )
 
     def make_current(self, model: torch.nn.Module, step: CompiledStep) -> None:
         """Give ``step`` the arena, its residents as the host holds them now.
@@ -119,9 +136,10 @@ class PreparedModel:
                 self.arena = device_arena(needed, torch.device(self.settings.device))
             if step.loaded is None:
                 step.load(self.arena)
+                self.engine_process = os.getpid()
             step.executor.invalidate()
-            self.current = step
             self._look_at_weights(model, step)
+            self.current = step
             return
         for tensor, pointer, _ in self.weights_seen:
             if tensor.data_ptr() != pointer:
@@ -172,6 +190,7 @@ def _forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         return type(self).forward(self, *args, **kwargs)
     if not torch.is_grad_enabled():
         return state.original_forward(*args, **kwargs)
+    state.require_own_process()
     batch = _bind(state.signature, args, kwargs)
     try:
         if batch.get("labels") is None:
@@ -260,6 +279,7 @@ def restore(model: torch.nn.Module) -> torch.nn.Module:
     if state is None:
         return model
     state.unload()
+    state.engine_process = None
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.clone()
