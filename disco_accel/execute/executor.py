@@ -69,7 +69,9 @@ class EngineOptions:
 class Event:
     """One vertex of a traced step. ``lane`` is ``compute<n>``, ``h2d``, ``d2h`` or ``p2p`` of device ``device``.
 
-    Times are seconds from begin. A transfer is on the ``p2p`` lane of the device that it reads from.
+    Times are seconds from begin: ``ready`` when its last predecessor ended (look-ahead may issue a kernel before that),
+    ``issue`` when the engine handed it to the device, which ran it from ``start`` to ``end``. A transfer is on the
+    ``p2p`` lane of the device that it reads from.
     """
 
     vertex: int
@@ -79,6 +81,7 @@ class Event:
     end: float
     bytes: int
     device: int = 0
+    ready: float = 0.0
 
 
 def arena_bytes(memgraph: MemGraph, device: int | None = None) -> int:
@@ -238,8 +241,8 @@ class Executor:
         ids = [v.id for v in self._graph.vertices]
         devices = [device.id for device in self._graph.devices]
         return [
-            Event(ids[v], lanes[stream], issue * 1e-9, start * 1e-9, end * 1e-9, nbytes, devices[device])
-            for v, device, stream, issue, start, end, nbytes in self._engine.events().tolist()
+            Event(ids[v], lanes[stream], issue * 1e-9, start * 1e-9, end * 1e-9, nbytes, devices[device], ready * 1e-9)
+            for v, device, stream, issue, start, end, nbytes, ready in self._engine.events().tolist()
         ]
 
     def counters(self) -> dict[str, int | float]:

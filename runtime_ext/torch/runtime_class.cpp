@@ -306,15 +306,15 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
     const EngineError& error = engine_->last_error();
     return {static_cast<std::int64_t>(error.status), error.vertex, error.message};
   }
-  // int64 [n, 7]: vertex, device, stream, issue, start, end (nanoseconds from begin), bytes.
+  // int64 [n, 8]: vertex, device, stream, issue, start, end, bytes, ready; times in nanoseconds from begin.
   at::Tensor events() {
     const std::vector<TraceEvent> events = engine_->events();
-    at::Tensor table = at::empty({static_cast<std::int64_t>(events.size()), 7}, at::kLong);
+    at::Tensor table = at::empty({static_cast<std::int64_t>(events.size()), 8}, at::kLong);
     auto* row = table.mutable_data_ptr<std::int64_t>();
     for (const TraceEvent& event : events) {
       for (const std::int64_t value :
            {std::int64_t{event.vertex}, std::int64_t{event.device}, std::int64_t{event.stream}, event.issue,
-            event.start, event.end, event.bytes}) {
+            event.start, event.end, event.bytes, event.ready}) {
         *row++ = value;
       }
     }

@@ -347,5 +347,7 @@ def test_events_cover_the_step_and_respect_the_plan() -> None:
     for u, v in (*plan.data_edges, *plan.memory_edges):
         if u in by_id and v in by_id:
             assert by_id[u].end <= by_id[v].start + 1e-9
+            assert by_id[u].end <= by_id[v].ready + 1e-9
+    assert all(0 <= e.ready <= e.start + 1e-9 for e in events)
     assert sum(e.bytes for e in events if e.lane == "h2d") == counters["reload_bytes"]
     assert 0 < counters["op_seconds"] <= counters["step_seconds"]
