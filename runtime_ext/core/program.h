@@ -22,7 +22,8 @@ enum Flag : std::uint8_t {
 // One vertex as handed to ProgramBuilder::add; fields that a kind does not use keep their defaults.
 struct VertexDesc {
   Kind kind = Kind::kKernel;
-  std::int32_t device = 0;    // index into the engine's devices; a copy runs on a lane of this device
+  std::int32_t device = 0;    // index into the engine's devices; a copy runs on a lane of this device,
+                              // which for a transfer is the device read from
   std::int32_t op = -1;       // kernel: index handed to OpRunner::run
   void* dst = nullptr;        // copy: first byte written. Input: see Program
   const void* src = nullptr;  // copy: first byte read

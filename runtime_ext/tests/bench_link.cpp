@@ -24,7 +24,7 @@ struct Case {
   double bandwidth = 0.5e9;
   double offloads = 0;  // a copy back per layer, of this share of its bytes
   double latency = 0;
-  double jitter = 0;
+  bool thread = false;  // kernels on a thread of their own instead of the loop thread
 };
 
 class Spinning final : public disco::OpRunner {
@@ -147,6 +147,7 @@ std::vector<std::unique_ptr<disco::Device>> device_of(const Case& c, bool thrott
   disco::HostDeviceOptions options;
   options.link_bandwidth = throttled ? c.bandwidth : 0;
   options.link_latency = throttled ? c.latency : 0;
+  options.inline_compute = !c.thread;
   std::vector<std::unique_ptr<disco::Device>> devices;
   devices.push_back(std::make_unique<disco::HostDevice>(options));
   return devices;
@@ -207,15 +208,17 @@ int main(int argc, char** argv) {
   for (const double kernel_us : {5.0, 50.0, 500.0}) {
     if (only > 0 && only != kernel_us) continue;
     for (const double ratio : {0.7, 1.0, 1.4}) {
-      for (const bool back : {false, true}) {
+      for (const int variant : {0, 1, 2, 3}) {
+        const bool back = variant % 2 == 1;
         Case c;
+        c.thread = variant >= 2;
         c.kernel_us = kernel_us;
         c.link_ratio = ratio;
         c.offloads = back ? 0.5 : 0;
         if (kernel_us > 100) c.layers = 20;
         char name[64];
-        std::snprintf(name, sizeof name, "%g us kernels, link x %.1f%s", kernel_us, ratio,
-                      back ? ", offloads" : "");
+        std::snprintf(name, sizeof name, "%g us, link x %.1f%s%s", kernel_us, ratio, back ? ", offloads" : "",
+                      c.thread ? ", thread" : "");
         measure(name, c, seconds);
       }
     }
