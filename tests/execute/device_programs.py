@@ -1,4 +1,4 @@
-"""Programs over several devices: real ops, transfers between devices, and a random maker of such programs."""
+"""Programs over several devices with a random maker of such programs, and a plan that reloads every weight."""
 
 from __future__ import annotations
 
@@ -10,11 +10,32 @@ from typing import Any, ClassVar
 import torch
 
 from disco_accel.execute.hostmem import footprint
+from disco_accel.memgraph import MemGraph
 from disco_accel.taskgraph import Device, TaskGraph, Vertex, VertexKind
-from tests.execute.programs import Builder, Value
+from tests.execute.programs import Builder, Value, bump_plan
 
 ROWS = 12
 """Of every matrix in a random program."""
+
+
+RELOAD = 1000
+"""The reload of weight ``w`` in a ``reloading_plan`` is vertex RELOAD + w."""
+
+
+def reloading_plan(graph: TaskGraph) -> MemGraph:
+    """A ``bump_plan`` of one device in which no weight is resident: each is reloaded as soon as the step begins."""
+    plan = bump_plan(graph)
+    clean = {v.id: v for v in plan.vertices if v.clean}
+    reloads = [Vertex(RELOAD + w, VertexKind.RELOAD, 0, inputs=((w, 0),), sizes=v.sizes) for w, v in clean.items()]
+    inputs = [v for v in plan.vertices if v.kind is VertexKind.INPUT]
+    others = [
+        replace(v, inputs=tuple((RELOAD + r[0], 0) if r[0] in clean else r for r in v.inputs))
+        for v in plan.vertices
+        if v.kind is not VertexKind.INPUT
+    ]
+    slots = {((RELOAD + ref[0], 0) if ref[0] in clean else ref): slot for ref, slot in plan.slots.items()}
+    edges = tuple(((RELOAD + u if u in clean else u), v) for u, v in plan.data_edges)
+    return replace(plan, vertices=(*inputs, *reloads, *others), slots=slots, data_edges=edges)
 
 
 @dataclass

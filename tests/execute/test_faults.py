@@ -14,10 +14,10 @@ from disco_accel.errors import BudgetTooSmall, ExecutionError, Stalled
 from disco_accel.execute.executor import EngineOptions, Executor, HostLink
 from disco_accel.memgraph import MemGraph
 from disco_accel.plan import make_plan
-from disco_accel.taskgraph import TaskGraph, Vertex, VertexKind
+from disco_accel.taskgraph import TaskGraph
 from disco_accel.testing.engine_faults import failing, kernels
 from tests.execute import samples
-from tests.execute.device_programs import DeviceBuilder
+from tests.execute.device_programs import RELOAD, DeviceBuilder, reloading_plan
 from tests.execute.programs import Builder, assert_bits, build, bump_plan, executor_of, measured, step
 
 
@@ -56,25 +56,12 @@ def _product(b: Builder, g: torch.Generator) -> None:
     b.call("mm", h, b.weight(torch.eye(16)), module="model.second", keep="y")
 
 
-def _reloading(graph: TaskGraph) -> MemGraph:
-    """The weight of ``_product`` is not resident: a reload brings it."""
-    plan = bump_plan(graph)
-    (weight,) = (v for v in plan.vertices if v.clean)
-    reload = Vertex(90, VertexKind.RELOAD, 0, inputs=((weight.id, 0),), sizes=weight.sizes)
-    slots = {ref: slot for ref, slot in plan.slots.items() if ref[0] != weight.id}
-    slots[90, 0] = plan.slots[weight.id, 0]
-    last = plan.vertices[-1]
-    reader = replace(last, inputs=tuple((90, 0) if r[0] == weight.id else r for r in last.inputs))
-    edges = tuple((90, v) if u == weight.id else (u, v) for u, v in plan.data_edges)
-    return replace(plan, vertices=(*plan.vertices[:-1], reload, reader), slots=slots, data_edges=edges)
-
-
 @pytest.mark.parametrize("resident", [True, False])
 def test_a_copy_that_never_completes_is_named_with_who_waits(resident: bool) -> None:
     """A weight that never arrives: Stalled names the copy's tensor and the kernel; nothing hangs afterwards."""
     builder = build(_product)
     graph, records = measured(builder)
-    plan = bump_plan(graph) if resident else _reloading(graph)
+    plan = bump_plan(graph) if resident else reloading_plan(graph)
     weight = next(v.id for v in graph.vertices if v.clean)
     options = EngineOptions(links=(_NEVER,), stall_timeout=0.3)
     executor = Executor(plan, graph.ops, records, clean=builder.clean, options=options, names={weight: "second.weight"})
@@ -83,7 +70,11 @@ def test_a_copy_that_never_completes_is_named_with_who_waits(resident: bool) -> 
         with pytest.raises(Stalled) as caught:
             step(executor, builder)
         assert 0.25 < time.monotonic() - start < 2.0
-        copy = f"vertex {weight} (input second.weight)" if resident else "vertex 90 (reload of second.weight)"
+        copy = (
+            f"vertex {weight} (input second.weight)"
+            if resident
+            else f"vertex {RELOAD + weight} (reload of second.weight)"
+        )
         product = f"vertex {graph.vertices[-1].id} (aten::mm in model.second)"
         assert f"in flight 1: {copy}" in str(caught.value)
         assert product in str(caught.value)
