@@ -162,6 +162,9 @@ class Lowering:
             base = scratch if allocation.output is None else (vertex.id, allocation.output)
             addresses.append(self._address(base) + allocation.offset)
         self._ops.set_schedule(op, addresses, [a.nbytes for a in record.allocations])
+        if record.loose_bytes:
+            end = self._address((vertex.id, len(vertex.sizes) - 1)) + record.scratch_bytes
+            self._ops.set_loose(op, end - record.loose_bytes, record.loose_bytes)
         self._planned += len(addresses)
         return int(op)
 

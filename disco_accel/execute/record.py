@@ -17,6 +17,7 @@ import torch
 from disco_accel.errors import ExecutionError
 from disco_accel.execute.cuda import median_seconds, prepare_device, run_device
 from disco_accel.execute.encode import dispatcher_overload, encode_args, encode_out_call, label
+from disco_accel.execute.loose import BY_VALUE, loose_bytes
 from disco_accel.taskgraph import Arg, OpCall, TaskGraph, TensorArg, TensorSpec, Vertex, VertexKind
 
 _ALIGNMENT = 64
@@ -38,6 +39,7 @@ class OpRecord:
 
     ``native_out``: the out overload writes the outputs directly, with the same bits as the functional call.
     ``allocations``: of the call that will run, in order. ``scratch_bytes``: room for those that are no output.
+    ``loose_bytes``: the end of the scratch, for an op whose further temporaries depend on the values it is given.
     ``seconds``: median of a few runs.
     """
 
@@ -45,6 +47,7 @@ class OpRecord:
     allocations: tuple[Allocation, ...]
     scratch_bytes: int
     seconds: float
+    loose_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,10 +219,13 @@ def _measure(signature: _Signature, name: str, device: torch.device) -> OpRecord
             out = _try_out(ops, signature, storages, outputs, reference, name)
             if out is not None and out[1][1] <= placed[1]:
                 chosen, native_out, placed = out[0], True, out[1]
+        loose = 0
+        if call.name in BY_VALUE:
+            loose = loose_bytes(call, inputs, lambda: _run_recorded(ops, functional).blocks, reference.blocks, name)
         seconds = _median_seconds(ops, chosen, device)
     except RuntimeError as error:
         raise ExecutionError(f"measuring {name} failed: {error}") from error
-    return OpRecord(native_out, placed[0], placed[1], seconds)
+    return OpRecord(native_out, placed[0], placed[1] + loose, seconds, loose)
 
 
 def _median_seconds(ops: Any, op: int, device: torch.device) -> float:

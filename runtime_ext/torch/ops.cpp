@@ -291,7 +291,7 @@ std::int32_t OpTable::add_op(const std::string& name, const std::string& overloa
     bad_argument(label + ": " + std::to_string(encoded.size()) + " arguments given, the schema has " +
                  std::to_string(schema.size()));
   }
-  PreparedOp op{*handle, {}, {}, {}, {}, false, device_.is_cpu(), label, {}};
+  PreparedOp op{*handle, {}, {}, {}, {}, {}, false, device_.is_cpu(), label, {}};
   for (std::size_t i = 0; i < schema.size(); ++i) {
     try {
       op.args.push_back(decode(encoded[i], schema[i].type()));
@@ -374,7 +374,7 @@ void OpTable::run_boxed(const PreparedOp& op) const {
     check_results(op, stack);
     return;
   }
-  const PlannedScope scope(op.schedule);
+  const PlannedScope scope(op.schedule, op.loose);
   call(op, stack);
   scope.finish();
   check_results(op, stack);

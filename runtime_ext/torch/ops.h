@@ -38,6 +38,7 @@ struct PreparedOp {
   std::vector<c10::IValue> args;
   std::vector<ExpectedResult> results;
   std::vector<PlannedBlock> schedule;
+  PlannedBlock loose;
   bool scheduled = false;
   bool on_cpu = false;
   std::string label;
@@ -80,6 +81,8 @@ class OpTable {
   void expect_result(std::int32_t op, ResultMode mode, const c10::IValue& where);
   // From now on the op's allocations are served from `blocks`, in order.
   void set_schedule(std::int32_t op, std::vector<PlannedBlock> blocks);
+  // Room for what the op allocates beyond its schedule, see PlannedScope.
+  void set_loose(std::int32_t op, PlannedBlock loose) { ops_.at(op).loose = loose; }
   // The op draws random numbers: see RngSite.
   void set_rng(std::int32_t op, std::int64_t slot, bool replay);
 

@@ -14,6 +14,9 @@ namespace disco {
 struct ThreadState {
   std::span<const PlannedBlock> schedule;
   std::size_t next = 0;
+  PlannedBlock loose;
+  std::size_t loose_used = 0;
+  std::int64_t loose_live = 0;
   bool planned = false;
   bool engine_thread = false;
   std::vector<RecordedBlock>* record = nullptr;
@@ -53,8 +56,28 @@ LiveBlocks& live_blocks() {
 
 c10::Allocator* base_allocator = nullptr;
 
+constexpr std::size_t kLooseAlignment = 64;
+
+void* loose_address(std::size_t nbytes) {
+  const std::size_t begin = (tls.loose_used + kLooseAlignment - 1) / kLooseAlignment * kLooseAlignment;
+  if (begin + nbytes > tls.loose.nbytes) return nullptr;
+  tls.loose_used = begin + nbytes;
+  ++tls.loose_live;
+  return static_cast<char*>(tls.loose.ptr) + begin;
+}
+
+void note_loose_freed(const void* ptr) {
+  const auto* const base = static_cast<const char*>(tls.loose.ptr);
+  if (!tls.planned || ptr < base || ptr >= base + tls.loose.nbytes) return;
+  if (--tls.loose_live == 0) tls.loose_used = 0;
+}
+
 void free_block(void* ptr) {
-  if (ptr == nullptr || in_planned_range(ptr)) return;
+  if (ptr == nullptr) return;
+  if (in_planned_range(ptr)) {
+    note_loose_freed(ptr);
+    return;
+  }
   note_freed(ptr);
   base_allocator->raw_deallocate(ptr);
 }
@@ -93,9 +116,12 @@ void install_cpu_decorator() {
   (void)installed;
 }
 
-PlannedScope::PlannedScope(std::span<const PlannedBlock> blocks) {
+PlannedScope::PlannedScope(std::span<const PlannedBlock> blocks, PlannedBlock loose) {
   tls.schedule = blocks;
   tls.next = 0;
+  tls.loose = loose;
+  tls.loose_used = 0;
+  tls.loose_live = 0;
   tls.planned = true;
 }
 PlannedScope::~PlannedScope() { tls.planned = false; }
@@ -118,6 +144,7 @@ EngineThreadScope::~EngineThreadScope() { tls.engine_thread = before_; }
 void* planned_address(std::size_t nbytes) {
   if (!tls.planned) return nullptr;
   if (tls.next >= tls.schedule.size()) {
+    if (void* const ptr = loose_address(nbytes)) return ptr;
     throw ScheduleMismatch("allocated " + std::to_string(nbytes) + " bytes more than the " +
                            std::to_string(tls.schedule.size()) + " recorded allocations");
   }

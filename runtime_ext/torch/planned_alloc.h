@@ -39,10 +39,12 @@ class ScheduleMismatch : public std::runtime_error {
 // Puts the decorator in front of the process's CPU allocator, once. Safe to call again.
 void install_cpu_decorator();
 
-// Serves the allocations of this thread from `blocks` until it goes out of scope. Scopes do not nest.
+// Serves the allocations of this thread from `blocks` until it goes out of scope. Scopes do not nest. What
+// the call allocates beyond them comes from `loose`, if that has room: one behind the other, from its start
+// again once all of them are freed.
 class PlannedScope {
  public:
-  explicit PlannedScope(std::span<const PlannedBlock> blocks);
+  explicit PlannedScope(std::span<const PlannedBlock> blocks, PlannedBlock loose = {});
   ~PlannedScope();
   PlannedScope(const PlannedScope&) = delete;
   PlannedScope& operator=(const PlannedScope&) = delete;

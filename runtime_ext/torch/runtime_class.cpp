@@ -68,6 +68,9 @@ struct TorchOps : torch::CustomClassHolder {
     }
     table.set_schedule(static_cast<std::int32_t>(op), std::move(blocks));
   }
+  void set_loose(std::int64_t op, std::int64_t address, std::int64_t nbytes) {
+    table.set_loose(checked(op), {reinterpret_cast<void*>(address), static_cast<std::size_t>(nbytes)});
+  }
   void set_rng(std::int64_t op, std::int64_t slot, bool replay) { table.set_rng(checked(op), slot, replay); }
   void run(std::int64_t op) { table.run(checked(op)); }
   bool is_direct(std::int64_t op) const { return table.is_direct(checked(op)); }
@@ -376,6 +379,7 @@ TORCH_LIBRARY(disco_accel, m) {
       .def("add_op", &TorchOps::add_op)
       .def("expect_result", &TorchOps::expect_result)
       .def("set_schedule", &TorchOps::set_schedule)
+      .def("set_loose", &TorchOps::set_loose)
       .def("set_rng", &TorchOps::set_rng)
       .def("run", &TorchOps::run)
       .def("is_direct", &TorchOps::is_direct)
