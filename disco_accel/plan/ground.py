@@ -190,9 +190,9 @@ class Map:
             if window is not None and window.loss <= use:
                 window = None
         if window is None:
-            window = self._best(block, floor, use, begin, hard=False)
+            window = self._best(page, floor, use, begin, hard=False)
         if window is None and force:
-            window = self._best(block, floor, use, float("inf"), hard=True)
+            window = self._best(page, floor, use, float("inf"), hard=True)
             if window is None:
                 raise Infeasible(self.now)
         if window is None:
@@ -238,10 +238,16 @@ class Map:
     def _may_go(self, page: int, begin: float) -> bool:
         return self.state.held[page] < self.now and self.state.on_host[page] <= begin
 
-    def _best(self, block: int, floor: int, use: int, begin: float, hard: bool) -> _Window | None:
-        """Return the window whose pages are needed last; ``hard``: pages held for later positions may go too."""
-        best: tuple[int, int, int, int] | None = None
-        chosen: tuple[int, ...] = ()
+    def _best(self, page: int, floor: int, use: int, begin: float, hard: bool) -> _Window | None:
+        """Return the window for ``page`` whose loss is needed last; ``hard``: pages held for later may go too.
+
+        Bytes left over beside it lessen a window's worth. Where the page cannot stay until the use after ``use``,
+        because fixed values grow there, that use is lost too.
+        """
+        block = self.state.pages[page].block
+        after = next((other for other in self.state.uses[page] if other > use), NEVER)
+        lasting = floor if after == NEVER else int(self.height[self.now : after + 1].max())
+        best: tuple[tuple[float, int, int], int, tuple[int, ...]] | None = None
         for low, high, pages in self._runs(block, floor, begin, hard):
             starts = [address for address, _, _ in pages]
             ends = [end for _, end, _ in pages]
@@ -250,18 +256,17 @@ class Map:
                 if start < low or start + block > high:
                     continue
                 i, j = bisect_right(ends, start), bisect_left(starts, start + block)
-                loss = min((self.state.next_use(page) for _, _, page in pages[i:j]), default=NEVER)
+                loss = min((self.state.next_use(other) for _, _, other in pages[i:j]), default=NEVER)
                 if self.claims:
                     loss = min(loss, self._claim(start, start + block, use))
+                if loss <= use and not hard:
+                    continue
                 hole = (starts[j] if j < len(starts) else high) - (ends[i - 1] if i else low) - block
-                waste = sum(end - address for address, end, _ in pages[i:j])
-                rank = (-loss, waste, hole, -start)
-                if best is None or rank < best:
-                    best = rank
-                    chosen = tuple(page for _, _, page in pages[i:j])
-        if best is None or (-best[0] <= use and not hard):
-            return None
-        return _Window(-best[3], -best[0], chosen)
+                distance = min(loss, after if start < lasting else NEVER, 2 * self.end) - self.now
+                rank = (-distance / (1 + hole / block), hole, -start)
+                if best is None or rank < best[0]:
+                    best = rank, loss, tuple(other for _, _, other in pages[i:j])
+        return None if best is None else _Window(-best[0][2], best[1], best[2])
 
     def _runs(
         self, block: int, floor: int, begin: float, hard: bool

@@ -21,14 +21,21 @@ from disco_accel.plan.sim_malloc import Infeasible
 from disco_accel.plan.simulate import Machine, simulate
 from disco_accel.plan.stays import plan_of
 from disco_accel.plan.timeline import Room, Timeline, simulate_step
-from disco_accel.taskgraph import TaskGraph
+from disco_accel.taskgraph import TaskGraph, VertexKind
 
-SHARES = (0.0, 0.3, 0.5, 0.7, 0.85)
-"""Shares of the memory, beside what fixed values take at their peak, for pages that never leave."""
+SHARES = (0.5, 0.0, 0.85, 0.95, 0.3, 0.7)
+"""Shares of the memory, beside what fixed values take at their peak, for pages that never leave; by promise."""
 
 WORTH = (None, 10.0, 2.0)
 """How many times longer than its copies a produced value's absence must be; None: no produced value leaves."""
 
+EFFORT = 100_000
+"""Vertices in all the drafts of one search; the first share of each kind is tried in any case."""
+
+_GOOD = 1.002
+"""A draft that takes at most so many times what compute takes is not bettered any more."""
+
+_STEP = 0.08
 _FINALISTS = 2
 
 
@@ -44,40 +51,97 @@ class Draft:
 
 def build_timed(graph: TaskGraph, machine: Machine, *, cyclic: bool) -> MemGraph:
     """Return the fastest plan found. Raises Infeasible if there is none that this planner finds."""
+    search = _Search(graph, machine, cyclic)
+    search.run()
     best: tuple[float, MemGraph] | None = None
-    for worth in WORTH:
-        try:
-            demand = demand_of(graph, machine, worth)
-        except Infeasible:
-            continue
-        for draft in drafts(demand, machine, cyclic)[:_FINALISTS]:
-            plan = plan_of(demand, draft.timeline, draft.permanent, draft.start, cyclic)
-            makespan = simulate(plan, machine).makespan
-            if best is None or makespan < best[0]:
-                best = makespan, plan
-        if best is not None:
-            break
+    for draft in sorted(search.found, key=lambda draft: draft.timeline.seconds)[:_FINALISTS]:
+        plan = plan_of(draft.demand, draft.timeline, draft.permanent, draft.start, cyclic)
+        makespan = simulate(plan, machine).makespan
+        if best is None or makespan < best[0]:
+            best = makespan, plan
     if best is None:
         raise Infeasible(0)
     return best[1]
 
 
-def drafts(demand: Demand, machine: Machine, cyclic: bool) -> list[Draft]:
-    """Return drafts with different permanent pages, the fastest first."""
-    capacity = {device.id: device.memory // device.alignment * device.alignment for device in demand.graph.devices}
-    heights = _heights(demand, capacity)
-    found = []
-    tried: set[tuple[int, ...]] = set()
-    for share in SHARES:
-        permanent = tuple(permanent_pages(demand, capacity, heights, share))
-        if permanent in tried:
-            continue
-        tried.add(permanent)
+class _Search:
+    """Drafts with different settings, kept in ``found``."""
+
+    def __init__(self, graph: TaskGraph, machine: Machine, cyclic: bool) -> None:
+        self.graph = graph
+        self.machine = machine
+        self.cyclic = cyclic
+        self.capacity = {device.id: device.memory // device.alignment * device.alignment for device in graph.devices}
+        self.demands: dict[float | None, tuple[Demand, dict[int, Profile]] | None] = {}
+        self.tried: set[tuple[float | None, tuple[int, ...]]] = set()
+        self.found: list[Draft] = []
+        self.settings: dict[int, tuple[float | None, float]] = {}
+        self.effort = 0
+        self.floor = _GOOD * self._compute()
+
+    def run(self) -> None:
+        """Try kinds of demand and shares of permanent pages, then what lies around the best."""
+        for worth in WORTH:
+            self.attempt(worth, SHARES[0])
+        for share in SHARES[1:]:
+            self.attempt(self.best()[0], share, limited=True)
+        step = _STEP
+        while step > _STEP / 5:
+            worth, share = self.best()
+            before = self.fastest()
+            for nearby in (share - step, share + step):
+                if 0.0 <= nearby <= 1.0:
+                    self.attempt(worth, nearby, limited=True)
+            if self.fastest() >= before:
+                step /= 2
+
+    def fastest(self) -> float:
+        """Return the seconds of the best draft so far."""
+        return min((draft.timeline.seconds for draft in self.found), default=float("inf"))
+
+    def best(self) -> tuple[float | None, float]:
+        """Return the settings of the best draft so far."""
+        if not self.found:
+            return WORTH[-1], SHARES[0]
+        first = min(range(len(self.found)), key=lambda i: self.found[i].timeline.seconds)
+        return self.settings[first]
+
+    def attempt(self, worth: float | None, share: float, limited: bool = False) -> None:
+        """Draft with these settings unless the search has gone on for long enough."""
+        spent = self.effort > EFFORT and (limited or self.found)
+        if spent or self.fastest() <= self.floor:
+            return
+        demand = self._demand(worth)
+        if demand is None:
+            return
+        permanent = tuple(permanent_pages(demand[0], self.capacity, demand[1], share))
+        if (worth, permanent) in self.tried:
+            return
+        self.tried.add((worth, permanent))
+        self.effort += 3 * demand[0].end
         try:
-            found.append(draft_of(demand, machine, capacity, heights, permanent, cyclic))
+            draft = draft_of(*demand, self.machine, self.capacity, permanent, self.cyclic)
         except Infeasible:
-            continue
-    return sorted(found, key=lambda draft: draft.timeline.seconds)
+            return
+        self.settings[len(self.found)] = (worth, share)
+        self.found.append(draft)
+
+    def _compute(self) -> float:
+        """Return the seconds that the busiest device computes."""
+        busy = dict.fromkeys(self.capacity, 0.0)
+        for vertex in self.graph.vertices:
+            if vertex.kind is VertexKind.KERNEL:
+                busy[vertex.device] += vertex.duration or 0.0
+        return max(busy.values())
+
+    def _demand(self, worth: float | None) -> tuple[Demand, dict[int, Profile]] | None:
+        if worth not in self.demands:
+            try:
+                demand = demand_of(self.graph, self.machine, worth)
+                self.demands[worth] = demand, _heights(demand, self.capacity)
+            except Infeasible:
+                self.demands[worth] = None
+        return self.demands[worth]
 
 
 def _heights(demand: Demand, capacity: Mapping[int, int]) -> dict[int, Profile]:
@@ -130,9 +194,9 @@ def permanent_pages(
 
 def draft_of(
     demand: Demand,
+    heights: Mapping[int, Profile],
     machine: Machine,
     capacity: Mapping[int, int],
-    heights: Mapping[int, Profile],
     permanent: tuple[int, ...],
     cyclic: bool,
 ) -> Draft:
