@@ -59,6 +59,8 @@ class EngineOptions:
     compute_threads: int | None = None
     """Intra-op threads of a compute stream; None = torch.get_num_threads()."""
     compute_streams: int = 1
+    inline_compute: bool = True
+    """One compute stream on the only host device: its ops run on the engine's loop thread, without a hand-off."""
     stall_timeout: float = 120.0
     """Seconds without any progress after which a step counts as stalled."""
     time_ops: bool = False
@@ -383,6 +385,7 @@ def _settings(options: EngineOptions) -> dict[str, float]:
         "time_ops": float(options.time_ops),
         "compute_threads": float(threads),
         "compute_streams": float(options.compute_streams),
+        "inline_compute": float(options.inline_compute),
         "link_jitter": options.link_jitter,
         "link_jitter_seed": float(options.link_jitter_seed),
     }

@@ -164,6 +164,7 @@ Settings read_settings(const c10::Dict<std::string, double>& values) {
   settings.engine.time_ops = get("time_ops") != 0;
   settings.compute_threads = static_cast<int>(get("compute_threads"));
   settings.host.compute_streams = static_cast<int>(get("compute_streams"));
+  settings.host.inline_compute = get("inline_compute") != 0;
   settings.host.link_jitter = get("link_jitter");
   settings.host.link_jitter_seed = static_cast<std::uint64_t>(get("link_jitter_seed"));
   settings.host.on_compute_thread = [threads = settings.compute_threads](int) {
