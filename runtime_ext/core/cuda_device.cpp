@@ -17,7 +17,10 @@ constexpr unsigned kHostRegisterPortable = 1;
 constexpr std::array<int, 3> kMemcpyKind = {1, 2,
                                             4};  // by Direction: host to device, device to host, default
 
+// The text of a failed call. Makes the runtime forget it: PyTorch asks for the thread's last error after
+// every kernel that it launches, and would blame the kernel.
 std::string error_text(const CudartApi& api, const char* call, int code) {
+  if (api.get_last_error != nullptr) api.get_last_error();
   const char* text = api.error_string != nullptr ? api.error_string(code) : nullptr;
   return std::string(call) + " failed with error " + std::to_string(code) + ": " +
          (text != nullptr ? text : "?");
@@ -93,6 +96,7 @@ CudartApi CudartApi::load() {
   resolve(library, api.memcpy_async, "cudaMemcpyAsync");
   resolve(library, api.host_register, "cudaHostRegister");
   resolve(library, api.host_unregister, "cudaHostUnregister");
+  resolve(library, api.get_last_error, "cudaGetLastError");
   resolve(library, api.error_string, "cudaGetErrorString");
   return api;
 }
@@ -212,7 +216,10 @@ Token CudaDevice::completed(int stream) {
   while (lane.finished < lane.enqueued) {
     const std::size_t slot = lane.slot(lane.finished + 1);
     const int code = api_.event_query(lane.events[slot]);
-    if (code == kNotReady) break;
+    if (code == kNotReady) {
+      api_.get_last_error();  // "not yet" counts as an error there
+      break;
+    }
     if (code != kSuccess) {
       fail(lane.vertices[slot], describe("cudaEventQuery", code));
       lane.finished = lane.enqueued;  // nothing more can be learnt about them
@@ -270,8 +277,11 @@ void CudaDevice::finish_trace() {
   for (const std::int32_t vertex : timed_) {
     float start = 0;
     float end = 0;
-    if (api_.event_elapsed(&start, timing_[0], timing_[1 + 2 * vertex]) != kSuccess) continue;
-    if (api_.event_elapsed(&end, timing_[0], timing_[2 + 2 * vertex]) != kSuccess) continue;
+    if (api_.event_elapsed(&start, timing_[0], timing_[1 + 2 * vertex]) != kSuccess ||
+        api_.event_elapsed(&end, timing_[0], timing_[2 + 2 * vertex]) != kSuccess) {
+      api_.get_last_error();
+      continue;
+    }
     spans_[vertex].start = base_ns_ + static_cast<std::int64_t>(start * kNsPerMs);
     spans_[vertex].end = base_ns_ + static_cast<std::int64_t>(end * kNsPerMs);
   }

@@ -30,7 +30,9 @@ struct CudartApi {
                       CudaStream) = nullptr;                                 // cudaMemcpyAsync
   int (*host_register)(void*, std::size_t bytes, unsigned flags) = nullptr;  // cudaHostRegister
   int (*host_unregister)(void*) = nullptr;                                   // cudaHostUnregister
-  const char* (*error_string)(int) = nullptr;                                // cudaGetErrorString
+  // cudaGetLastError: returns and forgets this thread's last error.
+  int (*get_last_error)() = nullptr;
+  const char* (*error_string)(int) = nullptr;  // cudaGetErrorString
 
   // The runtime already in the process (a CUDA build of torch brings one) or, failing that, the system's.
   // Throws CudaError naming what was looked for and where if there is none or a function is missing.

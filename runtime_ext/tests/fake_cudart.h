@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/cuda_device.h"
@@ -60,6 +61,7 @@ class FakeCudart {
     };
     api.host_register = [](void*, std::size_t, unsigned) { return current_->call("cudaHostRegister"); };
     api.host_unregister = [](void*) { return current_->call("cudaHostUnregister"); };
+    api.get_last_error = [] { return std::exchange(current_->last_error, 0); };
     api.error_string = [](int code) { return code == kLaunchFailure ? "launch failure" : "invalid handle"; };
     return api;
   }
@@ -74,7 +76,9 @@ class FakeCudart {
   int calls = 0;
   int fail_at = -1;  // number of the call that fails
   int fail_code = kInvalidHandle;
+  bool sticky = false;      // whether all later calls fail too, as after a kernel's fault
   std::string failed_call;  // its name
+  int last_error = 0;       // as cudaGetLastError sees it
   int device = 7;
   int created = 0;
   std::vector<int> copy_kinds;
@@ -92,9 +96,10 @@ class FakeCudart {
   };
 
   int call(const char* name) {
-    if (calls++ != fail_at) return 0;
-    failed_call = name;
-    return fail_code;
+    const int number = calls++;
+    if (fail_at < 0 || number < fail_at || (number > fail_at && !sticky)) return 0;
+    if (number == fail_at) failed_call = name;
+    return last_error = fail_code;
   }
   int create_stream(CudaStream* stream) {
     if (const int code = call("cudaStreamCreateWithFlags"); code != 0) return code;
@@ -135,7 +140,7 @@ class FakeCudart {
     }
     if (const int code = call("cudaEventQuery"); code != 0) return code;
     const Event& event = *events_.at(handle);
-    return event.reached == event.recorded ? 0 : kNotReady;
+    return event.reached == event.recorded ? 0 : (last_error = kNotReady);
   }
   int synchronize(CudaStream stream) {
     while (!queues_.at(stream).empty()) {

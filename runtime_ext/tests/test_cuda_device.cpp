@@ -1,6 +1,7 @@
 #include <gtest/gtest.h>
 
 #include <type_traits>
+#include <utility>
 
 #include "core/cuda_device.h"
 #include "fake_cudart.h"
@@ -33,6 +34,9 @@ class Launcher final : public OpRunner {
   Launcher(FakeCudart& cudart, Checker& checker) : cudart_(cudart), checker_(checker) {}
   void run(std::int32_t op, int device, int stream) override {
     if (op == throw_at) throw std::runtime_error("no launch of " + std::to_string(op));
+    // As PyTorch does around every launch.
+    if (const int code = std::exchange(cudart_.last_error, 0); code != 0)
+      throw std::runtime_error("a kernel was blamed for error " + std::to_string(code));
     cudart_.launch(target->native_stream(stream), [=, this] { checker_.run(op, device, stream); });
   }
   CudaDevice* target = nullptr;
@@ -159,6 +163,79 @@ TEST(CudaDevice, AnAsynchronousErrorNamesTheOldestVertexOfItsStream) {
     }
   }
   EXPECT_GT(named, 0);
+}
+
+TEST(CudaDevice, AnErrorThatStaysFailsEveryStepAndHangsNone) {
+  for (int at = 0; at < 120; at += 3) {
+    Rig rig(10, 2, 2, {.vertices = 30});
+    rig.cudart.calls = 0;
+    rig.cudart.fail_at = at;
+    rig.cudart.fail_code = FakeCudart::kLaunchFailure;
+    rig.cudart.sticky = true;
+    std::uint64_t step = 0;
+    Status status = rig.step(step++);
+    while (status == Status::kDone && step < 20) status = rig.step(step++);
+    ASSERT_EQ(status, Status::kFailed) << "call " << at;
+    EXPECT_NE(rig.engine->last_error().message.find("launch failure"), std::string::npos);
+    ASSERT_EQ(rig.step(step), Status::kFailed) << "the next step says so too, call " << at;
+    const FakeCudart* cudart = &rig.cudart;
+    rig.engine.reset();
+    EXPECT_EQ(cudart->objects(), 0);
+  }
+}
+
+TEST(CudaDevice, AFailureWhereTheLoopThreadStartsIsTheConstructorsAndLeaksNothing) {
+  int failures = 0;
+  for (int at = 0;; ++at) {
+    FakeCudart cudart(0);
+    auto scene = random_scene(2, {.vertices = 20});
+    Checker checker(*scene);
+    Launcher launcher(cudart, checker);
+    auto device = std::make_unique<CudaDevice>(FakeCudart::api(), CudaDeviceOptions{0, 1, 4});
+    launcher.target = device.get();
+    cudart.calls = 0;
+    cudart.fail_at = at;
+    try {
+      const Engine engine(scene->program(), one(std::move(device)), launcher, {});
+      EXPECT_LE(cudart.calls, at);
+      break;
+    } catch (const std::runtime_error& error) {
+      EXPECT_NE(std::string(error.what()).find(cudart.failed_call), std::string::npos);
+      EXPECT_EQ(cudart.objects(), 0);
+      ++failures;
+    }
+  }
+  EXPECT_GE(failures, 1);
+}
+
+TEST(CudaDevice, NoErrorIsLeftBehindForTheCaller) {
+  for (int at = 0; at < 60; ++at) {
+    Rig rig(14, 1, 1, {.vertices = 20});
+    rig.engine->set_tracing(at % 2 == 1);
+    rig.cudart.calls = 0;
+    rig.cudart.fail_at = at;
+    rig.step(0);
+    rig.engine.reset();
+    EXPECT_EQ(rig.cudart.last_error, 0) << "call " << at << " " << rig.cudart.failed_call;
+  }
+}
+
+TEST(CudaDevice, TimingEventsThatCannotBeMadeFailTheTracedStepAndLeakNothing) {
+  FakeCudart* cudart = nullptr;
+  for (int at = 0; at < 40; at += 5) {
+    Rig rig(18, 1, 1, {.vertices = 30});
+    cudart = &rig.cudart;
+    ASSERT_EQ(rig.step(0), Status::kDone);
+    rig.engine->set_tracing(true);
+    rig.cudart.calls = 0;
+    rig.cudart.fail_at = at;
+    ASSERT_EQ(rig.step(1), Status::kFailed) << "call " << at;
+    EXPECT_EQ(rig.cudart.failed_call, "cudaEventCreateWithFlags");
+    ASSERT_EQ(rig.step(2), Status::kDone) << rig.engine->last_error().message;
+    EXPECT_FALSE(rig.engine->events().empty());
+    rig.engine.reset();
+    EXPECT_EQ(cudart->objects(), 0);
+  }
 }
 
 TEST(CudaDevice, ALaunchThatThrowsFailsTheStepOnly) {
