@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from disco_accel import commands
 from disco_accel.errors import BudgetTooSmall, ConfigError, DiscoError, VerifyError
 from disco_accel.sizes import parse_size
 
@@ -100,6 +101,12 @@ def _train(options: argparse.Namespace) -> int:
 COMMANDS: tuple[Command, ...] = (
     Command("compile", "plan a task graph within a memory budget", _compile_arguments, _compile),
     Command("verify", "check that a plan is safe in any order its edges allow", _verify_arguments, _verify),
+    Command(
+        "weights",
+        "which layers' weights to keep away from the device, and when",
+        commands.weights_arguments,
+        commands.weights,
+    ),
     Command("doctor", "what this machine has, and what keeps the engine from running", _no_arguments, _doctor),
     Command("launch", "run a script under accelerate and the disco_config section of --config", None, _launch),
     Command("train", "fine-tune a model as a recipe file says", None, _train),

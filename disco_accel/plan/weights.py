@@ -92,7 +92,8 @@ class Instance:
     def activations_after(self) -> Floats:
         """Bytes in use beside weights from the end of each op to the start of the next."""
         freed = [0.0] * len(self.layers) + [layer.a for layer in reversed(self.layers)]
-        return self.activations - np.array(freed)
+        after: Floats = self.activations - np.array(freed)
+        return after
 
     @cached_property
     def weights(self) -> Floats:
@@ -153,26 +154,30 @@ def select(instance: Instance, *, spare: float = 1.0, discount: bool = True) -> 
         writes = not instance.frozen and not (discount and Gap(gap.layer, not gap.across) in chosen)
         return float(np.minimum(over[ops], weight).clip(0) @ value[ops]) / (weight * (2 if writes else 1))
 
-    # Ops that take no time come last: only a gap that removes nothing else is chosen for them.
+    def entry(gap: Gap, value: Floats) -> tuple[float, float, Gap]:
+        # Of equals the longest gap, which leaves most time for its copies.
+        return -profit(gap, value), -float(instance.seconds[instance.during(gap)].sum()), gap
+
+    # Ops that take no time come last: only what still exceeds the memory then is chosen for their sake.
     for value in (instance.seconds, np.ones(instance.ops)):
-        left = [gap for gap in instance.gaps() if gap not in set(chosen)]
-        heap = [(-profit(gap, value), gap) for gap in left]
-        heapq.heapify(heap)
         taken = set(chosen)
+        heap = [entry(gap, value) for gap in instance.gaps() if gap not in taken]
+        heapq.heapify(heap)
         while heap:
-            promised, gap = heapq.heappop(heap)
-            now = -profit(gap, value) if gap not in taken else 0.0
-            if gap in taken or now >= 0:
+            promised, _, gap = heapq.heappop(heap)
+            if gap in taken:
                 continue
-            if now > promised:
-                heapq.heappush(heap, (now, gap))
-                continue
-            taken.add(gap)
-            chosen.append(gap)
-            over[instance.during(gap)] -= instance.layers[gap.layer].w
-            other = Gap(gap.layer, not gap.across)
-            if discount and other in left and other not in taken:
-                heapq.heappush(heap, (-profit(other, value), other))
+            now = entry(gap, value)
+            if now[0] > promised:
+                heapq.heappush(heap, now)
+            elif now[0] < 0:
+                taken.add(gap)
+                chosen.append(gap)
+                over[instance.during(gap)] -= instance.layers[gap.layer].w
+                other = Gap(gap.layer, not gap.across)
+                if discount and other not in taken and len(instance.during(other)):
+                    # It may have become cheaper.
+                    heapq.heappush(heap, entry(other, value))
     return chosen
 
 

@@ -1,0 +1,83 @@
+"""Everything about one instance of weight offloading: the greedy answers, the baseline, the bound."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from disco_accel.plan.weights import Gap, Instance, select, without_idlers
+from disco_accel.plan.weights_judge import check_schedule
+from disco_accel.plan.weights_milp import Bound, lower_bound
+from disco_accel.plan.weights_schedule import Schedule, best_schedule
+
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Greedy:
+    """``chosen`` in the order of choice, and its best schedule, which the judge has accepted."""
+
+    chosen: tuple[Gap, ...]
+    schedule: Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """``star`` follows Beaumont's greedy without the discount, ``greedy`` is the best found; ``bound``: no step of any
+    choice of gaps is shorter."""
+
+    instance: Instance
+    greedy: Greedy
+    star: Greedy
+    bound: Bound
+
+    def as_dict(self) -> dict[str, Any]:
+        """What ``disco-accel weights`` prints: seconds; in ``chosen`` layers count from 1, and the second number is 1
+        for a gap across steps, 0 for one inside a step."""
+        chosen = [[gap.layer + 1, int(gap.across)] for gap in self.greedy.chosen]
+        return {
+            "sum_u": self.instance.sum_u,
+            "l2l": self.instance.l2l,
+            "greedy": {"time": self.greedy.schedule.period, "chosen": chosen},
+            "greedy_star": self.star.schedule.period,
+            "lower_bound": min(self.bound.seconds, self.greedy.schedule.period),
+            "optimal": self.bound.optimal,
+        }
+
+
+def solve(instance: Instance, milp_seconds: float) -> Solution:
+    """Choose and schedule, and spend up to ``milp_seconds`` on the bound."""
+    star = _scheduled(instance, _fitting(instance, select(instance, discount=False)))
+    best = star
+    for choice in _choices(instance):
+        if best.schedule.period <= instance.sum_u * (1 + _ROUNDING):
+            break
+        found = _scheduled(instance, choice)
+        if found.schedule.period < best.schedule.period * (1 - _ROUNDING):
+            best = found
+    return Solution(instance, best, star, lower_bound(instance, milp_seconds))
+
+
+def _choices(instance: Instance) -> list[list[Gap]]:
+    """Choices of gaps worth a schedule: with room for what arrives while a layer runs, which keeps the compute busy,
+    and without, which moves fewer bytes; and all gaps, which moves most but never waits for room."""
+    found = []
+    for spare in (1.0, 0.5, 0.0):
+        chosen = _fitting(instance, select(instance, spare=spare))
+        found += [chosen, without_idlers(instance, chosen, spare)]
+    found.append(instance.gaps())
+    return list(map(list, dict.fromkeys(map(tuple, found))))
+
+
+def _fitting(instance: Instance, chosen: Sequence[Gap]) -> list[Gap]:
+    """``chosen`` and, where that leaves an op without room, all other gaps that help."""
+    if not (instance.excess(chosen) > instance.memory * _ROUNDING).any():
+        return list(chosen)
+    return [*chosen, *(gap for gap in instance.gaps() if gap not in set(chosen))]
+
+
+def _scheduled(instance: Instance, chosen: Sequence[Gap]) -> Greedy:
+    schedule = best_schedule(instance, chosen)
+    check_schedule(instance, schedule)
+    return Greedy(tuple(chosen), schedule)
