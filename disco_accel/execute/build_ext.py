@@ -9,6 +9,7 @@ compiler processes, ``TORCH_EXTENSIONS_DIR`` is the parent of the build director
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import hashlib
 import os
@@ -16,7 +17,8 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -78,16 +80,27 @@ def build(name: str, files: Sequence[Path], flags: Sequence[str] = _FLAGS, libra
         if os.environ.get("DISCO_BUILD_EXT", "1") == "0":
             raise ExtensionError(f"{library} is not built and DISCO_BUILD_EXT=0 forbids building it")
         _require_compiler()
-        _compile(name, files, flags, libraries, directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        with _alone_in(directory):
+            if not library.exists():
+                _compile(name, files, flags, libraries, directory)
     torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
     return library
+
+
+@contextmanager
+def _alone_in(directory: Path) -> Iterator[None]:
+    """One process at a time builds in ``directory``; a build that was killed leaves nothing that holds up the next."""
+    with (directory / ".building").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        # PyTorch's own lock is a file, which outlives whoever made it: alone here, nobody can be behind it.
+        (directory / "lock").unlink(missing_ok=True)
+        yield
 
 
 def _compile(name: str, files: Sequence[Path], flags: Sequence[str], libraries: Sequence[str], directory: Path) -> None:
     from torch.utils import cpp_extension
 
-    directory.mkdir(parents=True, exist_ok=True)
-    lock = directory / "lock"
     try:
         cpp_extension.load(
             name,
@@ -100,7 +113,6 @@ def _compile(name: str, files: Sequence[Path], flags: Sequence[str], libraries: 
             is_python_module=False,
         )
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:
-        lock.unlink(missing_ok=True)
         (directory / f"{name}.so").unlink(missing_ok=True)
         reasons = [str(reason) for reason in (error, error.__cause__) if reason is not None]
         tail = "\n".join("\n".join(reasons).strip().splitlines()[-12:])

@@ -37,6 +37,18 @@ def test_without_permission_or_compiler_the_error_says_so(tmp_path: Path, monkey
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_build_that_was_killed_does_not_hold_up_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's lock file stays behind when a build is killed, and PyTorch would wait for it for ever."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
+    source = tmp_path / "empty.cpp"
+    source.write_text("int disco_nothing() { return 0; }\n")
+    monkeypatch.setattr(build_ext, "_ROOT", tmp_path)
+    directory = tmp_path / "cache" / f"empty-torch{torch.__version__}-{build_ext._key([source], build_ext._FLAGS)}"
+    directory.mkdir(parents=True)
+    (directory / "lock").touch()
+    assert build_ext.build("empty", [source]).exists()
+
+
 def test_the_directory_depends_on_torch_and_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another PyTorch or other flags build elsewhere."""
     files = build_ext.sources()
