@@ -66,13 +66,19 @@ def workspace_bytes(device: torch.device) -> int:
     operand = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
     bias = torch.zeros(16, dtype=torch.bfloat16, device=device)
     results = torch.empty_like(operand), torch.empty_like(operand)
-    torch._C._cuda_clearCublasWorkspaces()
+    release_workspaces(device)
     before = torch.cuda.memory_allocated(device)
     torch.mm(operand, operand, out=results[0])
     torch.addmm(bias, operand, operand, out=results[1])
     taken = torch.cuda.memory_allocated(device) - before
-    torch._C._cuda_clearCublasWorkspaces()
+    release_workspaces(device)
     return taken
+
+
+def release_workspaces(device: torch.device) -> None:
+    """Give the workspaces of all threads and streams back; each is taken again at the next product that needs it."""
+    if device.type == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 def pin(tensor: torch.Tensor) -> Any:

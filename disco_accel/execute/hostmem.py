@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from disco_accel.errors import ExecutionError
 from disco_accel.execute.arena import alias, host_arena, touched_bytes
 from disco_accel.execute.build_ext import load_extension
+from disco_accel.execute.cuda import pin
 from disco_accel.taskgraph import TensorSpec
 
 ALIGNMENT = 64
 """Bytes. ATen's CPU kernels give other bits for less aligned fp32 operands."""
+
+
+_HUGE_PAGE = 2 << 20
+_MADV_HUGEPAGE = 14
+"""Linux, madvise(2)."""
 
 
 def footprint(tensor: torch.Tensor) -> int:
@@ -26,9 +35,20 @@ def footprint(tensor: torch.Tensor) -> int:
 class HostMemory:
     """An arena of ``nbytes`` bytes that hands out room for tensors from the bottom up and never takes it back."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, *, huge_pages: bool = True) -> None:
+        """``huge_pages`` asks the kernel for them; where it has none to give, pages are small as usual."""
         self._arena = host_arena(nbytes)
+        if huge_pages and nbytes >= _HUGE_PAGE:
+            _advise_huge_pages(self._arena)
         self._next = 0
+        self._pinned: Any = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HostMemory:
+        # A copied model's weights are ordinary tensors; the arena itself is never copied.
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HostMemory, (0,)
 
     @staticmethod
     def room_for(tensors: list[torch.Tensor]) -> int:
@@ -49,26 +69,53 @@ class HostMemory:
         """Bytes of the arena that are in memory."""
         return touched_bytes(self._arena)
 
-    def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor with the bits, shape, strides and dtype of ``tensor`` in a storage of its own inside the arena.
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's first byte lies in what this arena has handed out."""
+        begin = self._arena.data_ptr()
+        return tensor.device.type == "cpu" and begin <= tensor.data_ptr() < begin + self._next
 
-        The result needs no gradient and keeps the arena alive. Raises ExecutionError when the arena is full or the
-        tensor is not on the CPU.
+    def pin(self) -> None:
+        """Register the whole arena with CUDA, once: copies from it are then asynchronous. Raises ExecutionError."""
+        if self._pinned is None and self.nbytes:
+            self._pinned = pin(self._arena)
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype, stride: Sequence[int] | None = None) -> torch.Tensor:
+        """A tensor with any content in a storage of its own inside the arena; contiguous unless ``stride`` is given.
+
+        It needs no gradient and keeps the arena alive. Raises ExecutionError when the arena is full.
         """
-        if tensor.device.type != "cpu":
-            raise ExecutionError(f"only CPU tensors can move into host memory, this one is on {tensor.device}")
-        nbytes = footprint(tensor)
+        like = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        if stride is not None:
+            like = torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="meta")
+        nbytes = footprint(like)
         if self._next + nbytes > self.nbytes:
             raise ExecutionError(
                 f"the host arena of {self.nbytes} bytes has {self.nbytes - self._next} left, a tensor needs {nbytes}"
             )
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        spec = TensorSpec(dtype, tuple(tensor.shape), tuple(tensor.stride()))
-        with torch.no_grad():
-            moved = alias(self._arena, self._next, nbytes, spec)
-            moved.copy_(tensor)
+        spec = TensorSpec(str(dtype).removeprefix("torch."), tuple(like.shape), tuple(like.stride()))
+        made = alias(self._arena, self._next, nbytes, spec)
         self._next += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return made
+
+    def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor with the bits, shape, strides and dtype of ``tensor`` in a storage of its own inside the arena.
+
+        The result needs no gradient and keeps the arena alive. Raises ExecutionError when the arena is full or the
+        tensor has no bits (``meta``).
+        """
+        if tensor.device.type == "meta":
+            raise ExecutionError("only tensors with bits can move into host memory, this one is on meta; load it first")
+        moved = self.allocate(tensor.shape, tensor.dtype, tensor.stride())
+        with torch.no_grad():
+            moved.copy_(tensor)
         return moved
+
+
+def _advise_huge_pages(arena: torch.Tensor) -> None:
+    begin = -(-arena.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (arena.data_ptr() + arena.numel()) // mmap.PAGESIZE * mmap.PAGESIZE
+    # An advice only: a kernel without huge pages refuses it and nothing is lost.
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), ctypes.c_int(_MADV_HUGEPAGE))
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from disco_accel.capture.step import ValueBinding
 from disco_accel.capture.twins import batch_tensors
 from disco_accel.errors import ExecutionError
 from disco_accel.execute.hostmem import sample_digest
@@ -61,7 +62,7 @@ class PendingStep:
         """Start the step and return a clone of its loss once that is ready; the rest waits at the gate."""
         self._take_engine()
         output = self.step.captured.outputs[0]
-        return self.step.executor.value(output.ref, output.spec).clone()
+        return self._leave(output)
 
     def _take_engine(self) -> None:
         self.state.abandon_active()
@@ -93,7 +94,7 @@ class PendingStep:
                 try:
                     executor.deliver(late)
                     executor.wait_end()
-                    gradients = {g.name: executor.value(g.ref, g.spec).clone() for g in self.step.captured.gradients}
+                    gradients = {g.name: self._leave(g) for g in self.step.captured.gradients}
                 except BaseException:
                     self.suspend()
                     raise
@@ -103,6 +104,10 @@ class PendingStep:
                 self.state.report(self.model, self.step)
                 executor.set_tracing(False)
             return gradients
+
+    def _leave(self, value: ValueBinding) -> torch.Tensor:
+        """A copy for the user, on the run's device also where the plan left the value in host memory."""
+        return self.step.executor.value(value.ref, value.spec).to(self.state.device, copy=True)
 
     def suspend(self) -> None:
         """Stop what is left of this step; its inputs stay so that it can be rerun."""
@@ -162,7 +167,8 @@ def run_step(
     if step.parameters is None:
         # A parameter that is added, removed or replaced changes the step's key, so these stay the model's own.
         step.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    tensors = {"trainable": step.parameters, "batch": batch_tensors(batch)}
+    inputs = {name: t.to(state.device, non_blocking=True) for name, t in batch_tensors(batch).items()}
+    tensors = {"trainable": step.parameters, "batch": inputs}
     externals = {b.vertex: tensors[b.source][b.name].detach() for b in step.externals}
     pending = PendingStep(state, model, step, externals)
     loss: torch.Tensor = _Step.apply(pending, tuple(step.parameters), *step.parameters.values())

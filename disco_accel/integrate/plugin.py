@@ -18,13 +18,15 @@ from disco_accel.capture.guards import StepKey, step_key
 from disco_accel.config import DiscoConfig
 from disco_accel.errors import CaptureError, ConfigError, ExecutionError
 from disco_accel.execute.arena import device_arena
+from disco_accel.execute.cuda import release_workspaces, run_device
 from disco_accel.execute.executor import EngineOptions, arena_bytes
-from disco_accel.execute.hostmem import HostMemory, sample_digest
+from disco_accel.execute.hostmem import sample_digest
 from disco_accel.integrate.compiled import CompiledStep, CompileOptions, compile_step, describe
 from disco_accel.integrate.generator import generator_from, generator_state
 from disco_accel.integrate.hf import hf_contexts
 from disco_accel.integrate.output import LossOutput
 from disco_accel.integrate.pending import PendingStep, Seen, run_step, weights_changed
+from disco_accel.integrate.placement import Placement
 from disco_accel.observe.report import write_report
 from disco_accel.taskgraph import VertexKind
 
@@ -43,9 +45,10 @@ class PreparedModel:
     def __init__(self, model: torch.nn.Module, config: DiscoConfig) -> None:
         self.config = config
         self.settings = config.resolve()
+        self.device = run_device(self.settings.device)
+        self.placement = Placement(model, self.device)
         self.original_forward = model.forward
         self.signature = inspect.signature(model.forward)
-        self.host = HostMemory(HostMemory.room_for([p for p in model.parameters() if not p.requires_grad]))
         self.plans: dict[StepKey, CompiledStep] = {}
         self.refused: dict[StepKey, str] = {}
         self.active: weakref.ref[PendingStep] | None = None
@@ -85,7 +88,7 @@ class PreparedModel:
             planner=self.config.planner,
             policy=self.config.policy,
             engine=EngineOptions(
-                device=self.settings.device,
+                device=str(self.device),
                 lookahead=self.config.lookahead,
                 dispatch=self.config.dispatch,
                 link_bandwidth=self.settings.link_bandwidth,
@@ -133,12 +136,14 @@ class PreparedModel:
             needed = arena_bytes(step.plan)
             if self.arena is None or self.arena.numel() < needed:
                 self.unload()
-                self.arena = device_arena(needed, torch.device(self.settings.device))
+                self.arena = device_arena(needed, self.device)
             if step.loaded is None:
                 step.load(self.arena)
                 self.engine_process = os.getpid()
             step.executor.invalidate()
             self._look_at_weights(model, step)
+            # The plan that ran before has its streams' workspaces; the budget is for one plan's.
+            release_workspaces(self.device)
             self.current = step
             return
         for tensor, pointer, _ in self.weights_seen:
@@ -246,8 +251,8 @@ def _bind(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str,
 def prepare(model: torch.nn.Module, config: DiscoConfig) -> torch.nn.Module:
     """Patch ``model`` in place so that its training steps run from a memory plan; returns the same object.
 
-    The frozen weights move into one host arena (names, ``state_dict`` and saving keep working). Nothing is
-    captured until the first training step. Preparing twice is harmless; a different config replaces the first.
+    The frozen weights move into one host arena (names, ``state_dict`` and saving keep working), the trainable ones to
+    the device that steps run on. Nothing is captured until the first training step. Preparing twice is harmless; a different config replaces the first.
 
     Raises:
         ConfigError: a key of ``config`` does not fit this machine.
@@ -264,9 +269,7 @@ def prepare(model: torch.nn.Module, config: DiscoConfig) -> torch.nn.Module:
             "the model has no trainable parameter; add a LoRA adapter (peft.get_peft_model) before prepare()"
         )
     state = PreparedModel(model, config)
-    for parameter in model.parameters():
-        if not parameter.requires_grad:
-            parameter.data = state.host.adopt(parameter.data)
+    state.placement.apply()
     model.__dict__[_STATE] = state
     patched = functools.update_wrapper(functools.partial(_forward, model), state.original_forward)
     model.forward = patched  # type: ignore[method-assign]
@@ -280,9 +283,7 @@ def restore(model: torch.nn.Module) -> torch.nn.Module:
         return model
     state.unload()
     state.engine_process = None
-    for parameter in model.parameters():
-        if not parameter.requires_grad:
-            parameter.data = parameter.data.clone()
+    state.placement.undo()
     original = state.original_forward
     if isinstance(original, types.MethodType) and original.__func__ is type(model).forward:
         model.__dict__.pop("forward", None)

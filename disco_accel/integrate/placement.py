@@ -1,0 +1,155 @@
+"""Where a prepared model's tensors live: frozen ones on the host, trainable ones on the device that steps run on."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from disco_accel.errors import ConfigError
+from disco_accel.execute.hostmem import HostMemory
+
+_ARENA = "_disco_host_memory"
+
+
+def keep_arena(model: torch.nn.Module, memory: HostMemory) -> None:
+    """Note on ``model`` that its weights were loaded into ``memory``, so that ``prepare`` uses them where they are."""
+    model.__dict__[_ARENA] = memory
+
+
+class Placement:
+    """Puts the tensors of ``model`` where planned steps on ``device`` need them, and back."""
+
+    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
+        self._model = weakref.ref(model)
+        self._device = device
+        # Held here, because an arena is pinned only as long as somebody holds it.
+        self._arenas: list[HostMemory] = [m.__dict__[_ARENA] for m in model.modules() if _ARENA in m.__dict__]
+        self._moved: list[tuple[weakref.ref[torch.nn.Parameter], torch.device]] = []
+        self._streamed: StreamedEager | None = None
+
+    def apply(self) -> None:
+        """Move frozen weights into host arenas and trainable ones to the device.
+
+        Weights that were loaded into an arena stay there. The others are copied one at a time and each old copy is
+        given up at once, so that no second copy of the model ever exists. Tied weights stay tied.
+        """
+        model = self._model()
+        assert model is not None
+        frozen = [p for p in model.parameters() if not p.requires_grad]
+        homeless = [p for p in frozen if not any(arena.holds(p) for arena in self._arenas)]
+        if homeless:
+            self._arenas.append(HostMemory(HostMemory.room_for(homeless)))
+        for parameter in homeless:
+            self._move(parameter, self._arenas[-1].adopt(parameter.data))
+        if self._device.type == "cpu":
+            return
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter.device != self._device:
+                self._move(parameter, parameter.data.to(self._device))
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.cpu()
+        for memory in self._arenas:
+            memory.pin()
+        self._streamed = StreamedEager(model, visitor_of(self._device))
+        model._apply = functools.partial(apply_to_trainable, model)  # type: ignore[method-assign,assignment]
+
+    def _move(self, parameter: torch.nn.Parameter, data: torch.Tensor) -> None:
+        self._moved.append((weakref.ref(parameter), parameter.device))
+        parameter.data = data
+
+    def undo(self) -> None:
+        """Give what ``apply`` moved a storage of its own where it was, values kept."""
+        model = self._model()
+        if self._streamed is not None:
+            self._streamed.remove()
+            self._streamed = None
+        if model is not None:
+            model.__dict__.pop("_apply", None)
+        for reference, device in self._moved:
+            parameter = reference()
+            if parameter is not None:
+                parameter.data = parameter.data.to(device, copy=True)
+        self._moved.clear()
+
+
+def apply_to_trainable(
+    model: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+) -> torch.nn.Module:
+    """What ``Module._apply`` does for ``.to(device)`` and its kin, with the frozen weights and buffers left at home.
+
+    Raises:
+        ConfigError: ``fn`` changes the dtype of frozen weights.
+    """
+    for dtype in {p.dtype for p in model.parameters() if not p.requires_grad}:
+        changed = fn(torch.empty(0, dtype=dtype)).dtype
+        if changed is not dtype:
+            raise ConfigError(
+                f"the frozen weights of a prepared model cannot become {changed}; "
+                "call restore(model), convert it, then prepare(model) again"
+            )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = fn(parameter.data)
+                if parameter.grad is not None:
+                    parameter.grad.data = fn(parameter.grad.data)
+    return model
+
+
+class StreamedEager:
+    """Makes a model whose frozen weights are on the host computable in eager mode on another device.
+
+    Each module's weights and buffers visit the device while that module's forward runs, recomputation in a backward
+    included. Slower than a plan; meant for what has none, such as evaluation and generation.
+    """
+
+    def __init__(self, model: torch.nn.Module, visit: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """``visit``: the tensor as a forward needs it, or the same object where it lies right already."""
+        self._handles: list[Any] = []
+        for module in model.modules():
+            tensors = [t for table in (module._parameters, module._buffers) for t in table.values() if t is not None]
+            if any(not t.requires_grad for t in tensors):
+                home: list[_Home] = []
+                arrive, leave = functools.partial(_arrive, visit, home), functools.partial(_leave, home)
+                self._handles.append(module.register_forward_pre_hook(arrive))
+                self._handles.append(module.register_forward_hook(leave, always_call=True))
+
+    def remove(self) -> None:
+        """Take the hooks off again."""
+        for handle in self._handles:
+            handle.remove()
+
+
+_Home = tuple[dict[str, Any], str, torch.Tensor]
+"""A table of a module, a name in it, and the tensor that belongs there."""
+
+
+def _arrive(visit: Callable[[torch.Tensor], torch.Tensor], home: list[_Home], module: torch.nn.Module, *_: Any) -> None:
+    for table in (module._parameters, module._buffers):
+        for name, tensor in table.items():
+            if tensor is None or tensor.requires_grad:
+                continue
+            visitor = visit(tensor)
+            if visitor is not tensor:
+                home.append((table, name, tensor))
+                table[name] = visitor  # type: ignore[assignment]
+
+
+def _leave(home: list[_Home], *_: Any) -> None:
+    while home:
+        table, name, tensor = home.pop()
+        table[name] = tensor
+
+
+def visitor_of(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    """For ``StreamedEager``: a copy on ``device`` of what lives elsewhere."""
+    return functools.partial(_on, device)
+
+
+def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.device == device else tensor.detach().to(device, non_blocking=True)
