@@ -112,12 +112,12 @@ std::vector<std::int64_t> link_times(const HostDeviceOptions& options, std::uint
                                      const std::vector<std::int32_t>& order) {
   NoOps ops;
   Deaf deaf;
-  HostDevice device(options);
+  std::vector<char> source(kBytes, 'x');
+  std::vector<char> target(kBytes);
+  HostDevice device(options);  // after the buffers: its threads are in them until it ends
   device.connect(0, ops, deaf);
   device.begin_step(step);
   const int lane = device.lane(Direction::kHostToDevice);
-  std::vector<char> source(kBytes, 'x');
-  std::vector<char> target(kBytes);
   std::vector<std::int64_t> times(order.size());
   // Ahead of them a copy that keeps the lane busy, so that each of the others starts where the last one ends.
   device.enqueue_copy(lane, 1'000'000, target.data(), source.data(), kBytes);
