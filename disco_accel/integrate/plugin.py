@@ -252,7 +252,8 @@ def prepare(model: torch.nn.Module, config: DiscoConfig) -> torch.nn.Module:
     """Patch ``model`` in place so that its training steps run from a memory plan; returns the same object.
 
     The frozen weights move into one host arena (names, ``state_dict`` and saving keep working), the trainable ones to
-    the device that steps run on. Nothing is captured until the first training step. Preparing twice is harmless; a different config replaces the first.
+    the device that steps run on. Nothing is captured until the first training step. Preparing twice is harmless; a
+    different config replaces the first.
 
     Raises:
         ConfigError: a key of ``config`` does not fit this machine.
