@@ -27,6 +27,8 @@ _SAME_OP = {
     torch.ops.aten.div.Scalar: torch.ops.aten.div.Tensor,
     torch.ops.aten.lift_fresh_copy.default: torch.ops.aten.clone.default,
 }
+# Of the in-place ops that only look at a tensor otherwise (unsqueeze_, t_), these may need more memory.
+_RESIZES = frozenset({torch.ops.aten.resize_.default, torch.ops.aten.resize_as_.default})
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,8 @@ def lower_ops(graph: fx.Graph, low: Lowering, sites: Mapping[fx.Node, RngSite] =
         target = node.target
         if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
             raise CaptureError(f"{target} in module {node_info(node).module or '?'} is not an aten op")
+        if torch.Tag.inplace_view in target.tags and target not in _RESIZES and _is_view(node, low):
+            continue
         if target._schema.is_mutable or not _is_view(node, low):
             _lower_kernel(node, target, low, sites.get(node))
 

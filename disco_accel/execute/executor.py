@@ -14,6 +14,7 @@ from disco_accel.execute.arena import alias, device_arena, host_arena, is_arena,
 from disco_accel.execute.build_ext import load_extension
 from disco_accel.execute.cuda import pin, prepare_device, run_device
 from disco_accel.execute.describe import Describer
+from disco_accel.execute.out_of_memory import typed_out_of_memory
 from disco_accel.execute.program import Lowering, Memory, external_dtypes
 from disco_accel.execute.record import OpRecord
 from disco_accel.execute.residence import Residence, final_residence
@@ -107,6 +108,7 @@ class Executor:
     was made every use is an ExecutionError, except ``abandon`` and ``close``, which do nothing there.
     """
 
+    @typed_out_of_memory("preparing the engine")
     def __init__(
         self,
         memgraph: MemGraph,

@@ -18,6 +18,7 @@ from disco_accel.errors import ExecutionError
 from disco_accel.execute.cuda import median_seconds, prepare_device, run_device
 from disco_accel.execute.encode import dispatcher_overload, encode_args, encode_out_call, label
 from disco_accel.execute.loose import BY_VALUE, loose_bytes
+from disco_accel.execute.out_of_memory import is_out_of_memory, typed_out_of_memory
 from disco_accel.taskgraph import Arg, OpCall, TaskGraph, TensorArg, TensorSpec, Vertex, VertexKind
 
 _ALIGNMENT = 64
@@ -52,9 +53,13 @@ class OpRecord:
 
 @dataclass(frozen=True, slots=True)
 class _Signature:
-    """All that a measurement depends on: the call over distinct input storages, and every storage's size in bytes."""
+    """All that a measurement depends on: the call over distinct input storages, and every storage's size in bytes.
+
+    ``kinds``: the types of the numbers, because 0, 0.0 and False are equal but not treated alike by an op.
+    """
 
     call: OpCall
+    kinds: tuple[type, ...]
     input_sizes: tuple[int, ...]
     output_sizes: tuple[int, ...]
     inplace: int | None
@@ -71,6 +76,7 @@ class _Call:
         return self.blocks, tuple(block for _, block in self.results)
 
 
+@typed_out_of_memory("measuring ops")
 def record(graph: TaskGraph, *, device: str = "cpu", compute_threads: int | None = None) -> dict[int, OpRecord]:
     """KERNEL id to its record; equal signatures share one.
 
@@ -146,10 +152,18 @@ def _signature(vertex: Vertex, call: OpCall, vertices: Mapping[int, Vertex]) -> 
 
     return _Signature(
         replace(call, args=tuple(canonical(arg) for arg in call.args), module="", rng=None),
+        tuple(_kinds(call.args)),
         tuple(vertices[producer].sizes[k] for producer, k in order),
         vertex.sizes,
         None if vertex.inplace is None else order[vertex.inputs[vertex.inplace]],
     )
+
+
+def _kinds(args: tuple[Arg, ...]) -> Iterator[type]:
+    for arg in args:
+        yield type(arg)
+        if isinstance(arg, tuple):
+            yield from _kinds(arg)
 
 
 def _tensor_args(args: tuple[Arg, ...]) -> Iterator[TensorArg]:
@@ -160,8 +174,11 @@ def _tensor_args(args: tuple[Arg, ...]) -> Iterator[TensorArg]:
             yield from _tensor_args(arg)
 
 
-def _sample_inputs(signature: _Signature, device: torch.device) -> list[torch.Tensor]:
-    """A buffer per input storage: normal numbers, random booleans, zeros for integers (valid as any index)."""
+def _sample_inputs(signature: _Signature, device: torch.device, ones: bool = False) -> list[torch.Tensor]:
+    """A buffer per input storage: normal numbers, random booleans, zeros for integers (valid as any index).
+
+    With ``ones``, for ops that refuse those: numbers from 0 to 1, and ones for integers (valid as any divisor).
+    """
     dtypes: dict[int, torch.dtype] = {}
     for arg in _tensor_args(signature.call.args):
         dtypes.setdefault(arg.input, getattr(torch, arg.spec.dtype))
@@ -172,9 +189,11 @@ def _sample_inputs(signature: _Signature, device: torch.device) -> list[torch.Te
         dtype = dtypes.get(position, torch.uint8)
         values = buffer[: nbytes // dtype.itemsize * dtype.itemsize].view(dtype)
         if dtype.is_floating_point and dtype.itemsize > 1:
-            values.normal_(generator=generator)
+            values.uniform_(generator=generator) if ones else values.normal_(generator=generator)
         elif dtype is torch.bool:
             values.random_(0, 2, generator=generator)
+        elif ones:
+            values.fill_(1)
         buffers.append(buffer)
     return buffers
 
@@ -203,28 +222,36 @@ def _steady(ops: Any, op: int, name: str) -> _Call:
 
 
 def _measure(signature: _Signature, name: str, device: torch.device) -> OpRecord:
+    try:
+        return _measure_on(_sample_inputs(signature, device), signature, name, device)
+    except RuntimeError as first:
+        if is_out_of_memory(first):
+            raise
+        try:
+            return _measure_on(_sample_inputs(signature, device, ones=True), signature, name, device)
+        except RuntimeError:
+            raise ExecutionError(f"measuring {name} failed: {first}") from first
+
+
+def _measure_on(inputs: list[torch.Tensor], signature: _Signature, name: str, device: torch.device) -> OpRecord:
     call = signature.call
     ops = torch.classes.disco_accel.Ops(str(device))
-    inputs = _sample_inputs(signature, device)
     outputs = [torch.zeros(size, dtype=torch.uint8, device=device) for size in signature.output_sizes]
     storages = [ops.add_fixed(buffer.data_ptr(), buffer.numel()) for buffer in inputs]
     functional = ops.add_op(
         call.name, dispatcher_overload(call.overload), encode_args(call, storages.__getitem__), name
     )
-    try:
-        reference = _steady(ops, functional, name)
-        chosen, native_out = functional, False
-        placed = _allocations(signature, reference, name)
-        if signature.inplace is None:
-            out = _try_out(ops, signature, storages, outputs, reference, name)
-            if out is not None and out[1][1] <= placed[1]:
-                chosen, native_out, placed = out[0], True, out[1]
-        loose = 0
-        if call.name in BY_VALUE:
-            loose = loose_bytes(call, inputs, lambda: _run_recorded(ops, functional).blocks, reference.blocks, name)
-        seconds = _median_seconds(ops, chosen, device)
-    except RuntimeError as error:
-        raise ExecutionError(f"measuring {name} failed: {error}") from error
+    reference = _steady(ops, functional, name)
+    chosen, native_out = functional, False
+    placed = _allocations(signature, reference, name)
+    if signature.inplace is None:
+        out = _try_out(ops, signature, storages, outputs, reference, name)
+        if out is not None and out[1][1] <= placed[1]:
+            chosen, native_out, placed = out[0], True, out[1]
+    loose = 0
+    if call.name in BY_VALUE:
+        loose = loose_bytes(call, inputs, lambda: _run_recorded(ops, functional).blocks, reference.blocks, name)
+    seconds = _median_seconds(ops, chosen, device)
     return OpRecord(native_out, placed[0], placed[1] + loose, seconds, loose)
 
 
@@ -254,8 +281,14 @@ def _try_out(
     op = ops.add_op(signature.call.name, dispatcher_overload(overload), args, name)
     try:
         call = _steady(ops, op, name)
-    except (RuntimeError, ExecutionError):
+    except (RuntimeError, ExecutionError) as error:
+        if is_out_of_memory(error):
+            raise
         # Not every out overload takes the captured layout; the functional call always does.
+        return None
+    layouts = [(r.spec.shape, r.spec.stride) for r in signature.call.results if r is not None]
+    if [(tuple(t.shape), tuple(t.stride())) for t, _ in call.results if t is not None] not in ([], layouts):
+        # It resized an output, which the functional call's result never needs.
         return None
     for (expected, _), result in zip(reference.results, signature.call.results, strict=True):
         if expected is None or result is None or not _same_bits(expected, _view(outputs[result.output], result.spec)):

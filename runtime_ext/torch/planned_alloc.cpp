@@ -1,6 +1,7 @@
 #include "planned_alloc.h"
 
 #include <c10/core/Allocator.h>
+#include <c10/util/Exception.h>
 #include <omp.h>
 
 #include <algorithm>
@@ -21,6 +22,7 @@ struct ThreadState {
   bool engine_thread = false;
   std::vector<RecordedBlock>* record = nullptr;
   std::int64_t event = 0;
+  std::int64_t until_failure = 0;
 
   static std::vector<RecordedBlock>* blocks_of(RecordScope* scope) { return &scope->blocks_; }
 };
@@ -90,6 +92,10 @@ class CpuDecorator final : public c10::Allocator {
     const c10::Device cpu(c10::DeviceType::CPU);
     if (nbytes == 0) return {nullptr, nullptr, &free_block, cpu};
     if (void* ptr = planned_address(nbytes)) return {ptr, ptr, &free_block, cpu};
+    if (tls.until_failure > 0 && --tls.until_failure == 0) {
+      TORCH_CHECK(false, "DefaultCPUAllocator: can't allocate memory: ", nbytes,
+                  " bytes, as a test asked for");
+    }
     void* ptr = base_allocator->raw_allocate(nbytes);
     note_forwarded(ptr, nbytes);
     return {ptr, ptr, &free_block, cpu};
@@ -225,6 +231,12 @@ bool in_planned_range(const void* ptr) {
     }
   }
   return false;
+}
+
+bool fail_allocation(std::int64_t nth) {
+  const bool pending = tls.until_failure > 0;
+  tls.until_failure = nth;
+  return pending;
 }
 
 std::int64_t engine_allocations() { return forwarded_on_engine.load(); }

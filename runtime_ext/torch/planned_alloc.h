@@ -93,6 +93,10 @@ void add_planned_range(const void* base, std::size_t nbytes);
 void remove_planned_range(const void* base);
 bool in_planned_range(const void* ptr);
 
+// For tests: the nth CPU allocation that this thread makes from now on fails as it does when memory is gone;
+// 0 is none. Returns whether a failure asked for before has not happened.
+bool fail_allocation(std::int64_t nth);
+
 // Forwarded allocations made on engine threads since the process started.
 std::int64_t engine_allocations();
 

@@ -366,6 +366,10 @@ TORCH_LIBRARY(disco_accel, m) {
   m.def("sample_digest", [](std::vector<at::Tensor> tensors) { return sample_digest(tensors); });
   m.def("is_arena", [](const at::Tensor& tensor) { return in_planned_range(tensor.const_data_ptr()); });
   m.def("engine_allocations", &engine_allocations);
+  m.def("fail_allocation", [](std::int64_t nth) {
+    install_cpu_decorator();
+    return fail_allocation(nth);
+  });
   m.def("set_live_tracking", [](bool on) {
     install_cpu_decorator();
     set_live_tracking(on);
