@@ -119,8 +119,11 @@ std::vector<std::int64_t> link_times(const HostDeviceOptions& options, std::uint
   device.begin_step(step);
   const int lane = device.lane(Direction::kHostToDevice);
   std::vector<std::int64_t> times(order.size());
-  // Ahead of them a copy that keeps the lane busy, so that each of the others starts where the last one ends.
-  device.enqueue_copy(lane, 1'000'000, target.data(), source.data(), kBytes);
+  // Ahead of them 0.1 s of copies keep the lane busy, so that each of the others starts where the last one
+  // ends.
+  for (int i = 0; i < 250; ++i) {
+    device.enqueue_copy(lane, 1'000'000 + i, target.data(), source.data(), kBytes);
+  }
   std::int64_t before = device.expected_end(lane);
   for (const std::int32_t v : order) {
     device.enqueue_copy(lane, v, target.data(), source.data(), kBytes);
