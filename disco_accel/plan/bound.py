@@ -17,7 +17,6 @@ import numpy as np
 
 from disco_accel.graphcheck import dependencies
 from disco_accel.plan.build import serial_order
-from disco_accel.plan.demand import kernel_seconds
 from disco_accel.plan.simulate import Machine
 from disco_accel.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 
@@ -67,7 +66,7 @@ def _critical_path(graph: TaskGraph, machine: Machine) -> float:
         begin = max((ends[source] for source in sources), default=0.0)
         if not late.isdisjoint(sources):
             begin = max(begin, gate)
-        ends[vertex.id] = begin + (0.0 if vertex.kind is VertexKind.INPUT else kernel_seconds(vertex, machine))
+        ends[vertex.id] = begin + machine.seconds(vertex)
         if vertex.out:
             gate = max(gate, ends[vertex.id])
     return max(ends.values(), default=0.0)
@@ -100,7 +99,7 @@ class _Facts:
         self.outputs = np.zeros(self.end, np.int64)
         for position, vertex in enumerate(order):
             if vertex.kind is VertexKind.KERNEL and vertex.device == device:
-                self.seconds[position] = kernel_seconds(vertex, machine)
+                self.seconds[position] = machine.seconds(vertex)
             self._count(position, vertex, device)
 
     def _count(self, position: int, vertex: Vertex, device: int) -> None:

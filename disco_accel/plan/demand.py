@@ -179,15 +179,16 @@ class _Reader:
             readers = self.readers.get(ref, [])
             stays = vertex.keep or vertex.out
             last = demand.end if stays else max(readers, default=position)
+            forced = k == 0 and vertex.inplace is not None
+            if not forced and not vertex.out and self._make_page(position, vertex, ref, block, readers):
+                continue
             over = self._overwrites(position, vertex, block) if k == 0 else None
-            if over is not None:
+            if over is None:
+                self._store(Storage(vertex.device, block, [ref], position, last))
+            else:
                 over.values.append(ref)
                 over.last = max(over.last, last)
                 self.storage[ref] = over
-            elif not vertex.out and self._make_page(position, vertex, ref, block, readers):
-                continue
-            else:
-                self._store(Storage(vertex.device, block, [ref], position, last))
 
     def _store(self, storage: Storage) -> None:
         self.storage[storage.values[0]] = storage

@@ -140,8 +140,8 @@ class Map:
         self.order: list[tuple[int, int]] = []
         """Address and page of all that is here, ascending."""
         self.addr: dict[int, int] = {}
-        self.claims = sorted((address, page) for page, address in homes.items())
         self.home_from = {page: self._returns(page) for page in homes}
+        self.first_return = min(self.home_from.values(), default=NEVER)
 
     def put(self, page: int) -> None:
         """Have ``page`` at home at the start."""
@@ -247,57 +247,65 @@ class Map:
         block = self.state.pages[page].block
         after = next((other for other in self.state.uses[page] if other > use), NEVER)
         lasting = floor if after == NEVER else int(self.height[self.now : after + 1].max())
-        best: tuple[tuple[float, int, int], int, tuple[int, ...]] | None = None
-        for low, high, pages in self._runs(block, floor, begin, hard):
-            starts = [address for address, _, _ in pages]
-            ends = [end for _, end, _ in pages]
-            places = {low, high - block, *ends, *(address - block for address in starts)}
-            for start in places:
+        limit = min(after, 2 * self.end)
+        claims = self._claims(use)
+        best: tuple[tuple[float, int, int], int, list[int]] | None = None
+        for low, high, pages, starts, ends in self._runs(block, floor, begin, hard):
+            needs = [self.state.next_use(other) for other in pages]
+            for start in {low, high - block, *ends, *(address - block for address in starts)}:
                 if start < low or start + block > high:
                     continue
                 i, j = bisect_right(ends, start), bisect_left(starts, start + block)
-                loss = min((self.state.next_use(other) for _, _, other in pages[i:j]), default=NEVER)
-                if self.claims:
-                    loss = min(loss, self._claim(start, start + block, use))
+                loss = NEVER if i == j else needs[i] if j == i + 1 else min(needs[i:j])
+                for address, end, needed in claims:
+                    if address < start + block and end > start:
+                        loss = min(loss, needed)
                 if loss <= use and not hard:
                     continue
                 hole = (starts[j] if j < len(starts) else high) - (ends[i - 1] if i else low) - block
-                distance = min(loss, after if start < lasting else NEVER, 2 * self.end) - self.now
+                distance = min(loss, limit if start < lasting else 2 * self.end) - self.now
                 rank = (-distance / (1 + hole / block), hole, -start)
                 if best is None or rank < best[0]:
-                    best = rank, loss, tuple(other for _, _, other in pages[i:j])
-        return None if best is None else _Window(-best[0][2], best[1], best[2])
+                    best = rank, loss, pages[i:j]
+        return None if best is None else _Window(-best[0][2], best[1], tuple(best[2]))
 
     def _runs(
         self, block: int, floor: int, begin: float, hard: bool
-    ) -> list[tuple[int, int, list[tuple[int, int, int]]]]:
-        """Return stretches of at least ``block`` bytes above ``floor`` that hold only pages that may go, with these."""
+    ) -> list[tuple[int, int, list[int], list[int], list[int]]]:
+        """Return stretches of at least ``block`` bytes above ``floor`` with nothing in them but pages that may go.
+
+        A stretch is its start, its end, and its pages with the start and the end of each.
+        """
         state = self.state
         runs = []
-        inside: list[tuple[int, int, int]] = []
+        inside: list[int] = []
+        starts: list[int] = []
+        ends: list[int] = []
         wall = floor
         for address, page in self.order:
-            end = address + state.pages[page].block
+            value = state.pages[page]
+            end = address + value.block
             if end <= floor:
                 continue
-            held, leaves = state.held[page], state.pages[page].free <= self.now and state.on_host[page] <= begin
-            if leaves and (held < self.now or (hard and held > self.now)):
-                inside.append((address, end, page))
+            leaves = value.free <= self.now and state.on_host[page] <= begin
+            if leaves and (state.held[page] < self.now or (hard and state.next_use(page) > self.now)):
+                inside.append(page)
+                starts.append(address)
+                ends.append(end)
                 continue
             if address - wall >= block:
-                runs.append((wall, address, inside))
-            inside, wall = [], max(wall, end)
+                runs.append((wall, address, inside, starts, ends))
+            inside, starts, ends, wall = [], [], [], max(wall, end)
         if self.top - wall >= block:
-            runs.append((wall, self.top, inside))
+            runs.append((wall, self.top, inside, starts, ends))
         return runs
 
-    def _claim(self, low: int, high: int, use: int) -> int:
-        """Return the first position up to ``use`` from which a page that is not there wants bytes in the range."""
-        soonest = NEVER
-        first = bisect_left(self.claims, (low, -1))
-        for address, page in self.claims[max(0, first - 1) :]:
-            if address >= high:
-                break
-            if address + self.state.pages[page].block > low and self.addr.get(page) != address:
-                soonest = min(soonest, self.home_from[page])
-        return soonest if soonest <= use else NEVER
+    def _claims(self, use: int) -> list[tuple[int, int, int]]:
+        """Return the homes, with the position of return, of pages that are elsewhere and want to be back by ``use``."""
+        if use < self.first_return:
+            return []
+        return [
+            (address, address + self.state.pages[page].block, self.home_from[page])
+            for page, address in self.homes.items()
+            if self.home_from[page] <= use and self.addr.get(page) != address
+        ]

@@ -81,7 +81,32 @@ def plan_timed(graph: TaskGraph, policy: Policy, cyclic: bool, lookahead: int | 
     try:
         return build_timed(graph, machine, cyclic=cyclic)
     except Infeasible:
+        pass
+    try:
         return plan_build(graph, policy, cyclic, lookahead, machine)
+    except BudgetTooSmall as error:
+        needed = _smaller(graph, error.needed, lambda smaller: _plannable(smaller, machine, cyclic))
+        raise BudgetTooSmall(needed, error.given, f"the plan of {graph.name!r}") from None
+
+
+def _plannable(graph: TaskGraph, machine: Machine, cyclic: bool) -> bool:
+    try:
+        build_timed(graph, machine, cyclic=cyclic, hurry=True)
+    except Infeasible:
+        return False
+    return True
+
+
+def _smaller(graph: TaskGraph, needed: int, fits: Callable[[TaskGraph], bool]) -> int:
+    """Return a size, the same for every device and at most ``needed``, that fits although one unit less does not.
+
+    ``needed`` is a size that works while a unit less fails by other means than ``fits``.
+    """
+    unit = max(device.alignment for device in graph.devices)
+    low = min(device.memory for device in graph.devices) // unit
+    if needed // unit - 1 <= low or not fits(_with_memory(graph, lambda _: needed - unit)):
+        return needed
+    return unit * _boundary(low, needed // unit - 1, lambda units: fits(_with_memory(graph, lambda _: units * unit)))
 
 
 PLANNERS: dict[str, Callable[[TaskGraph, Policy, bool, int | None, Machine], MemGraph]] = {

@@ -10,18 +10,18 @@ from disco_accel.plan.demand import Profile, Storage
 
 _Key = Callable[[Storage], tuple[float, ...]]
 
-ORDERS: tuple[tuple[str, _Key], ...] = (
-    ("life", lambda storage: (storage.first - storage.last, storage.first)),
-    ("size", lambda storage: (-storage.block, storage.first)),
-    ("begin", lambda storage: (storage.first, -storage.block)),
-)
+ORDERS: dict[str, _Key] = {
+    "life": lambda storage: (storage.first - storage.last, storage.first),
+    "size": lambda storage: (-storage.block, storage.first),
+    "begin": lambda storage: (storage.first, -storage.block),
+}
 """In which order storages get a place. Those that live longest first keeps the height low at each position, and thus
 leaves most room to others; large ones first keeps the greatest height low."""
 
 
-def place(storages: Sequence[Storage], end: int) -> list[tuple[Profile, list[int]]]:
-    """Return, for several orders, the height of the storages of one device by position up to ``end``, and addresses."""
-    return [_pack(storages, key, end) for _, key in ORDERS]
+def place(storages: Sequence[Storage], end: int, order: str) -> tuple[Profile, list[int]]:
+    """Return the height of the storages of one device by position up to ``end``, and their addresses."""
+    return _pack(storages, ORDERS[order], end)
 
 
 def _pack(storages: Sequence[Storage], key: _Key, end: int) -> tuple[Profile, list[int]]:

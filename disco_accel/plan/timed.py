@@ -8,7 +8,7 @@ settings are tried and the plan that is fastest in simulation is kept.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -40,6 +40,16 @@ _FINALISTS = 2
 
 
 @dataclass(frozen=True, slots=True)
+class _Settings:
+    """``worth`` as in WORTH, ``share`` as in SHARES; ``outliers``: unusually large pages are permanent before others,
+    because what has to be kept free for the pages that come and go depends on the largest of them."""
+
+    worth: float | None
+    share: float
+    outliers: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Draft:
     """A timeline with its demand, the pages there at the ``start``, and ``permanent`` ones with their addresses."""
 
@@ -49,12 +59,12 @@ class Draft:
     permanent: dict[int, int]
 
 
-def build_timed(graph: TaskGraph, machine: Machine, *, cyclic: bool) -> MemGraph:
-    """Return the fastest plan found. Raises Infeasible if there is none that this planner finds."""
+def build_timed(graph: TaskGraph, machine: Machine, *, cyclic: bool, hurry: bool = False) -> MemGraph:
+    """Return the fastest plan found; with ``hurry`` the first. Raises Infeasible if this planner finds none."""
     search = _Search(graph, machine, cyclic)
-    search.run()
+    search.run(hurry)
     best: tuple[float, MemGraph] | None = None
-    for draft in sorted(search.found, key=lambda draft: draft.timeline.seconds)[:_FINALISTS]:
+    for draft, _ in sorted(search.found, key=lambda found: found[0].timeline.seconds)[:_FINALISTS]:
         plan = plan_of(draft.demand, draft.timeline, draft.permanent, draft.start, cyclic)
         makespan = simulate(plan, machine).makespan
         if best is None or makespan < best[0]:
@@ -74,57 +84,55 @@ class _Search:
         self.capacity = {device.id: device.memory // device.alignment * device.alignment for device in graph.devices}
         self.demands: dict[float | None, tuple[Demand, dict[int, Profile]] | None] = {}
         self.tried: set[tuple[float | None, tuple[int, ...]]] = set()
-        self.found: list[Draft] = []
-        self.settings: dict[int, tuple[float | None, float]] = {}
+        self.found: list[tuple[Draft, _Settings]] = []
         self.effort = 0
         self.floor = _GOOD * self._compute()
 
-    def run(self) -> None:
+    def run(self, hurry: bool) -> None:
         """Try kinds of demand and shares of permanent pages, then what lies around the best."""
         for worth in WORTH:
-            self.attempt(worth, SHARES[0])
+            self.attempt(_Settings(worth, SHARES[0]))
         for share in SHARES[1:]:
-            self.attempt(self.best()[0], share, limited=True)
+            self.attempt(replace(self.best(), share=share), limited=True)
+            if hurry and self.found:
+                return
+        self.attempt(replace(self.best(), outliers=True), limited=True)
         step = _STEP
         while step > _STEP / 5:
-            worth, share = self.best()
-            before = self.fastest()
-            for nearby in (share - step, share + step):
-                if 0.0 <= nearby <= 1.0:
-                    self.attempt(worth, nearby, limited=True)
+            best, before = self.best(), self.fastest()
+            for share in (best.share - step, best.share + step):
+                if 0.0 <= share <= 1.0:
+                    self.attempt(replace(best, share=share), limited=True)
             if self.fastest() >= before:
                 step /= 2
 
     def fastest(self) -> float:
         """Return the seconds of the best draft so far."""
-        return min((draft.timeline.seconds for draft in self.found), default=float("inf"))
+        return min((draft.timeline.seconds for draft, _ in self.found), default=float("inf"))
 
-    def best(self) -> tuple[float | None, float]:
+    def best(self) -> _Settings:
         """Return the settings of the best draft so far."""
-        if not self.found:
-            return WORTH[-1], SHARES[0]
-        first = min(range(len(self.found)), key=lambda i: self.found[i].timeline.seconds)
-        return self.settings[first]
+        best = min(self.found, key=lambda found: found[0].timeline.seconds, default=None)
+        return _Settings(WORTH[-1], SHARES[0]) if best is None else best[1]
 
-    def attempt(self, worth: float | None, share: float, limited: bool = False) -> None:
+    def attempt(self, settings: _Settings, limited: bool = False) -> None:
         """Draft with these settings unless the search has gone on for long enough."""
         spent = self.effort > EFFORT and (limited or self.found)
         if spent or self.fastest() <= self.floor:
             return
-        demand = self._demand(worth)
+        demand = self._demand(settings.worth)
         if demand is None:
             return
-        permanent = tuple(permanent_pages(demand[0], self.capacity, demand[1], share))
-        if (worth, permanent) in self.tried:
+        permanent = tuple(permanent_pages(*demand, self.capacity, settings))
+        if (settings.worth, permanent) in self.tried:
             return
-        self.tried.add((worth, permanent))
+        self.tried.add((settings.worth, permanent))
         self.effort += 3 * demand[0].end
         try:
             draft = draft_of(*demand, self.machine, self.capacity, permanent, self.cyclic)
         except Infeasible:
             return
-        self.settings[len(self.found)] = (worth, share)
-        self.found.append(draft)
+        self.found.append((draft, settings))
 
     def _compute(self) -> float:
         """Return the seconds that the busiest device computes."""
@@ -149,46 +157,52 @@ def _heights(demand: Demand, capacity: Mapping[int, int]) -> dict[int, Profile]:
     heights = {}
     for device, memory in capacity.items():
         storages = [storage for storage in demand.storages if storage.device == device]
-        packed = place(storages, demand.end)
         clean = sum(page.block for page in demand.pages if page.device == device)
-        tops = [int(height.max()) for height, _ in packed]
         # Where pages have to come and go, low everywhere is better than low at the peak.
-        chosen = 0 if min(tops) + clean > memory and tops[0] <= memory else tops.index(min(tops))
-        if tops[chosen] > memory:
+        best = place(storages, demand.end, "life")
+        if int(best[0].max()) > memory or int(demand.fixed[device].max()) + clean <= memory:
+            others = (place(storages, demand.end, order) for order in ("size", "begin"))
+            best = min((best, *others), key=lambda packed: int(packed[0].max()))
+        if int(best[0].max()) > memory:
             raise Infeasible(0)
-        heights[device] = packed[chosen][0]
-        for storage, address in zip(storages, packed[chosen][1], strict=True):
+        heights[device] = best[0]
+        for storage, address in zip(storages, best[1], strict=True):
             storage.addr = address
     return heights
 
 
 def permanent_pages(
-    demand: Demand, capacity: Mapping[int, int], heights: Mapping[int, Profile], share: float
+    demand: Demand, heights: Mapping[int, Profile], capacity: Mapping[int, int], settings: _Settings
 ) -> Iterable[int]:
-    """Yield the pages that stay for good: all if they fit, else small ones and ``share`` of the room for others."""
+    """Yield the pages that stay for good: all if they fit, else small ones and a share of the room for others."""
     for device, memory in capacity.items():
         clean = [i for i, page in enumerate(demand.pages) if page.clean and page.device == device]
+        blocks = {i: demand.pages[i].block for i in clean}
         room = memory - int((heights[device] + demand.produced[device]).max())
-        if sum(demand.pages[i].block for i in clean) <= room:
+        if sum(blocks.values()) <= room:
             yield from clean
             continue
-        small = [i for i in clean if demand.pages[i].size < SMALL]
-        taken = sum(demand.pages[i].block for i in small)
-        if taken * 4 > room:
-            small, taken = [], 0
-        yield from small
-        apart = set(small)
-        large = sorted((i for i in clean if i not in apart), key=lambda i: demand.pages[i].uses[0])
-        total = sum(demand.pages[i].block for i in large)
-        left = int(share * room) - taken
+        first = [i for i in clean if demand.pages[i].size < SMALL]
+        if sum(blocks[i] for i in first) * 4 > room:
+            first = []
+        left = int(settings.share * room) - sum(blocks[i] for i in first)
+        if settings.outliers and clean:
+            usual = sorted(blocks.values())[len(clean) * 9 // 10]
+            for i in sorted(clean, key=lambda i: -blocks[i]):
+                if 2 * usual < blocks[i] <= left:
+                    first.append(i)
+                    left -= blocks[i]
+        yield from first
+        apart = set(first)
+        rest = sorted((i for i in clean if i not in apart), key=lambda i: demand.pages[i].uses[0])
+        total = sum(blocks[i] for i in rest)
         fraction = max(0.0, left / total) if total else 0.0
         credit = 0.0
-        for i in large:
-            block = demand.pages[i].block
-            credit += fraction * block
-            if credit >= block / 2 and block <= left:
-                credit -= block
-                left -= block
+        for i in rest:
+            credit += fraction * blocks[i]
+            if credit >= blocks[i] / 2 and blocks[i] <= left:
+                credit -= blocks[i]
+                left -= blocks[i]
                 yield i
 
 

@@ -1,0 +1,59 @@
+"""The bound of a cyclic plan: exact where it can be worked out by hand, and never above what a plan takes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from disco_accel.errors import BudgetTooSmall
+from disco_accel.plan import make_plan
+from disco_accel.plan.bound import bound_of
+from disco_accel.plan.simulate import Link, Machine, simulate
+from disco_accel.plan.summary import copied_bytes
+from disco_accel.taskgraph import Device, TaskGraph, Vertex, VertexKind
+from disco_accel.testing.strategies import Shape, random_taskgraph, with_memory
+
+MACHINE = Machine(h2d=Link(1000.0, 0.0), d2h=Link(1000.0, 0.0))
+
+
+def ring(weights: int, memory: int, seconds: float) -> TaskGraph:
+    """One kernel after another, each with a weight of 1000 bytes and a result of no size."""
+    vertices = [Vertex(i, VertexKind.INPUT, 0, "w", sizes=(1000,), clean=True) for i in range(weights)]
+    for i in range(weights):
+        before = ((weights + i - 1, 0),) if i else ()
+        vertices.append(Vertex(weights + i, VertexKind.KERNEL, 0, "k", ((i, 0), *before), (0,), seconds))
+    return TaskGraph("ring", (Device(0, memory, 1),), tuple(vertices))
+
+
+def test_a_ring_of_weights_loads_what_does_not_fit() -> None:
+    """Ten weights, room for four: three can stay through everything, and one place is always that of the kernel."""
+    bound = bound_of(ring(10, 4000, 0.5), MACHINE)
+    assert bound.compute == pytest.approx(5.0) == bound.critical_path
+    # Each of the ten gaps spans nine kernels, at each of which three weights fit beside the one that is read.
+    assert bound.lp_reload_bytes == pytest.approx(10_000 - 10 * 3_000 / 9, abs=1)
+    assert bound.bound == pytest.approx(bound.link)
+
+
+def test_with_room_for_everything_compute_is_the_bound() -> None:
+    bound = bound_of(ring(10, 10_000, 0.5), MACHINE)
+    assert (bound.lp_reload_bytes, bound.bound) == (0, pytest.approx(5.0))
+
+
+@pytest.mark.parametrize("planner", ["build", "timed"])
+def test_no_plan_of_a_random_graph_beats_the_bound(planner: str) -> None:
+    """The link's part is the bytes that have to come back, so those of the plan are no fewer either."""
+    judged = 0
+    for seed in range(120):
+        rng = random.Random(seed)
+        graph = with_memory(random_taskgraph(rng, Shape(devices=1, keep=0.0)), rng.choice((1.2, 1.5, 2.0)))
+        machine = Machine(h2d=Link(1e7, 1e-6), d2h=Link(1e7, 1e-6))
+        try:
+            plan = make_plan(graph, cyclic=True, planner=planner, machine=machine)
+        except BudgetTooSmall:
+            continue
+        bound = bound_of(graph, machine)
+        judged += bound.lp_reload_bytes > 0
+        assert copied_bytes(plan, VertexKind.RELOAD) >= bound.lp_reload_bytes - 1
+        assert simulate(plan, machine).makespan >= max(bound.link, bound.critical_path) * (1 - 1e-9)
+    assert judged > 10
