@@ -32,7 +32,7 @@ def _compile_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="MEM.json", required=True, help="where the plan goes")
     parser.add_argument("--memory", metavar="SIZE", help="device memory, such as 12GiB (default: what the graph says)")
     parser.add_argument("--cyclic", action="store_true", help="the plan is run step after step")
-    parser.add_argument("--planner", default="build", help="build (the paper's)")
+    parser.add_argument("--planner", default="build", help="build (the paper's) or timed")
     parser.add_argument("--policy", default="belady", help="who is evicted first: belady, cost, fifo, lru")
 
 
@@ -52,6 +52,28 @@ def _compile(options: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"{options.output}: cannot be written: {error.strerror}") from None
     print(json.dumps({**summary(plan), "seconds": round(seconds, 3)}))
+    return 0
+
+
+def _bound_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("task", metavar="TASK.json", help="the task graph")
+    parser.add_argument("--machine", metavar="M.json", help="links and streams (default: those of docs/schema.md)")
+    parser.add_argument("--memory", metavar="SIZE", help="device memory, such as 12GiB (default: what the graph says)")
+
+
+def _bound(options: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from disco_accel.graphcheck import check_taskgraph
+    from disco_accel.graphfile import read_taskgraph
+    from disco_accel.plan.bound import bound_of
+    from disco_accel.plan.machinefile import read_machine
+
+    memory = None if options.memory is None else parse_size(options.memory)
+    graph = check_taskgraph(read_taskgraph(options.task))
+    machine = None if options.machine is None else read_machine(options.machine, len(graph.devices))
+    bound = bound_of(graph, machine, memory)
+    print(json.dumps({**asdict(bound), "bound": bound.bound}))
     return 0
 
 
@@ -100,6 +122,7 @@ def _train(options: argparse.Namespace) -> int:
 
 COMMANDS: tuple[Command, ...] = (
     Command("compile", "plan a task graph within a memory budget", _compile_arguments, _compile),
+    Command("bound", "the seconds that no repeating plan of a task graph can beat", _bound_arguments, _bound),
     Command("verify", "check that a plan is safe in any order its edges allow", _verify_arguments, _verify),
     Command(
         "weights",
