@@ -1,0 +1,67 @@
+"""``make gpu`` on the host device: every stage runs, a failing one hides no other, and the limits hold."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu
+
+ROOT = Path(gpu.__file__).resolve().parent.parent
+
+
+def test_all_stages_run_on_the_host_device(tmp_path: Path) -> None:
+    """What needs CUDA says so; the rest measures, and nothing is wrong."""
+    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--small"]
+    environment = {**os.environ, "OUT": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=400, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    stages = json.loads((tmp_path / "gpu.json").read_text())["stages"]
+    assert {name: found["status"] for name, found in stages.items()} == {
+        "build": "ok",
+        "allocator": "ok",
+        "tests": "ok",
+        "link": "skipped",
+        "lookahead": "ok",
+        "step_1x1024": "ok",
+        "step_8x1024": "ok",
+        "sanitizer": "skipped",
+    }
+    assert stages["allocator"]["figures"]["ops"] > 50
+    assert stages["step_8x1024"]["figures"]["gradients_apart"] == 0
+    assert "mm_64_of_eager_speed = [" in done.stdout, "the table shows the figures"
+
+
+def test_a_stage_that_fails_or_hangs_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last words are printed, the others run, and the table has all of them."""
+    module = tmp_path / "gpu_planted.py"
+    module.write_text(
+        "import time\n"
+        "def measure(device, small, stage):\n"
+        "    print('last words of', stage)\n"
+        "    if stage == 'fails': raise ValueError('planted')\n"
+        "    if stage == 'hangs': time.sleep(60)\n"
+        "    return {'wrong': ['planted']} if stage == 'wrong' else {'figure': 1.5}\n"
+    )
+    driver = tmp_path / "driver.py"
+    driver.write_text(
+        "import sys, benchmarks\n"
+        f"benchmarks.__path__.append({str(tmp_path)!r})\n"
+        "from benchmarks import gpu\n"
+        "gpu.STAGES = tuple(gpu.Stage(n, 'gpu_planted', 5) for n in ('fails', 'hangs', 'wrong', 'works'))\n"
+        "raise SystemExit(gpu.main(sys.argv[1:]))\n"
+    )
+    stages = tuple(gpu.Stage(n, "gpu_planted", 3 if n == "hangs" else 20) for n in ("fails", "hangs", "wrong", "works"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(gpu, "COMMAND", (str(driver),))
+    outcomes = gpu.run_all(stages, "cpu", True, tmp_path)
+    assert [o.status for o in outcomes] == ["failed", "timeout", "failed", "ok"]
+    assert "last words of fails" in outcomes[0].words and "planted" in outcomes[0].words
+    assert outcomes[1].seconds < 15
+    assert outcomes[3].figures == {"figure": 1.5}
+    assert gpu.table(outcomes).count("\n") >= 4
