@@ -87,6 +87,13 @@ def draws(node: fx.Node) -> bool:
 
 def _check_origin(node: fx.Node, log: TraceLog) -> None:
     info = node_info(node)
+    target = node.target
+    assert isinstance(target, torch._ops.OpOverload)
+    if arguments_of(node, target).get("generator") is not None:
+        raise CaptureError(
+            f"{_where(node)} draws from a generator of its own; a planned step draws from the default one: "
+            "leave out generator="
+        )
     if info.layer in log.nested:
         raise CaptureError(
             f"{_where(node)} draws random numbers in a checkpointed segment inside another one, "

@@ -6,9 +6,27 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+_WINDOWED = {**_SMALL, "head_dim": 8, "sliding_window": 8}
+_EXPERTS = {**_SMALL, "num_experts_per_tok": 2}
+TEN_FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": _SMALL,
+    "qwen2": _SMALL,
+    "qwen3": {**_SMALL, "head_dim": 8},
+    "mistral": {**_SMALL, "sliding_window": 8},
+    "gemma2": _WINDOWED,
+    "gemma3_text": _WINDOWED,
+    "phi3": {**_SMALL, "pad_token_id": 0},
+    "gpt2": {"n_layer": 2, "n_head": 4, "n_embd": 32, "n_positions": 64},
+    "mixtral": {**_EXPERTS, "num_local_experts": 4},
+    "qwen3_moe": {**_EXPERTS, "num_experts": 4, "moe_intermediate_size": 32, "head_dim": 8},
+}
+"""transformers' model type and its smallest sensible configuration, besides sizes that all share."""
+_DROPOUTS = {"gpt2": ("embd_pdrop", "resid_pdrop", "attn_pdrop")}
+
 FAMILIES: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -48,6 +66,43 @@ def tiny_lora(
     if checkpointing:
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    return model
+
+
+def family_lora(
+    family: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    checkpointing: bool = False,
+    dropout: float = 0.0,
+    lora_dropout: float = 0.0,
+    attention: str | None = None,
+    seed: int = 0,
+    checkpoint_options: dict[str, Any] | None = None,
+    **config: Any,
+) -> torch.nn.Module:
+    """One of ``TEN_FAMILIES`` in training mode with LoRA on its linear layers, all matrices random, without a cache.
+
+    ``dropout`` is every dropout probability that the configuration knows. ``checkpoint_options``: further arguments
+    of the user's gradient_checkpointing_kwargs.
+    """
+    torch.manual_seed(seed)
+    probabilities = dict.fromkeys(_DROPOUTS.get(family, ("attention_dropout",)), dropout)
+    sizes = {} if family == "gpt2" else {"hidden_size": 32, "intermediate_size": 64}
+    settings = {"vocab_size": 96, "use_cache": False, **sizes, **TEN_FAMILIES[family], **probabilities, **config}
+    base = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings), attn_implementation=attention)
+    adapter = LoraConfig(
+        r=4, lora_alpha=8, lora_dropout=lora_dropout, target_modules="all-linear", init_lora_weights=False
+    )
+    if "experts" in str(settings):
+        # The router chooses experts: as in most recipes, it and they stay as they are.
+        adapter.target_modules = {"q_proj", "k_proj", "v_proj", "o_proj"}
+    model = get_peft_model(base.to(dtype), adapter)
+    if checkpointing:
+        model.enable_input_require_grads()
+        options = {"use_reentrant": False, **(checkpoint_options or {})}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     model.train()
     return model
 
