@@ -93,9 +93,9 @@ import torch
 from disco_accel import prepare
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.testing.models import tiny_lora
-from tests.integrate.twins import assert_same_step, batch, config
+from tests.integrate.twins import SMALL, assert_same_step, batch, config
 
-shape = {"layers": 2, "hidden": 32, "vocabulary": 32}
+shape = SMALL
 torch.set_num_threads(1)
 try:
     prepare(tiny_lora(**shape), config(memory_budget="4096"))(**batch())
