@@ -1,6 +1,7 @@
 """PyTorch's own op database as a source of programs: traced, recorded, planned and run as a captured step is.
 
-``python -m tests.execute.opinfo [op ...]`` runs every sample of every op; the tests run a few of each.
+``python -m tests.execute.opinfo [op ...]`` runs up to 120 samples of each op and dtype, which is all of most ops;
+the tests run one of each op.
 """
 
 from __future__ import annotations
@@ -364,7 +365,7 @@ def names() -> list[str]:
 def samples(name: str, dtype: torch.dtype, most: int) -> Iterator[tuple[str, Sample | Skipped]]:
     """Up to ``most`` samples of the op, spread over all, by a label that finds each again.
 
-    Each comes with contiguous tensors and with others; of one sample only one of both.
+    A sample with contiguous tensors and the same with others count as two.
     """
     op = database()[name]
     if dtype not in op.supported_dtypes("cpu"):
@@ -375,8 +376,8 @@ def samples(name: str, dtype: torch.dtype, most: int) -> Iterator[tuple[str, Sam
     # as_strided looks past its tensor into what lies around it, which a captured input does not have.
     layouts = ("contiguous",) if name.startswith("as_strided") else ("contiguous", "strided")
     both = [(index, layout) for index in range(len(every)) for layout in layouts]
-    offset = zlib.crc32(f"{name} {dtype}".encode())
-    for index, layout in {both[(offset + i * len(both) // most) % len(both)] for i in range(min(most, len(both)))}:
+    offset, count = zlib.crc32(f"{name} {dtype}".encode()), min(most, len(both))
+    for index, layout in (both[(offset + i * len(both) // count) % len(both)] for i in range(count)):
         given = every[index] if layout == "contiguous" else every[index].noncontiguous()
         label = f"{name} {str(dtype).removeprefix('torch.')} {index} {layout}"
         try:
@@ -406,13 +407,13 @@ def sweep(name: str, dtypes: tuple[torch.dtype, ...], most: int) -> tuple[Counte
 
 
 def main() -> int:
-    """Sweeps the ops named in the arguments (all by default), every sample, and prints a line for each."""
+    """Sweeps the ops named in the arguments (all by default) and prints a line for each."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     total: Counter[str] = Counter()
     failures: list[str] = []
     for name in sys.argv[1:] or names():
-        counts, wrong = sweep(name, DTYPES, 1000)
+        counts, wrong = sweep(name, DTYPES, 120)
         print(f"{name:48} {dict(counts)}", *wrong, sep="\n    ", flush=True)
         total += counts
         total["ops"] += 1

@@ -1,6 +1,6 @@
 """Ops of language models, as PyTorch's own database samples them, give eager's bits in a planned step.
 
-``DISCO_OPINFO=n`` takes n samples of each op and dtype; ``python -m tests.execute.opinfo`` takes all.
+``DISCO_OPINFO=n`` takes n samples of each op and dtype; ``python -m tests.execute.opinfo`` takes nearly all.
 """
 
 from __future__ import annotations
