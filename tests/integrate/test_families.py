@@ -1,0 +1,69 @@
+"""The ten model families through capture, plan and engine: losses, gradients and generator as in eager mode, bit for
+bit."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+from disco_accel import DiscoConfig, prepare, stats
+from disco_accel.errors import CaptureError, ExecutionError
+from disco_accel.execute.executor import Executor
+from disco_accel.integrate.plugin import current_step
+from disco_accel.testing.models import TEN_FAMILIES, family_lora, random_batch
+from tests.integrate.generators import assert_same_step
+
+BF16, FP32 = torch.bfloat16, torch.float32
+MIXTURES = ("mixtral", "qwen3_moe")
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("family", TEN_FAMILIES)
+def test_lora_steps_of_every_family_are_bitwise_eager(family: str, dtype: torch.dtype) -> None:
+    """With checkpointing and dropout, ops dispatched at random, on batches that differ: experts get other tokens."""
+    eager = family_lora(family, dtype=dtype, checkpointing=True, lora_dropout=0.1)
+    planned = prepare(copy.deepcopy(eager), DiscoConfig(memory_budget="4MiB", dispatch="random"))
+    for seed in range(3):
+        assert_same_step(eager, planned, random_batch(length=20, seed=seed))
+    assert stats(planned)["steps_compiled"] == 3 and stats(planned)["steps_eager"] == 0
+    assert stats(planned)["engine"]["c10_allocations"] == 0
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_every_routing_fits_the_planned_scratch(family: str) -> None:
+    """Grouped products allocate by group size: one expert may get nearly all tokens or none."""
+    eager = family_lora(family, dtype=BF16)
+    planned = prepare(copy.deepcopy(eager), DiscoConfig(memory_budget="6MiB"))
+    for seed in range(12):
+        batch = random_batch(length=37, seed=seed)
+        # The same token throughout goes to the same experts throughout.
+        batch["input_ids"][:, seed * 3 :] = seed
+        assert_same_step(eager, planned, batch)
+    assert stats(planned)["plans"] == 1
+
+
+def test_scratch_that_is_too_small_names_the_op() -> None:
+    planned = prepare(family_lora("mixtral", dtype=BF16), DiscoConfig(memory_budget="6MiB"))
+    planned(**random_batch()).loss.backward()
+    compiled = current_step(planned)
+    assert compiled is not None and any(r.loose_bytes for r in compiled.records.values())
+    records = {v: replace(r, loose_bytes=min(64, r.loose_bytes)) for v, r in compiled.records.items()}
+    batch, named = random_batch(), dict(planned.named_parameters())
+    given = {b.vertex: (batch if b.source == "batch" else named)[b.name].detach() for b in compiled.externals}
+    with Executor(compiled.plan, compiled.graph.ops, records, clean=compiled.clean) as executor:
+        executor.begin(given)
+        with pytest.raises(ExecutionError, match=r"_grouped_mm in .*experts.*recorded allocations"):
+            executor.wait_out()
+
+
+def test_experts_chosen_by_a_loop_are_refused_with_the_setting() -> None:
+    eager = family_lora("mixtral", experts_implementation="eager")
+    planned = prepare(eager, DiscoConfig(memory_budget="6MiB"))
+    with pytest.raises(CaptureError, match=r"experts_implementation: grouped_mm"):
+        planned(**random_batch())
+    planned.get_base_model().set_experts_implementation("grouped_mm")
+    planned(**random_batch()).loss.backward()
+    assert stats(planned)["steps_compiled"] == 1
