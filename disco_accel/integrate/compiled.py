@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from disco_accel import __version__
 from disco_accel.capture.step import CapturedStep, InputBinding, capture_step
 from disco_accel.errors import BudgetTooSmall, CaptureError, ConfigError
 from disco_accel.execute.cuda import run_device, workspace_bytes
@@ -19,6 +21,7 @@ from disco_accel.execute.record import OpRecord, apply, record
 from disco_accel.integrate.budget import Budget, split_budget
 from disco_accel.memgraph import MemGraph
 from disco_accel.plan import Machine, make_plan
+from disco_accel.plan.cache import PlanCache, plan_fingerprint
 from disco_accel.plan.simulate import Link
 from disco_accel.sizes import format_size
 from disco_accel.taskgraph import TaskGraph, VertexKind
@@ -27,7 +30,8 @@ from disco_accel.verify import verify
 
 @dataclass(eq=False)
 class CompiledStep:
-    """A verified plan and what runs it. ``seconds`` holds the time each stage of making it took.
+    """A verified plan and what runs it. ``seconds`` holds the time each stage of making it took; ``plan_cache`` is hit,
+    miss or off.
 
     ``records`` and ``clean`` are what executors are made from, so that benchmarks can run the same plan otherwise.
     """
@@ -40,6 +44,7 @@ class CompiledStep:
     budget: Budget
     engine: EngineOptions
     seconds: dict[str, float] = field(default_factory=dict)
+    plan_cache: str = "off"
     loaded: Executor | None = None
     parameters: dict[str, torch.nn.Parameter] | None = None
     """The model's trainable parameters by name, looked up at the first run."""
@@ -120,13 +125,17 @@ class CompiledStep:
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """How a step is planned and run; ``memory`` is the whole device budget, ``host_memory`` the host's, in bytes."""
+    """How a step is planned and run; ``memory`` is the whole device budget, ``host_memory`` the host's, in bytes.
+
+    ``plan_cache``: folder for plans of earlier runs; None = always plan.
+    """
 
     memory: int
     host_memory: int
     planner: str
     policy: str
     engine: EngineOptions
+    plan_cache: str | None = None
     contexts: Sequence[Callable[[], Any]] = ()
 
 
@@ -159,27 +168,61 @@ def compile_step(
     if device.type == "cuda":
         torch.cuda.empty_cache()
     # A budget that adapters and optimizer state already exceed still gets an answer: what the whole step needs.
-    arena = max(budget.arena, graph.devices[0].alignment)
-    try:
-        plan = make_plan(
-            graph,
-            memory=arena,
-            policy=options.policy,
-            planner=options.planner,
-            cyclic=True,
-            machine=machine_of(options.engine),
-        )
-    except BudgetTooSmall as error:
-        raise BudgetTooSmall(error.needed + budget.outside, budget.total, "memory_budget: the step") from error
+    sized = with_memory(graph, max(budget.arena, graph.devices[0].alignment))
+    cache = None if options.plan_cache is None else PlanCache(options.plan_cache)
+    key = "" if cache is None else _fingerprint(sized, options, device)
+    plan = None if cache is None else cache.load(key, sized, cyclic=True)
+    found = "off" if cache is None else "miss" if plan is None else "hit"
+    if plan is None:
+        try:
+            plan = _make_plan(sized, options)
+        except BudgetTooSmall as error:
+            raise BudgetTooSmall(error.needed + budget.outside, budget.total, "memory_budget: the step") from error
     clock.append(time.perf_counter())
-    verify(graph, plan)
+    if found != "hit":
+        verify(graph, plan)
+        if cache is not None:
+            cache.store(key, plan)
     clock.append(time.perf_counter())
 
     stages = ("capture", "record", "plan", "verify")
     seconds = {name: b - a for name, a, b in zip(stages, clock, clock[1:], strict=False)}
     clean = _host_bytes(model, captured)
     _check_host_memory(options.host_memory, sum(t.numel() for t in clean.values()), plan.host_memory)
-    return CompiledStep(captured, graph, plan, records, clean, budget, options.engine, seconds)
+    return CompiledStep(captured, graph, plan, records, clean, budget, options.engine, seconds, found)
+
+
+def with_memory(graph: TaskGraph, memory: int) -> TaskGraph:
+    """The graph on devices of ``memory`` bytes each."""
+    return replace(graph, devices=tuple(replace(device, memory=memory) for device in graph.devices))
+
+
+def _make_plan(graph: TaskGraph, options: CompileOptions) -> MemGraph:
+    return make_plan(
+        graph,
+        policy=options.policy,
+        planner=options.planner,
+        cyclic=True,
+        machine=machine_of(options.engine),
+    )
+
+
+def _fingerprint(graph: TaskGraph, options: CompileOptions, device: torch.device) -> str:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return plan_fingerprint(
+        graph,
+        planner=options.planner,
+        policy=options.policy,
+        cyclic=True,
+        machine=machine_of(options.engine),
+        environment={
+            "torch": torch.__version__,
+            "disco_accel": __version__,
+            "device": f"{device.type} {name}",
+            "threads": str(options.engine.compute_threads or torch.get_num_threads()),
+            "streams": str(options.engine.compute_streams),
+        },
+    )
 
 
 def machine_of(engine: EngineOptions) -> Machine | None:

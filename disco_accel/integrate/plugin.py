@@ -33,7 +33,7 @@ from disco_accel.taskgraph import VertexKind
 logger = logging.getLogger("disco_accel")
 
 _STATE = "_disco_state"
-_NOT_USED_YET = ("plan_cache", "buckets")
+_NOT_USED_YET = ("buckets",)
 _WARM_STEPS = 2
 _capturing = threading.Lock()
 """Tracing patches classes that all models share."""
@@ -95,6 +95,7 @@ class PreparedModel:
                 link_latency=self.config.link_latency,
                 compute_threads=self.config.compute_threads,
             ),
+            plan_cache=self.config.plan_cache,
             contexts=hf_contexts(model, kwargs),
         )
         try:
@@ -315,6 +316,7 @@ def stats(model: torch.nn.Module) -> dict[str, Any]:
         "bound_seconds": step.bound_seconds(state.settings.link_bandwidth),
         "compute_seconds": step.compute_seconds,
         "compile_seconds": dict(step.seconds),
+        "plan_cache": step.plan_cache,
         "budget": step.budget.as_dict(),
         "kernels": sum(v.kind is VertexKind.KERNEL for v in step.plan.vertices),
         "engine": counters,

@@ -1,0 +1,199 @@
+"""Plans on disk, so that a second run of the same training plans nothing.
+
+A file per fingerprint, which covers all that a plan is made from except measured durations: these differ from run to
+run, and any plan of the same graph is right whatever they are. Each file is a MEMGRAPH with one more key. Nothing in a
+file is trusted: it is read strictly, every vertex of the task graph is taken from the graph at hand, and the judge
+must accept the result. What is wrong with a file is said in one line, and the file is as good as absent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import logging
+import os
+import stat
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from disco_accel.errors import GraphFileError, VerifyError
+from disco_accel.graphfile import fingerprint, memgraph_from_json, memgraph_to_json, parse_json, write_atomically
+from disco_accel.memgraph import MemGraph
+from disco_accel.plan.simulate import Machine
+from disco_accel.sizes import format_size
+from disco_accel.taskgraph import TaskGraph, Vertex, VertexKind
+from disco_accel.verify import verify
+
+logger = logging.getLogger("disco_accel")
+
+MAX_FILE_BYTES = 1 << 28
+"""A plan of a million vertices takes about this much; a larger file is refused before it is read."""
+
+MOST_FILES = 256
+"""The oldest plans beyond this many are removed when a new one is stored."""
+
+_KEY = "plan_cache"
+_STALE_SECONDS = 24 * 3600
+_said: set[str] = set()
+
+
+def plan_fingerprint(
+    graph: TaskGraph,
+    *,
+    planner: str,
+    policy: str,
+    cyclic: bool,
+    machine: Machine | None,
+    environment: Mapping[str, str],
+) -> str:
+    """The sha256, in hex, of all that the plan of ``graph`` depends on but durations.
+
+    ``graph`` has the memory and the alignment that the plan gets. ``environment`` is what else must be equal: PyTorch's
+    version, the device's name. This package's version and the sources of its planners are added.
+    """
+    bare = replace(graph, vertices=tuple(replace(vertex, duration=None) for vertex in graph.vertices))
+    calls = hashlib.sha256()
+    for vertex, call in sorted(graph.ops.items()):
+        calls.update(f"{vertex} {call!r}\n".encode())
+    parts = {
+        "graph": fingerprint(bare),
+        "calls": calls.hexdigest(),
+        "planner": planner,
+        "policy": policy,
+        "cyclic": cyclic,
+        "machine": repr(machine or Machine()),
+        "sources": _sources(),
+        "environment": dict(sorted(environment.items())),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+@functools.cache
+def _sources() -> str:
+    """A hash of what makes plans: plans of a changed planner are made anew, whether its version changed or not."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+class PlanCache:
+    """Plans in ``folder``/plans, for this user alone."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder) / "plans"
+
+    def load(self, key: str, graph: TaskGraph, *, cyclic: bool) -> MemGraph | None:
+        """The verified plan of ``graph`` that is stored under ``key``; None if there is none that can be used."""
+        path = self._path(key)
+        try:
+            data = _read_private(path)
+            if data is None:
+                return None
+            return _usable(parse_json(data), key, graph, cyclic)
+        except OSError as error:
+            _say(path, f"cannot be read: {error.strerror or error}")
+        except (GraphFileError, VerifyError, _Unusable) as error:
+            _say(path, str(error))
+        return None
+
+    def store(self, key: str, plan: MemGraph) -> None:
+        """Keep ``plan`` under ``key``; where that fails, the next run plans again and this one goes on."""
+        path = self._path(key)
+        top = {_KEY: {"fingerprint": key}, **memgraph_to_json(plan)}
+        data = json.dumps(top, separators=(",", ":")).encode() + b"\n"
+        try:
+            self._private_folder()
+            write_atomically(path, data, mode=0o600)
+            self._prune()
+        except OSError as error:
+            _say(path, f"cannot be written: {error.strerror or error}")
+        except _Unusable as error:
+            _say(self.folder, str(error))
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{key}.json"
+
+    def _private_folder(self) -> None:
+        """Make the folder, which only this user may enter."""
+        for folder in (self.folder.parent, self.folder):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = os.lstat(self.folder)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            raise _Unusable("is not a folder of this user's own")
+        if stat.S_IMODE(found.st_mode) != 0o700:
+            os.chmod(self.folder, 0o700)
+
+    def _prune(self) -> None:
+        """Remove the oldest plans beyond the limit, and what writers that crashed have left."""
+        plans: list[tuple[float, str]] = []
+        for entry in os.scandir(self.folder):
+            # Another process may have removed it by now.
+            with contextlib.suppress(FileNotFoundError):
+                modified = entry.stat(follow_symlinks=False).st_mtime
+                if entry.name.endswith(".json"):
+                    plans.append((modified, entry.path))
+                elif entry.name.startswith(".") and modified < time.time() - _STALE_SECONDS:
+                    os.unlink(entry.path)
+        for _, path in sorted(plans)[: max(0, len(plans) - MOST_FILES)]:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+
+
+class _Unusable(Exception):
+    """Why a file or folder is left alone."""
+
+
+def _say(path: Path, reason: str) -> None:
+    line = f"plan cache: {path}: {reason.splitlines()[0]}; ignored"
+    if line not in _said:
+        _said.add(line)
+        logger.warning("%s", line)
+
+
+def _read_private(path: Path) -> bytes | None:
+    """The bytes of a file that only this user can have written; None if there is no such file. Raises _Unusable."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    with os.fdopen(handle, "rb") as stream:
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode):
+            raise _Unusable("not a plain file")
+        if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
+            raise _Unusable("others than this user can have written it")
+        if found.st_size > MAX_FILE_BYTES:
+            raise _Unusable(f"larger than the {format_size(MAX_FILE_BYTES)} that a plan may have")
+        return stream.read(MAX_FILE_BYTES)
+
+
+def _usable(data: object, key: str, graph: TaskGraph, cyclic: bool) -> MemGraph:
+    """The plan in ``data`` for ``graph``, verified. Raises GraphFileError, VerifyError, _Unusable."""
+    mark = data.get(_KEY) if isinstance(data, dict) else None
+    if not isinstance(mark, dict) or mark.get("fingerprint") != key:
+        raise _Unusable("made for something else")
+    plan = memgraph_from_json(data)
+    if plan.devices != graph.devices or plan.cyclic != cyclic:
+        raise _Unusable("made for other devices")
+    offloads = [sum(v.sizes) + plan.host_alignment for v in plan.vertices if v.kind is VertexKind.OFFLOAD]
+    if plan.host_memory > sum(offloads):
+        raise _Unusable(f"asks for {format_size(plan.host_memory)} of host memory without need")
+    if any(v.kind is VertexKind.OFFLOAD and v.id not in plan.host_offsets for v in plan.vertices):
+        raise _Unusable("an offload has no place in host memory")
+    own = {vertex.id: vertex for vertex in graph.vertices}
+    plan = replace(plan, name=graph.name, vertices=tuple(_rebuilt(vertex, own) for vertex in plan.vertices))
+    verify(graph, plan)
+    return plan
+
+
+def _rebuilt(vertex: Vertex, own: Mapping[int, Vertex]) -> Vertex:
+    """What a vertex is comes from the graph, and a copy is nothing but a copy; the plan says where inputs are."""
+    if vertex.id in own:
+        return replace(own[vertex.id], inputs=vertex.inputs)
+    copy = Vertex(vertex.id, vertex.kind, vertex.device, vertex.op, vertex.inputs, vertex.sizes)
+    return replace(copy, clean=vertex.clean)
