@@ -130,6 +130,8 @@ COMMANDS: tuple[Command, ...] = (
         commands.weights_arguments,
         commands.weights,
     ),
+    Command("plan", "does a recipe fit its budget, and how fast is it then", commands.plan_arguments, commands.plan),
+    Command("capture", "a recipe's training step as a task graph", commands.capture_arguments, commands.capture),
     Command("doctor", "what this machine has, and what keeps the engine from running", _no_arguments, _doctor),
     Command("launch", "run a script under accelerate and the disco_config section of --config", None, _launch),
     Command("train", "fine-tune a model as a recipe file says", None, _train),

@@ -5,8 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import warnings
+from typing import TYPE_CHECKING, Any
 
-from disco_accel.errors import ConfigError
+from disco_accel.errors import BudgetTooSmall, ConfigError
+
+if TYPE_CHECKING:
+    from disco_accel.config import DiscoConfig
+    from disco_accel.taskgraph import TaskGraph
 
 
 def weights_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,3 +39,108 @@ def _seconds(option: str, text: str) -> float:
     if not (0 <= seconds < math.inf):
         raise ConfigError(f"{option}: {text!r} does not work; give seconds, 0 or more")
     return seconds
+
+
+def capture_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``capture``."""
+    _recipe_arguments(parser)
+    parser.add_argument("-o", "--output", metavar="TASK.json", required=True, help="where the task graph goes")
+
+
+def plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``plan``."""
+    _recipe_arguments(parser)
+    parser.add_argument("--memory", metavar="SIZE", help="the budget, such as 12GiB (default: the recipe's)")
+    parser.add_argument("-o", "--output", metavar="DIR", help="folder for the plan, its figures and pictures")
+
+
+def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE.yaml", help="the training; of the model only its config is read")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="whose speed is estimated")
+
+
+def capture(options: argparse.Namespace) -> int:
+    """Write the task graph of a recipe's training step, with estimated durations."""
+    from disco_accel.graphfile import write_taskgraph
+
+    graph, found, _ = _captured(options)
+    try:
+        write_taskgraph(graph, options.output)
+    except OSError as error:
+        raise ConfigError(f"{options.output}: cannot be written: {error.strerror}") from None
+    kernels = len(graph.ops)
+    seconds = sum(v.duration or 0.0 for v in graph.vertices)
+    frozen = sum(v.sizes[0] for v in graph.vertices if v.clean)
+    adapters = found.budget(0).adapters
+    print(json.dumps({"kernels": kernels, "compute_seconds": seconds, "frozen_bytes": frozen, "adapters": adapters}))
+    return 0
+
+
+def plan(options: argparse.Namespace) -> int:
+    """Say whether a recipe's training step fits its budget, what stays on the device, and how long it takes."""
+    from disco_accel.integrate.compiled import with_memory
+    from disco_accel.observe.forecast import forecast, write_forecast
+    from disco_accel.plan import make_plan
+    from disco_accel.verify import verify
+
+    graph, found, config = _captured(options)
+    machine = _machine(options.device, config)
+    budget = found.budget(_memory(options, config))
+    graph = with_memory(graph, max(budget.arena, graph.devices[0].alignment))
+    try:
+        made = make_plan(graph, policy=config.policy, planner=config.planner, cyclic=True, machine=machine)
+    except BudgetTooSmall as error:
+        needed = error.needed + budget.outside
+        print(json.dumps({"fits": False, "budget_bytes": budget.total, "needed_bytes": needed}))
+        raise BudgetTooSmall(needed, budget.total, "memory_budget: the step") from None
+    verify(graph, made)
+    result = forecast(graph, made, machine, budget.as_dict(), found.names)
+    print(json.dumps(result.figures))
+    if options.output is not None:
+        write_forecast(options.output, result)
+    return 0
+
+
+def _captured(options: argparse.Namespace) -> tuple[TaskGraph, Any, DiscoConfig]:
+    """The recipe's step with estimated durations, its outline, and its ``disco_config``."""
+    from disco_accel.config import DiscoConfig
+    from disco_accel.plan.roofline import SPEEDS, with_estimates
+    from recipes.outline import outline
+    from recipes.settings import read_recipe
+
+    # transformers warns about its own calls from inside PEFT; nobody here can act on that.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+    recipe = read_recipe(options.recipe)
+    config = DiscoConfig.from_env(DiscoConfig.from_dict(recipe.disco_config or {}))
+    found = outline(recipe)
+    return with_estimates(found.captured.graph, SPEEDS[options.device]), found, config
+
+
+def _machine(device: str, config: DiscoConfig) -> Any:
+    """The device's links, or the throttled one that the recipe asks for."""
+    from disco_accel.plan import Machine
+    from disco_accel.plan.roofline import SPEEDS
+    from disco_accel.plan.simulate import Link
+
+    if device == "cuda" or config.link_bandwidth is None:
+        return SPEEDS[device].machine
+    link = Link(float(config.link_bandwidth), config.link_latency)
+    return Machine(h2d=link, d2h=link)
+
+
+def _memory(options: argparse.Namespace, config: DiscoConfig) -> int:
+    """The budget in bytes. A size is taken as it is: this machine need not be the one that trains."""
+    from dataclasses import replace
+
+    from disco_accel.sizes import parse_size
+
+    if options.memory is not None:
+        return parse_size(options.memory)
+    if isinstance(config.memory_budget, int):
+        return config.memory_budget
+    try:
+        return replace(config, device=options.device, link_bandwidth=None, link_latency=0.0).resolve().memory_budget
+    except ConfigError as error:
+        raise ConfigError(
+            f"memory_budget: {config.memory_budget} of a device that is not here; give --memory"
+        ) from error

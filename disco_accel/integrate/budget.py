@@ -44,7 +44,8 @@ class Budget:
 
 
 def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    # By identity: storages on meta all have the same address.
+    return sum({(s := t.untyped_storage())._cdata: s.nbytes() for t in tensors}.values())
 
 
 def split_budget(

@@ -1,0 +1,150 @@
+"""What a plan promises before anything has run: sizes, seconds in simulation, distance from the bound, a picture."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from disco_accel.errors import ConfigError
+from disco_accel.graphfile import write_atomically, write_memgraph, write_taskgraph
+from disco_accel.memgraph import MemGraph
+from disco_accel.observe.report import table
+from disco_accel.observe.timeline import write_chrome_trace
+from disco_accel.plan.bound import bound_of
+from disco_accel.plan.simulate import Machine, simulate
+from disco_accel.plan.summary import copied_bytes
+from disco_accel.sizes import format_size
+from disco_accel.taskgraph import TaskGraph, VertexKind
+
+_LANES = {VertexKind.RELOAD: "h2d", VertexKind.OFFLOAD: "d2h", VertexKind.TRANSFER: "p2p"}
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedEvent:
+    """One vertex of a simulated step; seconds from its start."""
+
+    vertex: int
+    lane: str
+    issue: float
+    start: float
+    end: float
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """``figures`` are ready for JSON: bytes and seconds. ``resident`` and ``streamed``: frozen tensors by name."""
+
+    graph: TaskGraph
+    plan: MemGraph
+    figures: Mapping[str, Any]
+    events: tuple[SimulatedEvent, ...]
+    resident: tuple[str, ...]
+    streamed: tuple[str, ...]
+
+
+def forecast(
+    graph: TaskGraph, plan: MemGraph, machine: Machine, budget: Mapping[str, int], names: Mapping[int, str]
+) -> Forecast:
+    """Simulate one step of ``plan``, a plan of ``graph``.
+
+    ``budget``: the parts of the whole in bytes, with ``total`` and ``arena``; ``names``: INPUT vertex → tensor.
+    """
+    run = simulate(plan, machine)
+    events = tuple(
+        SimulatedEvent(v.id, lane, start, start, start + machine.seconds(v), sum(v.sizes) if v.kind in _LANES else 0)
+        for v in plan.vertices
+        if v.kind is not VertexKind.INPUT
+        for lane, start in ((_LANES.get(v.kind, "compute0"), run.starts[v.id]),)
+    )
+    clean = [v for v in graph.vertices if v.kind is VertexKind.INPUT and v.clean and v.sizes[0]]
+    stays = _never_leave(plan)
+    bound = bound_of(graph, machine)
+    used = max((slot.addr + slot.size for slot in plan.slots.values()), default=0)
+    figures = {
+        "fits": True,
+        "budget_bytes": budget["total"],
+        "peak_bytes": budget["total"] - budget["arena"] + used,
+        "budget": dict(budget),
+        "frozen_bytes": sum(v.sizes[0] for v in clean),
+        "resident_bytes": sum(v.sizes[0] for v in clean if v.id in stays),
+        "resident_tensors": sum(v.id in stays for v in clean),
+        "streamed_tensors": sum(v.id not in stays for v in clean),
+        "reload_bytes": copied_bytes(plan, VertexKind.RELOAD),
+        "offload_bytes": copied_bytes(plan, VertexKind.OFFLOAD),
+        "kernels": sum(v.kind is VertexKind.KERNEL for v in plan.vertices),
+        "step_seconds": run.makespan,
+        "bound_seconds": bound.bound,
+        "ratio": run.makespan / bound.bound if bound.bound else 1.0,
+        "compute_seconds": bound.compute,
+        "link_seconds": bound.link,
+    }
+
+    def named(stay: bool) -> tuple[str, ...]:
+        return tuple(names.get(v.id, f"constant {v.id}") for v in clean if (v.id in stays) == stay)
+
+    return Forecast(graph, plan, figures, events, named(True), named(False))
+
+
+def _never_leave(plan: MemGraph) -> set[int]:
+    """Clean inputs that are on the device when a step starts and that nothing loads again."""
+    reloaded = {ref[0] for v in plan.vertices if v.kind is VertexKind.RELOAD for ref in v.inputs}
+    there = {v.id for v in plan.vertices if v.kind is VertexKind.INPUT and v.clean and (v.id, 0) in plan.slots}
+    return there - reloaded
+
+
+def forecast_text(figures: Mapping[str, Any]) -> str:
+    """For people: what stays, what is streamed, and how long a step takes."""
+    sizes = {
+        "frozen weights": "frozen_bytes",
+        "of which stay on the device": "resident_bytes",
+        "loaded each step": "reload_bytes",
+        "saved each step": "offload_bytes",
+        "peak on the device": "peak_bytes",
+        "budget": "budget_bytes",
+    }
+    rows = [[name, format_size(figures[key])] for name, key in sizes.items()]
+    return (
+        f"{table(['', 'size'], rows)}\n"
+        f"{figures['kernels']} kernels; step {figures['step_seconds']:.3f} s by estimate, bound "
+        f"{figures['bound_seconds']:.3f} s (compute {figures['compute_seconds']:.3f} s, link "
+        f"{figures['link_seconds']:.3f} s); ratio {figures['ratio']:.2f}\n"
+    )
+
+
+def write_forecast(folder: str | os.PathLike[str], found: Forecast) -> list[Path]:
+    """Write task.json, plan.json, forecast.json, report.txt, trace.json and, with matplotlib, step.png.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    target = Path(folder)
+    names = ["task.json", "plan.json", "forecast.json", "report.txt", "trace.json"]
+    whole = {**found.figures, "resident": list(found.resident), "streamed": list(found.streamed)}
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        write_taskgraph(found.graph, target / names[0])
+        write_memgraph(found.plan, target / names[1])
+        write_atomically(target / names[2], json.dumps(whole, indent=1).encode() + b"\n")
+        write_atomically(target / names[3], forecast_text(found.figures).encode())
+        write_chrome_trace(target / names[4], found.plan, found.events)
+        if importlib.util.find_spec("matplotlib") is not None:
+            _draw(target / "step.png", found)
+            names.append("step.png")
+    except OSError as error:
+        raise ConfigError(f"{target}: cannot be written: {error.strerror or error}") from None
+    return [target / name for name in names]
+
+
+def _draw(path: Path, found: Forecast) -> None:
+    from disco_accel.observe.plots import draw_step
+
+    budget = found.figures["budget"]
+    outside = budget["total"] - budget["arena"]
+    title = "One training step as planned, times estimated"
+    draw_step(path, found.plan, found.events, budget=budget["total"], outside=outside, title=title)

@@ -1,0 +1,88 @@
+"""A recipe's training step without its weights: the model on ``meta``, from the checkpoint's config alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from disco_accel.capture.step import CapturedStep, capture_step
+from disco_accel.errors import ConfigError
+from disco_accel.integrate.budget import Budget, split_budget
+from disco_accel.integrate.hf import hf_contexts
+from recipes.corpus import IGNORED
+from recipes.loading import add_adapter
+from recipes.settings import LoraRecipe
+
+
+@dataclass(frozen=True)
+class Outline:
+    """One micro-batch's forward and backward as captured, and what of a budget lies outside the arena."""
+
+    captured: CapturedStep
+    model: torch.nn.Module
+    batch: dict[str, torch.Tensor]
+
+    def budget(self, total: int) -> Budget:
+        """What ``total`` bytes are made of."""
+        trainable = [p for p in self.model.parameters() if p.requires_grad]
+        return split_budget(total, trainable, self.batch)
+
+    @property
+    def names(self) -> dict[int, str]:
+        """INPUT vertex → name of the parameter or buffer that it holds."""
+        return {b.vertex: b.name for b in self.captured.bindings if b.source in ("frozen", "buffer", "trainable")}
+
+
+def outline(recipe: LoraRecipe) -> Outline:
+    """Capture the step that ``recipe`` trains. No weight is read and nothing runs.
+
+    Raises:
+        ConfigError: there is no config, or a key of the recipe does not fit it.
+        CaptureError: the model does something that cannot be planned.
+    """
+    model = meta_model(recipe)
+    batch = meta_batch(recipe)
+    captured = capture_step(model, batch, contexts=hf_contexts(model, batch), name=recipe.model_name_or_path)
+    return Outline(captured, model, batch)
+
+
+def meta_model(recipe: LoraRecipe) -> torch.nn.Module:
+    """The recipe's model and adapter, in training mode, without memory behind them."""
+    name = recipe.model_name_or_path
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError(f"model_name_or_path: {name}: has no config that can be read ({_first(error)})") from error
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and recipe.max_length > longest:
+        raise ConfigError(f"max_length: {recipe.max_length} is more than the {longest} positions of {name}")
+    dtype = getattr(config, "dtype", None) if recipe.dtype == "auto" else getattr(torch, recipe.dtype)
+    try:
+        with torch.device("meta"):
+            base = AutoModelForCausalLM.from_config(
+                config, dtype=dtype or torch.float32, attn_implementation=recipe.attn_implementation
+            )
+            model: torch.nn.Module = add_adapter(base, recipe)
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        raise ConfigError(f"model_name_or_path: {name}: cannot be built ({_first(error)})") from error
+    return model.train()
+
+
+def meta_batch(recipe: LoraRecipe) -> dict[str, Any]:
+    """A batch as Trainer passes it: full rows, or rows with padding where the recipe does not pack."""
+    shape = (recipe.per_device_train_batch_size, recipe.max_length)
+    batch: dict[str, Any] = {"input_ids": torch.zeros(shape, dtype=torch.int64), "labels": torch.zeros(shape).long()}
+    if not recipe.packing:
+        mask = torch.ones(shape, dtype=torch.int64)
+        mask[:, -1] = 0
+        batch["labels"][:, -1] = IGNORED
+        batch["attention_mask"] = mask
+    return batch | {"num_items_in_batch": batch["labels"][:, 1:].ne(IGNORED).sum() / 1}
+
+
+def _first(error: Exception) -> str:
+    text = str(error).strip().split("\n")[0]
+    return text if len(text) <= 200 else text[:197] + "..."
