@@ -1,7 +1,8 @@
 """Large heap allocations of engine threads, counted by a preloaded library.
 
 ``LD_PRELOAD=$(python -m disco_accel.execute.watch) python ...`` runs a program under the watch; inside it ``count()``
-says how many allocations of 4 KiB or more (malloc, posix_memalign, mmap, ...) engine threads made since ``reset()``.
+says how many allocations of 4 KiB or more (malloc, posix_memalign, mmap, ...) engine threads and their OpenMP workers
+made since ``reset()``.
 """
 
 from __future__ import annotations
@@ -32,6 +33,13 @@ def reset() -> None:
 def count() -> int:
     """Allocations of 4 KiB or more by engine threads since ``reset``. Raises AttributeError when not ``active``."""
     counter = ctypes.CDLL(None).disco_malloc_watch_count
+    counter.restype = ctypes.c_long
+    return int(counter())
+
+
+def threads() -> int:
+    """Threads that were ever watched: compute threads of engines and the OpenMP workers that belong to them."""
+    counter = ctypes.CDLL(None).disco_malloc_watch_threads
     counter.restype = ctypes.c_long
     return int(counter())
 

@@ -2,8 +2,8 @@
 // in production: the engine's claim is that a steady-state step makes none, and a claim about malloc needs
 // malloc to tell.
 //
-// A thread is watched from disco_malloc_watch_enter() on; the engine calls it when it starts a compute
-// thread.
+// A thread is watched from disco_malloc_watch_enter() on; the engine calls it on each compute thread that it
+// starts and on the OpenMP workers of that thread. Copy threads run nothing but memcpy and are not watched.
 #include <dlfcn.h>
 #include <execinfo.h>
 #include <sys/mman.h>
@@ -35,6 +35,7 @@ struct Sample {
 // backtrace() may itself allocate, hence a flag that is off while a sample is taken.
 thread_local bool watched __attribute__((tls_model("initial-exec"))) = false;
 std::atomic<long> count{0};
+std::atomic<long> threads{0};
 std::atomic<long> bytes{0};
 Sample samples[kSamples];
 
@@ -57,8 +58,11 @@ extern "C" {
 void disco_malloc_watch_enter() {
   void* frames[2];
   backtrace(frames, 2);
+  if (!watched) threads.fetch_add(1);
   watched = true;
 }
+// Threads that were ever watched.
+long disco_malloc_watch_threads() { return threads.load(); }
 long disco_malloc_watch_count() { return count.load(); }
 long disco_malloc_watch_bytes() { return bytes.load(); }
 void disco_malloc_watch_reset() {

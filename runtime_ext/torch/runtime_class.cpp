@@ -33,10 +33,15 @@ using Ints = std::vector<std::int64_t>;
 // sets its own count lazily, once per thread: make it do so first.
 void prepare_compute_thread(int count) {
   using Watch = void (*)();
-  if (const auto watch = reinterpret_cast<Watch>(dlsym(RTLD_DEFAULT, "disco_malloc_watch_enter"))) watch();
+  const auto watch = reinterpret_cast<Watch>(dlsym(RTLD_DEFAULT, "disco_malloc_watch_enter"));
   enter_engine_thread();
   at::get_num_threads();
   omp_set_num_threads(count);
+  if (watch != nullptr) {
+// The workers of this thread's team stay the same as long as it lives.
+#pragma omp parallel num_threads(count)
+    watch();
+  }
   using MklSetLocal = int (*)(int);
   static const auto mkl_set_local =
       reinterpret_cast<MklSetLocal>(dlsym(RTLD_DEFAULT, "MKL_Set_Num_Threads_Local"));

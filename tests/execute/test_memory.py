@@ -145,6 +145,37 @@ print("watched")
 """
 
 
+_WATCHED_TEAM = """
+import torch
+from disco_accel.execute import watch
+from disco_accel.execute.executor import EngineOptions
+from tests.execute import samples
+from tests.execute.programs import build, executor_of, step
+
+def parallel(b, g):
+    x = b.input(torch.randn(1 << 18, generator=g))
+    b.call("silu", x, keep="y")
+    b.call("sum", x, keep="total")
+    b.call("mm", x.view(lambda t: t.view(512, 512)), x.view(lambda t: t.view(512, 512)), keep="product")
+
+torch.set_num_threads(2)
+before = watch.threads()
+executor = executor_of(build(parallel), options=EngineOptions(compute_threads=2))
+for seed in range(3):
+    inputs = build(parallel, seed)
+    watch.reset()
+    step(executor, inputs)
+assert watch.count() == 0, watch.describe()
+print(watch.threads() - before)
+"""
+
+
+def test_openmp_workers_are_watched_too() -> None:
+    """An engine with two intra-op threads: both are watched, and neither makes a large allocation in a step."""
+    done = _run(_WATCHED_TEAM, LD_PRELOAD=str(watch.library()), OMP_NUM_THREADS="2")
+    assert done.stdout == "2\n", done.stderr[-2000:]
+
+
 def test_a_steady_step_makes_no_large_allocation() -> None:
     """No malloc, posix_memalign or mmap of 4 KiB or more on the engine's thread; an op known to make one is caught."""
     done = _run(_WATCHED, LD_PRELOAD=str(watch.library()))
