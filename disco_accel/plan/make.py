@@ -13,11 +13,17 @@ from disco_accel.plan.build import build, buildable
 from disco_accel.plan.evict import Policy, policy_named
 from disco_accel.plan.resident import Residents, improve, plain_choices
 from disco_accel.plan.sim_malloc import Infeasible, Repairs
-from disco_accel.plan.simulate import Machine
+from disco_accel.plan.simulate import Machine, simulate
 from disco_accel.plan.timed import build_timed
-from disco_accel.taskgraph import Device, TaskGraph
+from disco_accel.taskgraph import Device, TaskGraph, VertexKind
 
 _SHORTER = (16, 0)
+
+_GOOD = 1.002
+"""A plan that takes at most so many times what its kernels take is not compared with another planner's."""
+
+_BOTH_UP_TO = 12_000
+"""Vertices of a graph for which both planners are tried."""
 
 
 def make_plan(
@@ -77,16 +83,41 @@ def plan_build(
 
 
 def plan_timed(graph: TaskGraph, policy: Policy, cyclic: bool, lookahead: int | None, machine: Machine) -> MemGraph:
-    """Plan in simulated time; where that finds no plan, with BUILDMEMGRAPH. Raises BudgetTooSmall."""
+    """Plan in simulated time; where that finds no plan or a slower one, with BUILDMEMGRAPH. Raises BudgetTooSmall."""
     try:
-        return build_timed(graph, machine, cyclic=cyclic)
+        plan = build_timed(graph, machine, cyclic=cyclic)
     except Infeasible:
         pass
+    else:
+        return _faster(graph, plan, policy, cyclic, lookahead, machine)
     try:
         return plan_build(graph, policy, cyclic, lookahead, machine)
     except BudgetTooSmall as error:
         needed = _smaller(graph, error.needed, lambda smaller: _plannable(smaller, machine, cyclic))
         raise BudgetTooSmall(needed, error.given, f"the plan of {graph.name!r}") from None
+
+
+def _faster(
+    graph: TaskGraph, plan: MemGraph, policy: Policy, cyclic: bool, lookahead: int | None, machine: Machine
+) -> MemGraph:
+    """Return ``plan``, or that of BUILDMEMGRAPH if there is time to make it and it is faster in simulation."""
+    makespan = simulate(plan, machine).makespan
+    if makespan <= _GOOD * _compute(graph, machine) or len(graph.vertices) > _BOTH_UP_TO:
+        return plan
+    try:
+        other = plan_build(graph, policy, cyclic, lookahead, machine, Repairs(shorten_lookahead=False))
+    except Infeasible:
+        return plan
+    return other if simulate(other, machine).makespan < makespan else plan
+
+
+def _compute(graph: TaskGraph, machine: Machine) -> float:
+    """Return the seconds that the busiest device's kernels take."""
+    busy: dict[int, float] = {}
+    for vertex in graph.vertices:
+        if vertex.kind is VertexKind.KERNEL:
+            busy[vertex.device] = busy.get(vertex.device, 0.0) + machine.seconds(vertex)
+    return max(busy.values(), default=0.0) / machine.compute_streams
 
 
 def _plannable(graph: TaskGraph, machine: Machine, cyclic: bool) -> bool:
