@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from disco_accel.errors import ConfigError
+from disco_accel.integrate.weights import load_into_arena
 from recipes.settings import LoraRecipe
 
 _INDEX = "model.safetensors.index.json"
@@ -65,6 +66,8 @@ def load_tokenizer(recipe: LoraRecipe) -> PreTrainedTokenizerBase:
 def load_model(recipe: LoraRecipe) -> Any:
     """The checkpoint as a PEFT model with a fresh LoRA adapter, frozen weights in the recipe's dtype.
 
+    A local checkpoint is read straight into the host arena that plans use; others go through ``from_pretrained``.
+
     Raises:
         ConfigError: the checkpoint, the dtype or ``lora_target_modules`` does not fit.
     """
@@ -74,6 +77,10 @@ def load_model(recipe: LoraRecipe) -> Any:
         longest = getattr(config, "max_position_embeddings", None)
         if longest is not None and recipe.max_length > longest:
             raise ConfigError(f"max_length: {recipe.max_length} is more than the {longest} positions of {name}")
+        if Path(name).is_dir():
+            arena_model = load_into_arena(name, dtype=recipe.dtype, attn_implementation=recipe.attn_implementation)
+            if arena_model is not None:
+                return add_adapter(arena_model, recipe)
         model, info = AutoModelForCausalLM.from_pretrained(
             name,
             dtype=recipe.dtype,

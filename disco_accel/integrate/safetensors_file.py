@@ -113,10 +113,15 @@ def opened(file: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def read_into(descriptor: int, stored: StoredTensor, target: torch.Tensor) -> None:
-    """Read a tensor into ``target``, contiguous and of the same shape, converting its dtype if that differs.
+def conversion_buffer() -> torch.Tensor:
+    """For ``read_into``: one for a whole checkpoint, because many of many sizes would leave holes in the heap."""
+    return torch.empty(_CHUNK, dtype=torch.uint8)
 
-    Nothing is mapped, and no copy is made beyond a few MiB for a conversion.
+
+def read_into(descriptor: int, stored: StoredTensor, target: torch.Tensor, buffer: torch.Tensor) -> None:
+    """Read a tensor into ``target``, contiguous and of the same shape, by way of ``buffer`` if the dtypes differ.
+
+    Nothing is mapped, and no other copy is made.
 
     Raises:
         ConfigError: the file ends too early or cannot be read.
@@ -127,10 +132,10 @@ def read_into(descriptor: int, stored: StoredTensor, target: torch.Tensor) -> No
         _read(descriptor, stored, stored.offset, target.view(-1).view(torch.uint8))
         return
     flat = target.view(-1)
-    step = _CHUNK // stored.dtype.itemsize
-    buffer = torch.empty(min(step, flat.numel()), dtype=stored.dtype)
+    values = buffer.view(stored.dtype)
+    step = values.numel()
     for begin in range(0, flat.numel(), step):
-        part = buffer[: min(step, flat.numel() - begin)]
+        part = values[: min(step, flat.numel() - begin)]
         _read(descriptor, stored, stored.offset + begin * stored.dtype.itemsize, part.view(torch.uint8))
         flat[begin : begin + part.numel()].copy_(part)
 

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from disco_accel.errors import ConfigError
 from disco_accel.execute.hostmem import HostMemory
 from disco_accel.integrate.placement import keep_arena
-from disco_accel.integrate.safetensors_file import StoredTensor, opened, read_into, stored_tensors
+from disco_accel.integrate.safetensors_file import StoredTensor, conversion_buffer, opened, read_into, stored_tensors
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -112,12 +112,13 @@ def _read_all(model: torch.nn.Module, slots: list[list[tuple[str, _Slot]]], stor
     sources = [next(stored[name] for name, _ in group if name in stored) for group in slots]
     current = [_tensor(*group[0][1]) for group in slots]
     memory = HostMemory(HostMemory.room_for(current))
+    buffer = conversion_buffer()
     order = sorted(range(len(slots)), key=lambda i: (sources[i].file, sources[i].offset))
     for file in sorted({source.file for source in sources}):
         with opened(file) as descriptor:
             for i in order:
                 if sources[i].file == file:
-                    _fill(descriptor, sources[i], slots[i], current[i], memory)
+                    _fill(descriptor, sources[i], slots[i], current[i], memory, buffer)
     keep_arena(model, memory)
 
 
@@ -130,7 +131,12 @@ def _tensor(module: torch.nn.Module, name: str) -> torch.Tensor:
 
 
 def _fill(
-    descriptor: int, source: StoredTensor, group: list[tuple[str, _Slot]], like: torch.Tensor, memory: HostMemory
+    descriptor: int,
+    source: StoredTensor,
+    group: list[tuple[str, _Slot]],
+    like: torch.Tensor,
+    memory: HostMemory,
+    buffer: torch.Tensor,
 ) -> None:
     if source.shape != tuple(like.shape):
         raise ConfigError(
@@ -138,7 +144,7 @@ def _fill(
             f"the model's config.json makes it {list(like.shape)}"
         )
     target = memory.allocate(like.shape, like.dtype)
-    read_into(descriptor, source, target)
+    read_into(descriptor, source, target, buffer)
     if isinstance(like, torch.nn.Parameter):
         target = torch.nn.Parameter(target, requires_grad=like.requires_grad)
     for _, (module, name) in group:
