@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from disco_accel.plan.weights import Gap, Instance, select, without_idlers
@@ -56,16 +56,18 @@ def solve(instance: Instance, milp_seconds: float) -> Solution:
         found = _scheduled(instance, choice)
         if found.schedule.period < best.schedule.period * (1 - _ROUNDING):
             best = found
-    return Solution(instance, best, star, lower_bound(instance, milp_seconds))
+    return Solution(instance, best, star, lower_bound(instance, milp_seconds, best.schedule.period))
 
 
 def _choices(instance: Instance) -> list[list[Gap]]:
     """Choices of gaps worth a schedule: with room for what arrives while a layer runs, which keeps the compute busy,
-    and without, which moves fewer bytes; and all gaps, which moves most but never waits for room."""
+    and without, which moves fewer bytes; with writes priced, and as if they cost nothing, which holds when the other
+    direction of the link is the busier one; and all gaps, which moves most but never waits for room."""
     found = []
-    for spare in (1.0, 0.5, 0.0):
-        chosen = _fitting(instance, select(instance, spare=spare))
-        found += [chosen, without_idlers(instance, chosen, spare)]
+    for priced in (instance,) if instance.frozen else (instance, replace(instance, frozen=True)):
+        for spare in (1.0, 0.5, 0.0):
+            chosen = _fitting(instance, select(priced, spare=spare))
+            found += [chosen, without_idlers(instance, chosen, spare)]
     found.append(instance.gaps())
     return list(map(list, dict.fromkeys(map(tuple, found))))
 

@@ -1,0 +1,76 @@
+"""Weight offloading of layered models: greedy choices against L2L and the lower bound, over depth and bandwidth.
+
+python -m benchmarks.weights [SECONDS for each bound]
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from disco_accel.observe.report import table
+from disco_accel.plan.weights import Instance, Layer
+from disco_accel.plan.weights_solve import solve
+
+MIB = float(1 << 20)
+GIB = float(1 << 30)
+FLOPS = 1.2e13
+"""Of a V100 in float32, about."""
+
+
+def gpt2(depth: int, *, memory: float = 16 * GIB, bandwidth: float = 12000 * MIB, frozen: bool = False) -> Instance:
+    """``depth - 2`` blocks of h = 3072 and an embedding without compute, in float32; 4096 tokens a step."""
+    h, tokens = 3072, 4096
+    parameters = 12 * h * h + 13 * h
+    forward = 2 * parameters * tokens / FLOPS
+    block = Layer(forward, 2 * forward, 4.0 * parameters, 4.0 * tokens * h)
+    embedding = Layer(0.0, 0.0, 601 * MIB, 4.0 * tokens * h)
+    return Instance(memory, bandwidth, GIB, (embedding, *[block] * (depth - 2)), frozen)
+
+
+def bert(depth: int) -> Instance:
+    """``depth`` blocks of 41.97 M parameters and an embedding, in float32, on 16 GiB; 4096 tokens a step."""
+    parameters = 41.97e6
+    forward = 2 * parameters * 4096 / FLOPS
+    block = Layer(forward, 2 * forward, 4 * parameters, 29 * MIB)
+    embedding = Layer(0.0, 0.0, 218 * MIB, 29 * MIB)
+    return Instance(16 * GIB, 12000 * MIB, GIB, (embedding, *[block] * depth))
+
+
+def row(name: str, instance: Instance, seconds: float) -> list[str]:
+    """Times over the bound: L2L, greedy without the discount, greedy; and how the bound compares with the ops' time."""
+    began = time.perf_counter()
+    found = solve(instance, seconds)
+    took = time.perf_counter() - began
+    bound = min(found.bound.seconds, found.greedy.schedule.period)
+    times = [instance.l2l, found.star.schedule.period, found.greedy.schedule.period]
+    return [
+        name,
+        f"{sum(layer.w for layer in instance.layers) / instance.memory:.2f}",
+        f"{instance.sum_u:.3f}",
+        f"{bound / instance.sum_u:.3f}{'' if found.bound.optimal else ' *'}",
+        *(f"{seconds / bound:.3f}" for seconds in times),
+        str(len(found.greedy.chosen)),
+        f"{took:.1f}",
+    ]
+
+
+HEADER = ["instance", "w/M", "sum u, s", "bound/sum u", "L2L", "greedy*", "greedy", "gaps", "took, s"]
+
+
+def main() -> None:
+    """Print both tables; times are ratios to the bound. A star: HiGHS ran out of time, the bound holds all the same."""
+    seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 20.0
+    rows = [row(f"GPT-2 {depth}", gpt2(depth), seconds) for depth in (26, 34, 42, 50, 58, 66)]
+    rows += [row(f"BERT {depth}", bert(depth), seconds) for depth in (64, 80, 96, 112, 128)]
+    print(table(HEADER, rows), flush=True)
+    rows = []
+    for frozen in (False, True):
+        for gigabytes in (0.5, 1, 2, 3, 4, 6, 8, 12):
+            instance = gpt2(26, memory=6 * GIB, bandwidth=gigabytes * 1e9, frozen=frozen)
+            rows.append(row(f"{'frozen' if frozen else 'trained'}, {gigabytes} GB/s", instance, seconds))
+    print("\n" + table(HEADER, rows))
+
+
+if __name__ == "__main__":
+    main()
