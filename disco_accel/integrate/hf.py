@@ -50,7 +50,7 @@ def _check_experts(model: torch.nn.Module) -> None:
         if hasattr(module, "is_transposed") and getattr(config, "_experts_implementation", None) == "eager":
             raise CaptureError(
                 f"experts_implementation: eager loops over the experts that {name} was given, which depends on the "
-                'data; load the model with experts_implementation: grouped_mm, or call '
+                "data; load the model with experts_implementation: grouped_mm, or call "
                 'model.set_experts_implementation("grouped_mm")'
             )
 

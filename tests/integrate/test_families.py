@@ -37,10 +37,10 @@ def test_every_routing_fits_the_planned_scratch(family: str) -> None:
     """Grouped products allocate by group size: one expert may get nearly all tokens or none."""
     eager = family_lora(family, dtype=BF16)
     planned = prepare(copy.deepcopy(eager), DiscoConfig(memory_budget="6MiB"))
-    for seed in range(12):
+    for seed in range(6):
         batch = random_batch(length=37, seed=seed)
         # The same token throughout goes to the same experts throughout.
-        batch["input_ids"][:, seed * 3 :] = seed
+        batch["input_ids"][:, seed * 6 :] = seed
         assert_same_step(eager, planned, batch)
     assert stats(planned)["plans"] == 1
 
