@@ -48,7 +48,7 @@ def overwritable(
 def _is_safe(call: OpCall, spec: TensorSpec) -> bool:
     if call.name in _POINTWISE:
         return True
-    if call.name not in _ROWWISE:
+    if call.name not in _ROWWISE or not spec.shape:
         return False
     # dim is the first plain number: after the tensors, before flags and dtypes.
     dim = next(arg for arg in call.args if isinstance(arg, int) and not isinstance(arg, bool))

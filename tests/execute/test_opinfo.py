@@ -70,10 +70,20 @@ def _repeat_by_tensor(x: torch.Tensor, repeats: torch.Tensor) -> torch.Tensor:
         (_in_place, (_random(3, 4), _random(3, 4))),
         (torch.rms_norm, (_random(3, 5, 8), [8], _random(8), 1e-6)),
         (torch._grouped_mm, (_random(12, 16), _random(3, 16, 8), torch.tensor([2, 7, 12], dtype=torch.int32))),
+        (torch.softmax, (_random(), 0)),
         (torch.repeat_interleave, (_random(2, 3), 3, 1)),
         (_repeat_by_tensor, (_random(5), torch.tensor([1, 0, 2, 1, 1]))),
     ],
-    ids=["flash_attention", "rotary", "in_place", "rms_norm", "grouped_mm", "repeat", "repeat_by_tensor"],
+    ids=[
+        "flash_attention",
+        "rotary",
+        "in_place",
+        "rms_norm",
+        "grouped_mm",
+        "scalar_softmax",
+        "repeat",
+        "repeat_by_tensor",
+    ],
 )
 def test_calls_that_the_database_lacks(call: Any, args: tuple[Any, ...], dtype: torch.dtype) -> None:
     """Attention as we capture it, rotary embeddings, in-place ops that reshape, mixtures of experts."""
