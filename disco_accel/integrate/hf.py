@@ -29,17 +29,15 @@ def hf_contexts(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> list[Conte
     if kwargs.get("past_key_values") is not None:
         raise CaptureError("past_key_values: a training step cannot read or fill a cache; leave it out")
     segments = _checkpointed_modules(model)
-    configs = _configs(model)
     use_cache = kwargs.get("use_cache")
     if use_cache is None:
-        use_cache = any(config.use_cache for config in configs)
+        use_cache = any(m.config.use_cache for m in model.modules() if hasattr(getattr(m, "config", None), "use_cache"))
     facts = batch_facts(kwargs)
     # HF looks for packed rows only where it has no cache, and checkpointing switches the cache off.
     facts = replace(facts, packed=facts.packed and (not use_cache or bool(segments)))
     return [
         functools.partial(_masks_of, facts),
         functools.partial(_tagged_checkpointing, segments),
-        functools.partial(_without_cache, configs),
     ]
 
 
@@ -53,11 +51,6 @@ def _check_experts(model: torch.nn.Module) -> None:
                 "data; load the model with experts_implementation: grouped_mm, or call "
                 'model.set_experts_implementation("grouped_mm")'
             )
-
-
-def _configs(model: torch.nn.Module) -> list[Any]:
-    found = {id(c): c for m in model.modules() if hasattr(c := getattr(m, "config", None), "use_cache")}
-    return list(found.values())
 
 
 @contextmanager
@@ -111,16 +104,3 @@ def _tagged_checkpointing(segments: list[tuple[torch.nn.Module, dict[str, Any]]]
     finally:
         for (module, _), function in zip(segments, before, strict=True):
             module._gradient_checkpointing_func = function
-
-
-@contextmanager
-def _without_cache(configs: list[Any]) -> Iterator[None]:
-    """Training reads no key/value cache; keeping one would only copy keys and values."""
-    before = [config.use_cache for config in configs]
-    for config in configs:
-        config.use_cache = False
-    try:
-        yield
-    finally:
-        for config, value in zip(configs, before, strict=True):
-            config.use_cache = value

@@ -82,7 +82,7 @@ def family_lora(
     checkpoint_options: dict[str, Any] | None = None,
     **config: Any,
 ) -> torch.nn.Module:
-    """One of ``TEN_FAMILIES`` in training mode with LoRA on its linear layers, all matrices random, without a cache.
+    """One of ``TEN_FAMILIES`` in training mode with LoRA on its linear layers, all matrices random.
 
     ``dropout`` is every dropout probability that the configuration knows. ``checkpoint_options``: further arguments
     of the user's gradient_checkpointing_kwargs.
@@ -90,7 +90,7 @@ def family_lora(
     torch.manual_seed(seed)
     probabilities = dict.fromkeys(_DROPOUTS.get(family, ("attention_dropout",)), dropout)
     sizes = {} if family == "gpt2" else {"hidden_size": 32, "intermediate_size": 64}
-    settings = {"vocab_size": 96, "use_cache": False, **sizes, **TEN_FAMILIES[family], **probabilities, **config}
+    settings = {"vocab_size": 96, **sizes, **TEN_FAMILIES[family], **probabilities, **config}
     base = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings), attn_implementation=attention)
     adapter = LoraConfig(
         r=4, lora_alpha=8, lora_dropout=lora_dropout, target_modules="all-linear", init_lora_weights=False

@@ -32,6 +32,17 @@ def test_lora_steps_of_every_family_are_bitwise_eager(family: str, dtype: torch.
     assert stats(planned)["engine"]["c10_allocations"] == 0
 
 
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma3_text"])
+def test_the_cache_that_eager_fills_without_checkpointing_is_captured(family: str, attention: str) -> None:
+    """Concatenated keys and values have other strides, and with them other bits."""
+    eager = family_lora(family, dropout=0.1, attention=attention, use_cache=True)
+    planned = prepare(copy.deepcopy(eager), DiscoConfig(memory_budget="6MiB"))
+    for seed in range(2):
+        assert_same_step(eager, planned, random_batch(length=20, seed=seed))
+    assert stats(planned)["steps_compiled"] == 2
+
+
 @pytest.mark.parametrize("family", MIXTURES)
 def test_every_routing_fits_the_planned_scratch(family: str) -> None:
     """Grouped products allocate by group size: one expert may get nearly all tokens or none."""
