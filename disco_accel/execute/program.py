@@ -183,7 +183,7 @@ class Lowering:
         )
         placed = {a.output for a in record.allocations} | ({0} if vertex.inplace is not None else set())
         for result in call.results:
-            if result is None:
+            if result is None or result.output in record.elsewhere:
                 self._ops.expect_result(op, _IGNORED, ())
                 continue
             mode = _PLACED if result.output in placed else _COPIED

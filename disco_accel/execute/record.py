@@ -41,7 +41,7 @@ class OpRecord:
     ``native_out``: the out overload writes the outputs directly, with the same bits as the functional call.
     ``allocations``: of the call that will run, in order. ``scratch_bytes``: room for those that are no output.
     ``loose_bytes``: the end of the scratch, for an op whose further temporaries depend on the values it is given.
-    ``seconds``: median of a few runs.
+    ``seconds``: median of a few runs. ``elsewhere``: outputs that are made on another device, which nobody needs.
     """
 
     native_out: bool
@@ -49,6 +49,7 @@ class OpRecord:
     scratch_bytes: int
     seconds: float
     loose_bytes: int = 0
+    elsewhere: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +253,8 @@ def _measure_on(inputs: list[torch.Tensor], signature: _Signature, name: str, de
     if call.name in BY_VALUE:
         loose = loose_bytes(call, inputs, lambda: _run_recorded(ops, functional).blocks, reference.blocks, name)
     seconds = _median_seconds(ops, chosen, device)
-    return OpRecord(native_out, placed[0], placed[1] + loose, seconds, loose)
+    elsewhere = _elsewhere(signature, reference, name, device)
+    return OpRecord(native_out, placed[0], placed[1] + loose, seconds, loose, elsewhere)
 
 
 def _median_seconds(ops: Any, op: int, device: torch.device) -> float:
@@ -332,6 +334,21 @@ def _allocations(signature: _Signature, call: _Call, name: str) -> tuple[tuple[A
         if same_layout and fits and result.output not in outputs.values():
             outputs[block] = result.output
     return _pack(outputs, call)
+
+
+def _elsewhere(signature: _Signature, call: _Call, name: str, device: torch.device) -> frozenset[int]:
+    """Outputs on another device: fused attention returns its seed and offset there, undefined when it drops nothing."""
+    pairs = zip(signature.call.results, call.results, strict=True)
+    found = {r.output for r, (got, _) in pairs if r is not None and got is not None and got.device.type != device.type}
+    if found:
+        schema = op_overload(signature.call.name, signature.call.overload)._schema
+        given = dict(zip((a.name for a in schema.arguments), signature.call.args, strict=True))
+        if given.get("dropout_p") != 0:
+            raise ExecutionError(
+                f"{name} returns result {min(found)} outside {device}, which cannot be planned; "
+                "where this is attention with dropout, set attention_dropout: 0 or attn_implementation: eager"
+            )
+    return frozenset(found)
 
 
 def _pack(outputs: Mapping[int, int], call: _Call) -> tuple[tuple[Allocation, ...], int]:
