@@ -11,8 +11,7 @@ import torch
 
 from benchmarks.gpu_models import SEVEN_B, SMALL, arena_llama, batch_for, with_adapter
 from disco_accel import DiscoConfig, prepare, stats
-from disco_accel.execute.cuda import run_device
-from disco_accel.sizes import parse_size
+from disco_accel.execute.cuda import run_device, workspace_bytes
 
 _STEPS = 5
 _WARM = 2
@@ -25,8 +24,9 @@ def measure(device: str, small: bool, stage: str) -> dict[str, Any]:
     rows, length = (int(n) for n in stage.removeprefix("step_").split("x"))
     if small:
         rows, length = min(rows, 2), 16
-    shape, budget = (SMALL, "2MiB") if small else (SEVEN_B, "8GiB")
-    figures: dict[str, Any] = {"budget_bytes": parse_size(budget)}
+    shape = SMALL if small else SEVEN_B
+    budget = (2 << 20) + 2 * workspace_bytes(where) if small else 8 << 30
+    figures: dict[str, Any] = {"budget_bytes": budget}
     batch = batch_for(shape["vocab_size"], rows, length, where)
 
     eager = _run(_model(shape, where).to(where), batch, where)
