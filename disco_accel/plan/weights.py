@@ -147,11 +147,12 @@ def select(instance: Instance, *, spare: float = 1.0, discount: bool = True) -> 
     """
     over = instance.excess((), spare)
     chosen: list[Gap] = []
+    taken: set[Gap] = set()
 
     def profit(gap: Gap, value: Floats) -> float:
         weight = instance.layers[gap.layer].w
         ops = instance.during(gap)
-        writes = not instance.frozen and not (discount and Gap(gap.layer, not gap.across) in chosen)
+        writes = not instance.frozen and not (discount and Gap(gap.layer, not gap.across) in taken)
         return float(np.minimum(over[ops], weight).clip(0) @ value[ops]) / (weight * (2 if writes else 1))
 
     def entry(gap: Gap, value: Floats) -> tuple[float, float, Gap]:
@@ -160,7 +161,6 @@ def select(instance: Instance, *, spare: float = 1.0, discount: bool = True) -> 
 
     # Ops that take no time come last: only what still exceeds the memory then is chosen for their sake.
     for value in (instance.seconds, np.ones(instance.ops)):
-        taken = set(chosen)
         heap = [entry(gap, value) for gap in instance.gaps() if gap not in taken]
         heapq.heapify(heap)
         while heap:
@@ -187,7 +187,7 @@ def without_idlers(instance: Instance, chosen: Sequence[Gap], spare: float = 0.0
     # What cannot be reached with this much spare room is no reason to keep everything.
     allowed = over.clip(0)
     kept = set(chosen)
-    for gap in sorted(chosen, key=lambda g: (-instance.layers[g.layer].w, chosen.index(g))):
+    for gap in sorted(chosen, key=lambda g: -instance.layers[g.layer].w):
         ops, weight = instance.during(gap), instance.layers[gap.layer].w
         if np.all(over[ops] + weight <= allowed[ops]):
             over[ops] += weight

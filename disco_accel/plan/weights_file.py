@@ -16,7 +16,7 @@ from disco_accel.graphfile import parse_json
 from disco_accel.plan.weights import Instance, Layer
 
 MAX_FILE_BYTES = 1 << 24
-MAX_LAYERS = 2000
+MAX_LAYERS = 1000
 _TOP = ("memory", "bandwidth", "a0", "layers", "frozen")
 _LAYER = ("u_f", "u_b", "w", "a", "repeat")
 _LARGEST = 1e30

@@ -27,8 +27,9 @@ def check_schedule(instance: Instance, schedule: Schedule) -> None:
     _check_ops(clock)
     for name, writes in (("reads", False), ("writes", True)):
         _check_link(clock, name, [c for c in schedule.copies if (c.gap is None) == writes])
+    chosen = set(schedule.chosen)
     for copy in schedule.copies:
-        if copy.gap is not None and (copy.gap not in schedule.chosen or copy.gap.layer != copy.layer):
+        if copy.gap is not None and (copy.gap not in chosen or copy.gap.layer != copy.layer):
             raise VerifyError(f"layer {copy.layer + 1} is read, but it is not away")
     layers = [_Presence(clock, layer) for layer in range(len(instance.layers))]
     _check_memory(clock, layers)

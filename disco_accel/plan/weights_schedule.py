@@ -22,8 +22,8 @@ from disco_accel.plan.weights import Gap, Instance
 PERIODS = 8
 """Steps that are simulated in a row; if none of them repeats the one before, there is no steady state worth it."""
 
-MANY_OPS = 512
-"""Above this, only as many cuts are tried, evenly spread."""
+EFFORT = 100_000
+"""Ops that are simulated in all; beyond this the cuts that are tried are fewer and evenly spread."""
 
 _TINY = 1e-9
 """Relative: bytes of the memory that rounding may lose."""
@@ -54,13 +54,13 @@ class Schedule:
     chosen: tuple[Gap, ...]
 
 
-def best_schedule(instance: Instance, chosen: Collection[Gap]) -> Schedule:
+def best_schedule(instance: Instance, chosen: Collection[Gap], effort: int = EFFORT) -> Schedule:
     """The shortest of: for every cut, the steps with no copy across it; and the step that, when they follow one another
     without such a barrier, repeats itself. ``chosen`` must leave room for every op (``Instance.excess``)."""
     gaps = tuple(sorted(chosen))
     best = _Run(instance, gaps, 0, 1).alone(math.inf)
     assert best is not None
-    stride = max(1, instance.ops // MANY_OPS)
+    stride = -(-instance.ops // max(1, effort // instance.ops))
     for cut in range(stride, instance.ops, stride):
         if best.period <= instance.sum_u * (1 + _TINY):
             return best
@@ -112,6 +112,7 @@ class _Run:
         self.tolerance = instance.memory * _TINY
         self.openings: dict[int, list[Gap]] = defaultdict(list)
         self.updates: dict[int, list[int]] = defaultdict(list)
+        self.across = {gap.layer for gap in chosen if gap.across}
         for gap in chosen:
             self.openings[self._position(instance.uses(gap)[0])].append(gap)
         for layer in sorted({gap.layer for gap in chosen}):
@@ -197,7 +198,7 @@ class _Run:
 
     def _update(self, layer: int, position: int) -> None:
         """The backward has changed the weights: they are written before they are dropped."""
-        dropped = position if Gap(layer, True) in self.chosen else position + 2 * layer + 1
+        dropped = position if layer in self.across else position + 2 * layer + 1
         self.unwritten[layer] = _Write(layer, self.instance.layers[layer].w)
         heapq.heappush(self.writes, (dropped, layer))
 

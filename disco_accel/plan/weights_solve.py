@@ -9,9 +9,11 @@ from typing import Any
 from disco_accel.plan.weights import Gap, Instance, select, without_idlers
 from disco_accel.plan.weights_judge import check_schedule
 from disco_accel.plan.weights_milp import Bound, lower_bound
-from disco_accel.plan.weights_schedule import Schedule, best_schedule
+from disco_accel.plan.weights_schedule import EFFORT, Schedule, best_schedule
 
 _ROUNDING = 1e-9
+_MOST = 4
+"""Choices that are scheduled with all cuts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +52,19 @@ def solve(instance: Instance, milp_seconds: float) -> Solution:
     """Choose and schedule, and spend up to ``milp_seconds`` on the bound."""
     star = _scheduled(instance, _fitting(instance, select(instance, discount=False)))
     best = star
-    for choice in _choices(instance):
+    choices = _choices(instance)
+    if len(choices) > _MOST:
+        # At first with few cuts: no choice gains much more by the others.
+        brief = [best_schedule(instance, choice, EFFORT // 50).period for choice in choices]
+        choices = [choices[i] for i in sorted(range(len(choices)), key=brief.__getitem__)[:_MOST]]
+    for choice in choices:
         if best.schedule.period <= instance.sum_u * (1 + _ROUNDING):
             break
         found = _scheduled(instance, choice)
         if found.schedule.period < best.schedule.period * (1 - _ROUNDING):
             best = found
+    for answer in (star, best):
+        check_schedule(instance, answer.schedule)
     return Solution(instance, best, star, lower_bound(instance, milp_seconds, best.schedule.period))
 
 
@@ -80,6 +89,4 @@ def _fitting(instance: Instance, chosen: Sequence[Gap]) -> list[Gap]:
 
 
 def _scheduled(instance: Instance, chosen: Sequence[Gap]) -> Greedy:
-    schedule = best_schedule(instance, chosen)
-    check_schedule(instance, schedule)
-    return Greedy(tuple(chosen), schedule)
+    return Greedy(tuple(chosen), best_schedule(instance, chosen))
