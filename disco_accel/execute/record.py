@@ -90,7 +90,9 @@ def record(graph: TaskGraph, *, device: str = "cpu", compute_threads: int | None
     vertices = {v.id: v for v in graph.vertices}
     known: dict[_Signature, OpRecord] = {}
     records: dict[int, OpRecord] = {}
-    with _threads(compute_threads), _generator_kept(torch.device(device)):
+    # The engine runs ops outside any autocast region; the casts of the captured one are ops of the graph.
+    outside = torch.autocast(where.type, enabled=False)
+    with _threads(compute_threads), _generator_kept(torch.device(device)), outside:
         for vertex in graph.vertices:
             if vertex.kind is not VertexKind.KERNEL:
                 continue
