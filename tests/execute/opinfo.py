@@ -62,8 +62,11 @@ KNOWN = {
     "formula": {"prod", "max.reduction_no_dim", "min.reduction_no_dim", "median", "cumprod", "masked_fill"},
     "values": {
         "nn.functional.embedding_bag",
+        "index_put",
+        "isin",
         "masked_scatter",
         "nonzero_static",
+        "repeat_interleave",
         "_unsafe_masked_index",
         "_unsafe_masked_index_put_accumulate",
     },
