@@ -13,7 +13,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export MAX_JOBS ?= $(shell nproc)
 DEVICE ?= cuda
 
-.PHONY: help setup test lint format demo gpu clean
+.PHONY: help setup test sanitize lint format demo gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -42,6 +42,14 @@ format: $(INSTALLED)  ## rewrite sources the way lint wants them
 test: export OMP_NUM_THREADS := 1
 test: setup lint  ## set-up, lint and all tests; the last line is pytest's
 	@$(PY) -m pytest -n 2 --dist loadfile
+
+# The long runs of what `make test` samples; nearly an hour on two cores.
+sanitize: export OMP_NUM_THREADS := 1
+sanitize: export DISCO_RANDOM_PROGRAMS := 10000
+sanitize: export DISCO_SOAK_STEPS := 1000
+sanitize: export DISCO_DEVICE_PROGRAMS := 300
+sanitize: setup  ## 10^4 random programs plain and under sanitizers, 10^3 steps under random schedules
+	@$(PY) -m pytest -s tests/runtime_ext/test_core.py tests/execute/test_soak.py tests/execute/test_devices.py
 
 demo: setup  ## LoRA under half the memory, with and without us, compared bit for bit
 	@$(PY) -m benchmarks.demo

@@ -137,15 +137,15 @@ HEADER = (
 )
 
 
-def main() -> None:
-    """Print the table and write it to ``--output`` as JSON."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table and write it to ``--output`` as JSON; returns 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--graph", nargs="*", default=[])
     parser.add_argument("--memory", nargs="*", default=[])
     parser.add_argument("--bandwidth", nargs="*", type=float, default=list(BANDWIDTHS))
     parser.add_argument("--planners", default="timed,build")
     parser.add_argument("--output", default=str(ROOT / "out" / "planner.json"))
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     rows: list[Row] = []
     print(HEADER)
     for graph in graphs(options.graph):
@@ -157,7 +157,8 @@ def main() -> None:
                     print(show(row), flush=True)
     Path(options.output).parent.mkdir(parents=True, exist_ok=True)
     write_atomically(options.output, (json.dumps([asdict(row) for row in rows], indent=1) + "\n").encode())
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

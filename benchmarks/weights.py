@@ -5,8 +5,9 @@ python -m benchmarks.weights [SECONDS for each bound]
 
 from __future__ import annotations
 
-import sys
+import argparse
 import time
+from collections.abc import Sequence
 
 from disco_accel.observe.report import table
 from disco_accel.plan.weights import Instance, Layer
@@ -58,9 +59,11 @@ def row(name: str, instance: Instance, seconds: float) -> list[str]:
 HEADER = ["instance", "w/M", "sum u, s", "bound/sum u", "L2L", "greedy*", "greedy", "gaps", "took, s"]
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     """Print both tables; times are ratios to the bound. A star: HiGHS ran out of time, the bound holds all the same."""
-    seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 20.0
+    parser = argparse.ArgumentParser(description="chains of layers at several depths and bandwidths")
+    parser.add_argument("seconds", type=float, nargs="?", default=20.0, help="for each bound")
+    seconds = parser.parse_args(argv).seconds
     rows = [row(f"GPT-2 {depth}", gpt2(depth), seconds) for depth in (26, 34, 42, 50, 58, 66)]
     rows += [row(f"BERT {depth}", bert(depth), seconds) for depth in (64, 80, 96, 112, 128)]
     print(table(HEADER, rows), flush=True)
@@ -70,7 +73,8 @@ def main() -> None:
             instance = gpt2(26, memory=6 * GIB, bandwidth=gigabytes * 1e9, frozen=frozen)
             rows.append(row(f"{'frozen' if frozen else 'trained'}, {gigabytes} GB/s", instance, seconds))
     print("\n" + table(HEADER, rows))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 import time
@@ -120,6 +121,23 @@ def _train(options: argparse.Namespace) -> int:
     return train(options.rest)
 
 
+BENCHMARKS = ("engine", "planner", "weights")
+
+
+def _bench(options: argparse.Namespace) -> int:
+    name = options.rest[0] if options.rest else ""
+    if name not in BENCHMARKS:
+        raise ConfigError(f"bench: '{name}' is not a benchmark; there are {', '.join(BENCHMARKS)}")
+    try:
+        module = importlib.import_module(f"benchmarks.{name}")
+    except ModuleNotFoundError as error:
+        if error.name not in ("benchmarks", f"benchmarks.{name}"):
+            raise
+        raise ConfigError("bench: the benchmarks are not installed; run it in a checkout of the repository") from None
+    status: int = module.main(options.rest[1:])
+    return status
+
+
 COMMANDS: tuple[Command, ...] = (
     Command("compile", "plan a task graph within a memory budget", _compile_arguments, _compile),
     Command("bound", "the seconds that no repeating plan of a task graph can beat", _bound_arguments, _bound),
@@ -135,6 +153,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("doctor", "what this machine has, and what keeps the engine from running", _no_arguments, _doctor),
     Command("launch", "run a script under accelerate and the disco_config section of --config", None, _launch),
     Command("train", "fine-tune a model as a recipe file says", None, _train),
+    Command("bench", f"measure: {', '.join(BENCHMARKS)}", None, _bench),
 )
 
 
