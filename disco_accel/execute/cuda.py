@@ -90,7 +90,7 @@ def pin(tensor: torch.Tensor) -> Any:
     load_extension()
     try:
         return torch.classes.disco_accel.Pinned(tensor)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         raise ExecutionError(
             f"pinning {tensor.nbytes} bytes of host memory failed: {error}; the limit of locked memory (ulimit -l) or "
             "free memory may be too small"
