@@ -217,6 +217,7 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
       CudaDeviceOptions cuda;
       cuda.ordinal = where.index();
       cuda.compute_streams = settings.host.compute_streams;
+      cuda.window = std::max(cuda.window, settings.engine.lookahead + 2);
       auto device = std::make_unique<CudaDevice>(CudartApi::load(), cuda);
       cuda_ = device.get();
       caller_ = std::make_unique<CallerOrder>(where);
