@@ -74,7 +74,8 @@ def build(name: str, files: Sequence[Path], flags: Sequence[str] = _FLAGS, libra
     Raises ExtensionError when there is no compiler, building is switched off, or the compiler fails (its last
     lines are in the message).
     """
-    directory = cache_root() / f"{name}-torch{torch.__version__}-{_key(files, flags)}"
+    # What it is linked with counts too: a library made for another engine would bring that engine along.
+    directory = cache_root() / f"{name}-torch{torch.__version__}-{_key(files, (*flags, *libraries))}"
     library = directory / f"{name}.so"
     if not library.exists():
         if os.environ.get("DISCO_BUILD_EXT", "1") == "0":

@@ -49,6 +49,16 @@ def test_a_build_that_was_killed_does_not_hold_up_the_next(tmp_path: Path, monke
     assert build_ext.build("empty", [source]).exists()
 
 
+def test_a_library_is_built_anew_for_what_it_is_linked_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator decorator links the engine: kept beside a new engine, it would load the old one a second time."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(build_ext, "_compile", lambda name, *rest: (rest[-1] / f"{name}.so").touch())
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
+    files = build_ext.sources()
+    libraries = [build_ext.build("user", files, libraries=(engine,)) for engine in ("/a.so", "/b.so", "/a.so")]
+    assert libraries[0] == libraries[2] != libraries[1]
+
+
 def test_the_directory_depends_on_torch_and_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another PyTorch or other flags build elsewhere."""
     files = build_ext.sources()
