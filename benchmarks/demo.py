@@ -59,7 +59,8 @@ def run(command: list[str], log: Path, extra: dict[str, str] | None = None) -> f
     Raises:
         SystemExit: the command failed; the end of its log is shown.
     """
-    environment = {**os.environ, "PYTHONPATH": _python_path(), **(extra or {})}
+    # Plans are made anew each time, so that the time they take is seen.
+    environment = {**os.environ, "PYTHONPATH": _python_path(), "DISCO_PLAN_CACHE": "null", **(extra or {})}
     began = time.perf_counter()
     with log.open("w") as stream:
         code = subprocess.run(command, cwd=ROOT, stdout=stream, stderr=subprocess.STDOUT, env=environment).returncode

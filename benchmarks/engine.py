@@ -91,7 +91,7 @@ def overhead(shapes: Sequence[Shape], rounds: int) -> list[dict[str, Any]]:
     """Rows of eager and planned steps where everything is resident."""
     rows = []
     for shape in shapes:
-        pair = Pair(shape, DiscoConfig(memory_budget=4 << 30, compute_threads=1))
+        pair = Pair(shape, DiscoConfig(memory_budget=4 << 30, compute_threads=1, plan_cache=None))
         step = pair.step
         assert not any(v.kind is VertexKind.RELOAD for v in step.plan.vertices), "nothing is copied"
         times = in_turn(
@@ -119,7 +119,9 @@ def budget_of(shape: Shape) -> int:
 
 def throttled(shape: Shape, bandwidth: float, budget: int, planner: str) -> Pair:
     """A pair whose planned model runs under ``budget`` bytes over a link of ``bandwidth`` bytes/s each way."""
-    config = DiscoConfig(memory_budget=budget, compute_threads=1, link_bandwidth=bandwidth, planner=planner)
+    config = DiscoConfig(
+        memory_budget=budget, compute_threads=1, link_bandwidth=bandwidth, planner=planner, plan_cache=None
+    )
     return Pair(shape, config)
 
 

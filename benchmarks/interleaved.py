@@ -145,7 +145,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--in-memory-peak", type=int, help="bytes, for the picture")
     parser.add_argument("-o", "--output", type=Path, help="folder for plan.json, trace.json and step.png")
     args = parser.parse_args(argv)
-    config = DiscoConfig.from_yaml(args.config)
+    config = dataclasses.replace(DiscoConfig.from_yaml(args.config), plan_cache=None)
     if args.budget is not None:
         config = dataclasses.replace(config, memory_budget=parse_size(args.budget))
     if not watch.active():

@@ -48,6 +48,7 @@ class StepKey:
     values: tuple[tuple[str, Hashable], ...]
     facts: BatchFacts
     autocast: AutocastState
+    matmul_precision: str
     grad_enabled: bool
     training: bytes
     parameters: tuple[Hashable, ...]
@@ -120,6 +121,7 @@ def step_key(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> StepKey:
         values=tuple((name, _value_key(name, value)) for name, value in kwargs.items()),
         facts=batch_facts(kwargs),
         autocast=autocast_state(),
+        matmul_precision=torch.get_float32_matmul_precision(),
         grad_enabled=torch.is_grad_enabled(),
         training=bytes(map(_TRAINING, watched.modules)),
         parameters=tuple((p.requires_grad, p.dtype, p.shape) for p in watched.parameters),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -86,6 +86,16 @@ def _other_attention(model: Any, _batch: Batch) -> None:
     model.base_model.model.set_attn_implementation("eager")
 
 
+@contextmanager
+def _matmul_precision(_model: Any, _batch: Batch) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 CHANGES: dict[str, Change] = {
     "shape": _longer,
     "stride": _transpose,
@@ -97,6 +107,7 @@ CHANGES: dict[str, Change] = {
     "new tensor": _set("extra", torch.ones(2)),
     "autocast": _autocast,
     "grad mode": _no_grad,
+    "matmul precision": _matmul_precision,
     "eval": lambda model, _: model.eval() and None,
     "eval of one layer": _eval_one,
     "frozen parameter": _freeze_one,
