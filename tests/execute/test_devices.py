@@ -160,7 +160,7 @@ def _chains() -> tuple[DeviceBuilder, TaskGraph, dict[int, OpRecord]]:
 
 
 def test_devices_compute_at_the_same_time() -> None:
-    """Kernels of two devices overlap in time: neither waits for the other's chain to end. A busy machine may delay it."""
+    """Kernels of two devices overlap in time: neither waits for the other chain to end. A busy machine may delay it."""
     builder, graph, records = _chains()
     with Executor(_bump(graph), graph.ops, records, clean={}) as executor:
         executor.set_tracing(True)
