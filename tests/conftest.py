@@ -1,10 +1,12 @@
-"""Every test run starts without plans of earlier runs: a home folder of its own, also for the processes it starts."""
+"""Every test run starts the same: no plans of earlier runs, and Ctrl-C as in a terminal, also in what it starts."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
+import threading
 
 import pytest
 
@@ -14,8 +16,11 @@ _home = ""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Workers of pytest-xdist inherit what their controller sets here."""
+    """Workers of pytest-xdist inherit the environment that their controller sets here."""
     global _home
+    if threading.current_thread() is threading.main_thread():
+        # Shells start background jobs with the signal ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if "PYTEST_XDIST_WORKER" not in os.environ:
         os.environ["TORCH_EXTENSIONS_DIR"] = str(cache_root())
         _home = os.environ["HOME"] = tempfile.mkdtemp(prefix="disco-tests-")
