@@ -7,7 +7,7 @@ outputs are *storages*; views of them cost no vertex and appear only as ``Tensor
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 Ref = tuple[int, int]
@@ -83,6 +83,15 @@ class EnumArg:
 
 
 Arg = TensorArg | EnumArg | None | bool | int | float | str | tuple["Arg", ...]
+
+
+def tensor_args(args: tuple[Arg, ...]) -> Iterator[TensorArg]:
+    """The tensors among ``args`` in order, those inside lists included."""
+    for arg in args:
+        if isinstance(arg, TensorArg):
+            yield arg
+        elif isinstance(arg, tuple):
+            yield from tensor_args(arg)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import prod
 
-from disco_accel.taskgraph import Arg, OpCall, Ref, TensorArg, TensorSpec, Vertex
+from disco_accel.taskgraph import OpCall, Ref, TensorSpec, Vertex, tensor_args
 
 # Each either computes an element from the same elements of its inputs, or (softmax) finishes reading a row
 # before it writes there. tests/capture/test_inplace.py runs every one of them over its own input.
@@ -36,7 +35,7 @@ def overwritable(
     if spec.offset != 0 or prod(spec.shape) != _extent(spec):
         return ()
     seen: dict[int, set[TensorSpec]] = {}
-    for arg in _tensor_args(call.args):
+    for arg in tensor_args(call.args):
         seen.setdefault(arg.input, set()).add(arg.spec)
     return tuple(
         position
@@ -63,11 +62,3 @@ def _extent(spec: TensorSpec) -> int:
 
 def _size(ref: Ref, vertices: list[Vertex]) -> int:
     return vertices[ref[0]].sizes[ref[1]]
-
-
-def _tensor_args(value: Arg) -> Iterator[TensorArg]:
-    if isinstance(value, TensorArg):
-        yield value
-    elif isinstance(value, tuple):
-        for item in value:
-            yield from _tensor_args(item)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from disco_accel.errors import ExecutionError
 from disco_accel.execute.encode import dispatcher_overload, encode_args, encode_out_call, encode_spec, label
 from disco_accel.execute.record import OpRecord
 from disco_accel.memgraph import MemGraph
-from disco_accel.taskgraph import Arg, OpCall, Ref, TensorArg, Vertex, VertexKind
+from disco_accel.taskgraph import OpCall, Ref, Vertex, VertexKind, tensor_args
 
 _LATE, _OUT = 1, 2
 _PLACED, _COPIED, _IGNORED = 0, 1, 2
@@ -198,16 +198,8 @@ def external_dtypes(graph: MemGraph, calls: Mapping[int, OpCall]) -> dict[int, s
     for vertex in graph.vertices:
         if vertex.id not in calls:
             continue
-        for arg in _tensor_args(calls[vertex.id].args):
+        for arg in tensor_args(calls[vertex.id].args):
             producer = vertex.inputs[arg.input][0]
             if producer in external:
                 seen.setdefault(producer, set()).add(arg.spec.dtype)
     return {vertex: next(iter(dtypes)) for vertex, dtypes in seen.items() if len(dtypes) == 1}
-
-
-def _tensor_args(args: tuple[Arg, ...]) -> Iterator[TensorArg]:
-    for arg in args:
-        if isinstance(arg, TensorArg):
-            yield arg
-        elif isinstance(arg, tuple):
-            yield from _tensor_args(arg)

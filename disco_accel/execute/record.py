@@ -19,7 +19,7 @@ from disco_accel.execute.cuda import median_seconds, prepare_device, run_device
 from disco_accel.execute.encode import dispatcher_overload, encode_args, encode_out_call, label, op_overload
 from disco_accel.execute.loose import BY_VALUE, loose_bytes
 from disco_accel.execute.out_of_memory import is_out_of_memory, typed_out_of_memory
-from disco_accel.taskgraph import Arg, OpCall, TaskGraph, TensorArg, TensorSpec, Vertex, VertexKind
+from disco_accel.taskgraph import Arg, OpCall, TaskGraph, TensorArg, TensorSpec, Vertex, VertexKind, tensor_args
 
 _ALIGNMENT = 64
 _ENOUGH_SECONDS = 0.1
@@ -169,21 +169,13 @@ def _kinds(args: tuple[Arg, ...]) -> Iterator[type]:
             yield from _kinds(arg)
 
 
-def _tensor_args(args: tuple[Arg, ...]) -> Iterator[TensorArg]:
-    for arg in args:
-        if isinstance(arg, TensorArg):
-            yield arg
-        elif isinstance(arg, tuple):
-            yield from _tensor_args(arg)
-
-
 def _sample_inputs(signature: _Signature, device: torch.device, ones: bool = False) -> list[torch.Tensor]:
     """A buffer per input storage: normal numbers, random booleans, zeros for integers (valid as any index).
 
     With ``ones``, for ops that refuse those: numbers from 0 to 1, and ones for integers (valid as any divisor).
     """
     dtypes: dict[int, torch.dtype] = {}
-    for arg in _tensor_args(signature.call.args):
+    for arg in tensor_args(signature.call.args):
         dtypes.setdefault(arg.input, getattr(torch, arg.spec.dtype))
     generator = torch.Generator(device).manual_seed(0)
     buffers = []

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from disco_accel.plan.simulate import Link, Machine
-from disco_accel.taskgraph import Arg, OpCall, TaskGraph, TensorArg, TensorSpec, Vertex, VertexKind
+from disco_accel.taskgraph import OpCall, TaskGraph, TensorSpec, Vertex, VertexKind, tensor_args
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def with_estimates(graph: TaskGraph, speed: Speed) -> TaskGraph:
 
 def estimate(vertex: Vertex, call: OpCall, speed: Speed) -> float:
     """Seconds of one kernel."""
-    specs = list(_specs(call.args))
+    specs = [arg.spec for arg in tensor_args(call.args)]
     moved = sum(vertex.sizes) + sum(_traffic(spec) for spec in dict.fromkeys(specs))
     if call.name in _GATHERS:
         # Of the table only the rows that are asked for.
@@ -68,7 +68,7 @@ def estimate(vertex: Vertex, call: OpCall, speed: Speed) -> float:
 def flops(call: OpCall) -> float:
     """Additions and multiplications of a matrix product or attention; 0 for all else, which memory bounds."""
     count = _FLOPS.get(call.name)
-    return 0.0 if count is None else count(call, [spec.shape for spec in _specs(call.args)])
+    return 0.0 if count is None else count(call, [arg.spec.shape for arg in tensor_args(call.args)])
 
 
 Shapes = list[tuple[int, ...]]
@@ -119,14 +119,6 @@ _FLOPS: Mapping[str, Callable[[OpCall, Shapes], float]] = {
         for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
     },
 }
-
-
-def _specs(args: tuple[Arg, ...]) -> Iterator[TensorSpec]:
-    for arg in args:
-        if isinstance(arg, TensorArg):
-            yield arg.spec
-        elif isinstance(arg, tuple):
-            yield from _specs(arg)
 
 
 def _traffic(spec: TensorSpec) -> int:
