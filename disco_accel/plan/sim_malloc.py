@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from disco_accel.memgraph import Slot
-from disco_accel.plan.evict import Candidate, Policy
+from disco_accel.plan.evict import Candidate, Policy, belady, fifo, lru
 from disco_accel.plan.space import FreeSpace, Piece, Rank, Window
 from disco_accel.plan.stay import Planned, Stay, Value
 from disco_accel.taskgraph import Device, Ref, Vertex, VertexKind
@@ -39,6 +39,10 @@ class Repairs:
     """An infeasible plan is tried again with less look-ahead, and the budget that would do is searched for."""
 
 
+_TIMELESS = (belady, fifo, lru)
+"""Policies whose rank of a copy does not change while the copy is not used."""
+
+
 class DeviceMemory:
     """The arena of one device during planning, with its two horizons.
 
@@ -49,7 +53,7 @@ class DeviceMemory:
 
     def __init__(self, device: Device, policy: Policy, repairs: Repairs, plan: PlanLog) -> None:
         self.align = device.alignment
-        self.space = FreeSpace(device.memory // device.alignment * device.alignment)
+        self.space = FreeSpace(device.memory // device.alignment * device.alignment, policy in _TIMELESS)
         self.policy = policy
         self.repairs = repairs
         self.plan = plan
@@ -169,7 +173,9 @@ class DeviceMemory:
         if not users and stay.producer is not None:
             users = (stay.producer,)
         release = tuple(dict.fromkeys(users))
-        piece = Piece(stay.addr, stay.addr + stay.block, release, stay.newest, stay if cached else None)
+        piece = Piece(stay.addr, stay.addr + stay.block, release, stay.newest)
+        if cached:
+            piece.cached, piece.rank = stay, self.rank(stay)
         self.space.give([piece])
 
     def retire(self, value: Value) -> None:
@@ -218,7 +224,10 @@ class DeviceMemory:
         if stay is None:
             return False
         value.cached = None
-        if not self.space.holds(stay) or (value.only_at_home and stay.addr != value.home):
+        if value.only_at_home and stay.addr != value.home:
+            self.space.forget(stay)
+            return False
+        if not self.space.holds(stay):
             return False
         self.space.take(stay.addr, stay.addr + stay.block)
         value.stay = stay

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from disco_accel.plan.stay import Stay
-
-_FREE = float("-inf")
 
 Rank = Callable[[Stay], float]
 """How gladly a cached copy is given up: the larger, the sooner it is overwritten."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Piece:
     """Free bytes ``[start, end)`` that may be written once every vertex of ``release`` has finished.
 
     ``newest`` is the serial position of the latest of them (-1 if none). ``cached``: these bytes still hold that copy,
-    which the host has too: it can be taken back as long as nothing else was written there.
+    which the host has too: it can be taken back as long as nothing else was written there. ``rank`` is how gladly it
+    was given up when it was cached.
     """
 
     start: int
@@ -27,6 +26,7 @@ class Piece:
     release: tuple[int, ...]
     newest: int
     cached: Stay | None = None
+    rank: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,69 +40,82 @@ class Window:
 class FreeSpace:
     """The free pieces of one arena, sorted by address; touching pieces can serve one allocation together.
 
-    Every byte keeps its own release set, so an allocation across several pieces waits for all of them.
+    Every byte keeps its own release set, so an allocation across several pieces waits for all of them. A cached copy
+    is one piece; once a byte of it is taken, what is left of it is free like any other. Pieces that hold no cached
+    copy form *runs*, which have an index of their own, as have the cached copies by rank: searches do not grow with
+    the number of pieces. ``timeless``: ranks do not change while a copy is cached.
     """
 
-    def __init__(self, size: int) -> None:
-        self.pieces: list[Piece] = [Piece(0, size, (), -1)] if size else []
-        self.bytes = size
+    def __init__(self, size: int, timeless: bool = False) -> None:
+        self.pieces: list[Piece] = []
+        self.bytes = 0
         self.version = 0
         """Counts the times that bytes became free: a search that failed need not be repeated before it grows."""
+        self._timeless = timeless
+        self._starts: list[int] = []
+        self._run_starts: list[int] = []
+        self._run_ends: list[int] = []
+        self._cached: list[tuple[float, int]] = []
+        if size:
+            self.give([Piece(0, size, (), -1)])
 
     def give(self, pieces: Iterable[Piece]) -> None:
         """Return ``pieces`` to the free space."""
         self.version += 1
         for piece in pieces:
             self.bytes += piece.end - piece.start
-            at = bisect_right(self.pieces, piece.start, key=_start)
-            if at < len(self.pieces) and _same(piece, self.pieces[at]) and piece.end == self.pieces[at].start:
-                piece = Piece(piece.start, self.pieces[at].end, piece.release, piece.newest, piece.cached)
-                del self.pieces[at]
-            if at and _same(self.pieces[at - 1], piece) and self.pieces[at - 1].end == piece.start:
-                at -= 1
-                piece = Piece(self.pieces[at].start, piece.end, piece.release, piece.newest, piece.cached)
-                del self.pieces[at]
-            self.pieces.insert(at, piece)
+            if piece.cached is None:
+                self._give_plain(piece)
+            elif piece.cached.value.cached is not piece.cached:
+                # The value has another copy by now.
+                self._give_plain(Piece(piece.start, piece.end, piece.release, piece.newest))
+            else:
+                self._insert(bisect_right(self._starts, piece.start), piece)
+                insort(self._cached, (-piece.rank, piece.start))
 
     def take(self, start: int, end: int) -> list[Piece]:
         """Remove the bytes ``[start, end)``, all of which are free, and return them as the pieces they were."""
         self.bytes -= end - start
-        first = bisect_right(self.pieces, start, key=_start) - 1
+        pieces = self.pieces
+        first = bisect_right(self._starts, start) - 1
         last = first
-        while self.pieces[last].end < end:
+        while pieces[last].end < end:
             last += 1
-        taken = self.pieces[first : last + 1]
+        taken = pieces[first : last + 1]
         kept: list[Piece] = []
-        head, tail = taken[0], taken[-1]
+        head = taken[0]
         if head.start < start:
-            kept.append(Piece(head.start, start, head.release, head.newest, head.cached))
-            taken[0] = Piece(start, head.end, head.release, head.newest, head.cached)
+            kept.append(self._split(head, head.start, start))
+            taken[0] = self._split(head, start, head.end)
+        tail = taken[-1]
         if end < tail.end:
-            kept.append(Piece(end, tail.end, tail.release, tail.newest, tail.cached))
-            tail = taken[-1]
-            taken[-1] = Piece(tail.start, end, tail.release, tail.newest, tail.cached)
-        self.pieces[first : last + 1] = kept
+            kept.append(self._split(tail, end, tail.end))
+            taken[-1] = self._split(tail, tail.start, end)
+        for piece in pieces[first : last + 1]:
+            if piece.cached is not None:
+                self._uncache(piece)
+                self._join(piece.start, piece.end)
+        self._cut(start, end)
+        pieces[first : last + 1] = kept
+        self._starts[first : last + 1] = [piece.start for piece in kept]
         return taken
 
     def holds(self, stay: Stay) -> bool:
         """Whether every byte of ``stay``, given back as a cached copy, is still free and unwritten."""
-        at = bisect_right(self.pieces, stay.addr, key=_start) - 1
-        if at < 0:
-            return False
-        position, end = stay.addr, stay.addr + stay.block
-        while position < end:
-            if at == len(self.pieces):
-                return False
-            piece = self.pieces[at]
-            if piece.cached is not stay or piece.start > position:
-                return False
-            position = piece.end
-            at += 1
-        return True
+        at = bisect_left(self._starts, stay.addr)
+        return at < len(self.pieces) and self.pieces[at].cached is stay
+
+    def forget(self, stay: Stay) -> None:
+        """Stop sparing ``stay``, if it still is there: nobody will take it back."""
+        if self.holds(stay):
+            piece = self.pieces[bisect_left(self._starts, stay.addr)]
+            self._uncache(piece)
+            self._join(piece.start, piece.end)
+            piece.cached = None
 
     def is_free(self, start: int, end: int) -> bool:
         """Whether every byte of ``[start, end)`` is free."""
-        at = max(0, bisect_right(self.pieces, start, key=_start) - 1)
+        at = max(0, bisect_right(self._starts, start) - 1)
         while at < len(self.pieces) and start < end and self.pieces[at].start <= start < self.pieces[at].end:
             start = self.pieces[at].end
             at += 1
@@ -114,73 +127,155 @@ class FreeSpace:
         Low, because copies land high: the two then leave large holes to each other. The age of the release set does
         not matter here, since kernels of a stream wait for each other anyway.
         """
-        for begin, end in self._runs():
+        for begin, end in zip(self._run_starts, self._run_ends, strict=True):
             if end - begin >= size:
                 return Window(begin, begin + size)
-        best = min(((cost, start) for cost, _, start in self._windows(size, rank, both_ends=False)), default=None)
-        return None if best is None else Window(best[1], best[1] + size)
+        start = min((begin for begin, _ in self._cheapest(size, rank)), default=None)
+        return None if start is None else Window(start, start + size)
 
     def oldest_fit(self, size: int, rank: Rank) -> Window | None:
         """Return where a copy of ``size`` bytes lands: cached copies spared, then the oldest release set, then high.
 
         A copy should start long before its use, so it goes where it waits the least.
         """
-        best: tuple[float, int, int] | None = None
-        for cost, newest, start in self._windows(size, rank, both_ends=True):
-            if best is None or (cost, newest, -start) < best:
-                best = (cost, newest, -start)
-        return None if best is None else Window(-best[2], -best[2] + size)
+        runs = zip(self._run_starts, self._run_ends, strict=True)
+        ranges = [(begin, end) for begin, end in runs if end - begin >= size] or self._cheapest(size, rank)
+        best = min((window for begin, end in ranges for window in self._windows(begin, end, size)), default=None)
+        return None if best is None else Window(-best[1], -best[1] + size)
 
     def lowest_fit(self, size: int, below: int) -> Window | None:
         """Return the lowest free place for ``size`` bytes that ends by ``below`` and holds no cached copy."""
-        for begin, end in self._runs():
-            if min(end, below) - begin >= size:
+        for begin, end in zip(self._run_starts, self._run_ends, strict=True):
+            if begin + size > below:
+                break
+            if end - begin >= size:
                 return Window(begin, begin + size)
         return None
 
     def highest_fit(self, size: int) -> Window | None:
         """Return the highest free place for ``size`` bytes that holds no cached copy."""
-        ends = [end for begin, end in self._runs() if end - begin >= size]
-        return Window(ends[-1] - size, ends[-1]) if ends else None
+        for begin, end in zip(reversed(self._run_starts), reversed(self._run_ends), strict=True):
+            if end - begin >= size:
+                return Window(end - size, end)
+        return None
 
-    def _runs(self) -> Iterable[tuple[int, int]]:
-        """Yield maximal ranges of touching pieces that hold no cached copy."""
-        begin = end = -1
-        for piece in self.pieces:
-            if piece.cached is not None:
-                continue
-            if piece.start == end:
-                end = piece.end
-                continue
-            if end > begin:
-                yield begin, end
-            begin, end = piece.start, piece.end
-        if end > begin:
-            yield begin, end
+    def _cheapest(self, size: int, rank: Rank) -> list[tuple[int, int]]:
+        """Return the free ranges of at least ``size`` bytes that cost the least cached copies can cost.
 
-    def _windows(self, size: int, rank: Rank, both_ends: bool) -> Iterable[tuple[float, int, int]]:
-        """Yield (cost of the cached copies lost, newest release, start) of windows that begin (or end) with a piece."""
+        Copies are given up one after another, the gladdest first, until a range is large enough.
+        """
+        if self.bytes < size:
+            return []
+        entries: Iterable[tuple[float, int]] = self._cached
+        if not self._timeless:
+            entries = sorted((-rank(piece.cached), piece.start) for piece in self.pieces if piece.cached is not None)
+        ends: dict[int, int] = {}
+        begins: dict[int, int] = {}
+        enough: float | None = None
+        for cost, start in entries:
+            if enough is not None and cost > enough:
+                break
+            low, high = start, self.pieces[bisect_left(self._starts, start)].end
+            low, high = self._below(low, begins, ends), self._above(high, begins, ends)
+            ends[low], begins[high] = high, low
+            if high - low >= size:
+                enough = cost
+        return sorted((low, high) for low, high in ends.items() if high - low >= size)
+
+    def _below(self, low: int, begins: dict[int, int], ends: dict[int, int]) -> int:
+        """Return where the range begins that ends at ``low``: one of those given up, or a run."""
+        if low in begins:
+            begin = begins.pop(low)
+            del ends[begin]
+            return begin
+        at = bisect_left(self._run_ends, low)
+        return self._run_starts[at] if at < len(self._run_ends) and self._run_ends[at] == low else low
+
+    def _above(self, high: int, begins: dict[int, int], ends: dict[int, int]) -> int:
+        """Return where the range ends that begins at ``high``."""
+        if high in ends:
+            end = ends.pop(high)
+            del begins[end]
+            return end
+        at = bisect_left(self._run_starts, high)
+        return self._run_ends[at] if at < len(self._run_starts) and self._run_starts[at] == high else high
+
+    def _windows(self, begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:
+        """Yield (newest release, -start) of the windows in ``[begin, end)`` that begin or end with a piece."""
+        first = bisect_left(self._starts, begin)
+        stop = bisect_left(self._starts, end)
         pieces = self.pieces
-        costs = [_FREE if piece.cached is None else -rank(piece.cached) for piece in pieces]
-        newest = [piece.newest for piece in pieces]
-        first = 0
-        for index, piece in enumerate(pieces):
-            if index and pieces[index - 1].end != piece.start:
-                first = index
+        for index in range(first, stop):
+            piece = pieces[index]
             while piece.end - pieces[first].start >= size:
                 start = pieces[first].start
-                yield max(costs[first : index + 1]), max(newest[first : index + 1]), start
+                newest = piece.newest if first == index else max(p.newest for p in pieces[first : index + 1])
+                yield newest, -start
                 # The same pieces may also serve a window that ends where the last of them ends.
-                if both_ends and piece.end - size > start and (first == index or piece.end - size < pieces[first].end):
-                    yield max(costs[first : index + 1]), max(newest[first : index + 1]), piece.end - size
+                if piece.end - size > start and (first == index or piece.end - size < pieces[first].end):
+                    yield newest, size - piece.end
                 first += 1
                 if first > index:
                     break
 
+    def _insert(self, at: int, piece: Piece) -> None:
+        self.pieces.insert(at, piece)
+        self._starts.insert(at, piece.start)
 
-def _start(piece: Piece) -> int:
-    return piece.start
+    def _give_plain(self, piece: Piece) -> None:
+        pieces, starts = self.pieces, self._starts
+        self._join(piece.start, piece.end)
+        at = bisect_right(starts, piece.start)
+        start, end, newest = piece.start, piece.end, piece.newest
+        if at < len(pieces) and starts[at] == end and _same(piece, pieces[at]):
+            end, newest = pieces[at].end, pieces[at].newest
+            del pieces[at], starts[at]
+        if at and pieces[at - 1].end == start and _same(pieces[at - 1], piece):
+            at -= 1
+            start = starts[at]
+            del pieces[at], starts[at]
+        if (start, end) != (piece.start, piece.end):
+            piece = Piece(start, end, piece.release, newest)
+        self._insert(at, piece)
+
+    def _split(self, piece: Piece, start: int, end: int) -> Piece:
+        return Piece(start, end, piece.release, piece.newest)
+
+    def _uncache(self, piece: Piece) -> None:
+        del self._cached[bisect_left(self._cached, (-piece.rank, piece.start))]
+
+    def _join(self, start: int, end: int) -> None:
+        """Add ``[start, end)`` to the runs."""
+        starts, ends = self._run_starts, self._run_ends
+        at = bisect_left(starts, start)
+        above = at < len(starts) and starts[at] == end
+        if at and ends[at - 1] == start:
+            if above:
+                ends[at - 1] = ends[at]
+                del starts[at], ends[at]
+            else:
+                ends[at - 1] = end
+        elif above:
+            starts[at] = start
+        else:
+            starts.insert(at, start)
+            ends.insert(at, end)
+
+    def _cut(self, start: int, end: int) -> None:
+        """Remove ``[start, end)``, which lies in one run, from the runs."""
+        starts, ends = self._run_starts, self._run_ends
+        at = bisect_right(starts, start) - 1
+        begin, stop = starts[at], ends[at]
+        if begin < start:
+            ends[at] = start
+            if end < stop:
+                starts.insert(at + 1, end)
+                ends.insert(at + 1, stop)
+        elif end < stop:
+            starts[at] = end
+        else:
+            del starts[at], ends[at]
 
 
 def _same(left: Piece, right: Piece) -> bool:
-    return left.cached is right.cached and left.release == right.release
+    return left.cached is None and right.cached is None and left.release == right.release
