@@ -38,7 +38,6 @@ class Storage:
     values: list[Ref]
     first: int
     last: int
-    addr: int = -1
 
 
 @dataclass(slots=True, eq=False)

@@ -1,46 +1,74 @@
-"""Addresses for values that never leave: each lies in the lowest arena found, and as low in it as it can."""
+"""Addresses for everything that has bytes of a device for some time, once the times are known.
+
+A piece is placed where it leaves the smallest gap among those that it meets in time, or above them all. Time is a ring:
+what is there when the step starts has to be in the same place when it ends, so a piece may have two spans.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from disco_accel.plan.demand import Profile, Storage
+_Key = Callable[["Piece"], tuple[float, ...]]
 
-_Key = Callable[[Storage], tuple[float, ...]]
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """``block`` bytes that are taken in each of one or two ``spans``, from a tick up to, not including, another."""
+
+    block: int
+    spans: tuple[tuple[int, int], ...]
+
+    @property
+    def ticks(self) -> int:
+        """How long the bytes are taken in all."""
+        return sum(end - begin for begin, end in self.spans)
+
 
 ORDERS: dict[str, _Key] = {
-    "life": lambda storage: (storage.first - storage.last, storage.first),
-    "size": lambda storage: (-storage.block, storage.first),
-    "begin": lambda storage: (storage.first, -storage.block),
+    "size": lambda piece: (-piece.block, -piece.ticks, piece.spans[0][0]),
+    "begin of size": lambda piece: (-piece.block, piece.spans[0][0]),
+    "area": lambda piece: (-piece.block * piece.ticks, piece.spans[0][0]),
+    "life": lambda piece: (-piece.ticks, -piece.block),
 }
-"""In which order storages get a place. Those that live longest first keeps the height low at each position, and thus
-leaves most room to others; large ones first keeps the greatest height low."""
+"""In which order pieces get a place, by promise."""
 
 
-def place(storages: Sequence[Storage], end: int, order: str) -> tuple[Profile, list[int]]:
-    """Return the height of the storages of one device by position up to ``end``, and their addresses."""
-    return _pack(storages, ORDERS[order], end)
+def place(pieces: Sequence[Piece], limit: int) -> tuple[int, list[int]]:
+    """Return the lowest top that is found, or the first not above ``limit``, and the address of each piece."""
+    best: tuple[int, list[int]] | None = None
+    for key in ORDERS.values():
+        found = _pack(pieces, key)
+        if best is None or found[0] < best[0]:
+            best = found
+        if best[0] <= limit:
+            break
+    assert best is not None
+    return best
 
 
-def _pack(storages: Sequence[Storage], key: _Key, end: int) -> tuple[Profile, list[int]]:
-    order = sorted(range(len(storages)), key=lambda i: key(storages[i]))
-    height = np.zeros(end + 1, np.int64)
-    addresses = [0] * len(storages)
-    count = len(storages)
-    firsts, lasts, lows, highs = (np.zeros(count, np.int64) for _ in range(4))
-    for placed, i in enumerate(order):
-        storage = storages[i]
-        first, last, block = max(0, storage.first), storage.last, storage.block
-        meets = (firsts[:placed] <= last) & (lasts[:placed] >= first)
-        low = lows[:placed][meets]
+def _pack(pieces: Sequence[Piece], key: _Key) -> tuple[int, list[int]]:
+    order = sorted(range(len(pieces)), key=lambda i: key(pieces[i]))
+    addresses = [0] * len(pieces)
+    top = 0
+    begins, ends, lows, highs = (np.zeros(2 * len(pieces), np.int64) for _ in range(4))
+    count = 0
+    for i in order:
+        block, spans = pieces[i].block, pieces[i].spans
+        meets = np.zeros(count, np.bool_)
+        for begin, end in spans:
+            meets |= (begins[:count] < end) & (ends[:count] > begin)
+        low = lows[:count][meets]
         ascending = np.argsort(low, kind="stable")
-        tops = np.maximum.accumulate(np.concatenate(([0], highs[:placed][meets][ascending])))
+        tops = np.maximum.accumulate(np.concatenate(([0], highs[:count][meets][ascending])))
         gaps = low[ascending] - tops[:-1]
         fitting = np.flatnonzero(gaps >= block)
         address = int(tops[fitting[np.argmin(gaps[fitting])]]) if len(fitting) else int(tops[-1])
         addresses[i] = address
-        firsts[placed], lasts[placed], lows[placed], highs[placed] = first, last, address, address + block
-        np.maximum(height[first : last + 1], address + block, out=height[first : last + 1])
-    return height, addresses
+        top = max(top, address + block)
+        for begin, end in spans:
+            begins[count], ends[count], lows[count], highs[count] = begin, end, address, address + block
+            count += 1
+    return top, addresses

@@ -10,6 +10,7 @@ from itertools import pairwise
 from disco_accel.memgraph import MemGraph, Slot
 from disco_accel.plan.demand import Demand
 from disco_accel.plan.finish import assemble
+from disco_accel.plan.place import Piece, place
 from disco_accel.plan.sim_malloc import PlanLog
 from disco_accel.plan.stay import Planned
 from disco_accel.plan.timeline import Act, Timeline
@@ -18,16 +19,19 @@ from disco_accel.taskgraph import Ref, Vertex, VertexKind
 
 @dataclass(slots=True, eq=False)
 class Occupancy:
-    """``block`` bytes of ``device`` from tick ``begin`` on for one value or a chain of them.
+    """``block`` bytes of ``device`` from tick ``begin`` up to tick ``end`` for one value or a chain of them.
 
     ``values`` are named as in the plan, each with its readers; a tick is a place in the order of acts, and 0 the start.
+    ``twin``: the stay that the step begins with, if this one is to end it at the same address.
     """
 
     device: int
     block: int
     begin: int
-    addr: int
+    end: int
     values: list[tuple[Ref, list[int]]] = field(default_factory=list)
+    addr: int = -1
+    twin: Occupancy | None = None
 
     @property
     def users(self) -> list[int]:
@@ -36,20 +40,70 @@ class Occupancy:
         return readers or ([] if self.begin == 0 and len(self.values) == 1 else [ref[0]])
 
 
-def plan_of(
-    demand: Demand, timeline: Timeline, permanent: Mapping[int, int], start: Sequence[int], cyclic: bool
-) -> MemGraph:
-    """Return the plan that ``timeline`` describes; ``permanent`` pages have the addresses given."""
+@dataclass(slots=True)
+class Stays:
+    """``planned``: the vertices but for inputs, in order; ``all``: every occupancy by begin; ``slots``: that of each
+    value, as it is named in the plan."""
+
+    demand: Demand
+    planned: list[Vertex]
+    all: list[Occupancy]
+    slots: dict[Ref, Occupancy]
+
+    def settle(self, capacity: Mapping[int, int], *, lowest: bool) -> dict[int, int]:
+        """Give all an address; return the bytes by device above ``capacity``, nothing if all fit. ``lowest``: take as
+        few bytes as can be found even if more would do."""
+        over = {}
+        for device, memory in capacity.items():
+            own = [stay for stay in self.all if stay.device == device and stay.twin is None]
+            back = {id(stay.twin): stay for stay in self.all if stay.twin is not None}
+            spans = [
+                ((stay.begin, stay.end), *(((back[id(stay)].begin, back[id(stay)].end),) if id(stay) in back else ()))
+                for stay in own
+            ]
+            pieces = [Piece(stay.block, span) for stay, span in zip(own, spans, strict=True)]
+            top, addresses = place(pieces, 0 if lowest else memory)
+            for stay, address in zip(own, addresses, strict=True):
+                stay.addr = address
+            if top > memory:
+                over[device] = top - memory
+        for stay in self.all:
+            if stay.twin is not None:
+                stay.addr = stay.twin.addr
+        return over
+
+    def plan(self, cyclic: bool) -> MemGraph:
+        """Return the plan: who has to wait for whom follows from who had the same bytes before."""
+        demand = self.demand
+        log = PlanLog((*demand.inputs, *demand.order))
+        log.planned = [Planned(vertex) for vertex in self.planned]
+        waits: dict[int, list[int]] = {}
+        memories: dict[int, _Ground] = {device: _Ground() for device in demand.fixed}
+        for stay in self.all:
+            producer = stay.values[0][0][0]
+            for other in memories[stay.device].replace(stay):
+                waits.setdefault(producer, []).extend(user for user in other.users if user != producer)
+            for (_, readers), (ref, _) in pairwise(stay.values):
+                waits.setdefault(ref[0], []).extend(reader for reader in readers if reader != ref[0])
+        log.memory_edges = {vertex: tuple(dict.fromkeys(others)) for vertex, others in waits.items()}
+        vertices = (*demand.inputs, *self.planned)
+        sizes = {(vertex.id, k): size for vertex in vertices for k, size in enumerate(vertex.sizes)}
+        slots = {ref: Slot(stay.device, stay.addr, sizes[ref]) for ref, stay in self.slots.items()}
+        return assemble(demand.graph, log, slots, {}, cyclic=cyclic)
+
+
+def stays_of(demand: Demand, timeline: Timeline, permanent: Sequence[int], start: Sequence[int], cyclic: bool) -> Stays:
+    """Return what ``timeline`` describes, still without addresses; ``permanent`` pages never leave."""
     replay = _Replay(demand, timeline)
-    replay.run(permanent, start)
-    return replay.finish(cyclic)
+    replay.run(permanent, start, cyclic)
+    return Stays(demand, replay.planned, replay.stays, replay.slots)
 
 
 class _Replay:
     def __init__(self, demand: Demand, timeline: Timeline) -> None:
         self.demand = demand
         self.acts = timeline.acts
-        self.addresses = {page: iter(found) for page, found in timeline.addresses.items()}
+        self.end = len(timeline.acts) + 1
         self.planned: list[Vertex] = []
         self.stays: list[Occupancy] = []
         self.slots: dict[Ref, Occupancy] = {}
@@ -59,13 +113,13 @@ class _Replay:
         self.host: dict[int, Ref] = {i: page.ref for i, page in enumerate(demand.pages) if page.clean}
         self.fresh = max((v.id for v in (*demand.inputs, *demand.order)), default=-1) + 1
         self.needed = self._needed_offloads()
+        self.released = self._releases()
 
-    def run(self, permanent: Mapping[int, int], start: Sequence[int]) -> None:
+    def run(self, permanent: Sequence[int], start: Sequence[int], cyclic: bool) -> None:
         """Go through all acts."""
-        for page, address in permanent.items():
-            self._open(page, self.demand.pages[page].ref, 0, address)
-        for page in start:
+        for page in (*permanent, *start):
             self._open(page, self.demand.pages[page].ref, 0)
+        first = dict(self.current)
         ticks: dict[int, int] = {-1: 0}
         for tick, (act, what) in enumerate(self.acts, start=1):
             if act is Act.RUN:
@@ -73,17 +127,43 @@ class _Replay:
                 self._run(what, tick)
             elif act is Act.LOAD:
                 self._open(what, (self._copy(VertexKind.RELOAD, what, self.host[what]), 0), tick)
+            elif act is Act.DROP:
+                stay = self.current.pop(what)
+                if stay.values[-1][0] == self.demand.pages[what].ref and not self.demand.pages[what].clean:
+                    # Its bytes are not free before its offload has ended.
+                    stay.end = tick
             elif act is Act.OFFLOAD and what in self.needed:
                 stay = self.current[what]
                 offload = self._copy(VertexKind.OFFLOAD, what, stay.values[-1][0])
                 stay.values[-1][1].append(offload)
                 self.host[what] = (offload, 0)
+        for page, stay in self.current.items():
+            value = self.demand.pages[page]
+            if not value.clean or (cyclic and page in first):
+                stay.end = self.end
+                if page in first and stay is not first[page]:
+                    stay.twin = first[page]
+        self._store(ticks)
+        self.stays.sort(key=lambda stay: stay.begin)
+
+    def _store(self, ticks: Mapping[int, int]) -> None:
         for storage in self.demand.storages:
             values = [(ref, self.readers.get(ref, [])) for ref in storage.values]
-            stay = Occupancy(storage.device, storage.block, ticks[storage.first], storage.addr, values)
+            end = self.released.get((storage.last, storage.device), self.end)
+            stay = Occupancy(storage.device, storage.block, ticks[storage.first], end, values)
             self.stays.append(stay)
             self.slots.update(dict.fromkeys(storage.values, stay))
-        self.stays.sort(key=lambda stay: stay.begin)
+
+    def _releases(self) -> dict[tuple[int, int], int]:
+        """Return by position and device when that position's vertex is known to have ended."""
+        running: dict[int, int] = {}
+        released = {}
+        for tick, (act, what) in enumerate(self.acts, start=1):
+            if act is Act.RUN:
+                running.update(dict.fromkeys(self.demand.devices[what], what))
+            elif act is Act.RELEASE:
+                released[running[what], what] = tick
+        return released
 
     def _needed_offloads(self) -> set[int]:
         """Return the produced pages that are wanted again after they left, by a reader or by the user."""
@@ -95,10 +175,9 @@ class _Replay:
                     needed.add(page)
         return needed
 
-    def _open(self, page: int, ref: Ref, tick: int, address: int | None = None) -> None:
+    def _open(self, page: int, ref: Ref, tick: int) -> None:
         value = self.demand.pages[page]
-        place = next(self.addresses[page]) if address is None else address
-        stay = Occupancy(value.device, value.block, tick, place, [(ref, [])])
+        stay = Occupancy(value.device, value.block, tick, tick + 1, [(ref, [])])
         self.current[page] = stay
         self.stays.append(stay)
         self.slots[ref] = stay
@@ -114,34 +193,17 @@ class _Replay:
         vertex = self.demand.order[position]
         here: dict[Ref, Ref] = {}
         for page in self.demand.reads[position]:
-            ref, readers = self.current[page].values[-1]
+            stay = self.current[page]
+            ref, readers = stay.values[-1]
             here[self.demand.pages[page].ref] = ref
             readers.append(vertex.id)
+            stay.end = self.released.get((position, stay.device), self.end)
         for ref in dict.fromkeys(vertex.inputs):
             if ref not in here:
                 self.readers.setdefault(ref, []).append(vertex.id)
         self.planned.append(replace(vertex, inputs=tuple(here.get(ref, ref) for ref in vertex.inputs)))
         for page in self.demand.made.get(position, ()):
             self._open(page, self.demand.pages[page].ref, tick)
-
-    def finish(self, cyclic: bool) -> MemGraph:
-        """Return the plan: who has to wait for whom follows from who had the same bytes before."""
-        demand = self.demand
-        log = PlanLog((*demand.inputs, *demand.order))
-        log.planned = [Planned(vertex) for vertex in self.planned]
-        waits: dict[int, list[int]] = {}
-        memories: dict[int, _Ground] = {device: _Ground() for device in demand.fixed}
-        for stay in self.stays:
-            producer = stay.values[0][0][0]
-            for other in memories[stay.device].replace(stay):
-                waits.setdefault(producer, []).extend(user for user in other.users if user != producer)
-            for (_, readers), (ref, _) in pairwise(stay.values):
-                waits.setdefault(ref[0], []).extend(reader for reader in readers if reader != ref[0])
-        log.memory_edges = {vertex: tuple(dict.fromkeys(others)) for vertex, others in waits.items()}
-        vertices = (*demand.inputs, *self.planned)
-        sizes = {(vertex.id, k): size for vertex in vertices for k, size in enumerate(vertex.sizes)}
-        slots = {ref: Slot(stay.device, stay.addr, sizes[ref]) for ref, stay in self.slots.items()}
-        return assemble(demand.graph, log, slots, {}, cyclic=cyclic)
 
 
 class _Ground:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from disco_accel.graphcheck import dependencies
 from disco_accel.plan.demand import Demand, Profile
-from disco_accel.plan.ground import NEVER, Counter, Map, Pages
+from disco_accel.plan.ground import NEVER, Counter, Pages
 from disco_accel.plan.sim_malloc import Infeasible
 from disco_accel.plan.simulate import Machine
 from disco_accel.taskgraph import VertexKind
@@ -32,52 +32,39 @@ class Act(enum.IntEnum):
 
 
 @dataclass(slots=True)
-class Room:
-    """Bytes ``[0, top)`` of a device for fixed values, which lie below ``height`` at each position, and pages above.
-
-    ``homes``: addresses of the pages there at the start; None where bytes are counted and nothing has an address."""
-
-    height: Profile
-    top: int
-    homes: Mapping[int, int] | None = None
-
-
-@dataclass(slots=True)
 class Timeline:
     """``acts`` in an order that respects all that waits for each other; ``seconds`` of the step; ``loaded`` bytes.
 
-    ``border``: the clean pages that are on the device, or on their way, when the position asked for is reached.
-    ``addresses``: of each page's stays in order of time, if the room has addresses."""
+    ``border``: the clean pages that are on the device, or on their way, when the position asked for is reached."""
 
     acts: list[tuple[Act, int]] = field(default_factory=list)
     seconds: float = 0.0
     loaded: int = 0
     border: list[int] = field(default_factory=list)
-    addresses: dict[int, list[int]] = field(default_factory=dict)
 
 
 def simulate_step(
     demand: Demand,
     machine: Machine,
-    rooms: Mapping[int, Room],
+    capacity: Mapping[int, int],
     *,
     start: Sequence[int] = (),
     back: Sequence[int] = (),
     permanent: Iterable[int] = (),
     border: int | None = None,
 ) -> Timeline:
-    """Return the timeline of ``demand`` within ``rooms``, by device.
+    """Return the timeline of ``demand`` within ``capacity`` bytes by device.
 
     ``start``: pages there at the start; ``back``: pages to be there again at the end, in order of importance;
-    ``permanent``: pages that never leave, which have no part in the rooms. Raises Infeasible.
+    ``permanent``: pages that never leave, which have no part in the capacity. Raises Infeasible.
     """
-    return _Clock(demand, machine, rooms, start, back, permanent, border).run()
+    return _Clock(demand, machine, capacity, start, back, permanent, border).run()
 
 
 class _Lane:
     """One device: its memory, when its link and its compute are free, and the pages wanted in order of use."""
 
-    def __init__(self, device: int, memory: Counter | Map, room: Profile, wanted: list[tuple[int, int]]) -> None:
+    def __init__(self, device: int, memory: Counter, room: Profile, wanted: list[tuple[int, int]]) -> None:
         self.device = device
         self.memory = memory
         self.room = room
@@ -95,7 +82,7 @@ class _Clock:
         self,
         demand: Demand,
         machine: Machine,
-        rooms: Mapping[int, Room],
+        capacity: Mapping[int, int],
         start: Sequence[int],
         back: Sequence[int],
         permanent: Iterable[int],
@@ -118,23 +105,19 @@ class _Clock:
         for i, page in enumerate(self.pages):
             if not page.clean:
                 self.joins.setdefault(page.free, []).append(i)
-        self.lanes = {device: self._lane(device, room, back) for device, room in rooms.items()}
+        self.lanes = {device: self._lane(device, room, back) for device, room in capacity.items()}
         for i in start:
             self.state.here[i] = True
             self._memory(i).put(i)
-            self._note(i)
-        self.d2h = dict.fromkeys(rooms, 0.0)
-        self.p2p = dict.fromkeys(rooms, 0.0)
+        self.d2h = dict.fromkeys(capacity, 0.0)
+        self.p2p = dict.fromkeys(capacity, 0.0)
         self.ready: dict[int, float] = {}
 
-    def _lane(self, device: int, room: Room, back: Sequence[int]) -> _Lane:
+    def _lane(self, device: int, room: int, back: Sequence[int]) -> _Lane:
         state = self.state
-        memory: Counter | Map
-        if room.homes is None:
-            memory = Counter(state, room.height, room.top, self._drop)
-        else:
-            memory = Map(state, self.demand.end, room.height, room.top, room.homes, self._drop, self._unhold)
-        free = room.top - room.height - self.demand.produced[device]
+        fixed = self.demand.fixed[device]
+        memory = Counter(state, fixed, room, self._drop)
+        free = room - fixed - self.demand.produced[device]
         rank = {page: order for order, page in enumerate(back)}
         wanted = [
             (use, rank.get(i, 0) if use == self.demand.end else 0, i)
@@ -144,7 +127,7 @@ class _Clock:
         ]
         return _Lane(device, memory, free, [(use, i) for use, _, i in sorted(wanted)])
 
-    def _memory(self, page: int) -> Counter | Map:
+    def _memory(self, page: int) -> Counter:
         return self.lanes[self.pages[page].device].memory
 
     def run(self) -> Timeline:
@@ -203,11 +186,9 @@ class _Clock:
     def _make(self, lane: _Lane, page: int, begin: float) -> float:
         """Find room for a page that the vertex at hand produces; return when the vertex may start."""
         value = self.pages[page]
-        when = lane.memory.take(page, max(value.free - 1, self.state.held[page]), begin, force=True)
-        assert when is not None
+        when = lane.memory.take(page, begin)
         self.state.here[page] = True
         self.state.held[page] = max(self.state.held[page], value.free - 1)
-        self._note(page)
         return when
 
     def _offload(self, page: int, ready: float) -> None:
@@ -245,14 +226,6 @@ class _Clock:
         self._memory(page).leave(page)
         self.line.acts.append((Act.DROP, page))
 
-    def _unhold(self, page: int) -> None:
-        """Break the promise to hold ``page``: it has to be wanted once more."""
-        lane = self.lanes[self.pages[page].device]
-        held = self.state.held[page]
-        lane.room[lane.now : held + 1] += self.pages[page].block
-        self.state.held[page] = -1
-        lane.next = min(lane.next, lane.wanted.index((self.state.next_use(page), page)))
-
     def _advance(self, lane: _Lane, position: int) -> None:
         """Move to ``position``: the first stay of produced pages may end from now on."""
         for at in range(lane.now + 1, position + 1):
@@ -264,16 +237,16 @@ class _Clock:
     def _bring(self, lane: _Lane) -> None:
         """Load all that the position at hand reads."""
         while lane.next < len(lane.wanted) and lane.wanted[lane.next][0] <= lane.now:
-            if not self._want(lane, _ALWAYS, force=True):
+            if not self._want(lane, _ALWAYS):
                 raise Infeasible(lane.now)
 
     def _fill(self, lane: _Lane, until: float) -> None:
         """Use the link until the given time."""
-        while lane.next < len(lane.wanted) and self._want(lane, until, force=False):
+        while lane.next < len(lane.wanted) and self._want(lane, until):
             pass
         lane.link = max(lane.link, until)
 
-    def _want(self, lane: _Lane, until: float, force: bool) -> bool:
+    def _want(self, lane: _Lane, until: float) -> bool:
         """Make sure of the next page wanted, by holding it or by loading it; False if it has to wait."""
         use, page = lane.wanted[lane.next]
         value = self.pages[page]
@@ -285,18 +258,10 @@ class _Clock:
         begin = max(lane.now, value.free, held + 1)
         if int(lane.room[begin : use + 1].min()) < value.block:
             return False
-        if here and not lane.memory.stays(page, begin, use):
-            if held >= lane.now or self.state.on_host[page] > min(until, lane.link):
-                return False
-            self._drop(page)
-            here = False
         if not here and not coming:
             if lane.link >= until:
                 return False
-            when = lane.memory.take(page, use, max(lane.link, self.state.on_host[page]), force)
-            if when is None:
-                return False
-            self._load(lane, page, when)
+            self._load(lane, page, lane.memory.take(page, max(lane.link, self.state.on_host[page])))
         lane.room[begin : use + 1] -= value.block
         self.state.held[page] = use
         lane.next += 1
@@ -310,9 +275,3 @@ class _Clock:
         self.state.here[page] = True
         self.line.loaded += size
         self.line.acts.append((Act.LOAD, page))
-        self._note(page)
-
-    def _note(self, page: int) -> None:
-        memory = self._memory(page)
-        if isinstance(memory, Map):
-            self.line.addresses.setdefault(page, []).append(memory.addr[page])
