@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from disco_accel import commands
+from disco_accel import commands, simulate_command
 from disco_accel.errors import BudgetTooSmall, ConfigError, DiscoError, VerifyError
 from disco_accel.sizes import parse_size
 
@@ -72,7 +72,7 @@ def _bound(options: argparse.Namespace) -> int:
 
     memory = None if options.memory is None else parse_size(options.memory)
     graph = check_taskgraph(read_taskgraph(options.task))
-    machine = None if options.machine is None else read_machine(options.machine, len(graph.devices))
+    machine = None if options.machine is None else read_machine(options.machine)
     bound = bound_of(graph, machine, memory)
     print(json.dumps({**asdict(bound), "bound": bound.bound}))
     return 0
@@ -142,6 +142,12 @@ COMMANDS: tuple[Command, ...] = (
     Command("compile", "plan a task graph within a memory budget", _compile_arguments, _compile),
     Command("bound", "the seconds that no repeating plan of a task graph can beat", _bound_arguments, _bound),
     Command("verify", "check that a plan is safe in any order its edges allow", _verify_arguments, _verify),
+    Command(
+        "simulate",
+        "a plan in simulated time, beside what no plan can beat",
+        simulate_command.simulate_arguments,
+        simulate_command.simulate,
+    ),
     Command(
         "weights",
         "which layers' weights to keep away from the device, and when",

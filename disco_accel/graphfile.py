@@ -14,8 +14,9 @@ from typing import Any
 
 from disco_accel.errors import GraphFileError
 from disco_accel.graphcheck import check_taskgraph, stable_topological_order
+from disco_accel.jsonfile import a_list, an_object, flag, integer, number, plain, shown, text
+from disco_accel.jsonfile import parse_json as parse_json
 from disco_accel.memgraph import Edge, MemGraph, Slot
-from disco_accel.sizes import MAX_SIZE
 from disco_accel.taskgraph import Device, Ref, TaskGraph, Vertex, VertexKind
 
 MAX_FILE_BYTES = 1 << 30
@@ -83,8 +84,8 @@ def write_atomically(path: str | os.PathLike[str], data: bytes, mode: int = 0o64
 def taskgraph_from_json(data: object, names: IdNames | None = None) -> TaskGraph:
     """Build the TaskGraph that ``data`` (parsed JSON) describes. Raises GraphFileError."""
     top = _header(data, "taskgraph")
-    vertices = [_vertex(raw, names, _KINDS)[0] for raw in _list(top.get("vertices"), "vertices")]
-    return check_taskgraph(TaskGraph(_text(top, "name", "graph"), _devices(top), tuple(vertices)))
+    vertices = [_vertex(raw, names, _KINDS)[0] for raw in a_list(top.get("vertices"), "vertices")]
+    return check_taskgraph(TaskGraph(text(top, "name", "graph"), _devices(top), tuple(vertices)))
 
 
 def memgraph_from_json(data: object, names: IdNames | None = None) -> MemGraph:
@@ -93,22 +94,22 @@ def memgraph_from_json(data: object, names: IdNames | None = None) -> MemGraph:
     vertices: list[Vertex] = []
     slots: dict[Ref, Slot] = {}
     host_offsets: dict[int, int] = {}
-    for raw in _list(top.get("vertices"), "vertices"):
+    for raw in a_list(top.get("vertices"), "vertices"):
         vertex, addresses = _vertex(raw, names, _MEM_KINDS)
         vertices.append(vertex)
         for output, addr in addresses.items():
             slots[vertex.id, output] = Slot(vertex.device, addr, vertex.sizes[output])
         if vertex.kind is VertexKind.OFFLOAD and raw.get("host_offset") is not None:
-            host_offsets[vertex.id] = _integer(raw, "host_offset", f"vertex {raw['id']}")
-    edges = _object(top.get("edges", {}), "edges")
+            host_offsets[vertex.id] = integer(raw, "host_offset", f"vertex {raw['id']}")
+    edges = an_object(top.get("edges", {}), "edges")
     data_edges = _edges(edges.get("data", []), "edges.data", names)
     memory_edges = _edges(edges.get("memory", []), "edges.memory", names)
     _check_ids(vertices, (*data_edges, *memory_edges))
-    host = _object(top.get("host", {}), "host")
-    cyclic = _flag(top, "cyclic", "graph")
+    host = an_object(top.get("host", {}), "host")
+    cyclic = flag(top, "cyclic", "graph")
     order = stable_topological_order(vertices, [*data_edges, *memory_edges])
     return MemGraph(
-        name=_text(top, "name", "graph"),
+        name=text(top, "name", "graph"),
         devices=_devices(top),
         # A cycle is a fault of the plan, which verify reports, and not of the file.
         vertices=tuple(vertices if order is None else order),
@@ -116,8 +117,8 @@ def memgraph_from_json(data: object, names: IdNames | None = None) -> MemGraph:
         data_edges=data_edges,
         memory_edges=memory_edges,
         host_offsets=host_offsets,
-        host_memory=_integer(host, "memory", "host", 0),
-        host_alignment=_integer(host, "alignment", "host", 1, least=1),
+        host_memory=integer(host, "memory", "host", 0),
+        host_alignment=integer(host, "alignment", "host", 1, least=1),
         cyclic=cyclic,
     )
 
@@ -177,44 +178,23 @@ def _load(path: str | os.PathLike[str]) -> object:
     return parse_json(data)
 
 
-def parse_json(data: bytes) -> object:
-    """Parse strict JSON: no NaN, no repeated keys, no bottomless nesting. Raises GraphFileError."""
-    try:
-        return json.loads(data.decode("utf-8"), parse_constant=_no_constant, object_pairs_hook=_no_repeats)
-    except (ValueError, RecursionError) as error:
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise GraphFileError(f"not a JSON file: {reason}") from None
-
-
-def _no_constant(text: str) -> object:
-    raise GraphFileError(f"{text} is not a number that JSON knows")
-
-
-def _no_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        repeated = next(key for key, _ in pairs if sum(other == key for other, _ in pairs) > 1)
-        raise GraphFileError(f"key {repeated!r} appears twice in one object")
-    return result
-
-
 def _header(data: object, kind: str) -> dict[str, Any]:
-    top = _object(data, "the file")
+    top = an_object(data, "the file")
     if top.get("format") != kind:
-        raise GraphFileError(f"format: expected {kind!r}, got {top.get('format')!r}")
+        raise GraphFileError(f"format: expected {kind!r}, got {shown(top.get('format'))}")
     version = top.get("version")
     if version != VERSION or isinstance(version, bool):
-        raise GraphFileError(f"version: expected {VERSION}, got {version!r}")
+        raise GraphFileError(f"version: expected {VERSION}, got {shown(version)}")
     return top
 
 
 def _devices(top: Mapping[str, Any]) -> tuple[Device, ...]:
     devices = []
-    for index, raw in enumerate(_list(top.get("devices"), "devices")):
+    for index, raw in enumerate(a_list(top.get("devices"), "devices")):
         where = f"devices[{index}]"
-        entry = _object(raw, where)
-        memory = _integer(entry, "memory", where)
-        devices.append(Device(_integer(entry, "id", where), memory, _integer(entry, "alignment", where, 256, least=1)))
+        entry = an_object(raw, where)
+        memory = integer(entry, "memory", where)
+        devices.append(Device(integer(entry, "id", where), memory, integer(entry, "alignment", where, 256, least=1)))
     if len({device.id for device in devices}) != len(devices):
         raise GraphFileError("devices: two devices have the same id")
     if not devices:
@@ -224,38 +204,38 @@ def _devices(top: Mapping[str, Any]) -> tuple[Device, ...]:
 
 def _vertex(raw: object, names: IdNames | None, kinds: Mapping[str, VertexKind]) -> tuple[Vertex, dict[int, int]]:
     """Return the vertex and the address of each output that has one."""
-    entry = _object(raw, "vertices[]")
+    entry = an_object(raw, "vertices[]")
     if "id" not in entry:
-        raise GraphFileError(f"vertex: id: missing in {str(entry)[:80]}")
-    where = f"vertex {str(entry['id'])[:40]}"
+        raise GraphFileError(f"vertex: id: missing in {shown(entry)}")
+    where = f"vertex {plain(entry['id'])}"
     kind = entry.get("kind")
     if not isinstance(kind, str):
-        raise GraphFileError(f"{where}: kind: expected a text, got {kind!r}")
+        raise GraphFileError(f"{where}: kind: expected a text, got {shown(kind)}")
     sizes, addresses = _outputs(entry, where)
     duration = entry.get("duration")
     if duration is not None:
         if isinstance(duration, bool) or not isinstance(duration, int | float):
-            raise GraphFileError(f"{where}: duration: expected seconds, got {str(duration)[:40]!r}")
+            raise GraphFileError(f"{where}: duration: expected seconds, got {shown(duration)}")
         if not (0 <= duration <= 1e18 and math.isfinite(duration)):
-            raise GraphFileError(f"{where}: duration: expected 0 or more seconds, got {str(duration)[:40]}")
+            raise GraphFileError(f"{where}: duration: expected 0 or more seconds, got {shown(duration)}")
     inplace = entry.get("inplace")
     vertex = Vertex(
         id=_identity(entry["id"], where, names),
         kind=_in_taskgraph(kind, kinds, where),
-        device=_integer(entry, "device", where),
-        op=_text(entry, "op", where),
-        inputs=tuple(_ref(ref, where, names) for ref in _list(entry.get("inputs", []), f"{where}: inputs")),
+        device=integer(entry, "device", where),
+        op=text(entry, "op", where),
+        inputs=tuple(_ref(ref, where, names) for ref in a_list(entry.get("inputs", []), f"{where}: inputs")),
         sizes=sizes,
         duration=None if duration is None else float(duration),
-        clean=_flag(entry, "clean", where),
-        late=_flag(entry, "late", where),
-        external=_flag(entry, "external", where),
-        out=_flag(entry, "out", where),
-        keep=_flag(entry, "keep", where),
-        after=tuple(_identity(v, f"{where}: after", names) for v in _list(entry.get("after", []), f"{where}: after")),
-        inplace=None if inplace is None else _integer(entry, "inplace", where),
+        clean=flag(entry, "clean", where),
+        late=flag(entry, "late", where),
+        external=flag(entry, "external", where),
+        out=flag(entry, "out", where),
+        keep=flag(entry, "keep", where),
+        after=tuple(_identity(v, f"{where}: after", names) for v in a_list(entry.get("after", []), f"{where}: after")),
+        inplace=None if inplace is None else integer(entry, "inplace", where),
         may_inplace=tuple(
-            _number(p, f"{where}: may_inplace") for p in _list(entry.get("may_inplace", []), f"{where}: may_inplace")
+            number(p, f"{where}: may_inplace") for p in a_list(entry.get("may_inplace", []), f"{where}: may_inplace")
         ),
     )
     return vertex, addresses
@@ -273,20 +253,20 @@ def _outputs(entry: Mapping[str, Any], where: str) -> tuple[tuple[int, ...], dic
     if "outputs" not in entry:
         outputs = [entry]
     else:
-        outputs = [_object(raw, f"{where}: outputs[]") for raw in _list(entry["outputs"], f"{where}: outputs")]
+        outputs = [an_object(raw, f"{where}: outputs[]") for raw in a_list(entry["outputs"], f"{where}: outputs")]
     addresses = {
-        k: _integer(output, "addr", where, least=-_MAX_ID)
+        k: integer(output, "addr", where, least=-_MAX_ID)
         for k, output in enumerate(outputs)
         if output.get("addr") is not None
     }
-    return tuple(_integer(output, "size", where, 0) for output in outputs), addresses
+    return tuple(integer(output, "size", where, 0) for output in outputs), addresses
 
 
 def _edges(raw: object, where: str, names: IdNames | None) -> tuple[Edge, ...]:
     edges = []
-    for pair in _list(raw, where):
+    for pair in a_list(raw, where):
         if not isinstance(pair, list) or len(pair) != 2:
-            raise GraphFileError(f"{where}: expected [u, v], got {str(pair)[:60]}")
+            raise GraphFileError(f"{where}: expected [u, v], got {shown(pair)}")
         edges.append((_identity(pair[0], where, names), _identity(pair[1], where, names)))
     return tuple(edges)
 
@@ -320,7 +300,7 @@ def _identity(raw: object, where: str, names: IdNames | None) -> int:
             names[number] = raw
         return number
     if isinstance(raw, bool) or not isinstance(raw, int) or not -_MAX_ID < raw < _MAX_ID:
-        raise GraphFileError(f"{where}: expected a vertex id, got {str(raw)[:40]!r}")
+        raise GraphFileError(f"{where}: expected a vertex id, got {shown(raw)}")
     return raw
 
 
@@ -328,48 +308,8 @@ def _ref(raw: object, where: str, names: IdNames | None) -> Ref:
     if not isinstance(raw, list):
         return _identity(raw, f"{where}: inputs", names), 0
     if len(raw) != 2:
-        raise GraphFileError(f"{where}: inputs: expected id or [id, output], got {str(raw)[:60]}")
-    return _identity(raw[0], f"{where}: inputs", names), _number(raw[1], f"{where}: inputs")
-
-
-def _number(raw: object, where: str, least: int = 0) -> int:
-    if isinstance(raw, bool) or not isinstance(raw, int) or not least <= raw <= MAX_SIZE:
-        raise GraphFileError(f"{where}: expected an integer from {least} to {MAX_SIZE}, got {str(raw)[:40]!r}")
-    return raw
-
-
-def _integer(entry: Mapping[str, Any], key: str, where: str, default: int | None = None, least: int = 0) -> int:
-    if key not in entry:
-        if default is None:
-            raise GraphFileError(f"{where}: {key}: missing")
-        return default
-    return _number(entry[key], f"{where}: {key}", least)
-
-
-def _flag(entry: Mapping[str, Any], key: str, where: str) -> bool:
-    value = entry.get(key, False)
-    if not isinstance(value, bool):
-        raise GraphFileError(f"{where}: {key}: expected true or false, got {str(value)[:40]!r}")
-    return value
-
-
-def _text(entry: Mapping[str, Any], key: str, where: str) -> str:
-    value = entry.get(key, "")
-    if not isinstance(value, str):
-        raise GraphFileError(f"{where}: {key}: expected a text, got {str(value)[:40]!r}")
-    return value
-
-
-def _object(raw: object, where: str) -> dict[str, Any]:
-    if not isinstance(raw, dict):
-        raise GraphFileError(f"{where}: expected an object, got {str(raw)[:40]!r}")
-    return raw
-
-
-def _list(raw: object, where: str) -> list[Any]:
-    if not isinstance(raw, list):
-        raise GraphFileError(f"{where}: expected a list, got {str(raw)[:40]!r}")
-    return raw
+        raise GraphFileError(f"{where}: inputs: expected id or [id, output], got {shown(raw)}")
+    return _identity(raw[0], f"{where}: inputs", names), number(raw[1], f"{where}: inputs")
 
 
 def _top(kind: str, name: str, devices: tuple[Device, ...], vertices: list[dict[str, Any]]) -> dict[str, Any]:

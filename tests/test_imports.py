@@ -22,6 +22,7 @@ TORCH_FREE = (
     "execute.reference",
     "graphcheck",
     "graphfile",
+    "jsonfile",
     "memgraph",
     "plan",
     "sizes",
@@ -37,7 +38,18 @@ HUGGING_FACE = ("accelerate", "deepspeed", "peft", "transformers")
 MAY_USE_HUGGING_FACE = ("disco_accel.integrate", "disco_accel.testing", "recipes", "benchmarks")
 
 # Each part of the pipeline and what it may import of ours. The contracts below are open to all.
-CONTRACTS = ("config", "config_keys", "errors", "graphcheck", "graphfile", "memgraph", "sizes", "taskgraph", "verify")
+CONTRACTS = (
+    "config",
+    "config_keys",
+    "errors",
+    "graphcheck",
+    "graphfile",
+    "jsonfile",
+    "memgraph",
+    "sizes",
+    "taskgraph",
+    "verify",
+)
 MAY_IMPORT = {
     "capture": ("capture",),
     "plan": ("plan",),

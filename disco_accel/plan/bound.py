@@ -42,14 +42,19 @@ def bound_of(graph: TaskGraph, machine: Machine | None = None, memory: int | Non
     machine = machine or Machine()
     facts = [_Facts(graph, machine, device.id, device.memory if memory is None else memory) for device in graph.devices]
     programs = [_least_reloads(each) for each in facts]
-    p2p: dict[int, float] = defaultdict(float)
+    # Devices that share a link, and kinds of copies that do, take turns on it.
+    links: dict[str, float] = defaultdict(float)
+    for device, (seconds, _) in zip(graph.devices, programs, strict=True):
+        links[machine.lane(VertexKind.RELOAD, device.id, device.id)] += seconds
     where = {vertex.id: vertex.device for vertex in graph.vertices}
     for vertex in graph.vertices:
         if vertex.kind is VertexKind.TRANSFER:
-            p2p[where[vertex.inputs[0][0]]] += machine.seconds(vertex)
+            links[machine.lane(VertexKind.TRANSFER, vertex.device, where[vertex.inputs[0][0]])] += (
+                machine.seconds(vertex)
+            )
     return Bound(
         compute=max((sum(each.seconds) for each in facts), default=0.0) / machine.compute_streams,
-        link=max([*p2p.values(), *(seconds for seconds, _ in programs)], default=0.0),
+        link=max(links.values(), default=0.0),
         critical_path=_critical_path(graph, machine),
         phases=max((_phases(each) for each in facts), default=0.0),
         lp_reload_bytes=int(sum(loaded for _, loaded in programs)),

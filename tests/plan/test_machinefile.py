@@ -23,7 +23,7 @@ def write(folder: Path, content: object) -> Path:
 
 def test_links_that_are_not_named_keep_the_default(tmp_path: Path) -> None:
     link = {"kinds": ["h2d"], "bandwidth": 1e9, "latency": 1e-6, "scope": "device"}
-    machine = read_machine(write(tmp_path, {"compute_streams": 2, "links": [link]}), 1)
+    machine = read_machine(write(tmp_path, {"compute_streams": 2, "links": [link]}))
     assert (machine.compute_streams, machine.h2d, machine.d2h) == (2, Link(1e9, 1e-6), Link(2.0e10, 1e-5))
 
 
@@ -32,16 +32,22 @@ def test_links_that_are_not_named_keep_the_default(tmp_path: Path) -> None:
     [
         ([], "expected an object"),
         ({"compute_streams": 0}, "compute_streams"),
-        ({"links": [{"kinds": ["h2d", "d2h"], "bandwidth": 1e9}]}, "half duplex"),
+        ({"links": [{"kinds": [], "bandwidth": 1e9}]}, "kinds"),
+        ({"links": [{"kinds": ["h2d", "h2d"], "bandwidth": 1e9}]}, "kinds"),
+        ({"links": [{"kinds": [[]], "bandwidth": 1e9}]}, "kinds"),
         ({"links": [{"kinds": ["h2d"], "bandwidth": 0}]}, "bandwidth"),
         ({"links": [{"kinds": ["h2d"], "bandwidth": 1e9, "latency": -1}]}, "latency"),
-        ({"links": [{"kinds": ["h2d"], "bandwidth": 1e9, "scope": "shared"}]}, "scope"),
+        ({"links": [{"kinds": ["h2d"], "bandwidth": 1e9, "scope": "galaxy"}]}, "scope"),
+        ({"links": [{"kinds": ["h2d"], "bandwidth": 1e9, "scope": {}}]}, "scope"),
+        ({"links": [{"kinds": ["h2d"], "bandwidth": 1e9, "groups": [[0, 1], [1]]}]}, "groups"),
+        ({"links": [{"kinds": ["h2d"], "bandwidth": 1e9, "groups": [[0, [1]]]}]}, "groups"),
+        ({"links": [{"kinds": ["h2d"], "bandwidth": 10**400}]}, "bandwidth"),
         ({"links": [{"kinds": ["h2d"], "bandwidth": 1e9}, {"kinds": ["h2d"], "bandwidth": 1e9}]}, "already"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, content: object, names: str) -> None:
     with pytest.raises(ConfigError, match=names):
-        read_machine(write(tmp_path, content), 2)
+        read_machine(write(tmp_path, content))
 
 
 def test_the_bound_of_a_graph_on_a_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
