@@ -28,13 +28,16 @@ class Command:
     run: Callable[[argparse.Namespace], int]
 
 
+_POLICIES = "who is evicted first: belady, cost, fifo, latency_aware, lru, size_aware"
+
+
 def _compile_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("task", metavar="TASK.json", help="the task graph")
     parser.add_argument("-o", "--output", metavar="MEM.json", required=True, help="where the plan goes")
     parser.add_argument("--memory", metavar="SIZE", help="device memory, such as 12GiB (default: what the graph says)")
     parser.add_argument("--cyclic", action="store_true", help="the plan is run step after step")
     parser.add_argument("--planner", default="build", help="build (the paper's) or timed")
-    parser.add_argument("--policy", default="belady", help="who is evicted first: belady, cost, fifo, lru")
+    parser.add_argument("--policy", default="belady", help=_POLICIES)
 
 
 def _compile(options: argparse.Namespace) -> int:

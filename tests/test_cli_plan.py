@@ -60,7 +60,7 @@ def test_a_budget_that_is_too_small_says_what_works(tmp_path: Path, capsys: pyte
     [
         (["compile", "absent.json", "-o", "x.json"], "absent.json"),
         (["compile", LORA, "-o", "x.json", "--memory", "much"], "not a size"),
-        (["compile", LORA, "-o", "x.json", "--policy", "luck"], "belady, cost, fifo, lru"),
+        (["compile", LORA, "-o", "x.json", "--policy", "luck"], "belady, cost, fifo, latency_aware, lru, size_aware"),
         (["compile", LORA, "-o", "x.json", "--planner", "oracle"], "build"),
         (["compile", LORA, "-o", "no/such/folder/x.json"], "cannot be written"),
         (["verify", LORA, LORA], "expected 'memgraph'"),

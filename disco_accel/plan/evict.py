@@ -46,14 +46,34 @@ def belady(candidate: Candidate) -> float:
     return candidate.next_use
 
 
+def size_aware(candidate: Candidate) -> float:
+    """The most room for the longest time: bytes times the vertices until the next use."""
+    return candidate.size * (candidate.next_use - candidate.now)
+
+
+def latency_aware(candidate: Candidate) -> float:
+    """What is brought back most easily in time: the vertices until the next use over what the copies cost."""
+    return (candidate.next_use - candidate.now) / _price(candidate)
+
+
 def cost(candidate: Candidate) -> float:
-    """Bytes freed times the vertices until the next use, over what the copies cost; unchanged values cost one copy."""
-    copies = 1 if candidate.clean else 2
-    price = copies * (candidate.size + COPY_LATENCY_BYTES)
-    return candidate.size * (candidate.next_use - candidate.now) / price
+    """Bytes freed times the vertices until the next use, over what the copies cost."""
+    return size_aware(candidate) / _price(candidate)
 
 
-POLICIES: Mapping[str, Policy] = {"belady": belady, "cost": cost, "fifo": fifo, "lru": lru}
+def _price(candidate: Candidate) -> int:
+    """Return what it costs to evict and to bring back, in bytes: an unchanged value is copied once, not twice."""
+    return (1 if candidate.clean else 2) * (candidate.size + COPY_LATENCY_BYTES)
+
+
+POLICIES: Mapping[str, Policy] = {
+    "belady": belady,
+    "cost": cost,
+    "fifo": fifo,
+    "latency_aware": latency_aware,
+    "lru": lru,
+    "size_aware": size_aware,
+}
 
 
 def policy_named(name: str) -> Policy:

@@ -110,7 +110,7 @@ def test_unknown_names_list_the_known_ones() -> None:
     graph = lora_graph(replace(SMALL_STEP, layers=1), 1 << 30)
     with pytest.raises(ConfigError, match="build"):
         make_plan(graph, planner="timed?")
-    with pytest.raises(ConfigError, match="belady, cost, fifo, lru"):
+    with pytest.raises(ConfigError, match="belady, cost, fifo, latency_aware, lru, size_aware"):
         make_plan(graph, policy="random")
     with pytest.raises(ConfigError, match="lookahead"):
         make_plan(graph, lookahead=-1)

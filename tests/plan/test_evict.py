@@ -1,0 +1,75 @@
+"""Eviction policies: each ranks as its name says, and unknown names are answered with the known ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from disco_accel.cli import main
+from disco_accel.config import DiscoConfig
+from disco_accel.errors import ConfigError
+from disco_accel.plan.evict import POLICIES, Candidate, policy_named
+
+MIB = 1 << 20
+BASE = Candidate(size=MIB, born=10, last_use=20, next_use=60, now=40, clean=True)
+GRAPH = Path(__file__).parent.parent / "data" / "graphs" / "lora_small.taskgraph.json"
+
+
+@pytest.mark.parametrize(
+    ("name", "sooner"),
+    [
+        ("fifo", {"born": 5}),
+        ("lru", {"last_use": 15}),
+        ("belady", {"next_use": 70}),
+        ("size_aware", {"size": 2 * MIB}),
+        ("size_aware", {"next_use": 70}),
+        ("latency_aware", {"next_use": 70}),
+        ("latency_aware", {"size": MIB // 2}),
+        ("cost", {"next_use": 70}),
+        ("cost", {"size": 2 * MIB}),
+    ],
+)
+def test_who_goes_first(name: str, sooner: dict[str, int]) -> None:
+    policy = POLICIES[name]
+    assert policy(replace(BASE, **sooner)) > policy(BASE)
+
+
+@pytest.mark.parametrize("name", ["latency_aware", "cost"])
+def test_what_the_host_has_is_cheaper_to_evict(name: str) -> None:
+    assert POLICIES[name](BASE) == pytest.approx(2 * POLICIES[name](replace(BASE, clean=False)))
+
+
+@pytest.mark.parametrize("name", ["fifo", "lru", "belady", "size_aware"])
+def test_the_others_do_not_ask_what_the_host_has(name: str) -> None:
+    assert POLICIES[name](BASE) == POLICIES[name](replace(BASE, clean=False))
+
+
+def test_policies_that_look_at_size_and_time_disagree() -> None:
+    """A large value needed soon, a small one needed late: freed room against copies that are in time."""
+    large, small = replace(BASE, size=64 * MIB, next_use=45), replace(BASE, size=MIB, next_use=70)
+    assert POLICIES["size_aware"](large) > POLICIES["size_aware"](small)
+    assert POLICIES["latency_aware"](large) < POLICIES["latency_aware"](small)
+    assert POLICIES["cost"](large) < POLICIES["cost"](small)
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_the_command_line_and_the_config_take_every_policy(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert policy_named(name) is POLICIES[name]
+    assert DiscoConfig(policy=name).policy == name
+    plan = str(tmp_path / "plan.json")
+    assert main(["compile", str(GRAPH), "-o", plan, "--memory", "80MiB", "--cyclic", "--policy", name]) == 0
+    assert main(["verify", str(GRAPH), plan]) == 0
+
+
+def test_an_unknown_policy_is_answered_with_the_known_ones() -> None:
+    known = "belady, cost, fifo, latency_aware, lru, size_aware"
+    assert sorted(POLICIES) == known.split(", ")
+    with pytest.raises(ConfigError, match=f"'luck'.*{known}"):
+        policy_named("luck")
+    with pytest.raises(ConfigError) as caught:
+        DiscoConfig(policy="luck")
+    assert all(name in str(caught.value) for name in POLICIES)
