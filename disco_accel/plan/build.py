@@ -98,13 +98,17 @@ class _Builder:
     def walk(self) -> None:
         """Walk the serial order and log the plan."""
         self._place_inputs()
+        last = len(self.order)
+        fronts = [(memory, self.reads[device]) for device, memory in self.memories.items()]
         for position, vertex in enumerate(self.order):
             if vertex.kind is VertexKind.INPUT:
                 continue
-            for device, memory in self.memories.items():
+            for memory, reads in fronts:
                 memory.exec_horizon = position
                 memory.pinned.clear()
-                self.reads[device].look_ahead(memory, position + self.lookahead)
+                horizon = memory.alloc_horizon
+                if horizon <= last and not (horizon >= position and reads.failed == (horizon, memory.space.version)):
+                    reads.look_ahead(memory, position + self.lookahead)
             self._execute(position, vertex)
         for device, memory in self.memories.items():
             memory.exec_horizon = len(self.order)
@@ -199,7 +203,8 @@ class _Builder:
         refs = [copies[ref].ref if ref in copies else ref for ref in vertex.inputs]
         if over is not None and vertex.inplace is not None:
             refs[vertex.inplace] = over.ref
-        self.log.add(replace(vertex, inputs=tuple(refs)), release)
+        planned = tuple(refs)
+        self.log.add(vertex if planned == vertex.inputs else replace(vertex, inputs=planned), release)
         for value in inputs:
             value.next += 1
         for value in local:
