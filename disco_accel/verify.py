@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from disco_accel.errors import VerifyError
 from disco_accel.memgraph import MemGraph, Slot
 from disco_accel.taskgraph import Ref, TaskGraph, Vertex, VertexKind
-
-_BLOCK = 1 << 14
-"""Sources whose descendants are computed together: bounds the memory of the happens-before sets."""
+from disco_accel.verify_order import Claim, first_unfounded
 
 
 def verify(graph: TaskGraph, memgraph: MemGraph) -> None:
@@ -106,23 +105,32 @@ def _check_edges(plan: _Plan) -> None:
 
 
 def _topological_order(plan: _Plan) -> dict[int, int]:
-    """Return vertex id → position in an order that respects all edges."""
+    """Return vertex id → position in an order that respects all edges: the plan's own if it does."""
+    order: dict[int, int] = {}
+    for vertex in plan.vertex:
+        if not order.keys() >= plan.predecessors[vertex]:
+            return _some_order(plan)
+        order[vertex] = len(order)
+    return order
+
+
+def _some_order(plan: _Plan) -> dict[int, int]:
     successors: dict[int, list[int]] = defaultdict(list)
     waiting = {}
-    for vertex in plan.mem.vertices:
-        waiting[vertex.id] = len(plan.predecessors[vertex.id])
-        for predecessor in plan.predecessors[vertex.id]:
-            successors[predecessor].append(vertex.id)
-    queue = [vertex.id for vertex in plan.mem.vertices if waiting[vertex.id] == 0]
-    for vertex_id in queue:
-        for successor in successors[vertex_id]:
+    for vertex, predecessors in plan.predecessors.items():
+        waiting[vertex] = len(predecessors)
+        for predecessor in predecessors:
+            successors[predecessor].append(vertex)
+    queue = [vertex for vertex in plan.vertex if waiting[vertex] == 0]
+    for vertex in queue:
+        for successor in successors[vertex]:
             waiting[successor] -= 1
             if waiting[successor] == 0:
                 queue.append(successor)
     if len(queue) < len(plan.vertex):
         stuck = sorted(set(plan.vertex) - set(queue))[:8]
         raise VerifyError(f"the edges form a cycle; among the vertices that could never start: {stuck}")
-    return {vertex_id: position for position, vertex_id in enumerate(queue)}
+    return {vertex: position for position, vertex in enumerate(queue)}
 
 
 class _Before:
@@ -131,36 +139,23 @@ class _Before:
     def __init__(self, plan: _Plan, order: Mapping[int, int]) -> None:
         self.plan = plan
         self.order = order
-        self.claims: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
+        self.claims: list[Claim] = []
 
-    def claim(self, first: int, then: int, why: str) -> None:
+    def claim(self, first: int, then: int, why: Callable[[], str]) -> None:
         """Demand that ``first`` finishes before ``then`` starts."""
-        position = self.order[first]
-        if position >= self.order[then]:
-            raise VerifyError(f"{self.plan.name(first)} need not finish before {self.plan.name(then)} starts: {why}")
-        self.claims[position // _BLOCK].append((position, then, why))
+        if first not in self.plan.predecessors[then]:
+            self.claims.append((self.order[first], self.order[then], why))
 
     def resolve(self) -> None:
         """Check every claim. Raises VerifyError at the first that does not hold."""
-        by_position = sorted(self.order, key=self.order.__getitem__)
-        for block, claims in sorted(self.claims.items()):
-            low = block * _BLOCK
-            ancestors = [0] * (len(by_position) - low)
-            for position in range(low, len(by_position)):
-                reached = 0
-                for predecessor in self.plan.predecessors[by_position[position]]:
-                    source = self.order[predecessor] - low
-                    if source >= 0:
-                        reached |= ancestors[source]
-                        if source < _BLOCK:
-                            reached |= 1 << source
-                ancestors[position - low] = reached
-            for position, then, why in claims:
-                if not (ancestors[self.order[then] - low] >> (position - low)) & 1:
-                    first = by_position[position]
-                    raise VerifyError(
-                        f"{self.plan.name(first)} need not finish before {self.plan.name(then)} starts: {why}"
-                    )
+        order = self.order
+        predecessors = [[order[p] for p in self.plan.predecessors[vertex]] for vertex in order]
+        wrong = first_unfounded(predecessors, self.claims)
+        if wrong is not None:
+            by_position = list(order)
+            first, then = by_position[wrong[0]], by_position[wrong[1]]
+            name = self.plan.name
+            raise VerifyError(f"{name(first)} need not finish before {name(then)} starts: {wrong[2]()}")
 
 
 def _check_values(plan: _Plan, order: Mapping[int, int]) -> None:
@@ -214,7 +209,7 @@ def _check_after(plan: _Plan, before: _Before) -> None:
     for vertex in plan.graph.vertices:
         for other in vertex.after:
             if plan.vertex[other].kind is not VertexKind.INPUT or plan.task[other].late:
-                before.claim(other, vertex.id, "the task graph says after")
+                before.claim(other, vertex.id, lambda: "the task graph says after")
 
 
 def _behind_gate(plan: _Plan, order: Mapping[int, int]) -> set[int]:
@@ -334,22 +329,27 @@ def _check_device_memory(
 
 
 def _check_overwrite(plan: _Plan, former: Ref, ref: Ref, readers: Sequence[int], before: _Before) -> None:
-    writer, owner = ref[0], plan.vertex[former[0]]
-    both = f"{plan.name(former[0])} output {former[1]} and {plan.name(writer)} output {ref[1]} share memory"
+    writer = ref[0]
+
+    def both() -> str:
+        names = (f"{plan.name(vertex)} output {output}" for vertex, output in (former, ref))
+        return f"{' and '.join(names)} share memory"
+
     if plan.vertex[writer].kind is VertexKind.INPUT:
-        raise VerifyError(f"{both} and both are there at the start")
+        raise VerifyError(f"{both()} and both are there at the start")
     if former[0] == writer:
-        raise VerifyError(f"{both}")
+        raise VerifyError(both())
     if writer in readers:
         _check_reuse(plan, former, ref, both)
-    if owner.kind is not VertexKind.INPUT:
+    if not readers and plan.vertex[former[0]].kind is not VertexKind.INPUT:
         before.claim(former[0], writer, both)
+    # Each reader has a data edge from the producer, which is thus done as well.
     for reader in readers:
         if reader != writer:
             before.claim(reader, writer, both)
 
 
-def _check_reuse(plan: _Plan, former: Ref, ref: Ref, both: str) -> None:
+def _check_reuse(plan: _Plan, former: Ref, ref: Ref, both: Callable[[], str]) -> None:
     """Allow ``ref`` to be written over an input of its own vertex only as ``inplace`` or ``may_inplace`` says."""
     writer = plan.task.get(ref[0])
     allowed: set[int] = set()
@@ -357,9 +357,9 @@ def _check_reuse(plan: _Plan, former: Ref, ref: Ref, both: str) -> None:
         allowed = set(writer.may_inplace) | ({writer.inplace} if writer.inplace is not None else set())
     named = any(plan.vertex[ref[0]].inputs[position] == former for position in allowed)
     if not named or ref[1] != 0:
-        raise VerifyError(f"{both}, but the second reads the first and may not be written over it")
+        raise VerifyError(f"{both()}, but the second reads the first and may not be written over it")
     if plan.mem.slots[former].addr != plan.mem.slots[ref].addr or plan.size(ref) > plan.size(former):
-        raise VerifyError(f"{both}: writing over an input needs the same address and no larger an output")
+        raise VerifyError(f"{both()}: writing over an input needs the same address and no larger an output")
 
 
 def _check_inplace(plan: _Plan, ref: Ref, slot: Slot) -> None:
@@ -369,6 +369,10 @@ def _check_inplace(plan: _Plan, ref: Ref, slot: Slot) -> None:
     target = plan.mem.slots.get(plan.vertex[ref[0]].inputs[task.inplace])
     if target is None or target.device != slot.device or target.addr != slot.addr:
         raise VerifyError(f"{plan.name(ref[0])}: output 0 must be written over inputs[{task.inplace}]")
+
+
+def _share_host(plan: _Plan, first: int, then: int) -> str:
+    return f"{plan.name(first)} and {plan.name(then)} share host memory"
 
 
 def _check_host_memory(plan: _Plan, order: Mapping[int, int], before: _Before) -> _Occupants:
@@ -387,10 +391,10 @@ def _check_host_memory(plan: _Plan, order: Mapping[int, int], before: _Before) -
         if size == 0:
             continue
         for former in memory.replace(start, start + size, (offload, 0)):
-            both = f"{plan.name(former[0])} and {plan.name(offload)} share host memory"
-            before.claim(former[0], offload, both)
+            why = partial(_share_host, plan, former[0], offload)
+            before.claim(former[0], offload, why)
             for reader in readers[former]:
-                before.claim(reader, offload, both)
+                before.claim(reader, offload, why)
     return memory
 
 

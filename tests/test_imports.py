@@ -30,6 +30,7 @@ TORCH_FREE = (
     "testing.faults",
     "testing.strategies",
     "verify",
+    "verify_order",
 )
 # config asks torch what devices there are, inside the one function that resolves a config.
 TORCH_WHEN_ASKED = ("config",)
@@ -49,6 +50,7 @@ CONTRACTS = (
     "sizes",
     "taskgraph",
     "verify",
+    "verify_order",
 )
 MAY_IMPORT = {
     "capture": ("capture",),
