@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_Key = Callable[["Piece"], tuple[float, ...]]
-
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -27,48 +25,87 @@ class Piece:
         return sum(end - begin for begin, end in self.spans)
 
 
-ORDERS: dict[str, _Key] = {
-    "size": lambda piece: (-piece.block, -piece.ticks, piece.spans[0][0]),
-    "begin of size": lambda piece: (-piece.block, piece.spans[0][0]),
-    "area": lambda piece: (-piece.block * piece.ticks, piece.spans[0][0]),
-    "life": lambda piece: (-piece.ticks, -piece.block),
-}
-"""In which order pieces get a place, by promise."""
+_Key = Callable[["Piece"], tuple[float, ...]]
+
+_FEW = 1000
+"""Up to so many pieces all orders are tried, beyond only the first two."""
+
+_TINY = 2000
+"""Pieces smaller than one part in so many of all lie lowest, by time: above large ones they would be in the way."""
 
 
-def place(pieces: Sequence[Piece], limit: int) -> tuple[int, list[int]]:
-    """Return the lowest top that is found, or the first not above ``limit``, and the address of each piece."""
+def _by_size(power: float) -> _Key:
+    """The largest first, in bytes times a power of the time that they take."""
+    return lambda piece: (-piece.block * float(piece.ticks) ** power, -piece.ticks, piece.spans[0][0])
+
+
+_NONE = 1 << 62
+
+
+ORDERS: tuple[_Key, ...] = (
+    _by_size(0.0),
+    _by_size(0.2),
+    _by_size(0.1),
+    _by_size(0.3),
+    _by_size(0.5),
+    lambda piece: (-piece.block, piece.spans[0][0]),
+    lambda piece: (-piece.ticks, -piece.block),
+)
+"""In which order pieces get a place, by promise; those that are always there come first."""
+
+
+def place(pieces: Sequence[Piece], limit: int) -> tuple[int, list[int], int]:
+    """Return the lowest top that is found, or the first not above ``limit``, the address of each piece, and how many
+    orders were tried."""
+    always = max((piece.ticks for piece in pieces), default=0)
     best: tuple[int, list[int]] | None = None
-    for key in ORDERS.values():
-        found = _pack(pieces, key)
-        if best is None or found[0] < best[0]:
-            best = found
-        if best[0] <= limit:
-            break
+    tried = 0
+    for order in ORDERS if len(pieces) <= _FEW else ORDERS[:2]:
+        for tiny in (limit // _TINY, 0):
+
+            def key(piece: Piece, order: _Key = order, tiny: int = tiny) -> tuple[float, ...]:
+                if piece.ticks == always:
+                    return (0,)
+                return (1, -piece.ticks) if piece.block <= tiny else (2, *order(piece))
+
+            tried += 1
+            found = _pack(pieces, key)
+            if best is None or found[0] < best[0]:
+                best = found
+            if best[0] <= limit:
+                return *best, tried
     assert best is not None
-    return best
+    return *best, tried
 
 
 def _pack(pieces: Sequence[Piece], key: _Key) -> tuple[int, list[int]]:
     order = sorted(range(len(pieces)), key=lambda i: key(pieces[i]))
     addresses = [0] * len(pieces)
     top = 0
-    begins, ends, lows, highs = (np.zeros(2 * len(pieces), np.int64) for _ in range(4))
+    # By address: where each span placed so far begins and ends, in bytes and in ticks.
+    placed = np.zeros((4, 2 * len(pieces)), np.int64)
+    lows, highs, begins, ends = placed
     count = 0
     for i in order:
         block, spans = pieces[i].block, pieces[i].spans
-        meets = np.zeros(count, np.bool_)
-        for begin, end in spans:
+        (begin, end), *more = spans
+        meets = (begins[:count] < end) & (ends[:count] > begin)
+        for begin, end in more:
             meets |= (begins[:count] < end) & (ends[:count] > begin)
-        low = lows[:count][meets]
-        ascending = np.argsort(low, kind="stable")
-        tops = np.maximum.accumulate(np.concatenate(([0], highs[:count][meets][ascending])))
-        gaps = low[ascending] - tops[:-1]
-        fitting = np.flatnonzero(gaps >= block)
-        address = int(tops[fitting[np.argmin(gaps[fitting])]]) if len(fitting) else int(tops[-1])
+        met = meets.nonzero()[0]
+        tops = np.zeros(len(met) + 1, np.int64)
+        np.maximum.accumulate(highs[met], out=tops[1:])
+        gaps = lows[met] - tops[:-1]
+        gaps[gaps < block] = _NONE
+        best = int(gaps.argmin()) if len(met) else -1
+        address = int(tops[best] if best >= 0 and gaps[best] < _NONE else tops[-1])
         addresses[i] = address
         top = max(top, address + block)
+        at = int(lows[:count].searchsorted(address))
+        wide = len(spans)
+        placed[:, at + wide : count + wide] = placed[:, at:count]
         for begin, end in spans:
-            begins[count], ends[count], lows[count], highs[count] = begin, end, address, address + block
-            count += 1
+            placed[:, at] = address, address + block, begin, end
+            at += 1
+        count += wide
     return top, addresses

@@ -5,10 +5,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
+
+import numpy as np
 
 from disco_accel.memgraph import MemGraph, Slot
-from disco_accel.plan.demand import Demand
+from disco_accel.plan.demand import Demand, Profile
 from disco_accel.plan.finish import assemble
 from disco_accel.plan.place import Piece, place
 from disco_accel.plan.sim_malloc import PlanLog
@@ -43,16 +45,20 @@ class Occupancy:
 @dataclass(slots=True)
 class Stays:
     """``planned``: the vertices but for inputs, in order; ``all``: every occupancy by begin; ``slots``: that of each
-    value, as it is named in the plan."""
+    value, as it is named in the plan; ``positions``: which vertex of the serial order is the next at each tick;
+    ``tried``: how many addresses were looked for."""
 
     demand: Demand
     planned: list[Vertex]
     all: list[Occupancy]
     slots: dict[Ref, Occupancy]
+    positions: list[int]
+    tried: int = 0
 
-    def settle(self, capacity: Mapping[int, int], *, lowest: bool) -> dict[int, int]:
-        """Give all an address; return the bytes by device above ``capacity``, nothing if all fit. ``lowest``: take as
-        few bytes as can be found even if more would do."""
+    def settle(self, capacity: Mapping[int, int], *, lowest: bool) -> dict[int, Profile]:
+        """Give all an address; return by device and position the bytes above ``capacity``, nothing if all fit.
+
+        ``lowest``: take as few bytes as can be found even if more would do."""
         over = {}
         for device, memory in capacity.items():
             own = [stay for stay in self.all if stay.device == device and stay.twin is None]
@@ -62,14 +68,26 @@ class Stays:
                 for stay in own
             ]
             pieces = [Piece(stay.block, span) for stay, span in zip(own, spans, strict=True)]
-            top, addresses = place(pieces, 0 if lowest else memory)
+            top, addresses, orders = place(pieces, 0 if lowest else memory)
+            self.tried += orders * len(pieces)
             for stay, address in zip(own, addresses, strict=True):
                 stay.addr = address
             if top > memory:
-                over[device] = top - memory
+                over[device] = self._overflow(pieces, addresses, memory)
         for stay in self.all:
             if stay.twin is not None:
                 stay.addr = stay.twin.addr
+        return over
+
+    def _overflow(self, pieces: Sequence[Piece], addresses: Sequence[int], memory: int) -> Profile:
+        """Return by position how many bytes lie above ``memory``."""
+        over = np.zeros(self.demand.end + 1, np.int64)
+        for piece, address in zip(pieces, addresses, strict=True):
+            beyond = address + piece.block - memory
+            if beyond > 0:
+                for begin, end in piece.spans:
+                    stretch = slice(self.positions[begin], self.positions[end - 1] + 1)
+                    over[stretch] = np.maximum(over[stretch], beyond)
         return over
 
     def plan(self, cyclic: bool) -> MemGraph:
@@ -96,7 +114,9 @@ def stays_of(demand: Demand, timeline: Timeline, permanent: Sequence[int], start
     """Return what ``timeline`` describes, still without addresses; ``permanent`` pages never leave."""
     replay = _Replay(demand, timeline)
     replay.run(permanent, start, cyclic)
-    return Stays(demand, replay.planned, replay.stays, replay.slots)
+    runs = (act is Act.RUN for act, _ in timeline.acts)
+    positions = [0, *accumulate(runs, initial=0)]
+    return Stays(demand, replay.planned, replay.stays, replay.slots, positions)
 
 
 class _Replay:

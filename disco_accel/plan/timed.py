@@ -11,13 +11,15 @@ import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from disco_accel.memgraph import MemGraph
-from disco_accel.plan.demand import Demand, demand_of, twice
+from disco_accel.plan.demand import Demand, Profile, demand_of, twice
 from disco_accel.plan.resident import SMALL
 from disco_accel.plan.sim_malloc import Infeasible
 from disco_accel.plan.simulate import Machine, simulate
 from disco_accel.plan.stays import stays_of
-from disco_accel.plan.timeline import Timeline, simulate_step
+from disco_accel.plan.timeline import Act, Timeline, simulate_step
 from disco_accel.taskgraph import TaskGraph, VertexKind
 
 SHARES = (0.0, 0.5, 0.85, 0.95, 0.3, 0.7)
@@ -29,14 +31,16 @@ WORTH = (None, 10.0, 2.0)
 EFFORT = 100_000
 """Vertices in all the drafts of one search; the first share of each kind is tried in any case."""
 
-_PLACED = 40_000
-"""Pieces that are given addresses in one search, after which the first plan found is the last."""
+_PLACED = 80_000
+"""Addresses that are tried in one search, after which the first plan found is the last."""
 
 _GOOD = 1.002
 """A draft that takes at most so many times what compute takes is not bettered any more."""
 
 _STEP = 0.08
-_RETRIES = 12
+_RETRIES = 6
+_SMALL = 1000
+"""Positions of a step up to which a draft without addresses is followed by several others, not one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,25 +55,33 @@ class _Settings:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A timeline with its demand, the pages there at the ``start``, those that are ``permanent``, and the bytes by
-    device that it was drafted with."""
+    """A timeline with its demand, the pages there at the ``start``, and those that are ``permanent``; ``retries``: how
+    often addresses did not fit."""
 
     demand: Demand
     timeline: Timeline
     start: tuple[int, ...]
     permanent: tuple[int, ...]
-    capacity: Mapping[int, int]
+    retries: int = 0
 
 
 def build_timed(graph: TaskGraph, machine: Machine, *, cyclic: bool, hurry: bool = False) -> MemGraph:
     """Return the fastest plan found; with ``hurry`` the first. Raises Infeasible if this planner finds none."""
     search = _Search(graph, machine, cyclic)
     search.run(hurry)
-    return search.plan(hurry)
+    search.settle(hurry)
+    if not hurry and search.makespan > search.floor:
+        # What was good enough as a draft may have lost by its addresses.
+        search.floor = 0.0
+        search.run(hurry)
+        search.settle(hurry)
+    if search.plan is None:
+        raise Infeasible(0)
+    return search.plan
 
 
 class _Search:
-    """Drafts with different settings, kept in ``found``."""
+    """Drafts with different settings, kept in ``found``, and the best ``plan`` with its ``makespan``."""
 
     def __init__(self, graph: TaskGraph, machine: Machine, cyclic: bool) -> None:
         self.graph = graph
@@ -79,8 +91,14 @@ class _Search:
         self.demands: dict[float | None, Demand | None] = {}
         self.tried: set[tuple[float | None, tuple[int, ...]]] = set()
         self.found: list[tuple[Draft, _Settings]] = []
+        self.queue: list[tuple[float, int, Draft]] = []
+        self.seen: dict[float, list[list[tuple[Act, int]]]] = {}
+        self.count = 0
         self.effort = 0
+        self.pieces = 0
         self.floor = _GOOD * self._compute()
+        self.plan: MemGraph | None = None
+        self.makespan = float("inf")
 
     def run(self, hurry: bool) -> None:
         """Try kinds of demand and shares of permanent pages, then what lies around the best."""
@@ -100,33 +118,57 @@ class _Search:
             if self.fastest() >= before:
                 step /= 2
 
-    def plan(self, hurry: bool) -> MemGraph:
-        """Give drafts addresses, the fastest first, until none is faster than the best plan. Raises Infeasible."""
-        queue = [(draft.timeline.seconds, i, draft) for i, (draft, _) in enumerate(self.found)]
-        heapq.heapify(queue)
-        best: tuple[float, MemGraph] | None = None
-        retries, pieces = 0, 0
-        while queue and (best is None or (queue[0][0] < best[0] and pieces < _PLACED and not hurry)):
-            _, i, draft = heapq.heappop(queue)
+    def settle(self, hurry: bool) -> None:
+        """Give drafts addresses, the fastest first, until none is faster than the best plan."""
+        limit = self.pieces + _PLACED
+        while self.queue and self.queue[0][0] < self.makespan and not (hurry and self.plan):
+            if self.pieces > (limit if self.plan else 2 * limit):
+                return
+            _, _, draft = heapq.heappop(self.queue)
             stays = stays_of(draft.demand, draft.timeline, draft.permanent, draft.start, self.cyclic)
             over = stays.settle(self.capacity, lowest=not draft.timeline.loaded)
-            pieces += len(stays.all)
-            if not over:
-                plan = stays.plan(self.cyclic)
-                makespan = simulate(plan, self.machine).makespan
-                if best is None or makespan < best[0]:
-                    best = makespan, plan
-            elif retries < _RETRIES * len(self.found):
-                retries += 1
-                less = {device: memory - over.get(device, 0) for device, memory in draft.capacity.items()}
-                try:
-                    again = draft_of(draft.demand, self.machine, less, draft.permanent, self.cyclic)
-                except Infeasible:
-                    continue
-                heapq.heappush(queue, (again.timeline.seconds, i, again))
-        if best is None:
-            raise Infeasible(0)
-        return best[1]
+            self.pieces += stays.tried
+            if over:
+                self._again(draft, over)
+                continue
+            plan = stays.plan(self.cyclic)
+            makespan = simulate(plan, self.machine).makespan
+            if makespan < self.makespan:
+                self.plan, self.makespan = plan, makespan
+
+    def _again(self, draft: Draft, over: Mapping[int, Profile]) -> None:
+        """Draft once more with less memory where addresses were ``over`` it, and with less memory everywhere."""
+        if draft.retries >= _RETRIES:
+            return
+        fixed = draft.demand.fixed
+        free = _free(draft, self.capacity)
+        kinds = [over]
+        if draft.demand.end <= _SMALL:
+            kinds += [
+                {device: np.full_like(profile, profile.max() // part) for device, profile in over.items()}
+                for part in (1, 3)
+            ]
+        for less in kinds:
+            taken = {device: np.minimum(profile, free[device]) for device, profile in less.items()}
+            if not any(profile.any() for profile in taken.values()):
+                continue
+            again = {device: profile + taken.get(device, 0) for device, profile in fixed.items()}
+            self._draft(replace(draft.demand, fixed=again), draft.permanent, draft.retries + 1)
+
+    def _draft(self, demand: Demand, permanent: tuple[int, ...], retries: int = 0) -> Draft | None:
+        """Draft and put the draft in the queue, if there is one."""
+        self.effort += 3 * demand.end
+        try:
+            draft = draft_of(demand, self.machine, self.capacity, permanent, self.cyclic)
+        except Infeasible:
+            return None
+        draft = replace(draft, retries=retries)
+        if draft.timeline.acts in self.seen.setdefault(draft.timeline.seconds, []):
+            return draft
+        self.seen[draft.timeline.seconds].append(draft.timeline.acts)
+        self.count += 1
+        heapq.heappush(self.queue, (draft.timeline.seconds, self.count, draft))
+        return draft
 
     def fastest(self) -> float:
         """Return the seconds of the best draft so far."""
@@ -149,12 +191,9 @@ class _Search:
         if (settings.worth, permanent) in self.tried:
             return
         self.tried.add((settings.worth, permanent))
-        self.effort += 3 * demand.end
-        try:
-            draft = draft_of(demand, self.machine, self.capacity, permanent, self.cyclic)
-        except Infeasible:
-            return
-        self.found.append((draft, settings))
+        draft = self._draft(demand, permanent)
+        if draft is not None:
+            self.found.append((draft, settings))
 
     def _compute(self) -> float:
         """Return the seconds that the busiest device computes."""
@@ -219,7 +258,20 @@ def draft_of(
         start = _first_used(demand, rooms, permanent)
     back = start if cyclic else ()
     timeline = simulate_step(demand, machine, rooms, start=start, back=back, permanent=permanent)
-    return Draft(demand, timeline, tuple(start), permanent, capacity)
+    return Draft(demand, timeline, tuple(start), permanent)
+
+
+def _free(draft: Draft, capacity: Mapping[int, int]) -> dict[int, Profile]:
+    """Return by device and position the bytes that are left beside what the vertex there cannot do without."""
+    demand, permanent = draft.demand, set(draft.permanent)
+    free = {device: memory - demand.fixed[device] - demand.produced[device] for device, memory in capacity.items()}
+    for i in permanent:
+        free[demand.pages[i].device] -= demand.pages[i].block
+    for position, read in enumerate(demand.reads):
+        for i in read:
+            if i not in permanent:
+                free[demand.pages[i].device][position] -= demand.pages[i].block
+    return {device: np.maximum(profile, 0) for device, profile in free.items()}
 
 
 def _first_used(demand: Demand, rooms: Mapping[int, int], permanent: Sequence[int]) -> list[int]:
