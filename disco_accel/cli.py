@@ -9,10 +9,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from disco_accel import commands, simulate_command
 from disco_accel.errors import BudgetTooSmall, ConfigError, DiscoError, VerifyError
 from disco_accel.sizes import parse_size
+
+if TYPE_CHECKING:
+    from disco_accel.taskgraph import TaskGraph
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +50,13 @@ def _compile(options: argparse.Namespace) -> int:
     from disco_accel.plan.summary import summary
 
     memory = None if options.memory is None else parse_size(options.memory)
-    names: dict[int, str] = {}
+    names = options.names
     graph = read_taskgraph(options.task, names)
     started = time.perf_counter()
-    plan = make_plan(graph, memory=memory, policy=options.policy, planner=options.planner, cyclic=options.cyclic)
+    try:
+        plan = make_plan(graph, memory=memory, policy=options.policy, planner=options.planner, cyclic=options.cyclic)
+    except BudgetTooSmall as error:
+        raise _with_culprit(error, graph) from None
     seconds = time.perf_counter() - started
     try:
         write_memgraph(plan, options.output, names)
@@ -57,6 +64,18 @@ def _compile(options: argparse.Namespace) -> int:
         raise ConfigError(f"{options.output}: cannot be written: {error.strerror}") from None
     print(json.dumps({**summary(plan), "seconds": round(seconds, 3)}))
     return 0
+
+
+def _with_culprit(error: BudgetTooSmall, graph: TaskGraph) -> BudgetTooSmall:
+    """Return ``error``, naming the vertex if a single one is too large for the device."""
+    from disco_accel.graphcheck import called, largest_need
+    from disco_accel.jsonfile import plain
+
+    need, vertex = max((largest_need(graph, device.id) for device in graph.devices), key=lambda found: found[0])
+    if vertex is None or need <= error.given:
+        return error
+    what = f"the plan of '{plain(graph.name)}', whose {called(vertex)} takes {need} bytes by itself,"
+    return BudgetTooSmall(error.needed, error.given, what)
 
 
 def _bound_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,13 +87,18 @@ def _bound_arguments(parser: argparse.ArgumentParser) -> None:
 def _bound(options: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from disco_accel.graphcheck import check_taskgraph
+    from disco_accel.graphcheck import called, largest_need
     from disco_accel.graphfile import read_taskgraph
     from disco_accel.plan.bound import bound_of
     from disco_accel.plan.machinefile import read_machine
 
     memory = None if options.memory is None else parse_size(options.memory)
-    graph = check_taskgraph(read_taskgraph(options.task))
+    graph = read_taskgraph(options.task, options.names)
+    for device in graph.devices:
+        need, vertex = largest_need(graph, device.id)
+        given = device.memory if memory is None else memory
+        if vertex is not None and need > given:
+            raise BudgetTooSmall(need, given, called(vertex))
     machine = None if options.machine is None else read_machine(options.machine)
     bound = bound_of(graph, machine, memory)
     print(json.dumps({**asdict(bound), "bound": bound.bound}))
@@ -87,16 +111,15 @@ def _verify_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from disco_accel.graphfile import read_memgraph, read_taskgraph
+    from disco_accel.graphfile import in_file, read_memgraph, read_taskgraph
     from disco_accel.verify import verify
 
-    names: dict[int, str] = {}
-    graph = read_taskgraph(options.task, names)
-    plan = read_memgraph(options.plan, names)
+    graph = read_taskgraph(options.task, options.names)
+    plan = read_memgraph(options.plan, options.names)
     try:
         verify(graph, plan)
     except VerifyError as error:
-        print(json.dumps({"verified": False, "reason": str(error)}))
+        print(json.dumps({"verified": False, "reason": in_file(str(error), options.names)}))
         raise
     print(json.dumps({"verified": True, "vertices": len(plan.vertices)}))
     return 0
@@ -124,7 +147,7 @@ def _train(options: argparse.Namespace) -> int:
     return train(options.rest)
 
 
-BENCHMARKS = ("engine", "planner", "weights")
+BENCHMARKS = ("engine", "planner", "policies", "weights")
 
 
 def _bench(options: argparse.Namespace) -> int:
@@ -179,13 +202,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     own_parser = [command.name for command in COMMANDS if command.arguments is None]
     rest = words[1:] if words[:1] and words[0] in own_parser else []
     try:
-        options = parser.parse_args(words[: len(words) - len(rest)], argparse.Namespace(rest=rest))
+        options = parser.parse_args(words[: len(words) - len(rest)], argparse.Namespace(rest=rest, names={}))
     except SystemExit as exit:
         return exit.code if isinstance(exit.code, int) else 2
     try:
         status: int = options.run(options)
     except DiscoError as error:
-        print(f"disco-accel {options.command}: {error}", file=sys.stderr)
+        from disco_accel.graphfile import in_file
+
+        # Ids that are texts in the file are numbers in memory.
+        print(f"disco-accel {options.command}: {in_file(str(error), options.names)}", file=sys.stderr)
         return 1 if isinstance(error, BudgetTooSmall | VerifyError) else 2
     return status
 

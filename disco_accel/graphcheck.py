@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 
 from disco_accel.errors import GraphFileError
+from disco_accel.jsonfile import plain
 from disco_accel.memgraph import Edge
 from disco_accel.taskgraph import TaskGraph, Vertex, VertexKind
 
@@ -62,7 +63,16 @@ def after_gate(vertices: Sequence[Vertex], edges: Iterable[Edge] = ()) -> set[in
 
 
 def _fail(vertex: Vertex, key: str, message: str) -> GraphFileError:
-    return GraphFileError(f"vertex {vertex.id} ({vertex.op or vertex.kind.name.lower()}): {key}: {message}")
+    return GraphFileError(f"{called(vertex)}: {key}: {message}")
+
+
+def called(vertex: Vertex) -> str:
+    """Return how messages call ``vertex``."""
+    return f"vertex {vertex.id} ({plain(vertex.op) or vertex.kind.name.lower()})"
+
+
+def _some(ids: set[int]) -> str:
+    return ", ".join(map(str, sorted(ids)[:8])) + (", ..." if len(ids) > 8 else "")
 
 
 def check_taskgraph(graph: TaskGraph) -> TaskGraph:
@@ -75,7 +85,7 @@ def check_taskgraph(graph: TaskGraph) -> TaskGraph:
         by_id[vertex.id] = vertex
     for vertex in graph.vertices:
         if vertex.device not in devices:
-            raise _fail(vertex, "device", f"{vertex.device} is not one of the devices {sorted(devices)}")
+            raise _fail(vertex, "device", f"{vertex.device} is not one of the devices {_some(devices)}")
         if vertex.kind in (VertexKind.OFFLOAD, VertexKind.RELOAD):
             raise _fail(vertex, "kind", f"{vertex.kind.name.lower()} belongs to a memgraph, not to a taskgraph")
         _check_references(vertex, by_id)
@@ -158,14 +168,50 @@ def _check_inplace(vertex: Vertex, by_id: dict[int, Vertex]) -> None:
 def _some_cycle(graph: TaskGraph) -> str:
     """Name the vertices of one cycle, at most eight of them."""
     by_id = {vertex.id: vertex for vertex in graph.vertices}
-    alive = set(by_id)
-    progress = True
-    while progress:
-        drop = [v for v in alive if not any(dep in alive for dep in dependencies(by_id[v]))]
-        alive.difference_update(drop)
-        progress = bool(drop)
-    walk = [min(alive)]
-    while walk.count(walk[-1]) == 1:
-        walk.append(min(dep for dep in dependencies(by_id[walk[-1]]) if dep in alive))
-    cycle = walk[walk.index(walk[-1]) :][::-1]
+    readers: dict[int, list[int]] = {vertex.id: [] for vertex in graph.vertices}
+    waiting = {vertex.id: len(dependencies(vertex)) for vertex in graph.vertices}
+    for vertex in graph.vertices:
+        for dep in dependencies(vertex):
+            readers[dep].append(vertex.id)
+    done = [vertex for vertex, count in waiting.items() if not count]
+    for vertex_id in done:
+        for reader in readers[vertex_id]:
+            waiting[reader] -= 1
+            if not waiting[reader]:
+                done.append(reader)
+    alive = set(by_id).difference(done)
+    # What is left depends on something that is left, so walking that way comes round.
+    walk, place = [min(alive)], {min(alive): 0}
+    while True:
+        following = min(dep for dep in dependencies(by_id[walk[-1]]) if dep in alive)
+        if following in place:
+            break
+        place[following] = len(walk)
+        walk.append(following)
+    cycle = [*walk[place[following] :], following][::-1]
     return " -> ".join(map(str, cycle[:8])) + (" -> ..." if len(cycle) > 8 else "")
+
+
+def largest_need(graph: TaskGraph, device: int) -> tuple[int, Vertex | None]:
+    """Return the most bytes that one vertex needs on ``device`` by itself, and the vertex.
+
+    Inputs and outputs together, rounded up to the alignment; output 0 costs nothing where it may lie on an input.
+    """
+    unit = next(each.alignment for each in graph.devices if each.id == device)
+    by_id = {vertex.id: vertex for vertex in graph.vertices}
+    most, culprit = 0, None
+    for vertex in graph.vertices:
+        sizes = {}
+        for producer, output in vertex.inputs:
+            source = by_id[producer]
+            if source.device == device and not source.external:
+                sizes[producer, output] = source.sizes[output]
+        over = (*vertex.may_inplace, *(() if vertex.inplace is None else (vertex.inplace,)))
+        reuses = any(vertex.inputs[position] in sizes for position in over)
+        # A clean input that nobody reads stays on the host.
+        if vertex.device == device and not vertex.external and not vertex.clean:
+            sizes |= {(vertex.id, k): size for k, size in enumerate(vertex.sizes) if k or not reuses}
+        need = sum(-(-size // unit) * unit for size in sizes.values())
+        if need > most:
+            most, culprit = need, vertex
+    return most, culprit

@@ -7,13 +7,14 @@ import hashlib
 import json
 import math
 import os
+import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
 from disco_accel.errors import GraphFileError
-from disco_accel.graphcheck import check_taskgraph, stable_topological_order
+from disco_accel.graphcheck import called, check_taskgraph, stable_topological_order
 from disco_accel.jsonfile import a_list, an_object, flag, integer, number, plain, shown, text
 from disco_accel.jsonfile import parse_json as parse_json
 from disco_accel.memgraph import Edge, MemGraph, Slot
@@ -23,7 +24,9 @@ MAX_FILE_BYTES = 1 << 30
 """A larger file is refused before it is read."""
 
 VERSION = 1
+MAX_DEVICES = 1024
 _MAX_ID = 1 << 62
+_HASHED = re.compile(r"\b1[0-9]{18}\b")
 _KINDS = {"input": VertexKind.INPUT, "transfer": VertexKind.TRANSFER}
 _MEM_KINDS = {**_KINDS, "offload": VertexKind.OFFLOAD, "reload": VertexKind.RELOAD}
 _KIND_NAMES = {**{kind: name for name, kind in _MEM_KINDS.items()}, VertexKind.KERNEL: "compute"}
@@ -104,13 +107,15 @@ def memgraph_from_json(data: object, names: IdNames | None = None) -> MemGraph:
     edges = an_object(top.get("edges", {}), "edges")
     data_edges = _edges(edges.get("data", []), "edges.data", names)
     memory_edges = _edges(edges.get("memory", []), "edges.memory", names)
+    devices = _devices(top)
     _check_ids(vertices, (*data_edges, *memory_edges))
+    _check_shapes(vertices, {device.id for device in devices})
     host = an_object(top.get("host", {}), "host")
     cyclic = flag(top, "cyclic", "graph")
     order = stable_topological_order(vertices, [*data_edges, *memory_edges])
     return MemGraph(
         name=text(top, "name", "graph"),
-        devices=_devices(top),
+        devices=devices,
         # A cycle is a fault of the plan, which verify reports, and not of the file.
         vertices=tuple(vertices if order is None else order),
         slots=slots,
@@ -190,7 +195,10 @@ def _header(data: object, kind: str) -> dict[str, Any]:
 
 def _devices(top: Mapping[str, Any]) -> tuple[Device, ...]:
     devices = []
-    for index, raw in enumerate(a_list(top.get("devices"), "devices")):
+    listed = a_list(top.get("devices"), "devices")
+    if len(listed) > MAX_DEVICES:
+        raise GraphFileError(f"devices: {len(listed)} are more than the {MAX_DEVICES} that a graph may have")
+    for index, raw in enumerate(listed):
         where = f"devices[{index}]"
         entry = an_object(raw, where)
         memory = integer(entry, "memory", where)
@@ -287,6 +295,26 @@ def _check_ids(vertices: Iterable[Vertex], edges: Iterable[Edge]) -> None:
     for u, v in edges:
         if u not in outputs or v not in outputs:
             raise GraphFileError(f"edges: [{u}, {v}] names a vertex that does not exist")
+
+
+def _check_shapes(vertices: Iterable[Vertex], devices: Collection[int]) -> None:
+    """Refuse what no plan can mean; whether it is the plan of a graph is for ``verify`` to say."""
+    for vertex in vertices:
+        if vertex.device not in devices:
+            raise GraphFileError(f"{called(vertex)}: device: there is no device {vertex.device}")
+        if vertex.kind is VertexKind.KERNEL:
+            continue
+        if len(vertex.sizes) != 1:
+            raise GraphFileError(f"{called(vertex)}: outputs: expected exactly one, got {len(vertex.sizes)}")
+        wanted = 0 if vertex.kind is VertexKind.INPUT else 1
+        if len(vertex.inputs) != wanted:
+            raise GraphFileError(f"{called(vertex)}: inputs: expected {wanted}, got {len(vertex.inputs)}")
+
+
+def in_file(message: str, names: Mapping[int, str]) -> str:
+    """Return ``message``, printable, with the ids that stand for texts written as the file writes them."""
+    message = message.encode("utf-8", "backslashreplace").decode()
+    return _HASHED.sub(lambda match: plain(names.get(int(match[0]), match[0])), message)
 
 
 def _identity(raw: object, where: str, names: IdNames | None) -> int:

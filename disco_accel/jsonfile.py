@@ -14,16 +14,15 @@ _SHOWN = 40
 
 
 def parse_json(data: bytes) -> object:
-    """Parse strict JSON: no NaN, no repeated keys, no bottomless nesting. Raises GraphFileError."""
+    """Parse JSON without repeated keys or bottomless nesting. Raises GraphFileError.
+
+    NaN and infinities, which are no JSON, come through as floats, so that who reads them can name their place.
+    """
     try:
-        return json.loads(data.decode("utf-8"), parse_constant=_no_constant, object_pairs_hook=_no_repeats)
+        return json.loads(data.decode("utf-8"), object_pairs_hook=_no_repeats)
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise GraphFileError(f"not a JSON file: {reason}") from None
-
-
-def _no_constant(text: str) -> object:
-    raise GraphFileError(f"{text} is not a number that JSON knows")
 
 
 def _no_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -44,8 +43,10 @@ def shown(value: object) -> str:
 
 
 def plain(value: object) -> str:
-    """Return an id for a message: a text without its quotes."""
-    return value[:_SHOWN] if isinstance(value, str) else shown(value)
+    """Return an id or another name for a message: a text without its quotes, on one line, and not for long."""
+    if not isinstance(value, str):
+        return shown(value)
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in value[:_SHOWN])
 
 
 def number(raw: object, where: str, least: int = 0) -> int:

@@ -35,7 +35,7 @@ def simulate(options: argparse.Namespace) -> int:
     jitter = _share(options.jitter)
     seeds, steps = _count("--seeds", options.seeds, MAX_SEEDS), _count("--steps", options.steps)
     machine = None if options.machine is None else read_machine(options.machine)
-    plan = read_memgraph(options.plan)
+    plan = read_memgraph(options.plan, options.names)
     graph = check_taskgraph(taskgraph_of(plan))
     simulator = Simulator(plan, machine)
     runs = [simulator.run(dispatch=options.dispatch, seed=s, jitter=jitter, steps=steps) for s in range(seeds)]

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from disco_accel.errors import PlanError
+from disco_accel.graphcheck import called
 from disco_accel.memgraph import MemGraph
 from disco_accel.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 
@@ -47,19 +48,24 @@ class Border:
 
 
 def carried_values(plan: MemGraph) -> dict[Ref, Ref]:
-    """Return for each value of ``plan``, copies included, the task graph's value that it holds."""
+    """Return for each value of ``plan``, copies included, the task graph's value that it holds.
+
+    Raises PlanError naming a vertex if copies only copy each other.
+    """
     by_id = {vertex.id: vertex for vertex in plan.vertices}
     carried: dict[Ref, Ref] = {}
     for vertex in plan.vertices:
         for k in range(len(vertex.sizes)):
-            source = (vertex.id, k)
-            seen = set()
-            while source not in carried and by_id[source[0]].kind in _COPIES and source not in seen:
-                seen.add(source)
-                if not by_id[source[0]].inputs:
-                    raise PlanError(f"vertex {source[0]} copies nothing")
-                source = by_id[source[0]].inputs[0]
-            carried[vertex.id, k] = carried.get(source, source)
+            path = [(vertex.id, k)]
+            passed = set(path)
+            while path[-1] not in carried and by_id[path[-1][0]].kind in _COPIES:
+                source = by_id[path[-1][0]].inputs[0]
+                if source in passed:
+                    raise PlanError(f"vertex {source[0]} copies what is made of its own copy")
+                path.append(source)
+                passed.add(source)
+            value = carried.get(path[-1], path[-1])
+            carried.update(dict.fromkeys(path, value))
     return carried
 
 
@@ -183,7 +189,7 @@ class _Chain:
         if self.carried[last] != first or slots[last].addr != slots[first].addr:
             vertex = self.vertex(first)
             raise PlanError(
-                f"vertex {vertex.id} ({vertex.op or 'input'}) is on the device when the step starts, but not when it "
+                f"{called(vertex)} is on the device when the step starts, but not when it "
                 "ends: several steps need a cyclic plan"
             )
 

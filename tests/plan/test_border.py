@@ -169,8 +169,9 @@ def test_kept_values_wait_for_the_user() -> None:
     assert caught > 3
 
 
-def test_a_plan_of_copies_that_copy_nothing_is_an_error() -> None:
-    lone = Vertex(1, VertexKind.RELOAD, 0, "reload", (), (1,))
+def test_copies_of_each_other_are_an_error() -> None:
+    kinds = (VertexKind.RELOAD, VertexKind.OFFLOAD)
+    ring = tuple(Vertex(i, kind, 0, "copy", ((1 - i, 0),), (1,)) for i, kind in enumerate(kinds))
     _, plan = cases(1)[0]
-    with pytest.raises(PlanError, match="vertex 1 copies nothing"):
-        carried_values(replace(plan, vertices=(lone,), slots={}, data_edges=(), memory_edges=()))
+    with pytest.raises(PlanError, match="vertex 0 copies"):
+        carried_values(replace(plan, vertices=ring, slots={}, data_edges=(), memory_edges=()))

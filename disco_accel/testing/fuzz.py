@@ -1,0 +1,181 @@
+"""Damaged files against the command line: every one is answered with status 0, 1 or 2, soon, and within bounds.
+
+    python -m disco_accel.testing.fuzz [--count 1000] [--seed 0] [--keep FOLDER]
+
+What is wrong is printed and kept in FOLDER; the exit status is 1 then. Each damaged file goes through the commands
+that read its kind. A plan that ``compile`` makes must pass ``verify``, and one that passes must run in ``simulate``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import random
+import resource
+import signal
+import sys
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from disco_accel.cli import main as disco_accel
+from disco_accel.testing.mutate import mutate
+
+SECONDS = 20
+"""A command that takes longer on a file of a few thousand bytes hangs."""
+
+MEMORY = 6 << 30
+"""Address space of the process: an allocation that a file talks it into fails."""
+
+INSTANCE = (
+    b'{"memory": 4e8, "bandwidth": 1e10, "a0": 1e6, "layers": ['
+    b'{"u_f": 0.01, "u_b": 0.02, "w": 1e8, "a": 1e7, "repeat": 4}, {"u_f": 0.02, "u_b": 0.02, "w": 5e7, "a": 1e7}]}'
+)
+MACHINE = (
+    b'{"compute_streams": 1, "links": [{"kinds": ["h2d", "d2h"], "bandwidth": 2e10, "latency": 1e-5},'
+    b' {"kinds": ["p2p"], "bandwidth": 2e11, "scope": "pair"}]}'
+)
+
+
+class Hang(BaseException):
+    """A command took longer than ``SECONDS``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seed:
+    """A good file: ``kind`` is task, plan, machine or instance; ``task`` is the file of a plan's graph."""
+
+    kind: str
+    data: bytes
+    task: Path | None = None
+
+
+def seeds(graphs: Path, folder: Path) -> list[Seed]:
+    """Return good files of every kind: those of ``graphs`` and plans of them, written to ``folder``."""
+    found = [Seed("machine", MACHINE), Seed("instance", INSTANCE)]
+    found += [Seed("machine", (graphs / "intro.machine.json").read_bytes())]
+    for name, memory in (("toy", "1280"), ("chain8", "8MiB"), ("intro_n10", "2MiB")):
+        task = graphs / f"{name}.taskgraph.json"
+        plan = folder / f"{name}.json"
+        for options in ([], ["--cyclic"]):
+            status, printed = run(["compile", str(task), "-o", str(plan), "--memory", memory, *options])
+            assert status == 0, printed
+            found += [Seed("plan", plan.read_bytes(), task)]
+        found += [Seed("task", task.read_bytes())] * 2
+    found += [Seed("plan", (graphs / "intro_n10.memgraph.json").read_bytes(), graphs / "intro_n10.taskgraph.json")]
+    return found
+
+
+def run(arguments: Sequence[str]) -> tuple[int, str]:
+    """Run a command; return its status and what it printed to stderr. Whatever it raises goes through."""
+    errors = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
+        signal.setitimer(signal.ITIMER_REAL, SECONDS)
+        try:
+            status = disco_accel(arguments)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    return status, errors.getvalue()
+
+
+def judge(seed: Seed, file: Path, graphs: Path) -> Iterator[tuple[str, str]]:
+    """Run the commands that read ``file``. Yield (command, what is wrong with its answer); an empty text is right."""
+    plan = file.with_suffix(".plan")
+    toy, intro = str(graphs / "toy.taskgraph.json"), str(graphs / "intro_n10.memgraph.json")
+    if seed.kind == "instance":
+        yield "weights", _answered(["weights", str(file), "--milp", "1"])[1]
+    elif seed.kind == "machine":
+        yield "bound", _answered(["bound", toy, "--machine", str(file)])[1]
+        yield "simulate", _answered(["simulate", intro, "--machine", str(file)])[1]
+    elif seed.kind == "plan":
+        status, wrong, _ = _answered(["verify", str(seed.task), str(file)])
+        yield "verify", wrong
+        for options in (["--steps", "2"], ["--dispatch", "fixed"]):
+            _, wrong, said = _answered(["simulate", str(file), *options])
+            stalled = status == 0 and "cannot run to its end" in said
+            yield "simulate", wrong or ("a plan that verifies does not run" if stalled else "")
+    else:
+        for options in ([], ["--cyclic", "--planner", "timed"]):
+            status, wrong, _ = _answered(["compile", str(file), "-o", str(plan), *options])
+            yield "compile", wrong
+            if status == 0:
+                verified, wrong, _ = _answered(["verify", str(file), str(plan)])
+                yield "verify", wrong or ("its plan does not verify" if verified else "")
+        yield "bound", _answered(["bound", str(file)])[1]
+
+
+def _answered(arguments: Sequence[str]) -> tuple[int, str, str]:
+    """Return the status, what is wrong with the way it was given, and the message."""
+    status, errors = run(arguments)
+    wrong = ""
+    if status not in (0, 1, 2):
+        wrong = f"status {status}"
+    elif status and (not errors.startswith("disco-accel ") or errors.count("\n") != 1 or len(errors) > 2000):
+        wrong = f"its message is {errors[:300]!r}"
+    elif status == 0 and errors:
+        wrong = f"it succeeds but says {errors[:300]!r}"
+    return status, wrong, errors
+
+
+def fuzz(count: int, seed: int, graphs: Path, keep: Path | None) -> list[str]:
+    """Damage ``count`` files; return what is wrong, one line each, and print how the commands answered."""
+    rng = random.Random(seed)
+    wrong: list[str] = []
+    answers: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        good = seeds(graphs, Path(folder))
+        for number in range(count):
+            chosen = rng.choice(good)
+            damaged = mutate(chosen.data, rng)
+            file = Path(folder) / "damaged.json"
+            file.write_bytes(damaged)
+            found = _found(chosen, file, graphs)
+            answers[f"{chosen.kind}: {'answered' if found is None else 'WRONG'}"] += 1
+            if found is not None:
+                wrong.append(f"mutation {number} of seed {seed}, a {chosen.kind}: {found}")
+                print(wrong[-1], flush=True)
+                if keep is not None:
+                    keep.mkdir(parents=True, exist_ok=True)
+                    (keep / f"{chosen.kind}-{seed}-{number}.json").write_bytes(damaged)
+    print(json.dumps({"mutations": count, "seed": seed, "wrong": len(wrong), **dict(sorted(answers.items()))}))
+    return wrong
+
+
+def _found(seed: Seed, file: Path, graphs: Path) -> str | None:
+    try:
+        for command, wrong in judge(seed, file, graphs):
+            if wrong:
+                return f"{command}: {wrong}"
+    except Hang:
+        return f"hangs: {traceback.format_exc(limit=-3)}"
+    except (Exception, SystemExit):
+        # Whatever it is, it reached the user as a traceback.
+        return traceback.format_exc(limit=-4)
+    return None
+
+
+def _hang(signum: int, frame: FrameType | None) -> None:
+    raise Hang
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Fuzz as the options say; returns 1 if anything is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path)
+    options = parser.parse_args(argv)
+    signal.signal(signal.SIGALRM, _hang)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    graphs = Path(__file__).resolve().parents[2] / "tests" / "data" / "graphs"
+    return 1 if fuzz(options.count, options.seed, graphs, options.keep) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
