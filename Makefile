@@ -13,7 +13,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export MAX_JOBS ?= $(shell nproc)
 DEVICE ?= cuda
 
-.PHONY: help setup test sanitize lint format demo gpu clean
+.PHONY: help setup test sanitize fuzz lint format demo gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -50,6 +50,9 @@ sanitize: export DISCO_SOAK_STEPS := 1000
 sanitize: export DISCO_DEVICE_PROGRAMS := 300
 sanitize: setup  ## 10^4 random programs plain and under sanitizers, 10^3 steps under random schedules
 	@$(PY) -m pytest -s tests/runtime_ext/test_core.py tests/execute/test_soak.py tests/execute/test_devices.py
+
+fuzz: setup  ## 10^5 damaged files against the command line; half an hour on one core
+	@$(PY) -m disco_accel.testing.fuzz --count 100000 --keep out/fuzz
 
 demo: setup  ## LoRA under half the memory, with and without us, compared bit for bit
 	@$(PY) -m benchmarks.demo
