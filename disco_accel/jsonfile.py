@@ -12,12 +12,24 @@ from disco_accel.sizes import MAX_SIZE
 
 _SHOWN = 40
 
+MAX_VALUES = 64_000_000
+"""A file with more commas is refused: a short value can take twenty times its bytes in memory."""
+
+MAX_CONTAINERS = 32_000_000
+"""The same for lists and objects, of which a million vertices with ten edges each have twelve million."""
+
 
 def parse_json(data: bytes) -> object:
     """Parse JSON without repeated keys or bottomless nesting. Raises GraphFileError.
 
     NaN and infinities, which are no JSON, come through as floats, so that who reads them can name their place.
     """
+    for found, most, what in (
+        (data.count(b","), MAX_VALUES, "values"),
+        (data.count(b"[") + data.count(b"{"), MAX_CONTAINERS, "lists and objects"),
+    ):
+        if found > most:
+            raise GraphFileError(f"about {found} {what} are more than the {most} that a file may have")
     try:
         return json.loads(data.decode("utf-8"), object_pairs_hook=_no_repeats)
     except (ValueError, RecursionError) as error:

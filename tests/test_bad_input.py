@@ -23,7 +23,7 @@ DATA = Path(__file__).parent / "data"
 BAD = DATA / "bad"
 EXPECTED: dict[str, str] = json.loads((BAD / "expected.json").read_text())
 INTRO = str(DATA / "graphs" / "intro_n10.memgraph.json")
-MUTATIONS = int(os.environ.get("DISCO_MUTATIONS", "700"))
+MUTATIONS = int(os.environ.get("DISCO_MUTATIONS", "500"))
 
 
 def commands(name: str, plan: Path) -> Iterator[tuple[list[str], int]]:
@@ -80,7 +80,7 @@ def kernel(id: int, *inputs: int) -> dict[str, Any]:
     return {"id": id, "kind": "compute", "device": 0, "size": 1, "inputs": list(inputs)}
 
 
-MANY = 100_000
+MANY = 30_000
 LARGE = {
     "10^7 lists in each other": lambda: "[" * 10**7,
     "10^6 objects in each other": lambda: '{"format":' * 10**6,
@@ -89,6 +89,7 @@ LARGE = {
         [kernel(0, 1), kernel(1, 0), *(kernel(i, i - 1) for i in range(2, MANY))]
     ),
     "the same key at the end": lambda: "{" + ",".join(f'"{i % (MANY - 1)}": 1' for i in range(MANY)) + "}",
+    "4 * 10^7 empty lists": lambda: "[" + "[]," * (4 * 10**7) + "[]]",
     "more devices than there are": lambda: task([]).replace("[{", "[" + '{"id": 0, "memory": 1}, ' * MANY + "{", 1),
 }
 
@@ -100,8 +101,22 @@ def test_large_mistakes_are_found_in_linear_time(name: str, tmp_path: Path, caps
     for arguments in (["compile", str(file), "-o", str(tmp_path / "plan.json")], ["bound", str(file)]):
         began = time.process_time()
         assert main(arguments) == 2
-        assert time.process_time() - began < 20
+        assert time.process_time() - began < 10
         assert len(capsys.readouterr().err) < 1000
+
+
+def test_places_where_no_file_can_be_are_answered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good, folder = str(BAD / "no.task.json"), str(tmp_path)
+    for arguments, message in (
+        (["compile", folder, "-o", "x.json"], "cannot be read"),
+        (["compile", good, "-o", folder], "cannot be written"),
+        (["simulate", folder], "cannot be read"),
+        (["simulate", INTRO, "--machine", folder], "cannot be read"),
+        (["weights", folder], "cannot be read"),
+    ):
+        assert main(arguments) == 2
+        assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_ids_that_are_texts_are_named_as_the_file_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

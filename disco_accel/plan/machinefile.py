@@ -23,9 +23,8 @@ def read_machine(path: str | os.PathLike[str]) -> Machine:
     try:
         with Path(path).open("rb") as stream:
             data = stream.read(_MAX_BYTES + 1)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{os.fspath(path)}: cannot be read: {reason}") from None
+    except OSError as error:
+        raise ConfigError(f"{os.fspath(path)}: cannot be read: {error.strerror}") from None
     if len(data) > _MAX_BYTES:
         raise ConfigError(f"{os.fspath(path)}: larger than the {_MAX_BYTES} bytes that a machine file may have")
     try:
