@@ -20,6 +20,8 @@ MAX_LAYERS = 1000
 _TOP = ("memory", "bandwidth", "a0", "layers", "frozen")
 _LAYER = ("u_f", "u_b", "w", "a", "repeat")
 _LARGEST = 1e30
+_LEAST = 1e-30
+"""Of numbers that something is divided by: quotients stay finite."""
 
 
 def read_instance(path: str | os.PathLike[str]) -> Instance:
@@ -83,6 +85,6 @@ def _number(fields: Mapping[str, Any], key: str, where: str = "", positive: bool
     value = fields[key]
     least = "more than 0" if positive else "0 or more"
     number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
-    if not number or not math.isfinite(value) or value < 0 or (positive and value == 0):
+    if not number or not math.isfinite(value) or value < 0 or (positive and value < _LEAST):
         raise ConfigError(f"{where}{key}: expected a number, {least}, got {str(value)[:40]!r}")
     return float(value)
