@@ -16,9 +16,11 @@ from functools import partial
 from disco_accel.errors import VerifyError
 from disco_accel.memgraph import MemGraph, Slot
 from disco_accel.taskgraph import Ref, TaskGraph, Vertex, VertexKind
+from disco_accel.unswept import collector_paused
 from disco_accel.verify_order import Claim, first_unfounded
 
 
+@collector_paused()
 def verify(graph: TaskGraph, memgraph: MemGraph) -> None:
     """Raise VerifyError, naming the vertices, unless ``memgraph`` is a safe plan of ``graph``."""
     plan = _Plan(graph, memgraph)

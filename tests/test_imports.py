@@ -29,6 +29,7 @@ TORCH_FREE = (
     "taskgraph",
     "testing.faults",
     "testing.strategies",
+    "unswept",
     "verify",
     "verify_order",
 )
@@ -49,6 +50,7 @@ CONTRACTS = (
     "memgraph",
     "sizes",
     "taskgraph",
+    "unswept",
     "verify",
     "verify_order",
 )

@@ -57,13 +57,24 @@ _KEPT_SHARE = 16
 """Kept outputs get places for the whole step if they take no more than one part in so many of the memory."""
 
 
-def buildable(graph: TaskGraph, policy: Policy, *, lookahead: int | None, residents: Residents, cyclic: bool) -> bool:
-    """Whether ``build`` finds a plan, for a little less work."""
+def failing_position(
+    graph: TaskGraph,
+    policy: Policy,
+    *,
+    lookahead: int | None,
+    residents: Residents,
+    cyclic: bool,
+    until: int | None = None,
+) -> int | None:
+    """Return the serial position at which ``build`` fails, None if it does not, without making a plan.
+
+    ``until``: the last position to look at (None: the end), which saves the work behind it.
+    """
     try:
-        _Builder(graph, policy, lookahead, residents, cyclic, Repairs()).walk()
-    except Infeasible:
-        return False
-    return True
+        _Builder(graph, policy, lookahead, residents, cyclic, Repairs()).walk(until)
+    except Infeasible as error:
+        return error.position
+    return None
 
 
 class _Builder:
@@ -95,8 +106,8 @@ class _Builder:
         self.walk()
         return assemble(self.graph, self.log, self.slots, self.values, cyclic=self.cyclic)
 
-    def walk(self) -> None:
-        """Walk the serial order and log the plan."""
+    def walk(self, until: int | None = None) -> None:
+        """Walk the serial order, up to position ``until`` if given, and log the plan."""
         self._place_inputs()
         last = len(self.order)
         fronts = [(memory, self.reads[device]) for device, memory in self.memories.items()]
@@ -110,6 +121,8 @@ class _Builder:
                 if horizon <= last and not (horizon >= position and reads.failed == (horizon, memory.space.version)):
                     reads.look_ahead(memory, position + self.lookahead)
             self._execute(position, vertex)
+            if position == until:
+                return
         for device, memory in self.memories.items():
             memory.exec_horizon = len(self.order)
             memory.pinned.clear()

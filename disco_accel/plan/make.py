@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 
 from disco_accel.errors import BudgetTooSmall, ConfigError
 from disco_accel.graphcheck import check_taskgraph
 from disco_accel.memgraph import MemGraph
-from disco_accel.plan.build import build, buildable
+from disco_accel.plan.build import build
 from disco_accel.plan.evict import Policy, policy_named
-from disco_accel.plan.resident import Residents, improve, plain_choices
+from disco_accel.plan.needed import first_fitting, lowered, smallest, with_memory, working_set
+from disco_accel.plan.resident import Residents, first_choices, improve, plain_choices
 from disco_accel.plan.sim_malloc import Infeasible, Repairs
 from disco_accel.plan.simulate import Machine, simulate
 from disco_accel.plan.timed import build_timed
-from disco_accel.taskgraph import Device, TaskGraph, VertexKind
+from disco_accel.taskgraph import TaskGraph, VertexKind
+from disco_accel.unswept import collector_paused
 
 _SHORTER = (16, 0)
 
@@ -25,7 +26,11 @@ _GOOD = 1.002
 _BOTH_UP_TO = 12_000
 """Vertices of a graph for which both planners are tried."""
 
+_SEARCH_UP_TO = 12_000
+"""Vertices of a graph for which BUILDMEMGRAPH tries several sets of residents."""
 
+
+@collector_paused()
 def make_plan(
     graph: TaskGraph,
     *,
@@ -51,7 +56,7 @@ def make_plan(
         raise ConfigError(f"lookahead: {lookahead} is negative; 0 turns it off")
     graph = check_taskgraph(graph)
     if memory is not None:
-        graph = _with_memory(graph, lambda device: memory)
+        graph = with_memory(graph, lambda device: memory)
     return PLANNERS[planner](graph, chosen, cyclic, lookahead, machine or Machine())
 
 
@@ -65,21 +70,26 @@ def plan_build(
 ) -> MemGraph:
     """Plan with BUILDMEMGRAPH: as much look-ahead as fits, less if it must be. Raises BudgetTooSmall."""
     repairs = repairs or Repairs()
-    for ahead in _attempts(lookahead, repairs):
-
-        def planned(residents: Residents, ahead: int | None = ahead) -> MemGraph:
-            return build(graph, policy, lookahead=ahead, residents=residents, cyclic=cyclic, repairs=repairs)
-
-        for residents in plain_choices(graph):
-            try:
-                plan = planned(residents)
-            except Infeasible:
-                continue
-            return improve(graph, plan, residents, planned, machine)
+    for ahead, residents in _attempts(graph, lookahead, repairs):
+        planned = partial(_built, graph, policy, ahead, cyclic, repairs)
+        try:
+            plan = planned(residents)
+        except Infeasible:
+            continue
+        if len(graph.vertices) > _SEARCH_UP_TO:
+            return plan
+        return improve(graph, plan, residents, planned, machine)
     if not repairs.shorten_lookahead:
         raise Infeasible(0)
     given = max(device.memory for device in graph.devices)
-    raise BudgetTooSmall(_smallest(graph, policy, cyclic, lookahead), given, f"the plan of {graph.name!r}")
+    needed = smallest(graph, policy, cyclic, partial(_attempts, lookahead=lookahead))
+    raise BudgetTooSmall(needed, given, f"the plan of {graph.name!r}")
+
+
+def _built(
+    graph: TaskGraph, policy: Policy, ahead: int | None, cyclic: bool, repairs: Repairs, residents: Residents
+) -> MemGraph:
+    return build(graph, policy, lookahead=ahead, residents=residents, cyclic=cyclic, repairs=repairs)
 
 
 def plan_timed(graph: TaskGraph, policy: Policy, cyclic: bool, lookahead: int | None, machine: Machine) -> MemGraph:
@@ -93,7 +103,12 @@ def plan_timed(graph: TaskGraph, policy: Policy, cyclic: bool, lookahead: int | 
     try:
         return plan_build(graph, policy, cyclic, lookahead, machine)
     except BudgetTooSmall as error:
-        needed = _smaller(graph, error.needed, lambda smaller: _plannable(smaller, machine, cyclic))
+        attempts = partial(_attempts, lookahead=lookahead)
+
+        def enough(smaller: TaskGraph) -> bool:
+            return first_fitting(smaller, policy, cyclic, attempts) is not None or _plannable(smaller, machine, cyclic)
+
+        needed = _smaller(graph, error.needed, enough)
         raise BudgetTooSmall(needed, error.given, f"the plan of {graph.name!r}") from None
 
 
@@ -121,23 +136,23 @@ def _compute(graph: TaskGraph, machine: Machine) -> float:
 
 
 def _plannable(graph: TaskGraph, machine: Machine, cyclic: bool) -> bool:
-    try:
-        build_timed(graph, machine, cyclic=cyclic, hurry=True)
-    except Infeasible:
-        return False
-    return True
+    for hurry in (True, False):
+        try:
+            build_timed(graph, machine, cyclic=cyclic, hurry=hurry)
+        except Infeasible:
+            continue
+        return True
+    return False
 
 
-def _smaller(graph: TaskGraph, needed: int, fits: Callable[[TaskGraph], bool]) -> int:
-    """Return a size, the same for every device and at most ``needed``, that fits although one unit less does not.
+def _smaller(graph: TaskGraph, needed: int, enough: Callable[[TaskGraph], bool]) -> int:
+    """Return a size, the same for every device and at most ``needed``, that is enough although one unit less is not.
 
-    ``needed`` is a size that works while a unit less fails by other means than ``fits``.
+    ``needed`` is enough; what the devices of ``graph`` have now is not.
     """
     unit = max(device.alignment for device in graph.devices)
-    low = min(device.memory for device in graph.devices) // unit
-    if needed // unit - 1 <= low or not fits(_with_memory(graph, lambda _: needed - unit)):
-        return needed
-    return unit * _boundary(low, needed // unit - 1, lambda units: fits(_with_memory(graph, lambda _: units * unit)))
+    least = max(-(-working_set(graph) // unit), min(device.memory for device in graph.devices) // unit + 1)
+    return unit * lowered(needed // unit, least, lambda units: enough(with_memory(graph, lambda _: units * unit)))
 
 
 PLANNERS: dict[str, Callable[[TaskGraph, Policy, bool, int | None, Machine], MemGraph]] = {
@@ -146,52 +161,17 @@ PLANNERS: dict[str, Callable[[TaskGraph, Policy, bool, int | None, Machine], Mem
 }
 
 
-def _attempts(lookahead: int | None, repairs: Repairs) -> Iterator[int | None]:
+def _lookaheads(lookahead: int | None, repairs: Repairs) -> Iterator[int | None]:
     yield lookahead
     if repairs.shorten_lookahead:
         yield from (ahead for ahead in _SHORTER if lookahead is None or ahead < lookahead)
 
 
-def _with_memory(graph: TaskGraph, size: Callable[[Device], int]) -> TaskGraph:
-    return replace(graph, devices=tuple(replace(device, memory=size(device)) for device in graph.devices))
-
-
-def _smallest(graph: TaskGraph, policy: Policy, cyclic: bool, lookahead: int | None) -> int:
-    """Return the smallest size, the same for every device, at which a plan is found; one alignment unit less fails.
-
-    The most modest attempt, cheap to repeat, comes close; all attempts together decide from there.
-    """
-    unit = max(device.alignment for device in graph.devices)
-
-    def attempts(units: int) -> Iterator[Callable[[], bool]]:
-        smaller = _with_memory(graph, lambda _: units * unit)
-        for ahead in reversed(list(_attempts(lookahead, Repairs()))):
-            for residents in reversed(plain_choices(smaller)):
-                yield partial(buildable, smaller, policy, lookahead=ahead, residents=residents, cyclic=cyclic)
-
-    def modest_fits(units: int) -> bool:
-        return next(attempts(units))()
-
-    def fits(units: int) -> bool:
-        return any(attempt() for attempt in attempts(units))
-
-    failing = min(device.memory for device in graph.devices) // unit
-    working = max(1, failing)
-    while not modest_fits(working):
-        failing, working = working, working * 2
-    working = _boundary(failing, working, modest_fits)
-    low = min(device.memory for device in graph.devices) // unit
-    if working - 1 > low and fits(working - 1):
-        working = _boundary(low, working - 1, fits)
-    return working * unit
-
-
-def _boundary(failing: int, working: int, fits: Callable[[int], bool]) -> int:
-    """Return a number that fits although the one before does not, given one that fails and a larger one that fits."""
-    while working - failing > 1:
-        middle = (failing + working) // 2
-        if fits(middle):
-            working = middle
-        else:
-            failing = middle
-    return working
+def _attempts(
+    graph: TaskGraph, lookahead: int | None, repairs: Repairs | None = None
+) -> Iterator[tuple[int | None, Residents]]:
+    """Yield what is tried in turn: first as much look-ahead and as many residents as can be, last none of both."""
+    choices = plain_choices(graph) if len(graph.vertices) <= _SEARCH_UP_TO else first_choices(graph)
+    for ahead in _lookaheads(lookahead, repairs or Repairs()):
+        for residents in choices:
+            yield ahead, residents

@@ -21,6 +21,9 @@ SHARES = ((0, 0.8), (0.15, 0.9), (0, 0.9), (0.3, 0.8), (0, 0), (0.5, 0.5), (0.3,
 GRID = tuple((permanent / 10, present / 10) for present in range(9, -1, -1) for permanent in range(present, -1, -1))
 """All the others, for graphs that are planned so fast that it does not matter."""
 
+FIRST_SHARES = (0.15, 0.9)
+"""What is tried where there is time for one try alone."""
+
 EFFORT = 25_000
 """Vertices planned in all before the search for better shares ends."""
 
@@ -48,6 +51,18 @@ def plain_choices(graph: TaskGraph) -> list[Residents]:
     if sum(vertex.sizes[0] for vertex in search.clean) <= search.room:
         choices.insert(0, search.everything)
     return list(dict.fromkeys(choices))
+
+
+def first_choices(graph: TaskGraph) -> list[Residents]:
+    """Return the choices for a graph that is planned once: as ``plain_choices``, but with residents where they pay.
+
+    Many small kernels on several devices wait for each other more than for weights.
+    """
+    choices = plain_choices(graph)
+    search = _Search(graph)
+    if len(graph.devices) == 1 and search.everything not in choices:
+        choices.insert(0, search.residents(*FIRST_SHARES))
+    return choices
 
 
 def improve(graph: TaskGraph, plan: MemGraph, residents: Residents, build: Build, machine: Machine) -> MemGraph:

@@ -1,0 +1,149 @@
+"""The budget that would do: the smallest arena that is found to work while one alignment unit less does not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+from disco_accel.plan.build import failing_position
+from disco_accel.plan.evict import Policy
+from disco_accel.plan.resident import Residents
+from disco_accel.taskgraph import Device, Ref, TaskGraph, VertexKind
+
+Attempts = Callable[[TaskGraph], Iterator[tuple[int | None, Residents]]]
+"""Look-ahead and residents that are tried for a graph, in order; the last is the most modest."""
+
+_ROUNDS = 6
+"""Positions that fail one after another before the search stops looking at the vertices up to them alone."""
+
+
+def with_memory(graph: TaskGraph, size: Callable[[Device], int]) -> TaskGraph:
+    """Return ``graph`` with arenas of ``size(device)`` bytes."""
+    return replace(graph, devices=tuple(replace(device, memory=size(device)) for device in graph.devices))
+
+
+def working_set(graph: TaskGraph) -> int:
+    """Return bytes below which no plan exists, the same for every device: what its largest vertex has there at once.
+
+    Late inputs have their place throughout. An output that may be written over an input needs no place of its own.
+    """
+    align = {device.id: device.alignment for device in graph.devices}
+    blocks: dict[Ref, int] = {}
+    late: dict[int, set[Ref]] = {device.id: set() for device in graph.devices}
+    place: dict[int, int] = {}
+    largest = 0
+    for vertex in graph.vertices:
+        place[vertex.id] = vertex.device
+        for k, size in enumerate(vertex.sizes):
+            blocks[vertex.id, k] = 0 if vertex.external else -(-size // align[vertex.device]) * align[vertex.device]
+        if vertex.late:
+            late[vertex.device].add((vertex.id, 0))
+    reserved = {device: sum(blocks[ref] for ref in refs) for device, refs in late.items()}
+    for vertex in graph.vertices:
+        if vertex.kind is VertexKind.INPUT:
+            continue
+        need: dict[int, int] = {vertex.device: sum(blocks[vertex.id, k] for k in range(len(vertex.sizes)))}
+        if vertex.inplace is not None or vertex.may_inplace:
+            need[vertex.device] -= blocks[vertex.id, 0]
+        for ref in set(vertex.inputs):
+            device = place[ref[0]]
+            need[device] = need.get(device, 0) + (0 if ref in late[device] else blocks[ref])
+        largest = max(largest, *(need[device] + reserved[device] for device in need))
+    return largest
+
+
+def smallest(graph: TaskGraph, policy: Policy, cyclic: bool, attempts: Attempts) -> int:
+    """Return the smallest size found, the same for every device, at which BUILDMEMGRAPH has a plan of ``graph``.
+
+    One alignment unit less fails; what the devices of ``graph`` have now is known to fail. Planning is not monotone in
+    memory, so there may be smaller sizes that work by chance. The most modest attempt gets close; all are asked just
+    below what it needs, and the search goes on with one that works there.
+    """
+    unit = max(device.alignment for device in graph.devices)
+    given = min(device.memory for device in graph.devices)
+    least = max(-(-working_set(graph) // unit), given // unit + 1)
+
+    def works(units: int, attempt: int) -> bool:
+        return _failing(with_memory(graph, lambda _: units * unit), policy, cyclic, attempts, attempt) is None
+
+    def first(units: int) -> int | None:
+        return first_fitting(with_memory(graph, lambda _: units * unit), policy, cyclic, attempts)
+
+    def modest(units: int, until: int | None) -> int | None:
+        return _failing(with_memory(graph, lambda _: units * unit), policy, cyclic, attempts, 0, until)
+
+    sizes = {size for vertex in graph.vertices if not vertex.external for size in vertex.sizes}
+    working = _climb(least, max(1, math.gcd(*(-(-size // unit) for size in sizes))), modest)
+    while working > least and (other := first(working - 1)) is not None:
+        working = lowered(working - 1, least, partial(works, attempt=other))
+    return working * unit
+
+
+def _climb(size: int, grain: int, failing: Callable[[int, int | None], int | None]) -> int:
+    """Return a number from ``size`` on that does not fail.
+
+    ``failing(n, until)``: the position at which ``n`` fails, looking no further than ``until``. The vertex there
+    decides: the least number that gets past it is found by looking at no more than what comes before. All allocations
+    are multiples of ``grain``, so few numbers between are worth a try.
+    """
+    rounds = 0
+    while (at := failing(size, None)) is not None:
+        rounds += 1
+        until = at if rounds < _ROUNDS else None
+        low, step = size, grain
+        while failing(low + step, until) is not None:
+            low, step = low + step, step * 2
+        high = low + step
+        while high - low > grain:
+            middle = low + (high - low) // 2 // grain * grain
+            low, high = (low, middle) if failing(middle, until) is None else (middle, high)
+        size = high
+    return size
+
+
+def first_fitting(graph: TaskGraph, policy: Policy, cyclic: bool, attempts: Attempts) -> int | None:
+    """Return the number of an attempt with which BUILDMEMGRAPH has a plan, counted from the most modest one."""
+    for attempt in range(len(list(attempts(graph)))):
+        if _failing(graph, policy, cyclic, attempts, attempt) is None:
+            return attempt
+    return None
+
+
+def _failing(
+    graph: TaskGraph, policy: Policy, cyclic: bool, attempts: Attempts, attempt: int, until: int | None = None
+) -> int | None:
+    """Return where that attempt, counted from the most modest one, fails up to ``until``; None if it does not."""
+    ordered = list(attempts(graph))[::-1]
+    if attempt >= len(ordered):
+        return 0
+    ahead, residents = ordered[attempt]
+    return failing_position(graph, policy, lookahead=ahead, residents=residents, cyclic=cyclic, until=until)
+
+
+def lowered(working: int, least: int, fits: Callable[[int], bool]) -> int:
+    """Return a number from ``least`` to ``working`` that fits and is ``least`` or has a neighbour below that does not.
+
+    Steps down from ``working``, which fits, are doubled until one fails.
+    """
+    step = 1
+    failing = least - 1
+    while working > least:
+        lower = max(least, working - step)
+        if not fits(lower):
+            failing = lower
+            break
+        working, step = lower, step * 2
+    return boundary(failing, working, fits)
+
+
+def boundary(failing: int, working: int, fits: Callable[[int], bool]) -> int:
+    """Return a number that fits although the one before does not, given one that fails and a larger one that fits."""
+    while working - failing > 1:
+        middle = (failing + working) // 2
+        if fits(middle):
+            working = middle
+        else:
+            failing = middle
+    return working

@@ -1,0 +1,90 @@
+"""The budget that a refusal names: it works, a unit less does not, and it is found in a bounded number of walks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from disco_accel.errors import BudgetTooSmall
+from disco_accel.plan import make_plan
+from disco_accel.plan import needed as needed_module
+from disco_accel.plan.needed import boundary, lowered, working_set
+from disco_accel.testing.lora_graph import LoraShape, lora_graph
+from disco_accel.testing.strategies import random_taskgraph, with_memory
+from disco_accel.testing.tensor_parallel import PrefillShape, tensor_parallel_prefill
+from disco_accel.verify import verify
+
+
+def refusals(planner: str, seeds: range) -> Iterator[None]:
+    """Refuse random graphs, and check the number that each refusal names."""
+    for seed in seeds:
+        rng = random.Random(seed)
+        graph = with_memory(random_taskgraph(rng), rng.choice((0.3, 0.7, 1.0, 1.1)))
+        cyclic = rng.random() < 0.5
+        try:
+            make_plan(graph, planner=planner, cyclic=cyclic)
+        except BudgetTooSmall as error:
+            assert error.needed >= working_set(graph)
+            enough = replace(graph, devices=tuple(replace(d, memory=error.needed) for d in graph.devices))
+            verify(enough, make_plan(graph, planner=planner, cyclic=cyclic, memory=error.needed))
+            unit = max(device.alignment for device in graph.devices)
+            with pytest.raises(BudgetTooSmall):
+                make_plan(graph, planner=planner, cyclic=cyclic, memory=error.needed - unit)
+            yield
+
+
+@pytest.mark.parametrize("planner", ["build", "timed"])
+def test_the_number_works_and_a_unit_less_does_not(planner: str) -> None:
+    assert len(list(refusals(planner, range(120)))) >= 60
+
+
+def test_no_plan_exists_below_the_working_set() -> None:
+    """A number that is proven: nothing below it is ever accepted, whatever is tried."""
+    for seed in range(150):
+        graph = random_taskgraph(random.Random(seed))
+        least = working_set(graph)
+        if least > 256:
+            with pytest.raises(BudgetTooSmall):
+                make_plan(graph, memory=least - 256)
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        lora_graph(LoraShape(layers=6, hidden=1024, ffn=2816, vocabulary=4096, tokens=1024), 1),
+        tensor_parallel_prefill(PrefillShape(layers=2), 1),
+    ],
+    ids=["lora", "tensor parallel"],
+)
+def test_layered_graphs_need_little_more_than_their_largest_vertex(
+    graph: needed_module.TaskGraph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the search for it takes walks by the hundred at most, most of them short."""
+    walks = 0
+    real = needed_module.failing_position
+
+    def counted(*args: object, **options: object) -> int | None:
+        nonlocal walks
+        walks += 1
+        return real(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(needed_module, "failing_position", counted)
+    with pytest.raises(BudgetTooSmall) as refused:
+        make_plan(graph, memory=1 << 20, cyclic=True)
+    assert working_set(graph) <= refused.value.needed <= 1.15 * working_set(graph)
+    assert walks <= 300
+
+
+def test_the_searches_end_at_a_border() -> None:
+    """Also where what fits is not what is above a number."""
+    for seed in range(300):
+        rng = random.Random(seed)
+        good = {n for n in range(101) if rng.random() < rng.choice((0.2, 0.5, 0.9))} | {100} - {0}
+        found = boundary(0, 100, good.__contains__)
+        assert (found in good and found - 1 not in good) or found == 1
+        low = rng.randint(1, 100)
+        found = lowered(100, low, good.__contains__)
+        assert found in good and (found == low or found - 1 not in good)
