@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import json
 import sys
@@ -189,8 +190,8 @@ COMMANDS: tuple[Command, ...] = (
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line ``argv`` (default: the process's) and return the exit status."""
+@functools.cache
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="disco-accel", description="Plan and run models larger than device memory.")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for command in COMMANDS:
@@ -198,11 +199,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if command.arguments is not None:
             command.arguments(subparser)
         subparser.set_defaults(run=command.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv`` (default: the process's) and return the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     own_parser = [command.name for command in COMMANDS if command.arguments is None]
     rest = words[1:] if words[:1] and words[0] in own_parser else []
     try:
-        options = parser.parse_args(words[: len(words) - len(rest)], argparse.Namespace(rest=rest, names={}))
+        options = _parser().parse_args(words[: len(words) - len(rest)], argparse.Namespace(rest=rest, names={}))
     except SystemExit as exit:
         return exit.code if isinstance(exit.code, int) else 2
     try:
