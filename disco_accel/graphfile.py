@@ -9,7 +9,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from disco_accel.graphcheck import called, check_taskgraph, stable_topological_o
 from disco_accel.jsonfile import a_list, an_object, flag, integer, number, plain, shown, text
 from disco_accel.jsonfile import parse_json as parse_json
 from disco_accel.memgraph import Edge, MemGraph, Slot
+from disco_accel.sizes import MAX_SIZE
 from disco_accel.taskgraph import Device, Ref, TaskGraph, Vertex, VertexKind
 
 MAX_FILE_BYTES = 1 << 30
@@ -88,6 +89,7 @@ def taskgraph_from_json(data: object, names: IdNames | None = None) -> TaskGraph
     """Build the TaskGraph that ``data`` (parsed JSON) describes. Raises GraphFileError."""
     top = _header(data, "taskgraph")
     vertices = [_vertex(raw, names, _KINDS)[0] for raw in a_list(top.get("vertices"), "vertices")]
+    _check_total(vertices)
     return check_taskgraph(TaskGraph(text(top, "name", "graph"), _devices(top), tuple(vertices)))
 
 
@@ -297,8 +299,18 @@ def _check_ids(vertices: Iterable[Vertex], edges: Iterable[Edge]) -> None:
             raise GraphFileError(f"edges: [{u}, {v}] names a vertex that does not exist")
 
 
-def _check_shapes(vertices: Iterable[Vertex], devices: Collection[int]) -> None:
+def _check_total(vertices: Iterable[Vertex]) -> None:
+    """Sums of sizes stay inside a signed 64-bit integer, like sizes."""
+    total = 0
+    for vertex in vertices:
+        total += sum(vertex.sizes)
+        if total > MAX_SIZE:
+            raise GraphFileError(f"{called(vertex)}: size: all vertices up to this one take more than {MAX_SIZE} bytes")
+
+
+def _check_shapes(vertices: Sequence[Vertex], devices: Collection[int]) -> None:
     """Refuse what no plan can mean; whether it is the plan of a graph is for ``verify`` to say."""
+    _check_total(vertices)
     for vertex in vertices:
         if vertex.device not in devices:
             raise GraphFileError(f"{called(vertex)}: device: there is no device {vertex.device}")

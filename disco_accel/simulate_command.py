@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from statistics import median
 
-from disco_accel.errors import ConfigError
+from disco_accel.errors import ConfigError, GraphFileError
 from disco_accel.plan.simulate import DISPATCHES, Simulation, Simulator
 
 MAX_SEEDS = 10_000
@@ -26,7 +26,7 @@ def simulate_arguments(parser: argparse.ArgumentParser) -> None:
 
 def simulate(options: argparse.Namespace) -> int:
     """Print one JSON line: ``makespan``, ``period``, ``bound``, ``ratio``, ``busy``; with several seeds the spread."""
-    from disco_accel.graphcheck import check_taskgraph
+    from disco_accel.graphcheck import called, check_taskgraph, largest_need
     from disco_accel.graphfile import read_memgraph
     from disco_accel.plan.border import taskgraph_of
     from disco_accel.plan.bound import bound_of
@@ -37,6 +37,10 @@ def simulate(options: argparse.Namespace) -> int:
     machine = None if options.machine is None else read_machine(options.machine)
     plan = read_memgraph(options.plan, options.names)
     graph = check_taskgraph(taskgraph_of(plan))
+    for device in graph.devices:
+        need, vertex = largest_need(graph, device.id)
+        if vertex is not None and need > device.memory:
+            raise GraphFileError(f"{called(vertex)}: size: takes {need} bytes of {device.memory} on device {device.id}")
     simulator = Simulator(plan, machine)
     runs = [simulator.run(dispatch=options.dispatch, seed=s, jitter=jitter, steps=steps) for s in range(seeds)]
     firsts = runs

@@ -37,7 +37,7 @@ def commands(name: str, plan: Path) -> Iterator[tuple[list[str], int]]:
         yield ["bound", file], status
     if kind == "task":
         yield ["verify", file, INTRO], 2
-    if kind in ("plan", "no"):
+    if kind in ("plan", "no", "large"):
         yield ["simulate", file], 2
         yield ["simulate", file, "--steps", "3"], 2
     if kind == "plan":
