@@ -8,7 +8,7 @@ vertices must finish before it is reused; these become the memory edges.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from disco_accel.graphcheck import after_gate
@@ -44,13 +44,15 @@ def build(
     residents: Residents | None = None,
     cyclic: bool = False,
     repairs: Repairs | None = None,
+    outs_apart: bool = False,
 ) -> MemGraph:
     """Return a plan of ``graph`` within the memory of its devices.
 
     ``lookahead``: how many vertices ahead of execution copies may be placed (None: no limit). ``residents``: clean
-    inputs on the device when the step starts; a ``cyclic`` plan brings them back by its end. Raises Infeasible.
+    inputs on the device when the step starts; a ``cyclic`` plan brings them back by its end. ``outs_apart``: what is
+    handed out, and may not be moved before that, has its place beside all others from the start. Raises Infeasible.
     """
-    return _Builder(graph, policy, lookahead, residents or Residents(), cyclic, repairs or Repairs()).run()
+    return _Builder(graph, policy, lookahead, residents or Residents(), cyclic, repairs or Repairs(), outs_apart).run()
 
 
 _KEPT_SHARE = 16
@@ -64,6 +66,7 @@ def failing_position(
     lookahead: int | None,
     residents: Residents,
     cyclic: bool,
+    outs_apart: bool = False,
     until: int | None = None,
 ) -> int | None:
     """Return the serial position at which ``build`` fails, None if it does not, without making a plan.
@@ -71,7 +74,7 @@ def failing_position(
     ``until``: the last position to look at (None: the end), which saves the work behind it.
     """
     try:
-        _Builder(graph, policy, lookahead, residents, cyclic, Repairs()).walk(until)
+        _Builder(graph, policy, lookahead, residents, cyclic, Repairs(), outs_apart).walk(until)
     except Infeasible as error:
         return error.position
     return None
@@ -86,7 +89,9 @@ class _Builder:
         residents: Residents,
         cyclic: bool,
         repairs: Repairs,
+        outs_apart: bool,
     ) -> None:
+        self.outs_apart = outs_apart
         self.graph = graph
         self.order = serial_order(graph)
         self.lookahead = len(self.order) if lookahead is None else lookahead
@@ -162,7 +167,9 @@ class _Builder:
         def stays(vertex: Vertex) -> bool:
             return vertex.late or (vertex.clean and vertex.id in self.permanent)
 
-        if self.cyclic and self.residents - self.permanent:
+        if self.outs_apart:
+            self._reserve([vertex for vertex in self.order if vertex.out])
+        elif self.cyclic and self.residents - self.permanent:
             self._reserve_kept()
         for vertex in sorted(start_here, key=lambda v: (not stays(v), not v.clean)):
             memory = self.memories[vertex.device]
@@ -186,23 +193,31 @@ class _Builder:
 
     def _reserve_kept(self) -> None:
         """Give small kept outputs a place of their own for the whole step: later they might block a resident's home."""
-        for memory in self.memories.values():
-            kept = [
-                self.values[vertex.id, k]
-                for vertex in self.order
-                if (vertex.keep or vertex.out) and self.memories[vertex.device] is memory
-                for k, size in enumerate(vertex.sizes)
-                if size and vertex.kind is not VertexKind.INPUT and (vertex.inplace is None or k)
-            ]
-            if sum(memory.block(value.size) for value in kept) * _KEPT_SHARE > memory.space.bytes:
-                continue
-            for value in kept:
-                window = memory.space.highest_fit(memory.block(value.size))
-                if window is None:
-                    raise Infeasible(0)
-                stay = memory.stay_at(value, memory.space.take(window.start, window.end))
-                stay.permanent = True
-                self.reserved[value.ref] = stay
+        kept = [vertex for vertex in self.order if vertex.keep or vertex.out]
+        for device, memory in self.memories.items():
+            here = [vertex for vertex in kept if vertex.device == device]
+            blocks = (memory.block(value.size) for value in self._reservable(here))
+            if sum(blocks) * _KEPT_SHARE <= memory.space.bytes:
+                self._reserve(here)
+
+    def _reservable(self, vertices: Iterable[Vertex]) -> list[Value]:
+        """Return the outputs of ``vertices`` that are not written over an input."""
+        return [
+            self.values[vertex.id, k]
+            for vertex in vertices
+            for k, size in enumerate(vertex.sizes)
+            if size and vertex.kind is not VertexKind.INPUT and (vertex.inplace is None or k)
+        ]
+
+    def _reserve(self, vertices: Iterable[Vertex]) -> None:
+        for value in self._reservable(vertices):
+            memory = self.memories[value.device]
+            window = memory.space.highest_fit(memory.block(value.size))
+            if window is None:
+                raise Infeasible(0)
+            stay = memory.stay_at(value, memory.space.take(window.start, window.end))
+            stay.permanent = True
+            self.reserved[value.ref] = stay
 
     def _execute(self, position: int, vertex: Vertex) -> None:
         inputs = [self.values[ref] for ref in dict.fromkeys(vertex.inputs)]
@@ -290,7 +305,7 @@ class _Builder:
         if vertex.inplace is not None:
             return self._overwrite(position, vertex, copies)
         memory = self.memories[vertex.device]
-        if (vertex.keep or vertex.out) and memory.has_homes:
+        if (vertex.id, 0) in self.reserved or ((vertex.keep or vertex.out) and memory.has_homes):
             # Kept to the end, it would block the way home of whatever lives there.
             return None
         for p in vertex.may_inplace:

@@ -10,7 +10,7 @@ from disco_accel.graphcheck import check_taskgraph
 from disco_accel.memgraph import MemGraph
 from disco_accel.plan.build import build
 from disco_accel.plan.evict import Policy, policy_named
-from disco_accel.plan.needed import first_fitting, lowered, smallest, with_memory, working_set
+from disco_accel.plan.needed import Attempt, first_fitting, lowered, smallest, with_memory, working_set
 from disco_accel.plan.resident import Residents, first_choices, improve, plain_choices
 from disco_accel.plan.sim_malloc import Infeasible, Repairs
 from disco_accel.plan.simulate import Machine, simulate
@@ -70,15 +70,15 @@ def plan_build(
 ) -> MemGraph:
     """Plan with BUILDMEMGRAPH: as much look-ahead as fits, less if it must be. Raises BudgetTooSmall."""
     repairs = repairs or Repairs()
-    for ahead, residents in _attempts(graph, lookahead, repairs):
-        planned = partial(_built, graph, policy, ahead, cyclic, repairs)
+    for attempt in _attempts(graph, lookahead, repairs):
+        planned = partial(_built, graph, policy, cyclic, repairs, attempt)
         try:
-            plan = planned(residents)
+            plan = planned(attempt.residents)
         except Infeasible:
             continue
         if len(graph.vertices) > _SEARCH_UP_TO:
             return plan
-        return improve(graph, plan, residents, planned, machine)
+        return improve(graph, plan, attempt.residents, planned, machine)
     if not repairs.shorten_lookahead:
         raise Infeasible(0)
     given = max(device.memory for device in graph.devices)
@@ -87,9 +87,17 @@ def plan_build(
 
 
 def _built(
-    graph: TaskGraph, policy: Policy, ahead: int | None, cyclic: bool, repairs: Repairs, residents: Residents
+    graph: TaskGraph, policy: Policy, cyclic: bool, repairs: Repairs, attempt: Attempt, residents: Residents
 ) -> MemGraph:
-    return build(graph, policy, lookahead=ahead, residents=residents, cyclic=cyclic, repairs=repairs)
+    return build(
+        graph,
+        policy,
+        lookahead=attempt.lookahead,
+        residents=residents,
+        cyclic=cyclic,
+        repairs=repairs,
+        outs_apart=attempt.outs_apart,
+    )
 
 
 def plan_timed(graph: TaskGraph, policy: Policy, cyclic: bool, lookahead: int | None, machine: Machine) -> MemGraph:
@@ -167,11 +175,17 @@ def _lookaheads(lookahead: int | None, repairs: Repairs) -> Iterator[int | None]
         yield from (ahead for ahead in _SHORTER if lookahead is None or ahead < lookahead)
 
 
-def _attempts(
-    graph: TaskGraph, lookahead: int | None, repairs: Repairs | None = None
-) -> Iterator[tuple[int | None, Residents]]:
+def _attempts(graph: TaskGraph, lookahead: int | None, repairs: Repairs | None = None) -> Iterator[Attempt]:
     """Yield what is tried in turn: first as much look-ahead and as many residents as can be, last none of both."""
+    repairs = repairs or Repairs()
     choices = plain_choices(graph) if len(graph.vertices) <= _SEARCH_UP_TO else first_choices(graph)
-    for ahead in _lookaheads(lookahead, repairs or Repairs()):
+    if repairs.shorten_lookahead and any(vertex.out for vertex in graph.vertices):
+        modest = [Attempt(0, Residents(), outs_apart=True), Attempt(0, Residents())]
+    else:
+        modest = []
+    for ahead in _lookaheads(lookahead, repairs):
         for residents in choices:
-            yield ahead, residents
+            attempt = Attempt(ahead, residents)
+            if attempt not in modest:
+                yield attempt
+    yield from modest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from disco_accel.plan.build import failing_position
@@ -12,8 +12,18 @@ from disco_accel.plan.evict import Policy
 from disco_accel.plan.resident import Residents
 from disco_accel.taskgraph import Device, Ref, TaskGraph, VertexKind
 
-Attempts = Callable[[TaskGraph], Iterator[tuple[int | None, Residents]]]
-"""Look-ahead and residents that are tried for a graph, in order; the last is the most modest."""
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """What ``build`` is asked for: see there."""
+
+    lookahead: int | None
+    residents: Residents
+    outs_apart: bool = False
+
+
+Attempts = Callable[[TaskGraph], Iterator[Attempt]]
+"""What is tried for a graph, in order; the last is the most modest."""
 
 _ROUNDS = 6
 """Positions that fail one after another before the search stops looking at the vertices up to them alone."""
@@ -118,8 +128,16 @@ def _failing(
     ordered = list(attempts(graph))[::-1]
     if attempt >= len(ordered):
         return 0
-    ahead, residents = ordered[attempt]
-    return failing_position(graph, policy, lookahead=ahead, residents=residents, cyclic=cyclic, until=until)
+    tried = ordered[attempt]
+    return failing_position(
+        graph,
+        policy,
+        lookahead=tried.lookahead,
+        residents=tried.residents,
+        cyclic=cyclic,
+        outs_apart=tried.outs_apart,
+        until=until,
+    )
 
 
 def lowered(working: int, least: int, fits: Callable[[int], bool]) -> int:
