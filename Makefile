@@ -13,7 +13,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export MAX_JOBS ?= $(shell nproc)
 DEVICE ?= cuda
 
-.PHONY: help setup test sanitize fuzz lint format demo gpu clean
+.PHONY: help setup test sanitize safety fuzz lint format demo gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -53,6 +53,12 @@ sanitize: setup  ## 10^4 random programs plain and under sanitizers, 10^3 steps 
 
 fuzz: setup  ## 10^5 damaged files against the command line; half an hour on one core
 	@$(PY) -m disco_accel.testing.fuzz --count 100000 --keep out/fuzz
+
+# One process; about half an hour for 10^5 graphs.
+safety: export OMP_NUM_THREADS := 1
+safety: export PYTHONPATH := $(CURDIR)
+safety: $(INSTALLED)  ## random graphs, budgets and policies against an adversary, and planted faults; SAFETY_GRAPHS=100000
+	@$(PY) -m benchmarks.safety --graphs $(or $(SAFETY_GRAPHS),100000)
 
 demo: setup  ## LoRA under half the memory, with and without us, compared bit for bit
 	@$(PY) -m benchmarks.demo

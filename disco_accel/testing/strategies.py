@@ -58,6 +58,25 @@ def with_memory(graph: TaskGraph, factor: float) -> TaskGraph:
     return replace(graph, devices=devices)
 
 
+def with_room(graph: TaskGraph, factor: float) -> TaskGraph:
+    """Return ``graph`` with arenas of ``factor`` times the largest working set and all that may not leave its place.
+
+    Results that are handed out and late inputs may not move; plain inputs are all there when the step starts.
+    """
+    devices = []
+    for device in graph.devices:
+        fixed = started = 0
+        for vertex in graph.vertices:
+            if vertex.device == device.id and not vertex.external:
+                block = sum(-(-size // device.alignment) * device.alignment for size in vertex.sizes)
+                fixed += block if vertex.out or vertex.late else 0
+                started += block if vertex.kind is VertexKind.INPUT and not vertex.clean and not vertex.late else 0
+        devices.append(
+            replace(device, memory=max(1, int(factor * (fixed + max(started, working_set(graph, device.id))))))
+        )
+    return replace(graph, devices=tuple(devices))
+
+
 @st.composite
 def taskgraphs(draw: st.DrawFn, shape: Shape | None = None) -> TaskGraph:
     """Random task graphs; shrinks towards small ones."""

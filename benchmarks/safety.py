@@ -1,0 +1,161 @@
+"""The long hunt for a race: random graphs, budgets, policies and planners, each plan run by an adversary.
+
+    python -m benchmarks.safety [--graphs 100000] [--orders 10] [--faults 100] [--first 0] [--minutes M]
+
+Every plan passes the static judge and ``orders`` adversarial executions on tokens (poisoned memory, reads at start and
+finish, random overlap). Arenas of twice what the largest vertex and all that may not leave need must always do; a
+refusal below that is checked to name a number that is no smaller than what it was given. Then faults of every kind are
+planted into good plans: each that one of the judges does not notice must leave the plan's meaning unchanged. Exit
+status 1 if anything was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from disco_accel.errors import BudgetTooSmall, Stalled, VerifyError
+from disco_accel.execute.reference import run_reference
+from disco_accel.memgraph import MemGraph
+from disco_accel.plan import POLICIES, make_plan
+from disco_accel.plan.build import build
+from disco_accel.plan.resident import Residents
+from disco_accel.plan.sim_malloc import Infeasible
+from disco_accel.taskgraph import TaskGraph
+from disco_accel.testing.faults import FAULTS
+from disco_accel.testing.plans import tight_plans
+from disco_accel.testing.strategies import Shape, random_taskgraph, with_memory, with_room
+from disco_accel.verify import verify
+
+FACTORS = (1.0, 1.1, 1.3, 1.6, 2.0, 3.0, 8.0)
+SHAPES = (Shape(), Shape(vertices=48, devices=3), Shape(gate=False, keep=0.3), Shape(vertices=12, inplace=0.4))
+_TIMED_EVERY = 4
+_FAULT_ORDERS = 20
+
+
+@dataclass
+class Result:
+    """Counts of what was tried and what was found. ``wrong`` holds a line per fault found in a plan."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    planted: Counter[str] = field(default_factory=Counter)
+    static: Counter[str] = field(default_factory=Counter)
+    dynamic: Counter[str] = field(default_factory=Counter)
+    either: Counter[str] = field(default_factory=Counter)
+
+
+def random_case(seed: int, result: Result) -> tuple[TaskGraph, MemGraph | None]:
+    """Return the graph of ``seed`` and a plan of it; None if there is none."""
+    rng = random.Random(seed)
+    graph = random_taskgraph(rng, rng.choice(SHAPES))
+    roomy = rng.random() < 0.2
+    graph = with_room(graph, 2.0) if roomy else with_memory(graph, rng.choice(FACTORS))
+    policy, cyclic = rng.choice(sorted(POLICIES)), rng.random() < 0.5
+    if not roomy and rng.random() < 0.5:
+        clean = [vertex.id for vertex in graph.vertices if vertex.clean and rng.random() < 0.4]
+        permanent = tuple(vertex for vertex in clean if rng.random() < 0.4)
+        residents = Residents(permanent, tuple(vertex for vertex in clean if vertex not in permanent))
+        ahead = rng.choice((0, 2, None, None))
+        try:
+            return graph, build(graph, POLICIES[policy], lookahead=ahead, residents=residents, cyclic=cyclic)
+        except Infeasible:
+            result.counts["no plan with these residents"] += 1
+            return graph, None
+    planner = "timed" if seed % _TIMED_EVERY == 0 else "build"
+    try:
+        return graph, make_plan(graph, policy=policy, cyclic=cyclic, planner=planner)
+    except BudgetTooSmall as error:
+        result.counts["refused"] += 1
+        if roomy:
+            result.wrong.append(f"seed {seed}: {planner} refuses twice what is needed: {error}")
+        if error.needed <= min(device.memory for device in graph.devices):
+            result.wrong.append(f"seed {seed}: {planner} says {error.needed}, which it was given")
+        return graph, None
+
+
+def hunt(seed: int, orders: int, result: Result) -> None:
+    """Plan the graph of ``seed`` and have the plan judged."""
+    result.counts["graphs"] += 1
+    graph, plan = random_case(seed, result)
+    if plan is None:
+        return
+    result.counts["plans"] += 1
+    try:
+        verify(graph, plan)
+        for order in range(orders):
+            run_reference(graph, plan, order)
+            result.counts["executions"] += 1
+    except (VerifyError, Stalled) as error:
+        result.wrong.append(f"seed {seed}: {type(error).__name__}: {error}")
+
+
+def plant(count: int, result: Result, first_seed: int = 0) -> None:
+    """Plant each kind of fault ``count`` times, or as often as it applies, and note which judge notices."""
+    rng = random.Random(first_seed)
+    for turn in range(12):
+        missing = [name for name in sorted(FAULTS) if result.planted[name] < count]
+        if not missing:
+            return
+        for graph, plan in tight_plans(count, first_seed + 100_000 * (turn + 1)):
+            for name in missing:
+                if result.planted[name] < count:
+                    bad = FAULTS[name](plan, rng)
+                    if bad is not None and bad != plan:
+                        _judge(name, graph, bad, result)
+
+
+def _judge(name: str, graph: TaskGraph, bad: MemGraph, result: Result) -> None:
+    static = dynamic = False
+    try:
+        verify(graph, bad)
+    except VerifyError:
+        static = True
+    try:
+        for order in range(_FAULT_ORDERS):
+            run_reference(graph, bad, order)
+    except (VerifyError, Stalled, KeyError):
+        # The adversary assumes what the static judge checks first, such as that every vertex is there.
+        dynamic = True
+    result.planted[name] += 1
+    result.static[name] += static
+    result.dynamic[name] += dynamic
+    result.either[name] += static or dynamic
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print what was tried and found; returns 1 if a plan was wrong or a planted fault went unnoticed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--graphs", type=int, default=100_000)
+    parser.add_argument("--orders", type=int, default=10)
+    parser.add_argument("--faults", type=int, default=100)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop the hunt after so long")
+    options = parser.parse_args(argv)
+    result = Result()
+    end = time.monotonic() + 60 * options.minutes
+    for done in range(options.graphs):
+        if time.monotonic() > end:
+            break
+        hunt(options.first + done, options.orders, result)
+        if (done + 1) % 2000 == 0:
+            print(f"{dict(result.counts)}, wrong: {len(result.wrong)}", flush=True)
+    plant(options.faults, result, options.first)
+    print(f"{dict(result.counts)}, wrong: {len(result.wrong)}")
+    for line in result.wrong[:50]:
+        print(line)
+    missed = 0
+    print(f"{'planted fault':<22} {'times':>6} {'static':>7} {'dynamic':>8} {'missed':>7}")
+    for name, planted in sorted(result.planted.items()):
+        missed += planted - result.either[name]
+        left = planted - result.either[name]
+        print(f"{name:<22} {planted:>6} {result.static[name]:>7} {result.dynamic[name]:>8} {left:>7}")
+    return 1 if result.wrong or missed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

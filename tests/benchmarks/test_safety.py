@@ -1,0 +1,30 @@
+"""A sample of ``make safety``: no random plan is wrong, and no planted fault goes unnoticed."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from benchmarks.safety import Result, hunt, plant
+from disco_accel.testing.faults import FAULTS
+
+GRAPHS = int(os.environ.get("DISCO_SAFETY_GRAPHS", "1200"))
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_no_random_plan_is_wrong_in_any_order(part: int) -> None:
+    """Races, wrong values, deadlocks, refusals where there is room: none."""
+    result = Result()
+    for seed in range(part * 1_000_000, part * 1_000_000 + GRAPHS // 4):
+        hunt(seed, 4, result)
+    assert not result.wrong, "\n".join(result.wrong[:20])
+    assert result.counts["plans"] > 0.7 * result.counts["graphs"], "nearly every graph was refused"
+
+
+def test_no_planted_fault_goes_unnoticed() -> None:
+    result = Result()
+    plant(20, result, first_seed=5)
+    assert result.planted == dict.fromkeys(FAULTS, 20)
+    assert result.either == result.planted
+    assert sum(result.dynamic.values()) > 0.5 * sum(result.planted.values())
