@@ -73,6 +73,10 @@ class Counter:
         self.now = position
         return self._room(0, begin)
 
+    def fits(self, block: int) -> bool:
+        """Whether there is room for ``block`` bytes without a drop."""
+        return int(self.fixed[self.now]) + self.bytes + block <= self.capacity
+
     def take(self, page: int, begin: float) -> float:
         """Make room for ``page``; return when it is there, not before ``begin``."""
         begin = self._room(self.state.pages[page].block, begin)

@@ -28,7 +28,7 @@ class Piece:
 _Key = Callable[["Piece"], tuple[float, ...]]
 
 _FEW = 1000
-"""Up to so many pieces all orders are tried, beyond only the first two."""
+"""Up to so many pieces all orders are tried, beyond only the first."""
 
 _TINY = 2000
 """Pieces smaller than one part in so many of all lie lowest, by time: above large ones they would be in the way."""
@@ -60,7 +60,7 @@ def place(pieces: Sequence[Piece], limit: int) -> tuple[int, list[int], int]:
     always = max((piece.ticks for piece in pieces), default=0)
     best: tuple[int, list[int]] | None = None
     tried = 0
-    for order in ORDERS if len(pieces) <= _FEW else ORDERS[:2]:
+    for order in ORDERS if len(pieces) <= _FEW else ORDERS[:1]:
         for tiny in (limit // _TINY, 0):
 
             def key(piece: Piece, order: _Key = order, tiny: int = tiny) -> tuple[float, ...]:

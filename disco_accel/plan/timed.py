@@ -20,9 +20,9 @@ from disco_accel.plan.sim_malloc import Infeasible
 from disco_accel.plan.simulate import Machine, simulate
 from disco_accel.plan.stays import stays_of
 from disco_accel.plan.timeline import Act, Timeline, simulate_step
-from disco_accel.taskgraph import TaskGraph, VertexKind
+from disco_accel.taskgraph import TaskGraph
 
-SHARES = (0.0, 0.5, 0.85, 0.95, 0.3, 0.7)
+SHARES = (0.0, 0.5, 0.9, 0.95, 0.3, 0.7)
 """Shares of the memory, beside what fixed values take at their peak, for pages that never leave; by promise."""
 
 WORTH = (None, 10.0, 2.0)
@@ -31,37 +31,47 @@ WORTH = (None, 10.0, 2.0)
 EFFORT = 100_000
 """Vertices in all the drafts of one search; the first share of each kind is tried in any case."""
 
+AHEAD = (0.2, 0.05)
+"""Shares of what a step with memory for all takes: nothing is dropped for what is wanted later than that. Without such
+a limit an idle link trades what is here for what is wanted sooner, again and again, and is busy when it matters."""
+
 _PLACED = 80_000
 """Addresses that are tried in one search, after which the first plan found is the last."""
 
-_GOOD = 1.002
-"""A draft that takes at most so many times what compute takes is not bettered any more."""
+_TRIES = 6
+"""Drafts that are tried even if that takes more addresses."""
+
+_GOOD = 1.003
+"""A draft that takes at most so many times what a step with memory for all takes is not bettered any more."""
 
 _STEP = 0.08
-_RETRIES = 6
+_RETRIES = 8
+_HASTE = 0.005
 _SMALL = 1000
 """Positions of a step up to which a draft without addresses is followed by several others, not one."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """``worth`` as in WORTH, ``share`` as in SHARES; ``outliers``: unusually large pages are permanent before others,
-    because what has to be kept free for the pages that come and go depends on the largest of them."""
+    """``worth`` as in WORTH, ``share`` as in SHARES, ``ahead`` as in AHEAD; ``outliers``: unusually large pages are
+    permanent before others, because what has to be kept free for those that come and go depends on the largest."""
 
     worth: float | None
     share: float
     outliers: bool = False
+    ahead: float = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A timeline with its demand, the pages there at the ``start``, and those that are ``permanent``; ``retries``: how
-    often addresses did not fit."""
+    """A timeline with its demand, the pages there at the ``start``, and those that are ``permanent``; ``ahead`` in
+    seconds; ``retries``: how often addresses did not fit."""
 
     demand: Demand
     timeline: Timeline
     start: tuple[int, ...]
     permanent: tuple[int, ...]
+    ahead: float
     retries: int = 0
 
 
@@ -70,7 +80,7 @@ def build_timed(graph: TaskGraph, machine: Machine, *, cyclic: bool, hurry: bool
     search = _Search(graph, machine, cyclic)
     search.run(hurry)
     search.settle(hurry)
-    if not hurry and search.makespan > search.floor:
+    if not hurry and search.makespan > search.floor and search.effort < EFFORT:
         # What was good enough as a draft may have lost by its addresses.
         search.floor = 0.0
         search.run(hurry)
@@ -89,26 +99,33 @@ class _Search:
         self.cyclic = cyclic
         self.capacity = {device.id: device.memory // device.alignment * device.alignment for device in graph.devices}
         self.demands: dict[float | None, Demand | None] = {}
-        self.tried: set[tuple[float | None, tuple[int, ...]]] = set()
+        self.tried: set[tuple[float | None, float, tuple[int, ...]]] = set()
         self.found: list[tuple[Draft, _Settings]] = []
-        self.queue: list[tuple[float, int, Draft]] = []
+        self.queue: list[tuple[float, int, int, Draft]] = []
         self.seen: dict[float, list[list[tuple[Act, int]]]] = {}
         self.count = 0
         self.effort = 0
         self.pieces = 0
-        self.floor = _GOOD * self._compute()
+        self.tries = 0
+        self.ideal = self._ideal()
+        self.floor = _GOOD * self.ideal
         self.plan: MemGraph | None = None
         self.makespan = float("inf")
 
     def run(self, hurry: bool) -> None:
         """Try kinds of demand and shares of permanent pages, then what lies around the best."""
         for worth in WORTH:
-            self.attempt(_Settings(worth, SHARES[0]))
+            if not self.found or self.effort * 4 < EFFORT:
+                self.attempt(_Settings(worth, SHARES[0]))
         for share in SHARES[1:]:
             if hurry and self.found:
                 return
-            self.attempt(replace(self.best(), share=share), limited=True)
+            wasteful = share == SHARES[2] and not hurry and bool(self.found) and self.best_draft().loaded > 0
+            self.attempt(replace(self.best(), share=share), limited=True, even_if_good=wasteful)
         self.attempt(replace(self.best(), outliers=True), limited=True)
+        if self.found and self.best_draft().loaded:
+            for ahead in AHEAD:
+                self.attempt(replace(self.best(), ahead=ahead), limited=True, even_if_good=True)
         step = _STEP
         while step > _STEP / 5:
             best, before = self.best(), self.fastest()
@@ -120,11 +137,14 @@ class _Search:
 
     def settle(self, hurry: bool) -> None:
         """Give drafts addresses, the fastest first, until none is faster than the best plan."""
-        limit = self.pieces + _PLACED
-        while self.queue and self.queue[0][0] < self.makespan and not (hurry and self.plan):
-            if self.pieces > (limit if self.plan else 2 * limit):
+        pieces, tries = self.pieces + _PLACED, self.tries + _TRIES
+        while self.queue and self.makespan > self.floor and not (hurry and self.plan):
+            if self.pieces > pieces and (self.plan or (self.tries > tries and (hurry or self.pieces > 4 * pieces))):
                 return
-            _, _, draft = heapq.heappop(self.queue)
+            _, _, _, draft = heapq.heappop(self.queue)
+            if draft.timeline.seconds >= self.makespan:
+                continue
+            self.tries += 1
             stays = stays_of(draft.demand, draft.timeline, draft.permanent, draft.start, self.cyclic)
             over = stays.settle(self.capacity, lowest=not draft.timeline.loaded)
             self.pieces += stays.tried
@@ -153,13 +173,13 @@ class _Search:
             if not any(profile.any() for profile in taken.values()):
                 continue
             again = {device: profile + taken.get(device, 0) for device, profile in fixed.items()}
-            self._draft(replace(draft.demand, fixed=again), draft.permanent, draft.retries + 1)
+            self._draft(replace(draft.demand, fixed=again), draft.permanent, draft.ahead, draft.retries + 1)
 
-    def _draft(self, demand: Demand, permanent: tuple[int, ...], retries: int = 0) -> Draft | None:
+    def _draft(self, demand: Demand, permanent: tuple[int, ...], ahead: float, retries: int = 0) -> Draft | None:
         """Draft and put the draft in the queue, if there is one."""
         self.effort += 3 * demand.end
         try:
-            draft = draft_of(demand, self.machine, self.capacity, permanent, self.cyclic)
+            draft = draft_of(demand, self.machine, self.capacity, permanent, ahead, self.cyclic)
         except Infeasible:
             return None
         draft = replace(draft, retries=retries)
@@ -167,41 +187,51 @@ class _Search:
             return draft
         self.seen[draft.timeline.seconds].append(draft.timeline.acts)
         self.count += 1
-        heapq.heappush(self.queue, (draft.timeline.seconds, self.count, draft))
+        # One that has been through a few retries is soon settled.
+        rank = self._rank(draft.timeline)[0] * (1 - _HASTE * retries)
+        heapq.heappush(self.queue, (rank, draft.timeline.loaded, self.count, draft))
         return draft
 
     def fastest(self) -> float:
         """Return the seconds of the best draft so far."""
-        return min((draft.timeline.seconds for draft, _ in self.found), default=float("inf"))
+        return self.best_draft().seconds if self.found else float("inf")
+
+    def best_draft(self) -> Timeline:
+        """Return the fastest draft so far, the one that loads least of those that are good enough."""
+        return min((draft.timeline for draft, _ in self.found), key=self._rank)
 
     def best(self) -> _Settings:
         """Return the settings of the best draft so far."""
-        best = min(self.found, key=lambda found: found[0].timeline.seconds, default=None)
+        best = min(self.found, key=lambda found: self._rank(found[0].timeline), default=None)
         return _Settings(WORTH[-1], SHARES[0]) if best is None else best[1]
 
-    def attempt(self, settings: _Settings, limited: bool = False) -> None:
+    def _rank(self, timeline: Timeline) -> tuple[float, int]:
+        return max(timeline.seconds, _GOOD * self.ideal), timeline.loaded
+
+    def attempt(self, settings: _Settings, limited: bool = False, even_if_good: bool = False) -> None:
         """Draft with these settings unless the search has gone on for long enough."""
         spent = self.effort > EFFORT and (limited or self.found)
-        if spent or self.fastest() <= self.floor:
+        if spent or (self.fastest() <= self.floor and not even_if_good):
             return
         demand = self._demand(settings.worth)
         if demand is None:
             return
         permanent = tuple(permanent_pages(demand, self.capacity, settings))
-        if (settings.worth, permanent) in self.tried:
+        if (settings.worth, settings.ahead, permanent) in self.tried:
             return
-        self.tried.add((settings.worth, permanent))
-        draft = self._draft(demand, permanent)
+        self.tried.add((settings.worth, settings.ahead, permanent))
+        draft = self._draft(demand, permanent, settings.ahead * self.ideal)
         if draft is not None:
             self.found.append((draft, settings))
 
-    def _compute(self) -> float:
-        """Return the seconds that the busiest device computes."""
-        busy = dict.fromkeys(self.capacity, 0.0)
-        for vertex in self.graph.vertices:
-            if vertex.kind is VertexKind.KERNEL:
-                busy[vertex.device] += vertex.duration or 0.0
-        return max(busy.values())
+    def _ideal(self) -> float:
+        """Return the seconds of a step in this order if nothing ever had to leave."""
+        demand = self._demand(None) or self._demand(WORTH[-1])
+        if demand is None:
+            return 0.0
+        plenty = dict.fromkeys(self.capacity, 1 << 60)
+        clean = [i for i, page in enumerate(demand.pages) if page.clean]
+        return simulate_step(demand, self.machine, plenty, permanent=clean).seconds
 
     def _demand(self, worth: float | None) -> Demand | None:
         if worth not in self.demands:
@@ -246,19 +276,25 @@ def permanent_pages(demand: Demand, capacity: Mapping[int, int], settings: _Sett
 
 
 def draft_of(
-    demand: Demand, machine: Machine, capacity: Mapping[int, int], permanent: tuple[int, ...], cyclic: bool
+    demand: Demand,
+    machine: Machine,
+    capacity: Mapping[int, int],
+    permanent: tuple[int, ...],
+    ahead: float,
+    cyclic: bool,
 ) -> Draft:
     """Return the step that begins as it ends, with ``permanent`` pages. Raises Infeasible."""
     rooms = dict(capacity)
     for i in permanent:
         rooms[demand.pages[i].device] -= demand.pages[i].block
     if cyclic:
-        start = simulate_step(twice(demand), machine, rooms, permanent=permanent, border=demand.end).border
+        double = twice(demand)
+        start = simulate_step(double, machine, rooms, permanent=permanent, border=demand.end, ahead=ahead).border
     else:
         start = _first_used(demand, rooms, permanent)
     back = start if cyclic else ()
-    timeline = simulate_step(demand, machine, rooms, start=start, back=back, permanent=permanent)
-    return Draft(demand, timeline, tuple(start), permanent)
+    timeline = simulate_step(demand, machine, rooms, start=start, back=back, permanent=permanent, ahead=ahead)
+    return Draft(demand, timeline, tuple(start), permanent, ahead)
 
 
 def _free(draft: Draft, capacity: Mapping[int, int]) -> dict[int, Profile]:

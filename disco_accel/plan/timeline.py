@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from disco_accel.graphcheck import dependencies
 from disco_accel.plan.demand import Demand, Profile
@@ -52,24 +53,32 @@ def simulate_step(
     back: Sequence[int] = (),
     permanent: Iterable[int] = (),
     border: int | None = None,
+    ahead: float = _ALWAYS,
 ) -> Timeline:
     """Return the timeline of ``demand`` within ``capacity`` bytes by device.
 
     ``start``: pages there at the start; ``back``: pages to be there again at the end, in order of importance;
-    ``permanent``: pages that never leave, which have no part in the capacity. Raises Infeasible.
+    ``permanent``: pages that never leave, which have no part in the capacity. ``ahead``: nothing is dropped for what is
+    wanted more seconds of compute later. Raises Infeasible.
     """
-    return _Clock(demand, machine, capacity, start, back, permanent, border).run()
+    clock = _Clock(demand, machine, capacity, start, back, permanent, ahead)
+    clock.at = border
+    return clock.run()
 
 
 class _Lane:
     """One device: its memory, when its link and its compute are free, and the pages wanted in order of use."""
 
-    def __init__(self, device: int, memory: Counter, room: Profile, wanted: list[tuple[int, int]]) -> None:
+    def __init__(
+        self, device: int, memory: Counter, room: Profile, wanted: list[tuple[int, int]], clock: list[float]
+    ) -> None:
         self.device = device
         self.memory = memory
         self.room = room
         """Bytes by position that are not promised to anyone yet."""
         self.wanted = wanted
+        self.clock = clock
+        """Seconds of compute before each position."""
         self.next = 0
         self.now = -1
         self.running = -1
@@ -86,12 +95,13 @@ class _Clock:
         start: Sequence[int],
         back: Sequence[int],
         permanent: Iterable[int],
-        border: int | None,
+        ahead: float,
     ) -> None:
         self.demand = demand
         self.pages = demand.pages
         self.machine = machine
-        self.at = border
+        self.ahead = ahead
+        self.at: int | None = None
         self.line = Timeline()
         self.permanent = frozenset(permanent)
         uses = [[] if i in self.permanent else list(page.uses) for i, page in enumerate(self.pages)]
@@ -118,6 +128,10 @@ class _Clock:
         fixed = self.demand.fixed[device]
         memory = Counter(state, fixed, room, self._drop)
         free = room - fixed - self.demand.produced[device]
+        busy = [
+            seconds if vertex.device == device and vertex.kind is VertexKind.KERNEL else 0.0
+            for vertex, seconds in zip(self.demand.order, self.demand.seconds, strict=True)
+        ]
         rank = {page: order for order, page in enumerate(back)}
         wanted = [
             (use, rank.get(i, 0) if use == self.demand.end else 0, i)
@@ -125,7 +139,7 @@ class _Clock:
             if page.device == device
             for use in state.uses[i]
         ]
-        return _Lane(device, memory, free, [(use, i) for use, _, i in sorted(wanted)])
+        return _Lane(device, memory, free, [(use, i) for use, _, i in sorted(wanted)], [0.0, *accumulate(busy)])
 
     def _memory(self, page: int) -> Counter:
         return self.lanes[self.pages[page].device].memory
@@ -260,6 +274,9 @@ class _Clock:
             return False
         if not here and not coming:
             if lane.link >= until:
+                return False
+            far = lane.clock[use] - lane.clock[lane.now] > self.ahead
+            if far and not lane.memory.fits(value.block):
                 return False
             self._load(lane, page, lane.memory.take(page, max(lane.link, self.state.on_host[page])))
         lane.room[begin : use + 1] -= value.block
