@@ -222,33 +222,41 @@ def _vertex(raw: object, names: IdNames | None, kinds: Mapping[str, VertexKind])
     if not isinstance(kind, str):
         raise GraphFileError(f"{where}: kind: expected a text, got {shown(kind)}")
     sizes, addresses = _outputs(entry, where)
+    inputs = a_list(entry["inputs"], f"{where}: inputs") if "inputs" in entry else ()
+    vertex = Vertex(
+        _identity(entry["id"], where, names),
+        _in_taskgraph(kind, kinds, where),
+        integer(entry, "device", where),
+        text(entry, "op", where),
+        tuple([_ref(ref, where, names) for ref in inputs]),
+        sizes,
+        **_optional(entry, where, names),
+    )
+    return vertex, addresses
+
+
+_FLAGS = ("clean", "late", "external", "out", "keep")
+
+
+def _optional(entry: Mapping[str, Any], where: str, names: IdNames | None) -> dict[str, Any]:
+    """Return the fields of a vertex that few have."""
+    found: dict[str, Any] = {key: flag(entry, key, where) for key in _FLAGS if key in entry}
     duration = entry.get("duration")
     if duration is not None:
         if isinstance(duration, bool) or not isinstance(duration, int | float):
             raise GraphFileError(f"{where}: duration: expected seconds, got {shown(duration)}")
         if not (0 <= duration <= 1e18 and math.isfinite(duration)):
             raise GraphFileError(f"{where}: duration: expected 0 or more seconds, got {shown(duration)}")
-    inplace = entry.get("inplace")
-    vertex = Vertex(
-        id=_identity(entry["id"], where, names),
-        kind=_in_taskgraph(kind, kinds, where),
-        device=integer(entry, "device", where),
-        op=text(entry, "op", where),
-        inputs=tuple(_ref(ref, where, names) for ref in a_list(entry.get("inputs", []), f"{where}: inputs")),
-        sizes=sizes,
-        duration=None if duration is None else float(duration),
-        clean=flag(entry, "clean", where),
-        late=flag(entry, "late", where),
-        external=flag(entry, "external", where),
-        out=flag(entry, "out", where),
-        keep=flag(entry, "keep", where),
-        after=tuple(_identity(v, f"{where}: after", names) for v in a_list(entry.get("after", []), f"{where}: after")),
-        inplace=None if inplace is None else integer(entry, "inplace", where),
-        may_inplace=tuple(
-            number(p, f"{where}: may_inplace") for p in a_list(entry.get("may_inplace", []), f"{where}: may_inplace")
-        ),
-    )
-    return vertex, addresses
+        found["duration"] = float(duration)
+    if "after" in entry:
+        place = f"{where}: after"
+        found["after"] = tuple([_identity(other, place, names) for other in a_list(entry["after"], place)])
+    if entry.get("inplace") is not None:
+        found["inplace"] = integer(entry, "inplace", where)
+    if "may_inplace" in entry:
+        place = f"{where}: may_inplace"
+        found["may_inplace"] = tuple([number(position, place) for position in a_list(entry["may_inplace"], place)])
+    return found
 
 
 def _in_taskgraph(kind: str, kinds: Mapping[str, VertexKind], where: str) -> VertexKind:
