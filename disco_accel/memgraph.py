@@ -6,7 +6,7 @@ Whatever order a runtime picks, it is free of races as long as it respects ``dat
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from disco_accel.taskgraph import Device, Ref, Vertex
 
@@ -30,7 +30,7 @@ class MemGraph:
     ``slots``: every output on a device with size > 0 that has an address (``external`` inputs and clean inputs
     that are only on the host have none). ``host_offsets``: OFFLOAD id → byte offset in the host arena of
     ``host_memory`` bytes. ``cyclic``: the plan is run step after step and the resident clean inputs are back,
-    intact, at the end.
+    intact, at the end. ``planner``: which planner made it, "" if unknown; no part of the plan, and not in its file.
     """
 
     name: str
@@ -43,3 +43,4 @@ class MemGraph:
     host_memory: int = 0
     host_alignment: int = 256
     cyclic: bool = False
+    planner: str = field(default="", compare=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 from disco_accel.errors import BudgetTooSmall, ConfigError
@@ -89,7 +90,7 @@ def plan_build(
 def _built(
     graph: TaskGraph, policy: Policy, cyclic: bool, repairs: Repairs, attempt: Attempt, residents: Residents
 ) -> MemGraph:
-    return build(
+    plan = build(
         graph,
         policy,
         lookahead=attempt.lookahead,
@@ -98,12 +99,13 @@ def _built(
         repairs=repairs,
         outs_apart=attempt.outs_apart,
     )
+    return replace(plan, planner="build")
 
 
 def plan_timed(graph: TaskGraph, policy: Policy, cyclic: bool, lookahead: int | None, machine: Machine) -> MemGraph:
     """Plan in simulated time; where that finds no plan or a slower one, with BUILDMEMGRAPH. Raises BudgetTooSmall."""
     try:
-        plan = build_timed(graph, machine, cyclic=cyclic)
+        plan = replace(build_timed(graph, machine, cyclic=cyclic), planner="timed")
     except Infeasible:
         pass
     else:

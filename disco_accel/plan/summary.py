@@ -7,11 +7,12 @@ from disco_accel.plan.simulate import Machine, lower_bound, simulate
 from disco_accel.taskgraph import VertexKind
 
 
-def summary(plan: MemGraph, machine: Machine | None = None) -> dict[str, int | float]:
+def summary(plan: MemGraph, machine: Machine | None = None) -> dict[str, int | float | str]:
     """Return counts, bytes and seconds of ``plan``.
 
     ``peak_bytes``: the highest address in use, of the fullest device. ``bound``: seconds that no execution of this plan
-    on ``machine`` can beat; ``makespan``: what simulation says it takes.
+    on ``machine`` can beat; ``makespan``: what simulation says it takes. ``planner``: who made it, "" if unknown, which
+    need not be who was asked: the timed planner keeps BUILDMEMGRAPH's plan where that is faster.
     """
     memory_edges = len(set(plan.memory_edges))
     return {
@@ -26,6 +27,7 @@ def summary(plan: MemGraph, machine: Machine | None = None) -> dict[str, int | f
         "resident_bytes": resident_bytes(plan),
         "bound": lower_bound(plan, machine),
         "makespan": simulate(plan, machine).makespan,
+        "planner": plan.planner,
     }
 
 

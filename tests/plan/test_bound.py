@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -57,3 +58,49 @@ def test_no_plan_of_a_random_graph_beats_the_bound(planner: str) -> None:
         assert copied_bytes(plan, VertexKind.RELOAD) >= bound.lp_reload_bytes - 1
         assert simulate(plan, machine).makespan >= max(bound.link, bound.critical_path) * (1 - 1e-9)
     assert judged > 10
+
+
+PARTS = ("compute", "link", "critical_path", "phases")
+
+
+def tight_chain(rng: random.Random) -> TaskGraph:
+    """A chain of kernels over weights that do not fit, so that every part of the bound has something to say."""
+    count = rng.randint(3, 16)
+    align = 64
+    vertices = [
+        Vertex(i, VertexKind.INPUT, 0, "w", sizes=(rng.randint(1, 40) * align,), clean=True) for i in range(count)
+    ]
+    last: tuple[tuple[int, int], ...] = ()
+    for i in range(count + rng.randint(0, count)):
+        reads = ((rng.randrange(count) if i >= count else i, 0), *last)
+        seconds = rng.choice((1e-6, 1e-4, 3e-4))
+        vertices.append(Vertex(len(vertices), VertexKind.KERNEL, 0, "k", reads, (rng.randint(0, 8) * align,), seconds))
+        last = ((vertices[-1].id, 0),)
+    vertices[-1] = replace(vertices[-1], keep=True)
+    graph = with_memory(TaskGraph("chain", (Device(0, 1, align),), tuple(vertices)), rng.choice((1.3, 1.8, 2.5, 4.0)))
+    return graph
+
+
+@pytest.mark.parametrize("planner", ["build", "timed"])
+def test_no_part_of_the_bound_is_above_a_repeating_plan(planner: str) -> None:
+    """On the makespan of one cyclic step, and on what each further of several steps takes. Each part is the largest
+    somewhere, so that none goes untested."""
+    largest = dict.fromkeys(PARTS, 0)
+    for seed in range(45):
+        rng = random.Random(seed)
+        if rng.random() < 0.4:
+            graph = with_memory(random_taskgraph(rng, Shape(keep=0.05)), rng.choice((1.5, 2.0, 4.0)))
+        else:
+            graph = tight_chain(rng)
+        bandwidth = rng.choice((3e6, 1e7, 1e9))
+        machine = Machine(h2d=Link(bandwidth, 1e-6), d2h=Link(bandwidth, 1e-6))
+        try:
+            plan = make_plan(graph, cyclic=True, planner=planner, machine=machine)
+        except BudgetTooSmall:
+            continue
+        bound = bound_of(graph, machine)
+        makespan = simulate(plan, machine).makespan
+        for part in PARTS:
+            assert getattr(bound, part) <= makespan * (1 + 1e-9), f"seed {seed}: {part}"
+            largest[part] += bound.bound > 0 and getattr(bound, part) >= bound.bound * (1 - 1e-9)
+    assert all(largest.values()), largest
