@@ -84,8 +84,11 @@ def run(arguments: Sequence[str]) -> tuple[int, str]:
     return status, errors.getvalue()
 
 
-def judge(seed: Seed, file: Path, graphs: Path) -> Iterator[tuple[str, str]]:
-    """Run the commands that read ``file``. Yield (command, what is wrong with its answer); an empty text is right."""
+def judge(seed: Seed, file: Path, graphs: Path, turn: int) -> Iterator[tuple[str, str]]:
+    """Run the commands that read ``file``. Yield (command, what is wrong with its answer); an empty text is right.
+
+    Options take turns, so that ``turn`` after ``turn`` all are tried.
+    """
     plan = file.with_suffix(".plan")
     toy, intro = str(graphs / "toy.taskgraph.json"), str(graphs / "intro_n10.memgraph.json")
     if seed.kind == "instance":
@@ -96,17 +99,17 @@ def judge(seed: Seed, file: Path, graphs: Path) -> Iterator[tuple[str, str]]:
     elif seed.kind == "plan":
         status, wrong, _ = _answered(["verify", str(seed.task), str(file)])
         yield "verify", wrong
-        for options in (["--steps", "2"], ["--dispatch", "fixed"]):
-            _, wrong, said = _answered(["simulate", str(file), *options])
-            stalled = status == 0 and "cannot run to its end" in said
-            yield "simulate", wrong or ("a plan that verifies does not run" if stalled else "")
+        options = (["--steps", "2"], ["--dispatch", "fixed"], ["--dispatch", "random", "--jitter", "0.5"])[turn % 3]
+        _, wrong, said = _answered(["simulate", str(file), *options])
+        stalled = status == 0 and "cannot run to its end" in said
+        yield "simulate", wrong or ("a plan that verifies does not run" if stalled else "")
     else:
-        for options in ([], ["--cyclic", "--planner", "timed"]):
-            status, wrong, _ = _answered(["compile", str(file), "-o", str(plan), *options])
-            yield "compile", wrong
-            if status == 0:
-                verified, wrong, _ = _answered(["verify", str(file), str(plan)])
-                yield "verify", wrong or ("its plan does not verify" if verified else "")
+        options = ([], ["--cyclic", "--planner", "timed"], ["--cyclic", "--planner", "build"])[turn % 3]
+        status, wrong, _ = _answered(["compile", str(file), "-o", str(plan), *options])
+        yield "compile", wrong
+        if status == 0:
+            verified, wrong, _ = _answered(["verify", str(file), str(plan)])
+            yield "verify", wrong or ("its plan does not verify" if verified else "")
         yield "bound", _answered(["bound", str(file)])[1]
 
 
@@ -135,8 +138,10 @@ def fuzz(count: int, seed: int, graphs: Path, keep: Path | None) -> list[str]:
             damaged = mutate(chosen.data, rng)
             file = Path(folder) / "damaged.json"
             file.write_bytes(damaged)
-            found = _found(chosen, file, graphs)
+            found = _found(chosen, file, graphs, number)
             answers[f"{chosen.kind}: {'answered' if found is None else 'WRONG'}"] += 1
+            if number % 5000 == 4999:
+                print(f"{number + 1} of {count}, {len(wrong)} wrong", file=sys.stderr, flush=True)
             if found is not None:
                 wrong.append(f"mutation {number} of seed {seed}, a {chosen.kind}: {found}")
                 print(wrong[-1], flush=True)
@@ -147,9 +152,9 @@ def fuzz(count: int, seed: int, graphs: Path, keep: Path | None) -> list[str]:
     return wrong
 
 
-def _found(seed: Seed, file: Path, graphs: Path) -> str | None:
+def _found(seed: Seed, file: Path, graphs: Path, turn: int) -> str | None:
     try:
-        for command, wrong in judge(seed, file, graphs):
+        for command, wrong in judge(seed, file, graphs, turn):
             if wrong:
                 return f"{command}: {wrong}"
     except Hang:

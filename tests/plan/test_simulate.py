@@ -174,7 +174,7 @@ def test_jitter_is_bounded_seeded_and_nothing_at_zero() -> None:
 
 
 def test_a_period_is_no_shorter_than_the_bound_and_hardly_longer_than_one_step() -> None:
-    for seed, share in enumerate((0.5, 0.7)):
+    for seed, share in enumerate((0.6,)):
         shape = LoraShape(layers=2, hidden=1024, ffn=2816, vocabulary=4096, tokens=1024, flops=2e13)
         weights = sum(v.sizes[0] for v in lora_graph(shape, 1).vertices if v.clean)
         graph = lora_graph(shape, int(share * weights))
