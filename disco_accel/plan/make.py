@@ -55,10 +55,22 @@ def make_plan(
     chosen = policy_named(policy)
     if lookahead is not None and lookahead < 0:
         raise ConfigError(f"lookahead: {lookahead} is negative; 0 turns it off")
-    graph = check_taskgraph(graph)
+    graph = _inputs_by_use(check_taskgraph(graph))
     if memory is not None:
         graph = with_memory(graph, lambda device: memory)
     return PLANNERS[planner](graph, chosen, cyclic, lookahead, machine or Machine())
+
+
+def _inputs_by_use(graph: TaskGraph) -> TaskGraph:
+    """Return ``graph`` with its inputs in front, by first reader: where a file lists them makes no difference then."""
+    rest = [vertex for vertex in graph.vertices if vertex.kind is not VertexKind.INPUT]
+    first: dict[int, int] = {}
+    for position, vertex in enumerate(rest):
+        for producer, _ in vertex.inputs:
+            first.setdefault(producer, position)
+    inputs = [vertex for vertex in graph.vertices if vertex.kind is VertexKind.INPUT]
+    inputs.sort(key=lambda vertex: (first.get(vertex.id, len(rest)), vertex.id))
+    return replace(graph, vertices=(*inputs, *rest))
 
 
 def plan_build(
