@@ -67,11 +67,11 @@ class Variants:
         """Loss and seconds of one step: ``eager``, ``planned``, ``synchronous`` or ``resident``."""
         if name == "eager":
             return self.eager.timed_step(number)
-        self.step.loaded = self.executors[name]
+        self.step.use(self.executors[name])
         try:
             return self.planned.timed_step(number)
         finally:
-            self.step.loaded = self.executors["planned"]
+            self.step.use(self.executors["planned"])
 
     def traced(self, name: str, number: int) -> list[Event]:
         """The events of one step."""

@@ -144,11 +144,12 @@ class Pair:
 
     def run_on(self, executor: Executor) -> tuple[float, float]:
         """Loss and seconds of a planned step that ``executor`` runs."""
-        usual, self.step.loaded = self.step.loaded, executor
+        usual = self.step.use(executor)
+        assert usual is not None, "the pair has run a step"
         try:
             return self.run(self.planned)
         finally:
-            self.step.loaded = usual
+            self.step.use(usual)
 
     def kernel_seconds(self, executor: Executor) -> float:
         """Time inside the kernels of one step."""

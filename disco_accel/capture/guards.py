@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import operator
@@ -51,8 +52,8 @@ class StepKey:
     matmul_precision: str
     grad_enabled: bool
     training: bytes
-    parameters: tuple[Hashable, ...]
-    modules: tuple[Hashable, ...]
+    state: int
+    """Number of the state that parameters and modules are in; equal states of one model have equal numbers."""
 
 
 @dataclass
@@ -69,12 +70,32 @@ class _Watched:
     dropouts: list[Any] = field(default_factory=list)
     checkpointing: list[Any] = field(default_factory=list)
     configs: list[Any] = field(default_factory=list)
+    seen: list[Any] = field(default_factory=list)
+    states: dict[tuple[Hashable, ...], int] = field(default_factory=dict)
+    state: int = -1
+
+    def number_of_state(self) -> int:
+        """See ``StepKey.state``. To compare with copies of the last look is faster than to make a key and hash it."""
+        now = [
+            list(map(_LAYOUT, self.parameters)),
+            [getattr(m, name) for m, name in self.dropouts],
+            [(m.gradient_checkpointing, _function_key(m)) for m in self.checkpointing],
+            [_adapter_state(t) for t in self.tuners],
+            list(map(vars, self.configs)),
+        ]
+        if now != self.seen:
+            # Adapters and configs hand out what they may change in place.
+            *plain, adapters, configs = now
+            self.seen = [*plain, [tuple(map(copy.copy, parts)) for parts in adapters], [dict(c) for c in configs]]
+            self.state = self.states.setdefault((*now[0], *_module_key(self)), len(self.states))
+        return self.state
 
     def stale(self) -> bool:
         """Whether a module, parameter or buffer was added, removed or replaced."""
-        if any(self.empty) or sum(map(len, self.tables)) != len(self.children):
+        if any(self.empty):
             return True
-        return not all(map(operator.is_, _entries(self.tables), self.children))
+        now = list(_entries(self.tables))
+        return len(now) != len(self.children) or not all(map(operator.is_, now, self.children))
 
     def refresh(self, model: torch.nn.Module) -> None:
         """Walk the tree anew."""
@@ -102,6 +123,7 @@ def _entries(tables: list[dict[str, Any]]) -> Iterable[Any]:
 
 _watched: weakref.WeakKeyDictionary[torch.nn.Module, _Watched] = weakref.WeakKeyDictionary()
 _TRAINING = operator.attrgetter("training")
+_LAYOUT = operator.attrgetter("requires_grad", "dtype", "shape")
 _PROBABILITIES = ("p", "dropout", "attention_dropout", "attn_dropout", "resid_dropout", "activation_dropout")
 _CONFIG_FIELDS = ("_attn_implementation", "use_cache", "is_causal", "attention_dropout", "_experts_implementation")
 
@@ -124,8 +146,7 @@ def step_key(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> StepKey:
         matmul_precision=torch.get_float32_matmul_precision(),
         grad_enabled=torch.is_grad_enabled(),
         training=bytes(map(_TRAINING, watched.modules)),
-        parameters=tuple((p.requires_grad, p.dtype, p.shape) for p in watched.parameters),
-        modules=_module_key(watched),
+        state=watched.number_of_state(),
     )
 
 
@@ -147,15 +168,19 @@ def _value_key(name: str, value: Any) -> Hashable:
     raise CaptureError(f"{name}: a {type(value).__name__} cannot be an argument of a planned step; leave it out")
 
 
+def _adapter_state(tuner: Any) -> tuple[Any, ...]:
+    return (
+        getattr(tuner, "disable_adapters", False),
+        tuner.active_adapters,
+        tuner.merged_adapters,
+        getattr(tuner, "scaling", None),
+    )
+
+
 def _module_key(watched: _Watched) -> tuple[Hashable, ...]:
     tuners = tuple(
-        (
-            bool(getattr(t, "disable_adapters", False)),
-            tuple(t.active_adapters),
-            tuple(t.merged_adapters),
-            tuple(getattr(t, "scaling", {}).items()),
-        )
-        for t in watched.tuners
+        (bool(disabled), tuple(active), tuple(merged), tuple((scaling or {}).items()))
+        for disabled, active, merged, scaling in map(_adapter_state, watched.tuners)
     )
     segments = tuple((m.gradient_checkpointing, _function_key(m)) for m in watched.checkpointing)
     configs = tuple(str(getattr(c, name, None)) for c in watched.configs for name in _CONFIG_FIELDS)

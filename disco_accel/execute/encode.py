@@ -64,12 +64,16 @@ def _out_arguments(schema: torch.FunctionSchema) -> list[torch.Argument]:
     return [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
+MOVES = frozenset({"aten::clone", "aten::constant_pad_nd", "aten::slice_backward"})
+"""Ops without a native out overload that the engine can run itself: their generated one stands for that."""
+
+
 @cache
 def out_overload(name: str, overload: str) -> tuple[str, tuple[int, ...]] | None:
     """The native out overload of a functional op, or None.
 
     Returns its overload name and, for each of its leading arguments, the position of that argument in the functional
-    schema. Overloads tagged ``generated`` call the functional op and copy, so they do not count.
+    schema. Overloads tagged ``generated`` call the functional op and copy, so they count for ``MOVES`` alone.
     """
     functional = op_overload(name, overload)._schema
     if _out_arguments(functional):
@@ -80,7 +84,9 @@ def out_overload(name: str, overload: str) -> tuple[str, tuple[int, ...]] | None
     for candidate in packet.overloads():
         op = getattr(packet, candidate)
         outs = _out_arguments(op._schema)
-        if not outs or torch.Tag.generated in op.tags or len(outs) != len(functional.returns):
+        if not outs or len(outs) != len(functional.returns):
+            continue
+        if torch.Tag.generated in op.tags and name not in MOVES:
             continue
         if not all(a.kwarg_only and str(a.type) == "Tensor" for a in outs):
             continue

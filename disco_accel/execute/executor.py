@@ -87,6 +87,18 @@ class Event:
     ready: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Externals:
+    """INPUT vertices that are bound together, each with its storage in the engine."""
+
+    vertices: list[int]
+    storages: list[int]
+
+    @classmethod
+    def of(cls, storages: Mapping[int, int]) -> _Externals:
+        return cls(list(storages), list(storages.values()))
+
+
 def arena_bytes(memgraph: MemGraph, device: int | None = None) -> int:
     """Bytes of memory that the plan uses on ``device``: the end of its highest slot. None = on the only device."""
     if device is None:
@@ -147,8 +159,8 @@ class Executor:
         tables = Lowering(memgraph, ops, records, self._memory, self._table).run()
         self._planned = tables.planned
         late = {v.id for v in memgraph.vertices if v.late}
-        self._early = {k: s for k, s in tables.externals.items() if k not in late}
-        self._late = {k: s for k, s in tables.externals.items() if k in late}
+        self._early = _Externals.of({k: s for k, s in tables.externals.items() if k not in late})
+        self._late = _Externals.of({k: s for k, s in tables.externals.items() if k in late})
         keep = [*self._memory.devices.values(), self._memory.host, *self._memory.clean.values()]
         try:
             self._engine = torch.classes.disco_accel.Engine(
@@ -172,12 +184,17 @@ class Executor:
 
         Raises ExecutionError naming the input when one is missing or has another size, dtype or device than planned.
         """
-        self._require_own_process()
-        if self._running:
-            raise ExecutionError("a step is running: wait for its end or abandon it before the next one")
+        self._require_idle()
         self._bind(self._early, externals)
-        self._running, self._gate_open = True, not self._late
+        self._running, self._gate_open = True, not self._late.vertices
         self._engine.begin()
+
+    def run_out(self, externals: Mapping[int, torch.Tensor]) -> None:
+        """``begin`` and ``wait_out`` in one, which lets the calling thread run kernels while it waits."""
+        self._require_idle()
+        self._bind(self._early, externals)
+        self._running, self._gate_open = True, not self._late.vertices
+        self._wait(self._engine.wait_out, self._engine.run_out)
 
     def wait_out(self) -> None:
         """Returns when every ``out`` vertex has finished. Raises ExecutionError or Stalled.
@@ -189,12 +206,14 @@ class Executor:
 
     def deliver(self, late: Mapping[int, torch.Tensor]) -> None:
         """Opens the gate: the late inputs have arrived. The tensors are kept until the step ends."""
-        self._require_running()
-        if self._gate_open:
-            raise ExecutionError("the late inputs of this step were delivered already, or the plan has none")
-        self._bind(self._late, late)
-        self._gate_open = True
+        self._bind_late(late)
         self._engine.deliver()
+
+    def run_end(self, late: Mapping[int, torch.Tensor]) -> None:
+        """``deliver`` and ``wait_end`` in one, which lets the calling thread run kernels while it waits."""
+        self._bind_late(late)
+        self._wait(self._engine.wait_end, self._engine.run_end)
+        self._finish()
 
     def wait_end(self) -> None:
         """Returns when every vertex has finished. Raises ExecutionError or Stalled; Ctrl-C abandons the step."""
@@ -231,6 +250,15 @@ class Executor:
             arena = self._memory.host if where.device is None else self._memory.devices[where.device]
             cached = self._values[ref, spec] = alias(arena, where.offset, where.size, spec)
         return cached
+
+    def add_leaving(self, values: Sequence[tuple[Ref, TensorSpec]]) -> int:
+        """The number of a group of kept values (see ``value``) that ``leave`` copies out of the arena together."""
+        return int(self._engine.add_leaving([self.value(ref, spec) for ref, spec in values]))
+
+    def leave(self, group: int) -> list[torch.Tensor]:
+        """Copies of a group's values as the last step left them, on the run's device and nobody else's memory."""
+        copies: list[torch.Tensor] = self._engine.copies(group)
+        return copies
 
     def set_tracing(self, on: bool) -> None:
         """Whether the following steps record events. Call between steps."""
@@ -286,6 +314,11 @@ class Executor:
                 "threads stayed there; prepare the model in the process that trains it, or start workers with 'spawn'"
             )
 
+    def _require_idle(self) -> None:
+        self._require_own_process()
+        if self._running:
+            raise ExecutionError("a step is running: wait for its end or abandon it before the next one")
+
     def _require_running(self) -> None:
         self._require_own_process()
         if not self._running:
@@ -295,18 +328,19 @@ class Executor:
         self._running = False
         self._engine.release_externals()
 
-    def _bind(self, storages: Mapping[int, int], given: Mapping[int, torch.Tensor]) -> None:
-        missing = [k for k in storages if k not in given]
-        if missing:
-            raise ExecutionError(f"no tensor was given for external {self._describer.input(missing[0])}")
-        ids = list(storages)
+    def _bind(self, externals: _Externals, given: Mapping[int, torch.Tensor]) -> None:
         try:
-            self._engine.bind([storages[k] for k in ids], [given[k] for k in ids])
+            tensors = [given[vertex] for vertex in externals.vertices]
+        except KeyError as missing:
+            name = self._describer.input(missing.args[0])
+            raise ExecutionError(f"no tensor was given for external {name}") from None
+        try:
+            self._engine.bind(externals.storages, tensors)
         except RuntimeError as error:
             position, _, message = str(error).partition(":")
             if not position.isdigit():
                 raise
-            name = self._describer.input(ids[int(position)])
+            name = self._describer.input(externals.vertices[int(position)])
             raise ExecutionError(f"the tensor for external {name} {message}") from error
 
     def _expect_externals(
@@ -319,9 +353,16 @@ class Executor:
             elif vertex in dtypes:
                 self._engine.expect_dtype(storage, dtypes[vertex])
 
-    def _wait(self, poll: Callable[[float], int]) -> None:
+    def _bind_late(self, late: Mapping[int, torch.Tensor]) -> None:
+        self._require_running()
+        if self._gate_open:
+            raise ExecutionError("the late inputs of this step were delivered already, or the plan has none")
+        self._bind(self._late, late)
+        self._gate_open = True
+
+    def _wait(self, poll: Callable[[float], int], first: Callable[[float], int] | None = None) -> None:
         try:
-            status = poll(_SLICE_SECONDS)
+            status = (first or poll)(_SLICE_SECONDS)
             while status == _TIMEOUT:
                 status = poll(_SLICE_SECONDS)
         except BaseException:

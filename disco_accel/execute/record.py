@@ -16,7 +16,7 @@ import torch
 
 from disco_accel.errors import ExecutionError
 from disco_accel.execute.cuda import median_seconds, prepare_device, run_device
-from disco_accel.execute.encode import dispatcher_overload, encode_args, encode_out_call, label, op_overload
+from disco_accel.execute.encode import MOVES, dispatcher_overload, encode_args, encode_out_call, label, op_overload
 from disco_accel.execute.loose import BY_VALUE, loose_bytes
 from disco_accel.execute.out_of_memory import is_out_of_memory, typed_out_of_memory
 from disco_accel.taskgraph import Arg, OpCall, TaskGraph, TensorArg, TensorSpec, Vertex, VertexKind, tensor_args
@@ -275,6 +275,8 @@ def _try_out(
         return None
     overload, args = encoded
     op = ops.add_op(signature.call.name, dispatcher_overload(overload), args, name)
+    if signature.call.name in MOVES and not ops.is_direct(op):
+        return None
     try:
         call = _steady(ops, op, name)
     except (RuntimeError, ExecutionError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -46,6 +47,8 @@ class CompiledStep:
     seconds: dict[str, float] = field(default_factory=dict)
     plan_cache: str = "off"
     loaded: Executor | None = None
+    groups: tuple[int, int] = (-1, -1)
+    """Of the executor that runs: ``captured.outputs`` and ``captured.gradients``, in their order."""
     parameters: dict[str, torch.nn.Parameter] | None = None
     """The model's trainable parameters by name, looked up at the first run."""
 
@@ -58,8 +61,17 @@ class CompiledStep:
     def load(self, arena: torch.Tensor) -> None:
         """Make the executor, in an arena that other plans' executors may share."""
         start = time.perf_counter()
-        self.loaded = self.make_executor(self.engine, arena=arena)
+        self.use(self.make_executor(self.engine, arena=arena))
         self.seconds["load"] = time.perf_counter() - start
+
+    def use(self, executor: Executor) -> Executor | None:
+        """Run on ``executor`` from now on; returns the one before."""
+        before, self.loaded = self.loaded, executor
+        outputs, gradients = (
+            [(value.ref, value.spec) for value in values] for values in (self.captured.outputs, self.captured.gradients)
+        )
+        self.groups = executor.add_leaving(outputs), executor.add_leaving(gradients)
+        return before
 
     def make_executor(
         self, options: EngineOptions, *, arena: torch.Tensor | None = None, plan: MemGraph | None = None
@@ -145,8 +157,11 @@ def compile_step(
     *,
     forward: Callable[..., Any],
     options: CompileOptions,
+    outputs: Sequence[str] = ("loss",),
 ) -> CompiledStep:
     """Capture, record, plan and verify one training step of ``model`` for batches shaped like ``kwargs``.
+
+    ``outputs``: as in ``capture_step``.
 
     Raises:
         CaptureError: an op or module cannot be captured.
@@ -154,7 +169,7 @@ def compile_step(
     """
     clock = [time.perf_counter()]
     device = run_device(options.engine.device)
-    captured = capture_step(model, kwargs, forward=forward, contexts=options.contexts, device=device)
+    captured = capture_step(model, kwargs, forward=forward, contexts=options.contexts, device=device, outputs=outputs)
     clock.append(time.perf_counter())
     records = record(captured.graph, device=options.engine.device, compute_threads=options.engine.compute_threads)
     graph = apply(captured.graph, records)
@@ -164,7 +179,7 @@ def compile_step(
     tensors = {k: v for k, v in kwargs.items() if isinstance(v, torch.Tensor)}
     # Of the thread that measured and of each compute stream.
     workspaces = (1 + options.engine.compute_streams) * workspace_bytes(device)
-    budget = split_budget(options.memory, trainable, tensors, workspaces)
+    budget = split_budget(options.memory, trainable, tensors, workspaces, _outputs_bytes(captured))
     if device.type == "cuda":
         torch.cuda.empty_cache()
     # A budget that adapters and optimizer state already exceed still gets an answer: what the whole step needs.
@@ -190,6 +205,12 @@ def compile_step(
     clean = _host_bytes(model, captured)
     _check_host_memory(options.host_memory, sum(t.numel() for t in clean.values()), plan.host_memory)
     return CompiledStep(captured, graph, plan, records, clean, budget, options.engine, seconds, found)
+
+
+def _outputs_bytes(captured: CapturedStep) -> int:
+    """Bytes outside the arena: the user's copy of each output, and the gradient of the first. A loss takes none."""
+    sizes = [math.prod(o.spec.shape) * getattr(torch, o.spec.dtype).itemsize for o in captured.outputs if o.spec.shape]
+    return sum(sizes) + (sizes[0] if captured.outputs[0].spec.shape else 0)
 
 
 def with_memory(graph: TaskGraph, memory: int) -> TaskGraph:

@@ -12,9 +12,13 @@ class OpRunner {
  public:
   virtual ~OpRunner() = default;
   // Runs (host) or launches (cuda) op number `op` on compute stream `stream` of device `device`. Called by
-  // one thread at a time per stream, always the same thread for a stream. Failure is a std::exception; its
-  // what() reaches the user.
+  // one thread at a time per stream, always the same thread for a stream unless enter() allows others.
+  // Failure is a std::exception; its what() reaches the user.
   virtual void run(std::int32_t op, int device, int stream) = 0;
+  // Asked on the thread of a caller that waits: may it run ops in the loop thread's place, until leave()?
+  // One thread at a time is inside.
+  virtual bool enter() { return false; }
+  virtual void leave() {}
 };
 
 // Position in a stream, counted from 1. A stream's work up to token t has finished when completed(stream) >=

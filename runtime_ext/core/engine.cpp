@@ -22,7 +22,7 @@ std::chrono::steady_clock::time_point deadline(double seconds) {
 
 }  // namespace
 
-void Engine::Loop::begin() {
+void Engine::Loop::begin(Next next) {
   const Lock lock(caller_mutex_);
   if (active_) {
     throw std::logic_error(error_.draining ? "begin: the step before is still draining"
@@ -34,7 +34,7 @@ void Engine::Loop::begin() {
   outs_done_ = ended_ = delivered_ = false;
   error_ = {};
   begin_ns_ = now_ns();
-  command(kBegin);
+  command(kBegin, next);
 }
 
 Status Engine::Loop::wait(double timeout, bool for_end) {
@@ -43,8 +43,16 @@ Status Engine::Loop::wait(double timeout, bool for_end) {
   const auto over = [&] {
     return ended_ || error_.draining || (!for_end && outs_done_ && error_.status == Status::kDone);
   };
+  if (over()) return error_.status;
   ++waiters_;
-  const bool in_time = caller_wakes_.wait_until(lock, deadline(timeout), over);
+  const auto until = deadline(timeout);
+  if (drivable_) {
+    lock.unlock();
+    const bool drove = timeout > 0.0 && drive(until.time_since_epoch().count(), for_end);
+    if (!drove && commands_.load() != 0) wake();
+    lock.lock();
+  }
+  const bool in_time = caller_wakes_.wait_until(lock, until, over);
   --waiters_;
   return in_time ? error_.status : Status::kTimeout;
 }
@@ -53,13 +61,13 @@ Status Engine::Loop::wait_out(double timeout) { return wait(timeout, false); }
 
 Status Engine::Loop::wait_end(double timeout) { return wait(timeout, true); }
 
-void Engine::Loop::deliver() {
+void Engine::Loop::deliver(Next next) {
   const Lock lock(caller_mutex_);
   if (error_.status != Status::kDone || (begun_ && schedule_.late.empty())) return;
   if (!active_) throw std::logic_error("deliver: no step is running");
   if (delivered_) throw std::logic_error("deliver: the late inputs of this step were delivered before");
   delivered_ = true;
-  command(kDeliver);
+  command(kDeliver, next);
 }
 
 bool Engine::Loop::abort(double timeout) {
@@ -186,9 +194,9 @@ Engine::Loop& Engine::loop() const {
                          std::to_string(pid_) + ": make an engine of its own in this process");
 }
 
-void Engine::begin() { loop().begin(); }
+void Engine::begin(Next next) { loop().begin(next); }
 Status Engine::wait_out(double timeout) { return loop().wait_out(timeout); }
-void Engine::deliver() { loop().deliver(); }
+void Engine::deliver(Next next) { loop().deliver(next); }
 Status Engine::wait_end(double timeout) { return loop().wait_end(timeout); }
 bool Engine::abort(double timeout) { return loop().abort(timeout); }
 void Engine::set_source(std::int32_t vertex, const void* src) { loop().set_source(vertex, src); }

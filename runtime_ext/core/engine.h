@@ -39,6 +39,12 @@ enum class Status : std::uint8_t {
   kIdle,     // no step was begun
 };
 
+// What the caller does after begin() or deliver().
+enum class Next : std::uint8_t {
+  kAnything,
+  kWait,  // waits, at once: the loop thread need not be woken if the caller's can do its work
+};
+
 // Why the last step ended early.
 struct EngineError {
   Status status = Status::kDone;  // kFailed, kStalled or kAborted
@@ -99,13 +105,14 @@ class Engine {
   // Starts a step and returns at once. Memory written by the caller before is visible to the ops.
   // Throws std::logic_error if the step before has not ended, or is still draining after a stall, or if
   // another thread waits inside.
-  void begin();
+  void begin(Next next = Next::kAnything);
   // Returns when every out vertex has finished. Meanwhile and afterwards whatever is ready is launched.
-  // timeout in seconds; 0 polls. The caller sleeps, it never spins.
+  // timeout in seconds; 0 polls. Where ops run inline, the caller's thread may run them itself meanwhile
+  // (OpRunner::enter): the loop thread takes over when it returns. Otherwise it sleeps.
   Status wait_out(double timeout);
   // Opens the gate: completes the late inputs. Throws std::logic_error if no step is running or it was done
   // already; does nothing in a step that has failed.
-  void deliver();
+  void deliver(Next next = Next::kAnything);
   Status wait_end(double timeout);
   // Stops launching and waits until what runs has finished. False if that took longer than timeout seconds
   // (the step is still draining; call again). Without a running step returns true at once.

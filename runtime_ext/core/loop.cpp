@@ -11,10 +11,6 @@ namespace {
 constexpr int kSpins = 4096;                   // polls before the loop thread starts to sleep between them
 constexpr std::int64_t kPollSleepNs = 50'000;  // that sleep
 
-std::chrono::steady_clock::time_point at(std::int64_t ns) {
-  return std::chrono::steady_clock::time_point(std::chrono::nanoseconds(ns));
-}
-
 void check(const EngineOptions& options) {
   if (options.lookahead < 0) throw std::invalid_argument("engine: lookahead must not be negative");
   if (options.copy_depth < 1) throw std::invalid_argument("engine: copy_depth must be at least 1");
@@ -39,7 +35,8 @@ Engine::Loop::Loop(Program program, std::vector<std::unique_ptr<Device>> devices
     : program_(std::move(program)),
       options_(options),
       devices_(std::move(devices)),
-      schedule_(checked(program_, devices_, options_), devices_, options_) {
+      schedule_(checked(program_, devices_, options_), devices_, options_),
+      runner_(runner) {
   const auto n = static_cast<std::size_t>(program_.size());
   state_.resize(n);
   waiting_.resize(n);
@@ -55,6 +52,7 @@ Engine::Loop::Loop(Program program, std::vector<std::unique_ptr<Device>> devices
     devices_[i]->connect(static_cast<int>(i), runner, *this);
     notified_ = notified_ && devices_[i]->notifies();
   }
+  drivable_ = notified_ && devices_.size() == 1 && devices_.front()->runs_inline();
   thread_ = std::thread([this] { run(); });
   Lock lock(caller_mutex_);
   caller_wakes_.wait(lock, [this] { return ended_; });
@@ -95,45 +93,92 @@ void Engine::Loop::run() {
   Lock lock(state_mutex_);
   for (;;) {
     if (commands_.load(std::memory_order_relaxed) != 0 && !obey()) return;
-    bool moved = pump();
-    if (phase_ == Phase::kRunning) moved = run_inline(lock) || moved;
-    if (!moved && commands_.load(std::memory_order_relaxed) == 0) park(lock);
+    if (!turn(lock) && commands_.load(std::memory_order_relaxed) == 0) park(lock, kNever);
   }
 }
 
+// Launches what is ready, or runs one inline op. Returns whether anything happened.
+bool Engine::Loop::turn(Lock& lock) {
+  const bool moved = pump();
+  return (phase_ == Phase::kRunning && run_inline(lock)) || moved;
+}
+
+// Runs the loop on a caller's thread, until it has what it waits for or the deadline is over. False without
+// having done anything if the loop thread is at work, or if the ops must run on that.
+bool Engine::Loop::drive(std::int64_t deadline_ns, bool for_end) {
+  Lock lock(state_mutex_, std::try_to_lock);
+  if (!lock.owns_lock()) return false;
+  if (driven_ || !asleep_ || !runner_.enter()) {
+    lock.unlock();
+    if (pending_.exchange(false)) on_progress();
+    return false;
+  }
+  const int timers = want_exact_timers();
+  driven_ = true;
+  asleep_ = false;
+  if (timed_ && phase_ != Phase::kIdle) step_.parked_ns += now_ns() - parked_since_ns_;
+  do {
+    // kQuit is for the loop thread.
+    if ((commands_.load() & ~kQuit) != 0) obey();
+    if (!turn(lock) && (commands_.load() & ~kQuit) == 0 && !told(for_end)) park(lock, deadline_ns);
+  } while (!told(for_end) && now_ns() < deadline_ns);
+  runner_.leave();
+  hand_back(lock);
+  put_timers_back(timers);
+  return true;
+}
+
+// Whether a caller that waits has its answer.
+bool Engine::Loop::told(bool for_end) {
+  if (phase_ == Phase::kIdle || (outs_told_ && !for_end)) return true;
+  if (phase_ != Phase::kDraining) return false;
+  const Lock lock(caller_mutex_);
+  return error_.draining;
+}
+
+// The loop thread takes over, and stays asleep if there is nothing to do before the next command.
+void Engine::Loop::hand_back(Lock& lock) {
+  while (pump()) {
+  }
+  const std::int64_t now = now_ns();
+  const bool gated = phase_ == Phase::kRunning && at_gate() && !inline_ready();
+  if (gated && gate_since_ns_ == 0) gate_since_ns_ = now;
+  const bool rest = phase_ == Phase::kIdle || gated;
+  parked_since_ns_ = now;
+  asleep_ = true;
+  driven_ = false;
+  lock.unlock();
+  if (pending_.exchange(false) || !rest || commands_.load() != 0) loop_sleeper_.wake();
+}
+
 bool Engine::Loop::obey() {
-  const std::uint32_t commands = commands_.exchange(0);
+  const std::uint32_t commands = commands_.fetch_and(driven_ ? std::uint32_t{kQuit} : 0U);
   if ((commands & kBegin) != 0) start_step();
   if ((commands & kDeliver) != 0) open_gate();
   if ((commands & kAbort) != 0 && phase_ != Phase::kIdle) stop(Status::kAborted, -1, "aborted");
-  return (commands & kQuit) == 0;
+  return driven_ || (commands & kQuit) == 0;
 }
 
 // Under caller_mutex_, so that a command can only reach the step it was meant for: begin() drops those of the
 // step before.
-void Engine::Loop::command(Command bit) {
+void Engine::Loop::command(Command bit, Next next) {
   if (bit == kBegin) commands_.store(0);
   commands_.fetch_or(bit);
-  wake();
+  if (next != Next::kWait || !drivable_) wake();
 }
 
-void Engine::Loop::wake() {
-  {
-    const Lock lock(park_mutex_);
-    signalled_ = true;
-  }
-  park_wakes_.notify_one();
-}
+void Engine::Loop::wake() { (driven_ ? caller_sleeper_ : loop_sleeper_).wake(); }
 
-// Nothing to launch and nothing has completed: sleep, or find out that nothing ever will.
-void Engine::Loop::park(Lock& lock) {
+// Nothing to launch and nothing has completed: sleep, at most until the deadline, or find out that nothing
+// ever will.
+void Engine::Loop::park(Lock& lock, std::int64_t deadline_ns) {
   const std::int64_t now = now_ns();
   parked_since_ns_ = now;
   if (phase_ == Phase::kIdle) {
-    sleep(lock, kNever);
-  } else if (in_flight_ == 0 && !gate_open_ && outs_left_ == 0) {
+    sleep(lock, deadline_ns);
+  } else if (at_gate()) {
     if (gate_since_ns_ == 0) gate_since_ns_ = now;
-    sleep(lock, kNever);
+    sleep(lock, deadline_ns);
   } else if (phase_ == Phase::kRunning && in_flight_ == 0) {
     stall();
     return;
@@ -142,46 +187,31 @@ void Engine::Loop::park(Lock& lock) {
     return;
   } else if (notified_) {
     const auto timeout = static_cast<std::int64_t>(std::min(options_.stall_timeout, 1e9) * 1e9);
-    sleep(lock, phase_ == Phase::kDraining ? kNever : quiet_since_ns_ + timeout, next_due(now));
+    const std::int64_t stalled = phase_ == Phase::kDraining ? kNever : quiet_since_ns_ + timeout;
+    sleep(lock, std::min(deadline_ns, stalled), next_due(now));
   } else {
     poll_later(lock);
   }
-  if (timed_) step_.parked_ns += now_ns() - now;
+  if (timed_) step_.parked_ns += now_ns() - parked_since_ns_;
 }
 
 // Until wake() or `deadline_ns`. `due_ns`: when wake() is expected; kNever if nobody knows.
 void Engine::Loop::sleep(Lock& lock, std::int64_t deadline_ns, std::int64_t due_ns) {
+  const bool driver = driven_;
+  Sleeper& sleeper = driver ? caller_sleeper_ : loop_sleeper_;
   polls_ = 0;
-  parked_ = true;
+  asleep_ = true;
   lock.unlock();
-  if (!pending_.exchange(false)) doze(deadline_ns, due_ns);
+  bool noted = pending_.exchange(false);
+  if (!noted) sleeper.doze(deadline_ns, due_ns);
   lock.lock();
-  parked_ = false;
-}
-
-// Being woken takes the thread tens of microseconds and whoever wakes it about ten, so it is awake by itself
-// when a copy is due, and spins for a moment.
-void Engine::Loop::doze(std::int64_t deadline_ns, std::int64_t due_ns) {
-  const auto woken = [this] { return signalled_.load(std::memory_order_acquire); };
-  const auto sleep_to = [&](std::int64_t until) {
-    Lock park(park_mutex_);
-    if (until == kNever) {
-      park_wakes_.wait(park, woken);
-    } else {
-      park_wakes_.wait_until(park, at(until), woken);
-    }
-  };
-  if (due_ns < deadline_ns) {
-    const std::int64_t timer = alarm_.before(due_ns);
-    if (now_ns() < timer) {
-      sleep_to(timer);
-      if (!woken()) alarm_.woke(due_ns, now_ns());
-    }
-    spin_until(std::max(now_ns(), due_ns) + kSpinNs, woken);
+  while (!driver && driven_) {
+    lock.unlock();
+    if (std::exchange(noted, false)) on_progress();  // the note was for the caller
+    sleeper.doze(kNever, kNever);
+    lock.lock();
   }
-  if (!woken()) sleep_to(deadline_ns);
-  const Lock park(park_mutex_);
-  signalled_ = false;
+  asleep_ = false;
 }
 
 // When the next copy should end, where ops run on this thread and may be waiting for it.
@@ -206,12 +236,17 @@ void Engine::Loop::poll_later(Lock& lock) {
   polls_ = polls;
 }
 
-bool Engine::Loop::wake_needed() const {
+bool Engine::Loop::wake_needed() {
   if (phase_ == Phase::kIdle) return false;
   if (in_flight_ == 0) return true;  // the end, a gate to time, or a stall
   if (sequential()) return true;
-  for (const Resource& resource : schedule_.resources) {
-    if (!resource.copy && !resource.ready.empty() && devices_[resource.device]->runs_inline()) return true;
+  return inline_ready();
+}
+
+bool Engine::Loop::inline_ready() {
+  for (Resource& resource : schedule_.resources) {
+    if (resource.copy || !devices_[resource.device]->runs_inline()) continue;
+    if (sequential() ? next_ready(resource) >= 0 : !resource.ready.empty()) return true;
   }
   return false;
 }
@@ -221,10 +256,12 @@ void Engine::Loop::on_progress() noexcept {
     pending_.exchange(true);
     if (!notified_ || !state_mutex_.try_lock()) return;
     pending_.exchange(false);
+    const bool outs_told = outs_told_;
     pump();
-    const bool wake_loop = parked_ && wake_needed();
+    const bool caller_done = driven_ && (phase_ == Phase::kIdle || outs_told_ != outs_told);
+    const bool wake_up = asleep_ && (caller_done || wake_needed());
     state_mutex_.unlock();
-    if (wake_loop) wake();
+    if (wake_up) wake();
     if (!pending_.exchange(false)) return;
   }
 }
@@ -325,7 +362,7 @@ void Engine::Loop::end_step() {
   step_.steps += whole ? 1 : 0;
   const std::int64_t now = now_ns();
   step_.step_ns = now - begin_ns_;
-  if (timed_ && parked_) step_.parked_ns += now - parked_since_ns_;  // a device thread has ended the step
+  if (timed_ && asleep_) step_.parked_ns += now - parked_since_ns_;  // a device thread has ended the step
   if (timed_) step_.loop_ns = step_.step_ns - step_.op_ns - step_.parked_ns;
   const Lock lock(caller_mutex_);
   counters_ = step_;

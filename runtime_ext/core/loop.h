@@ -24,16 +24,20 @@ namespace disco {
 //    an op to end. Device threads only try the lock; one that fails leaves a note in pending_, which whoever
 //    unlocks must read.
 // 2. what the caller sees (caller_mutex_).
-// 3. the loop thread's sleep (park_mutex_) and the commands that end it.
+// 3. the sleep of whoever runs the loop (Sleeper) and the commands that end it.
+//
+// A caller that waits while the loop thread sleeps runs the loop in its place (drive), which saves two
+// hand-offs between threads for each wait. `driven_` says so; the loop thread then stays asleep until the
+// caller is gone.
 class Engine::Loop final : public ProgressListener {
  public:
   Loop(Program program, std::vector<std::unique_ptr<Device>> devices, OpRunner& runner,
        EngineOptions options);
   ~Loop() override;
 
-  void begin();
+  void begin(Next next);
   Status wait_out(double timeout);
-  void deliver();
+  void deliver(Next next);
   Status wait_end(double timeout);
   bool abort(double timeout);
   void set_source(std::int32_t vertex, const void* src);
@@ -52,18 +56,23 @@ class Engine::Loop final : public ProgressListener {
   enum Command : std::uint32_t { kBegin = 1, kDeliver = 2, kAbort = 4, kQuit = 8 };
   using Lock = std::unique_lock<std::mutex>;
 
-  // loop.cpp: the thread
+  // loop.cpp: the thread, and a caller in its place
   void run();
   void attach();
   bool obey();
-  void park(Lock& lock);
+  bool turn(Lock& lock);
+  bool drive(std::int64_t deadline_ns, bool for_end);
+  bool told(bool for_end);
+  void hand_back(Lock& lock);
+  void park(Lock& lock, std::int64_t deadline_ns);
   void sleep(Lock& lock, std::int64_t deadline_ns, std::int64_t due_ns = kNever);
-  void doze(std::int64_t deadline_ns, std::int64_t due_ns);
   std::int64_t next_due(std::int64_t now) const;
   void poll_later(Lock& lock);
   void wake();
-  void command(Command bit);
-  bool wake_needed() const;
+  void command(Command bit, Next next = Next::kAnything);
+  bool wake_needed();
+  bool inline_ready();
+  bool at_gate() const { return in_flight_ == 0 && !gate_open_ && outs_left_ == 0; }
 
   // loop.cpp: the life of a step
   void start_step();
@@ -106,12 +115,15 @@ class Engine::Loop final : public ProgressListener {
   Schedule schedule_;
   bool notified_ =
       true;  // every device tells of its progress, so the loop thread may sleep while work is in flight
+  bool drivable_ = false;  // its ops run on the thread that runs the loop, and it is told of all progress
   bool timed_ = false;
+  OpRunner& runner_;
 
   std::mutex state_mutex_;
   std::atomic<bool> pending_{false};
   Phase phase_ = Phase::kIdle;
-  bool parked_ = false;
+  bool asleep_ = false;              // whoever runs the loop
+  std::atomic<bool> driven_{false};  // a caller runs the loop; changes under state_mutex_
   bool gate_open_ = false;
   bool outs_told_ = false;
   bool residents_valid_ = false;
@@ -155,10 +167,8 @@ class Engine::Loop final : public ProgressListener {
   EngineError error_;
   StepCounters counters_;
 
-  std::mutex park_mutex_;
-  std::condition_variable park_wakes_;
-  std::atomic<bool> signalled_{false};  // set under park_mutex_
-  Alarm alarm_;
+  Sleeper loop_sleeper_;
+  Sleeper caller_sleeper_;
   std::atomic<std::uint32_t> commands_{0};
 
   std::string attach_error_;

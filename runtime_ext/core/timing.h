@@ -3,7 +3,10 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
+#include <condition_variable>
 #include <cstdint>
+#include <mutex>
 #include <thread>
 
 #include "device.h"
@@ -16,8 +19,10 @@ constexpr std::int64_t kNever = INT64_MAX;
 
 // Sleeps until the clock of now_ns() shows `deadline`, or up to the machine's wake-up delay later.
 void sleep_until_ns(std::int64_t deadline);
-// Timers of the calling thread go off within 1 us of their time instead of within 50.
-void want_exact_timers();
+// Timers of the calling thread go off within 1 us of their time instead of within 50. Returns what it was
+// before, for put_timers_back().
+int want_exact_timers();
+void put_timers_back(int before);
 
 // Polls `done` until it holds or the clock shows `deadline`; returns whether it held. Between two polls the
 // core is offered to others, so where compute wants it, it gets it.
@@ -48,6 +53,24 @@ class Alarm {
   static constexpr std::int64_t kWantedNs = 8'000;
   static constexpr std::int64_t kMaxLeadNs = 120'000;
   std::int64_t lead_ns_ = 50'000;
+};
+
+// Where one thread sleeps until another wakes it, or until a moment. One wake() ends one doze(), also if it
+// comes first.
+class Sleeper {
+ public:
+  void wake();
+  // Until wake() or `deadline_ns`. `due_ns`: when wake() is expected; kNever if nobody knows.
+  void doze(std::int64_t deadline_ns, std::int64_t due_ns);
+
+ private:
+  void sleep_to(std::int64_t until_ns);
+  bool woken() const { return woken_.load(std::memory_order_acquire); }
+
+  std::mutex mutex_;
+  std::condition_variable wakes_;
+  std::atomic<bool> woken_{false};  // set under mutex_
+  Alarm alarm_;
 };
 
 }  // namespace disco

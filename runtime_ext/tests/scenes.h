@@ -201,6 +201,18 @@ class Checker : public OpRunner {
     if (busy.fetch_sub(1) != 1) ++broken;
   }
 
+  // Whether callers may run ops: 0 = never, 1 = always, n = all but every nth time.
+  int callers = 0;
+  bool enter() override {
+    if (callers == 0 || (callers > 1 && ++asked_ % callers == 0)) return false;
+    if (inside_.exchange(true)) ++broken;
+    ++entered;
+    return true;
+  }
+  void leave() override {
+    if (!inside_.exchange(false)) ++broken;
+  }
+
   // After a step: the number of kernels that did not run once. Every block must hold this step's stamp.
   int missing() {
     int count = 0;
@@ -222,7 +234,8 @@ class Checker : public OpRunner {
   bool ran(std::int32_t v) const { return runs_[v].load() != 0; }
 
   std::atomic<int> broken{0};
-  bool once = true;  // no kernel may run twice between two begin()
+  std::atomic<int> entered{0};  // times that a caller was let in
+  bool once = true;             // no kernel may run twice between two begin()
   std::int32_t fail_at = -1;
   std::function<void(std::int32_t)> before_read;
   std::function<void(std::int32_t)> before_return;
@@ -239,6 +252,8 @@ class Checker : public OpRunner {
   Scene& scene_;
   std::uint64_t step_ = 0;
   std::vector<std::atomic<int>> runs_;
+  std::atomic<bool> inside_{false};
+  std::atomic<int> asked_{0};
   std::atomic<int> busy_[8][8] = {};
 };
 

@@ -135,15 +135,21 @@ inline std::vector<std::unique_ptr<Device>> host(int streams = 1, double bandwid
   return hosts(1, options);
 }
 
-// One whole step; the caller's side of the gate included.
-inline Status run_step(Engine& engine, Checker& checker, std::uint64_t step) {
+// One whole step; the caller's side of the gate included. `slice`: seconds that a wait may take before it is
+// called again.
+inline Status run_step(Engine& engine, Checker& checker, std::uint64_t step, double slice = 60.0) {
+  const Next next = checker.callers > 0 ? Next::kWait : Next::kAnything;
+  const auto patiently = [&](Status (Engine::*wait)(double)) {
+    Status status = (engine.*wait)(slice);
+    for (int i = 0; status == Status::kTimeout && i * slice < 60.0; ++i) status = (engine.*wait)(slice);
+    return status;
+  };
   checker.begin(step);
-  engine.begin();
-  constexpr double kPatience = 60.0;
-  if (const Status status = engine.wait_out(kPatience); status != Status::kDone) return status;
+  engine.begin(next);
+  if (const Status status = patiently(&Engine::wait_out); status != Status::kDone) return status;
   checker.check_outs();
-  engine.deliver();
-  return engine.wait_end(kPatience);
+  engine.deliver(next);
+  return patiently(&Engine::wait_end);
 }
 
 }  // namespace disco::testing

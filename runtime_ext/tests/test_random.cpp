@@ -39,6 +39,12 @@ struct Circumstances {
     host.compute_streams = 1 + static_cast<int>(random.below(3));
     if (scene.devices == 8) host.compute_streams = 1;
     host.inline_compute = random.below(2) == 0;
+    if (scene.devices == 1 && random.below(2) == 0) {
+      host.compute_streams = 1;
+      host.inline_compute = true;
+      callers = static_cast<int>(random.below(4));
+      if (random.below(3) == 0) slice = 1e-6 * static_cast<double>(random.below(300));
+    }
     if (random.below(3) == 0) {
       host.link_bandwidth = 1e6 * static_cast<double>(1 + random.below(20));
       host.link_latency = 1e-6 * static_cast<double>(random.below(20));
@@ -65,6 +71,8 @@ struct Circumstances {
   EngineOptions engine;
   bool polled = false;
   bool slow_ops = false;
+  int callers = 0;  // see Checker
+  double slice = 60.0;
 };
 
 // Now and then an op takes its time, before it reads or after it has written.
@@ -85,8 +93,8 @@ void disturb(Checker& checker, std::uint64_t seed) {
   checker.before_return = [pause](std::int32_t op) { pause(op, 1); };
 }
 
-void expect_whole_step(Engine& engine, Checker& checker, std::uint64_t step) {
-  ASSERT_EQ(run_step(engine, checker, step), Status::kDone) << engine.last_error().message;
+void expect_whole_step(Engine& engine, Checker& checker, std::uint64_t step, double slice) {
+  ASSERT_EQ(run_step(engine, checker, step, slice), Status::kDone) << engine.last_error().message;
   ASSERT_EQ(checker.missing(), 0);
   ASSERT_EQ(checker.broken, 0);
 }
@@ -146,6 +154,7 @@ void run_program(std::uint64_t seed) {
   auto scene = random_scene(seed, given.scene);
   Checker checker(*scene);
   if (given.slow_ops) disturb(checker, seed);
+  checker.callers = given.callers;
   Engine engine(scene->program(), given.devices(seed), checker, given.engine);
   std::vector<std::int32_t> kernels;
   for (std::int32_t v = 0; v < scene->size(); ++v) {
@@ -162,7 +171,7 @@ void run_program(std::uint64_t seed) {
     }
     if (::testing::Test::HasFatalFailure()) return;
     if (given.random.below(8) == 0) engine.invalidate();
-    expect_whole_step(engine, checker, 10 * step + 1);
+    expect_whole_step(engine, checker, 10 * step + 1, given.slice);
     if (traced && !::testing::Test::HasFatalFailure()) expect_events_fit(engine, *scene);
     if (::testing::Test::HasFatalFailure()) return;
   }

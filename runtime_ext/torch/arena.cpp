@@ -120,4 +120,27 @@ std::int64_t sample_digest(at::TensorList tensors) {
   return static_cast<std::int64_t>(hash);
 }
 
+WatchedTensors::WatchedTensors(std::vector<at::Tensor> tensors) : tensors_(std::move(tensors)) {
+  for (const at::Tensor& tensor : tensors_) seen_.emplace_back(tensor.const_data_ptr(), version(tensor));
+  digest_ = sample_digest(tensors_);
+}
+
+bool WatchedTensors::moved() const {
+  for (std::size_t i = 0; i < tensors_.size(); ++i) {
+    if (tensors_[i].const_data_ptr() != seen_[i].first) return true;
+  }
+  return false;
+}
+
+bool WatchedTensors::changed() const {
+  for (std::size_t i = 0; i < tensors_.size(); ++i) {
+    if (version(tensors_[i]) != seen_[i].second) return true;
+  }
+  return moved() || sample_digest(tensors_) != digest_;
+}
+
+std::int64_t WatchedTensors::version(const at::Tensor& tensor) {
+  return tensor.is_inference() ? 0 : tensor.unsafeGetTensorImpl()->version_counter().current_version();
+}
+
 }  // namespace disco

@@ -1,9 +1,11 @@
 #include "direct.h"
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/InferenceMode.h>
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 // The BLAS that libtorch_cpu brings along; absent where a build hides it.
 extern "C" __attribute__((weak)) void sgemm_(const char* transa, const char* transb, const int* m,
@@ -84,6 +86,28 @@ void product(const DirectCall& call) {
          reinterpret_cast<const float*>(call.in[0].address()), &leading[1],
          reinterpret_cast<const float*>(call.in[1].address()), &leading[2], &zero,
          reinterpret_cast<float*>(call.out.address()), &leading[0]);
+}
+
+void move_elements(const DirectCall& call) {
+  std::fill_n(reinterpret_cast<float*>(call.out.address()), call.filled, call.number);
+  for (const CopiedPart& part : call.parts) {
+    auto* const out = reinterpret_cast<float*>(part.out.address());
+    const auto* const in = reinterpret_cast<const float*>(part.in.address());
+    const auto& [so, si] = part.strides;
+    for (std::int64_t i3 = 0; i3 < part.sizes[3]; ++i3) {
+      for (std::int64_t i2 = 0; i2 < part.sizes[2]; ++i2) {
+        for (std::int64_t i1 = 0; i1 < part.sizes[1]; ++i1) {
+          float* const to = out + i1 * so[1] + i2 * so[2] + i3 * so[3];
+          const float* const from = in + i1 * si[1] + i2 * si[2] + i3 * si[3];
+          if (so[0] == 1 && si[0] == 1) {
+            std::copy_n(from, part.sizes[0], to);
+          } else {
+            for (std::int64_t i = 0; i < part.sizes[0]; ++i) to[i * so[0]] = from[i * si[0]];
+          }
+        }
+      }
+    }
+  }
 }
 
 struct Builder {
@@ -221,6 +245,71 @@ std::optional<DirectCall> product_call(const Builder& builder, const at::Tensor&
   return call;
 }
 
+// `number` everywhere in `out` if `fill`, then each input where its slot, a view of `out`, lies.
+std::optional<DirectCall> moving_call(const Builder& builder, const at::Tensor& out,
+                                      std::optional<float> fill,
+                                      const std::vector<std::pair<at::Tensor, at::Tensor>>& slots) {
+  if (!is_plain(out) || out.numel() == 0 || out.numel() > kMostElements ||
+      !out.is_non_overlapping_and_dense())
+    return std::nullopt;
+  DirectCall call;
+  call.kernel = &move_elements;
+  call.out = builder.operand(out);
+  call.number = fill.value_or(0.0F);
+  call.filled = fill ? out.numel() : 0;
+  for (const auto& [in, slot] : slots) {
+    if (!is_plain(in) || in.sizes() != slot.sizes()) return std::nullopt;
+    DirectCall loop;
+    if (!lay_out(loop, slot, {&in, nullptr})) return std::nullopt;
+    call.parts.push_back(
+        {builder.operand(in), builder.operand(slot), loop.sizes, {loop.strides[0], loop.strides[1]}});
+  }
+  return call;
+}
+
+std::optional<DirectCall> cat_call(const Builder& builder, const std::vector<at::Tensor>& inputs,
+                                   std::int64_t dim, const at::Tensor& out) {
+  if (dim < 0) dim += out.dim();
+  std::vector<std::pair<at::Tensor, at::Tensor>> slots;
+  std::int64_t start = 0;
+  for (const at::Tensor& in : inputs) {
+    if (in.dim() != out.dim() || start + in.size(dim) > out.size(dim)) return std::nullopt;
+    slots.emplace_back(in, out.narrow(dim, start, in.size(dim)));
+    start += in.size(dim);
+  }
+  return start == out.size(dim) ? moving_call(builder, out, std::nullopt, slots) : std::nullopt;
+}
+
+// Only padding that adds: a negative one cuts.
+std::optional<DirectCall> pad_call(const Builder& builder, const at::Tensor& in,
+                                   const std::vector<std::int64_t>& pad, float value, const at::Tensor& out) {
+  at::Tensor slot = out;
+  for (std::size_t i = 0; i < pad.size(); ++i) {
+    const auto dim = in.dim() - 1 - static_cast<std::int64_t>(i / 2);
+    if (pad[i] < 0) return std::nullopt;
+    if (i % 2 == 0) slot = slot.narrow(dim, pad[i], in.size(dim));
+  }
+  return moving_call(builder, out, value, {{in, slot}});
+}
+
+// The views here are made once, when an op is added; nothing of them is left when it runs.
+std::optional<DirectCall> moving_op(const Builder& builder, const std::string& name,
+                                    const std::vector<IValue>& args) {
+  const c10::InferenceMode inference;
+  const auto in = [&]() -> const at::Tensor& { return args.at(0).toTensor(); };
+  const auto out = [&]() -> const at::Tensor& { return args.back().toTensor(); };
+  if (name == "aten::cat") return cat_call(builder, args.at(0).toTensorVector(), args.at(1).toInt(), out());
+  if (name == "aten::clone") return moving_call(builder, out(), std::nullopt, {{in(), out()}});
+  if (name == "aten::slice_backward") {
+    const at::Tensor slot =
+        out().slice(args.at(2).toInt(), args.at(3).toInt(), args.at(4).toInt(), args.at(5).toInt());
+    return moving_call(builder, out(), 0.0F, {{in(), slot}});
+  }
+  if (name == "aten::constant_pad_nd")
+    return pad_call(builder, in(), args.at(1).toIntVector(), args.at(2).toScalar().toFloat(), out());
+  return std::nullopt;
+}
+
 bool is_one(const IValue& alpha) { return alpha.isScalar() && alpha.toScalar().equal(1); }
 
 }  // namespace
@@ -245,6 +334,7 @@ std::optional<DirectCall> direct_call(const std::string& name, const std::string
       return elementwise_call(&elementwise<Neg>, builder, tensor(0), nullptr, tensor(1));
     if (name == "aten::rsqrt")
       return elementwise_call(&elementwise<Rsqrt>, builder, tensor(0), nullptr, tensor(1));
+    return moving_op(builder, name, args);
   }
   if (name == "aten::pow" && overload == "Tensor_Scalar_out" && args.at(1).toScalar().equal(2))
     return elementwise_call(&elementwise<Square>, builder, tensor(0), nullptr, tensor(2));

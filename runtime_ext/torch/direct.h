@@ -29,8 +29,19 @@ struct Operand {
   }
 };
 
+// A part of the output that is copied from an input: loop sizes and strides (in elements, innermost first).
+struct CopiedPart {
+  static constexpr int kDims = 4;
+
+  Operand in;
+  Operand out;
+  std::array<std::int64_t, kDims> sizes{};
+  std::array<std::array<std::int64_t, kDims>, 2> strides{};  // of out, in
+};
+
 // A prepared call. `out` and `in` are the operands, `sizes` and `strides` (in elements, innermost first) the
-// loop over the output; for a matrix product `sizes` holds m, n, k and `strides` the leading dimensions.
+// loop over the output; for a matrix product `sizes` holds m, n, k and `strides` the leading dimensions; an
+// op that only moves elements has `parts`, after it has set `filled` elements of the output to `number`.
 struct DirectCall {
   static constexpr int kDims = 4;
   using Kernel = void (*)(const DirectCall&);
@@ -43,6 +54,8 @@ struct DirectCall {
   std::array<std::array<std::int64_t, kDims>, 3> strides{};  // of out, in[0], in[1]
   std::array<char, 2> transposed{'n', 'n'};
   float number = 0;  // stands for in[1] where that is a Python number
+  std::int64_t filled = 0;
+  std::vector<CopiedPart> parts;
 
   void run() const { kernel(*this); }
 };

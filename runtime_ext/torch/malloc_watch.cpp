@@ -2,8 +2,9 @@
 // in production: the engine's claim is that a steady-state step makes none, and a claim about malloc needs
 // malloc to tell.
 //
-// A thread is watched from disco_malloc_watch_enter() on; the engine calls it on each compute thread that it
-// starts and on the OpenMP workers of that thread. Copy threads run nothing but memcpy and are not watched.
+// A thread is watched from disco_malloc_watch_enter() on; the engine calls it on each thread that runs its
+// ops and on the OpenMP workers of that thread. A caller's thread is watched only while it runs them. Copy
+// threads run nothing but memcpy and are not watched.
 #include <dlfcn.h>
 #include <execinfo.h>
 #include <sys/mman.h>
@@ -58,9 +59,12 @@ extern "C" {
 void disco_malloc_watch_enter() {
   void* frames[2];
   backtrace(frames, 2);
-  if (!watched) threads.fetch_add(1);
-  watched = true;
+  thread_local bool known = false;
+  if (!known) threads.fetch_add(1);
+  known = watched = true;
 }
+// A caller's thread has run ops in an engine's place for a while.
+void disco_malloc_watch_leave() { watched = false; }
 // Threads that were ever watched.
 long disco_malloc_watch_threads() { return threads.load(); }
 long disco_malloc_watch_count() { return count.load(); }

@@ -148,6 +148,10 @@ void enter_engine_thread() {
   guarded_for_good = true;
 }
 
+CallerGuards::CallerGuards(const at::ThreadLocalState& plain) : state_(plain) { guarded_for_good = true; }
+
+CallerGuards::~CallerGuards() { guarded_for_good = false; }
+
 std::int64_t OpTable::add_fixed(void* ptr, std::size_t nbytes) {
   storages_.emplace_back(c10::Storage::use_byte_size_t(), nbytes, c10::DataPtr(ptr, device_), nullptr, false);
   external_.push_back(false);

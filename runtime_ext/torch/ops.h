@@ -4,6 +4,7 @@
 // before each step. The tensors in the stacks are views of these storages, so a step builds no argument.
 #pragma once
 
+#include <ATen/ThreadLocalState.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
@@ -55,6 +56,22 @@ struct RecordedCall {
 
 // This thread runs ops of engines from now on and does nothing else: what `run` sets up for each op stays.
 void enter_engine_thread();
+
+// As after enter_engine_thread(), until it goes out of scope: what the caller has set for its own ops
+// (autocast, modes, grad mode) does not reach those of the engine.
+class CallerGuards {
+ public:
+  // `plain`: the state of a thread on which nothing was set.
+  explicit CallerGuards(const at::ThreadLocalState& plain);
+  ~CallerGuards();
+  CallerGuards(const CallerGuards&) = delete;
+  CallerGuards& operator=(const CallerGuards&) = delete;
+
+ private:
+  at::ThreadLocalStateGuard state_;
+  c10::InferenceMode inference_;
+  EngineThreadScope engine_thread_;
+};
 
 // Storages and prepared calls of one plan. Built by one thread; then `run` may be called for different ops
 // from different threads at once.

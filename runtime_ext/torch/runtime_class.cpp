@@ -1,5 +1,6 @@
 // The engine as torchbind classes: what disco_accel/execute/executor.py drives. torchbind releases the GIL
 // around every method, so a wait here stops no Python thread.
+#include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <dlfcn.h>
@@ -9,7 +10,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -29,19 +32,31 @@ namespace {
 
 using Ints = std::vector<std::int64_t>;
 
+using Watch = void (*)();
+
+Watch watch_function(const char* name) { return reinterpret_cast<Watch>(dlsym(RTLD_DEFAULT, name)); }
+
+// Tells the malloc watch, where there is one, of this thread and of its OpenMP workers, which stay the same
+// as long as it lives.
+void watch_thread(int workers) {
+  static const Watch enter = watch_function("disco_malloc_watch_enter");
+  if (enter == nullptr) return;
+#pragma omp parallel num_threads(workers)
+  enter();
+}
+
+void unwatch_thread() {
+  static const Watch leave = watch_function("disco_malloc_watch_leave");
+  if (leave != nullptr) leave();
+}
+
 // OpenMP's thread count is per thread, unlike at::set_num_threads, which leaks to the whole process. ATen
 // sets its own count lazily, once per thread: make it do so first.
 void prepare_compute_thread(int count) {
-  using Watch = void (*)();
-  const auto watch = reinterpret_cast<Watch>(dlsym(RTLD_DEFAULT, "disco_malloc_watch_enter"));
   enter_engine_thread();
   at::get_num_threads();
   omp_set_num_threads(count);
-  if (watch != nullptr) {
-// The workers of this thread's team stay the same as long as it lives.
-#pragma omp parallel num_threads(count)
-    watch();
-  }
+  watch_thread(count);
   using MklSetLocal = int (*)(int);
   static const auto mkl_set_local =
       reinterpret_cast<MklSetLocal>(dlsym(RTLD_DEFAULT, "MKL_Set_Num_Threads_Local"));
@@ -172,9 +187,6 @@ Settings read_settings(const c10::Dict<std::string, double>& values) {
   settings.host.inline_compute = get("inline_compute") != 0;
   settings.host.link_jitter = get("link_jitter");
   settings.host.link_jitter_seed = static_cast<std::uint64_t>(get("link_jitter_seed"));
-  settings.host.on_compute_thread = [threads = settings.compute_threads](int) {
-    prepare_compute_thread(threads);
-  };
   return settings;
 }
 
@@ -199,6 +211,14 @@ Program read_program(const at::Tensor& vertices, const at::Tensor& edges) {
   return std::move(builder).build();
 }
 
+at::Tensor copy_of(const at::Tensor& value, c10::Device device) {
+  if (!device.is_cpu() || !value.is_non_overlapping_and_dense())
+    return value.to(device, false, /*copy=*/true);
+  at::Tensor copy = at::detail::empty_strided_cpu(value.sizes(), value.strides(), value.scalar_type());
+  if (value.numel() > 0) std::memcpy(copy.mutable_data_ptr(), value.const_data_ptr(), value.nbytes());
+  return copy;
+}
+
 struct TorchEngine : torch::CustomClassHolder, OpRunner {
   // `copied` is int64 [k, 2]: the storage of an external input and a copy that reads it. `keep` holds every
   // tensor whose memory the program names. `links` has a bandwidth and a latency for each device.
@@ -209,7 +229,12 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
     layouts_.resize(ops_->table.storages());
     const auto* pair = copied.const_data_ptr<std::int64_t>();
     for (std::int64_t i = 0; i < copied.size(0); ++i, pair += 2) copied_.emplace_back(pair[0], pair[1]);
-    const Settings settings = read_settings(options);
+    Settings settings = read_settings(options);
+    compute_threads_ = settings.compute_threads;
+    settings.host.on_compute_thread = [this](int stream) {
+      if (stream == 0) plain_.emplace();
+      prepare_compute_thread(compute_threads_);
+    };
     std::vector<std::unique_ptr<Device>> devices;
     if (ops_->table.device().is_cuda()) {
       const c10::Device where = ops_->table.device();
@@ -269,6 +294,18 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
     }
   }
 
+  // A caller's own OpenMP team serves the ops if it has the size that they were recorded with.
+  bool enter() override {
+    if (cuda_ != nullptr || !plain_ || at::get_num_threads() != compute_threads_) return false;
+    watch_thread(compute_threads_);
+    guards_.emplace(*plain_);
+    return true;
+  }
+  void leave() override {
+    guards_.reset();
+    unwatch_thread();
+  }
+
   void expect_dtype(std::int64_t storage, const std::string& dtype) {
     layouts_.at(storage).dtype = c10::getStringToDtypeMap().at(dtype);
   }
@@ -295,19 +332,31 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
   }
   // For tests: from now on op number `op` fails as if it had thrown; -1 = none. Call between steps.
   void fail_at(std::int64_t op) { failing_ = static_cast<std::int32_t>(op); }
-  void begin() {
+  void begin() { start(Next::kAnything); }
+  // begin() and the first wait_out() in one.
+  std::int64_t run_out(double timeout) {
+    start(Next::kWait);
+    return wait_out(timeout);
+  }
+  void start(Next next) {
     allocations_before_ = engine_allocations();
     for (Warmth& warmth : warmth_) {
       if (warmth == Warmth::kThisStep) warmth = Warmth::kBefore;
     }
     if (cuda_ != nullptr) caller_->put_after_caller(*cuda_);
-    engine_->begin();
+    engine_->begin(next);
   }
   std::int64_t wait_out(double timeout) { return static_cast<std::int64_t>(engine_->wait_out(timeout)); }
   std::int64_t wait_end(double timeout) { return static_cast<std::int64_t>(engine_->wait_end(timeout)); }
-  void deliver() {
+  void deliver() { open_gate(Next::kAnything); }
+  // deliver() and the first wait_end() in one.
+  std::int64_t run_end(double timeout) {
+    open_gate(Next::kWait);
+    return wait_end(timeout);
+  }
+  void open_gate(Next next) {
     if (cuda_ != nullptr) caller_->put_after_caller(*cuda_);
-    engine_->deliver();
+    engine_->deliver(next);
   }
   bool abort(double timeout) { return engine_->abort(timeout); }
   void invalidate() { engine_->invalidate(); }
@@ -347,11 +396,27 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
   }
   void release_externals() { ops_->table.release_externals(); }
 
+  // Remembers values that leave the arena together after each step; returns the number of the group.
+  std::int64_t add_leaving(std::vector<at::Tensor> values) {
+    leaving_.push_back(std::move(values));
+    return static_cast<std::int64_t>(leaving_.size()) - 1;
+  }
+  // Copies of the values of a group, on the run's device.
+  std::vector<at::Tensor> copies(std::int64_t group) const {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    std::vector<at::Tensor> copies;
+    for (const at::Tensor& value : leaving_.at(static_cast<std::size_t>(group))) {
+      copies.push_back(copy_of(value, ops_->table.device()));
+    }
+    return copies;
+  }
+
   // Whether cuBLAS has its workspace on a compute stream.
   enum class Warmth : std::uint8_t { kNever, kBefore, kThisStep };
 
   c10::intrusive_ptr<TorchOps> ops_;
   std::vector<at::Tensor> keep_;
+  std::vector<std::vector<at::Tensor>> leaving_;
   std::vector<const void*> planned_ranges_;
   CudaDevice* cuda_ = nullptr;
   std::unique_ptr<CallerOrder> caller_;
@@ -360,6 +425,9 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
   std::vector<ExternalLayout> layouts_;  // by storage
   std::vector<std::pair<std::int64_t, std::int64_t>> copied_;  // storage of an external input, copy of it
   std::int32_t failing_ = -1;
+  int compute_threads_ = 1;
+  std::optional<at::ThreadLocalState> plain_;  // of a thread on which nothing was set
+  std::optional<CallerGuards> guards_;         // of the caller that runs ops itself
   const pid_t pid_;
   std::unique_ptr<Engine> engine_;
   std::int64_t allocations_before_ = 0;
@@ -369,7 +437,6 @@ TORCH_LIBRARY(disco_accel, m) {
   m.def("map_arena", &map_arena);
   m.def("carve", &carve);
   m.def("touched_bytes", &touched_bytes);
-  m.def("sample_digest", [](std::vector<at::Tensor> tensors) { return sample_digest(tensors); });
   m.def("is_arena", [](const at::Tensor& tensor) { return in_planned_range(tensor.const_data_ptr()); });
   m.def("engine_allocations", &engine_allocations);
   m.def("fail_allocation", [](std::int64_t nth) {
@@ -396,6 +463,10 @@ TORCH_LIBRARY(disco_accel, m) {
       .def("is_direct", &TorchOps::is_direct)
       .def("record", &TorchOps::record)
       .def("time", &TorchOps::time);
+  m.class_<WatchedTensors>("WatchedTensors")
+      .def(torch::init<std::vector<at::Tensor>>())
+      .def("moved", &WatchedTensors::moved)
+      .def("changed", &WatchedTensors::changed);
   m.class_<Pinned>("Pinned").def(torch::init<at::Tensor>());
   m.class_<TorchEngine>("Engine")
       .def(torch::init<c10::intrusive_ptr<TorchOps>, at::Tensor, at::Tensor, at::Tensor,
@@ -405,6 +476,8 @@ TORCH_LIBRARY(disco_accel, m) {
       .def("fail_at", &TorchEngine::fail_at)
       .def("bind", &TorchEngine::bind)
       .def("begin", &TorchEngine::begin)
+      .def("run_out", &TorchEngine::run_out)
+      .def("run_end", &TorchEngine::run_end)
       .def("wait_out", &TorchEngine::wait_out)
       .def("wait_end", &TorchEngine::wait_end)
       .def("deliver", &TorchEngine::deliver)
@@ -414,6 +487,8 @@ TORCH_LIBRARY(disco_accel, m) {
       .def("last_error", &TorchEngine::last_error)
       .def("events", &TorchEngine::events)
       .def("counters", &TorchEngine::counters)
+      .def("add_leaving", &TorchEngine::add_leaving)
+      .def("copies", &TorchEngine::copies)
       .def("release_externals", &TorchEngine::release_externals);
 }
 

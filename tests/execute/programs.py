@@ -234,6 +234,17 @@ def step(executor: Executor, inputs: Builder, results: Mapping[str, Value] | Non
     return {name: executor.value(value.ref, value.spec).clone() for name, value in wanted.items()}
 
 
+def step_in_two(executor: Executor, inputs: Builder) -> dict[str, torch.Tensor]:
+    """As ``step``, with ``run_out``, ``run_end`` and ``leave``."""
+    group = executor.add_leaving([(value.ref, value.spec) for value in inputs.results.values()])
+    executor.run_out(inputs.external)
+    if inputs.late:
+        executor.run_end(inputs.late)
+    else:
+        executor.wait_end()
+    return dict(zip(inputs.results, executor.leave(group), strict=True))
+
+
 def assert_bits(got: Mapping[str, torch.Tensor], expected: Builder, names: Iterable[str] | None = None) -> None:
     """Every kept value has the bits that eager execution gave (NaNs included)."""
     for name in names or expected.results:

@@ -9,9 +9,11 @@ import time
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from disco_accel.errors import BudgetTooSmall, ConfigError, ExecutionError
 from disco_accel.execute.executor import EngineOptions, Executor
@@ -20,7 +22,17 @@ from disco_accel.memgraph import MemGraph
 from disco_accel.plan import make_plan
 from disco_accel.taskgraph import OpCall, TaskGraph, VertexKind
 from tests.execute import samples
-from tests.execute.programs import Builder, Program, assert_bits, build, bump_plan, executor_of, measured, step
+from tests.execute.programs import (
+    Builder,
+    Program,
+    assert_bits,
+    build,
+    bump_plan,
+    executor_of,
+    measured,
+    step,
+    step_in_two,
+)
 
 SCHEDULES = [
     EngineOptions(),
@@ -97,6 +109,54 @@ def test_a_step_allocates_nothing_through_pytorch(program: Program) -> None:
             step(executor, build(program, seed))
             assert executor.counters()["c10_allocations"] == 0
         assert executor.counters()["planned_allocations"] > 0
+
+
+class _Counting(TorchDispatchMode):
+    """Counts the ops that reach it."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("options", SCHEDULES, ids=NAMES)
+@pytest.mark.parametrize("program", samples.ALL, ids=lambda p: p.__name__)
+def test_a_caller_that_runs_kernels_itself_gets_the_same_bits(program: Program, options: EngineOptions) -> None:
+    """Begin and wait in one call, which lets the calling thread work, changes nothing and allocates nothing."""
+    with _executor(program, "more", options) as executor:
+        for seed in range(3):
+            inputs = build(program, seed)
+            assert_bits(step_in_two(executor, inputs), inputs)
+            assert executor.counters()["c10_allocations"] == 0
+
+
+def test_what_the_caller_has_set_does_not_reach_the_kernels() -> None:
+    """Autocast, inference mode and a dispatch mode around a step change no bit, and are in place afterwards."""
+    inputs = build(samples.language_model)
+    with _executor(samples.language_model, "more") as executor:
+        assert_bits(step_in_two(executor, inputs), inputs)
+        with torch.autocast("cpu", torch.bfloat16), torch.inference_mode(), _Counting() as mode:
+            got = step_in_two(executor, inputs)
+            before = mode.count
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.bfloat16
+            assert mode.count > before, "the mode is still in place"
+        assert_bits(got, inputs)
+        assert executor.counters()["c10_allocations"] == 0
+
+
+def test_a_caller_with_another_thread_count_leaves_the_kernels_to_the_engine() -> None:
+    """Kernels always run with the number of threads that they were recorded with."""
+    before = torch.get_num_threads()
+    inputs = build(samples.language_model)
+    with _executor(samples.language_model, "more", EngineOptions(compute_threads=before)) as executor:
+        torch.set_num_threads(before + 1)
+        try:
+            got = step_in_two(executor, inputs)
+        finally:
+            torch.set_num_threads(before)
+        assert_bits(got, inputs)
 
 
 def test_the_gate_holds_back_what_needs_the_tangent() -> None:

@@ -150,7 +150,7 @@ import torch
 from disco_accel.execute import watch
 from disco_accel.execute.executor import EngineOptions
 from tests.execute import samples
-from tests.execute.programs import build, executor_of, step
+from tests.execute.programs import build, executor_of, step_in_two
 
 def parallel(b, g):
     x = b.input(torch.randn(1 << 18, generator=g))
@@ -164,16 +164,16 @@ executor = executor_of(build(parallel), options=EngineOptions(compute_threads=2)
 for seed in range(3):
     inputs = build(parallel, seed)
     watch.reset()
-    step(executor, inputs)
+    step_in_two(executor, inputs)
 assert watch.count() == 0, watch.describe()
 print(watch.threads() - before)
 """
 
 
 def test_openmp_workers_are_watched_too() -> None:
-    """An engine with two intra-op threads: both are watched, and neither makes a large allocation in a step."""
+    """With two intra-op threads, the teams of the engine's thread and of a caller that runs kernels are watched."""
     done = _run(_WATCHED_TEAM, LD_PRELOAD=str(watch.library()), OMP_NUM_THREADS="2")
-    assert done.stdout == "2\n", done.stderr[-2000:]
+    assert done.stdout == "4\n", done.stderr[-2000:]
 
 
 def test_a_steady_step_makes_no_large_allocation() -> None:
