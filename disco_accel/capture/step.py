@@ -35,7 +35,7 @@ from disco_accel.taskgraph import Device, Ref, TaskGraph, TensorSpec
 Contexts = Sequence[Callable[[], AbstractContextManager[Any]]]
 
 _CPU = torch.device("cpu")
-_LOSS_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _FLAGS = {
     "frozen": InputFlags("frozen", clean=True),
     "buffer": InputFlags("buffer", clean=True),
@@ -51,7 +51,7 @@ class InputBinding:
     """What INPUT ``vertex`` holds. ``source``: frozen, buffer, trainable, batch, tangent or constant.
 
     ``name``: the parameter's or buffer's as in ``model.named_parameters()``, the batch key (dotted inside
-    containers), ``loss`` for its tangent, or a key of ``CapturedStep.constants``. ``spec`` has offset 0: the
+    containers), the output whose tangent it is, or a key of ``CapturedStep.constants``. ``spec`` has offset 0: the
     vertex's bytes start at the tensor's first element.
     """
 
@@ -63,7 +63,7 @@ class InputBinding:
 
 @dataclass(frozen=True, slots=True)
 class ValueBinding:
-    """An output (``loss``) or the gradient of the trainable parameter ``name``: value ``ref`` seen through ``spec``."""
+    """An output or the gradient of the trainable parameter ``name``: value ``ref`` seen through ``spec``."""
 
     name: str
     ref: Ref
@@ -74,7 +74,8 @@ class ValueBinding:
 class CapturedStep:
     """A training step as a graph. ``constants`` holds the bits of the INPUTs whose source is ``constant``.
 
-    A trainable parameter that the loss does not reach has no entry in ``gradients``, as eager leaves it None.
+    The first of ``outputs`` is differentiated. A trainable parameter that it does not reach has no entry in
+    ``gradients``, as eager leaves it None.
     """
 
     graph: TaskGraph
@@ -85,20 +86,31 @@ class CapturedStep:
 
 
 class _Step(torch.nn.Module):
-    """Loss and gradients in one call, so that parameters swapped in reach the recomputation too."""
+    """Outputs and gradients in one call, so that parameters swapped in reach the recomputation too."""
 
-    def __init__(self, model: torch.nn.Module, forward: Callable[..., Any], autocast: AutocastState) -> None:
+    def __init__(
+        self, model: torch.nn.Module, forward: Callable[..., Any], autocast: AutocastState, outputs: Sequence[str]
+    ) -> None:
         super().__init__()
         self.model = model
         self._call = forward
         self._autocast = autocast
+        self._outputs = outputs
 
     def forward(self, batch: Mapping[str, Any], tangents: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         with autocast_region(self._autocast):
-            loss = _loss_of(self._call(**batch))
-        tangent = next(t for t in tangents if t.dtype is loss.dtype)
+            output = self._call(**batch)
+        first, *others = (_loss_of(output) if name == "loss" else _tensor_of(output, name) for name in self._outputs)
+        if first.dtype not in _FLOATS:
+            raise CaptureError(f"{self._outputs[0]}: a {first.dtype} has no gradient")
+        if not tangents:
+            return [first]
+        if not first.requires_grad:
+            raise CaptureError(f"requires_grad: no trainable parameter reaches the {self._outputs[0]}")
+        tangent = next(t for t in tangents if t.dtype is first.dtype)
         trainable = [p for p in self.model.parameters() if p.requires_grad]
-        return [loss, *torch.autograd.grad(loss, trainable, tangent, allow_unused=True)]
+        gradients = torch.autograd.grad(first, trainable, tangent, allow_unused=True)
+        return [first, *others, *gradients]
 
 
 def _loss_of(output: Any) -> torch.Tensor:
@@ -107,11 +119,16 @@ def _loss_of(output: Any) -> torch.Tensor:
         loss = output[0]
     if not isinstance(loss, torch.Tensor):
         raise CaptureError("labels: the model returned no loss; pass labels so that it computes one")
-    if loss.dim() != 0 or loss.dtype not in _LOSS_DTYPES:
+    if loss.dim() != 0 or loss.dtype not in _FLOATS:
         raise CaptureError(f"loss: must be a real scalar, the model returned {tuple(loss.shape)} of {loss.dtype}")
-    if not loss.requires_grad:
-        raise CaptureError("requires_grad: no trainable parameter reaches the loss")
     return loss
+
+
+def _tensor_of(output: Any, name: str) -> torch.Tensor:
+    value = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+    if not isinstance(value, torch.Tensor):
+        raise CaptureError(f"{name}: the model returned none; a step needs labels and a loss, or {name}")
+    return value
 
 
 def capture_step(
@@ -122,8 +139,12 @@ def capture_step(
     contexts: Contexts = (),
     name: str = "step",
     device: torch.device = _CPU,
+    outputs: Sequence[str] = ("loss",),
 ) -> CapturedStep:
-    """Capture loss and gradients of one training step of ``model`` on a batch shaped as ``kwargs``.
+    """Capture outputs and gradients of one training step of ``model`` on a batch shaped as ``kwargs``.
+
+    ``outputs``: fields of what the model returns. The first, ``loss`` or a tensor such as ``logits``, is the one that
+    the user differentiates; the others can be read alone.
 
     Works on fake twins on ``device``, where the step will run, because PyTorch chooses kernels by device; neither
     weights nor batch are read, and a model built on ``meta`` will do. ``forward`` is traced in place of
@@ -138,9 +159,7 @@ def capture_step(
     real_batch = batch_tensors(kwargs)
     with mode:
         batch = {key: twin(tensor, device) for key, tensor in real_batch.items()}
-        # One for each dtype a loss may have: which one is known only after the forward is traced.
-        tangents = [torch.empty((), dtype=dtype, device=device) for dtype in _LOSS_DTYPES]
-    step = _Step(model, forward if forward is not None else model.forward, autocast_state())
+    step = _Step(model, forward if forward is not None else model.forward, autocast_state(), outputs)
     names = [f"model.{name}" for name in twins]
 
     def call(
@@ -153,6 +172,20 @@ def capture_step(
         )
         return result
 
+    arguments = list(twins.values()), list(batch.values())
+    with _tracing(model, mode, contexts) as log:
+        tangents = _tangents(lambda: call(*arguments, []), outputs[0], device, log)
+    with _tracing(model, mode, contexts) as log:
+        trace = _trace(call, (*arguments, tangents), log)
+    buffers = {name for name, _ in model.named_buffers()}
+    sources = [_source(name, tensor, buffers) for name, tensor in twins.items()]
+    sources += [("batch", key) for key in batch] + [("tangent", outputs[0])] * len(tangents)
+    return _lower(trace, sources, log, name, device, outputs)
+
+
+@contextmanager
+def _tracing(model: torch.nn.Module, mode: FakeTensorMode, contexts: Contexts) -> Iterator[TraceLog]:
+    """What holds while a step is traced."""
     with ExitStack() as stack:
         stack.enter_context(_quiet())
         stack.enter_context(user_generator())
@@ -165,11 +198,23 @@ def capture_step(
             stack.enter_context(context())
         log = stack.enter_context(logging_trace(model))
         stack.enter_context(mode)
-        trace = _trace(call, (list(twins.values()), list(batch.values()), tangents), log)
-    buffers = {name for name, _ in model.named_buffers()}
-    sources = [_source(name, tensor, buffers) for name, tensor in twins.items()]
-    sources += [("batch", key) for key in batch] + [("tangent", "loss")] * len(tangents)
-    return _lower(trace, sources, log, name, device)
+        yield log
+
+
+def _tangents(
+    forward: Callable[[], list[torch.Tensor | None]], output: str, device: torch.device, log: TraceLog
+) -> list[torch.Tensor]:
+    """What may be the gradient of ``output``.
+
+    A loss has no dimensions, so there is one for each dtype: which one is known once the forward is traced. The shape
+    of anything else takes a forward more to find out.
+    """
+    if output == "loss":
+        return [torch.empty((), dtype=dtype, device=device) for dtype in _FLOATS]
+    with torch.no_grad(), _errors_named(log):
+        value = forward()[0]
+    assert value is not None
+    return [torch.empty(value.shape, dtype=value.dtype, device=device)]
 
 
 def _source(name: str, tensor: torch.Tensor, buffers: set[str]) -> tuple[str, str]:
@@ -191,8 +236,15 @@ def _quiet() -> Iterator[None]:
 
 
 def _trace(call: Callable[..., Any], arguments: tuple[Any, ...], log: TraceLog) -> fx.GraphModule:
-    try:
+    with _errors_named(log):
         return make_fx(call, tracing_mode="real")(*arguments)
+
+
+@contextmanager
+def _errors_named(log: TraceLog) -> Iterator[None]:
+    """Whatever goes wrong inside becomes a CaptureError that names the module."""
+    try:
+        yield
     except CaptureError:
         raise
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -206,7 +258,12 @@ def _trace(call: Callable[..., Any], arguments: tuple[Any, ...], log: TraceLog) 
 
 
 def _lower(
-    trace: fx.GraphModule, sources: Sequence[tuple[str, str]], log: TraceLog, name: str, where: torch.device
+    trace: fx.GraphModule,
+    sources: Sequence[tuple[str, str]],
+    log: TraceLog,
+    name: str,
+    where: torch.device,
+    wanted: Sequence[str],
 ) -> CapturedStep:
     graph = trace.graph
     sites = random_sites(graph, log)
@@ -226,13 +283,15 @@ def _lower(
     hold_back(low, log.output_grads)
 
     returned: Any = graph.output_node().args[0]
-    loss, *grads = returned
-    outputs = (_value(low, "loss", loss),)
-    chain_draws(low, outputs[0].ref)
+    grads = returned[len(wanted) :]
+    outputs = tuple(_value(low, key, node) for key, node in zip(wanted, returned, strict=False))
+    # By then the forward has run, which is what the user's generator has to show.
+    chain_draws(low, max(output.ref for output in outputs))
     trainable = [key for source, key in sources if source == "trainable"]
     pairs = zip(trainable, grads, strict=True)
     gradients = tuple(_value(low, key, grad) for key, grad in pairs if grad is not None)
-    mark(low, outputs[0].ref, out=True, keep=True)
+    for output in outputs:
+        mark(low, output.ref, out=True, keep=True)
     for gradient in gradients:
         mark(low, gradient.ref, keep=True)
     # The arena's size is the planner's business; a device's memory only bounds it.

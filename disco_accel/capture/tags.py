@@ -56,6 +56,8 @@ class TraceLog:
     redrawn: set[int] = field(default_factory=set)
     nested: set[int] = field(default_factory=set)
     by_sequence: dict[int, str] = field(default_factory=dict)
+    around: Any = field(default_factory=torch._C._current_autograd_node)
+    """The node whose backward a trace was started from, which is none of its own."""
 
     @property
     def module(self) -> str:
@@ -64,10 +66,14 @@ class TraceLog:
 
     def info(self) -> NodeInfo:
         """What to note on a node created now."""
-        return NodeInfo(self.phase, self.layer, self._issuer(), torch._C._current_autograd_node() is not None)
+        return NodeInfo(self.phase, self.layer, self._issuer(), self._node() is not None)
+
+    def _node(self) -> Any:
+        node = torch._C._current_autograd_node()
+        return None if node is self.around else node
 
     def _issuer(self) -> str:
-        node = torch._C._current_autograd_node()
+        node = self._node()
         if node is None:
             # Autograd numbers its nodes in the order they are made, and makes an op's node just before the op runs.
             self.by_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, self.module)

@@ -13,7 +13,7 @@ class Budget:
     """All in bytes. ``total`` is what the user gave; the rest of ``total`` after the other parts is ``arena``.
 
     ``optimizer`` is the state AdamW will hold: two tensors as large as each trainable parameter. ``workspaces`` are
-    those of the libraries that multiply matrices.
+    those of the libraries that multiply matrices. ``outputs``: copies of logits that the user gets, and their gradient.
     """
 
     total: int
@@ -22,10 +22,11 @@ class Budget:
     optimizer: int
     batch: int
     workspaces: int = 0
+    outputs: int = 0
 
     @property
     def outside(self) -> int:
-        return self.adapters + self.gradients + self.optimizer + self.batch + self.workspaces
+        return self.adapters + self.gradients + self.optimizer + self.batch + self.workspaces + self.outputs
 
     @property
     def arena(self) -> int:
@@ -40,6 +41,7 @@ class Budget:
             "optimizer": self.optimizer,
             "batch": self.batch,
             "workspaces": self.workspaces,
+            "outputs": self.outputs,
         }
 
 
@@ -49,9 +51,13 @@ def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def split_budget(
-    total: int, trainable: Iterable[torch.Tensor], batch: Mapping[str, torch.Tensor], workspaces: int = 0
+    total: int,
+    trainable: Iterable[torch.Tensor],
+    batch: Mapping[str, torch.Tensor],
+    workspaces: int = 0,
+    outputs: int = 0,
 ) -> Budget:
-    """Split ``total`` bytes for a model with these trainable parameters, this batch and these workspaces."""
+    """Split ``total`` bytes for a model with these trainable parameters, this batch, and so many bytes of the rest."""
     adapters = _storage_bytes(trainable)
     inputs = _storage_bytes(batch.values())
-    return Budget(total, adapters, gradients=adapters, optimizer=2 * adapters, batch=inputs, workspaces=workspaces)
+    return Budget(total, adapters, adapters, 2 * adapters, inputs, workspaces, outputs)

@@ -2,38 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers.utils import ModelOutput
 
-_NOT_LOGITS = (
-    "a planned training step keeps only the loss; read {name!r} from a forward under torch.no_grad(), "
-    "or set disco_config.on_unsupported: eager"
-)
+Gradients = Callable[[torch.Tensor], Mapping[str, torch.Tensor]]
+"""From the gradient of a value to those of the trainable parameters, by name."""
+
+_READER = "_disco_reader"
 
 
-@dataclass
-class LossOutput(ModelOutput):
-    """The loss of a planned step. ``logits`` (detached) are computed by one more forward when they are read."""
+@dataclass(init=False, eq=False)
+class StepOutput(ModelOutput):
+    """The values that a step was planned to return, by field of the model's own output.
 
-    loss: torch.Tensor | None = None
+    Any other field is found by one more forward when it is first read. Who does so again gets it planned.
+    """
 
-    def attach(self, logits: Callable[[], torch.Tensor]) -> LossOutput:
-        """Give the output its way to compute logits of shape (batch, sequence, vocabulary) on demand."""
-        self.__dict__["_logits"] = logits
-        return self
+    def __init__(self, values: Mapping[str, torch.Tensor], reader: Callable[[str], Any] | None = None) -> None:
+        """``reader``: finds a field that is not in ``values`` by its name. Raises AttributeError if there is none."""
+        for name, value in values.items():
+            self[name] = value
+            # Accelerate makes a new output from the items of this one when it casts them.
+            reader = reader or getattr(value, _READER, None)
+        for value in values.values():
+            setattr(value, _READER, reader)
+        self.__dict__[_READER] = reader
 
     def __getattr__(self, name: str) -> Any:
-        if name == "logits" and "_logits" in self.__dict__:
-            return self.__dict__["_logits"]()
-        if name.startswith("__"):
+        reader = self.__dict__.get(_READER)
+        if name.startswith("__") or reader is None:
             raise AttributeError(name)
-        raise AttributeError(_NOT_LOGITS.format(name=name))
+        self.__dict__[name] = value = reader(name)
+        return value
 
     def __getitem__(self, key: Any) -> Any:
-        if key == "logits" or key == 1:
+        if isinstance(key, str):
+            return self.get(key) if key in self.keys() else getattr(self, key)
+        if key == 1 and "loss" in self.keys() and len(self) == 1:
             return self.logits
-        return super().__getitem__(key)
+        return self.to_tuple()[key]
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        """The planned values, a loss first."""
+        return tuple(self.values())
+
+
+class _Elsewhere(torch.autograd.Function):
+    """A value whose gradient other code takes to the parameters."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, value: torch.Tensor, gradients: Gradients, names: tuple[str, ...], *parameters: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.gradients, ctx.names = gradients, names
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, tangent: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        found = ctx.gradients(tangent)
+        return (None, None, None, *(found.get(name) for name in ctx.names))
+
+
+def with_gradient(value: torch.Tensor, parameters: Mapping[str, torch.Tensor], gradients: Gradients) -> torch.Tensor:
+    """``value`` as a function of ``parameters`` whose backward is ``gradients``."""
+    result: torch.Tensor = _Elsewhere.apply(value, gradients, tuple(parameters), *parameters.values())
+    return result

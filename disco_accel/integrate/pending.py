@@ -7,31 +7,18 @@ engine meanwhile: the pending step is then suspended and rerun from its own inpu
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from disco_accel.capture.step import ValueBinding
 from disco_accel.capture.twins import batch_tensors
 from disco_accel.errors import ExecutionError
-from disco_accel.execute.hostmem import sample_digest
 from disco_accel.integrate.compiled import CompiledStep
 from disco_accel.integrate.generator import generator_from, generator_state, kept_on_failure
 
 if TYPE_CHECKING:
     from disco_accel.integrate.plugin import PreparedModel
-
-
-Seen = tuple[torch.Tensor, int, int]
-"""A frozen tensor with the data pointer and the version that it had."""
-
-
-def weights_changed(seen: Sequence[Seen], digest: int) -> bool:
-    """Whether a tensor was written to since ``digest`` was taken over all of ``seen``, or lies somewhere else."""
-    if any(t._version != version or t.data_ptr() != pointer for t, pointer, version in seen):
-        return True
-    return sample_digest([t for t, _, _ in seen]) != digest
 
 
 class PendingStep:
@@ -53,16 +40,16 @@ class PendingStep:
         self.externals = dict(externals)
         self.versions = {v: t._version for v, t in self.externals.items()}
         # Replaced, not changed, when the weights are looked at again: what this forward saw stays here.
-        self.frozen, self.digest = state.weights_seen, state.weights_digest
+        self.frozen = state.weights_seen
         self.generator = generator_state(step)
         self.running = False
         self.traced = state.trace_wanted()
 
-    def forward(self) -> torch.Tensor:
-        """Start the step and return a clone of its loss once that is ready; the rest waits at the gate."""
+    def forward(self) -> list[torch.Tensor]:
+        """Start the step and return copies of its outputs once they are ready; the rest waits at the gate."""
         self._take_engine()
-        output = self.step.captured.outputs[0]
-        return self._leave(output)
+        outputs, _ = self.step.groups
+        return self.step.executor.leave(outputs)
 
     def _take_engine(self) -> None:
         self.state.abandon_active()
@@ -73,14 +60,13 @@ class PendingStep:
             self.step.executor.set_tracing(True)
         with kept_on_failure(self.step):
             try:
-                self.step.executor.begin(self.externals)
-                self.step.executor.wait_out()
+                self.step.executor.run_out(self.externals)
             except BaseException:
                 self.suspend()
                 raise
 
     def backward(self, tangent: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Deliver the gradient of the loss; returns clones of the gradients by parameter name."""
+        """Deliver the gradient of the first output; returns copies of the gradients by parameter name."""
         self.state.require_own_process()
         with self.state.lock:
             self._check_unchanged()
@@ -92,9 +78,8 @@ class PendingStep:
             late = {b.vertex: tangent.contiguous() for b in self.step.vertices_of("tangent")}
             with kept_on_failure(self.step):
                 try:
-                    executor.deliver(late)
-                    executor.wait_end()
-                    gradients = {g.name: self._leave(g) for g in self.step.captured.gradients}
+                    executor.run_end(late)
+                    leaving = executor.leave(self.step.groups[1])
                 except BaseException:
                     self.suspend()
                     raise
@@ -103,11 +88,7 @@ class PendingStep:
                 self.traced = False
                 self.state.report(self.model, self.step)
                 executor.set_tracing(False)
-            return gradients
-
-    def _leave(self, value: ValueBinding) -> torch.Tensor:
-        """A copy for the user, on the run's device also where the plan left the value in host memory."""
-        return self.step.executor.value(value.ref, value.spec).to(self.state.device, copy=True)
+            return {g.name: copy for g, copy in zip(self.step.captured.gradients, leaving, strict=True)}
 
     def suspend(self) -> None:
         """Stop what is left of this step; its inputs stay so that it can be rerun."""
@@ -123,7 +104,7 @@ class PendingStep:
     def _check_unchanged(self) -> None:
         """As eager mode does for what it saved: the backward must see the values that the forward saw."""
         changed = [b.name for b in self.step.externals if self.externals[b.vertex]._version != self.versions[b.vertex]]
-        if not changed and weights_changed(self.frozen, self.digest):
+        if not changed and self.frozen.changed():
             changed = ["a frozen weight"]
         if changed:
             self.suspend()
@@ -142,13 +123,21 @@ class PendingStep:
 
 
 class _Step(torch.autograd.Function):
-    """Forward returns the loss; backward returns the gradient of each trainable parameter, in order."""
+    """Forward returns the first output; backward returns the gradient of each trainable parameter, in order."""
 
     @staticmethod
-    def forward(ctx: Any, pending: PendingStep, names: tuple[str, ...], *parameters: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        pending: PendingStep,
+        names: tuple[str, ...],
+        others: list[torch.Tensor],
+        *parameters: torch.Tensor,
+    ) -> torch.Tensor:
         ctx.pending = pending
         ctx.names = names
-        return pending.forward()
+        first, *rest = pending.forward()
+        others += rest
+        return first
 
     @staticmethod
     def backward(ctx: Any, tangent: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
@@ -157,19 +146,31 @@ class _Step(torch.autograd.Function):
                 "create_graph=True: a planned step has no second derivative; use the unprepared model for it"
             )
         gradients = ctx.pending.backward(tangent)
-        return (None, None, *(gradients.get(name) for name in ctx.names))
+        return (None, None, None, *(gradients.get(name) for name in ctx.names))
 
 
-def run_step(
+def externals_of(
     state: PreparedModel, model: torch.nn.Module, step: CompiledStep, batch: Mapping[str, Any]
-) -> torch.Tensor:
-    """Run the forward part of ``step``; the returned loss's backward runs the rest."""
+) -> dict[int, torch.Tensor]:
+    """What ``step`` is given, by INPUT vertex: the model's trainable parameters and the tensors of ``batch``."""
     if step.parameters is None:
         # A parameter that is added, removed or replaced changes the step's key, so these stay the model's own.
         step.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     inputs = {name: t.to(state.device, non_blocking=True) for name, t in batch_tensors(batch).items()}
     tensors = {"trainable": step.parameters, "batch": inputs}
-    externals = {b.vertex: tensors[b.source][b.name].detach() for b in step.externals}
+    return {b.vertex: tensors[b.source][b.name].detach() for b in step.externals}
+
+
+def run_step(
+    state: PreparedModel, model: torch.nn.Module, step: CompiledStep, batch: Mapping[str, Any]
+) -> tuple[list[torch.Tensor], dict[str, int]]:
+    """Run the forward part of ``step``; the first output's backward runs the rest.
+
+    Returns the outputs, and the versions of what the step was given by name.
+    """
+    externals = externals_of(state, model, step, batch)
+    assert step.parameters is not None
     pending = PendingStep(state, model, step, externals)
-    loss: torch.Tensor = _Step.apply(pending, tuple(step.parameters), *step.parameters.values())
-    return loss
+    others: list[torch.Tensor] = []
+    first: torch.Tensor = _Step.apply(pending, tuple(step.parameters), others, *step.parameters.values())
+    return [first, *others], {b.name: pending.versions[b.vertex] for b in step.externals}

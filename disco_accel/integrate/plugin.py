@@ -14,18 +14,20 @@ from typing import Any
 
 import torch
 
+from disco_accel.capture.autocast import autocast_state
 from disco_accel.capture.guards import StepKey, step_key
 from disco_accel.config import DiscoConfig
 from disco_accel.errors import CaptureError, ConfigError, ExecutionError
 from disco_accel.execute.arena import device_arena
 from disco_accel.execute.cuda import release_workspaces, run_device
 from disco_accel.execute.executor import EngineOptions, arena_bytes
-from disco_accel.execute.hostmem import sample_digest
+from disco_accel.execute.hostmem import WatchedTensors
+from disco_accel.integrate.again import Again, Outputs, Uses
 from disco_accel.integrate.compiled import CompiledStep, CompileOptions, compile_step, describe
-from disco_accel.integrate.generator import generator_from, generator_state
+from disco_accel.integrate.generator import generator_state
 from disco_accel.integrate.hf import hf_contexts
-from disco_accel.integrate.output import LossOutput
-from disco_accel.integrate.pending import PendingStep, Seen, run_step, weights_changed
+from disco_accel.integrate.output import StepOutput
+from disco_accel.integrate.pending import PendingStep, run_step
 from disco_accel.integrate.placement import Placement
 from disco_accel.observe.report import write_report
 from disco_accel.taskgraph import VertexKind
@@ -49,15 +51,15 @@ class PreparedModel:
         self.placement = Placement(model, self.device)
         self.original_forward = model.forward
         self.signature = inspect.signature(model.forward)
-        self.plans: dict[StepKey, CompiledStep] = {}
-        self.refused: dict[StepKey, str] = {}
+        self.plans: dict[tuple[StepKey, Outputs], CompiledStep] = {}
+        self.refused: dict[tuple[StepKey, Outputs], str] = {}
+        self.uses: dict[StepKey, Uses] = {}
         self.active: weakref.ref[PendingStep] | None = None
         self.current: CompiledStep | None = None
         self.arena: torch.Tensor | None = None
         self.lock = threading.RLock()
         self.engine_process: int | None = None
-        self.weights_seen: list[Seen] = []
-        self.weights_digest = 0
+        self.weights_seen = WatchedTensors([])
         self.counts = {"steps_compiled": 0, "steps_eager": 0, "plan_hits": 0}
         self.fallbacks: list[str] = []
         self.reports_left = 1 if config.report_dir is not None else 0
@@ -72,9 +74,11 @@ class PreparedModel:
     def __reduce__(self) -> tuple[Any, ...]:
         return (_nothing, ())
 
-    def compiled(self, model: torch.nn.Module, kwargs: Mapping[str, Any]) -> CompiledStep:
-        """The plan for this batch, made on first sight of its key."""
-        key = step_key(model, kwargs)
+    def compiled(
+        self, model: torch.nn.Module, kwargs: Mapping[str, Any], outputs: Outputs, seen: StepKey | None = None
+    ) -> CompiledStep:
+        """The plan for this batch, made on first sight of its key, which is ``seen`` if that is known already."""
+        key = seen or step_key(model, kwargs), outputs
         if key in self.refused:
             raise CaptureError(self.refused[key])
         found = self.plans.get(key)
@@ -100,7 +104,7 @@ class PreparedModel:
         )
         try:
             with _capturing:
-                step = compile_step(model, kwargs, forward=self.original_forward, options=options)
+                step = compile_step(model, kwargs, forward=self.original_forward, options=options, outputs=outputs)
         except CaptureError as error:
             self.refused[key] = str(error)
             raise
@@ -147,19 +151,17 @@ class PreparedModel:
             release_workspaces(self.device)
             self.current = step
             return
-        for tensor, pointer, _ in self.weights_seen:
-            if tensor.data_ptr() != pointer:
+        if self.weights_seen.changed():
+            if self.weights_seen.moved():
                 raise ConfigError(
                     "a frozen weight was moved after prepare(); "
                     "call restore(model), change it, then prepare(model) again"
                 )
-        if weights_changed(self.weights_seen, self.weights_digest):
             step.executor.invalidate()
             self._look_at_weights(model, step)
 
     def _look_at_weights(self, model: torch.nn.Module, step: CompiledStep) -> None:
-        self.weights_seen = _frozen_now(model, step)
-        self.weights_digest = sample_digest([t for t, _, _ in self.weights_seen])
+        self.weights_seen = WatchedTensors(_frozen_now(model, step))
 
     def trace_wanted(self) -> bool:
         """Whether the step about to start is the one that ``report_dir`` shows: the first in steady state."""
@@ -183,10 +185,9 @@ def _nothing() -> None:
     return None
 
 
-def _frozen_now(model: torch.nn.Module, step: CompiledStep) -> list[Seen]:
+def _frozen_now(model: torch.nn.Module, step: CompiledStep) -> list[torch.Tensor]:
     named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    tensors = [named[b.name] for b in step.vertices_of("frozen", "buffer")]
-    return [(t, t.data_ptr(), t._version) for t in tensors]
+    return [named[b.name] for b in step.vertices_of("frozen", "buffer")]
 
 
 def _forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -199,19 +200,21 @@ def _forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     state.require_own_process()
     batch = _bind(state.signature, args, kwargs)
     try:
-        if batch.get("labels") is None:
-            raise CaptureError("labels: not given; the loss must be computed inside the model (pass labels=...)")
         if batch.get("return_dict") is False:
             raise CaptureError("return_dict: False is not supported in a planned step; leave it out")
         with state.lock:
-            step = state.compiled(self, batch)
+            key = step_key(self, batch)
+            uses = state.uses.setdefault(key, Uses())
+            step = state.compiled(self, batch, uses.outputs(batch), key)
             state.make_current(self, step)
             generator = generator_state(step)
-            loss = run_step(state, self, step, batch)
+            values, versions = run_step(state, self, step, batch)
     except CaptureError as error:
         return _eager(state, error, args, kwargs)
     state.counts["steps_compiled"] += 1
-    return LossOutput(loss=loss).attach(functools.partial(_logits, state, batch, step, generator))
+    again = Again(state, self, batch, step, uses, generator, autocast_state(), versions, state.weights_seen)
+    first, *others = ((output.name, value) for output, value in zip(step.captured.outputs, values, strict=True))
+    return StepOutput(dict([first, *((n, again.differentiable(n, v)) for n, v in others)]), again.read)
 
 
 def _eager(state: PreparedModel, error: CaptureError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -223,15 +226,6 @@ def _eager(state: PreparedModel, error: CaptureError, args: tuple[Any, ...], kwa
         logger.warning("this step runs in eager mode, outside the memory budget: %s", reason)
     state.counts["steps_eager"] += 1
     return state.original_forward(*args, **kwargs)
-
-
-def _logits(
-    state: PreparedModel, batch: Mapping[str, Any], step: CompiledStep, generator: torch.Tensor | None
-) -> torch.Tensor:
-    # The draws are those of the step's own forward, and the user's generator does not notice.
-    with torch.no_grad(), generator_from(step, generator):
-        logits: torch.Tensor = state.original_forward(**batch).logits
-    return logits
 
 
 def _bind(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

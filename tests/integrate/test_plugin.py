@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from disco_accel import DiscoConfig, prepare, restore, stats
-from disco_accel.errors import BudgetTooSmall, CaptureError, ConfigError, ExecutionError
+from disco_accel.errors import BudgetTooSmall, ConfigError, ExecutionError
 from disco_accel.integrate.plugin import current_step
 from disco_accel.testing.models import random_batch, tiny_lora
 
@@ -234,20 +234,6 @@ def test_logits_are_computed_when_read() -> None:
     output = model(**random_batch())
     assert torch.equal(output.logits, eager(**random_batch()).logits)
     assert torch.equal(output["loss"], output[0])
-
-
-def test_step_without_labels_is_named() -> None:
-    """A loss outside the model is an error that says what to do, or eager once the user allows it."""
-    batch = random_batch()
-    del batch["labels"]
-    model = prepare(tiny_lora(), config())
-    with pytest.raises(CaptureError, match="labels"):
-        model(**batch)
-    restore(model)
-    prepare(model, config(on_unsupported="eager"))
-    assert model(**batch).logits.requires_grad
-    model(**batch)
-    assert stats(model)["steps_eager"] == 2 and len(stats(model)["fallbacks"]) == 1
 
 
 def test_model_without_trainable_parameters_is_refused() -> None:
