@@ -55,6 +55,7 @@ class FreeSpace:
         self._starts: list[int] = []
         self._run_starts: list[int] = []
         self._run_ends: list[int] = []
+        self._run_sizes: list[tuple[int, int]] = []
         self._cached: list[tuple[float, int]] = []
         if size:
             self.give([Piece(0, size, (), -1)])
@@ -127,10 +128,8 @@ class FreeSpace:
         Low, because copies land high: the two then leave large holes to each other. The age of the release set does
         not matter here, since kernels of a stream wait for each other anyway.
         """
-        for begin, end in zip(self._run_starts, self._run_ends, strict=True):
-            if end - begin >= size:
-                return Window(begin, begin + size)
-        start = min((begin for begin, _ in self._cheapest(size, rank)), default=None)
+        ranges = self._large_runs(size) or self._cheapest(size, rank)
+        start = min((begin for begin, _ in ranges), default=None)
         return None if start is None else Window(start, start + size)
 
     def oldest_fit(self, size: int, rank: Rank) -> Window | None:
@@ -138,8 +137,7 @@ class FreeSpace:
 
         A copy should start long before its use, so it goes where it waits the least.
         """
-        runs = zip(self._run_starts, self._run_ends, strict=True)
-        ranges = [(begin, end) for begin, end in runs if end - begin >= size] or self._cheapest(size, rank)
+        ranges = self._large_runs(size) or self._cheapest(size, rank)
         best = min((window for begin, end in ranges for window in self._windows(begin, end, size)), default=None)
         return None if best is None else Window(-best[1], -best[1] + size)
 
@@ -158,6 +156,11 @@ class FreeSpace:
             if end - begin >= size:
                 return Window(end - size, end)
         return None
+
+    def _large_runs(self, size: int) -> list[tuple[int, int]]:
+        """Return the runs of at least ``size`` bytes."""
+        sizes = self._run_sizes
+        return [(begin, begin + length) for length, begin in sizes[bisect_left(sizes, (size, -1)) :]]
 
     def _cheapest(self, size: int, rank: Rank) -> list[tuple[int, int]]:
         """Return the free ranges of at least ``size`` bytes that cost the least cached copies can cost.
@@ -246,35 +249,32 @@ class FreeSpace:
 
     def _join(self, start: int, end: int) -> None:
         """Add ``[start, end)`` to the runs."""
-        starts, ends = self._run_starts, self._run_ends
-        at = bisect_left(starts, start)
-        above = at < len(starts) and starts[at] == end
-        if at and ends[at - 1] == start:
-            if above:
-                ends[at - 1] = ends[at]
-                del starts[at], ends[at]
-            else:
-                ends[at - 1] = end
-        elif above:
-            starts[at] = start
-        else:
-            starts.insert(at, start)
-            ends.insert(at, end)
+        at = bisect_left(self._run_starts, start)
+        if at < len(self._run_starts) and self._run_starts[at] == end:
+            end = self._drop_run(at)[1]
+        if at and self._run_ends[at - 1] == start:
+            at -= 1
+            start = self._drop_run(at)[0]
+        self._add_run(at, start, end)
 
     def _cut(self, start: int, end: int) -> None:
         """Remove ``[start, end)``, which lies in one run, from the runs."""
-        starts, ends = self._run_starts, self._run_ends
-        at = bisect_right(starts, start) - 1
-        begin, stop = starts[at], ends[at]
+        at = bisect_right(self._run_starts, start) - 1
+        begin, stop = self._drop_run(at)
+        if end < stop:
+            self._add_run(at, end, stop)
         if begin < start:
-            ends[at] = start
-            if end < stop:
-                starts.insert(at + 1, end)
-                ends.insert(at + 1, stop)
-        elif end < stop:
-            starts[at] = end
-        else:
-            del starts[at], ends[at]
+            self._add_run(at, begin, start)
+
+    def _add_run(self, at: int, start: int, end: int) -> None:
+        self._run_starts.insert(at, start)
+        self._run_ends.insert(at, end)
+        insort(self._run_sizes, (end - start, start))
+
+    def _drop_run(self, at: int) -> tuple[int, int]:
+        start, end = self._run_starts.pop(at), self._run_ends.pop(at)
+        del self._run_sizes[bisect_left(self._run_sizes, (end - start, start))]
+        return start, end
 
 
 def _same(left: Piece, right: Piece) -> bool:
