@@ -28,7 +28,8 @@ from disco_accel.plan import make_plan
 from disco_accel.testing.lora_graph import LoraShape, lora_graph
 from disco_accel.testing.tensor_parallel import PrefillShape, tensor_parallel_prefill
 small = LoraShape(layers=1, hidden=256, ffn=512, vocabulary=256, tokens=64)
-graphs = [(lora_graph(small, 1), 600 << 10), (tensor_parallel_prefill(PrefillShape(layers=1, devices=2, tokens=512), 1), 200 << 20)]
+wide = PrefillShape(layers=1, devices=2, tokens=512)
+graphs = [(lora_graph(small, 1), 600 << 10), (tensor_parallel_prefill(wide, 1), 200 << 20)]
 for graph, memory in graphs:
     for planner in ("build", "timed"):
         plan = make_plan(graph, memory=memory, planner=planner, cyclic=True)
