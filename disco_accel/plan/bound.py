@@ -49,8 +49,8 @@ def bound_of(graph: TaskGraph, machine: Machine | None = None, memory: int | Non
     where = {vertex.id: vertex.device for vertex in graph.vertices}
     for vertex in graph.vertices:
         if vertex.kind is VertexKind.TRANSFER:
-            links[machine.lane(VertexKind.TRANSFER, vertex.device, where[vertex.inputs[0][0]])] += (
-                machine.seconds(vertex)
+            links[machine.lane(VertexKind.TRANSFER, vertex.device, where[vertex.inputs[0][0]])] += machine.seconds(
+                vertex
             )
     return Bound(
         compute=max((sum(each.seconds) for each in facts), default=0.0) / machine.compute_streams,
