@@ -4,7 +4,7 @@
                                  [--planners timed,build] [--scaling] [--output out/planner.json]
 
 Without ``--graph``: the graphs of the tests and generated LoRA steps and prefills. Without ``--memory``: shares of what
-the graph's weights take. Captured graphs come from ``disco-accel capture`` or ``benchmarks.planner_graphs``.
+the graph's weights take. Captured graphs come from ``disco-accel capture``.
 """
 
 from __future__ import annotations

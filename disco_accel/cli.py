@@ -41,7 +41,7 @@ def _compile_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="MEM.json", required=True, help="where the plan goes")
     parser.add_argument("--memory", metavar="SIZE", help="device memory, such as 12GiB (default: what the graph says)")
     parser.add_argument("--cyclic", action="store_true", help="the plan is run step after step")
-    parser.add_argument("--planner", default="build", help="build (the paper's) or timed")
+    parser.add_argument("--planner", default="timed", help="timed, or build (the paper's)")
     parser.add_argument("--policy", default="belady", help=_POLICIES)
 
 

@@ -50,7 +50,7 @@ class DiscoConfig:
 
     memory_budget: int | str = "auto"
     host_memory: int | str = "auto"
-    planner: str = "build"
+    planner: str = "timed"
     policy: str = "belady"
     lookahead: int = 2
     buckets: str | tuple[int, ...] = "auto"

@@ -20,7 +20,7 @@ AMPLE = 1 << 30
 
 
 def config(memory: int = AMPLE, **keys: Any) -> DiscoConfig:
-    return DiscoConfig(memory_budget=str(memory), device="cpu", plan_cache=None, **keys)
+    return DiscoConfig(memory_budget=str(memory), device="cpu", planner="build", plan_cache=None, **keys)
 
 
 def inputs(seed: int) -> dict[str, torch.Tensor]:
