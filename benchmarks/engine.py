@@ -143,7 +143,7 @@ def link_seconds(pair: Pair, bandwidth: float) -> float:
 
 
 def any_plan_seconds(pair: Pair, bandwidth: float, compute: float) -> float:
-    """Seconds that no repeating plan of this step within this budget beats, if its kernels take ``compute`` in all."""
+    """Seconds that no repeating plan in the captured order beats within this budget; kernels take ``compute`` in all."""
     step = pair.step
     stretch = compute / step.compute_seconds
     vertices = tuple(
@@ -239,7 +239,7 @@ def print_overlap(rows: Sequence[dict[str, Any]]) -> None:
             f"| {row['any_plan'] / row['bound']:.3f} | {ratios} | {row['times']['eager'].median / row['bound']:.3f} |"
         )
     print("\nEach column is the measured step over max(compute, link); eager has all of its memory.")
-    print("`any plan`: what no plan within this budget beats (`disco-accel bound`), over the same.")
+    print("`any plan`: what no plan in the captured order beats (`disco-accel bound`), over the same.")
 
 
 def print_jitter(rows: Sequence[dict[str, Any]]) -> None:

@@ -11,7 +11,7 @@ from disco_accel.graphcheck import check_taskgraph
 from disco_accel.memgraph import MemGraph
 from disco_accel.plan.build import build
 from disco_accel.plan.evict import Policy, policy_named
-from disco_accel.plan.needed import Attempt, first_fitting, lowered, smallest, with_memory, working_set
+from disco_accel.plan.needed import Attempt, first_fitting, smallest, with_memory
 from disco_accel.plan.resident import Residents, first_choices, improve, plain_choices
 from disco_accel.plan.sim_malloc import Infeasible, Repairs
 from disco_accel.plan.simulate import Machine, simulate
@@ -24,7 +24,7 @@ _SHORTER = (16, 0)
 _GOOD = 1.002
 """A plan that takes at most so many times what its kernels take is not compared with another planner's."""
 
-_BOTH_UP_TO = 12_000
+_BOTH_UP_TO = 200_000
 """Vertices of a graph for which both planners are tried."""
 
 _SEARCH_UP_TO = 12_000
@@ -115,23 +115,17 @@ def _built(
 
 
 def plan_timed(graph: TaskGraph, policy: Policy, cyclic: bool, lookahead: int | None, machine: Machine) -> MemGraph:
-    """Plan in simulated time; where that finds no plan or a slower one, with BUILDMEMGRAPH. Raises BudgetTooSmall."""
+    """Plan in simulated time; where that finds no plan or a slower one, with BUILDMEMGRAPH. Raises BudgetTooSmall.
+
+    A memory is too small if it is for BUILDMEMGRAPH, which can tell in a fraction of the time.
+    """
+    if first_fitting(graph, policy, cyclic, partial(_attempts, lookahead=lookahead)) is None:
+        return plan_build(graph, policy, cyclic, lookahead, machine)
     try:
         plan = replace(build_timed(graph, machine, cyclic=cyclic), planner="timed")
     except Infeasible:
-        pass
-    else:
-        return _faster(graph, plan, policy, cyclic, lookahead, machine)
-    try:
         return plan_build(graph, policy, cyclic, lookahead, machine)
-    except BudgetTooSmall as error:
-        attempts = partial(_attempts, lookahead=lookahead)
-
-        def enough(smaller: TaskGraph) -> bool:
-            return first_fitting(smaller, policy, cyclic, attempts) is not None or _plannable(smaller, machine, cyclic)
-
-        needed = _smaller(graph, error.needed, enough)
-        raise BudgetTooSmall(needed, error.given, f"the plan of {graph.name!r}") from None
+    return _faster(graph, plan, policy, cyclic, lookahead, machine)
 
 
 def _faster(
@@ -155,26 +149,6 @@ def _compute(graph: TaskGraph, machine: Machine) -> float:
         if vertex.kind is VertexKind.KERNEL:
             busy[vertex.device] = busy.get(vertex.device, 0.0) + machine.seconds(vertex)
     return max(busy.values(), default=0.0) / machine.compute_streams
-
-
-def _plannable(graph: TaskGraph, machine: Machine, cyclic: bool) -> bool:
-    for hurry in (True, False):
-        try:
-            build_timed(graph, machine, cyclic=cyclic, hurry=hurry)
-        except Infeasible:
-            continue
-        return True
-    return False
-
-
-def _smaller(graph: TaskGraph, needed: int, enough: Callable[[TaskGraph], bool]) -> int:
-    """Return a size, the same for every device and at most ``needed``, that is enough although one unit less is not.
-
-    ``needed`` is enough; what the devices of ``graph`` have now is not.
-    """
-    unit = max(device.alignment for device in graph.devices)
-    least = max(-(-working_set(graph) // unit), min(device.memory for device in graph.devices) // unit + 1)
-    return unit * lowered(needed // unit, least, lambda units: enough(with_memory(graph, lambda _: units * unit)))
 
 
 PLANNERS: dict[str, Callable[[TaskGraph, Policy, bool, int | None, Machine], MemGraph]] = {
