@@ -143,7 +143,7 @@ def link_seconds(pair: Pair, bandwidth: float) -> float:
 
 
 def any_plan_seconds(pair: Pair, bandwidth: float, compute: float) -> float:
-    """Seconds that no repeating plan in the captured order beats within this budget; kernels take ``compute`` in all."""
+    """Seconds that no repeating plan in the captured order beats, if the kernels take ``compute`` seconds in all."""
     step = pair.step
     stretch = compute / step.compute_seconds
     vertices = tuple(
