@@ -79,28 +79,27 @@ class Draft:
     retries: int = 0
 
 
-def build_timed(graph: TaskGraph, machine: Machine, *, cyclic: bool, hurry: bool = False) -> MemGraph:
-    """Return the fastest plan found; with ``hurry`` the first. Raises Infeasible if this planner finds none."""
-    search = _searched(graph, machine, cyclic, hurry)
-    wanting = search.plan is None if hurry else search.makespan > search.floor
-    lower = lower_order(graph) if wanting and len(graph.vertices) <= _REORDERED else None
+def build_timed(graph: TaskGraph, machine: Machine, *, cyclic: bool) -> MemGraph:
+    """Return the fastest plan found. Raises Infeasible if this planner finds none."""
+    search = _searched(graph, machine, cyclic)
+    lower = lower_order(graph) if search.makespan > search.floor and len(graph.vertices) <= _REORDERED else None
     if lower is not None:
-        other = _searched(lower, machine, cyclic, hurry)
+        other = _searched(lower, machine, cyclic)
         search = min(search, other, key=lambda search: search.makespan)
     if search.plan is None:
         raise Infeasible(0)
     return search.plan
 
 
-def _searched(graph: TaskGraph, machine: Machine, cyclic: bool, hurry: bool) -> _Search:
+def _searched(graph: TaskGraph, machine: Machine, cyclic: bool) -> _Search:
     search = _Search(graph, machine, cyclic)
-    search.run(hurry)
-    search.settle(hurry)
-    if not hurry and search.makespan > search.floor and search.effort < EFFORT:
+    search.run()
+    search.settle()
+    if search.makespan > search.floor and search.effort < EFFORT:
         # What was good enough as a draft may have lost by its addresses.
         floor, search.floor = search.floor, 0.0
-        search.run(hurry)
-        search.settle(hurry)
+        search.run()
+        search.settle()
         search.floor = floor
     return search
 
@@ -127,15 +126,13 @@ class _Search:
         self.plan: MemGraph | None = None
         self.makespan = float("inf")
 
-    def run(self, hurry: bool) -> None:
+    def run(self) -> None:
         """Try kinds of demand and shares of permanent pages, then what lies around the best."""
         for worth in WORTH:
             if not self.found or self.effort * 4 < EFFORT:
                 self.attempt(_Settings(worth, SHARES[0]))
         for share in SHARES[1:]:
-            if hurry and self.found:
-                return
-            wasteful = share == SHARES[2] and not hurry and bool(self.found) and self.best_draft().loaded > 0
+            wasteful = share == SHARES[2] and bool(self.found) and self.best_draft().loaded > 0
             self.attempt(replace(self.best(), share=share), limited=True, even_if_good=wasteful)
         self.attempt(replace(self.best(), outliers=True), limited=True)
         if self.found and self.best_draft().loaded:
@@ -150,11 +147,11 @@ class _Search:
             if self.fastest() >= before:
                 step /= 2
 
-    def settle(self, hurry: bool) -> None:
+    def settle(self) -> None:
         """Give drafts addresses, the fastest first, until none is faster than the best plan."""
-        pieces, tries = self.pieces + (_PLACED // 8 if hurry else _PLACED), self.tries + (2 if hurry else _TRIES)
-        while self.queue and self.makespan > self.floor and not (hurry and self.plan):
-            if self.pieces > pieces and (self.plan or (self.tries > tries and (hurry or self.pieces > 4 * pieces))):
+        pieces, tries = self.pieces + _PLACED, self.tries + _TRIES
+        while self.queue and self.makespan > self.floor:
+            if self.pieces > pieces and (self.plan or (self.tries > tries and self.pieces > 4 * pieces)):
                 return
             _, _, _, draft = heapq.heappop(self.queue)
             if draft.timeline.seconds >= self.makespan:

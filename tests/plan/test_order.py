@@ -62,17 +62,17 @@ def test_a_graph_without_a_lower_order_stays_as_it_is() -> None:
 
 def test_plans_in_another_order_hold_for_the_graph_as_it_was() -> None:
     planned = 0
-    for seed in range(160):
+    for seed in range(80):
         rng = random.Random(seed)
         graph = with_memory(random_taskgraph(rng, Shape(vertices=30)), rng.choice((1.2, 1.5, 2.0)))
         lower = lower_order(graph)
         if lower is None:
             continue
         try:
-            plan = build_timed(lower, Machine(), cyclic=True, hurry=True)
+            plan = build_timed(lower, Machine(), cyclic=True)
         except Infeasible:
             continue
         planned += 1
         verify(graph, plan)
         run_reference(graph, plan, seed)
-    assert planned > 15, "hardly any graph has another order, so nothing was judged"
+    assert planned > 7, "hardly any graph has another order, so nothing was judged"
