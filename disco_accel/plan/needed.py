@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
+from disco_accel.graphcheck import largest_need
 from disco_accel.plan.build import failing_position
 from disco_accel.plan.evict import Policy
 from disco_accel.plan.resident import Residents
-from disco_accel.taskgraph import Device, Ref, TaskGraph, VertexKind
+from disco_accel.taskgraph import Device, TaskGraph
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,33 +36,8 @@ def with_memory(graph: TaskGraph, size: Callable[[Device], int]) -> TaskGraph:
 
 
 def working_set(graph: TaskGraph) -> int:
-    """Return bytes below which no plan exists, the same for every device: what its largest vertex has there at once.
-
-    Late inputs have their place throughout. An output that may be written over an input needs no place of its own.
-    """
-    align = {device.id: device.alignment for device in graph.devices}
-    blocks: dict[Ref, int] = {}
-    late: dict[int, set[Ref]] = {device.id: set() for device in graph.devices}
-    place: dict[int, int] = {}
-    largest = 0
-    for vertex in graph.vertices:
-        place[vertex.id] = vertex.device
-        for k, size in enumerate(vertex.sizes):
-            blocks[vertex.id, k] = 0 if vertex.external else -(-size // align[vertex.device]) * align[vertex.device]
-        if vertex.late:
-            late[vertex.device].add((vertex.id, 0))
-    reserved = {device: sum(blocks[ref] for ref in refs) for device, refs in late.items()}
-    for vertex in graph.vertices:
-        if vertex.kind is VertexKind.INPUT:
-            continue
-        need: dict[int, int] = {vertex.device: sum(blocks[vertex.id, k] for k in range(len(vertex.sizes)))}
-        if vertex.inplace is not None or vertex.may_inplace:
-            need[vertex.device] -= blocks[vertex.id, 0]
-        for ref in set(vertex.inputs):
-            device = place[ref[0]]
-            need[device] = need.get(device, 0) + (0 if ref in late[device] else blocks[ref])
-        largest = max(largest, *(need[device] + reserved[device] for device in need))
-    return largest
+    """Return bytes below which no plan exists, the same for every device: what its neediest vertex has there."""
+    return max(largest_need(graph, device.id)[0] for device in graph.devices)
 
 
 def smallest(graph: TaskGraph, policy: Policy, cyclic: bool, attempts: Attempts) -> int:
