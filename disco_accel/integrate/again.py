@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from disco_accel.capture.autocast import AutocastState, autocast_region, outside_autocast
-from disco_accel.errors import ExecutionError
 from disco_accel.execute.hostmem import WatchedTensors
 from disco_accel.integrate.compiled import CompiledStep
 from disco_accel.integrate.generator import generator_from
@@ -92,17 +91,10 @@ class Again:
             with torch.enable_grad(), self._circumstances():
                 step = self.state.compiled(self.model, self.batch, self.uses.outputs(self.batch))
             externals = externals_of(self.state, self.model, step, self.batch)
-            names = {b.vertex: b.name for b in step.externals}
-            changed = [names[v] for v, t in externals.items() if t._version != self.versions.get(names[v], t._version)]
-            if not changed and self.frozen.changed():
-                changed = ["a frozen weight"]
-            if changed:
-                raise ExecutionError(
-                    f"{changed[0]} was changed in place between this step's forward and its backward; "
-                    "call backward() before changing it"
-                )
             pending = PendingStep(self.state, self.model, step, externals)
-            pending.generator = self.generator
+            # As if it had been made at the forward: its backward refuses what has changed since.
+            pending.generator, pending.frozen = self.generator, self.frozen
+            pending.versions |= {b.vertex: self.versions[b.name] for b in step.externals if b.name in self.versions}
             return pending.backward(tangent)
 
     @contextmanager
