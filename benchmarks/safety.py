@@ -3,10 +3,11 @@
     python -m benchmarks.safety [--graphs 100000] [--orders 10] [--faults 100] [--first 0] [--minutes M]
 
 Every plan passes the static judge and ``orders`` adversarial executions on tokens (poisoned memory, reads at start and
-finish, random overlap). Arenas of twice what the largest vertex and all that may not leave need must always do; a
-refusal below that is checked to name a number that is no smaller than what it was given. Then faults of every kind are
-planted into good plans: each that one of the judges does not notice must leave the plan's meaning unchanged. Exit
-status 1 if anything was found.
+finish, random overlap). A refusal is checked to name a number that is no smaller than what it was given. Each graph is
+planned in twice its working set too (``testing.strategies.with_room``), where no refusal is right, and in twice what
+its largest vertex touches, where some are: they are counted, and those where that vertex does not fit beside what may
+not leave. Then faults of every kind are planted into good plans: each that one of the judges does not notice must leave
+the plan's meaning unchanged. Exit status 1 if anything was found.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from disco_accel.plan.sim_malloc import Infeasible
 from disco_accel.taskgraph import TaskGraph
 from disco_accel.testing.faults import FAULTS
 from disco_accel.testing.plans import tight_plans
-from disco_accel.testing.strategies import Shape, random_taskgraph, with_memory, with_room
+from disco_accel.testing.strategies import Shape, held, random_taskgraph, with_memory, with_room, working_set
 from disco_accel.verify import verify
 
 FACTORS = (1.0, 1.1, 1.3, 1.6, 2.0, 3.0, 8.0)
@@ -53,10 +54,9 @@ def random_case(seed: int, result: Result) -> tuple[TaskGraph, MemGraph | None]:
     """Return the graph of ``seed`` and a plan of it; None if there is none."""
     rng = random.Random(seed)
     graph = random_taskgraph(rng, rng.choice(SHAPES))
-    roomy = rng.random() < 0.2
-    graph = with_room(graph, 2.0) if roomy else with_memory(graph, rng.choice(FACTORS))
+    graph = with_memory(graph, rng.choice(FACTORS))
     policy, cyclic = rng.choice(sorted(POLICIES)), rng.random() < 0.5
-    if not roomy and rng.random() < 0.5:
+    if rng.random() < 0.5:
         clean = [vertex.id for vertex in graph.vertices if vertex.clean and rng.random() < 0.4]
         permanent = tuple(vertex for vertex in clean if rng.random() < 0.4)
         residents = Residents(permanent, tuple(vertex for vertex in clean if vertex not in permanent))
@@ -71,17 +71,34 @@ def random_case(seed: int, result: Result) -> tuple[TaskGraph, MemGraph | None]:
         return graph, make_plan(graph, policy=policy, cyclic=cyclic, planner=planner)
     except BudgetTooSmall as error:
         result.counts["refused"] += 1
-        if roomy:
-            result.wrong.append(f"seed {seed}: {planner} refuses twice what is needed: {error}")
         if error.needed <= min(device.memory for device in graph.devices):
             result.wrong.append(f"seed {seed}: {planner} says {error.needed}, which it was given")
         return graph, None
+
+
+def feasible(seed: int, graph: TaskGraph, result: Result) -> None:
+    """Note where ``graph`` is refused twice its working set, which is wrong, or twice its largest vertex."""
+    rng = random.Random(f"room {seed}")
+    policy, cyclic = rng.choice(sorted(POLICIES)), rng.random() < 0.5
+    planner = "timed" if seed % _TIMED_EVERY == 0 else "build"
+    try:
+        make_plan(with_room(graph, 2.0), policy=policy, cyclic=cyclic, planner=planner)
+    except BudgetTooSmall as error:
+        result.wrong.append(f"seed {seed}: {planner} refuses twice the working set: {error}")
+    plain = with_memory(graph, 2.0)
+    try:
+        make_plan(plain, policy=policy, cyclic=cyclic)
+    except BudgetTooSmall:
+        result.counts["refused at twice the largest vertex"] += 1
+        if any(held(graph, d.id)[0] + working_set(graph, d.id) > d.memory for d in plain.devices):
+            result.counts["of these it does not fit beside what may not leave"] += 1
 
 
 def hunt(seed: int, orders: int, result: Result) -> None:
     """Plan the graph of ``seed`` and have the plan judged."""
     result.counts["graphs"] += 1
     graph, plan = random_case(seed, result)
+    feasible(seed, graph, result)
     if plan is None:
         return
     result.counts["plans"] += 1

@@ -58,22 +58,31 @@ def with_memory(graph: TaskGraph, factor: float) -> TaskGraph:
     return replace(graph, devices=devices)
 
 
-def with_room(graph: TaskGraph, factor: float) -> TaskGraph:
-    """Return ``graph`` with arenas of ``factor`` times the largest working set and all that may not leave its place.
+def held(graph: TaskGraph, device: int) -> tuple[int, int]:
+    """Return the bytes on ``device`` that may not leave, and those of the inputs that are there when a step starts.
 
-    Results that are handed out and late inputs may not move; plain inputs are all there when the step starts.
+    Results that are handed out and late inputs keep their place; plain inputs may leave later, clean ones at once.
+    """
+    align = next(d.alignment for d in graph.devices if d.id == device)
+    fixed = started = 0
+    for vertex in graph.vertices:
+        if vertex.device == device and not vertex.external:
+            block = sum(-(-size // align) * align for size in vertex.sizes)
+            fixed += block if vertex.out or vertex.late else 0
+            started += block if vertex.kind is VertexKind.INPUT and not vertex.clean and not vertex.late else 0
+    return fixed, started
+
+
+def with_room(graph: TaskGraph, factor: float) -> TaskGraph:
+    """Return ``graph`` with arenas of ``factor`` times the working set of each device.
+
+    That is what may not leave, beside the larger of the largest vertex and the inputs there at the start.
     """
     devices = []
     for device in graph.devices:
-        fixed = started = 0
-        for vertex in graph.vertices:
-            if vertex.device == device.id and not vertex.external:
-                block = sum(-(-size // device.alignment) * device.alignment for size in vertex.sizes)
-                fixed += block if vertex.out or vertex.late else 0
-                started += block if vertex.kind is VertexKind.INPUT and not vertex.clean and not vertex.late else 0
-        devices.append(
-            replace(device, memory=max(1, int(factor * (fixed + max(started, working_set(graph, device.id))))))
-        )
+        fixed, started = held(graph, device.id)
+        needed = fixed + max(started, working_set(graph, device.id))
+        devices.append(replace(device, memory=max(1, int(factor * needed))))
     return replace(graph, devices=tuple(devices))
 
 
