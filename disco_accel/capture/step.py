@@ -1,4 +1,4 @@
-"""Trace one training step, forward and backward, into a TaskGraph: nothing is allocated, nothing runs."""
+"""Trace a training step, or a forward alone, into a TaskGraph: nothing is allocated, nothing runs."""
 
 from __future__ import annotations
 
@@ -30,9 +30,11 @@ from disco_accel.capture.rng import chain_draws, draws, random_sites, user_gener
 from disco_accel.capture.tags import TraceLog, logging_trace
 from disco_accel.capture.twins import batch_tensors, model_twins, replace_tensors, twin
 from disco_accel.errors import CaptureError
-from disco_accel.taskgraph import Device, Ref, TaskGraph, TensorSpec
+from disco_accel.taskgraph import Device, Ref, TaskGraph, TensorSpec, VertexKind
 
 Contexts = Sequence[Callable[[], AbstractContextManager[Any]]]
+Forward = Callable[..., Mapping[str, torch.Tensor]]
+"""A model's forward that returns its tensors by name."""
 
 _CPU = torch.device("cpu")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -72,10 +74,10 @@ class ValueBinding:
 
 @dataclass(frozen=True)
 class CapturedStep:
-    """A training step as a graph. ``constants`` holds the bits of the INPUTs whose source is ``constant``.
+    """A step as a graph. ``constants`` holds the bits of the INPUTs whose source is ``constant``.
 
-    The first of ``outputs`` is differentiated. A trainable parameter that it does not reach has no entry in
-    ``gradients``, as eager leaves it None.
+    A forward alone has neither ``gradients`` nor a late input. In a training step the first of ``outputs`` is
+    differentiated. A trainable parameter that it does not reach has no entry in ``gradients``, as eager leaves it None.
     """
 
     graph: TaskGraph
@@ -111,6 +113,23 @@ class _Step(torch.nn.Module):
         trainable = [p for p in self.model.parameters() if p.requires_grad]
         gradients = torch.autograd.grad(first, trainable, tangent, allow_unused=True)
         return [first, *others, *gradients]
+
+
+class _Forward(torch.nn.Module):
+    """A forward in the same terms as ``_Step``. ``outputs``: the names of what the last call returned."""
+
+    def __init__(self, model: torch.nn.Module, forward: Forward, autocast: AutocastState) -> None:
+        super().__init__()
+        self.model = model
+        self._call = forward
+        self._autocast = autocast
+        self.outputs: tuple[str, ...] = ()
+
+    def forward(self, batch: Mapping[str, Any], tangents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        with autocast_region(self._autocast):
+            found = self._call(**batch)
+        self.outputs = tuple(found)
+        return list(found.values())
 
 
 def _loss_of(output: Any) -> torch.Tensor:
@@ -155,43 +174,89 @@ def capture_step(
         CaptureError: names the op and module that cannot be captured, or the argument to change.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    twins = model_twins(mode, model, device)
-    real_batch = batch_tensors(kwargs)
-    with mode:
-        batch = {key: twin(tensor, device) for key, tensor in real_batch.items()}
+    twins = _Twins.of(mode, model, kwargs, device)
     step = _Step(model, forward if forward is not None else model.forward, autocast_state(), outputs)
-    names = [f"model.{name}" for name in twins]
-
-    def call(
-        parameters: list[torch.Tensor], tensors: list[torch.Tensor], tangents: list[torch.Tensor]
-    ) -> list[torch.Tensor | None]:
-        arguments = replace_tensors(dict(kwargs), dict(zip(batch, tensors, strict=True)))
-        swapped = dict(zip(names, parameters, strict=True))
-        result: list[torch.Tensor | None] = torch.func.functional_call(
-            step, swapped, (arguments, tangents), tie_weights=True
-        )
-        return result
-
-    arguments = list(twins.values()), list(batch.values())
+    call = twins.caller(step, kwargs)
     with _tracing(model, mode, contexts) as log:
-        tangents = _tangents(lambda: call(*arguments, []), outputs[0], device, log)
+        tangents = _tangents(lambda: call(*twins.arguments, []), outputs[0], device, log)
     with _tracing(model, mode, contexts) as log:
-        trace = _trace(call, (*arguments, tangents), log)
-    buffers = {name for name, _ in model.named_buffers()}
-    sources = [_source(name, tensor, buffers) for name, tensor in twins.items()]
-    sources += [("batch", key) for key in batch] + [("tangent", outputs[0])] * len(tangents)
+        trace = _trace(call, (*twins.arguments, tangents), log)
+    sources = twins.sources(model) + [("tangent", outputs[0])] * len(tangents)
     return _lower(trace, sources, log, name, device, outputs)
 
 
+def capture_forward(
+    model: torch.nn.Module,
+    kwargs: Mapping[str, Any],
+    *,
+    forward: Forward,
+    contexts: Contexts = (),
+    name: str = "forward",
+    device: torch.device = _CPU,
+) -> CapturedStep:
+    """Capture what ``forward`` returns for a batch shaped as ``kwargs``, without gradients: nothing arrives late.
+
+    ``forward`` calls ``model``; the rest is as in ``capture_step``.
+
+    Raises:
+        CaptureError: as ``capture_step``; also where ``forward`` returns one of its inputs as it is.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    twins = _Twins.of(mode, model, kwargs, device)
+    step = _Forward(model, forward, autocast_state())
+    with _tracing(model, mode, contexts, gradients=False) as log:
+        trace = _trace(twins.caller(step, kwargs), (*twins.arguments, []), log)
+    return _lower(trace, twins.sources(model), log, name, device, step.outputs)
+
+
+@dataclass(frozen=True)
+class _Twins:
+    """What stands for a model's tensors and for those of a batch while its step is traced."""
+
+    parameters: dict[str, torch.Tensor]
+    batch: dict[str, torch.Tensor]
+
+    @classmethod
+    def of(
+        cls, mode: FakeTensorMode, model: torch.nn.Module, kwargs: Mapping[str, Any], device: torch.device
+    ) -> _Twins:
+        parameters, real = model_twins(mode, model, device), batch_tensors(kwargs)
+        with mode:
+            return cls(parameters, {key: twin(tensor, device) for key, tensor in real.items()})
+
+    @property
+    def arguments(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        return list(self.parameters.values()), list(self.batch.values())
+
+    def caller(self, step: torch.nn.Module, kwargs: Mapping[str, Any]) -> Callable[..., Any]:
+        """``step``, whose ``model`` is the one that the twins are of, as a function of lists of tensors."""
+        names = [f"model.{name}" for name in self.parameters]
+
+        def call(parameters: list[torch.Tensor], tensors: list[torch.Tensor], tangents: list[torch.Tensor]) -> Any:
+            arguments = replace_tensors(dict(kwargs), dict(zip(self.batch, tensors, strict=True)))
+            swapped = dict(zip(names, parameters, strict=True))
+            return torch.func.functional_call(step, swapped, (arguments, tangents), tie_weights=True)
+
+        return call
+
+    def sources(self, model: torch.nn.Module) -> list[tuple[str, str]]:
+        """Source and name, as in ``InputBinding``, of each of ``arguments``."""
+        buffers = {name for name, _ in model.named_buffers()}
+        found = [_source(name, tensor, buffers) for name, tensor in self.parameters.items()]
+        return found + [("batch", key) for key in self.batch]
+
+
 @contextmanager
-def _tracing(model: torch.nn.Module, mode: FakeTensorMode, contexts: Contexts) -> Iterator[TraceLog]:
+def _tracing(
+    model: torch.nn.Module, mode: FakeTensorMode, contexts: Contexts, *, gradients: bool = True
+) -> Iterator[TraceLog]:
     """What holds while a step is traced."""
     with ExitStack() as stack:
         stack.enter_context(_quiet())
         stack.enter_context(user_generator())
         stack.enter_context(fake_kernels())
         stack.enter_context(outside_autocast())
-        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.set_grad_enabled(gradients))
         # On CUDA autograd would run the backward in a thread of its own, out of sight of the contexts here.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         for context in contexts:
@@ -285,10 +350,13 @@ def _lower(
     returned: Any = graph.output_node().args[0]
     grads = returned[len(wanted) :]
     outputs = tuple(_value(low, key, node) for key, node in zip(wanted, returned, strict=False))
+    for output in outputs:
+        if low.vertices[output.ref[0]].kind is VertexKind.INPUT:
+            raise CaptureError(f"{output.name}: is an input of the step, returned as it is; return a copy")
     # By then the forward has run, which is what the user's generator has to show.
     chain_draws(low, max(output.ref for output in outputs))
     trainable = [key for source, key in sources if source == "trainable"]
-    pairs = zip(trainable, grads, strict=True)
+    pairs = zip(trainable, grads, strict=True) if grads else ()
     gradients = tuple(_value(low, key, grad) for key, grad in pairs if grad is not None)
     for output in outputs:
         mark(low, output.ref, out=True, keep=True)
