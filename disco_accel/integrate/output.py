@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 from transformers.utils import ModelOutput
 
 Gradients = Callable[[torch.Tensor], Mapping[str, torch.Tensor]]
 """From the gradient of a value to those of the trainable parameters, by name."""
 
 _READER = "_disco_reader"
+_Spec = tuple[tuple[str, ...], Callable[[str], Any] | None]
+
+
+class _NotByItsFields:
+    """Keeps ModelOutput from registering a pytree that is made again from its items alone."""
+
+    def __init_subclass__(cls) -> None:
+        pass
 
 
 @dataclass(init=False, eq=False)
-class StepOutput(ModelOutput):
+class StepOutput(_NotByItsFields, ModelOutput):
     """The values that a step was planned to return, by field of the model's own output.
 
     Any other field is found by one more forward when it is first read. Who does so again gets it planned.
@@ -49,6 +58,19 @@ class StepOutput(ModelOutput):
     def to_tuple(self) -> tuple[Any, ...]:
         """The planned values, a loss first."""
         return tuple(self.values())
+
+
+def _flatten(output: StepOutput) -> tuple[list[Any], _Spec]:
+    return list(output.values()), (tuple(output.keys()), output.__dict__[_READER])
+
+
+def _unflatten(leaves: Iterable[Any], spec: _Spec) -> StepOutput:
+    names, reader = spec
+    return StepOutput(dict(zip(names, leaves, strict=True)), reader)
+
+
+# DistributedDataParallel with find_unused_parameters or static_graph takes the output apart and makes it again.
+pytree.register_pytree_node(StepOutput, _flatten, _unflatten, serialized_type_name="disco_accel.StepOutput")
 
 
 class _Elsewhere(torch.autograd.Function):
