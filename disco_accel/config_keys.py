@@ -102,9 +102,12 @@ def _seconds(value: Any) -> float:
 def _buckets(value: Any) -> str | tuple[int, ...]:
     if value == "auto":
         return "auto"
+    # YAML 1.1 reads off as false.
+    if value is False or value == "off":
+        return "off"
     if isinstance(value, list | tuple) and value and all(type(n) is int and n > 0 for n in value):
         return tuple(sorted(set(value)))
-    raise ValueError("use auto or a list of sequence lengths such as [256, 512, 1024]")
+    raise ValueError("use auto, off, or a list of sequence lengths such as [256, 512, 1024]")
 
 
 def _folder(value: Any) -> str | None:

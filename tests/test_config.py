@@ -43,6 +43,7 @@ def test_every_field_has_a_parser_and_every_default_is_valid() -> None:
         ("link_bandwidth", None, None),
         ("link_latency", "1e-5", 1e-5),
         ("buckets", [512, 256, 512], (256, 512)),
+        ("buckets", False, "off"),
         ("compute_threads", None, None),
         ("lookahead", 0, 0),
         ("plan_cache", None, None),

@@ -134,9 +134,7 @@ def step_key(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> StepKey:
     Raises:
         CaptureError: an argument of a kind that no key can describe.
     """
-    watched = _watched.setdefault(model, _Watched())
-    if watched.structure == 0 or watched.stale():
-        watched.refresh(model)
+    watched = _up_to_date(model)
     return StepKey(
         structure=watched.structure,
         tensors=tuple(_tensor_key(name, tensor) for name, tensor in batch_tensors(kwargs).items()),
@@ -148,6 +146,18 @@ def step_key(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> StepKey:
         training=bytes(map(_TRAINING, watched.modules)),
         state=watched.number_of_state(),
     )
+
+
+def structure_of(model: torch.nn.Module) -> int:
+    """A number that changes whenever a module, parameter or buffer of ``model`` is added, removed or replaced."""
+    return _up_to_date(model).structure
+
+
+def _up_to_date(model: torch.nn.Module) -> _Watched:
+    watched = _watched.setdefault(model, _Watched())
+    if watched.structure == 0 or watched.stale():
+        watched.refresh(model)
+    return watched
 
 
 def _tensor_key(name: str, tensor: torch.Tensor) -> tuple[Hashable, ...]:
