@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from disco_accel import __version__
-from disco_accel.capture.step import CapturedStep, InputBinding, capture_step
+from disco_accel.capture.step import CapturedStep, Forward, InputBinding, capture_forward, capture_step
+from disco_accel.capture.twins import batch_tensors
 from disco_accel.errors import BudgetTooSmall, CaptureError, ConfigError
 from disco_accel.execute.cuda import run_device, workspace_bytes
 from disco_accel.execute.executor import EngineOptions, Executor
@@ -89,6 +90,11 @@ class CompiledStep:
             specs={b.vertex: b.spec for b in bindings},
         )
 
+    def settle(self) -> None:
+        """Wait for the end of a forward whose outputs have left already; a step that waits at its gate stays there."""
+        if self.loaded is not None and self.loaded.running and not self.captured.gradients:
+            self.loaded.wait_end()
+
     def unload(self) -> None:
         """Free the executor; ``load`` makes another one."""
         if self.loaded is not None:
@@ -158,28 +164,65 @@ def compile_step(
     forward: Callable[..., Any],
     options: CompileOptions,
     outputs: Sequence[str] = ("loss",),
+    cut: bool = False,
 ) -> CompiledStep:
     """Capture, record, plan and verify one training step of ``model`` for batches shaped like ``kwargs``.
 
-    ``outputs``: as in ``capture_step``.
+    ``outputs``: as in ``capture_step``. ``cut``: the user gets them without padding, in copies of their own.
 
     Raises:
         CaptureError: an op or module cannot be captured.
         BudgetTooSmall: with ``needed`` and ``given`` as whole budgets, not arenas.
     """
-    clock = [time.perf_counter()]
+    began = time.perf_counter()
     device = run_device(options.engine.device)
     captured = capture_step(model, kwargs, forward=forward, contexts=options.contexts, device=device, outputs=outputs)
-    clock.append(time.perf_counter())
+    tensors = {k: v for k, v in kwargs.items() if isinstance(v, torch.Tensor)}
+    return _compile(model, captured, tensors, (1 + cut) * _outputs_bytes(captured), options, began)
+
+
+def compile_forward(
+    model: torch.nn.Module,
+    kwargs: Mapping[str, Any],
+    *,
+    forward: Forward,
+    options: CompileOptions,
+    beside: Callable[[CapturedStep], int],
+) -> CompiledStep:
+    """As ``compile_step``, for what ``forward`` returns without gradients.
+
+    ``beside``: bytes of the budget that the caller needs for itself, besides the batch and a copy of each output.
+
+    Raises:
+        CaptureError: an op or module cannot be captured.
+        BudgetTooSmall: with ``needed`` and ``given`` as whole budgets, not arenas.
+    """
+    began = time.perf_counter()
+    device = run_device(options.engine.device)
+    captured = capture_forward(model, kwargs, forward=forward, contexts=options.contexts, device=device)
+    outputs = sum(leaving_bytes(captured).values()) + beside(captured)
+    return _compile(model, captured, batch_tensors(kwargs), outputs, options, began)
+
+
+def _compile(
+    model: torch.nn.Module,
+    captured: CapturedStep,
+    batch: Mapping[str, torch.Tensor],
+    outputs: int,
+    options: CompileOptions,
+    began: float,
+) -> CompiledStep:
+    """The rest of ``compile_step``; ``outputs``: bytes outside the arena for what leaves it."""
+    clock = [began, time.perf_counter()]
+    device = run_device(options.engine.device)
     records = record(captured.graph, device=options.engine.device, compute_threads=options.engine.compute_threads)
     graph = apply(captured.graph, records)
     clock.append(time.perf_counter())
 
     trainable = [p for p in model.parameters() if p.requires_grad]
-    tensors = {k: v for k, v in kwargs.items() if isinstance(v, torch.Tensor)}
     # Of the thread that measured and of each compute stream.
     workspaces = (1 + options.engine.compute_streams) * workspace_bytes(device)
-    budget = split_budget(options.memory, trainable, tensors, workspaces, _outputs_bytes(captured))
+    budget = split_budget(options.memory, trainable, batch, workspaces, outputs)
     if device.type == "cuda":
         torch.cuda.empty_cache()
     # A budget that adapters and optimizer state already exceed still gets an answer: what the whole step needs.
@@ -207,10 +250,18 @@ def compile_step(
     return CompiledStep(captured, graph, plan, records, clean, budget, options.engine, seconds, found)
 
 
+def leaving_bytes(captured: CapturedStep) -> dict[str, int]:
+    """Name → bytes of the user's copy of each output. A loss takes none."""
+    return {
+        o.name: math.prod(o.spec.shape) * getattr(torch, o.spec.dtype).itemsize if o.spec.shape else 0
+        for o in captured.outputs
+    }
+
+
 def _outputs_bytes(captured: CapturedStep) -> int:
-    """Bytes outside the arena: the user's copy of each output, and the gradient of the first. A loss takes none."""
-    sizes = [math.prod(o.spec.shape) * getattr(torch, o.spec.dtype).itemsize for o in captured.outputs if o.spec.shape]
-    return sum(sizes) + (sizes[0] if captured.outputs[0].spec.shape else 0)
+    """Bytes outside the arena: the user's copy of each output, and the gradient of the first."""
+    sizes = leaving_bytes(captured)
+    return sum(sizes.values()) + sizes[captured.outputs[0].name]
 
 
 def with_memory(graph: TaskGraph, memory: int) -> TaskGraph:
