@@ -8,6 +8,7 @@ loaded whenever torch is (see ``integrate/hook.py``).
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,13 +18,18 @@ from typing import Any
 from disco_accel.config_keys import PARSERS
 from disco_accel.errors import ConfigError
 
+logger = logging.getLogger("disco_accel")
+
 SECTION = "disco_config"
 CONFIG_FILE_VARIABLE = "DISCO_CONFIG_FILE"
+DS_CONFIG_VARIABLE = "DISCO_DS_CONFIG"
 AUTOLOAD_VARIABLE = "DISCO_AUTOLOAD"
 
-_OTHER_VARIABLES = (CONFIG_FILE_VARIABLE, AUTOLOAD_VARIABLE, "DISCO_BUILD_EXT")
+_OTHER_VARIABLES = (CONFIG_FILE_VARIABLE, DS_CONFIG_VARIABLE, AUTOLOAD_VARIABLE, "DISCO_BUILD_EXT")
 _PREFIX = "DISCO_"
 _AUTO_SHARE = {"cpu": 0.5, "cuda": 0.9}
+_LOCAL_PROCESSES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
+"""As torchrun, DeepSpeed's launcher and two MPIs call the number of processes on this machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +108,25 @@ class DiscoConfig:
         return config
 
     @classmethod
+    def from_deepspeed(cls, source: str | os.PathLike[str] | Mapping[str, Any]) -> DiscoConfig:
+        """The config that stands in for the offloading of a DeepSpeed config (path of its JSON file, or its content).
+
+        A ``disco_config`` object in it is ours and may set any key. What is planned instead of being done by DeepSpeed
+        is logged, a line for each.
+
+        Raises:
+            ConfigError: the file is malformed, or a key of it asks for what cannot be planned (ZenFlow, SuperOffload,
+                DeepCompile, weights on NVMe, ...).
+        """
+        from disco_accel.deepspeed_keys import migrate, read_ds_config
+
+        where = "DeepSpeed config" if isinstance(source, Mapping) else str(source)
+        migration = migrate(source if isinstance(source, Mapping) else read_ds_config(source), where)
+        for line in migration.planned:
+            logger.info("%s", line)
+        return cls.from_dict(migration.section, f"{where}: {SECTION}")
+
+    @classmethod
     def from_env(cls, base: DiscoConfig | None = None, environ: Mapping[str, str] | None = None) -> DiscoConfig:
         """``base`` (default: all defaults) with each ``DISCO_<KEY>`` variable put over it.
 
@@ -138,10 +163,11 @@ class DiscoConfig:
     def resolve(self) -> Settings:
         """The values that depend on the machine.
 
-        ``auto`` is half of the RAM on the host device (the weights share it) and nine tenths of a CUDA device.
+        ``auto`` is half of the RAM on the host device (the weights share it) and nine tenths of a CUDA device. Each
+        process has a budget of its own: ``auto`` and shares of the RAM are divided by the processes on this machine.
 
         Raises:
-            ConfigError: the device is not there, or a size is larger than the machine.
+            ConfigError: the device is not there, or a size is larger than the machine, its other processes counted.
         """
         device = _resolve_device(self.device)
         bandwidth = self.link_bandwidth
@@ -231,16 +257,42 @@ def set_door_config_file(path: str | os.PathLike[str]) -> None:
     os.environ[CONFIG_FILE_VARIABLE] = str(Path(path).resolve())
 
 
+def ds_config_file() -> str | None:
+    """The DeepSpeed config that a launcher was given, whose offloading this process's plans replace; or None."""
+    return os.environ.get(DS_CONFIG_VARIABLE) or None
+
+
+def set_ds_config_file(path: str | os.PathLike[str]) -> None:
+    """Make this process and its children plan what the DeepSpeed config in ``path`` would offload."""
+    os.environ[DS_CONFIG_VARIABLE] = str(Path(path).resolve())
+
+
+def launched() -> bool:
+    """Whether one of our launchers started this process."""
+    return door_config_file() is not None or ds_config_file() is not None
+
+
 def door_config() -> DiscoConfig:
-    """The launcher's config file with environment overrides.
+    """The launcher's config file, else what its DeepSpeed config comes to, with environment overrides.
 
     Raises:
-        ConfigError: as ``from_yaml`` and ``from_env``; or no launcher set a file.
+        ConfigError: as ``from_yaml``, ``from_deepspeed`` and ``from_env``; or no launcher set a file.
     """
-    path = door_config_file()
-    if path is None:
-        raise ConfigError(f"environment variable {CONFIG_FILE_VARIABLE} names no config file")
-    return DiscoConfig.from_env(DiscoConfig.from_yaml(path))
+    path, ds_path = door_config_file(), ds_config_file()
+    if path is not None:
+        return DiscoConfig.from_env(DiscoConfig.from_yaml(path))
+    if ds_path is not None:
+        return DiscoConfig.from_env(DiscoConfig.from_deepspeed(ds_path))
+    raise ConfigError(f"environment variable {CONFIG_FILE_VARIABLE} names no config file")
+
+
+def local_processes() -> int:
+    """Processes of this run on this machine, as its launcher says; 1 without a launcher."""
+    for name in _LOCAL_PROCESSES:
+        given = os.environ.get(name, "")
+        if given.isdigit() and int(given) > 0:
+            return int(given)
+    return 1
 
 
 def autoload_wanted() -> bool:
@@ -310,13 +362,15 @@ def _device_memory(device: str) -> int:
 def _resolve_size(key: str, value: int | str, total: int, device: str, auto_share: float) -> int:
     from disco_accel.sizes import format_size
 
+    processes = local_processes() if device == "cpu" else 1
     if value == "auto":
-        return int(total * auto_share)
+        return int(total * auto_share) // processes
     if isinstance(value, str):
-        return int(total * float(value.removesuffix("%")) / 100)
-    if value > total:
+        return int(total * float(value.removesuffix("%")) / 100) // processes
+    if value * processes > total:
+        each = f" for each of {processes} processes" if processes > 1 else ""
         raise ConfigError(
-            f"{key}: {format_size(value)} is larger than the machine: {device} has {format_size(total)}; "
-            f"use at most that, a share such as 80%, or auto"
+            f"{key}: {format_size(value)}{each} is larger than the machine: {device} has {format_size(total)}; "
+            f"use at most {format_size(total // processes) if processes > 1 else 'that'}, a share such as 80%, or auto"
         )
     return value

@@ -235,6 +235,21 @@ def test_a_size_larger_than_the_machine_says_how_large_the_machine_is(
     assert getattr(fits.resolve(), key) == 1 << 30
 
 
+@pytest.mark.parametrize("variable", ["LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"])
+def test_the_processes_of_a_machine_share_its_memory(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in module._LOCAL_PROCESSES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(module, "host_memory_bytes", lambda: 8 << 30)
+    alone = DiscoConfig(device="cpu", host_memory="80%").resolve()
+    monkeypatch.setenv(variable, "4")
+    beside_three = DiscoConfig(device="cpu", host_memory="80%").resolve()
+    assert (alone.memory_budget, beside_three.memory_budget) == (4 << 30, 1 << 30)
+    assert beside_three.host_memory == alone.host_memory // 4
+    assert DiscoConfig(device="cpu", memory_budget="2GiB").resolve().memory_budget == 2 << 30
+    with pytest.raises(ConfigError, match=r"memory_budget: 3GiB for each of 4 processes .*use at most 2GiB"):
+        DiscoConfig(device="cpu", memory_budget="3GiB").resolve()
+
+
 def test_auto_follows_accelerate_to_the_cpu_and_cuda_must_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

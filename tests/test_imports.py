@@ -18,6 +18,7 @@ CODE = sorted(p for folder in ("disco_accel", "recipes", "benchmarks") for p in 
 TORCH_FREE = (
     "config",
     "config_keys",
+    "deepspeed_keys",
     "errors",
     "execute.reference",
     "graphcheck",
@@ -43,6 +44,7 @@ MAY_USE_HUGGING_FACE = ("disco_accel.integrate", "disco_accel.testing", "recipes
 CONTRACTS = (
     "config",
     "config_keys",
+    "deepspeed_keys",
     "errors",
     "graphcheck",
     "graphfile",
