@@ -14,6 +14,7 @@ import torch
 
 from disco_accel.capture.autocast import AutocastState, autocast_region, outside_autocast
 from disco_accel.execute.hostmem import WatchedTensors
+from disco_accel.integrate.buckets import Fitted
 from disco_accel.integrate.compiled import CompiledStep
 from disco_accel.integrate.generator import generator_from
 from disco_accel.integrate.output import with_gradient
@@ -50,7 +51,7 @@ class Again:
 
     state: PreparedModel
     model: torch.nn.Module
-    batch: Mapping[str, Any]
+    fitted: Fitted
     step: CompiledStep
     uses: Uses
     generator: torch.Tensor | None
@@ -58,6 +59,11 @@ class Again:
     versions: dict[str, int]
     frozen: WatchedTensors
     own: Any = None
+
+    @property
+    def batch(self) -> Mapping[str, Any]:
+        """As the step got it."""
+        return self.fitted.batch
 
     def read(self, name: str) -> Any:
         """Field ``name`` of the model's own output. Raises AttributeError if it has none."""
@@ -89,7 +95,7 @@ class Again:
         self.uses.differentiated = name
         with self.state.lock:
             with torch.enable_grad(), self._circumstances():
-                step = self.state.compiled(self.model, self.batch, self.uses.outputs(self.batch))
+                step = self.state.compiled(self.model, self.fitted, self.uses.outputs(self.batch))
             externals = externals_of(self.state, self.model, step, self.batch)
             pending = PendingStep(self.state, self.model, step, externals)
             # As if it had been made at the forward: its backward refuses what has changed since.

@@ -9,7 +9,7 @@ import os
 import threading
 import types
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -17,15 +17,17 @@ import torch
 from disco_accel.capture.autocast import autocast_state
 from disco_accel.capture.guards import StepKey, step_key
 from disco_accel.config import DiscoConfig
-from disco_accel.errors import CaptureError, ConfigError, ExecutionError
+from disco_accel.errors import BudgetTooSmall, CaptureError, ConfigError, ExecutionError
 from disco_accel.execute.arena import device_arena
 from disco_accel.execute.cuda import release_workspaces, run_device
 from disco_accel.execute.executor import EngineOptions, arena_bytes
 from disco_accel.execute.hostmem import WatchedTensors
+from disco_accel.integrate import generation
 from disco_accel.integrate.again import Again, Outputs, Uses
+from disco_accel.integrate.buckets import Buckets, Fitted
 from disco_accel.integrate.compiled import CompiledStep, CompileOptions, compile_step, describe
 from disco_accel.integrate.generator import generator_state
-from disco_accel.integrate.hf import hf_contexts
+from disco_accel.integrate.hf import ContextFactory, hf_contexts
 from disco_accel.integrate.output import StepOutput
 from disco_accel.integrate.pending import PendingStep, run_step
 from disco_accel.integrate.placement import Placement
@@ -35,8 +37,9 @@ from disco_accel.taskgraph import VertexKind
 logger = logging.getLogger("disco_accel")
 
 _STATE = "_disco_state"
-_NOT_USED_YET = ("buckets",)
 _WARM_STEPS = 2
+PlanKey = tuple[Hashable, ...]
+"""All that a plan depends on."""
 _capturing = threading.Lock()
 """Tracing patches classes that all models share."""
 
@@ -51,8 +54,8 @@ class PreparedModel:
         self.placement = Placement(model, self.device)
         self.original_forward = model.forward
         self.signature = inspect.signature(model.forward)
-        self.plans: dict[tuple[StepKey, Outputs], CompiledStep] = {}
-        self.refused: dict[tuple[StepKey, Outputs], str] = {}
+        self.plans: dict[PlanKey, CompiledStep] = {}
+        self.refused: dict[PlanKey, str] = {}
         self.uses: dict[StepKey, Uses] = {}
         self.active: weakref.ref[PendingStep] | None = None
         self.current: CompiledStep | None = None
@@ -60,12 +63,12 @@ class PreparedModel:
         self.lock = threading.RLock()
         self.engine_process: int | None = None
         self.weights_seen = WatchedTensors([])
-        self.counts = {"steps_compiled": 0, "steps_eager": 0, "plan_hits": 0}
+        self.counts = {"steps_compiled": 0, "steps_eager": 0, "plan_hits": 0, "prefills": 0}
         self.fallbacks: list[str] = []
+        self.frozen_here: list[torch.nn.Parameter] | None = None
+        """What ``prepare_frozen`` froze; None in training."""
         self.reports_left = 1 if config.report_dir is not None else 0
-        for key in _NOT_USED_YET:
-            if getattr(config, key) != getattr(DiscoConfig(), key):
-                logger.warning("%s has no effect in this version", key)
+        self.buckets = Buckets(config.buckets)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         # A copy of a prepared model is an unprepared model: it must never train the original.
@@ -75,10 +78,25 @@ class PreparedModel:
         return (_nothing, ())
 
     def compiled(
-        self, model: torch.nn.Module, kwargs: Mapping[str, Any], outputs: Outputs, seen: StepKey | None = None
+        self, model: torch.nn.Module, fitted: Fitted, outputs: Outputs, seen: StepKey | None = None
     ) -> CompiledStep:
         """The plan for this batch, made on first sight of its key, which is ``seen`` if that is known already."""
-        key = seen or step_key(model, kwargs), outputs
+        batch, cut = fitted.batch, fitted.length is not None and outputs != ("loss",)
+        return self.plan_of(
+            (seen or step_key(model, batch), outputs, cut),
+            lambda: hf_contexts(model, batch),
+            lambda options: compile_step(
+                model, batch, forward=self.original_forward, options=options, outputs=outputs, cut=cut
+            ),
+        )
+
+    def plan_of(
+        self,
+        key: PlanKey,
+        contexts: Callable[[], Sequence[ContextFactory]],
+        compiler: Callable[[CompileOptions], CompiledStep],
+    ) -> CompiledStep:
+        """The plan under ``key``, made by ``compiler`` on first sight."""
         if key in self.refused:
             raise CaptureError(self.refused[key])
         found = self.plans.get(key)
@@ -86,7 +104,19 @@ class PreparedModel:
             self.counts["plan_hits"] += 1
             return found
         self.abandon_active()
-        options = CompileOptions(
+        options = self._compile_options(contexts())
+        try:
+            with _capturing:
+                step = compiler(options)
+        except CaptureError as error:
+            self.refused[key] = str(error)
+            raise
+        self.plans[key] = step
+        logger.info("%s", describe(step))
+        return step
+
+    def _compile_options(self, contexts: Sequence[ContextFactory]) -> CompileOptions:
+        return CompileOptions(
             memory=self.settings.memory_budget,
             host_memory=self.settings.host_memory,
             planner=self.config.planner,
@@ -100,17 +130,8 @@ class PreparedModel:
                 compute_threads=self.config.compute_threads,
             ),
             plan_cache=self.config.plan_cache,
-            contexts=hf_contexts(model, kwargs),
+            contexts=contexts,
         )
-        try:
-            with _capturing:
-                step = compile_step(model, kwargs, forward=self.original_forward, options=options, outputs=outputs)
-        except CaptureError as error:
-            self.refused[key] = str(error)
-            raise
-        self.plans[key] = step
-        logger.info("%s", describe(step))
-        return step
 
     def abandon_active(self) -> None:
         """Let another run take the engine; the pending step reruns from its inputs if its backward comes."""
@@ -195,26 +216,42 @@ def _forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     state: PreparedModel | None = self.__dict__.get(_STATE)
     if state is None:
         return type(self).forward(self, *args, **kwargs)
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or state.frozen_here is not None:
         return state.original_forward(*args, **kwargs)
     state.require_own_process()
-    batch = _bind(state.signature, args, kwargs)
     try:
+        batch = _bind(state.signature, args, kwargs)
         if batch.get("return_dict") is False:
             raise CaptureError("return_dict: False is not supported in a planned step; leave it out")
-        with state.lock:
-            key = step_key(self, batch)
-            uses = state.uses.setdefault(key, Uses())
-            step = state.compiled(self, batch, uses.outputs(batch), key)
-            state.make_current(self, step)
-            generator = generator_state(step)
-            values, versions = run_step(state, self, step, batch)
+        fitted = state.buckets.fit(self, batch)
+        try:
+            return _planned(state, self, fitted)
+        except BudgetTooSmall:
+            if fitted.length is None:
+                raise
+            return _planned(state, self, state.buckets.give_up(fitted, batch))
     except CaptureError as error:
         return _eager(state, error, args, kwargs)
+
+
+def _planned(state: PreparedModel, model: torch.nn.Module, fitted: Fitted) -> StepOutput:
+    """The forward of a planned step on ``fitted``."""
+    with state.lock:
+        key = step_key(model, fitted.batch)
+        uses = state.uses.setdefault(key, Uses())
+        step = state.compiled(model, fitted, uses.outputs(fitted.batch), key)
+        state.make_current(model, step)
+        generator = generator_state(step)
+        values, versions = run_step(state, model, step, fitted.batch)
     state.counts["steps_compiled"] += 1
-    again = Again(state, self, batch, step, uses, generator, autocast_state(), versions, state.weights_seen)
+    state.buckets.summarise(len(state.plans), state.counts["plan_hits"], state.counts["steps_compiled"])
+    again = Again(state, model, fitted, step, uses, generator, autocast_state(), versions, state.weights_seen)
     first, *others = ((output.name, value) for output, value in zip(step.captured.outputs, values, strict=True))
-    return StepOutput(dict([first, *((n, again.differentiable(n, v)) for n, v in others)]), again.read)
+    outputs = dict([first, *((n, again.differentiable(n, v)) for n, v in others)])
+    return StepOutput(
+        {name: fitted.cut(name, value) for name, value in outputs.items()},
+        lambda name: fitted.cut(name, again.read(name)),
+    )
 
 
 def _eager(state: PreparedModel, error: CaptureError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -257,19 +294,33 @@ def prepare(model: torch.nn.Module, config: DiscoConfig) -> torch.nn.Module:
         return model
     state: PreparedModel | None = model.__dict__.get(_STATE)
     if state is not None:
-        if state.config == config:
+        if state.config == config and state.frozen_here is None:
             return model
         restore(model)
     if not any(p.requires_grad for p in model.parameters()):
         raise ConfigError(
             "the model has no trainable parameter; add a LoRA adapter (peft.get_peft_model) before prepare()"
         )
+    _attach(PreparedModel(model, config), model)
+    return model
+
+
+def prepare_frozen(model: torch.nn.Module, config: DiscoConfig) -> PreparedModel:
+    """As ``prepare``, for a model that is not going to be trained: all its parameters are frozen until ``restore``."""
     state = PreparedModel(model, config)
+    state.frozen_here = [p for p in model.parameters() if p.requires_grad]
+    for parameter in state.frozen_here:
+        parameter.requires_grad_(False)
+    _attach(state, model)
+    return state
+
+
+def _attach(state: PreparedModel, model: torch.nn.Module) -> None:
     state.placement.apply()
     model.__dict__[_STATE] = state
+    generation.install(state, model)
     patched = functools.update_wrapper(functools.partial(_forward, model), state.original_forward)
     model.forward = patched  # type: ignore[method-assign]
-    return model
 
 
 def restore(model: torch.nn.Module) -> torch.nn.Module:
@@ -279,7 +330,10 @@ def restore(model: torch.nn.Module) -> torch.nn.Module:
         return model
     state.unload()
     state.engine_process = None
+    generation.remove(model)
     state.placement.undo()
+    for parameter in state.frozen_here or ():
+        parameter.requires_grad_(True)
     original = state.original_forward
     if isinstance(original, types.MethodType) and original.__func__ is type(model).forward:
         model.__dict__.pop("forward", None)
@@ -290,15 +344,17 @@ def restore(model: torch.nn.Module) -> torch.nn.Module:
 
 def stats(model: torch.nn.Module) -> dict[str, Any]:
     """Counts, sizes (bytes) and times (seconds) of a prepared model; ``{}`` if it is not prepared."""
-    state: PreparedModel | None = _find_state(model)
+    state: PreparedModel | None = find_state(model)
     if state is None:
         return {}
     result: dict[str, Any] = dict(state.counts)
     result |= {"fallbacks": list(state.fallbacks), "plans": len(state.plans)}
+    result["buckets"] = state.buckets.as_dict()
     result["budget_bytes"] = state.settings.memory_budget
     step = state.current
     if step is None:
         return result
+    step.settle()
     counters = step.executor.counters()
     result |= {
         "arena_bytes": counters["arena_bytes"],
@@ -320,11 +376,11 @@ def stats(model: torch.nn.Module) -> dict[str, Any]:
 
 def current_step(model: torch.nn.Module) -> CompiledStep | None:
     """The captured step, plan and executor behind the last planned step of ``model``; None before the first."""
-    state = _find_state(model)
+    state = find_state(model)
     return None if state is None else state.current
 
 
-def _find_state(model: torch.nn.Module) -> PreparedModel | None:
+def find_state(model: torch.nn.Module) -> PreparedModel | None:
     """The state of ``model`` or of the module that DDP or another wrapper holds."""
     seen = model
     while True:

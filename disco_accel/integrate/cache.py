@@ -1,0 +1,100 @@
+"""Key/value caches: which of transformers' can be planned, and their contents as tensors of a batch and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from disco_accel.errors import CaptureError
+
+Past = tuple[tuple[torch.Tensor, ...], ...]
+"""For each layer its keys and values, each (batch, heads, tokens, head size); nothing for a layer without any yet."""
+Windows = tuple[int, ...]
+"""For each layer its sliding window in tokens, 0 for full attention; none where layers are made as they come."""
+
+
+def check_cache(cache: Any) -> None:
+    """Raise CaptureError, naming the class, for a cache that a plan cannot fill."""
+    if type(cache) is not DynamicCache:
+        raise CaptureError(f"past_key_values: a {type(cache).__name__} cannot be planned; pass a DynamicCache or none")
+    if getattr(cache, "offloading", False):
+        raise CaptureError("past_key_values: one that offloads itself cannot be planned; set offloading=False")
+    for index, layer in enumerate(cache.layers):
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            raise CaptureError(f"past_key_values: layer {index} is a {type(layer).__name__}, which cannot be planned")
+        if getattr(layer, "record_past", False):
+            raise CaptureError(f"past_key_values: layer {index} records its past, for assisted decoding")
+
+
+def past_of(cache: DynamicCache) -> Past:
+    """The tensors that ``cache`` holds."""
+    return tuple((layer.keys, layer.values) if layer.is_initialized else () for layer in cache.layers)
+
+
+def windows_of(cache: DynamicCache) -> Windows:
+    """What kind of layers ``cache`` has."""
+    return tuple(int(getattr(layer, "sliding_window", 0)) for layer in cache.layers)
+
+
+class TracedCache(DynamicCache):  # type: ignore[misc]
+    """A cache with the contents of another that notes what a forward adds: ``added``, layer → keys and values."""
+
+    def __init__(self, past: Past, windows: Windows, length: int) -> None:
+        """``length``: tokens so far, which a layer with a window may have forgotten."""
+        super().__init__()
+        self.added: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        if windows:
+            self.layers = [DynamicSlidingWindowLayer(w) if w else DynamicLayer() for w in windows]
+            self.layer_class_to_replicate = None
+        for layer, held in zip(self.layers, past, strict=True):
+            if held:
+                layer.lazy_initialization(*held)
+                layer.keys, layer.values = held
+            if hasattr(layer, "cumulative_length"):
+                layer.cumulative_length = length
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As DynamicCache's."""
+        self.added[layer_idx] = (key_states, value_states)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Name → what must leave the device's arena so that ``fill`` can add it to the real cache."""
+        found = {}
+        for index, pair in self.added.items():
+            kept = getattr(self.layers[index], "sliding_window", 0) - 1
+            for name, tensor in zip(("keys", "values"), pair, strict=True):
+                last = tensor[:, :, -kept:] if 0 < kept < tensor.shape[2] else tensor
+                whole = last.untyped_storage().nbytes() == last.numel() * last.element_size()
+                # A part of something larger would keep all of it in the arena.
+                found[f"{index}.{name}"] = last if whole else last.clone()
+        return found
+
+
+def fill(cache: DynamicCache, found: Mapping[str, torch.Tensor], tokens: int) -> None:
+    """Add ``tokens`` new tokens to ``cache``: what ``TracedCache.tensors`` named, now with values.
+
+    The tensors of a layer are given up as soon as they are in the cache.
+    """
+    waiting = dict(found)
+    for name in [n for n in found if n.endswith(".keys")]:
+        index = int(name.removesuffix(".keys"))
+        keys, values = waiting.pop(name), waiting.pop(f"{index}.values")
+        cache.update(keys, values, index)
+        layer = cache.layers[index]
+        if hasattr(layer, "cumulative_length"):
+            # What the window has left behind already did not come along.
+            layer.cumulative_length += tokens - keys.shape[2]
+        del keys, values
+
+
+def room_to_fill(past: Past, added: Mapping[str, int]) -> int:
+    """Bytes that ``fill`` takes beside old and new tensors: the largest layer joined. ``added``: name → new bytes."""
+    old = max((sum(t.numel() * t.element_size() for t in held) for held in past), default=0)
+    return old + max((size + added[n.replace("keys", "values")] for n, size in added.items() if "keys" in n), default=0)
