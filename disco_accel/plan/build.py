@@ -252,10 +252,29 @@ class _Builder:
     def _bring(self, values: Sequence[Value], copies: dict[Ref, Stay]) -> None:
         """Make sure that ``values`` are on their devices and note where in ``copies``."""
         for value in values:
-            if value.stay is None and not self.memories[value.device].sim_malloc_reload(value, force=True):
-                raise Infeasible(self.memories[value.device].exec_horizon)
+            if value.stay is None:
+                try:
+                    self._load(value)
+                except Infeasible:
+                    self._make_place(value, values, copies)
             assert value.stay is not None
             copies[value.ref] = value.stay
+
+    def _load(self, value: Value) -> None:
+        memory = self.memories[value.device]
+        if not memory.sim_malloc_reload(value, force=True):
+            raise Infeasible(memory.exec_horizon)
+
+    def _make_place(self, value: Value, inputs: Sequence[Value], copies: dict[Ref, Stay]) -> None:
+        """Load ``value`` where others of ``inputs`` lie in the way: they leave and come back."""
+        here = [other for other in inputs if other.device == value.device and other.stay is not None]
+        self.memories[value.device].compact(here, ())
+        self._load(value)
+        for other in here:
+            if other.stay is None:
+                self._load(other)
+            assert other.stay is not None
+            copies[other.ref] = other.stay
 
     def _outputs(
         self, position: int, vertex: Vertex, inputs: Sequence[Value], copies: dict[Ref, Stay], over: Stay | None

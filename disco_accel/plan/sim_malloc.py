@@ -92,7 +92,7 @@ class DeviceMemory:
         return self._force(block, self.space.first_fit)
 
     def compact(self, values: Iterable[Value], sizes: Iterable[int]) -> list[list[Piece]]:
-        """Take room for outputs of ``sizes`` when the inputs of the same vertex lie in the way.
+        """Take room for outputs of ``sizes`` when inputs of the same vertex lie in the way.
 
         ``values``, its inputs, leave the device for a moment and are to be reloaded. Raises Infeasible.
         """

@@ -99,3 +99,20 @@ def test_without_the_last_repair_the_needed_budget_is_not_known() -> None:
 
 def test_all_repairs_together_leave_no_fault() -> None:
     assert set(faults(Repairs(), range(400))) == {"fine"}
+
+
+def test_inputs_make_place_for_one_that_has_to_come_back() -> None:
+    """Two small inputs split the free memory into pieces that are too small for the third: they leave and come back."""
+    unit = 256
+
+    def kernel(id: int, inputs: tuple[int, ...], units: int) -> Vertex:
+        return Vertex(id, VertexKind.KERNEL, 0, f"k{id}", tuple((i, 0) for i in inputs), (units * unit,), 1e-5)
+
+    weight = Vertex(0, VertexKind.INPUT, 0, "weight", sizes=(4 * unit,), clean=True)
+    made = [kernel(1, (), 2), kernel(2, (), 1), kernel(3, (), 2), kernel(4, (), 1), kernel(5, (), 2)]
+    last = kernel(7, (0, 2, 4), 1)
+    graph = TaskGraph("split", (Device(0, 8 * unit, unit),), (weight, *made, kernel(6, (1, 3, 5), 0), last))
+    for policy in sorted(POLICIES):
+        plan = plan_build(graph, POLICIES[policy], False, None, Machine())
+        verify(graph, plan)
+        assert sum(vertex.kind is VertexKind.OFFLOAD for vertex in plan.vertices) == 2
