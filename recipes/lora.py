@@ -25,7 +25,7 @@ if __package__ in (None, ""):
 
 import torch
 import transformers
-from transformers import Trainer, TrainingArguments, default_data_collator, set_seed
+from transformers import TrainingArguments, default_data_collator, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
 from disco_accel.config import DiscoConfig
@@ -35,10 +35,11 @@ from recipes.corpus import build_blocks
 from recipes.loading import load_model, load_tokenizer
 from recipes.metrics import METRICS_NAME, Ledger, earlier_steps, peak_resident_set_bytes, plan_stats, write_metrics
 from recipes.progress import AboveTheBar, Progress, StopAtStepEnd
+from recipes.saving import STAGING, WholeCheckpoints, clear, publish
 from recipes.settings import LoraRecipe, read_recipe
 
 
-class RecordingTrainer(Trainer):  # type: ignore[misc]
+class RecordingTrainer(WholeCheckpoints):
     """A Trainer that notes every micro-batch's loss before anything rounds it."""
 
     ledger: Ledger
@@ -237,8 +238,10 @@ def _save(
     output = Path(recipe.output_dir)
     model = trainer.accelerator.unwrap_model(trainer.model)
     if by is None:
-        model.save_pretrained(output, safe_serialization=True)
-        trainer.processing_class.save_pretrained(output)
+        clear(output / STAGING)
+        model.save_pretrained(output / STAGING, safe_serialization=True)
+        trainer.processing_class.save_pretrained(output / STAGING)
+        publish(output / STAGING, output)
     planned = plan_stats(model)
     first = int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0
     write_metrics(
