@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -20,11 +19,12 @@ from disco_accel.integrate.hf import hf_contexts
 from disco_accel.integrate.pending import externals_of
 
 if TYPE_CHECKING:
-    from disco_accel.capture.step import CapturedStep
+    from disco_accel.capture.step import CapturedStep, Forward
     from disco_accel.integrate.plugin import PreparedModel
 
 _KIND = "prefill"
 _CACHE = ("past", "windows", "length")
+_INTEGERS = ("input_ids", "attention_mask", "position_ids")
 _UNPLANNED = ("labels", "output_attentions", "output_hidden_states", "output_router_logits")
 
 
@@ -40,7 +40,7 @@ def planned_forward(
         CaptureError: an argument, the cache or an op cannot be planned.
         BudgetTooSmall: with ``needed`` and ``given`` as whole budgets.
     """
-    batch = _batch(forward, kwargs)
+    batch = prefill_batch(forward, kwargs)
     cache: DynamicCache = kwargs["past_key_values"]
     found = _run(state, model, forward, batch)
     tokens = _tokens(batch)
@@ -51,8 +51,12 @@ def planned_forward(
     return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
 
 
-def _batch(forward: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """``kwargs`` as a plan gets them: the cache as tensors, and logits of the last position alone."""
+def prefill_batch(forward: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """``kwargs`` as a plan gets them: the cache as tensors, and logits of the last position alone.
+
+    Raises:
+        CaptureError: an argument or the cache cannot be planned.
+    """
     cache = kwargs.get("past_key_values")
     if cache is None or kwargs.get("use_cache") is False:
         raise CaptureError("use_cache: a planned prefill fills a key/value cache; pass use_cache=True")
@@ -64,7 +68,8 @@ def _batch(forward: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[str, 
     batch |= {"use_cache": True}
     if "logits_to_keep" in inspect.signature(forward).parameters:
         batch["logits_to_keep"] = 1
-    # In one order, because a plan's key has one: prefill() and generate share plans.
+    # In one order and layout, because a plan is for one: prefill() and generate, which cuts chunks, share plans.
+    batch = {k: v.contiguous() if k in _INTEGERS and isinstance(v, torch.Tensor) else v for k, v in batch.items()}
     return dict(sorted(batch.items())) | {
         "past": past_of(cache),
         "windows": windows_of(cache),
@@ -79,15 +84,20 @@ def _tokens(batch: Mapping[str, Any]) -> int:
     return int(given.shape[1])
 
 
-def _traced(forward: Callable[..., Any], **batch: Any) -> dict[str, torch.Tensor]:
-    """``forward`` in terms of tensors."""
-    cache = TracedCache(*(batch.pop(name) for name in _CACHE))
-    output = forward(**batch, past_key_values=cache, return_dict=True)
-    if not cache.added:
-        raise CaptureError(
-            "use_cache: the model filled no cache, as in training mode with gradient checkpointing; call model.eval()"
-        )
-    return {"logits": output.logits[:, -1:], **cache.tensors()}
+def traced_forward(forward: Callable[..., Any]) -> Forward:
+    """``forward`` in terms of tensors: from ``prefill_batch`` to the last logits and what the cache gets."""
+
+    def traced(**batch: Any) -> dict[str, torch.Tensor]:
+        cache = TracedCache(*(batch.pop(name) for name in _CACHE))
+        output = forward(**batch, past_key_values=cache, return_dict=True)
+        if not cache.added:
+            raise CaptureError(
+                "use_cache: the model filled no cache, as in training mode with gradient checkpointing; "
+                "call model.eval()"
+            )
+        return {"logits": output.logits[:, -1:], **cache.tensors()}
+
+    return traced
 
 
 def _run(
@@ -119,8 +129,7 @@ def _compiled(
         return room_to_fill(batch["past"], leaving_bytes(captured))
 
     def compiler(options: CompileOptions) -> CompiledStep:
-        traced = functools.partial(_traced, forward)
-        return compile_forward(model, batch, forward=traced, options=options, beside=beside)
+        return compile_forward(model, batch, forward=traced_forward(forward), options=options, beside=beside)
 
     return state.plan_of((step_key(model, batch), _KIND), lambda: hf_contexts(model, batch), compiler)
 

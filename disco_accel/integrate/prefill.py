@@ -43,7 +43,8 @@ def prefill(
     all its parameters are frozen, until ``restore(model)`` or ``prepare(model, config)``. A prepared model keeps its
     pending training step.
 
-    Keys, values and logits have the bits of ``model.generate``'s first step without us, for equal chunks.
+    Keys, values and logits have the bits of the first step of ``model.generate`` without us, for equal chunks and equal
+    ``requires_grad``, by which PyTorch chooses between matrix products.
 
     Raises:
         ConfigError: an argument does not fit; names it.
@@ -70,8 +71,6 @@ def prefill(
         # As generate numbers them: padding does not count.
         positions = (seen.long().cumsum(-1) - 1).masked_fill(seen == 0, 0)[:, past + start :]
         inputs = {"input_ids": input_ids[:, start:end], "attention_mask": seen, "position_ids": positions}
-        # The strides of a part are those of the whole, and a plan is for one layout.
-        inputs = {name: tensor.contiguous() for name, tensor in inputs.items()}
         output = planned_forward(state, model, forward, {**inputs, "past_key_values": cache})
     assert output is not None, "a prompt has a token"
     return output

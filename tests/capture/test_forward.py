@@ -1,0 +1,75 @@
+"""Capture of a forward alone: what leaves is named, nothing waits, and sizes that no machine here holds need none."""
+
+from __future__ import annotations
+
+import resource
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from disco_accel.capture.step import capture_forward
+from disco_accel.errors import CaptureError
+from disco_accel.integrate.forward import prefill_batch, traced_forward
+from disco_accel.integrate.hf import hf_contexts
+from disco_accel.plan import make_plan
+from disco_accel.taskgraph import VertexKind
+from disco_accel.verify import verify
+from tests.capture.steps import assert_well_formed
+
+
+class Affine(torch.nn.Module):
+    """One product and one sum; the weight is trainable, the shift is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(4, 4))
+        self.shift = torch.nn.Parameter(torch.randn(4), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight + self.shift
+
+
+def test_a_forward_has_no_gradients_and_nothing_late() -> None:
+    """Trainable weights come from outside as in a training step, frozen ones are clean."""
+    model = Affine()
+    step = capture_forward(model, {"x": torch.randn(2, 4)}, forward=lambda x: {"y": model(x), "twice": 2 * model(x)})
+    assert_well_formed(step.graph)
+    assert [o.name for o in step.outputs] == ["y", "twice"] and step.gradients == ()
+    assert not any(v.late for v in step.graph.vertices)
+    flags = {b.name: step.graph.vertices[b.vertex] for b in step.bindings}
+    assert flags["weight"].external and flags["x"].external and flags["shift"].clean
+    assert all(step.graph.vertices[o.ref[0]].out and step.graph.vertices[o.ref[0]].keep for o in step.outputs)
+
+
+def test_an_input_returned_as_it_is_is_refused() -> None:
+    model = Affine()
+    with pytest.raises(CaptureError, match="itself: is an input of the step"):
+        capture_forward(model, {"x": torch.randn(2, 4)}, forward=lambda x: {"y": model(x), "itself": x})
+
+
+def on_meta(layers: int, tokens: int) -> Any:
+    config = LlamaConfig(num_hidden_layers=layers, num_key_value_heads=8, max_position_embeddings=tokens)
+    with torch.device("meta"):
+        return LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).requires_grad_(False).eval()
+
+
+def test_a_prompt_of_32768_tokens_at_seven_billion_shapes_needs_no_memory() -> None:
+    """Three layers at 7B width: attention's scores would be 64 GiB a layer, the plan fits 3 GiB."""
+    tokens = 32768
+    model = on_meta(3, tokens)
+    ids = torch.zeros(1, tokens, dtype=torch.int64)
+    given = {"input_ids": ids, "past_key_values": DynamicCache(config=model.config)}
+    batch = prefill_batch(model.forward, given)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    step = capture_forward(model, batch, forward=traced_forward(model.forward), contexts=hf_contexts(model, batch))
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < 2**28
+    assert_well_formed(step.graph)
+    weights = sum(v.sizes[0] for v in step.graph.vertices if v.clean)
+    cache = 3 * 2 * tokens * 8 * 128 * 2
+    leaving = sum(step.graph.vertices[o.ref[0]].sizes[o.ref[1]] for o in step.outputs)
+    assert cache <= leaving < cache + 2**20, "keys, values, and the logits of one token"
+    plan = make_plan(step.graph, memory=3 * 2**30, planner="build", cyclic=True)
+    verify(step.graph, plan)
+    assert weights > 1.4 * 2**30 and any(v.kind is VertexKind.RELOAD for v in plan.vertices)
