@@ -11,6 +11,7 @@ on stderr says what); 130: stopped by Ctrl-C, once with a checkpoint to resume f
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import signal
 import sys
@@ -143,7 +144,11 @@ def _fit(recipe: LoraRecipe, model: Any, tokenizer: Any, data: Any, checkpoint: 
     began = time.perf_counter()
     try:
         with stop:
-            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+            if checkpoint is not None and _step_of(checkpoint) >= recipe.max_steps:
+                # Trainer would add a step to a run that was killed after its last one.
+                trainer._load_from_checkpoint(str(checkpoint))
+            else:
+                trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     finally:
         progress.close()
     if trainer.is_world_process_zero():
@@ -215,7 +220,7 @@ def find_checkpoint(recipe: LoraRecipe) -> Path | None:
         while last is not None and not _is_complete(Path(last)):
             # A process that was killed while it saved leaves its last checkpoint without a state.
             earlier = [c for c in output.glob("checkpoint-*") if _is_complete(c)]
-            last = str(max(earlier, key=lambda c: int(c.name.rpartition("-")[2]))) if earlier else None
+            last = str(max(earlier, key=_step_of)) if earlier else None
         if last is None:
             raise ConfigError(f"resume_from_checkpoint: no checkpoint in {output}; leave the key out to start anew")
         return Path(last)
@@ -225,6 +230,10 @@ def find_checkpoint(recipe: LoraRecipe) -> Path | None:
             f"resume_from_checkpoint: {path} is not a complete checkpoint (no trainer_state.json or adapter)"
         )
     return path
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(json.loads((checkpoint / "trainer_state.json").read_text())["global_step"])
 
 
 def _is_complete(checkpoint: Path) -> bool:
@@ -243,7 +252,7 @@ def _save(
         trainer.processing_class.save_pretrained(output / STAGING)
         publish(output / STAGING, output)
     planned = plan_stats(model)
-    first = int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0
+    first = _step_of(checkpoint) if checkpoint else 0
     write_metrics(
         output / METRICS_NAME,
         {

@@ -97,6 +97,16 @@ def test_a_resumed_run_ends_with_the_bits_of_one_that_never_stopped(run, tmp_pat
     assert dtypes == {f"torch.{adapter_dtype}"}
 
 
+def test_a_run_that_was_killed_after_its_last_step_gains_none_when_it_is_resumed(run):
+    """Its adapter is that of the last checkpoint."""
+    _, output = run(max_steps=2, save_steps=1)
+    before = (output / "adapter_model.safetensors").read_bytes()
+    (output / "adapter_model.safetensors").unlink()
+    assert run(max_steps=2, save_steps=1, resume_from_checkpoint=True)[0] == 0
+    assert (output / "adapter_model.safetensors").read_bytes() == before
+    assert not (output / "checkpoint-3").exists()
+
+
 def test_ctrl_c_finishes_the_step_saves_and_can_be_resumed(tmp_path, values):
     recipe = {**values, "max_steps": 2000, "save_steps": 0}
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))
