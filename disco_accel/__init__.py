@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-__all__ = ["DiscoCallback", "DiscoConfig", "__version__", "prefill", "prepare", "restore", "stats"]
+__all__ = ["DiscoCallback", "DiscoConfig", "DiscoPlugin", "__version__", "prefill", "prepare", "restore", "stats"]
 
 if TYPE_CHECKING:
     from disco_accel.config import DiscoConfig
+    from disco_accel.integrate.accelerate_plugin import DiscoPlugin
     from disco_accel.integrate.callback import DiscoCallback
     from disco_accel.integrate.plugin import prepare, restore, stats
     from disco_accel.integrate.prefill import prefill
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 _HOME = {
     "DiscoConfig": "disco_accel.config",
     "DiscoCallback": "disco_accel.integrate.callback",
+    "DiscoPlugin": "disco_accel.integrate.accelerate_plugin",
     "prefill": "disco_accel.integrate.prefill",
     "prepare": "disco_accel.integrate.plugin",
     "restore": "disco_accel.integrate.plugin",

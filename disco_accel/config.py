@@ -123,7 +123,7 @@ class DiscoConfig:
         where = "DeepSpeed config" if isinstance(source, Mapping) else str(source)
         migration = migrate(source if isinstance(source, Mapping) else read_ds_config(source), where)
         for line in migration.planned:
-            logger.info("%s", line)
+            logger.warning("%s", line)
         return cls.from_dict(migration.section, f"{where}: {SECTION}")
 
     @classmethod
@@ -282,7 +282,11 @@ def door_config() -> DiscoConfig:
     if path is not None:
         return DiscoConfig.from_env(DiscoConfig.from_yaml(path))
     if ds_path is not None:
-        return DiscoConfig.from_env(DiscoConfig.from_deepspeed(ds_path))
+        from disco_accel.deepspeed_keys import migrate, read_ds_config
+
+        # The launcher has said what is planned instead.
+        section = migrate(read_ds_config(ds_path), ds_path).section
+        return DiscoConfig.from_env(DiscoConfig.from_dict(section, f"{ds_path}: {SECTION}"))
     raise ConfigError(f"environment variable {CONFIG_FILE_VARIABLE} names no config file")
 
 

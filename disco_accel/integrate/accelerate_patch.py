@@ -29,7 +29,7 @@ def patch_accelerator(module: ModuleType) -> None:
 
         for arg in args:
             if isinstance(arg, torch.nn.Module):
-                prepare_for_training(arg)
+                prepare_launched(arg, self.state)
         return prepare(self, *args, **kwargs)
 
     @functools.wraps(prepare_model)
@@ -37,7 +37,7 @@ def patch_accelerator(module: ModuleType) -> None:
         self: Any, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False, **kwargs: Any
     ) -> Any:
         if not evaluation_mode:
-            prepare_for_training(model)
+            prepare_launched(model, self.state)
         return prepare_model(self, model, device_placement, evaluation_mode, **kwargs)
 
     prepare_all._disco = True  # type: ignore[attr-defined]
@@ -54,22 +54,32 @@ def patch_trainer(module: ModuleType) -> None:
     @functools.wraps(move)
     def move_prepared(self: Any, model: Any, device: torch.device) -> Any:
         if not str(device).startswith("cpu"):
-            prepare_for_training(model)
+            prepare_launched(model)
         return move(self, model, device)
 
     move_prepared._disco = True  # type: ignore[attr-defined]
     cls._move_model_to_device = move_prepared
 
 
-def prepare_for_training(model: torch.nn.Module) -> None:
-    """Prepare ``model`` under the launcher's config; one that has no frozen or no trainable parameters is left alone.
+def prepare_launched(model: torch.nn.Module, state: Any = None) -> None:
+    """Prepare ``model`` under the launcher's config, as ``prepare_for_training`` does.
 
     Raises:
-        ConfigError: the config file or an environment override is wrong, or does not fit this machine.
+        ConfigError: the config file or an environment override is wrong; or as ``prepare_for_training``.
     """
     config = configuration.door_config()
-    if not config.enabled:
-        return
+    if config.enabled:
+        prepare_for_training(model, config, state)
+
+
+def prepare_for_training(model: torch.nn.Module, config: configuration.DiscoConfig, state: Any = None) -> None:
+    """Prepare ``model``; one that has no frozen or no trainable parameters is left alone, with a warning.
+
+    ``state``: accelerate's, of the run, where there is one yet.
+
+    Raises:
+        ConfigError: the config does not fit this machine, or the run's engine shards weights.
+    """
     trainable = [p.requires_grad for p in model.parameters()]
     if all(trainable) or not any(trainable):
         what = "trainable" if trainable and all(trainable) else "frozen"
@@ -80,5 +90,8 @@ def prepare_for_training(model: torch.nn.Module) -> None:
         )
         return
     from disco_accel.integrate import plugin
+    from disco_accel.integrate.distributed import check_engine
 
+    if state is not None:
+        check_engine(state)
     plugin.prepare(model, config)

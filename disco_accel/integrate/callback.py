@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from accelerate.state import AcceleratorState
 from transformers import TrainerCallback
 
 from disco_accel.config import DiscoConfig
+from disco_accel.integrate.distributed import check_engine
 from disco_accel.integrate.plugin import prepare
 
 
@@ -17,6 +19,8 @@ class DiscoCallback(TrainerCallback):  # type: ignore[misc]
         self.config = config
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        # The Trainer has made its Accelerator by now.
+        check_engine(AcceleratorState())
         prepare(kwargs["model"], self.config)
         return control
 

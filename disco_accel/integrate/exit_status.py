@@ -20,6 +20,21 @@ def user_message(error: BaseException) -> str:
     return f"disco-accel: {type(error).__name__}: {error}"
 
 
+def child_status(error: BaseException) -> int | None:
+    """The status of the training process whose end a launcher reports with ``error``; None for any other error.
+
+    Of several processes, that of the first to fail. 128 + signal for one that a signal ended, as in shells.
+    """
+    if isinstance(error, subprocess.CalledProcessError):
+        status = error.returncode
+    elif type(error).__name__ == "ChildFailedError":
+        # torchrun's; known by its name, because this module is loaded while torch is.
+        status = error.get_first_failure()[1].exitcode  # type: ignore[attr-defined]
+    else:
+        return None
+    return status if status > 0 else 128 - status
+
+
 def install() -> None:
     """Report an uncaught user error in one line and end with status 2.
 
@@ -34,8 +49,9 @@ def install() -> None:
         if isinstance(error, USER_ERRORS):
             sys.stderr.write(f"{user_message(error)}\n")
             raise SystemExit(BAD_INPUT)
-        if isinstance(error, subprocess.CalledProcessError) and error.returncode in _CHILD_SPOKE:
-            raise SystemExit(error.returncode)
+        status = child_status(error)
+        if status in _CHILD_SPOKE:
+            raise SystemExit(status)
         previous(kind, error, trace)
 
     report._disco = True  # type: ignore[attr-defined]

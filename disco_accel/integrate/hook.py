@@ -92,7 +92,7 @@ def autoload() -> None:
 
         if not config.autoload_wanted():
             return
-        if config.door_config_file() is not None:
+        if config.launched():
             activate()
         elif is_our_launch(sys.argv, getattr(sys, "orig_argv", ())):
             patch_launcher()
@@ -102,10 +102,14 @@ def autoload() -> None:
 
 def activate() -> None:
     """Make this process train under the launcher's config file: patch accelerate and Trainer, now or once imported."""
+    from disco_accel import config
     from disco_accel.integrate import exit_status
     from disco_accel.integrate.accelerate_patch import patch_accelerator, patch_trainer
+    from disco_accel.integrate.deepspeed_config import patch_ds_config
 
     exit_status.install()
+    if config.ds_config_file() is not None:
+        _after_import.add("accelerate.utils.deepspeed", "HfDeepSpeedConfig", patch_ds_config)
     _after_import.add("accelerate.accelerator", "Accelerator", patch_accelerator)
     _after_import.add("transformers.trainer", "Trainer", patch_trainer)
 

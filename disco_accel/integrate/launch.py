@@ -7,8 +7,8 @@ from ``hook.autoload``.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -18,15 +18,19 @@ from typing import Any
 
 import yaml
 
-from disco_accel.config import SECTION, DiscoConfig, set_door_config_file, split_yaml
+from disco_accel.config import SECTION, DiscoConfig, set_door_config_file, set_ds_config_file, split_yaml
+from disco_accel.deepspeed_keys import migrate, read_ds_config
 from disco_accel.errors import ConfigError
-from disco_accel.integrate.exit_status import USER_ERRORS, user_message
+from disco_accel.integrate.exit_status import USER_ERRORS, child_status, user_message
 
 RUN_MODULE = "disco_accel.run"
 
 
 def main(argv: Sequence[str]) -> int:
     """``disco-accel launch --config disco.yaml [accelerate's options] script.py [its arguments]``.
+
+    With ``--ds_config ds.json``, beside ``--config`` or in place of it, DeepSpeed runs the script's training under that
+    config, but for the offloading in it, which plans replace.
 
     Returns:
         The exit status of the script; 2 with a message on stderr for a wrong config.
@@ -39,9 +43,11 @@ def main(argv: Sequence[str]) -> int:
     except USER_ERRORS as error:
         sys.stderr.write(f"{user_message(error)}\n")
         return 2
-    except subprocess.CalledProcessError as error:
-        # A child that a signal ended has a negative status; shells show that as 128 + signal.
-        return error.returncode if error.returncode > 0 else 128 - error.returncode
+    except Exception as error:
+        status = child_status(error)
+        if status is None:
+            raise
+        return status
     return 0
 
 
@@ -52,16 +58,40 @@ def _parse(argv: list[str]) -> Any:
     patch_config_reader(config)
     from accelerate.commands import launch
 
-    args = launch.launch_command_parser().parse_args(argv)
-    if args.config_file is None:
-        raise ConfigError(f"launch: --config is missing; name a YAML file with a {SECTION} section")
+    parser = launch.launch_command_parser()
+    parser.add_argument("--ds_config", help="DeepSpeed config whose offloading plans replace")
+    args = parser.parse_args(argv)
+    if args.config_file is None and args.ds_config is None:
+        raise ConfigError(
+            f"launch: --config is missing; name a YAML file with a {SECTION} section, or a DeepSpeed config "
+            "with --ds_config"
+        )
     if args.no_python:
         raise ConfigError("launch: --no_python does not work, the script must be Python for its model to be prepared")
-    DiscoConfig.from_yaml(args.config_file)
+    if args.config_file is not None:
+        DiscoConfig.from_yaml(args.config_file)
+    if args.ds_config is not None:
+        _use_ds_config(args)
     as_module = ["-m"] if args.module else []
     args.training_script_args = [*as_module, args.training_script, *args.training_script_args]
     args.training_script, args.module = RUN_MODULE, True
     return args
+
+
+def _use_ds_config(args: Any) -> None:
+    if args.cpu:
+        raise ConfigError("launch: --cpu does not work with --ds_config; leave it out, DeepSpeed finds the device")
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ConfigError("launch: --ds_config needs DeepSpeed; pip install 'disco-accel[deepspeed]'")
+    migration = migrate(read_ds_config(args.ds_config), args.ds_config)
+    DiscoConfig.from_env(DiscoConfig.from_dict(migration.section, f"{args.ds_config}: {SECTION}"))
+    if args.config_file is not None and migration.section:
+        raise ConfigError(f"launch: {args.ds_config} has a {SECTION} object and {args.config_file} too; keep one")
+    for line in migration.planned:
+        sys.stderr.write(f"disco-accel: {line}\n")
+    set_ds_config_file(args.ds_config)
+    args.use_deepspeed, args.deepspeed_config_file = True, args.ds_config
+    _leave_interrupts_to_child()
 
 
 def alias_config_option(module: ModuleType) -> None:

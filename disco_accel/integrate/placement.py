@@ -11,6 +11,7 @@ import torch
 
 from disco_accel.errors import ConfigError
 from disco_accel.execute.hostmem import HostMemory
+from disco_accel.integrate.distributed import at_home, check_not_sharded, check_same, leave_home, stay_home
 
 _ARENA = "_disco_host_memory"
 
@@ -39,12 +40,7 @@ class Placement:
         """
         model = self._model()
         assert model is not None
-        frozen = [p for p in model.parameters() if not p.requires_grad]
-        homeless = [p for p in frozen if not any(arena.holds(p) for arena in self._arenas)]
-        if homeless:
-            self._arenas.append(HostMemory(HostMemory.room_for(homeless)))
-        for parameter in homeless:
-            self._move(parameter, self._arenas[-1].adopt(parameter.data))
+        self.gather()
         if self._device.type == "cpu":
             return
         for parameter in model.parameters():
@@ -53,10 +49,32 @@ class Placement:
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.cpu()
-        for memory in self._arenas:
-            memory.pin()
+        stay_home(model)
+        check_same(at_home(model), self._device)
         self._streamed = StreamedEager(model, visitor_of(self._device))
         model._apply = functools.partial(apply_to_trainable, model)  # type: ignore[method-assign,assignment]
+
+    def gather(self) -> None:
+        """Move frozen weights that lie outside the host arenas into one: all of them at first, later those that a cast
+        such as DeepSpeed's has replaced.
+
+        Raises:
+            ConfigError: ZeRO stage 3 has sharded a weight.
+        """
+        model = self._model()
+        assert model is not None
+        frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+        for name, parameter in frozen.items():
+            check_not_sharded(name, parameter)
+        homeless = [p for p in frozen.values() if not any(arena.holds(p) for arena in self._arenas)]
+        if homeless:
+            self._arenas = [arena for arena in self._arenas if any(arena.holds(p) for p in frozen.values())]
+            self._arenas.append(HostMemory(HostMemory.room_for(homeless)))
+        for parameter in homeless:
+            self._move(parameter, self._arenas[-1].adopt(parameter.data))
+        if self._device.type != "cpu":
+            for memory in self._arenas:
+                memory.pin()
 
     def _move(self, parameter: torch.nn.Parameter, data: torch.Tensor) -> None:
         self._moved.append((weakref.ref(parameter), parameter.device))
@@ -68,8 +86,9 @@ class Placement:
         if self._streamed is not None:
             self._streamed.remove()
             self._streamed = None
-        if model is not None:
-            model.__dict__.pop("_apply", None)
+            if model is not None:
+                del model.__dict__["_apply"]
+                leave_home(model)
         for reference, device in self._moved:
             parameter = reference()
             if parameter is not None:

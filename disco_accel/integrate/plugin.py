@@ -104,6 +104,8 @@ class PreparedModel:
             self.counts["plan_hits"] += 1
             return found
         self.abandon_active()
+        if not self.plans:
+            self.placement.gather()
         options = self._compile_options(contexts())
         try:
             with _capturing:

@@ -146,7 +146,9 @@ def test_import_torch_loads_the_patches_only_for_a_launched_process(variables: d
 
 
 class FakeAccelerator:
-    """Stands for accelerate's class, whose two methods are all that the patch touches."""
+    """Stands for accelerate's class, whose state and two methods are all that the patch touches."""
+
+    state = SimpleNamespace(distributed_type="NO")
 
     def prepare(self, *args: Any) -> Any:
         return args
