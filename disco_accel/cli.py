@@ -186,6 +186,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("doctor", "what this machine has, and what keeps the engine from running", _no_arguments, _doctor),
     Command("launch", "run a script under accelerate and the disco_config section of --config", None, _launch),
     Command("train", "fine-tune a model as a recipe file says", None, _train),
+    Command("prefill", "read a recipe's prompts within a budget", commands.prefill_arguments, commands.prefill),
     Command("bench", f"measure: {', '.join(BENCHMARKS)}", None, _bench),
 )
 

@@ -1,4 +1,4 @@
-"""Commands that plan without running anything: ``weights``, ``capture`` and ``plan``."""
+"""Commands about recipes and weights: ``weights``, ``capture`` and ``plan`` run nothing, ``prefill`` does."""
 
 from __future__ import annotations
 
@@ -41,6 +41,19 @@ def _seconds(option: str, text: str) -> float:
     return seconds
 
 
+def prefill_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``prefill``."""
+    parser.add_argument("recipe", metavar="RECIPE.yaml", help="model, prompts and disco_config")
+    parser.add_argument("--memory", metavar="SIZE", help="the budget, such as 12GiB (default: the recipe's)")
+
+
+def prefill(options: argparse.Namespace) -> int:
+    """Read each prompt of a recipe within its budget; one JSON line each."""
+    from recipes.prefill import run
+
+    return run(options.recipe, options.memory)
+
+
 def capture_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``capture``."""
     _recipe_arguments(parser)
@@ -55,7 +68,9 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE.yaml", help="the training; of the model only its config is read")
+    parser.add_argument(
+        "recipe", metavar="RECIPE.yaml", help="a training or a prefill; of the model only its config is read"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="whose speed is estimated")
 
 
@@ -106,11 +121,11 @@ def _captured(options: argparse.Namespace) -> tuple[TaskGraph, Any, DiscoConfig]
     from disco_accel.config import DiscoConfig
     from disco_accel.plan.roofline import SPEEDS, with_estimates
     from recipes.outline import outline
-    from recipes.settings import read_recipe
+    from recipes.settings import read_any_recipe
 
     # transformers warns about its own calls from inside PEFT; nobody here can act on that.
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
-    recipe = read_recipe(options.recipe)
+    recipe = read_any_recipe(options.recipe)
     config = DiscoConfig.from_env(DiscoConfig.from_dict(recipe.disco_config or {}))
     found = outline(recipe)
     return with_estimates(found.captured.graph, SPEEDS[options.device]), found, config

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import Dataset
@@ -42,13 +42,7 @@ def read_documents(path: str | Path, *, completion_only_loss: bool = True) -> It
     Raises:
         ConfigError: the file is missing or not UTF-8, or a line is not a record with prompt and completion, or text.
     """
-    file = Path(path)
-    if not file.is_file():
-        raise ConfigError(f"dataset: {file}: no such file; give a .jsonl or a text file")
-    try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"dataset: {file}: not UTF-8 text (byte {error.start}); convert it") from error
+    file, text = _read(path, "dataset")
     if file.suffix != ".jsonl":
         if text.strip():
             yield [(text, True)]
@@ -58,11 +52,46 @@ def read_documents(path: str | Path, *, completion_only_loss: bool = True) -> It
             yield _record(line, f"dataset: {file}: line {number}", completion_only_loss)
 
 
-def _record(line: str, where: str, completion_only_loss: bool) -> Document:
+def read_prompts(path: str | Path) -> Iterator[tuple[int, str]]:
+    """Yield (line, text) of the prompts of a ``.jsonl`` file (one record a line) or of a plain text file (line 1).
+
+    Raises:
+        ConfigError: the file is missing, empty or not UTF-8, or a line is not a record with a prompt, or text.
+    """
+    file, text = _read(path, "prompts")
+    if not text.strip():
+        raise ConfigError(f"prompts: {file}: is empty; give a file with text in it")
+    if file.suffix != ".jsonl":
+        yield 1, text
+        return
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            record = _json(line, f"prompts: {file}: line {number}")
+            found = record.get("prompt", record.get("text")) if isinstance(record, dict) else None
+            if not isinstance(found, str) or not found:
+                raise ConfigError(f'prompts: {file}: line {number}: give an object with text "prompt", or "text"')
+            yield number, found
+
+
+def _read(path: str | Path, key: str) -> tuple[Path, str]:
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError(f"{key}: {file}: no such file; give a .jsonl or a text file")
     try:
-        record = json.loads(line)
+        return file, file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{key}: {file}: not UTF-8 text (byte {error.start}); convert it") from error
+
+
+def _json(line: str, where: str) -> Any:
+    try:
+        return json.loads(line)
     except ValueError as error:
         raise ConfigError(f"{where}: not JSON ({error})") from error
+
+
+def _record(line: str, where: str, completion_only_loss: bool) -> Document:
+    record = _json(line, where)
     if isinstance(record, dict):
         if isinstance(record.get("text"), str):
             return [(record["text"], True)]

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from disco_accel.errors import ConfigError
 from disco_accel.integrate.weights import load_into_arena
-from recipes.settings import LoraRecipe
+from recipes.settings import LoraRecipe, PrefillRecipe
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -48,7 +48,7 @@ def check_checkpoint(directory: Path) -> None:
             raise ConfigError(f"{key}: {name} is cut short or broken ({error}); download it again") from error
 
 
-def load_tokenizer(recipe: LoraRecipe) -> PreTrainedTokenizerBase:
+def load_tokenizer(recipe: LoraRecipe | PrefillRecipe) -> PreTrainedTokenizerBase:
     """The checkpoint's tokenizer.
 
     Raises:
@@ -66,10 +66,19 @@ def load_tokenizer(recipe: LoraRecipe) -> PreTrainedTokenizerBase:
 def load_model(recipe: LoraRecipe) -> Any:
     """The checkpoint as a PEFT model with a fresh LoRA adapter, frozen weights in the recipe's dtype.
 
+    Raises:
+        ConfigError: the checkpoint, the dtype or ``lora_target_modules`` does not fit.
+    """
+    return add_adapter(load_base(recipe), recipe)
+
+
+def load_base(recipe: LoraRecipe | PrefillRecipe) -> Any:
+    """The checkpoint alone, in eval mode, in the recipe's dtype.
+
     A local checkpoint is read straight into the host arena that plans use; others go through ``from_pretrained``.
 
     Raises:
-        ConfigError: the checkpoint, the dtype or ``lora_target_modules`` does not fit.
+        ConfigError: the checkpoint or the dtype does not fit.
     """
     name = recipe.model_name_or_path
     try:
@@ -80,7 +89,7 @@ def load_model(recipe: LoraRecipe) -> Any:
         if Path(name).is_dir():
             arena_model = load_into_arena(name, dtype=recipe.dtype, attn_implementation=recipe.attn_implementation)
             if arena_model is not None:
-                return add_adapter(arena_model, recipe)
+                return arena_model
         model, info = AutoModelForCausalLM.from_pretrained(
             name,
             dtype=recipe.dtype,
@@ -94,7 +103,7 @@ def load_model(recipe: LoraRecipe) -> Any:
         missing = sorted(info["missing_keys"])
         raise ConfigError(f"model_name_or_path: {name}: lacks {len(missing)} tensors, the first is {missing[0]}")
     _align(model)
-    return add_adapter(model, recipe)
+    return model
 
 
 def add_adapter(model: Any, recipe: LoraRecipe) -> Any:
@@ -129,6 +138,21 @@ def add_adapter(model: Any, recipe: LoraRecipe) -> Any:
         if kwargs.get("use_reentrant"):
             adapted.enable_input_require_grads()
     return adapted
+
+
+def load_adapter(model: Any, directory: str) -> Any:
+    """``model`` with the adapter of a folder that PEFT saved.
+
+    Raises:
+        ConfigError: the folder has no adapter in safetensors, or it does not fit the model.
+    """
+    missing = [n for n in ("adapter_config.json", "adapter_model.safetensors") if not (Path(directory) / n).is_file()]
+    if missing:
+        raise ConfigError(f"adapter_name_or_path: {directory}: has no {missing[0]}; give a folder that PEFT saved")
+    try:
+        return PeftModel.from_pretrained(model, directory)
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        raise ConfigError(f"adapter_name_or_path: {directory}: does not fit the model ({_first(error)})") from error
 
 
 def _align(model: torch.nn.Module) -> None:

@@ -6,29 +6,35 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from peft import PeftConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from disco_accel.capture.step import CapturedStep, capture_step
+from disco_accel.capture.step import CapturedStep, capture_forward, capture_step
 from disco_accel.errors import ConfigError
 from disco_accel.integrate.budget import Budget, split_budget
+from disco_accel.integrate.cache import room_to_fill
+from disco_accel.integrate.compiled import leaving_bytes
+from disco_accel.integrate.forward import prefill_batch, traced_forward
+from disco_accel.integrate.generation import generating_model
 from disco_accel.integrate.hf import hf_contexts
 from recipes.corpus import IGNORED
 from recipes.loading import add_adapter
-from recipes.settings import LoraRecipe
+from recipes.settings import LoraRecipe, PrefillRecipe
 
 
 @dataclass(frozen=True)
 class Outline:
-    """One micro-batch's forward and backward as captured, and what of a budget lies outside the arena."""
+    """One step as captured, and what of a budget lies outside the arena. ``outputs``: bytes of what leaves it."""
 
     captured: CapturedStep
     model: torch.nn.Module
     batch: dict[str, torch.Tensor]
+    outputs: int = 0
 
     def budget(self, total: int) -> Budget:
         """What ``total`` bytes are made of."""
         trainable = [p for p in self.model.parameters() if p.requires_grad]
-        return split_budget(total, trainable, self.batch)
+        return split_budget(total, trainable, self.batch, outputs=self.outputs)
 
     @property
     def names(self) -> dict[int, str]:
@@ -36,21 +42,56 @@ class Outline:
         return {b.vertex: b.name for b in self.captured.bindings if b.source in ("frozen", "buffer", "trainable")}
 
 
-def outline(recipe: LoraRecipe) -> Outline:
-    """Capture the step that ``recipe`` trains. No weight is read and nothing runs.
+def outline(recipe: LoraRecipe | PrefillRecipe) -> Outline:
+    """Capture the step that ``recipe`` trains, or a prefill of ``max_length`` tokens: no weight is read, nothing runs.
 
     Raises:
         ConfigError: there is no config, or a key of the recipe does not fit it.
         CaptureError: the model does something that cannot be planned.
     """
+    if isinstance(recipe, PrefillRecipe):
+        return _prefill_outline(recipe)
     model = meta_model(recipe)
     batch = meta_batch(recipe)
     captured = capture_step(model, batch, contexts=hf_contexts(model, batch), name=recipe.model_name_or_path)
     return Outline(captured, model, batch)
 
 
+def _prefill_outline(recipe: PrefillRecipe) -> Outline:
+    if recipe.chunk is not None:
+        raise ConfigError("chunk: only whole prompts are planned without running them; leave it out")
+    model = meta_base(recipe)
+    if recipe.adapter_name_or_path is not None:
+        try:
+            with torch.device("meta"):
+                model = get_peft_model(model, PeftConfig.from_pretrained(recipe.adapter_name_or_path))
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigError(f"adapter_name_or_path: does not fit the model ({_first(error)})") from error
+    inner: Any = generating_model(model.requires_grad_(False).eval())
+    shape = (1, recipe.max_length)
+    inputs = {name: torch.zeros(shape, dtype=torch.int64) for name in ("input_ids", "position_ids")}
+    inputs["attention_mask"] = torch.ones(shape, dtype=torch.int64)
+    batch = prefill_batch(inner.forward, {**inputs, "past_key_values": DynamicCache(config=inner.config)})
+    forward, contexts = traced_forward(inner.forward), hf_contexts(model, batch)
+    captured = capture_forward(model, batch, forward=forward, contexts=contexts, name=recipe.model_name_or_path)
+    sizes = leaving_bytes(captured)
+    return Outline(captured, model, inputs, sum(sizes.values()) + room_to_fill((), sizes))
+
+
 def meta_model(recipe: LoraRecipe) -> torch.nn.Module:
     """The recipe's model and adapter, in training mode, without memory behind them."""
+    base = meta_base(recipe)
+    with torch.device("meta"):
+        model: torch.nn.Module = add_adapter(base, recipe)
+    return model.train()
+
+
+def meta_base(recipe: LoraRecipe | PrefillRecipe) -> Any:
+    """The recipe's model without its adapter.
+
+    Raises:
+        ConfigError: there is no config, or a key of the recipe does not fit it.
+    """
     name = recipe.model_name_or_path
     try:
         config = AutoConfig.from_pretrained(name)
@@ -62,13 +103,11 @@ def meta_model(recipe: LoraRecipe) -> torch.nn.Module:
     dtype = getattr(config, "dtype", None) if recipe.dtype == "auto" else getattr(torch, recipe.dtype)
     try:
         with torch.device("meta"):
-            base = AutoModelForCausalLM.from_config(
+            return AutoModelForCausalLM.from_config(
                 config, dtype=dtype or torch.float32, attn_implementation=recipe.attn_implementation
             )
-            model: torch.nn.Module = add_adapter(base, recipe)
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         raise ConfigError(f"model_name_or_path: {name}: cannot be built ({_first(error)})") from error
-    return model.train()
 
 
 def meta_batch(recipe: LoraRecipe) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import SchedulerType
 from transformers.training_args import OptimizerNames
@@ -61,7 +61,31 @@ class LoraRecipe:
     disco_config: dict[str, Any] | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillRecipe:
+    """Prompts to read. Relative paths are relative to the working directory.
+
+    ``prompts`` is a ``.jsonl`` file of ``prompt`` (or ``text``) records, or any plain text file, which is one prompt.
+    ``adapter_name_or_path`` is a folder with a LoRA adapter. ``chunk`` tokens are read at a time; none = all at once.
+    ``max_length`` in tokens: a longer prompt is an error, and what ``plan`` and ``capture`` take a prompt to have.
+    ``num_threads`` is the number of CPU threads of an eager op.
+    """
+
+    model_name_or_path: str
+    prompts: str
+    adapter_name_or_path: str | None = None
+    dtype: str = "auto"
+    attn_implementation: str = "sdpa"
+    max_length: int = 4096
+    chunk: int | None = None
+    num_threads: int | None = None
+    disco_config: dict[str, Any] | None = None
+
+
+Recipe = TypeVar("Recipe", LoraRecipe, PrefillRecipe)
+
 _AT_LEAST = {
+    "chunk": 1,
     "max_steps": 1,
     "lora_r": 1,
     "per_device_train_batch_size": 1,
@@ -94,13 +118,30 @@ def read_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     return parse_recipe(values, source=str(path))
 
 
+def read_any_recipe(path: str | Path) -> LoraRecipe | PrefillRecipe:
+    """Read a recipe file of either kind: one with ``prompts`` is a prefill. Raises ConfigError as ``read_recipe``."""
+    values = read_yaml(path)
+    if "prompts" in values and "dataset" not in values:
+        return read_prefill_recipe(path)
+    return parse_recipe(values, source=str(path))
+
+
+def read_prefill_recipe(path: str | Path) -> PrefillRecipe:
+    """Read a prefill's recipe file. Raises ConfigError as ``read_recipe``."""
+    return _parse(PrefillRecipe, read_yaml(path), str(path))
+
+
 def parse_recipe(values: Mapping[str, Any], *, source: str = "recipe") -> LoraRecipe:
     """Check every key and value and fill in the defaults.
 
     Raises:
         ConfigError: names ``source``, the key, what was given and what would work.
     """
-    hints = typing.get_type_hints(LoraRecipe)
+    return _parse(LoraRecipe, values, source)
+
+
+def _parse(kind: type[Recipe], values: Mapping[str, Any], source: str) -> Recipe:
+    hints = typing.get_type_hints(kind)
     for key in values:
         if key not in hints:
             near = difflib.get_close_matches(str(key), hints, n=1, cutoff=0.5)
@@ -108,7 +149,7 @@ def parse_recipe(values: Mapping[str, Any], *, source: str = "recipe") -> LoraRe
             raise ConfigError(f"{source}: unknown key {key!r}; {suggestion}")
     missing = [
         field.name
-        for field in dataclasses.fields(LoraRecipe)
+        for field in dataclasses.fields(kind)
         if field.name not in values and field.default is dataclasses.MISSING
     ]
     if missing:
@@ -116,7 +157,7 @@ def parse_recipe(values: Mapping[str, Any], *, source: str = "recipe") -> LoraRe
     checked = {key: _coerce(source, key, value, hints[key]) for key, value in values.items()}
     for key, value in checked.items():
         _check_range(source, key, value)
-    return LoraRecipe(**checked)
+    return kind(**checked)
 
 
 def _coerce(source: str, key: str, value: Any, hint: Any) -> Any:
@@ -156,5 +197,5 @@ def _check_range(source: str, key: str, value: Any) -> None:
         near = difflib.get_close_matches(value, choices, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigError(f"{source}: {key}: {value!r} is not known; {hint}give one of {', '.join(choices)}")
-    if key in ("model_name_or_path", "dataset", "output_dir") and not value:
+    if key in ("model_name_or_path", "dataset", "output_dir", "prompts", "adapter_name_or_path") and value == "":
         raise ConfigError(f"{source}: {key}: is empty; give a path")
