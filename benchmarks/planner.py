@@ -1,10 +1,12 @@
 """Both planners side by side: simulated step over the bound, bytes loaded over the linear program's, seconds to plan.
 
-    python -m benchmarks.planner [--graph TASK.json ...] [--memory SIZE ...] [--bandwidth BYTES_PER_S ...]
-                                 [--planners timed,build] [--scaling] [--output out/planner.json]
+    python -m benchmarks.planner [--graph TASK.json ...] [--captures] [--memory SIZE ...] [--bandwidth BYTES_PER_S ...]
+                                 [--planners timed,build] [--output out/planner.json]
 
-Without ``--graph``: the graphs of the tests and generated LoRA steps and prefills. Without ``--memory``: shares of what
-the graph's weights take. Captured graphs come from ``disco-accel capture``.
+Without ``--graph``: the graphs of the tests and generated LoRA steps and prefills; ``--captures``: captured ones
+instead. Without ``--memory``: shares of what the graph's weights take, and one memory that holds everything. Where
+nothing is copied, ``arena`` is what the timed planner's plan takes over the peak of what is live at once, ``rest`` the
+same without the weights.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from disco_accel.errors import BudgetTooSmall
 from disco_accel.graphfile import read_taskgraph, write_atomically
 from disco_accel.plan import make_plan
 from disco_accel.plan.bound import Bound, bound_of
+from disco_accel.plan.demand import demand_of
 from disco_accel.plan.simulate import Link, Machine, simulate
 from disco_accel.plan.summary import copied_bytes
 from disco_accel.sizes import format_size, parse_size
@@ -31,13 +34,16 @@ ROOT = Path(__file__).resolve().parent.parent
 GRAPHS = ROOT / "tests" / "data" / "graphs"
 SHARES = (0.15, 0.25, 0.4, 0.6, 0.85, 1.2)
 """Budgets over the bytes of the weights."""
+ROOMY = 1.25
+"""The last budget over the bytes that are live at once."""
 BANDWIDTHS = (2.0e10, 5.5e10)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One plan. ``ratio``: simulated step over the bound, whose largest part is ``limit``; ``loads``: bytes loaded over
-    the linear program's (None: it needs none); ``seconds``: CPU seconds to plan."""
+    the linear program's (None: it needs none); ``seconds``: CPU seconds to plan; ``arena`` and ``rest``: bytes taken
+    over the live peak, of all and of all but weights (None: something is copied, or no effort is made to save)."""
 
     graph: str
     vertices: int
@@ -52,16 +58,22 @@ class Row:
     loads: float | None
     offload_bytes: int
     peak_bytes: int
+    arena: float | None
+    rest: float | None
     memory_edges: int
     seconds: float
     verify_seconds: float
 
 
-def graphs(files: Sequence[str]) -> Iterator[TaskGraph]:
-    """Yield the graphs of ``files``, or those that every checkout has."""
+def graphs(files: Sequence[str], captured: bool = False) -> Iterator[TaskGraph]:
+    """Yield the graphs of ``files``, or captures, or those that every checkout has."""
     for file in files:
         yield replace(read_taskgraph(file), name=Path(file).name.split(".")[0])
-    if not files:
+    if captured:
+        from benchmarks.captures import captures
+
+        yield from captures()
+    elif not files:
         for path in sorted(GRAPHS.glob("*.taskgraph.json")):
             yield replace(read_taskgraph(path), name=path.name.split(".")[0])
         small = LoraShape(layers=8, hidden=1024, ffn=2816, vocabulary=4096, tokens=1024, flops=2e13)
@@ -89,6 +101,10 @@ def measure(graph: TaskGraph, memory: int, bandwidth: float, planners: Iterable[
         done = time.process_time()
         makespan = simulate(plan, machine).makespan
         loaded = copied_bytes(plan, VertexKind.RELOAD)
+        offloaded = copied_bytes(plan, VertexKind.OFFLOAD)
+        top = max(slot.addr + slot.size for slot in plan.slots.values())
+        held, others = live_peak(graph)
+        saving = plan.planner == "timed" and not loaded and not offloaded
         yield Row(
             graph=graph.name,
             vertices=len(graph.vertices),
@@ -101,8 +117,10 @@ def measure(graph: TaskGraph, memory: int, bandwidth: float, planners: Iterable[
             limit=limit(bound),
             ratio=makespan / bound.bound,
             loads=loaded / bound.lp_reload_bytes if bound.lp_reload_bytes else None,
-            offload_bytes=copied_bytes(plan, VertexKind.OFFLOAD),
-            peak_bytes=max(slot.addr + slot.size for slot in plan.slots.values()),
+            offload_bytes=offloaded,
+            peak_bytes=top,
+            arena=top / (held + others) if saving else None,
+            rest=(top - held) / others if saving and others else None,
             memory_edges=len(plan.memory_edges),
             seconds=planned - began,
             verify_seconds=done - planned,
@@ -114,6 +132,16 @@ def weights(graph: TaskGraph) -> int:
     return sum(vertex.sizes[0] for vertex in graph.vertices if vertex.clean)
 
 
+def live_peak(graph: TaskGraph) -> tuple[int, int]:
+    """Return the bytes of the weights, and the most of all others at once, on the device that has most in all."""
+    demand = demand_of(graph, Machine(), None)
+    held = {
+        device: sum(page.block for page in demand.pages if page.clean and page.device == device)
+        for device in demand.fixed
+    }
+    return max(((held[device], int(fixed.max())) for device, fixed in demand.fixed.items()), key=sum)
+
+
 def limit(bound: Bound) -> str:
     """Return the name of the largest part of ``bound``."""
     parts = asdict(bound)
@@ -123,17 +151,20 @@ def limit(bound: Bound) -> str:
 
 def show(row: Row) -> str:
     """Return ``row`` as a line of the table."""
-    loads = "    -" if row.loads is None else f"{row.loads:5.2f}"
+    loads, arena, rest = (
+        f"{'-':>{w}}" if figure is None else f"{figure:{w}.{w - 3}f}"
+        for figure, w in ((row.loads, 5), (row.arena, 6), (row.rest, 6))
+    )
     return (
         f"{row.graph:<22} {row.vertices:>6} {format_size(row.memory):>9} {row.memory / max(1, row.weights):5.2f} "
         f"{row.bandwidth / 1e9:6.2f} {row.planner:<6} {row.makespan * 1e3:10.2f} {row.ratio:6.3f} {row.limit:<13} "
-        f"{loads} {format_size(row.offload_bytes):>9} {row.seconds:7.2f} {row.verify_seconds:6.2f}"
+        f"{loads} {format_size(row.offload_bytes):>9} {arena} {rest} {row.seconds:7.2f} {row.verify_seconds:6.2f}"
     )
 
 
 HEADER = (
     f"{'graph':<22} {'vert.':>6} {'memory':>9} {'share':>5} {'GB/s':>6} {'plan':<6} {'step ms':>10} {'/bound':>6} "
-    f"{'limit':<13} {'loads':>5} {'offload':>9} {'plan s':>7} {'ver. s':>6}"
+    f"{'limit':<13} {'loads':>5} {'offload':>9} {'arena':>6} {'rest':>6} {'plan s':>7} {'ver. s':>6}"
 )
 
 
@@ -141,6 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the table and write it to ``--output`` as JSON; returns 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--graph", nargs="*", default=[])
+    parser.add_argument("--captures", action="store_true")
     parser.add_argument("--memory", nargs="*", default=[])
     parser.add_argument("--bandwidth", nargs="*", type=float, default=list(BANDWIDTHS))
     parser.add_argument("--planners", default="timed,build")
@@ -148,8 +180,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     rows: list[Row] = []
     print(HEADER)
-    for graph in graphs(options.graph):
-        own = [int(share * weights(graph)) for share in SHARES] if weights(graph) else [graph.devices[0].memory]
+    for graph in graphs(options.graph, options.captures):
+        own = [int(share * weights(graph)) for share in SHARES if weights(graph)]
+        own.append(int(ROOMY * sum(live_peak(graph))))
         for memory in [parse_size(size) for size in options.memory] or own:
             for bandwidth in options.bandwidth:
                 for row in measure(graph, memory, bandwidth, options.planners.split(",")):

@@ -4,8 +4,8 @@
                                   [--bandwidth BYTES_PER_S] [--output out/policies.json]
 
 Without ``--graph``: the graphs of the tests and generated LoRA steps and prefills; ``--captures`` adds captured LoRA
-steps of Llama shape. Budgets are shares of what the graph's weights take, for a graph without weights of what it needs
-in all. Every plan is verified.
+steps and prefills of Llama shape. Budgets are shares of what the graph's weights take, for a graph without weights of
+what it needs in all. Every plan is verified.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import geometric_mean
-from typing import Any
 
 from benchmarks.planner import ROOT, graphs, weights
 from disco_accel.errors import BudgetTooSmall
@@ -33,13 +31,6 @@ from disco_accel.taskgraph import TaskGraph, VertexKind
 from disco_accel.verify import verify
 
 SHARES = (0.25, 0.5, 0.85)
-BASE = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", "use_cache": False}
-SHAPES: Mapping[str, tuple[int, int, int, int, int, int]] = {
-    "captured 1B 1x512": (2048, 5632, 22, 32, 1, 512),
-    "captured 7B 1x1024": (4096, 11008, 32, 32, 1, 1024),
-    "captured 7B 8x1024": (4096, 11008, 32, 32, 8, 1024),
-}
-"""Name → hidden size, size of the MLP, layers, heads, batch, tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,25 +47,6 @@ class Row:
     loads: dict[str, float]
     offloads: dict[str, int]
     seconds: dict[str, float]
-
-
-def captures() -> Iterator[TaskGraph]:
-    """Yield the step of each of SHAPES, traced over fake tensors, with durations estimated for a GPU."""
-    from disco_accel.plan.roofline import SPEEDS, with_estimates
-    from recipes.outline import outline
-    from recipes.settings import read_recipe
-
-    for name, (hidden, ffn, layers, heads, batch, tokens) in SHAPES.items():
-        shape = {"hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": layers, "vocab_size": 32000}
-        config = {**BASE, **shape, "num_attention_heads": heads, "num_key_value_heads": heads}
-        with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "config.json").write_text(json.dumps(config))
-            recipe: dict[str, Any] = {"model_name_or_path": folder, "dataset": "none.jsonl", "output_dir": "out"}
-            recipe |= {"max_steps": 1, "lora_r": 16, "max_length": tokens, "per_device_train_batch_size": batch}
-            file = Path(folder) / "recipe.yaml"
-            file.write_text("\n".join(f"{key}: {json.dumps(value)}" for key, value in recipe.items()))
-            graph = with_estimates(outline(read_recipe(str(file))).captured.graph, SPEEDS["cuda"])
-        yield replace(graph, name=name)
 
 
 def measure(graph: TaskGraph, share: float, machine: Machine) -> Row:
@@ -160,6 +132,8 @@ def _subjects(files: Sequence[str], captured: bool) -> Iterator[TaskGraph]:
     else:
         yield from graphs([])
     if captured:
+        from benchmarks.captures import captures
+
         yield from captures()
 
 

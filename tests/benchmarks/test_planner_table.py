@@ -1,0 +1,32 @@
+"""The benchmark of planners: both side by side in every budget, and how well an arena is filled where all fits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from benchmarks.planner import live_peak
+from disco_accel.cli import main
+from disco_accel.taskgraph import Device, TaskGraph, Vertex, VertexKind
+
+GRAPH = Path(__file__).parent.parent / "data" / "graphs" / "chain8.taskgraph.json"
+
+
+def test_what_is_live_is_counted_where_most_is() -> None:
+    """Two weights and at most two values at once, the second reader's output over its input."""
+    weights = [Vertex(i, VertexKind.INPUT, 0, "w", sizes=(1000,), clean=True) for i in (0, 1)]
+    first = Vertex(2, VertexKind.KERNEL, 0, "a", ((0, 0),), (512,))
+    second = Vertex(3, VertexKind.KERNEL, 0, "b", ((2, 0), (1, 0)), (256,))
+    third = Vertex(4, VertexKind.KERNEL, 0, "c", ((3, 0),), (256,), inplace=0, keep=True)
+    assert live_peak(TaskGraph("chain", (Device(0, 1 << 20),), (*weights, first, second, third))) == (2048, 768)
+
+
+def test_an_arena_that_holds_everything_has_little_to_spare(tmp_path: Path) -> None:
+    output = tmp_path / "planner.json"
+    options = ["--graph", str(GRAPH), "--memory", "16MiB", "64MiB", "--bandwidth", "2e10", "--output", str(output)]
+    assert main(["bench", "planner", *options]) == 0
+    *tight, ample, build = json.loads(output.read_text())
+    assert [ample["planner"], build["planner"]] == ["timed", "build"]
+    assert 1 <= ample["arena"] <= ample["rest"] <= 1.02
+    assert len(tight) == 2 and all(row["arena"] is None and row["loads"] >= 1 - 1e-9 for row in tight)
+    assert all(row["ratio"] >= 1 - 1e-9 for row in (*tight, ample, build))
