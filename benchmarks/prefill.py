@@ -1,0 +1,306 @@
+"""A prompt read under a budget, beside eager in memory and weights streamed one module after the other.
+
+    disco-accel bench prefill [--sequences 1024,4096] [--budgets 0.25,0.5] [--hidden 512 --layers 8 ...] [-o out.json]
+
+Random weights, the host device, a throttled link; the engines of a row take turns, every round starting with another
+one. ``planned`` and ``fixed order`` run the same plan; their seconds are those of prefills one after the other, what
+brings weights home for the next included, and ``first token`` those until the logits are there. ``streamed`` is eager
+with each module's weights copied over the same link before the module runs, as many of them resident as the plan keeps.
+Logits, keys and values of every run have eager's bits, or the benchmark fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from benchmarks.compare import same_bits
+from benchmarks.engine import Differs, any_plan_seconds, cell, in_turn, link_seconds
+from benchmarks.subjects import Times
+from disco_accel import prefill, stats
+from disco_accel.config import DiscoConfig
+from disco_accel.execute.executor import Executor
+from disco_accel.graphfile import write_atomically
+from disco_accel.integrate.placement import StreamedEager
+from disco_accel.integrate.plugin import current_step
+from disco_accel.plan import make_plan
+from disco_accel.sizes import format_size, parse_size
+from disco_accel.taskgraph import VertexKind
+
+ABSENT = (
+    "accelerate cpu_offload, ZeRO-Inference: not measured. On the host device their weights are in the device's memory "
+    "already, so that no link is there to throttle; they need a GPU."
+)
+"""Why the usual peers have no column."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PromptShape:
+    """A Llama and the prompt that it reads."""
+
+    hidden: int
+    layers: int
+    tokens: int
+    batch: int
+    vocabulary: int
+    kv_heads: int
+    dtype: torch.dtype
+
+    def model(self) -> Any:
+        """Random weights, the same at every call, none of which requires a gradient."""
+        torch.manual_seed(0)
+        heads = max(2, self.hidden // 64)
+        settings = LlamaConfig(
+            hidden_size=self.hidden,
+            intermediate_size=self.hidden * 11 // 4,
+            num_hidden_layers=self.layers,
+            num_attention_heads=heads,
+            num_key_value_heads=min(heads, self.kv_heads),
+            vocab_size=self.vocabulary,
+            max_position_embeddings=self.tokens,
+        )
+        return LlamaForCausalLM(settings).to(self.dtype).requires_grad_(False).eval()
+
+
+class PromptPair:
+    """The same model twice, and the last outputs of each engine. ``step`` is the planned one's plan."""
+
+    def __init__(self, shape: PromptShape, budget: int, bandwidth: float, planner: str) -> None:
+        self.eager, self.planned = shape.model(), shape.model()
+        generator = torch.Generator().manual_seed(1)
+        self.ids = torch.randint(0, shape.vocabulary, (shape.batch, shape.tokens), generator=generator)
+        self.config = DiscoConfig(
+            memory_budget=budget, compute_threads=1, link_bandwidth=bandwidth, planner=planner, plan_cache=None
+        )
+        self.bandwidth = bandwidth
+        self.first_token: dict[str, list[float]] = {}
+        self.last: dict[str, Any] = {}
+        prefill(self.planned, self.ids, config=self.config)
+        step = current_step(self.planned)
+        assert step is not None, "the model has read a prompt"
+        self.step = step
+
+    def run_eager(self, name: str) -> tuple[float, float]:
+        """Sum of the logits, and seconds; whatever hooks the eager model has are part of it."""
+        cache = DynamicCache(config=self.eager.config)
+        mask = torch.ones_like(self.ids)
+        began = time.perf_counter()
+        with torch.no_grad():
+            positions = mask.cumsum(-1) - 1
+            self.last[name] = self.eager(
+                self.ids, mask, positions, past_key_values=cache, use_cache=True, logits_to_keep=1
+            )
+        return float(self.last[name].logits.sum()), time.perf_counter() - began
+
+    def run_streamed(self) -> tuple[float, float]:
+        """``run_eager`` with weights that come over the link, all but as many bytes as the plan keeps."""
+        room, resident = self.step.resident_bytes, set()
+        for parameter in self.eager.parameters():
+            if parameter.nbytes <= room:
+                room -= parameter.nbytes
+                resident.add(id(parameter))
+
+        def visit(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) in resident or not isinstance(tensor, torch.nn.Parameter):
+                return tensor
+            arrives = time.perf_counter() + tensor.nbytes / self.bandwidth
+            copy = tensor.detach().clone()
+            time.sleep(max(0.0, arrives - time.perf_counter()))
+            return copy
+
+        hooks = StreamedEager(self.eager, visit)
+        try:
+            return self.run_eager("streamed")
+        finally:
+            hooks.remove()
+
+    def run_on(self, name: str, executor: Executor) -> tuple[float, float]:
+        """Sum of the logits, and seconds of a prefill that ``executor`` runs, to its very end."""
+        usual = self.step.use(executor)
+        try:
+            began = time.perf_counter()
+            self.last[name] = prefill(self.planned, self.ids)
+            self.first_token.setdefault(name, []).append(time.perf_counter() - began)
+            self.step.settle()
+            return float(self.last[name].logits.sum()), time.perf_counter() - began
+        finally:
+            self.step.use(usual) if usual is not None else None
+
+    def kernel_seconds(self, executor: Executor) -> float:
+        """Time inside the kernels of one prefill."""
+        executor.set_tracing(True)
+        self.run_on("resident", executor)
+        events = executor.events()
+        executor.set_tracing(False)
+        return sum(e.end - e.start for e in events if e.lane.startswith("compute"))
+
+    def check(self, name: str) -> None:
+        """Raise Differs unless the last run of ``name`` has the last eager run's bits."""
+        if "in memory" not in self.last:
+            self.run_eager("in memory")
+        got, expected = (_tensors(self.last[n]) for n in (name, "in memory"))
+        if len(got) != len(expected) or not all(map(same_bits, got, expected)):
+            raise Differs(f"{name}: logits, keys or values differ from eager's")
+
+    def resident_plan(self) -> Any:
+        """The plan of the same prefill with room for everything."""
+        room = 4 * (sum(sum(v.sizes) for v in self.step.graph.vertices) + self.step.budget.total)
+        plan = make_plan(self.step.graph, memory=room, planner=self.config.planner, cyclic=True)
+        assert not any(v.kind is VertexKind.RELOAD for v in plan.vertices), "nothing has to move where all fits"
+        return plan
+
+
+def _tensors(output: Any) -> list[torch.Tensor]:
+    return [output.logits, *(t for layer in output.past_key_values.layers for t in (layer.keys, layer.values))]
+
+
+@contextmanager
+def _closing(executors: dict[str, Executor]) -> Any:
+    try:
+        yield executors
+    finally:
+        for executor in executors.values():
+            executor.close()
+
+
+def measure(shape: PromptShape, budget: int, args: argparse.Namespace) -> dict[str, Any]:
+    """One row: all engines on one prompt under one budget."""
+    pair = PromptPair(shape, budget, args.bandwidth, args.planner)
+    step = pair.step
+    fixed = dataclasses.replace(step.engine, dispatch="fixed")
+    free = dataclasses.replace(step.engine, link_bandwidth=None)
+    compute: list[float] = []
+    with _closing(
+        {
+            "planned": step.make_executor(step.engine),
+            "fixed order": step.make_executor(fixed),
+            "resident": step.make_executor(free, plan=pair.resident_plan()),
+        }
+    ) as executors:
+
+        def resident() -> tuple[float, float]:
+            compute.append(pair.kernel_seconds(executors["resident"]))
+            return pair.run_on("resident", executors["resident"])
+
+        subjects: dict[str, Callable[[], tuple[float, float]]] = {
+            "in memory": lambda: pair.run_eager("in memory"),
+            "streamed": pair.run_streamed,
+            "resident": resident,
+        }
+        for name in ("planned", "fixed order"):
+            subjects[name] = lambda name=name: pair.run_on(name, executors[name])  # type: ignore[misc]
+        times = in_turn(args.rounds, subjects, pair.check)
+    alone, link = Times(tuple(compute[1:])), link_seconds(pair, args.bandwidth)
+    peak = stats(pair.planned)["peak_bytes"]
+    return {
+        "tokens": shape.tokens,
+        "budget": budget,
+        "peak": peak,
+        "weights": sum(p.nbytes for p in pair.eager.parameters()),
+        "reload_bytes": step.copy_bytes(VertexKind.RELOAD),
+        "plan_seconds": sum(step.seconds.values()),
+        "compute_alone": alone,
+        "link": link,
+        "bound": max(alone.median, link),
+        "any_plan": any_plan_seconds(pair, args.bandwidth, alone.median),
+        "first_token": Times(tuple(pair.first_token["planned"][1:])),
+        "times": times,
+    }
+
+
+def show(row: dict[str, Any]) -> str:
+    """One line of the table."""
+    times, bound = row["times"], row["bound"]
+    planned = times["planned"].median
+    cells = [
+        f"{row['tokens']}",
+        f"{format_size(row['budget'])} ({row['budget'] / row['weights']:.0%})",
+        format_size(row["peak"]),
+        cell(times["planned"]),
+        f"{row['first_token'].median * 1e3:.1f}",
+        f"{bound / planned:.1%}",
+        f"{row['any_plan'] / planned:.1%}",
+        f"{row['reload_bytes'] / planned / 1e9:.3f}",
+        *(f"{times[name].median / planned:.2f}" for name in ("fixed order", "streamed", "in memory")),
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+HEADER = (
+    "| tokens | budget (of the weights) | peak | planned, ms | first token | max(compute, link) reached | "
+    "any plan's bound reached | link, GB/s | fixed order / planned | streamed / planned | in memory / planned |\n"
+    "|" + "---|" * 11
+)
+
+
+def _numbers(text: str, kind: Callable[[str], Any]) -> list[Any]:
+    try:
+        found = [kind(word) for word in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers, such as 1024,4096") from error
+    if any(number <= 0 for number in found):
+        raise argparse.ArgumentTypeError(f"{text!r}: give numbers above 0")
+    return found
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="disco-accel bench prefill", description=__doc__.split("\n")[0])
+    parser.add_argument(
+        "--sequences", type=lambda t: _numbers(t, int), default=[256, 1024], help="tokens of the prompt"
+    )
+    parser.add_argument(
+        "--budgets", type=lambda t: _numbers(t, float), default=[0.5, 0.8], help="of the weights' bytes"
+    )
+    parser.add_argument("--memory", help="one budget as a size, in place of --budgets")
+    for name, value in {"hidden": 512, "layers": 8, "batch": 1, "vocabulary": 4096, "kv-heads": 4, "rounds": 5}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--bandwidth", type=float, default=0.5e9, help="of the link, bytes per second each way")
+    parser.add_argument("--planner", default=DiscoConfig().planner)
+    parser.add_argument("-o", "--output", type=Path, help="all seconds as JSON")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line. Exit status 1 if an engine has other bits than eager."""
+    args = _parser().parse_args(argv)
+    torch.set_num_threads(1)
+    print(f"torch {torch.__version__}, one compute thread, {os.cpu_count()} cores, load {os.getloadavg()[0]:.2f}")
+    print(
+        f"hidden {args.hidden}, {args.layers} layers, batch {args.batch}, {args.dtype}, {args.bandwidth / 1e9:g} GB/s\n"
+    )
+    print(HEADER)
+    rows = []
+    try:
+        for tokens in args.sequences:
+            kind = getattr(torch, args.dtype)
+            shape = PromptShape(args.hidden, args.layers, tokens, args.batch, args.vocabulary, args.kv_heads, kind)
+            weights = sum(p.nbytes for p in shape.model().parameters())
+            budgets = [parse_size(args.memory)] if args.memory else [int(share * weights) for share in args.budgets]
+            for budget in budgets:
+                rows.append(measure(shape, budget, args))
+                print(show(rows[-1]), flush=True)
+    except Differs as error:
+        print(f"bench prefill: {error}", file=sys.stderr)
+        return 1
+    print(f"\nLogits, keys and values of all engines have the same bits. {ABSENT}")
+    if args.output is not None:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        result = {"load_average": os.getloadavg()[0], "torch": torch.__version__, "rows": rows}
+        write_atomically(args.output, json.dumps(result, default=dataclasses.asdict).encode())
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

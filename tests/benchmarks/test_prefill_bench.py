@@ -1,0 +1,60 @@
+"""The prefill benchmark runs from end to end, and would notice a wrong bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.engine import Differs
+from benchmarks.prefill import PromptPair, PromptShape, main
+from disco_accel.cli import main as cli
+
+TINY = PromptShape(hidden=64, layers=2, tokens=24, batch=1, vocabulary=128, kv_heads=1, dtype=torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_a_row_has_all_engines_and_its_bound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ["--hidden", "64", "--layers", "2", "--sequences", "24", "--vocabulary", "128"]
+    words = [*shape, "--budgets", "0.8", "--rounds", "1", "--bandwidth", "1e8"]
+    assert cli(["bench", "prefill", *words, "-o", str(tmp_path / "prefill.json")]) == 0
+    assert "same bits" in capsys.readouterr().out
+    (row,) = json.loads((tmp_path / "prefill.json").read_text())["rows"]
+    assert set(row["times"]) == {"planned", "fixed order", "streamed", "in memory", "resident"}
+    assert 0 < row["peak"] <= row["budget"] < row["weights"] and row["reload_bytes"] > 0
+    assert 0 < row["bound"] <= row["times"]["planned"]["seconds"][0] * 1.05
+
+
+def test_a_wrong_bit_is_noticed() -> None:
+    pair = PromptPair(TINY, 1 << 20, 1e9, "build")
+    pair.run_on("planned", pair.step.executor)
+    pair.check("planned")
+    pair.last["planned"].past_key_values.layers[1].values[0, 0, 3, 5] += 1e-6
+    with pytest.raises(Differs, match="planned"):
+        pair.check("planned")
+
+
+def test_streaming_takes_at_least_the_time_of_the_link() -> None:
+    """The baseline is throttled as the plan's link is, and frees what it copied."""
+    total = sum(p.nbytes for p in TINY.model().parameters())
+    pair = PromptPair(TINY, int(0.8 * total), 1e7, "build")
+    assert pair.step.resident_bytes < 0.9 * total
+    _, seconds = pair.run_streamed()
+    assert seconds >= (total - pair.step.resident_bytes) / 1e7
+    pair.check("streamed")
+
+
+@pytest.mark.parametrize("words", [["--sequences", "a"], ["--budgets", "0"], ["--sequences", "-4"]])
+def test_wrong_lists_are_refused(words: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(words)
