@@ -136,6 +136,11 @@ class CompiledStep:
         """Whether the step takes random numbers from the user's generator."""
         return any(call.rng is not None for call in self.graph.ops.values())
 
+    def frozen_of(self, model: torch.nn.Module) -> list[torch.Tensor]:
+        """The frozen weights and buffers of ``model`` that the step reads."""
+        named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+        return [named[b.name] for b in self.vertices_of("frozen", "buffer")]
+
     def vertices_of(self, *sources: str) -> list[InputBinding]:
         """Inputs of the captured step by what they hold."""
         return [b for b in self.captured.bindings if b.source in sources]

@@ -14,6 +14,7 @@ from transformers import masking_utils
 from disco_accel.capture.guards import BatchFacts, batch_facts
 from disco_accel.capture.tags import checkpointed
 from disco_accel.errors import CaptureError
+from disco_accel.integrate.refusals import require_live_adapter
 
 ContextFactory = Callable[[], AbstractContextManager[Any]]
 
@@ -39,6 +40,12 @@ def hf_contexts(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> list[Conte
         functools.partial(_masks_of, facts),
         functools.partial(_tagged_checkpointing, segments),
     ]
+
+
+def training_contexts(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> list[ContextFactory]:
+    """``hf_contexts`` for a step that trains. Raises CaptureError also for an adapter that is merged or disabled."""
+    require_live_adapter(model)
+    return hf_contexts(model, kwargs)
 
 
 def _check_experts(model: torch.nn.Module) -> None:

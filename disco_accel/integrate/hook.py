@@ -106,8 +106,10 @@ def activate() -> None:
     from disco_accel.integrate import exit_status
     from disco_accel.integrate.accelerate_patch import patch_accelerator, patch_trainer
     from disco_accel.integrate.deepspeed_config import patch_ds_config
+    from disco_accel.integrate.messages import show_messages
 
     exit_status.install()
+    show_messages()
     if config.ds_config_file() is not None:
         _after_import.add("accelerate.utils.deepspeed", "HfDeepSpeedConfig", patch_ds_config)
     _after_import.add("accelerate.accelerator", "Accelerator", patch_accelerator)

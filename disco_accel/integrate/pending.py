@@ -6,6 +6,7 @@ engine meanwhile: the pending step is then suspended and rerun from its own inpu
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,9 @@ from disco_accel.integrate.generator import generator_from, generator_state, kep
 
 if TYPE_CHECKING:
     from disco_accel.integrate.plugin import PreparedModel
+
+
+logger = logging.getLogger("disco_accel")
 
 
 class PendingStep:
@@ -145,6 +149,11 @@ class _Step(torch.autograd.Function):
             raise ExecutionError(
                 "create_graph=True: a planned step has no second derivative; use the unprepared model for it"
             )
+        if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+            ctx.pending.state.say_once(
+                "backward() was called inside autocast, against PyTorch's advice: a planned step's runs outside of it, "
+                "as if it had been called after the region; eager mode may round differently there"
+            )
         gradients = ctx.pending.backward(tangent)
         return (None, None, None, *(gradients.get(name) for name in ctx.names))
 
@@ -156,9 +165,26 @@ def externals_of(
     if step.parameters is None:
         # A parameter that is added, removed or replaced changes the step's key, so these stay the model's own.
         step.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        _check_gradients(state, step, step.parameters)
     inputs = {name: t.to(state.device, non_blocking=True) for name, t in batch_tensors(batch).items()}
     tensors = {"trainable": step.parameters, "batch": inputs}
     return {b.vertex: tensors[b.source][b.name].detach() for b in step.externals}
+
+
+def _check_gradients(state: PreparedModel, step: CompiledStep, parameters: Mapping[str, torch.Tensor]) -> None:
+    """Nothing trains silently without its gradient: what eager leaves out too is told, anything else an error."""
+    given = {gradient.name for gradient in step.captured.gradients}
+    if not given <= parameters.keys():
+        raise ExecutionError(f"{sorted(given - parameters.keys())[0]}: its gradient has no parameter to go to")
+    without = sorted(parameters.keys() - given)
+    if without and without != state.without_gradient:
+        state.without_gradient = without
+        logger.warning(
+            "%d of %d trainable parameters do not reach the loss and get no gradient, as in eager mode: %s",
+            len(without),
+            len(parameters),
+            ", ".join(without[:3]) + (", ..." if len(without) > 3 else ""),
+        )
 
 
 def run_step(

@@ -24,13 +24,15 @@ from disco_accel.execute.executor import EngineOptions, arena_bytes
 from disco_accel.execute.hostmem import WatchedTensors
 from disco_accel.integrate import generation
 from disco_accel.integrate.again import Again, Outputs, Uses
+from disco_accel.integrate.arguments import bind
 from disco_accel.integrate.buckets import Buckets, Fitted
 from disco_accel.integrate.compiled import CompiledStep, CompileOptions, compile_step, describe
 from disco_accel.integrate.generator import generator_state
-from disco_accel.integrate.hf import ContextFactory, hf_contexts
+from disco_accel.integrate.hf import ContextFactory, training_contexts
 from disco_accel.integrate.output import StepOutput
 from disco_accel.integrate.pending import PendingStep, run_step
 from disco_accel.integrate.placement import Placement
+from disco_accel.integrate.refusals import require_plain_weights
 from disco_accel.observe.report import write_report
 from disco_accel.taskgraph import VertexKind
 
@@ -52,6 +54,7 @@ class PreparedModel:
         self.settings = config.resolve()
         self.device = run_device(self.settings.device)
         self.placement = Placement(model, self.device)
+        _drop_copied_patch(model)
         self.original_forward = model.forward
         self.signature = inspect.signature(model.forward)
         self.plans: dict[PlanKey, CompiledStep] = {}
@@ -65,6 +68,8 @@ class PreparedModel:
         self.weights_seen = WatchedTensors([])
         self.counts = {"steps_compiled": 0, "steps_eager": 0, "plan_hits": 0, "prefills": 0}
         self.fallbacks: list[str] = []
+        self.without_gradient: list[str] = []
+        self.said: set[str] = set()
         self.frozen_here: list[torch.nn.Parameter] | None = None
         """What ``prepare_frozen`` froze; None in training."""
         self.reports_left = 1 if config.report_dir is not None else 0
@@ -84,7 +89,7 @@ class PreparedModel:
         batch, cut = fitted.batch, fitted.length is not None and outputs != ("loss",)
         return self.plan_of(
             (seen or step_key(model, batch), outputs, cut),
-            lambda: hf_contexts(model, batch),
+            lambda: training_contexts(model, batch),
             lambda options: compile_step(
                 model, batch, forward=self.original_forward, options=options, outputs=outputs, cut=cut
             ),
@@ -135,6 +140,12 @@ class PreparedModel:
             contexts=contexts,
         )
 
+    def say_once(self, warning: str) -> None:
+        """Log ``warning`` the first time."""
+        if warning not in self.said:
+            self.said.add(warning)
+            logger.warning("%s", warning)
+
     def abandon_active(self) -> None:
         """Let another run take the engine; the pending step reruns from its inputs if its backward comes."""
         pending = self.active() if self.active is not None else None
@@ -184,7 +195,7 @@ class PreparedModel:
             self._look_at_weights(model, step)
 
     def _look_at_weights(self, model: torch.nn.Module, step: CompiledStep) -> None:
-        self.weights_seen = WatchedTensors(_frozen_now(model, step))
+        self.weights_seen = WatchedTensors(step.frozen_of(model))
 
     def trace_wanted(self) -> bool:
         """Whether the step about to start is the one that ``report_dir`` shows: the first in steady state."""
@@ -208,11 +219,6 @@ def _nothing() -> None:
     return None
 
 
-def _frozen_now(model: torch.nn.Module, step: CompiledStep) -> list[torch.Tensor]:
-    named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    return [named[b.name] for b in step.vertices_of("frozen", "buffer")]
-
-
 def _forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The patched forward: planned for training steps with a loss, the model's own for everything else."""
     state: PreparedModel | None = self.__dict__.get(_STATE)
@@ -222,7 +228,7 @@ def _forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         return state.original_forward(*args, **kwargs)
     state.require_own_process()
     try:
-        batch = _bind(state.signature, args, kwargs)
+        batch = bind(state.signature, args, kwargs)
         if batch.get("return_dict") is False:
             raise CaptureError("return_dict: False is not supported in a planned step; leave it out")
         fitted = state.buckets.fit(self, batch)
@@ -250,36 +256,17 @@ def _planned(state: PreparedModel, model: torch.nn.Module, fitted: Fitted) -> St
     again = Again(state, model, fitted, step, uses, generator, autocast_state(), versions, state.weights_seen)
     first, *others = ((output.name, value) for output, value in zip(step.captured.outputs, values, strict=True))
     outputs = dict([first, *((n, again.differentiable(n, v)) for n, v in others)])
-    return StepOutput(
-        {name: fitted.cut(name, value) for name, value in outputs.items()},
-        lambda name: fitted.cut(name, again.read(name)),
-    )
+    return StepOutput({n: fitted.cut(n, v) for n, v in outputs.items()}, lambda n: fitted.cut(n, again.read(n)))
 
 
 def _eager(state: PreparedModel, error: CaptureError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if state.config.on_unsupported != "eager":
         raise error
-    reason = str(error)
-    if reason not in state.fallbacks:
-        state.fallbacks.append(reason)
-        logger.warning("this step runs in eager mode, outside the memory budget: %s", reason)
+    if str(error) not in state.fallbacks:
+        state.fallbacks.append(str(error))
+    state.say_once(f"this step runs in eager mode, outside the memory budget: {error}")
     state.counts["steps_eager"] += 1
     return state.original_forward(*args, **kwargs)
-
-
-def _bind(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments by name, as the model's own forward would see them."""
-    bound = signature.bind(*args, **kwargs).arguments
-    flat: dict[str, Any] = {}
-    for name, value in bound.items():
-        kind = signature.parameters[name].kind
-        if kind is inspect.Parameter.VAR_KEYWORD:
-            flat.update(value)
-        elif kind is inspect.Parameter.VAR_POSITIONAL:
-            raise CaptureError(f"{name}: positional arguments beyond the signature; pass them by name")
-        else:
-            flat[name] = value
-    return flat
 
 
 def prepare(model: torch.nn.Module, config: DiscoConfig) -> torch.nn.Module:
@@ -290,7 +277,8 @@ def prepare(model: torch.nn.Module, config: DiscoConfig) -> torch.nn.Module:
     different config replaces the first.
 
     Raises:
-        ConfigError: a key of ``config`` does not fit this machine.
+        ConfigError: a key of ``config`` does not fit this machine; no parameter can be trained; or weights are
+            quantised (with ``on_unsupported: eager`` such a model is left as it is).
     """
     if not config.enabled:
         return model
@@ -303,6 +291,13 @@ def prepare(model: torch.nn.Module, config: DiscoConfig) -> torch.nn.Module:
         raise ConfigError(
             "the model has no trainable parameter; add a LoRA adapter (peft.get_peft_model) before prepare()"
         )
+    try:
+        require_plain_weights(model)
+    except ConfigError as error:
+        if config.on_unsupported != "eager":
+            raise
+        logger.warning("the model is left as it is, outside the memory budget: %s", error)
+        return model
     _attach(PreparedModel(model, config), model)
     return model
 
@@ -315,6 +310,13 @@ def prepare_frozen(model: torch.nn.Module, config: DiscoConfig) -> PreparedModel
         parameter.requires_grad_(False)
     _attach(state, model)
     return state
+
+
+def _drop_copied_patch(model: torch.nn.Module) -> None:
+    """A copy of a prepared model has its patched forward, which must not be taken for the model's own."""
+    forward = model.__dict__.get("forward")
+    if isinstance(forward, functools.partial) and forward.func is _forward:
+        del model.__dict__["forward"]
 
 
 def _attach(state: PreparedModel, model: torch.nn.Module) -> None:
@@ -351,6 +353,7 @@ def stats(model: torch.nn.Module) -> dict[str, Any]:
         return {}
     result: dict[str, Any] = dict(state.counts)
     result |= {"fallbacks": list(state.fallbacks), "plans": len(state.plans)}
+    result["without_gradient"] = list(state.without_gradient)
     result["buckets"] = state.buckets.as_dict()
     result["budget_bytes"] = state.settings.memory_budget
     step = state.current

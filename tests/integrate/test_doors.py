@@ -79,6 +79,30 @@ def test_a_door_changes_no_bit_of_losses_or_adapters(door: str, folder: Path) ->
     assert found == expected
 
 
+def test_the_environment_overrides_the_file_and_the_user_is_told_what_runs(folder: Path) -> None:
+    """``DISCO_*`` reaches the step; each plan says once, on stderr, what was captured and its budget."""
+    command = DOORS["accelerate launch --config"]
+    changed = environment() | {"DISCO_MEMORY_BUDGET": "48MiB", "DISCO_PLAN_CACHE": str(folder / "plans")}
+    done = subprocess.run(command, cwd=folder, env=changed, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    told = [line for line in done.stderr.splitlines() if line.startswith("disco: ")]
+    assert len(told) == 2, "one plan for each of the two loops"
+    assert all("captured" in line and "budget 48MiB" in line for line in told)
+    assert list((folder / "plans").iterdir())
+
+
+def test_a_step_that_falls_back_is_told_once_with_its_reason(folder: Path) -> None:
+    """Reentrant checkpointing cannot be captured; with on_unsupported: eager the script trains on, to its own bits."""
+    script = (folder / "train.py").read_text().replace('"use_reentrant": False', '"use_reentrant": True')
+    (folder / "train.py").write_text(script)
+    (folder / "disco.yaml").write_text((folder / "disco.yaml").read_text() + "  on_unsupported: eager\n")
+    done = run(DOORS["accelerate launch --config"], folder)
+    assert done.returncode == 0, done.stderr
+    told = [line for line in done.stderr.splitlines() if line.startswith("disco: ")]
+    assert sum("use_reentrant" in line and "eager mode" in line for line in told) == 1
+    assert json.loads((folder / "result.json").read_text())["planned_steps"][0] == 0
+
+
 @pytest.mark.parametrize("door", ["disco-accel launch", "accelerate launch --config"])
 def test_a_misspelt_key_ends_the_launch_with_status_2_and_one_line(door: str, folder: Path) -> None:
     (folder / "disco.yaml").write_text(ACCELERATE + "disco_config:\n  memory_bugdet: 64MiB\n")

@@ -1,0 +1,49 @@
+"""What cannot be planned for a model whatever the batch, said before the first step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from disco_accel.errors import CaptureError, ConfigError
+
+_BITSANDBYTES = {"Params4bit": "bitsandbytes, 4 bits", "Int8Params": "bitsandbytes, 8 bits"}
+
+
+def require_plain_weights(model: torch.nn.Module) -> None:
+    """Raises ConfigError for quantised weights, which are more than the bytes that a plan would move."""
+    found = _quantised(model)
+    if found is not None:
+        raise ConfigError(
+            f"quantised weights cannot be planned: {found}; load the model without quantization_config, with "
+            "dtype=torch.bfloat16: memory_budget then decides how many of its weights are on the device at a time"
+        )
+
+
+def _quantised(model: torch.nn.Module) -> str | None:
+    for name, parameter in model.named_parameters():
+        # By name: bitsandbytes need not be there, and must not be imported, to be recognised.
+        kind = next((_BITSANDBYTES[c.__name__] for c in type(parameter).__mro__ if c.__name__ in _BITSANDBYTES), None)
+        if kind is not None:
+            return f"{name} is {kind}"
+    for module in model.modules():
+        quantizer = getattr(module, "hf_quantizer", None)
+        if quantizer is not None:
+            return f"{type(module).__name__} was loaded through {type(quantizer).__name__}"
+    return None
+
+
+def require_live_adapter(model: torch.nn.Module) -> None:
+    """Raises CaptureError if all that can be trained is in adapters that are merged or disabled."""
+    tuners: list[Any] = [m for m in model.modules() if hasattr(m, "merged_adapters") and hasattr(m, "active_adapters")]
+    trainable = {id(p) for p in model.parameters() if p.requires_grad}
+    if not tuners or trainable - {id(p) for tuner in tuners for p in tuner.parameters()}:
+        return
+    if all(getattr(tuner, "disable_adapters", False) for tuner in tuners):
+        how, remedy = "disabled", "train outside disable_adapter(), or use torch.no_grad() for a reference pass"
+    elif all(tuner.merged_adapters for tuner in tuners):
+        how, remedy = "merged into the base", "call unmerge_adapter() before training goes on"
+    else:
+        return
+    raise CaptureError(f"the adapter is {how}, so no trainable parameter reaches the loss; {remedy}")

@@ -1,0 +1,170 @@
+"""What cannot be right is refused or told before it can do harm, with what to do about it."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from disco_accel import DiscoConfig, prepare, restore, stats
+from disco_accel.errors import CaptureError, ConfigError
+from disco_accel.integrate.pending import externals_of
+from disco_accel.integrate.plugin import current_step, find_state
+from disco_accel.testing.models import tiny_lora
+from tests.integrate.twins import SMALL, assert_same, assert_same_step, batch, config, pair, step
+
+UP = "base_model.model.model.layers.0.mlp.up_proj.base_layer"
+
+
+class Params4bit(torch.nn.Parameter):
+    """As bitsandbytes names its own, which is not installed here."""
+
+
+class Int8Params(torch.nn.Parameter):
+    """Likewise."""
+
+
+def _quantised(kind: type[torch.nn.Parameter]) -> Any:
+    model = tiny_lora(**SMALL)
+    weight = torch.zeros(64, 32, dtype=torch.int8)
+    model.get_submodule(UP).weight = torch.Tensor._make_subclass(kind, weight, False)
+    return model
+
+
+@pytest.mark.parametrize(("kind", "bits"), [(Params4bit, "4 bits"), (Int8Params, "8 bits")])
+def test_quantised_weights_are_refused_before_any_of_them_moves(kind: Any, bits: str) -> None:
+    model = _quantised(kind)
+    places = {n: p.data_ptr() for n, p in model.named_parameters()}
+    with pytest.raises(ConfigError, match=rf"up_proj.base_layer.weight is bitsandbytes, {bits}; load the model"):
+        prepare(model, config())
+    assert {n: p.data_ptr() for n, p in model.named_parameters()} == places and stats(model) == {}
+
+
+def test_with_on_unsupported_eager_a_quantised_model_is_left_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    model = _quantised(Params4bit)
+    forward = model.forward
+    assert prepare(model, config(on_unsupported="eager")) is model
+    assert model.forward == forward and stats(model) == {}
+    assert "left as it is" in caplog.text
+
+
+@pytest.mark.parametrize("how", ["merged", "disabled"])
+def test_training_an_adapter_that_is_not_there_says_what_to_do(how: str) -> None:
+    model, eager = pair()
+    assert_same_step(model, eager)
+    if how == "merged":
+        model.merge_adapter()
+        with pytest.raises(CaptureError, match=r"merged into the base.*unmerge_adapter\(\)"):
+            model(**batch())
+        model.unmerge_adapter()
+        eager.merge_adapter()
+        eager.unmerge_adapter()
+    else:
+        with model.disable_adapter(), pytest.raises(CaptureError, match=r"disabled.*outside disable_adapter\(\)"):
+            model(**batch())
+    assert_same_step(model, eager, 1)
+
+
+def test_parameters_without_a_gradient_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A layer that the forward skips trains nothing, in eager neither: the user learns which, and the rest is right."""
+    models = []
+    for _ in range(2):
+        model: Any = tiny_lora(layers=2, hidden=32, vocabulary=32)
+        model.get_base_model().model.config.num_hidden_layers = 1
+        models.append(model)
+    planned, eager = prepare(models[0], config()), models[1]
+    for seed in range(3):
+        assert_same(step(planned, seed), step(eager, seed))
+    told = [r.getMessage() for r in caplog.records if "get no gradient" in r.getMessage()]
+    assert len(told) == 1 and told[0].startswith("14 of 28 trainable parameters")
+    assert len(stats(planned)["without_gradient"]) == 14 and "layers.1" in stats(planned)["without_gradient"][0]
+
+
+def test_a_gradient_without_its_parameter_is_an_error() -> None:
+    """The check itself can fail: a plan whose parameter has gone is refused, not trained without."""
+    model, _ = pair()
+    model(**batch()).loss.backward()
+    planned, state = current_step(model), find_state(model)
+    assert planned is not None and state is not None
+    planned.parameters = None
+    next(p for p in model.parameters() if p.requires_grad).requires_grad_(False)
+    with pytest.raises(Exception, match="has no parameter to go to"):
+        externals_of(state, model, planned, batch())
+
+
+def test_a_backward_inside_autocast_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    model, _ = pair()
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            model(**batch()).loss.backward()
+    assert sum("inside autocast" in r.getMessage() for r in caplog.records) == 1
+    assert sum("inside autocast" in r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING) == 1
+
+
+@pytest.mark.parametrize("change", ["half", "bfloat16", "double"])
+def test_converting_a_prepared_model_is_right_or_refused(change: str) -> None:
+    """On the host device the weights leave the arena, which the next step refuses; restore and prepare train on."""
+    model, eager = pair()
+    assert_same_step(model, eager)
+    getattr(model, change)()
+    getattr(eager, change)()
+    try:
+        got = step(model, 1)
+    except ConfigError as error:
+        assert "restore(model)" in str(error)
+        prepare(restore(model), config())
+        got = step(model, 1)
+    assert_same(got, step(eager, 1))
+    assert_same_step(model, eager, 2)
+
+
+def test_the_base_of_a_peft_model_can_be_prepared_and_trained_through_its_wrapper() -> None:
+    """``get_base_model()``: whoever holds the wrapper runs the base's planned step."""
+    model, eager = tiny_lora(**SMALL), tiny_lora(**SMALL)
+    base: Any = model.get_base_model()  # type: ignore[operator]
+    prepare(base, config())
+    assert_same_step(model, eager)
+    assert_same_step(model, eager, 1)
+    assert stats(base)["steps_compiled"] == 2 and model.get_base_model() is base  # type: ignore[operator]
+
+
+def test_the_base_of_a_prepared_model_still_evaluates_and_trains() -> None:
+    """Called itself it is the model's own, adapter included: nothing is planned, nothing wrong."""
+    model, eager = pair()
+    assert_same_step(model, eager)
+    bases: list[Any] = [m.get_base_model() for m in (model, eager)]  # type: ignore[operator]
+    with torch.no_grad():
+        assert torch.equal(bases[0](**batch()).logits, bases[1](**batch()).logits)
+    assert_same(step(bases[0], 1), step(bases[1], 1))
+    assert_same_step(model, eager, 2)
+
+
+def test_a_deep_copy_and_its_original_train_apart() -> None:
+    """A reference model made with deepcopy stays as it was while the original trains, and can be prepared itself."""
+    model, eager = pair()
+    assert_same_step(model, eager)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for m in (model, eager):
+            for parameter in m.parameters():
+                if parameter.requires_grad:
+                    parameter.mul_(1.25)
+    untouched = tiny_lora(**SMALL)
+    assert_same_step(prepare(twin, config()), untouched, 1)
+    assert_same_step(model, eager, 1)
+
+
+def test_two_adapters_of_which_one_trains() -> None:
+    """The other one's parameters are frozen by PEFT: no gradient, no word about it."""
+    base = tiny_lora(**SMALL).unload()  # type: ignore[operator]
+    model: Any = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["v_proj"], init_lora_weights=False))
+    model.set_adapter("other")
+    eager = copy.deepcopy(model)
+    prepare(model, DiscoConfig(memory_budget="1GiB", device="cpu"))
+    assert_same_step(model, eager)
+    assert stats(model)["without_gradient"] == []
