@@ -39,15 +39,15 @@ def check_engine(state: Any) -> None:
     plugin = state.deepspeed_plugin
     zero = plugin.deepspeed_config.get("zero_optimization", {})
     if zero.get("stage") == 3:
-        raise ConfigError(f"zero_optimization.stage: 3 shards the frozen weights. {REPLACED.capitalize()}; {_WAYS_OUT}")
+        raise ConfigError(f"zero_optimization.stage: 3 shards the frozen weights; {REPLACED}; {_WAYS_OUT}")
     if (zero.get("offload_param") or {}).get("device", "none") != "none":
-        raise ConfigError(f"zero_optimization.offload_param: leave it out. {REPLACED.capitalize()}")
+        raise ConfigError(f"zero_optimization.offload_param: leave it out; {REPLACED}")
 
 
 def check_not_sharded(name: str, parameter: torch.nn.Parameter) -> None:
     """Raises ConfigError when ZeRO stage 3 has taken this weight apart."""
     if hasattr(parameter, "ds_id"):
-        raise ConfigError(f"{name}: ZeRO stage 3 has sharded this weight. {REPLACED.capitalize()}; {_WAYS_OUT}")
+        raise ConfigError(f"{name}: ZeRO stage 3 has sharded this weight; {REPLACED}; {_WAYS_OUT}")
 
 
 def stay_home(model: torch.nn.Module) -> None:

@@ -1,0 +1,203 @@
+"""Trains in one of several processes that a door started, each case without plans and then with them, and compares.
+
+``processes.py ddp`` or ``processes.py deepspeed``; each process writes ``result-<rank>.json``.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from transformers import Trainer, TrainingArguments, default_data_collator
+
+from disco_accel import stats
+from disco_accel.errors import ConfigError
+from disco_accel.integrate.distributed import at_home, check_same, stay_home
+from disco_accel.testing.models import random_batch, tiny_lora
+
+STEPS, ACCUMULATE = 2, 2
+VOCABULARY, LENGTH = 32, 8
+Losses = list[str]
+Run = tuple[Losses, dict[str, torch.Tensor], dict[str, Any]]
+
+torch.set_num_threads(1)
+
+
+def accelerator_of(**options: Any) -> Accelerator:
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    return Accelerator(gradient_accumulation_steps=ACCUMULATE, **options)
+
+
+def model_of(rank: int) -> torch.nn.Module:
+    # Other weights in each process: only what rank 0 broadcasts makes them equal.
+    return tiny_lora(layers=1, hidden=32, vocabulary=VOCABULARY, seed=rank)
+
+
+def train(accelerator: Accelerator, model: Any, optimizer: Any, steps: range, read: bool = False) -> Losses:
+    rank, losses = dist.get_rank(), []
+    for step in steps:
+        batch = random_batch(VOCABULARY, length=LENGTH, seed=100 * rank + step)
+        with accelerator.accumulate(model):
+            output = model(**batch)
+            if read:
+                losses.append(output.logits.sum().item().hex())
+            accelerator.backward(output.loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(output.loss.item().hex())
+    return losses
+
+
+def outcome(losses: Losses, model: Any) -> Run:
+    inner = getattr(model, "module", model)
+    return losses, {n: p.detach().clone() for n, p in inner.named_parameters()}, stats(model)
+
+
+def prepared(accelerator: Accelerator, rank: int) -> tuple[Any, Any]:
+    model = model_of(rank)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    return accelerator.prepare(model, optimizer)  # type: ignore[no-any-return]
+
+
+def loop(read: bool = False, **options: Any) -> Run:
+    accelerator = accelerator_of(**options)
+    model, optimizer = prepared(accelerator, dist.get_rank())
+    return outcome(train(accelerator, model, optimizer, range(STEPS * ACCUMULATE), read), model)
+
+
+def resumed(options: Callable[[], dict[str, Any]]) -> Run:
+    """Losses of a run that was saved half way, of its end alone after loading that, and the weights of the latter."""
+    half, whole = range(STEPS * ACCUMULATE // 2), range(STEPS * ACCUMULATE // 2, STEPS * ACCUMULATE)
+    accelerator = accelerator_of(**options())
+    model, optimizer = prepared(accelerator, dist.get_rank())
+    train(accelerator, model, optimizer, half)
+    accelerator.save_state("saved")
+    uninterrupted = outcome(train(accelerator, model, optimizer, whole), model)
+    accelerator = accelerator_of(**options())
+    model, optimizer = prepared(accelerator, 7 + dist.get_rank())
+    accelerator.load_state("saved")
+    found = outcome(train(accelerator, model, optimizer, whole), model)
+    assert same(found, uninterrupted), "a resumed run is not the uninterrupted one"
+    return found
+
+
+def trainer(**options: Any) -> Run:
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    arguments = TrainingArguments(
+        output_dir="trainer",
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=ACCUMULATE,
+        max_steps=STEPS,
+        logging_steps=1,
+        learning_rate=1e-2,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        ddp_backend="gloo",
+        **options,
+    )
+    columns = random_batch(VOCABULARY, batch=16, length=LENGTH, seed=3)
+    rows = [{name: column[row] for name, column in columns.items()} for row in range(16)]
+    model = model_of(dist.get_rank())
+    made = Trainer(model=model, args=arguments, train_dataset=rows, data_collator=default_data_collator)
+    made.train()
+    return outcome([entry["loss"].hex() for entry in made.state.log_history if "loss" in entry], model)
+
+
+def ds_options(stage: int, bf16: bool = False) -> dict[str, Any]:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": ACCUMULATE,
+        "gradient_clipping": 0.1,
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": bf16},
+        "steps_per_print": 10**6,
+    }
+    return {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=config), **gloo()}
+
+
+def gloo() -> dict[str, Any]:
+    return {"kwargs_handlers": [InitProcessGroupKwargs(backend="gloo")]}
+
+
+def ddp(**keys: Any) -> dict[str, Any]:
+    return {"kwargs_handlers": [DistributedDataParallelKwargs(**keys)]}
+
+
+def same(a: Run, b: Run) -> bool:
+    return a[0] == b[0] and a[1].keys() == b[1].keys() and all(torch.equal(a[1][n], b[1][n]) for n in a[1])
+
+
+def home(**options: Any) -> dict[str, Any]:
+    """What an engine does to a model that stays home, whose base is another in each process."""
+    accelerator = accelerator_of(**options)
+    model = model_of(dist.get_rank())
+    before = {name: tensor.detach().clone() for name, tensor in at_home(model)}
+    stay_home(model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    accelerator.prepare(model, optimizer)
+    cpu, said = torch.device("cpu"), ""
+    try:
+        check_same(at_home(model), cpu)
+    except ConfigError as error:
+        said = str(error)
+    check_same(at_home(model_of(0)), cpu)
+    return {
+        "kept": all(torch.equal(tensor, before[name]) for name, tensor in at_home(model)),
+        "adapter": [float(p.double().sum()).hex() for p in model.parameters() if p.requires_grad],
+        "said": said,
+    }
+
+
+Case = tuple[Callable[[], Run], Callable[[], Run]]
+"""The run without plans and the one with them."""
+
+DDP: dict[str, Case] = {
+    "accumulation": (loop, loop),
+    "unused parameters": (lambda: loop(True, **ddp(find_unused_parameters=True)),) * 2,
+    "bucket views": (lambda: loop(**ddp(gradient_as_bucket_view=True, broadcast_buffers=False)),) * 2,
+    "trainer": (trainer, trainer),
+}
+DEEPSPEED: dict[str, Case] = {
+    "stage 0": (lambda: loop(**ds_options(0)),) * 2,
+    "bf16 over fp32 weights": (lambda: loop(**ds_options(2, bf16=True)),) * 2,
+    "stage 1 resumed": (lambda: resumed(lambda: ds_options(1)),) * 2,
+    "stage 2 resumed": (lambda: resumed(lambda: ds_options(2)),) * 2,
+    # The launcher's config asks for stage 3 with everything offloaded.
+    "migrated": (lambda: loop(**ds_options(2)), lambda: loop(**gloo())),
+}
+
+
+def main() -> None:
+    results: dict[str, Any] = {}
+    for name, (plain, planned) in {"ddp": DDP, "deepspeed": DEEPSPEED}[sys.argv[1]].items():
+        os.environ["DISCO_ENABLED"] = "false"
+        expected = plain()
+        os.environ["DISCO_ENABLED"] = "true"
+        found = planned()
+        results[name] = {
+            "same": same(found, expected),
+            "alone": expected[2] == {},
+            "eager": found[2]["steps_eager"],
+            "planned": found[2]["steps_compiled"],
+            "losses": found[0],
+            "weights": [float(p.double().sum()).hex() for p in found[1].values()],
+        }
+    results["home"] = home(**(ds_options(1) if sys.argv[1] == "deepspeed" else {}))
+    results["processes"] = dist.get_world_size()
+    Path(f"result-{dist.get_rank()}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+main()

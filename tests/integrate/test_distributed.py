@@ -1,0 +1,121 @@
+"""Two processes train under plans, in DDP and in DeepSpeed's engine, to the bits that they reach without plans.
+
+Each door is used once; the script in the launched processes compares case by case.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "scripts" / "processes.py"
+BIN = Path(sys.executable).parent
+OURS = {"memory_budget": "64MiB", "device": "cpu", "plan_cache": None, "planner": "build"}
+TWO_PROCESSES = {
+    "compute_environment": "LOCAL_MACHINE",
+    "distributed_type": "MULTI_GPU",
+    "num_machines": 1,
+    "num_processes": 2,
+    "mixed_precision": "no",
+}
+OFFLOADING = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": 0.1,
+    "steps_per_print": 10**6,
+    "zero_optimization": {
+        "stage": 3,
+        "offload_param": {"device": "cpu"},
+        "offload_optimizer": {"device": "cpu"},
+        "stage3_prefetch_bucket_size": 1000,
+    },
+}
+DOORS = {
+    "ddp": "accelerate launch --config disco.yaml",
+    "deepspeed": "disco-accel launch --ds_config ds.json --num_processes 2",
+}
+DDP_CASES = ("accumulation", "unused parameters", "bucket views", "trainer")
+DEEPSPEED_CASES = ("stage 0", "bf16 over fp32 weights", "stage 1 resumed", "stage 2 resumed", "migrated")
+
+
+def environment() -> dict[str, str]:
+    from disco_accel.execute.build_ext import cache_root
+
+    ours = ("DISCO_", "ACCELERATE_")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    path = f"{BIN}{os.pathsep}{clean['PATH']}"
+    # As accelerate's own tests do it: torchrun's processes on a machine whose devices are left alone.
+    return clean | {
+        "PATH": path,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "ACCELERATE_USE_CPU": "true",
+        "TORCH_EXTENSIONS_DIR": str(cache_root()),
+    }
+
+
+def launch(door: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Files of a user's folder are JSON, which YAML parsers read too."""
+    (folder / "processes.py").write_text(SCRIPT.read_text())
+    (folder / "disco.yaml").write_text(json.dumps(TWO_PROCESSES | {"disco_config": OURS}, indent=1))
+    (folder / "ds.json").write_text(json.dumps(OFFLOADING | {"disco_config": OURS}))
+    command, *rest = [*DOORS[door].split(), "--main_process_port", "0", "processes.py", door]
+    variables = environment()
+    if door == "deepspeed":
+        # It would keep accelerate from using DeepSpeed.
+        del variables["ACCELERATE_USE_CPU"]
+    return subprocess.run(
+        [str(BIN / command), *rest], cwd=folder, env=variables, capture_output=True, text=True, timeout=600
+    )
+
+
+@cache
+def results(door: str) -> list[dict[str, Any]]:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as name:
+        done = launch(door, Path(name))
+        assert done.returncode == 0, done.stderr
+        if door == "deepspeed":
+            assert done.stderr.count("planned instead") == 4, done.stderr
+        return [json.loads(Path(name, f"result-{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("door", "case"), [*(("ddp", case) for case in DDP_CASES), *(("deepspeed", case) for case in DEEPSPEED_CASES)]
+)
+def test_two_processes_train_to_the_bits_of_a_run_without_plans(door: str, case: str) -> None:
+    """Losses and all weights after accumulation, clipping and AdamW; resumed: those of the uninterrupted run too.
+
+    The processes begin with different weights and get different batches, so that nothing is equal by chance.
+    """
+    if door == "deepspeed":
+        pytest.importorskip("deepspeed")
+    first, second = (result[case] for result in results(door))
+    assert [result["processes"] for result in results(door)] == [2, 2]
+    for found in (first, second):
+        assert found["alone"], "the run to compare with must be without us"
+        assert found["same"]
+        assert found["eager"] == 0 and found["planned"] > 0
+    assert first["weights"] == second["weights"]
+    assert case == "trainer" or first["losses"] != second["losses"]
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_weights_that_stay_home_are_compared_in_place_of_broadcast(door: str) -> None:
+    """As on a machine where the base is in host memory and the adapter on a device, which no collective takes."""
+    if door == "deepspeed":
+        pytest.importorskip("deepspeed")
+    first, second = (result["home"] for result in results(door))
+    assert first["kept"] and second["kept"]
+    assert first["adapter"] == second["adapter"], "adapters are broadcast"
+    for said in (first["said"], second["said"]):
+        assert "embed_tokens.weight: this frozen tensor differs between processes" in said
+        assert "load the same checkpoint" in said
