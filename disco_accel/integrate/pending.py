@@ -165,7 +165,8 @@ def externals_of(
     if step.parameters is None:
         # A parameter that is added, removed or replaced changes the step's key, so these stay the model's own.
         step.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        _check_gradients(state, step, step.parameters)
+        if step.captured.gradients:
+            _check_gradients(state, step, step.parameters)
     inputs = {name: t.to(state.device, non_blocking=True) for name, t in batch_tensors(batch).items()}
     tensors = {"trainable": step.parameters, "batch": inputs}
     return {b.vertex: tensors[b.source][b.name].detach() for b in step.externals}

@@ -111,8 +111,8 @@ class PreparedModel:
         self.abandon_active()
         if not self.plans:
             self.placement.gather()
-        options = self._compile_options(contexts())
         try:
+            options = self._compile_options(contexts())
             with _capturing:
                 step = compiler(options)
         except CaptureError as error:
@@ -303,7 +303,12 @@ def prepare(model: torch.nn.Module, config: DiscoConfig) -> torch.nn.Module:
 
 
 def prepare_frozen(model: torch.nn.Module, config: DiscoConfig) -> PreparedModel:
-    """As ``prepare``, for a model that is not going to be trained: all its parameters are frozen until ``restore``."""
+    """As ``prepare``, for a model that is not going to be trained: all its parameters are frozen until ``restore``.
+
+    Raises:
+        ConfigError: a key of ``config`` does not fit this machine, or weights are quantised.
+    """
+    require_plain_weights(model)
     state = PreparedModel(model, config)
     state.frozen_here = [p for p in model.parameters() if p.requires_grad]
     for parameter in state.frozen_here:

@@ -103,7 +103,7 @@ def test_a_cache_can_be_continued_by_prefill_and_by_generate() -> None:
     assert stats(planned)["fallbacks"] == [] and stats(planned)["prefills"] == 3
 
 
-def test_a_pending_training_step_survives() -> None:
+def test_a_pending_training_step_survives(caplog: pytest.LogCaptureFixture) -> None:
     """A prefill between a step's forward and its backward changes neither; with dropout, so that draws count too."""
     eager = tiny_lora(**SMALL, attention_dropout=0.2)
     planned = prepare(copy.deepcopy(eager), ROOMY)
@@ -120,6 +120,7 @@ def test_a_pending_training_step_survives() -> None:
     for ours, theirs in zip(planned.parameters(), eager.parameters(), strict=True):
         assert (ours.grad is None and theirs.grad is None) or torch.equal(ours.grad, theirs.grad)
     assert stats(planned)["steps_compiled"] == 1 and stats(planned)["prefills"] == 1
+    assert not [r for r in caplog.records if r.levelname == "WARNING"], "a prefill is no step that lacks gradients"
 
 
 def test_dropout_in_training_mode_draws_as_eager_draws() -> None:
