@@ -1,17 +1,37 @@
 """Weight offloading of layered models: greedy choices against L2L and the lower bound, over depth and bandwidth.
 
-python -m benchmarks.weights [SECONDS for each bound]
+    python -m benchmarks.weights [SECONDS for each bound]
+    python -m benchmarks.weights --graph TASK.json ... --memory SIZE ... [--bandwidth BYTES_PER_S ...]
+
+With ``--graph``: what the choice of layers is worth as residents of a captured training step, beside our own. All times
+are over the bound of the graph; ``layers`` and ``layers' bound`` are of the chain, where a layer comes and goes as a
+whole.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from collections.abc import Sequence
 
+from disco_accel.errors import ConfigError, PlanError
+from disco_accel.graphcheck import check_taskgraph
+from disco_accel.graphfile import read_taskgraph
 from disco_accel.observe.report import table
+from disco_accel.plan import make_plan
+from disco_accel.plan.bound import bound_of
+from disco_accel.plan.build import build
+from disco_accel.plan.evict import policy_named
+from disco_accel.plan.needed import with_memory
+from disco_accel.plan.sim_malloc import Infeasible
+from disco_accel.plan.simulate import Link, Machine, simulate
 from disco_accel.plan.weights import Instance, Layer
+from disco_accel.plan.weights_graph import chain_of, residents_of
 from disco_accel.plan.weights_solve import solve
+from disco_accel.sizes import format_size, parse_size
+from disco_accel.taskgraph import TaskGraph
+from disco_accel.verify import verify
 
 MIB = float(1 << 20)
 GIB = float(1 << 30)
@@ -59,11 +79,46 @@ def row(name: str, instance: Instance, seconds: float) -> list[str]:
 HEADER = ["instance", "w/M", "sum u, s", "bound/sum u", "L2L", "greedy*", "greedy", "gaps", "took, s"]
 
 
+def plans(graph: TaskGraph, memory: int, bandwidth: float, seconds: float) -> list[str]:
+    """Times over the bound of ``graph``: both planners', BUILDMEMGRAPH's with the residents that greedy chooses, and
+    what the chain of layers promises."""
+    link = Link(bandwidth, 1e-5)
+    machine = Machine(h2d=link, d2h=link)
+    graph = with_memory(graph, lambda device: memory)
+    bound = bound_of(graph, machine, memory).bound
+    cells = [graph.name, format_size(memory), f"{bandwidth / 1e9:g}"]
+    for planner in ("timed", "build"):
+        plan = make_plan(graph, planner=planner, cyclic=True, machine=machine)
+        cells.append(f"{simulate(plan, machine).makespan / bound:.3f}")
+    try:
+        chain = chain_of(graph, machine)
+        found = solve(chain.instance, seconds)
+        residents = residents_of(chain, found.greedy.chosen)
+        plan = build(graph, policy_named("belady"), residents=residents, cyclic=True)
+    except (PlanError, ConfigError, Infeasible):
+        return [*cells, "-", "-", "-"]
+    verify(graph, plan)
+    times = [simulate(plan, machine).makespan, found.greedy.schedule.period, found.bound.seconds]
+    return [*cells, *(f"{seconds / bound:.3f}" for seconds in times)]
+
+
+PLANS = ["graph", "memory", "GB/s", "timed", "build", "build, residents of layers", "layers", "layers' bound"]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print both tables; times are ratios to the bound. A star: HiGHS ran out of time, the bound holds all the same."""
     parser = argparse.ArgumentParser(description="chains of layers at several depths and bandwidths")
     parser.add_argument("seconds", type=float, nargs="?", default=20.0, help="for each bound")
-    seconds = parser.parse_args(argv).seconds
+    parser.add_argument("--graph", nargs="*", default=[])
+    parser.add_argument("--memory", nargs="*", default=[])
+    parser.add_argument("--bandwidth", nargs="*", type=float, default=[2.0e10])
+    options = parser.parse_args(argv)
+    seconds = options.seconds
+    if options.graph:
+        subjects = [check_taskgraph(read_taskgraph(file)) for file in options.graph]
+        each = itertools.product(subjects, map(parse_size, options.memory), options.bandwidth)
+        print(table(PLANS, [plans(*subject, seconds) for subject in each]))
+        return 0
     rows = [row(f"GPT-2 {depth}", gpt2(depth), seconds) for depth in (26, 34, 42, 50, 58, 66)]
     rows += [row(f"BERT {depth}", bert(depth), seconds) for depth in (64, 80, 96, 112, 128)]
     print(table(HEADER, rows), flush=True)

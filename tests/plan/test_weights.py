@@ -121,7 +121,7 @@ def test_what_does_not_fit_is_what_leaves() -> None:
     assert chosen and len(chosen) < len(tight.gaps())
 
 
-@pytest.mark.parametrize("gigabytes", [0.5, 2, 6, 12])
+@pytest.mark.parametrize("gigabytes", [0.5, 1, 2, 3, 4, 6, 8, 12])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_greedy_is_no_slower_than_one_layer_at_a_time(gigabytes: float, frozen: bool) -> None:
     """Layered transformers at every bandwidth, in less than half of the memory that they need."""
