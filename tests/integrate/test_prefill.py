@@ -227,6 +227,28 @@ def test_generate_says_once_what_it_cannot_plan(caplog: pytest.LogCaptureFixture
     assert any("use_cache" in reason for reason in stats(planned)["fallbacks"])
 
 
+def test_beams_and_sampling_start_from_a_plan() -> None:
+    eager = tiny_lora(**SMALL).eval()
+    planned = prepare(copy.deepcopy(eager), ROOMY)
+    for keys in ({"num_beams": 3}, {"do_sample": True, "top_k": 20}):
+        found = []
+        for model in (eager, planned):
+            torch.manual_seed(1)
+            found.append(model.generate(**prompt(), max_new_tokens=5, pad_token_id=0, **keys))
+        assert torch.equal(*found)
+    assert stats(planned)["prefills"] == 2 and stats(planned)["fallbacks"] == []
+
+
+def test_a_prompt_that_does_not_fit_is_refused_by_generate_too() -> None:
+    planned = prepare(tiny_lora(**SMALL).eval(), DiscoConfig(memory_budget=300_000, device="cpu", planner="build"))
+    generated(planned, prompt(1, 4))
+    with pytest.raises(BudgetTooSmall, match="memory_budget") as refusal:
+        generated(planned, prompt(2, 100))
+    assert refusal.value.given == 300_000 < refusal.value.needed
+    assert "forward" not in planned.get_base_model().__dict__
+    generated(planned, prompt(1, 4))
+
+
 def test_a_copy_of_a_prepared_model_generates_by_itself() -> None:
     planned = prepare(tiny_lora(**SMALL).eval(), ROOMY)
     expected = prefill(planned, **prompt()).logits[:, -1]
