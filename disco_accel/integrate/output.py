@@ -81,11 +81,13 @@ class _Elsewhere(torch.autograd.Function):
         ctx: Any, value: torch.Tensor, gradients: Gradients, names: tuple[str, ...], *parameters: torch.Tensor
     ) -> torch.Tensor:
         ctx.gradients, ctx.names = gradients, names
+        # DDP's node behind a value that no loss depends on passes no gradient on; zeros would cost a step.
+        ctx.set_materialize_grads(False)
         return value.detach()
 
     @staticmethod
-    def backward(ctx: Any, tangent: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        found = ctx.gradients(tangent)
+    def backward(ctx: Any, tangent: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        found = {} if tangent is None else ctx.gradients(tangent)
         return (None, None, None, *(found.get(name) for name in ctx.names))
 
 

@@ -104,6 +104,9 @@ def test_two_processes_train_to_the_bits_of_a_run_without_plans(door: str, case:
         assert found["alone"], "the run to compare with must be without us"
         assert found["same"]
         assert found["eager"] == 0 and found["planned"] > 0
+        assert found["plans"] == (2 if case == "unused parameters" else 1), (
+            "logits are read there, never differentiated"
+        )
     assert first["weights"] == second["weights"]
     assert case == "trainer" or first["losses"] != second["losses"]
 

@@ -155,7 +155,7 @@ def home(**options: Any) -> dict[str, Any]:
     check_same(at_home(model_of(0)), cpu)
     return {
         "kept": all(torch.equal(tensor, before[name]) for name, tensor in at_home(model)),
-        "adapter": [float(p.double().sum()).hex() for p in model.parameters() if p.requires_grad],
+        "adapter": [float(p.detach().double().sum()).hex() for p in model.parameters() if p.requires_grad],
         "said": said,
     }
 
@@ -191,6 +191,7 @@ def main() -> None:
             "alone": expected[2] == {},
             "eager": found[2]["steps_eager"],
             "planned": found[2]["steps_compiled"],
+            "plans": found[2]["plans"],
             "losses": found[0],
             "weights": [float(p.double().sum()).hex() for p in found[1].values()],
         }
