@@ -47,7 +47,8 @@ def install() -> None:
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         # Python ends with the status of a SystemExit that its excepthook raises.
         if isinstance(error, USER_ERRORS):
-            sys.stderr.write(f"{user_message(error)}\n")
+            # A process group's own hook, around this one, collects sys.stderr and loses it when the process ends here.
+            print(user_message(error), file=sys.__stderr__ or sys.stderr, flush=True)
             raise SystemExit(BAD_INPUT)
         status = child_status(error)
         if status in _CHILD_SPOKE:

@@ -159,3 +159,17 @@ print([name for name in sys.modules if name.partition(".")[0] == "deepspeed"])
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+def test_a_process_of_a_group_says_why_it_ends() -> None:
+    """torch puts a hook of its own around ours when a process group is made."""
+    program = """
+import torch.distributed as dist
+from disco_accel.errors import ConfigError
+from disco_accel.integrate import exit_status
+exit_status.install()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+raise ConfigError("memory_budget: too much")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (2, "disco-accel: ConfigError: memory_budget: too much\n")
