@@ -142,9 +142,11 @@ def _fit(recipe: LoraRecipe, model: Any, tokenizer: Any, data: Any, checkpoint: 
     if trainer.is_world_process_zero():
         print(opening_line(recipe, model, len(data)), file=sys.stderr)
     began = time.perf_counter()
+    # Asked now: when training ends, the checkpoint that it started from may be gone.
+    first = _step_of(checkpoint) if checkpoint else 0
     try:
         with stop:
-            if checkpoint is not None and _step_of(checkpoint) >= recipe.max_steps:
+            if checkpoint is not None and first >= recipe.max_steps:
                 # Trainer would add a step to a run that was killed after its last one.
                 trainer._load_from_checkpoint(str(checkpoint))
             else:
@@ -153,7 +155,7 @@ def _fit(recipe: LoraRecipe, model: Any, tokenizer: Any, data: Any, checkpoint: 
         progress.close()
     if trainer.is_world_process_zero():
         seconds = time.perf_counter() - began
-        _save(recipe, trainer, checkpoint, seconds, stop.signal)
+        _save(recipe, trainer, first, seconds, stop.signal)
     if stop.signal is None:
         return 0
     print(f"stopped by {signal.Signals(stop.signal).name}; go on with --resume_from_checkpoint", file=sys.stderr)
@@ -241,9 +243,7 @@ def _is_complete(checkpoint: Path) -> bool:
     return all((checkpoint / name).is_file() for name in ("trainer_state.json", "adapter_model.safetensors"))
 
 
-def _save(
-    recipe: LoraRecipe, trainer: RecordingTrainer, checkpoint: Path | None, seconds: float, by: int | None
-) -> None:
+def _save(recipe: LoraRecipe, trainer: RecordingTrainer, first: int, seconds: float, by: int | None) -> None:
     output = Path(recipe.output_dir)
     model = trainer.accelerator.unwrap_model(trainer.model)
     if by is None:
@@ -252,7 +252,6 @@ def _save(
         trainer.processing_class.save_pretrained(output / STAGING)
         publish(output / STAGING, output)
     planned = plan_stats(model)
-    first = _step_of(checkpoint) if checkpoint else 0
     write_metrics(
         output / METRICS_NAME,
         {
