@@ -1,7 +1,7 @@
 """Random sequences of what users do to a model and with it: every output is eager's, no plan is ever stale.
 
-DISCO_SEQUENCES sets how many (20 in CI; a thousand take a quarter of an hour or more). A failure names its seed and what was
-done.
+DISCO_SEQUENCES sets how many (20 in CI; a thousand take a quarter of an hour or more). A failure names its seed and
+what was done.
 """
 
 from __future__ import annotations
