@@ -24,19 +24,19 @@ def measure(device: str, small: bool, stage: str) -> dict[str, Any]:
         figures[NOT_HERE] = "pinning, copies both ways, events"
         for huge in (False, True):
             source, target = (_drawn(HostMemory(nbytes, huge_pages=huge)) for _ in range(2))
-            figures[f"memcpy_{'huge' if huge else 'plain'}"] = _rate(lambda s=source, t=target: t.copy_(s), nbytes)
+            figures[f"memcpy_{'huge' if huge else 'plain'}"] = rate(lambda s=source, t=target: t.copy_(s), nbytes)
         return figures
     for huge in (False, True):
         memory = HostMemory(nbytes, huge_pages=huge)
         host = _drawn(memory)
         name = "huge" if huge else "plain"
         there = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
-        figures[f"h2d_pageable_{name}"] = _rate(lambda t=there, h=host: t.copy_(h), nbytes)
+        figures[f"h2d_pageable_{name}"] = rate(lambda t=there, h=host: t.copy_(h), nbytes)
         began = time.perf_counter()
         memory.pin()
         figures[f"register_{name}"] = nbytes / (time.perf_counter() - began) * 1e-9
-        figures[f"h2d_{name}"] = _rate(lambda t=there, h=host: t.copy_(h, non_blocking=True), nbytes)
-        figures[f"d2h_{name}"] = _rate(lambda t=there, h=host: h.copy_(t, non_blocking=True), nbytes)
+        figures[f"h2d_{name}"] = rate(lambda t=there, h=host: t.copy_(h, non_blocking=True), nbytes)
+        figures[f"d2h_{name}"] = rate(lambda t=there, h=host: h.copy_(t, non_blocking=True), nbytes)
         if not host.is_pinned():
             figures["wrong"] = "PyTorch does not see the registered arena as pinned"
     figures |= _duplex(host, there)
@@ -61,7 +61,8 @@ def _seconds(copy: Callable[[], object]) -> float:
     return statistics.median(samples[1:])
 
 
-def _rate(copy: Callable[[], object], nbytes: int) -> float:
+def rate(copy: Callable[[], object], nbytes: int) -> float:
+    """GB/s of ``copy``, which moves ``nbytes``."""
     return nbytes / _seconds(copy) * 1e-9
 
 
@@ -81,7 +82,7 @@ def _duplex(host: torch.Tensor, there: torch.Tensor) -> dict[str, float]:
         with torch.cuda.stream(streams[1]):
             host[half:].copy_(there[half:], non_blocking=True)
 
-    return {"duplex_each_way": _rate(both, half)}
+    return {"duplex_each_way": rate(both, half)}
 
 
 def _latencies(host: torch.Tensor, there: torch.Tensor) -> dict[str, float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,52 +11,54 @@ from accelerate import init_empty_weights
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.shapes import PRESETS, Shape
 from disco_accel.execute.hostmem import HostMemory
 from disco_accel.integrate.placement import keep_arena
 
-SMALL = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 96,
-}
-SEVEN_B = {
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "vocab_size": 32000,
-}
+SMALL, SEVEN_B = PRESETS["tiny"], PRESETS["7b"]
+
+
+def meta_llama(shape: Shape, *, dtype: torch.dtype, attention: str, positions: int = 2048) -> Any:
+    """A Llama without memory behind its weights."""
+    config = LlamaConfig(**shape, max_position_embeddings=positions, attention_dropout=0.0, tie_word_embeddings=False)
+    with init_empty_weights(include_buffers=False):
+        return LlamaForCausalLM._from_config(config, dtype=dtype, attn_implementation=attention)
+
+
+def draw_weights(model: Any, source: torch.device, home: Callable[[torch.Tensor], torch.Tensor], seed: int = 0) -> None:
+    """Give ``model`` frozen weights, drawn on ``source`` (a GPU is faster at it), each where ``home`` puts it.
+
+    The same ``source`` and ``seed`` give the same weights wherever they go.
+    """
+    generator = torch.Generator(source).manual_seed(seed)
+    for name, parameter in list(model.named_parameters()):
+        drawn = torch.randn(parameter.shape, generator=generator, device=source, dtype=torch.float32) * 0.02
+        # Norms are near 1 in a trained model.
+        weight = home((drawn + 1 if "norm" in name else drawn).to(parameter.dtype))
+        owner, _, leaf = name.rpartition(".")
+        model.get_submodule(owner)._parameters[leaf] = torch.nn.Parameter(weight, requires_grad=False)
 
 
 def arena_llama(
-    shape: dict[str, int], *, dtype: torch.dtype, attention: str, source: torch.device, seed: int = 0
+    shape: Shape, *, dtype: torch.dtype, attention: str, source: torch.device, seed: int = 0, positions: int = 2048
 ) -> tuple[Any, HostMemory]:
-    """A Llama whose weights are drawn on ``source`` (a GPU is faster at it) into a host arena, pinned for CUDA."""
-    config = LlamaConfig(**shape, max_position_embeddings=2048, attention_dropout=0.0, tie_word_embeddings=False)
-    with init_empty_weights(include_buffers=False):
-        model = LlamaForCausalLM._from_config(config, dtype=dtype, attn_implementation=attention)
-    named = list(model.named_parameters())
-    memory = HostMemory(HostMemory.room_for([p for _, p in named]))
+    """A Llama with ``draw_weights`` in a host arena, pinned if ``source`` is a GPU."""
+    model = meta_llama(shape, dtype=dtype, attention=attention, positions=positions)
+    memory = HostMemory(HostMemory.room_for(list(model.parameters())))
     if source.type == "cuda":
         memory.pin()
-    generator = torch.Generator(source).manual_seed(seed)
-    for name, parameter in named:
-        target = memory.allocate(parameter.shape, dtype)
-        drawn = torch.randn(parameter.shape, generator=generator, device=source, dtype=torch.float32) * 0.02
-        # Norms are near 1 in a trained model.
-        target.copy_(drawn + 1 if "norm" in name else drawn)
-        owner, _, leaf = name.rpartition(".")
-        model.get_submodule(owner)._parameters[leaf] = torch.nn.Parameter(target, requires_grad=False)
+    draw_weights(model, source, memory.adopt, seed)
     keep_arena(model, memory)
     return model, memory
 
 
-def with_adapter(model: Any, *, rank: int, checkpointing: bool, dropout: float = 0.0, seed: int = 0) -> Any:
-    """LoRA on all projections in the base's dtype, B not zero, in training mode."""
+def with_adapter(
+    model: Any, *, rank: int, checkpointing: bool, dropout: float = 0.0, seed: int = 0, offload: bool = False
+) -> Any:
+    """LoRA on all projections in the base's dtype, B not zero, in training mode.
+
+    ``offload``: transformers keeps what is saved for the recomputation in host memory (5.17 and newer).
+    """
     torch.manual_seed(seed)
     lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", lora_dropout=dropout)
     adapted: Any = get_peft_model(model, lora, autocast_adapter_dtype=False)
@@ -64,7 +68,11 @@ def with_adapter(model: Any, *, rank: int, checkpointing: bool, dropout: float =
                 parameter.normal_(std=0.02)
     adapted.config.use_cache = False
     if checkpointing:
-        adapted.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # Called activation_checkpointing_enable where this name is deprecated; older versions have this one alone.
+        more = {"offload": True} if offload else {}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False}, **more)
     adapted.train()
     return adapted
 

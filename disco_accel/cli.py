@@ -148,7 +148,7 @@ def _train(options: argparse.Namespace) -> int:
     return train(options.rest)
 
 
-BENCHMARKS = ("engine", "planner", "policies", "prefill", "scale", "weights")
+BENCHMARKS = ("engine", "planner", "policies", "prefill", "scale", "step", "weights")
 
 
 def _bench(options: argparse.Namespace) -> int:

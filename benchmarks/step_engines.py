@@ -1,0 +1,245 @@
+"""Ways to run one and the same LoRA step, for ``benchmarks/step.py``: planned, eager and compiled in memory, streamed.
+
+Every engine has the same frozen weights, the same adapter, the same batch and the same optimizer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from benchmarks.gpu_link import rate
+from benchmarks.gpu_models import arena_llama, batch_for, draw_weights, meta_llama, with_adapter
+from disco_accel import DiscoConfig, prepare, stats
+from disco_accel.execute.cuda import run_device
+from disco_accel.integrate.placement import StreamedEager
+from disco_accel.integrate.plugin import current_step
+
+LEARNING_RATE = 1e-3
+_RATE_BYTES = 512 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Job:
+    """What one process measures. ``budget`` in bytes, None for engines that know none; ``bandwidth`` in bytes/s, of a
+    link of the host device; ``folder`` receives the first step's gradients."""
+
+    engine: str
+    shape: Mapping[str, int]
+    batch: int
+    tokens: int
+    dtype: str
+    rank: int
+    device: str
+    budget: int | None
+    bandwidth: float | None
+    planner: str
+    folder: str
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """``dtype`` as torch has it."""
+        kind: torch.dtype = getattr(torch, self.dtype)
+        return kind
+
+    @property
+    def where(self) -> torch.device:
+        """The device that computes, with its index."""
+        return run_device(self.device)
+
+
+class Engine:
+    """A LoRA step in eager mode, everything on the device."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.where = job.where
+        self.model = self.build()
+        self.batch = batch_for(job.shape["vocab_size"], job.batch, job.tokens, self.where)
+        self.trainable = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        self.optimizer = self.make_optimizer()
+
+    def build(self) -> Any:
+        """The model as it trains."""
+        model = self.random_model(lambda t: t.to(self.where, copy=True))
+        return model.to(self.where)
+
+    def random_model(self, home: Callable[[torch.Tensor], torch.Tensor], *, offload: bool = False) -> Any:
+        """The job's model, its frozen weights where ``home`` puts them."""
+        job = self.job
+        base = meta_llama(job.shape, dtype=job.torch_dtype, attention="sdpa", positions=max(2048, job.tokens))
+        draw_weights(base, self.where, home)
+        return with_adapter(base, rank=job.rank, checkpointing=True, offload=offload)
+
+    def arena_model(self) -> Any:
+        """The job's model, its frozen weights in a host arena."""
+        job = self.job
+        positions = max(2048, job.tokens)
+        base, _ = arena_llama(
+            job.shape, dtype=job.torch_dtype, attention="sdpa", source=self.where, positions=positions
+        )
+        return with_adapter(base, rank=job.rank, checkpointing=True)
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        """Of the adapter alone; its rate makes losses fall from step to step."""
+        return torch.optim.AdamW(self.trainable.values(), lr=LEARNING_RATE)
+
+    def backward(self) -> float:
+        """Forward and backward; returns the loss."""
+        loss = self.model(**self.batch).loss
+        loss.backward()
+        return float(loss.detach())
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Copies on the host of the adapter's gradients, those that there are."""
+        return {n: p.grad.to("cpu", copy=True) for n, p in self.trainable.items() if p.grad is not None}
+
+    def update(self) -> None:
+        """The optimizer's step."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def figures(self) -> dict[str, Any]:
+        """What is known beside the times: ``used`` and ``reserved`` device bytes, ``h2d`` and ``d2h`` bytes a step."""
+        return {}
+
+
+class Compiled(Engine):
+    """``torch.compile`` in memory, with the same checkpointing."""
+
+    def build(self) -> Any:
+        model = super().build()
+        model.compile()
+        return model
+
+
+class CheckpointOffload(Engine):
+    """Weights on the device; transformers keeps what checkpointing saves in pinned host memory."""
+
+    def build(self) -> Any:
+        return self.random_model(lambda t: t.to(self.where, copy=True), offload=True).to(self.where)
+
+
+class Streamed(Engine):
+    """Eager, each module's frozen weights copied to the device before it runs, synchronously; none of them stays."""
+
+    def build(self) -> Any:
+        self.copied = 0
+        model = self.arena_model()
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(self.where)
+        self.hooks = StreamedEager(model, self._visit)
+        return model
+
+    def backward(self) -> float:
+        self.copied = 0
+        return super().backward()
+
+    def _visit(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, torch.nn.Parameter):
+            return tensor.to(self.where)
+        self.copied += tensor.nbytes
+        began = time.perf_counter()
+        copy = tensor.detach().to(self.where, copy=True)
+        if self.job.bandwidth is not None:
+            time.sleep(max(0.0, began + tensor.nbytes / self.job.bandwidth - time.perf_counter()))
+        return copy
+
+    def figures(self) -> dict[str, Any]:
+        return {"h2d": self.copied, "d2h": 0}
+
+
+class Planned(Engine):
+    """A step from a plan within the job's budget; ``changes`` are keys of ``DiscoConfig``."""
+
+    changes: ClassVar[Mapping[str, Any]] = {}
+
+    def build(self) -> Any:
+        job = self.job
+        config = DiscoConfig(
+            memory_budget="auto" if job.budget is None else job.budget,
+            device=job.device,
+            planner=job.planner,
+            link_bandwidth=job.bandwidth if job.device == "cpu" else None,
+            compute_threads=1 if job.device == "cpu" else None,
+            plan_cache=None,
+        )
+        return prepare(self.arena_model(), dataclasses.replace(config, **self.changes))
+
+    def figures(self) -> dict[str, Any]:
+        found = stats(self.model)
+        if found["steps_eager"]:
+            raise RuntimeError(f"steps ran in eager mode: {found['fallbacks']}")
+        outside = found["budget"]["total"] - found["budget"]["arena"]
+        kept = ("budget", "kernels", "resident_weight_bytes", "compile_seconds", "compute_seconds")
+        return {
+            "used": found["peak_bytes"],
+            "reserved": outside + found["arena_bytes"],
+            "h2d": found["reload_bytes"],
+            "d2h": found["offload_bytes"],
+            **{name: found[name] for name in kept},
+            **({"rates": _link_rates()} if self.where.type == "cuda" else {}),
+        }
+
+
+def _link_rates() -> dict[str, float]:
+    """Bytes/s of a pinned copy in each direction."""
+    host = torch.empty(_RATE_BYTES, dtype=torch.uint8).random_(0, 256).pin_memory()
+    there = host.cuda()
+    return {
+        "h2d": 1e9 * rate(lambda: there.copy_(host, non_blocking=True), _RATE_BYTES),
+        "d2h": 1e9 * rate(lambda: host.copy_(there, non_blocking=True), _RATE_BYTES),
+    }
+
+
+class FixedOrder(Planned):
+    """The same plan, its vertices started in serial order only."""
+
+    changes: ClassVar[Mapping[str, Any]] = {"dispatch": "fixed"}
+
+
+class NoLookahead(Planned):
+    """Kernels are issued when all that they need has finished, as in the paper (K = 0)."""
+
+    changes: ClassVar[Mapping[str, Any]] = {"lookahead": 0}
+
+
+class Resident(Planned):
+    """A plan with room for everything. On the host device its kernels' time is measured in every step."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(dataclasses.replace(job, budget=None))
+        self.kernel_seconds: list[float] = []
+
+    def backward(self) -> float:
+        step = current_step(self.model)
+        if step is None or self.where.type == "cuda":
+            return super().backward()
+        step.executor.set_tracing(True)
+        loss = super().backward()
+        busy = [e.end - e.start for e in step.executor.events() if e.lane.startswith("compute")]
+        self.kernel_seconds.append(sum(busy))
+        return loss
+
+    def figures(self) -> dict[str, Any]:
+        found = super().figures()
+        if found["h2d"] or found["d2h"]:
+            raise RuntimeError("the device has no room for everything, so that nothing can be said of compute alone")
+        return {**found, "kernel_seconds": self.kernel_seconds or [found["compute_seconds"]]}
+
+
+ENGINES: Mapping[str, type[Engine]] = {
+    "in-memory": Engine,
+    "resident": Resident,
+    "disco": Planned,
+    "fixed-order": FixedOrder,
+    "k0": NoLookahead,
+    "streamed": Streamed,
+    "compile": Compiled,
+    "checkpoint-offload": CheckpointOffload,
+}

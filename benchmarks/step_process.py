@@ -1,0 +1,110 @@
+"""The processes of ``benchmarks/step.py``: one engine each, told what to do over pipes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.step_engines import Job
+
+COMMAND: tuple[str, ...] = ("-m", "benchmarks.step_worker")
+"""What each process runs, after the interpreter and before the job."""
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+class Worker:
+    """One engine's process, and all that it answered. ``error`` is why it could not go on, None if it could."""
+
+    def __init__(self, job: Job, limit: float) -> None:
+        """``limit``: seconds that an answer may take."""
+        self.job = job
+        self.error: str | None = None
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+        self.facts: dict[str, Any] = {}
+        self._limit = limit
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        """Start the process, which builds its model. Its own words go to ``log`` in the job's folder."""
+        command = [sys.executable, *COMMAND, json.dumps(asdict(self.job))]
+        with (Path(self.job.folder) / "log").open("w") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                cwd=_ROOT,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])},
+                start_new_session=True,
+            )
+
+    def built(self) -> None:
+        """Wait until the model is built."""
+        self._answer()
+
+    def steps(self, count: int, *, timed: bool) -> None:
+        """Run ``count`` steps."""
+        for _ in range(count):
+            answer = self.ask("step")
+            if answer is None:
+                return
+            self.losses.append(answer.pop("loss"))
+            seconds = answer.pop("seconds")
+            if timed:
+                self.seconds.append(seconds)
+            self.facts |= answer
+
+    def finish(self) -> None:
+        """Take the figures, and end the process."""
+        self.facts |= self.ask("figures") or {}
+        self.stop()
+
+    def ask(self, word: str) -> dict[str, Any] | None:
+        """The answer to ``word``; None if there is none any more."""
+        if self.error is not None or self._process is None:
+            return None
+        assert self._process.stdin is not None
+        # A process that is gone has left its reason in the other pipe, or none.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(word + "\n")
+            self._process.stdin.flush()
+        return self._answer()
+
+    def stop(self) -> None:
+        """End the process and whatever it started."""
+        if self._process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.communicate()
+        self._process = None
+
+    def _answer(self) -> dict[str, Any] | None:
+        assert self._process is not None and self._process.stdout is not None
+        ready, _, _ = select.select([self._process.stdout], [], [], self._limit)
+        line = self._process.stdout.readline() if ready else ""
+        if line:
+            answer: dict[str, Any] = json.loads(line)
+            self.error = answer.get("error")
+        elif ready:
+            self.error = f"the process ended with {self._process.wait()}; its last words: {self._last_words()}"
+        else:
+            self.error = f"no answer within {self._limit:g} s"
+        if self.error is not None:
+            self.stop()
+            return None
+        return answer
+
+    def _last_words(self) -> str:
+        lines = (Path(self.job.folder) / "log").read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it said nothing"

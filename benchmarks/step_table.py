@@ -1,0 +1,183 @@
+"""Rows of ``benchmarks/step.py``: whether engines did equal work, and what of it the table shows."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.compare import same_bits
+from benchmarks.step_process import Worker
+from benchmarks.subjects import Times
+from disco_accel.sizes import format_size
+
+TITLES = {
+    "in-memory": "eager in memory",
+    "resident": "disco, everything resident",
+    "disco": "disco",
+    "fixed-order": "disco, fixed order",
+    "k0": "disco, no look-ahead (K=0)",
+    "streamed": "module by module, synchronous",
+    "compile": "torch.compile in memory",
+    "checkpoint-offload": "transformers checkpoint offload",
+    "accelerate": "accelerate cpu_offload",
+    "zero3": "ZeRO-3 offload_param",
+    "zero3-tuned": "ZeRO-3 offload_param, tuned",
+    "deepcompile": "DeepCompile offload_parameters",
+    "axolotl": "axolotl layer_offloading",
+}
+TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
+"""Of losses, relative; ten times as much of gradients. Ours must have eager's bits on the CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether an engine did the work that eager in memory did, and in words how far apart they were."""
+
+    equal: bool
+    words: str
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Sizes in bytes, of the steps; ``h2d`` and ``d2h`` in bytes per step, None where nobody knows. ``bound``:
+    max(compute alone, link) in seconds, None if compute alone was not measured."""
+
+    engine: str
+    budget: int | None
+    ours: bool
+    equal: bool
+    verdict: str
+    error: str | None
+    seconds: list[float]
+    tokens_per_second: float | None
+    used: int | None
+    reserved: int | None
+    host: int | None
+    h2d: int | None
+    d2h: int | None
+    bound: float | None
+    facts: Mapping[str, Any]
+
+
+def judge(workers: Sequence[Worker], dtype: str) -> list[Verdict]:
+    """Compare each worker with the one in memory. Their folders must still be there."""
+    reference = next((w for w in workers if w.job.engine == "in-memory" and w.error is None), None)
+    return [_verdict(worker, reference, dtype) for worker in workers]
+
+
+def _verdict(worker: Worker, reference: Worker | None, dtype: str) -> Verdict:
+    if worker.error is not None:
+        return Verdict(False, "")
+    trainable = worker.facts["trainable"]
+    if worker.facts["gradients"] != trainable["tensors"]:
+        return Verdict(False, f"no: {worker.facts['gradients']} of {trainable['tensors']} gradients")
+    if reference is None:
+        return Verdict(True, "not compared: nothing ran in memory")
+    if trainable != reference.facts["trainable"]:
+        return Verdict(False, f"no: trains {trainable['elements']} elements")
+    losses = max(abs(a - b) / abs(b) for a, b in zip(worker.losses, reference.losses, strict=True))
+    mine, theirs = (load_file(Path(w.job.folder) / "gradients.safetensors") for w in (worker, reference))
+    if mine.keys() != theirs.keys():
+        return Verdict(False, "no: other parameters have gradients")
+    if losses == 0 and all(same_bits(mine[name], theirs[name]) for name in mine):
+        return Verdict(True, "bits")
+    gradients = max(_apart(mine[name], theirs[name]) for name in mine)
+    exact = worker.job.device == "cpu" and _ours(worker)
+    close = losses <= TOLERANCE[dtype] and gradients <= 10 * TOLERANCE[dtype]
+    equal = close and not exact
+    return Verdict(equal, f"{'to' if equal else 'no:'} {losses:.0e}, gradients {gradients:.0e}")
+
+
+def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-20))
+
+
+def _ours(worker: Worker) -> bool:
+    return worker.job.engine in ("resident", "disco", "fixed-order", "k0")
+
+
+def rows_of(workers: Sequence[Worker], verdicts: Sequence[Verdict], args: argparse.Namespace) -> list[Row]:
+    """A row for each worker."""
+    compute = next((median(w.facts["kernel_seconds"]) for w in workers if w.facts.get("kernel_seconds")), None)
+    rates = next((w.facts["rates"] for w in workers if w.facts.get("rates")), None)
+    if args.device == "cpu":
+        rates = {"h2d": args.bandwidth, "d2h": args.bandwidth}
+    return [_row(w, v, args.batch * args.tokens, compute, rates) for w, v in zip(workers, verdicts, strict=True)]
+
+
+def _row(
+    worker: Worker, verdict: Verdict, tokens: int, compute: float | None, rates: Mapping[str, float] | None
+) -> Row:
+    facts = dict(worker.facts) if worker.error is None else {}
+    copied = {way: facts.pop(way, None) for way in ("h2d", "d2h")}
+    link = max(((copied[way] or 0) / rates[way] for way in copied), default=0.0) if rates else 0.0
+    seconds = worker.seconds if worker.error is None else []
+    return Row(
+        engine=worker.job.engine,
+        budget=worker.job.budget,
+        ours=_ours(worker),
+        equal=verdict.equal,
+        verdict=verdict.words,
+        error=worker.error,
+        seconds=seconds,
+        tokens_per_second=tokens / median(seconds) if seconds else None,
+        used=facts.pop("used", None),
+        reserved=facts.pop("reserved", None),
+        host=facts.pop("host", None),
+        h2d=copied["h2d"],
+        d2h=copied["d2h"],
+        bound=None if compute is None else max(compute, link),
+        facts=facts,
+    )
+
+
+HEADER = (
+    "| engine | s per step | tokens/s | device used | device reserved | process memory | to device, GB/s "
+    "| from device, GB/s | of max(compute, link) | equal to eager |\n|" + "---|" * 10
+)
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """Markdown: a line for each row; an engine that could not run has its error in the last cell."""
+    budgets = {row["budget"] for row in result["rows"] if row["budget"] is not None}
+    return "\n".join([HEADER, *(line(row, len(budgets) > 1) for row in result["rows"])])
+
+
+def line(row: Mapping[str, Any], name_budget: bool) -> str:
+    """One row as Markdown."""
+    title = TITLES[row["engine"]]
+    if name_budget and row["budget"] is not None:
+        title += f", {format_size(row['budget'])}"
+    if row["error"] is not None:
+        return f"| {title} |" + " — |" * 8 + f" {_cell_text(row['error'])} |"
+    times = Times(tuple(row["seconds"]))
+    cells = [
+        title,
+        f"{times.median:.3g} ±{times.spread:.1g}",
+        f"{row['tokens_per_second']:.0f}",
+        *(_size(row[name]) for name in ("used", "reserved", "host")),
+        *(_rate(row[way], times.median) for way in ("h2d", "d2h")),
+        "—" if row["bound"] is None else f"{row['bound'] / times.median:.0%}",
+        row["verdict"],
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _size(nbytes: int | None) -> str:
+    return "—" if nbytes is None else format_size(nbytes)
+
+
+def _rate(nbytes: int | None, seconds: float) -> str:
+    return "—" if nbytes is None else f"{nbytes / seconds / 1e9:.3g}"
+
+
+def _cell_text(error: str) -> str:
+    text = error.replace("|", "/")
+    return text if len(text) <= 160 else text[:157] + "..."

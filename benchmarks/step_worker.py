@@ -1,0 +1,134 @@
+"""One engine of ``benchmarks/step.py`` in a process of its own: builds it, then runs a step whenever it is told to.
+
+Told by lines on standard input (``step``, ``mark``, ``figures``), it answers each with one JSON object. What
+libraries print goes to standard error, in C too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.link_trace import link_bytes
+from benchmarks.step_engines import ENGINES, Engine, Job
+from benchmarks.step_peers import PEERS
+
+_FOLDERS = re.compile(r"(?:(?<=-I)|(?<![\w.]))/(?:[\w.+-]+/)+")
+
+
+class Session:
+    """One engine and what was measured of it."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        began = time.perf_counter()
+        self.engine: Engine = {**ENGINES, **PEERS}[job.engine](job)
+        self.build_seconds = time.perf_counter() - began
+        self.steps = 0
+
+    def step(self) -> dict[str, Any]:
+        """Loss and seconds of one training step; the first one's gradients go to the job's folder."""
+        self._synchronize()
+        began = time.perf_counter()
+        loss = self.engine.backward()
+        self._synchronize()
+        first = self.steps == 0
+        spent = time.perf_counter() - began
+        gradients = self.engine.gradients() if first else {}
+        if first:
+            save_file(
+                {n: g.contiguous() for n, g in gradients.items()}, Path(self.job.folder) / "gradients.safetensors"
+            )
+        began = time.perf_counter()
+        self.engine.update()
+        self._synchronize()
+        self.steps += 1
+        answer = {"loss": loss, "seconds": spent + time.perf_counter() - began}
+        return answer | ({"gradients": len(gradients), "trainable": self._trainable()} if first else {})
+
+    def mark(self) -> dict[str, Any]:
+        """Forget the peaks so far."""
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats()
+        # Linux: resets VmHWM of this process. Where that is not allowed, the peak is of the whole run.
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+            return {"host_peak": "of the steps"}
+        except OSError:
+            return {"host_peak": "of the whole run"}
+
+    def figures(self) -> dict[str, Any]:
+        """What the engine knows of itself, memory, and on a GPU the bytes that one more step copies."""
+        result: dict[str, Any] = {"build_seconds": self.build_seconds, "host": _high_water(), "used": None}
+        if self._cuda:
+            peak = {"used": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+            return result | link_bytes(self.step) | self.engine.figures() | peak
+        return result | self.engine.figures()
+
+    def _trainable(self) -> dict[str, int]:
+        sizes = [getattr(p, "ds_numel", p.numel()) for p in self.engine.trainable.values()]
+        return {"tensors": len(sizes), "elements": sum(sizes)}
+
+    @property
+    def _cuda(self) -> bool:
+        return self.job.where.type == "cuda"
+
+    def _synchronize(self) -> None:
+        if self._cuda:
+            torch.cuda.synchronize()
+
+
+def _high_water() -> int:
+    """The most memory, in bytes, that this process had since ``mark``."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/self/status has no VmHWM")
+
+
+def _private_stdout() -> TextIO:
+    """Standard output for the answers alone; file descriptor 1 becomes standard error."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+    return answers
+
+
+def serve(job: Job, answers: TextIO) -> None:
+    """Answer until standard input ends. An engine that fails says why in ``error`` and is done."""
+    try:
+        session = Session(job)
+        answers.write(json.dumps({"ready": True}) + "\n")
+        for line in sys.stdin:
+            answer = {"step": session.step, "mark": session.mark, "figures": session.figures}[line.strip()]()
+            answers.write(json.dumps(answer) + "\n")
+    except (Exception, SystemExit) as error:
+        answers.write(json.dumps({"error": first_line(error)}) + "\n")
+        raise
+
+
+def first_line(error: BaseException) -> str:
+    """Type and first line, without the folders of this machine."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {_FOLDERS.sub('', text[0]) if text else ''}"
+
+
+def main() -> None:
+    """``argv[1]`` is the job as JSON."""
+    job = Job(**json.loads(sys.argv[1]))
+    if job.device == "cpu":
+        torch.set_num_threads(1)
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    serve(job, _private_stdout())
+
+
+if __name__ == "__main__":
+    main()

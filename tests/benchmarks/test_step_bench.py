@@ -1,0 +1,137 @@
+"""The step benchmark runs its engines in turn, checks that they do equal work, and says why one cannot run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from benchmarks import step, step_process
+from benchmarks.gpu_models import meta_llama
+from benchmarks.link_trace import copied
+from benchmarks.shapes import PRESETS, frozen_bytes
+from benchmarks.step_engines import Job
+from benchmarks.step_process import Worker
+from benchmarks.step_table import TITLES, judge, line
+from benchmarks.step_worker import first_line
+from disco_accel.cli import main as cli
+from disco_accel.errors import ConfigError
+
+JOB = Job("disco", PRESETS["tiny"], 1, 8, "float32", 4, "cpu", 1 << 20, 1e9, "timed", "")
+
+
+def test_engines_are_compared_with_eager_in_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ours has the same bits; hooks that give no gradients are found out; the table comes last."""
+    words = ["--shape", "tiny", "--tokens", "16", "--rank", "4", "--budgets", "0.9", "--rounds", "2", "--device", "cpu"]
+    engines = ["--engines", "in-memory,disco,streamed,accelerate", "-o", str(tmp_path / "step.json")]
+    assert cli(["bench", "step", *words, *engines]) == 0
+    result = json.loads((tmp_path / "step.json").read_text())
+    rows = {row["engine"]: row for row in result["rows"]}
+    assert not result["simulated"] and result["versions"]["torch"] == torch.__version__
+    assert all(len(row["seconds"]) == 2 for row in rows.values())
+    assert [rows[name]["verdict"] for name in ("in-memory", "disco", "streamed")] == ["bits"] * 3
+    assert rows["accelerate"]["verdict"] == "no: 0 of 28 gradients" and not rows["accelerate"]["equal"]
+    disco = rows["disco"]
+    assert 0 < disco["used"] <= disco["reserved"] <= disco["budget"] < result["weights"]
+    assert disco["h2d"] > 0 and rows["streamed"]["h2d"] > result["weights"]
+    assert capsys.readouterr().out.rstrip().splitlines()[-1].startswith("| accelerate cpu_offload |")
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("raise SystemExit('planted')", "ended with 1; its last words: planted"),
+        ("import time; time.sleep(60)", "no answer within 2 s"),
+        ('print(\'{"error": "ValueError: planted"}\', flush=True)', "ValueError: planted"),
+    ],
+)
+def test_a_process_that_fails_or_hangs_is_named_and_ended(
+    script: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others go on; its row has the reason."""
+    monkeypatch.setattr(step_process, "COMMAND", ("-c", script))
+    began = time.monotonic()
+    (worker,) = step.measure([dataclasses.replace(JOB, folder=str(tmp_path))], 2, apart=False, limit=2)
+    assert worker.error is not None and why in worker.error
+    assert time.monotonic() - began < 20
+
+
+def _finished(folder: Path, engine: str, gradient: float = 1.0, loss: float = 2.0, elements: int = 4) -> Worker:
+    folder.mkdir()
+    worker = Worker(dataclasses.replace(JOB, engine=engine, folder=str(folder)), 1)
+    worker.losses, worker.seconds = [3.0, loss], [0.5]
+    worker.facts = {"gradients": 1, "trainable": {"tensors": 1, "elements": elements}}
+    save_file({"a": torch.full((4,), gradient)}, folder / "gradients.safetensors")
+    return worker
+
+
+def test_unequal_work_is_noticed(tmp_path: Path) -> None:
+    """One last bit is too much for ours and rounding for others; other losses or parameters are never equal."""
+    near = 1.0 + 2**-23
+    workers = [
+        _finished(tmp_path / "0", "in-memory"),
+        _finished(tmp_path / "1", "disco"),
+        _finished(tmp_path / "2", "disco", gradient=near),
+        _finished(tmp_path / "3", "zero3", gradient=near),
+        _finished(tmp_path / "4", "zero3", loss=2.01),
+        _finished(tmp_path / "5", "zero3", gradient=1.1),
+        _finished(tmp_path / "6", "zero3", elements=8),
+    ]
+    verdicts = judge(workers, "float32")
+    assert [v.equal for v in verdicts] == [True, True, False, True, False, False, False]
+    assert verdicts[1].words == "bits" and verdicts[2].words.startswith("no: 0e+00, gradients 1e-07")
+    assert "8 elements" in verdicts[6].words
+
+
+def test_a_row_that_could_not_run_has_its_error_and_no_figures() -> None:
+    row = {"engine": "axolotl", "budget": None, "error": "ImportError: a|b " + "x" * 300}
+    cells = line(row, name_budget=False).strip("| ").split("|")
+    assert [c.strip() for c in cells[1:-1]] == ["—"] * 8
+    assert cells[-1].strip().startswith("ImportError: a/b") and len(cells[-1]) < 170
+
+
+def test_errors_do_not_name_folders_of_this_machine() -> None:
+    error = RuntimeError("c++ -I/some/where/include -c /some/x.cpp, see a/b\nmore")
+    assert first_line(error) == "RuntimeError: c++ -Iinclude -c x.cpp, see a/b"
+
+
+def test_copies_are_summed_by_direction() -> None:
+    events = [
+        {"cat": "gpu_memcpy", "name": "Memcpy HtoD (Pinned -> Device)", "args": {"bytes": 100}},
+        {"cat": "gpu_memcpy", "name": "Memcpy HtoD (Pageable -> Device)", "args": {"bytes": 20}},
+        {"cat": "gpu_memcpy", "name": "Memcpy DtoH (Device -> Pinned)", "args": {"bytes": 3}},
+        {"cat": "gpu_memcpy", "name": "Memcpy DtoD (Device -> Device)", "args": {"bytes": 1000}},
+        {"cat": "kernel", "name": "HtoD", "args": {"bytes": 1000}},
+        {"name": "process_name", "ph": "M"},
+    ]
+    assert copied(events) == {"h2d": 120, "d2h": 3}
+
+
+@pytest.mark.parametrize("name", list(PRESETS))
+def test_a_shape_weighs_what_its_model_does(name: str) -> None:
+    model = meta_llama(PRESETS[name], dtype=torch.bfloat16, attention="sdpa")
+    assert frozen_bytes(PRESETS[name], 2) == sum(p.nbytes for p in model.parameters())
+
+
+def test_every_engine_has_a_title() -> None:
+    assert TITLES.keys() == step.ALL.keys()
+
+
+@pytest.mark.parametrize(
+    "words", [["--engines", "disco,magic"], ["--budgets", "0"], ["--layers", "0"], ["--rounds", "x"]]
+)
+def test_wrong_options_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        step.main(words)
+    assert words[0] in capsys.readouterr().err
+
+
+def test_a_shape_that_cannot_be_is_refused() -> None:
+    args = step.parser().parse_args(["--hidden", "100", "--heads", "8"])
+    with pytest.raises(ConfigError, match="hidden"):
+        step.shape_of(args)
