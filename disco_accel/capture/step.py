@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from disco_accel.capture.lower import (
 )
 from disco_accel.capture.rng import chain_draws, draws, random_sites, user_generator
 from disco_accel.capture.tags import TraceLog, logging_trace
-from disco_accel.capture.twins import batch_tensors, model_twins, replace_tensors, twin
+from disco_accel.capture.twins import batch_tensors, model_twins, replace_tensors, tables_kept, twin
 from disco_accel.errors import CaptureError
 from disco_accel.taskgraph import Device, Ref, TaskGraph, TensorSpec, VertexKind
 
@@ -78,6 +78,7 @@ class CapturedStep:
 
     A forward alone has neither ``gradients`` nor a late input. In a training step the first of ``outputs`` is
     differentiated. A trainable parameter that it does not reach has no entry in ``gradients``, as eager leaves it None.
+    ``bare``: the model returns the first output itself, not something that has it as a field.
     """
 
     graph: TaskGraph
@@ -85,6 +86,7 @@ class CapturedStep:
     outputs: tuple[ValueBinding, ...]
     gradients: tuple[ValueBinding, ...]
     constants: Mapping[str, torch.Tensor]
+    bare: bool = False
 
 
 class _Step(torch.nn.Module):
@@ -98,10 +100,12 @@ class _Step(torch.nn.Module):
         self._call = forward
         self._autocast = autocast
         self._outputs = outputs
+        self.bare = False
 
     def forward(self, batch: Mapping[str, Any], tangents: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         with autocast_region(self._autocast):
             output = self._call(**batch)
+        self.bare = isinstance(output, torch.Tensor)
         first, *others = (_loss_of(output) if name == "loss" else _tensor_of(output, name) for name in self._outputs)
         if first.dtype not in _FLOATS:
             raise CaptureError(f"{self._outputs[0]}: a {first.dtype} has no gradient")
@@ -136,6 +140,8 @@ def _loss_of(output: Any) -> torch.Tensor:
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is None and isinstance(output, (tuple, list)) and output:
         loss = output[0]
+    if isinstance(output, torch.Tensor):
+        loss = output
     if not isinstance(loss, torch.Tensor):
         raise CaptureError("labels: the model returned no loss; pass labels so that it computes one")
     if loss.dim() != 0 or loss.dtype not in _FLOATS:
@@ -144,6 +150,8 @@ def _loss_of(output: Any) -> torch.Tensor:
 
 
 def _tensor_of(output: Any, name: str) -> torch.Tensor:
+    if isinstance(output, torch.Tensor):
+        return output
     value = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
     if not isinstance(value, torch.Tensor):
         raise CaptureError(f"{name}: the model returned none; a step needs labels and a loss, or {name}")
@@ -163,7 +171,7 @@ def capture_step(
     """Capture outputs and gradients of one training step of ``model`` on a batch shaped as ``kwargs``.
 
     ``outputs``: fields of what the model returns. The first, ``loss`` or a tensor such as ``logits``, is the one that
-    the user differentiates; the others can be read alone.
+    the user differentiates; the others can be read alone. What a model returns as a tensor alone stands for the first.
 
     Works on fake twins on ``device``, where the step will run, because PyTorch chooses kernels by device; neither
     weights nor batch are read, and a model built on ``meta`` will do. ``forward`` is traced in place of
@@ -173,6 +181,7 @@ def capture_step(
     Raises:
         CaptureError: names the op and module that cannot be captured, or the argument to change.
     """
+    _check_batch(kwargs)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     twins = _Twins.of(mode, model, kwargs, device)
     step = _Step(model, forward if forward is not None else model.forward, autocast_state(), outputs)
@@ -182,7 +191,13 @@ def capture_step(
     with _tracing(model, mode, contexts) as log:
         trace = _trace(call, (*twins.arguments, tangents), log)
     sources = twins.sources(model) + [("tangent", outputs[0])] * len(tangents)
-    return _lower(trace, sources, log, name, device, outputs)
+    return replace(_lower(trace, sources, log, name, device, outputs), bare=step.bare)
+
+
+def _check_batch(kwargs: Mapping[str, Any]) -> None:
+    for name, tensor in batch_tensors(kwargs).items():
+        if tensor.requires_grad:
+            raise CaptureError(f"{name}: requires a gradient, and a planned step has none for its inputs; detach() it")
 
 
 def capture_forward(
@@ -253,6 +268,7 @@ def _tracing(
     """What holds while a step is traced."""
     with ExitStack() as stack:
         stack.enter_context(_quiet())
+        stack.enter_context(tables_kept(model))
         stack.enter_context(user_generator())
         stack.enter_context(fake_kernels())
         stack.enter_context(outside_autocast())
@@ -356,6 +372,8 @@ def _lower(
     # By then the forward has run, which is what the user's generator has to show.
     chain_draws(low, max(output.ref for output in outputs))
     trainable = [key for source, key in sources if source == "trainable"]
+    if grads and len(grads) != len(trainable):
+        raise CaptureError("the model's forward adds or removes trainable parameters, or freezes some, while it runs")
     pairs = zip(trainable, grads, strict=True) if grads else ()
     gradients = tuple(_value(low, key, grad) for key, grad in pairs if grad is not None)
     for output in outputs:

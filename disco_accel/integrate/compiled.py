@@ -141,6 +141,16 @@ class CompiledStep:
         named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
         return [named[b.name] for b in self.vertices_of("frozen", "buffer")]
 
+    def moved(self, model: torch.nn.Module) -> bool:
+        """Whether a frozen weight or buffer of ``model`` lies elsewhere than where the plan loads it from."""
+        watched = zip(self.vertices_of("frozen", "buffer"), self.frozen_of(model), strict=True)
+        return any(self.clean[b.vertex].data_ptr() != tensor.data_ptr() for b, tensor in watched)
+
+    def follow(self, model: torch.nn.Module) -> None:
+        """Load frozen weights and buffers from where they lie now; ``load`` makes the executor that does so."""
+        self.unload()
+        self.clean = _host_bytes(model, self.captured)
+
     def vertices_of(self, *sources: str) -> list[InputBinding]:
         """Inputs of the captured step by what they hold."""
         return [b for b in self.captured.bindings if b.source in sources]

@@ -14,7 +14,7 @@ from transformers import masking_utils
 from disco_accel.capture.guards import BatchFacts, batch_facts
 from disco_accel.capture.tags import checkpointed
 from disco_accel.errors import CaptureError
-from disco_accel.integrate.refusals import require_live_adapter
+from disco_accel.integrate.refusals import require_live_adapter, require_own_weights
 
 ContextFactory = Callable[[], AbstractContextManager[Any]]
 
@@ -43,8 +43,13 @@ def hf_contexts(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> list[Conte
 
 
 def training_contexts(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> list[ContextFactory]:
-    """``hf_contexts`` for a step that trains. Raises CaptureError also for an adapter that is merged or disabled."""
+    """``hf_contexts`` for a step that trains.
+
+    Raises:
+        CaptureError: also for an adapter that is merged or disabled, and for modules that replace their weights.
+    """
     require_live_adapter(model)
+    require_own_weights(model)
     return hf_contexts(model, kwargs)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import os
 import threading
@@ -24,8 +23,9 @@ from disco_accel.execute.executor import EngineOptions, arena_bytes
 from disco_accel.execute.hostmem import WatchedTensors
 from disco_accel.integrate import generation
 from disco_accel.integrate.again import Again, Outputs, Uses
-from disco_accel.integrate.arguments import bind
+from disco_accel.integrate.arguments import bind, signature_of
 from disco_accel.integrate.buckets import Buckets, Fitted
+from disco_accel.integrate.capturing import capturing, in_capture
 from disco_accel.integrate.compiled import CompiledStep, CompileOptions, compile_step, describe
 from disco_accel.integrate.generator import generator_state
 from disco_accel.integrate.hf import ContextFactory, training_contexts
@@ -42,8 +42,6 @@ _STATE = "_disco_state"
 _WARM_STEPS = 2
 PlanKey = tuple[Hashable, ...]
 """All that a plan depends on."""
-_capturing = threading.Lock()
-"""Tracing patches classes that all models share."""
 
 
 class PreparedModel:
@@ -56,7 +54,7 @@ class PreparedModel:
         self.placement = Placement(model, self.device)
         _drop_copied_patch(model)
         self.original_forward = model.forward
-        self.signature = inspect.signature(model.forward)
+        self.signature = signature_of(model)
         self.plans: dict[PlanKey, CompiledStep] = {}
         self.refused: dict[PlanKey, str] = {}
         self.uses: dict[StepKey, Uses] = {}
@@ -109,11 +107,10 @@ class PreparedModel:
             self.counts["plan_hits"] += 1
             return found
         self.abandon_active()
-        if not self.plans:
-            self.placement.gather()
+        self.placement.gather()
         try:
             options = self._compile_options(contexts())
-            with _capturing:
+            with capturing():
                 step = compiler(options)
         except CaptureError as error:
             self.refused[key] = str(error)
@@ -170,29 +167,30 @@ class PreparedModel:
 
         All plans share one arena, because the budget holds for the model and not for each plan.
         """
-        if self.current is not step:
-            self.abandon_active()
-            needed = arena_bytes(step.plan)
-            if self.arena is None or self.arena.numel() < needed:
-                self.unload()
-                self.arena = device_arena(needed, self.device)
-            if step.loaded is None:
-                step.load(self.arena)
-                self.engine_process = os.getpid()
-            step.executor.invalidate()
-            self._look_at_weights(model, step)
-            # The plan that ran before has its streams' workspaces; the budget is for one plan's.
-            release_workspaces(self.device)
-            self.current = step
-            return
-        if self.weights_seen.changed():
-            if self.weights_seen.moved():
-                raise ConfigError(
-                    "a frozen weight was moved after prepare(); "
-                    "call restore(model), change it, then prepare(model) again"
-                )
-            step.executor.invalidate()
-            self._look_at_weights(model, step)
+        if self.current is step:
+            if not self.weights_seen.changed():
+                return
+            if not self.weights_seen.moved():
+                step.executor.invalidate()
+                self._look_at_weights(model, step)
+                return
+        self.abandon_active()
+        if step.moved(model):
+            # PEFT's merge of some adapters and the user's ``.data = `` put other tensors in the place of weights.
+            self.placement.gather()
+            step.follow(model)
+        needed = arena_bytes(step.plan)
+        if self.arena is None or self.arena.numel() < needed:
+            self.unload()
+            self.arena = device_arena(needed, self.device)
+        if step.loaded is None:
+            step.load(self.arena)
+            self.engine_process = os.getpid()
+        step.executor.invalidate()
+        self._look_at_weights(model, step)
+        # The plan that ran before has its streams' workspaces; the budget is for one plan's.
+        release_workspaces(self.device)
+        self.current = step
 
     def _look_at_weights(self, model: torch.nn.Module, step: CompiledStep) -> None:
         self.weights_seen = WatchedTensors(step.frozen_of(model))
@@ -224,7 +222,7 @@ def _forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     state: PreparedModel | None = self.__dict__.get(_STATE)
     if state is None:
         return type(self).forward(self, *args, **kwargs)
-    if not torch.is_grad_enabled() or state.frozen_here is not None:
+    if not torch.is_grad_enabled() or state.frozen_here is not None or in_capture():
         return state.original_forward(*args, **kwargs)
     state.require_own_process()
     try:
@@ -242,7 +240,7 @@ def _forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         return _eager(state, error, args, kwargs)
 
 
-def _planned(state: PreparedModel, model: torch.nn.Module, fitted: Fitted) -> StepOutput:
+def _planned(state: PreparedModel, model: torch.nn.Module, fitted: Fitted) -> StepOutput | torch.Tensor:
     """The forward of a planned step on ``fitted``."""
     with state.lock:
         key = step_key(model, fitted.batch)
@@ -253,6 +251,8 @@ def _planned(state: PreparedModel, model: torch.nn.Module, fitted: Fitted) -> St
         values, versions = run_step(state, model, step, fitted.batch)
     state.counts["steps_compiled"] += 1
     state.buckets.summarise(len(state.plans), state.counts["plan_hits"], state.counts["steps_compiled"])
+    if step.captured.bare:
+        return values[0]
     again = Again(state, model, fitted, step, uses, generator, autocast_state(), versions, state.weights_seen)
     first, *others = ((output.name, value) for output, value in zip(step.captured.outputs, values, strict=True))
     outputs = dict([first, *((n, again.differentiable(n, v)) for n, v in others)])

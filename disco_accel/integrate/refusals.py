@@ -12,13 +12,20 @@ _BITSANDBYTES = {"Params4bit": "bitsandbytes, 4 bits", "Int8Params": "bitsandbyt
 
 
 def require_plain_weights(model: torch.nn.Module) -> None:
-    """Raises ConfigError for quantised weights, which are more than the bytes that a plan would move."""
+    """Raises ConfigError for quantised weights, which are more than the bytes that a plan would move, and for weights
+    that Accelerate moves."""
     found = _quantised(model)
     if found is not None:
         raise ConfigError(
             f"quantised weights cannot be planned: {found}; load the model without quantization_config, with "
             "dtype=torch.bfloat16: memory_budget then decides how many of its weights are on the device at a time"
         )
+    for name, module in model.named_modules():
+        if getattr(getattr(module, "_hf_hook", None), "offload", False):
+            raise ConfigError(
+                f"{name or 'the model'}: Accelerate's offloading moves these weights at each forward; plans stand in "
+                "for it: load the model without device_map, or call accelerate.hooks.remove_hook_from_submodules(model)"
+            )
 
 
 def _quantised(model: torch.nn.Module) -> str | None:
@@ -32,6 +39,16 @@ def _quantised(model: torch.nn.Module) -> str | None:
         if quantizer is not None:
             return f"{type(module).__name__} was loaded through {type(quantizer).__name__}"
     return None
+
+
+def require_own_weights(model: torch.nn.Module) -> None:
+    """Raises CaptureError for modules that put another weight in the place of one each time they run."""
+    for name, module in model.named_modules():
+        if hasattr(module, "merged_adapters") and type(module).__name__ == "MultiheadAttention":
+            raise CaptureError(
+                f"{name}: PEFT adds this adapter to attention's own weight and subtracts it again at each forward, "
+                "which leaves other bits each time; leave torch.nn.MultiheadAttention out of target_modules"
+            )
 
 
 def require_live_adapter(model: torch.nn.Module) -> None:

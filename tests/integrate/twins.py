@@ -17,8 +17,8 @@ def config(**keys: Any) -> DiscoConfig:
     return DiscoConfig(**({"memory_budget": str(1 << 30), "device": "cpu", "planner": "build"} | keys))
 
 
-def batch(seed: int = 0) -> dict[str, torch.Tensor]:
-    return random_batch(32, length=8, seed=seed)
+def batch(seed: int = 0, length: int = 8) -> dict[str, torch.Tensor]:
+    return random_batch(32, length=length, seed=seed)
 
 
 def pair(**keys: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
@@ -26,19 +26,19 @@ def pair(**keys: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
     return prepare(tiny_lora(**SMALL, **keys), config()), tiny_lora(**SMALL, **keys)
 
 
-def step(model: torch.nn.Module, seed: int = 0) -> tuple[torch.Tensor, Grads]:
+def step(model: torch.nn.Module, seed: int = 0, length: int = 8) -> tuple[torch.Tensor, Grads]:
     """Loss and gradients of one step; leaves no gradient behind."""
     model.zero_grad(set_to_none=True)
-    loss = model(**batch(seed)).loss
+    loss = model(**batch(seed, length)).loss
     loss.backward()
     grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return loss.detach(), grads
 
 
-def assert_same_step(model: torch.nn.Module, eager: torch.nn.Module, seed: int = 0) -> None:
+def assert_same_step(model: torch.nn.Module, eager: torch.nn.Module, seed: int = 0, length: int = 8) -> None:
     """One step on both gives the same loss and the same gradients, to the bit."""
-    assert_same(step(model, seed), step(eager, seed))
+    assert_same(step(model, seed, length), step(eager, seed, length))
 
 
 def assert_same(got: tuple[torch.Tensor, Grads], expected: tuple[torch.Tensor, Grads]) -> None:

@@ -1,0 +1,157 @@
+"""A pytest plugin that routes the models of somebody else's test-suite through plans, to judge us by their tests.
+
+``pytest -p disco_accel.testing.pytest_plugin --disco=models --disco-config=disco.yaml --disco-report=report.json``
+
+``--disco=door`` does what a launcher does: models with an adapter over frozen weights are prepared on their way through
+``Accelerator.prepare`` and Trainer. ``--disco=models`` prepares any model that is called with gradients and has a
+trainable parameter, also one that has no frozen ones. ``--disco=off`` only writes the report.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from disco_accel import config as configuration
+from disco_accel.config import DiscoConfig
+from disco_accel.errors import ConfigError
+from disco_accel.integrate import hook, pending, plugin
+
+
+@dataclass
+class Ran:
+    """What one test came to. ``forwards`` and ``backwards`` ran from plans; ``fallbacks``: why others did not."""
+
+    outcome: str = "passed"
+    forwards: int = 0
+    backwards: int = 0
+    eager: int = 0
+    fallbacks: list[str] = field(default_factory=list)
+
+
+class Judge:
+    """Counts, for each test, what ran from a plan and what in eager mode, and writes it as JSON."""
+
+    def __init__(self, report: Path | None) -> None:
+        self._report = report
+        self._tests: dict[str, Ran] = {}
+        self._running = Ran()
+
+    def count(self) -> None:
+        """Watch the planned steps and the fallbacks of this process."""
+        run, backward, eager = pending.PendingStep.forward, pending.PendingStep.backward, plugin._eager
+
+        def counted_forward(step: pending.PendingStep) -> list[torch.Tensor]:
+            values = run(step)
+            self._running.forwards += 1
+            return values
+
+        def counted_backward(step: pending.PendingStep, tangent: torch.Tensor) -> dict[str, torch.Tensor]:
+            gradients = backward(step, tangent)
+            self._running.backwards += 1
+            return gradients
+
+        def counted_eager(state: Any, error: Exception, *arguments: Any) -> Any:
+            self._running.eager += 1
+            self._running.fallbacks.append(str(error))
+            return eager(state, error, *arguments)
+
+        pending.PendingStep.forward = counted_forward  # type: ignore[method-assign]
+        pending.PendingStep.backward = counted_backward  # type: ignore[method-assign]
+        plugin._eager = counted_eager
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        """Start counting anew."""
+        self._running = self._tests[item.nodeid] = Ran()
+        return (yield)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """The worst of setup, call and teardown is the test's outcome."""
+        if report.outcome != "passed":
+            self._tests.setdefault(report.nodeid, Ran()).outcome = report.outcome
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """One line with the counts, and the reasons of fallbacks with how often each was seen."""
+        tests = self._tests.values()
+        terminalreporter.write_line(
+            f"disco: {sum(t.backwards > 0 for t in tests)} tests trained through a plan, "
+            f"{sum(t.forwards > 0 for t in tests)} ran a forward of one; {sum(t.forwards for t in tests)} planned "
+            f"forwards, {sum(t.backwards for t in tests)} backwards, {sum(t.eager for t in tests)} forwards eager"
+        )
+        for reason, times in Counter(r for t in tests for r in t.fallbacks).most_common():
+            terminalreporter.write_line(f"disco: {times} x eager: {reason}")
+
+    def pytest_sessionfinish(self) -> None:
+        """Write the report."""
+        if self._report is not None:
+            content = {name: asdict(ran) for name, ran in self._tests.items()}
+            self._report.write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+
+class Router:
+    """Prepares a model when it is first called with gradients from outside of any other module."""
+
+    def __init__(self, config: DiscoConfig) -> None:
+        self._config = config
+        self._inside = threading.local()
+
+    def install(self) -> None:
+        """Take the place of ``Module.__call__``."""
+        call = torch.nn.Module.__call__
+
+        @functools.wraps(call)
+        def routed(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if getattr(self._inside, "a_call", False) or not torch.is_grad_enabled():
+                return call(module, *args, **kwargs)
+            self._inside.a_call = True
+            try:
+                self._prepare(module)
+                return call(module, *args, **kwargs)
+            finally:
+                self._inside.a_call = False
+
+        torch.nn.Module.__call__ = routed
+
+    def _prepare(self, module: torch.nn.Module) -> None:
+        wrapper = isinstance(getattr(module, "module", None), torch.nn.Module)
+        if not wrapper and plugin.find_state(module) is None and any(p.requires_grad for p in module.parameters()):
+            plugin.prepare(module, self._config)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--disco``, ``--disco-config`` and ``--disco-report``."""
+    group = parser.getgroup("disco_accel")
+    group.addoption("--disco", choices=("off", "door", "models"), default="off", help="what runs from plans")
+    group.addoption("--disco-config", metavar="FILE", help="YAML with a disco_config section")
+    group.addoption("--disco-report", metavar="FILE", type=Path, help="JSON: what each test ran")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Install the route before any test module is imported."""
+    mode, file = config.getoption("--disco"), config.getoption("--disco-config")
+    judge = Judge(config.getoption("--disco-report"))
+    config.pluginmanager.register(judge, "disco-judge")
+    if mode == "off":
+        return
+    if file is None:
+        raise pytest.UsageError(f"--disco={mode} needs --disco-config")
+    judge.count()
+    try:
+        if mode == "door":
+            configuration.set_door_config_file(file)
+            configuration.door_config()
+            hook.activate()
+        else:
+            Router(DiscoConfig.from_yaml(file)).install()
+    except ConfigError as error:
+        raise pytest.UsageError(str(error)) from error
