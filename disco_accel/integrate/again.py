@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from disco_accel.capture.autocast import AutocastState, autocast_region, outside_autocast
-from disco_accel.execute.hostmem import WatchedTensors
+from disco_accel.capture.guards import StepKey, step_key
+from disco_accel.capture.twins import batch_tensors
+from disco_accel.errors import ExecutionError
 from disco_accel.integrate.buckets import Fitted
 from disco_accel.integrate.compiled import CompiledStep
 from disco_accel.integrate.generator import generator_from
 from disco_accel.integrate.output import with_gradient
 from disco_accel.integrate.pending import PendingStep, externals_of
+from disco_accel.integrate.seen import Seen, versions_of
 
 if TYPE_CHECKING:
     from disco_accel.integrate.plugin import PreparedModel
@@ -56,9 +59,13 @@ class Again:
     uses: Uses
     generator: torch.Tensor | None
     autocast: AutocastState
-    versions: dict[str, int]
-    frozen: WatchedTensors
+    key: StepKey
+    seen: Seen
     own: Any = None
+
+    def __post_init__(self) -> None:
+        # The step may have had a copy of the batch on its device; a forward of the model's own reads these.
+        self._batch_versions = versions_of(batch_tensors(self.batch))
 
     @property
     def batch(self) -> Mapping[str, Any]:
@@ -66,10 +73,16 @@ class Again:
         return self.fitted.batch
 
     def read(self, name: str) -> Any:
-        """Field ``name`` of the model's own output. Raises AttributeError if it has none."""
+        """Field ``name`` of the model's own output.
+
+        Raises:
+            AttributeError: it has none.
+            ExecutionError: what the forward read was changed since.
+        """
         if name == "loss" and self.batch.get("labels") is None:
             return None
         if self.own is None:
+            self._check_readable(name)
             # The draws are those of the step's own forward, and the user's generator does not notice.
             with torch.no_grad(), generator_from(self.step, self.generator), self._circumstances():
                 self.own = self.state.original_forward(**self.batch)
@@ -93,15 +106,45 @@ class Again:
         if self.uses.differentiated != name:
             logger.info("%s: a gradient is asked for; steps are planned for it from now on", name)
         self.uses.differentiated = name
+        changed = self._changed()
+        if changed is not None:
+            raise ExecutionError(
+                f"{changed} was changed in place between this step's forward and the backward of its {name}; "
+                "call backward() before changing it"
+            )
         with self.state.lock:
             with torch.enable_grad(), self._circumstances():
                 step = self.state.compiled(self.model, self.fitted, self.uses.outputs(self.batch))
             externals = externals_of(self.state, self.model, step, self.batch)
             pending = PendingStep(self.state, self.model, step, externals)
             # As if it had been made at the forward: its backward refuses what has changed since.
-            pending.generator, pending.frozen = self.generator, self.frozen
-            pending.versions |= {b.vertex: self.versions[b.name] for b in step.externals if b.name in self.versions}
+            pending.generator, pending.seen = self.generator, self.seen
             return pending.backward(tangent)
+
+    def _check_readable(self, name: str) -> None:
+        changed = self._changed()
+        if changed is None:
+            return
+        planned = ""
+        if name == "logits":
+            self.uses.read[name] = max(_HABIT, self.uses.read[name])
+            planned = "; steps are planned with it from now on"
+        raise ExecutionError(
+            f"{name}: {changed} was changed since this step's forward, which was not planned to return {name}, so that "
+            f"another value would come out; read output.{name} before optimizer.step() or any other change{planned}"
+        )
+
+    def _changed(self) -> str | None:
+        """What keeps a forward made now from being the step's own forward."""
+        changed = self.seen.changed(content=True)
+        if changed is not None:
+            return changed
+        for name, version in versions_of(batch_tensors(self.batch)).items():
+            if version != self._batch_versions[name]:
+                return name
+        with torch.enable_grad(), self._circumstances():
+            same = step_key(self.model, self.batch) == self.key
+        return None if same else "the model's mode, an adapter, or a setting of PyTorch's"
 
     @contextmanager
     def _circumstances(self) -> Iterator[None]:

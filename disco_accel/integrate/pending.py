@@ -17,6 +17,7 @@ from disco_accel.capture.twins import batch_tensors
 from disco_accel.errors import ExecutionError
 from disco_accel.integrate.compiled import CompiledStep
 from disco_accel.integrate.generator import generator_from, generator_state, kept_on_failure
+from disco_accel.integrate.seen import Seen
 
 if TYPE_CHECKING:
     from disco_accel.integrate.plugin import PreparedModel
@@ -26,7 +27,7 @@ logger = logging.getLogger("disco_accel")
 
 
 class PendingStep:
-    """One step in flight. ``externals`` are the caller's tensors by INPUT vertex id, with the versions seen.
+    """One step in flight. ``externals`` are the caller's tensors by INPUT vertex id, ``seen`` notes how they were.
 
     ``generator``: where the user's random generator stood when the forward began.
     """
@@ -42,9 +43,10 @@ class PendingStep:
         self.model = model
         self.step = step
         self.externals = dict(externals)
-        self.versions = {v: t._version for v, t in self.externals.items()}
-        # Replaced, not changed, when the weights are looked at again: what this forward saw stays here.
-        self.frozen = state.weights_seen
+        assert step.parameters is not None
+        trainable = {b.name: step.parameters[b.name] for b in step.vertices_of("trainable")}
+        batch = {b.name: self.externals[b.vertex] for b in step.vertices_of("batch")}
+        self.seen = Seen(trainable, batch, state.weights_seen)
         self.generator = generator_state(step)
         self.running = False
         self.traced = state.trace_wanted()
@@ -107,13 +109,12 @@ class PendingStep:
 
     def _check_unchanged(self) -> None:
         """As eager mode does for what it saved: the backward must see the values that the forward saw."""
-        changed = [b.name for b in self.step.externals if self.externals[b.vertex]._version != self.versions[b.vertex]]
-        if not changed and self.frozen.changed():
-            changed = ["a frozen weight"]
-        if changed:
+        # A step that still runs has read what it needs, as eager has; one that is run again reads all of it again.
+        changed = self.seen.changed(content=not self.running)
+        if changed is not None:
             self.suspend()
             raise ExecutionError(
-                f"{changed[0]} was changed in place between this step's forward and its backward; "
+                f"{changed} was changed in place between this step's forward and its backward; "
                 "call backward() before changing it"
             )
 
@@ -139,12 +140,16 @@ class _Step(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.pending = pending
         ctx.names = names
+        # DDP's node behind a value that no loss depends on passes no gradient on; zeros would cost half a step.
+        ctx.set_materialize_grads(False)
         first, *rest = pending.forward()
         others += rest
         return first
 
     @staticmethod
-    def backward(ctx: Any, tangent: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, tangent: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        if tangent is None:
+            return (None, None, None, *(None for _ in ctx.names))
         if torch.is_grad_enabled():
             raise ExecutionError(
                 "create_graph=True: a planned step has no second derivative; use the unprepared model for it"
@@ -190,14 +195,14 @@ def _check_gradients(state: PreparedModel, step: CompiledStep, parameters: Mappi
 
 def run_step(
     state: PreparedModel, model: torch.nn.Module, step: CompiledStep, batch: Mapping[str, Any]
-) -> tuple[list[torch.Tensor], dict[str, int]]:
+) -> tuple[list[torch.Tensor], Seen]:
     """Run the forward part of ``step``; the first output's backward runs the rest.
 
-    Returns the outputs, and the versions of what the step was given by name.
+    Returns the outputs, and what the step was given as it was then.
     """
     externals = externals_of(state, model, step, batch)
     assert step.parameters is not None
     pending = PendingStep(state, model, step, externals)
     others: list[torch.Tensor] = []
     first: torch.Tensor = _Step.apply(pending, tuple(step.parameters), others, *step.parameters.values())
-    return [first, *others], {b.name: pending.versions[b.vertex] for b in step.externals}
+    return [first, *others], pending.seen

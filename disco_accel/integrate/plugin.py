@@ -248,12 +248,12 @@ def _planned(state: PreparedModel, model: torch.nn.Module, fitted: Fitted) -> St
         step = state.compiled(model, fitted, uses.outputs(fitted.batch), key)
         state.make_current(model, step)
         generator = generator_state(step)
-        values, versions = run_step(state, model, step, fitted.batch)
+        values, seen = run_step(state, model, step, fitted.batch)
     state.counts["steps_compiled"] += 1
     state.buckets.summarise(len(state.plans), state.counts["plan_hits"], state.counts["steps_compiled"])
     if step.captured.bare:
         return values[0]
-    again = Again(state, model, fitted, step, uses, generator, autocast_state(), versions, state.weights_seen)
+    again = Again(state, model, fitted, step, uses, generator, autocast_state(), key, seen)
     first, *others = ((output.name, value) for output, value in zip(step.captured.outputs, values, strict=True))
     outputs = dict([first, *((n, again.differentiable(n, v)) for n, v in others)])
     return StepOutput({n: fitted.cut(n, v) for n, v in outputs.items()}, lambda n: fitted.cut(n, again.read(n)))
