@@ -13,10 +13,10 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export MAX_JOBS ?= $(shell nproc)
 DEVICE ?= cuda
 
-.PHONY: help setup test sanitize safety fuzz lint format demo gpu clean
+.PHONY: help setup test sanitize safety fuzz lint format demo gpu gpu-peers clean
 
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 11
 
 setup: $(INSTALLED)  ## .venv with pinned packages, system packages for the C++ tests, the compiled engine
 	@.ci/system-packages
@@ -67,6 +67,11 @@ demo: setup  ## LoRA under half the memory, with and without us, compared bit fo
 gpu: export PYTHONPATH := $(CURDIR)
 gpu:  ## checks and measurements on a GPU, under 9 minutes; DEVICE=cpu tries the script on the host device
 	@python3 -m benchmarks.gpu --device $(DEVICE) $(if $(filter cpu,$(DEVICE)),--small)
+
+# WHEELS names a folder with the wheels of what the machine lacks; ENGINES=in-memory,disco,zero3 measures some.
+gpu-peers: export PYTHONPATH := $(CURDIR)
+gpu-peers:  ## a 7B LoRA step beside DeepSpeed, accelerate and others on a GPU; WHEELS=folder
+	@python3 -m benchmarks.gpu_peers --device $(DEVICE) --wheels $(WHEELS) $(if $(ENGINES),--engines $(ENGINES))
 
 clean:  ## remove what the targets above made, except .venv
 	@rm -rf build out .pytest_cache .mypy_cache .ruff_cache .hypothesis

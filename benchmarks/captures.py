@@ -16,23 +16,21 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.shapes import PRESETS, Shape, llama
 from disco_accel.capture.step import capture_forward
 from disco_accel.graphfile import write_taskgraph
 from disco_accel.integrate.hf import hf_contexts
 from disco_accel.plan.roofline import SPEEDS, with_estimates
 from disco_accel.taskgraph import TaskGraph
-from recipes.outline import outline
+from recipes.outline import Outline, outline
 from recipes.settings import read_recipe
 
 
 @dataclass(frozen=True, slots=True)
-class LlamaShape:
+class Workload:
     """A Llama in bf16 and its batch: bytes and FLOPs are those of the real model, the weights do not exist."""
 
-    hidden: int
-    ffn: int
-    layers: int
-    heads: int
+    shape: Shape
     batch: int
     tokens: int
 
@@ -44,57 +42,58 @@ class LlamaShape:
             "model_type": "llama",
             "dtype": "bfloat16",
             "use_cache": False,
-            "hidden_size": self.hidden,
-            "intermediate_size": self.ffn,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.heads,
             "max_position_embeddings": max(2048, self.tokens),
-            "vocab_size": 32000,
+            "tie_word_embeddings": False,
+            **self.shape,
         }
 
 
-STEPS: Mapping[str, LlamaShape] = {
-    "lora-8layers": LlamaShape(1024, 2816, 8, 16, 1, 512),
-    "lora-1B-1x512": LlamaShape(2048, 5632, 22, 32, 1, 512),
-    "lora-7B-1x1024": LlamaShape(4096, 11008, 32, 32, 1, 1024),
-    "lora-7B-8x1024": LlamaShape(4096, 11008, 32, 32, 8, 1024),
+STEPS: Mapping[str, Workload] = {
+    "lora-8layers": Workload(llama(1024, 2816, 8, 16, 16, 32000), 1, 512),
+    "lora-1B-1x512": Workload(llama(2048, 5632, 22, 32, 32, 32000), 1, 512),
+    "lora-7B-1x1024": Workload(PRESETS["7b"], 1, 1024),
+    "lora-7B-8x1024": Workload(PRESETS["7b"], 8, 1024),
 }
 """LoRA steps of rank 16 on all projections, with activation checkpointing."""
 
-PREFILLS: Mapping[str, LlamaShape] = {
-    "prefill-7B-1x1024": LlamaShape(4096, 11008, 32, 32, 1, 1024),
-    "prefill-7B-8x1024": LlamaShape(4096, 11008, 32, 32, 8, 1024),
+PREFILLS: Mapping[str, Workload] = {
+    "prefill-7B-1x1024": Workload(PRESETS["7b"], 1, 1024),
+    "prefill-7B-8x1024": Workload(PRESETS["7b"], 8, 1024),
 }
 """Forward passes that return the logits of the last token."""
 
 
 def captures() -> Iterator[TaskGraph]:
     """Yield STEPS, then PREFILLS."""
-    for name, shape in STEPS.items():
-        yield replace(lora_step(shape), name=name)
-    for name, shape in PREFILLS.items():
-        yield replace(prefill(shape), name=name)
+    for name, work in STEPS.items():
+        yield replace(lora_step(work), name=name)
+    for name, work in PREFILLS.items():
+        yield replace(prefill(work), name=name)
 
 
-def lora_step(shape: LlamaShape) -> TaskGraph:
+def lora_step(work: Workload) -> TaskGraph:
     """Capture forward and backward as a recipe trains them."""
+    return with_estimates(lora_outline(work).captured.graph, SPEEDS["cuda"])
+
+
+def lora_outline(work: Workload) -> Outline:
+    """The same before anybody has said how fast a device is, and what of a budget lies outside the arena."""
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(shape.config))
+        (Path(folder) / "config.json").write_text(json.dumps(work.config))
         recipe: dict[str, Any] = {"model_name_or_path": folder, "dataset": "none.jsonl", "output_dir": "out"}
         recipe |= {"max_steps": 1, "lora_r": 16}
-        recipe |= {"max_length": shape.tokens, "per_device_train_batch_size": shape.batch}
+        recipe |= {"max_length": work.tokens, "per_device_train_batch_size": work.batch}
         file = Path(folder) / "recipe.yaml"
         file.write_text("\n".join(f"{key}: {json.dumps(value)}" for key, value in recipe.items()))
-        return with_estimates(outline(read_recipe(str(file))).captured.graph, SPEEDS["cuda"])
+        return outline(read_recipe(str(file)))
 
 
-def prefill(shape: LlamaShape) -> TaskGraph:
+def prefill(work: Workload) -> TaskGraph:
     """Capture a forward pass without gradients."""
     with torch.device("meta"):
-        model = LlamaForCausalLM._from_config(LlamaConfig(**shape.config), dtype=torch.bfloat16)
+        model = LlamaForCausalLM._from_config(LlamaConfig(**work.config), dtype=torch.bfloat16)
     model.eval().requires_grad_(False)
-    batch = {"input_ids": torch.zeros((shape.batch, shape.tokens), dtype=torch.int64)}
+    batch = {"input_ids": torch.zeros((work.batch, work.tokens), dtype=torch.int64)}
 
     def last_logits(**kwargs: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"logits": model(**kwargs, use_cache=False, logits_to_keep=1).logits}

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.provenance import provenance
+
 NOT_HERE = "not on this device"
 COMMAND = ("-m", "benchmarks.gpu")
 """What each stage's process runs, after the interpreter."""
@@ -43,11 +45,12 @@ class Stage:
 STAGES = (
     Stage("build", "gpu_build", 150),
     Stage("allocator", "gpu_allocator", 60),
-    Stage("tests", "gpu_tests", 150),
     Stage("link", "gpu_link", 60),
+    Stage("step_8x1024", "gpu_step", 220),
+    Stage("step_1x2048", "gpu_step", 120),
+    Stage("prefill_1x1024", "gpu_prefill", 120),
+    Stage("tests", "gpu_tests", 150),
     Stage("lookahead", "gpu_lookahead", 60),
-    Stage("step_1x1024", "gpu_step", 120),
-    Stage("step_8x1024", "gpu_step", 120),
     Stage("sanitizer", "gpu_sanitizer", 60),
 )
 
@@ -92,6 +95,7 @@ def run_stage(stage: Stage, device: str, small: bool, limit: float) -> Outcome:
 def run_all(stages: Sequence[Stage], device: str, small: bool, out: Path) -> list[Outcome]:
     """Run the stages in order, print each result as it comes, and keep ``gpu.json`` up to date."""
     outcomes: list[Outcome] = []
+    head = provenance("make gpu", [], device)
     end = time.monotonic() + _ALL_SECONDS
     for stage in stages:
         limit = min(stage.seconds, end - time.monotonic())
@@ -103,7 +107,7 @@ def run_all(stages: Sequence[Stage], device: str, small: bool, out: Path) -> lis
         print(f"{stage.name}: {outcome.status} after {outcome.seconds:.1f} s", flush=True)
         if outcome.words:
             print("    " + outcome.words.replace("\n", "\n    "), flush=True)
-        content = {"device": device, "small": small, "stages": {o.stage: _as_dict(o) for o in outcomes}}
+        content = {**head, "device": device, "small": small, "stages": {o.stage: _as_dict(o) for o in outcomes}}
         (out / "gpu.json").write_text(json.dumps(content, indent=1))
     return outcomes
 
@@ -128,6 +132,8 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def _short(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_short(item)}" for key, item in value.items())
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, list):

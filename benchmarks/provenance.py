@@ -9,6 +9,7 @@ import platform
 import shlex
 import subprocess
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ PACKAGES = ("torch", "transformers", "peft", "accelerate", "deepspeed", "axolotl
 
 
 def provenance(command: str, argv: Sequence[str], device: str) -> dict[str, Any]:
-    """``device`` is cpu, cuda, or ``simulated: NAME`` for what no device ran."""
+    """``device`` is cpu, cuda, or ``simulated: NAME`` for what no device ran. Where ``-o`` points is left out."""
+    words = [w for before, w in pairwise(["", *argv]) if not {before, w} & {"-o", "--output"}]
     return {
-        "command": " ".join([command, *map(shlex.quote, argv)]),
+        "command": " ".join([command, *map(shlex.quote, words)]),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "machine": _machine(device),
         "simulated": device.startswith("simulated"),

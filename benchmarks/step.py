@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -48,12 +50,12 @@ _OVERRIDES = {
 }
 
 
-def measure(jobs: Sequence[Job], rounds: int, *, apart: bool, limit: float) -> list[Worker]:
+def measure(jobs: Sequence[Job], rounds: int, *, apart: bool, limit: float, seconds: float = math.inf) -> list[Worker]:
     """Run every job's steps; each worker holds its losses, seconds, figures, or its error.
 
-    ``limit``: seconds that any one answer may take, the building of a model included.
+    ``limit``: seconds that any one answer may take, the building of a model included; ``seconds``: all together.
     """
-    workers = [Worker(job, limit) for job in jobs]
+    workers = [Worker(job, limit, time.monotonic() + seconds) for job in jobs]
     groups = [[worker] for worker in workers] if apart else [workers]
     try:
         for group in groups:
@@ -119,13 +121,20 @@ def shape_of(args: argparse.Namespace) -> Shape:
     return shape
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """All rows and what they have in common, ready for JSON."""
+def run(words: Sequence[str]) -> dict[str, Any]:
+    """What the command line ``words`` measures: all rows and where they come from, ready for JSON."""
+    args = parser().parse_args(words)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    head = provenance("disco-accel bench step", words, args.device)
     with tempfile.TemporaryDirectory() as folder:
-        workers = measure(jobs_of(args, Path(folder)), args.rounds, apart=args.apart, limit=args.limit)
+        workers = measure(
+            jobs_of(args, Path(folder)), args.rounds, apart=args.apart, limit=args.limit, seconds=args.seconds
+        )
         verdicts = judge(workers, args.dtype)
     shape = shape_of(args)
     return {
+        "benchmark": "step",
+        **head,
         "shape": {"name": args.shape, **shape},
         "batch": args.batch,
         "tokens": args.tokens,
@@ -180,6 +189,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--planner", default=DiscoConfig().planner)
     made.add_argument("--apart", action="store_true", help="one engine after the other, never two in memory")
     made.add_argument("--limit", type=float, default=900.0, help="seconds for the building of a model, or a step")
+    made.add_argument("--seconds", type=float, default=math.inf, help="for everything; what is left then has no row")
     made.add_argument("-o", "--output", type=Path, help="everything as JSON")
     return made
 
@@ -188,10 +198,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line. Exit status 1 if one of our engines failed or gave other losses or gradients than eager."""
     words = list(sys.argv[1:] if argv is None else argv)
     args = parser().parse_args(words)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    head = provenance("disco-accel bench step", words, args.device)
-    result = {"benchmark": "step", **head, **run(args)}
-    print(f"{head['machine']}; torch {torch.__version__}; load {head['load']}")
+    result = run(words)
+    print(f"{result['machine']}; torch {torch.__version__}; load {result['load']}")
     print(
         f"{args.shape}, batch {args.batch} x {args.tokens}, {args.dtype}, rank {args.rank}, weights "
         f"{format_size(result['weights'])}, checkpointing; {'alone' if args.apart else 'in turn'}\n"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,14 +25,14 @@ _ROOT = Path(__file__).resolve().parent.parent
 class Worker:
     """One engine's process, and all that it answered. ``error`` is why it could not go on, None if it could."""
 
-    def __init__(self, job: Job, limit: float) -> None:
-        """``limit``: seconds that an answer may take."""
+    def __init__(self, job: Job, limit: float, end: float = math.inf) -> None:
+        """``limit``: seconds that an answer may take; none comes after ``end`` of ``time.monotonic``."""
         self.job = job
         self.error: str | None = None
         self.losses: list[float] = []
         self.seconds: list[float] = []
         self.facts: dict[str, Any] = {}
-        self._limit = limit
+        self._limit, self._end = limit, end
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
@@ -91,7 +93,8 @@ class Worker:
 
     def _answer(self) -> dict[str, Any] | None:
         assert self._process is not None and self._process.stdout is not None
-        ready, _, _ = select.select([self._process.stdout], [], [], self._limit)
+        left = max(0.0, min(self._limit, self._end - time.monotonic()))
+        ready, _, _ = select.select([self._process.stdout], [], [], left)
         line = self._process.stdout.readline() if ready else ""
         if line:
             answer: dict[str, Any] = json.loads(line)
@@ -99,7 +102,7 @@ class Worker:
         elif ready:
             self.error = f"the process ended with {self._process.wait()}; its last words: {self._last_words()}"
         else:
-            self.error = f"no answer within {self._limit:g} s"
+            self.error = f"no answer within {self._limit:g} s" if left == self._limit else "no time was left"
         if self.error is not None:
             self.stop()
             return None

@@ -68,10 +68,12 @@ class Session:
     def figures(self) -> dict[str, Any]:
         """What the engine knows of itself, memory, and on a GPU the bytes that one more step copies."""
         result: dict[str, Any] = {"build_seconds": self.build_seconds, "host": _high_water(), "used": None}
+        result |= self.engine.figures()
         if self._cuda:
-            peak = {"used": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
-            return result | link_bytes(self.step) | self.engine.figures() | peak
-        return result | self.engine.figures()
+            result |= {"used": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+            if "h2d" not in result:
+                result |= link_bytes(self.step)
+        return result
 
     def _trainable(self) -> dict[str, int]:
         sizes = [getattr(p, "ds_numel", p.numel()) for p in self.engine.trainable.values()]

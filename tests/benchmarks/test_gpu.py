@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu
+from benchmarks import gpu, report
 
 ROOT = Path(gpu.__file__).resolve().parent.parent
 
@@ -25,15 +25,19 @@ def test_all_stages_run_on_the_host_device(tmp_path: Path) -> None:
     assert {name: found["status"] for name, found in stages.items()} == {
         "build": "ok",
         "allocator": "ok",
-        "tests": "ok",
         "link": "skipped",
-        "lookahead": "ok",
-        "step_1x1024": "ok",
         "step_8x1024": "ok",
+        "step_1x2048": "ok",
+        "prefill_1x1024": "ok",
+        "tests": "ok",
+        "lookahead": "ok",
         "sanitizer": "skipped",
     }
+    assert report.section(tmp_path).count("eager in memory") == 2, "each step's result is one for the README"
     assert stages["allocator"]["figures"]["ops"] > 50
-    assert stages["step_8x1024"]["figures"]["gradients_apart"] == 0
+    step, prompt = (stages[name]["figures"] for name in ("step_8x1024", "prefill_1x1024"))
+    assert [figures["verdict"] for figures in step.values() if isinstance(figures, dict)] == ["bits", "bits"]
+    assert [figures["apart"] for figures in prompt.values() if isinstance(figures, dict)] == [0.0]
     assert "mm_64_of_eager_speed = [" in done.stdout, "the table shows the figures"
 
 

@@ -1,0 +1,57 @@
+"""A LoRA step at 7B shape beside what others offer, on a GPU machine with no network: ``make gpu-peers WHEELS=folder``.
+
+The wheels of what the machine lacks (deepspeed and its needs, axolotl) are installed from the folder into a temporary
+one that only this run sees. The engines run one after the other, for the host has no room for all of them; ``ENGINES``
+names some, where the time does not suffice for all. ``step_peers.json`` goes to the folder that ``OUT`` names (default
+``out/gpu``). DEVICE=cpu tries the same on the host device with a tiny shape.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+_ROOT = Path(__file__).resolve().parent.parent
+_ENGINES = (
+    "in-memory,disco,zero3-tuned,streamed,accelerate,zero3,checkpoint-offload,deepcompile,compile,axolotl,resident"
+)
+"""Those that say most come first."""
+_SEVEN_B = ("--shape", "7b", "--batch", "8", "--tokens", "1024", "--dtype", "bfloat16", "--memory", "8GiB", "--apart")
+_TINY = ("--shape", "tiny", "--batch", "2", "--tokens", "16", "--rank", "4", "--budgets", "0.9")
+
+
+def install(wheels: Path, folder: Path) -> None:
+    """Unpack the wheels, without their needs and without a network. Raises CalledProcessError when pip refuses one."""
+    files = sorted(str(path) for path in wheels.glob("*.whl"))
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile"]
+    subprocess.run([*pip, "--no-cache-dir", "--target", str(folder), *files], check=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; the exit status of ``bench step``, 2 where there are no wheels."""
+    parser = argparse.ArgumentParser(prog="make gpu-peers", description=__doc__.split("\n")[0])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--wheels", type=Path, required=True, help="folder of .whl files")
+    parser.add_argument("--engines", default=_ENGINES)
+    parser.add_argument("--seconds", type=float, default=540.0, help="for all engines together")
+    args = parser.parse_args(argv)
+    if not any(args.wheels.glob("*.whl")):
+        print(f"gpu-peers: WHEELS: {args.wheels} has no .whl files; pip wheel makes them, see docs/benchmarks.md")
+        return 2
+    out = Path(os.environ.get("OUT") or "out/gpu")
+    with tempfile.TemporaryDirectory() as folder:
+        install(args.wheels, Path(folder))
+        search = os.pathsep.join([str(_ROOT), folder, os.environ.get("PYTHONPATH", "")])
+        words = [*(_TINY if args.device == "cpu" else _SEVEN_B), "--device", args.device, "--engines", args.engines]
+        words += ["--rounds", "3", "--seconds", str(args.seconds), "-o", str(out / "step_peers.json")]
+        command = [sys.executable, "-m", "benchmarks.step", *words]
+        return subprocess.run(command, cwd=_ROOT, env={**os.environ, "PYTHONPATH": search}, check=False).returncode
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

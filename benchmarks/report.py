@@ -1,0 +1,122 @@
+"""The README's tables, made from the files in ``benchmarks/results``.
+
+    python -m benchmarks.report            rewrites them
+    python -m benchmarks.report --check    exit 1 if the README is not what the files say
+
+A figure is shown with the machine that it was measured on, the date and the command. What was simulated says so in its
+heading. ``make gpu`` and ``bench step -o`` write such files; a table appears when its file is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import simulated, step_table
+from disco_accel.errors import ConfigError
+from disco_accel.graphfile import write_atomically
+from disco_accel.sizes import format_size
+
+ROOT = Path(__file__).resolve().parent.parent
+BEGIN, END = "<!-- results -->", "<!-- end of results -->"
+NOT_ON_GPU = "No GPU has run this yet: every figure below is from the host device or from simulation, and says which."
+_QUIET = 2.5
+"""A load average above which a machine was doing something else as well."""
+
+
+def section(folder: Path) -> str:
+    """Everything between the markers: a table for each file of results in ``folder``, GPUs first.
+
+    ``gpu.json``, the stages of ``make gpu``, has none of its own: the steps in it have files of theirs.
+
+    Raises:
+        ConfigError: a file is no result of a benchmark, or claims a device of which it does not say the machine.
+    """
+    found = [_read(path) for path in sorted(folder.glob("*.json")) if path.name != "gpu.json"]
+    found.sort(key=lambda result: (_place(result), result["date"], result["command"]))
+    parts = [] if any(_place(result) == 0 for result in found) else [NOT_ON_GPU]
+    parts += [_table(result) for result in found]
+    return "\n\n".join(parts)
+
+
+def _place(result: Mapping[str, Any]) -> int:
+    if result["simulated"]:
+        return 2
+    return 0 if result.get("device") == "cuda" else 1
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        result: dict[str, Any] = json.loads(path.read_text())
+        missing = {"benchmark", "command", "date", "machine", "simulated", "versions", "rows"} - result.keys()
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"{path.name}: not a result of a benchmark: {error}") from error
+    if missing or result["benchmark"] not in TABLES:
+        raise ConfigError(f"{path.name}: not a result of a benchmark: {', '.join(sorted(missing)) or 'unknown kind'}")
+    if result.get("device") == "cuda" and "CUDA" not in result["machine"]:
+        raise ConfigError(f"{path.name}: figures of a GPU without a GPU: machine is {result['machine']!r}")
+    if not result["simulated"] and result["benchmark"] == "simulated":
+        raise ConfigError(f"{path.name}: simulated figures that do not say so")
+    return result
+
+
+def _table(result: Mapping[str, Any]) -> str:
+    title, body = TABLES[result["benchmark"]](result)
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    busy = "" if result["simulated"] else f", load {result['load']:g}"
+    if not result["simulated"] and result["load"] > _QUIET:
+        busy += " (busy: the times are not worth quoting)"
+    return f"**{title}**\n\n{body}\n\n{result['machine']}{busy}; {result['date']}; `{result['command']}`; {versions}."
+
+
+def _step(result: Mapping[str, Any]) -> tuple[str, str]:
+    shape = f"{result['shape']['name']} shape, batch {result['batch']} x {result['tokens']}, {result['dtype']}"
+    budgets = {row["budget"] for row in result["rows"] if row["budget"] is not None}
+    parts = [f"LoRA step, {shape}, {format_size(result['weights'])} of weights"]
+    if len(budgets) == 1:
+        parts.append(f"budget {format_size(budgets.pop())}")
+    if result["bandwidth"] is not None:
+        parts.append(f"link {result['bandwidth'] / 1e9:g} GB/s each way")
+    return ", ".join(parts), step_table.table(result)
+
+
+def _simulated(result: Mapping[str, Any]) -> tuple[str, str]:
+    lines = [simulated.HEADER, *(simulated.line(row) for row in result["rows"])]
+    return "Simulated: LoRA steps on an H200, no device ran them", "\n".join(lines)
+
+
+TABLES: Mapping[str, Callable[[Mapping[str, Any]], tuple[str, str]]] = {"step": _step, "simulated": _simulated}
+
+
+def put(text: str, made: str) -> str:
+    """``text`` with ``made`` between its markers. Raises ConfigError where they are not there once, in order."""
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        raise ConfigError(f"README.md: the lines '{BEGIN}' and '{END}' must be there once each, in this order")
+    head, rest = text.split(BEGIN)
+    return f"{head}{BEGIN}\n{made}\n{END}{rest.split(END)[1]}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__.split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the README is not up to date")
+    args = parser.parse_args(argv)
+    readme = ROOT / "README.md"
+    before = readme.read_text()
+    after = put(before, section(ROOT / "benchmarks" / "results"))
+    if args.check:
+        return int(before != after)
+    write_atomically(readme, after.encode())
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        raise SystemExit(main())
+    except ConfigError as error:
+        print(f"benchmarks.report: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
