@@ -17,7 +17,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.compare import same_bits
 from benchmarks.engine import Differs, any_plan_seconds, cell, in_turn, link_seconds
+from benchmarks.provenance import provenance
 from benchmarks.subjects import Times
 from disco_accel import prefill, stats
 from disco_accel.config import DiscoConfig
@@ -237,6 +238,12 @@ def show(row: dict[str, Any]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+def from_json(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row as ``measure`` made it, from the file that ``-o`` wrote."""
+    times = {name: Times(tuple(found["seconds"])) for name, found in row["times"].items()}
+    return {**row, "times": times, "first_token": Times(tuple(row["first_token"]["seconds"]))}
+
+
 HEADER = (
     "| tokens | budget (of the weights) | peak | planned, ms | first token | max(compute, link) reached | "
     "any plan's bound reached | link, GB/s | fixed order / planned | streamed / planned | in memory / planned |\n"
@@ -274,7 +281,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line. Exit status 1 if an engine has other bits than eager."""
-    args = _parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    args = _parser().parse_args(words)
+    head = provenance("disco-accel bench prefill", words, "cpu")
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, one compute thread, {os.cpu_count()} cores, load {os.getloadavg()[0]:.2f}")
     print(
@@ -297,7 +306,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"\nLogits, keys and values of all engines have the same bits. {ABSENT}")
     if args.output is not None:
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        result = {"load_average": os.getloadavg()[0], "torch": torch.__version__, "rows": rows}
+        told = ("hidden", "layers", "batch", "dtype", "bandwidth")
+        result = {"benchmark": "prefill", **head, **{name: getattr(args, name) for name in told}, "rows": rows}
         write_atomically(args.output, json.dumps(result, default=dataclasses.asdict).encode())
     return 0
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import simulated, step_table
+from benchmarks import prefill, simulated, step_table
 from disco_accel.errors import ConfigError
 from disco_accel.graphfile import write_atomically
 from disco_accel.sizes import format_size
@@ -89,7 +89,17 @@ def _simulated(result: Mapping[str, Any]) -> tuple[str, str]:
     return "Simulated: LoRA steps on an H200, no device ran them", "\n".join(lines)
 
 
-TABLES: Mapping[str, Callable[[Mapping[str, Any]], tuple[str, str]]] = {"step": _step, "simulated": _simulated}
+def _prefill(result: Mapping[str, Any]) -> tuple[str, str]:
+    shape = f"hidden {result['hidden']}, {result['layers']} layers, batch {result['batch']}, {result['dtype']}"
+    lines = [prefill.HEADER, *(prefill.show(prefill.from_json(row)) for row in result["rows"])]
+    return f"Prefill, {shape}, link {result['bandwidth'] / 1e9:g} GB/s each way", "\n".join(lines)
+
+
+TABLES: Mapping[str, Callable[[Mapping[str, Any]], tuple[str, str]]] = {
+    "step": _step,
+    "prefill": _prefill,
+    "simulated": _simulated,
+}
 
 
 def put(text: str, made: str) -> str:

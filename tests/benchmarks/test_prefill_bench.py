@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.engine import Differs
 from benchmarks.prefill import PromptPair, PromptShape, main
+from benchmarks.report import section
 from disco_accel.cli import main as cli
 
 TINY = PromptShape(hidden=64, layers=2, tokens=24, batch=1, vocabulary=128, kv_heads=1, dtype=torch.float32)
@@ -29,6 +30,7 @@ def test_a_row_has_all_engines_and_its_bound(tmp_path: Path, capsys: pytest.Capt
     words = [*shape, "--budgets", "0.8", "--rounds", "1", "--bandwidth", "1e8"]
     assert cli(["bench", "prefill", *words, "-o", str(tmp_path / "prefill.json")]) == 0
     assert "same bits" in capsys.readouterr().out
+    assert "| 24 |" in section(tmp_path), "the README can show it"
     (row,) = json.loads((tmp_path / "prefill.json").read_text())["rows"]
     assert set(row["times"]) == {"planned", "fixed order", "streamed", "in memory", "resident"}
     assert 0 < row["peak"] <= row["budget"] < row["weights"] and row["reload_bytes"] > 0

@@ -61,6 +61,15 @@ def test_a_process_that_fails_or_hangs_is_named_and_ended(
     assert time.monotonic() - began < 20
 
 
+def test_time_for_all_is_shared_and_its_end_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_process, "COMMAND", ("-c", "import time; time.sleep(60)"))
+    jobs = [dataclasses.replace(JOB, folder=str(tmp_path)) for _ in range(2)]
+    began = time.monotonic()
+    workers = step.measure(jobs, 2, apart=True, limit=50, seconds=1)
+    assert [worker.error for worker in workers] == ["no time was left"] * 2
+    assert time.monotonic() - began < 20
+
+
 def _finished(folder: Path, engine: str, gradient: float = 1.0, loss: float = 2.0, elements: int = 4) -> Worker:
     folder.mkdir()
     worker = Worker(dataclasses.replace(JOB, engine=engine, folder=str(folder)), 1)
