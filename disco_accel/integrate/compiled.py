@@ -26,7 +26,7 @@ from disco_accel.plan import Machine, make_plan
 from disco_accel.plan.cache import PlanCache, plan_fingerprint
 from disco_accel.plan.simulate import Link
 from disco_accel.sizes import format_size
-from disco_accel.taskgraph import TaskGraph, VertexKind
+from disco_accel.taskgraph import TaskGraph, TensorArg, VertexKind
 from disco_accel.verify import verify
 
 
@@ -135,6 +135,22 @@ class CompiledStep:
     def draws(self) -> bool:
         """Whether the step takes random numbers from the user's generator."""
         return any(call.rng is not None for call in self.graph.ops.values())
+
+    @functools.cached_property
+    def row_limits(self) -> dict[str, int]:
+        """Name of a tensor of the batch → rows of the smallest table that it looks things up in, as token ids do."""
+        names = {b.vertex: b.name for b in self.vertices_of("batch")}
+        limits: dict[str, int] = {}
+        for vertex in self.graph.vertices:
+            call = self.graph.ops.get(vertex.id)
+            if call is None or call.name != "aten::embedding":
+                continue
+            table, indices = call.args[:2]
+            if isinstance(table, TensorArg) and isinstance(indices, TensorArg):
+                name, rows = names.get(vertex.inputs[indices.input][0]), table.spec.shape[0]
+                if name is not None:
+                    limits[name] = min(rows, limits.get(name, rows))
+        return limits
 
     def frozen_of(self, model: torch.nn.Module) -> list[torch.Tensor]:
         """The frozen weights and buffers of ``model`` that the step reads."""

@@ -21,6 +21,8 @@ logger = logging.getLogger("disco_accel")
 
 _DOOR = "_disco_generation"
 _PREFILL = "_prefill"
+_CANDIDATES = "_get_candidate_generator"
+"""What transformers' assisted and prompt-lookup decoding call first."""
 
 
 class _Door:
@@ -61,6 +63,8 @@ def install(state: PreparedModel, model: torch.nn.Module) -> None:
     if hasattr(inner, _PREFILL):
         inner.__dict__[_DOOR] = _Door(state, model, own_forward(state, model))
         inner.__dict__[_PREFILL] = functools.partial(_prefill, inner)
+    if hasattr(inner, _CANDIDATES):
+        inner.__dict__[_CANDIDATES] = functools.partial(_candidates, inner)
 
 
 def remove(model: torch.nn.Module) -> None:
@@ -68,6 +72,7 @@ def remove(model: torch.nn.Module) -> None:
     inner = generating_model(model)
     inner.__dict__.pop(_DOOR, None)
     inner.__dict__.pop(_PREFILL, None)
+    inner.__dict__.pop(_CANDIDATES, None)
 
 
 def _prefill(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -100,8 +105,23 @@ def _planned_or_own(door: _Door, model: torch.nn.Module, kwargs: dict[str, Any])
     try:
         return planned_forward(door.state, model, door.forward, kwargs)
     except CaptureError as error:
-        reason = str(error)
-        if reason not in door.state.fallbacks:
-            door.state.fallbacks.append(reason)
-            logger.warning("generate's first step runs without a plan: %s", reason)
+        _say_once(door.state, str(error))
         return door.forward(**kwargs)
+
+
+def _candidates(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """As GenerationMixin's. Decoding that guesses tokens has no first step of its own that could be planned."""
+    door: _Door | None = self.__dict__.get(_DOOR)
+    if door is not None:
+        _say_once(
+            door.state,
+            "assistant_model, prompt_lookup_num_tokens: decoding that guesses tokens reads the prompt together with its "
+            "first guess; leave them out to read it from a plan",
+        )
+    return type(self)._get_candidate_generator(self, *args, **kwargs)
+
+
+def _say_once(state: PreparedModel, reason: str) -> None:
+    if reason not in state.fallbacks:
+        state.fallbacks.append(reason)
+        logger.warning("generate's first step runs without a plan: %s", reason)

@@ -21,7 +21,8 @@ from disco_accel.config_keys import PARSERS
 Patch = Callable[[ModuleType], None]
 
 _LAUNCHERS = ("accelerate", "accelerate-launch", "accelerate_cli.py", "launch.py")
-_SECTION_LINE = re.compile(rf"""^["'{{\s]*(disco|({"|".join(PARSERS)})\b)""", re.MULTILINE)
+# At the start of a line, or anywhere in a mapping that is written on one, as json.dump writes it.
+_SECTION_LINE = re.compile(rf"""^["'{{\s]*(disco|({"|".join(PARSERS)})\b)|^[^#\n]*[{{,]\s*["']?disco""", re.MULTILINE)
 
 
 class AfterImport(MetaPathFinder):

@@ -166,15 +166,36 @@ class _Step(torch.autograd.Function):
 def externals_of(
     state: PreparedModel, model: torch.nn.Module, step: CompiledStep, batch: Mapping[str, Any]
 ) -> dict[int, torch.Tensor]:
-    """What ``step`` is given, by INPUT vertex: the model's trainable parameters and the tensors of ``batch``."""
+    """What ``step`` is given, by INPUT vertex: the model's trainable parameters and the tensors of ``batch``.
+
+    Raises:
+        ExecutionError: a token id outside the vocabulary; a gradient that has no parameter.
+    """
     if step.parameters is None:
         # A parameter that is added, removed or replaced changes the step's key, so these stay the model's own.
         step.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if step.captured.gradients:
             _check_gradients(state, step, step.parameters)
-    inputs = {name: t.to(state.device, non_blocking=True) for name, t in batch_tensors(batch).items()}
+    given = batch_tensors(batch)
+    _check_rows(step, given)
+    inputs = {name: t.to(state.device, non_blocking=True) for name, t in given.items()}
     tensors = {"trainable": step.parameters, "batch": inputs}
     return {b.vertex: tensors[b.source][b.name].detach() for b in step.externals}
+
+
+def _check_rows(step: CompiledStep, given: Mapping[str, torch.Tensor]) -> None:
+    """Token ids outside the vocabulary are named here; the engine knows the op alone, and a GPU not even that."""
+    for name, rows in step.row_limits.items():
+        tensor = given[name]
+        # Elsewhere a look would wait for the device.
+        if tensor.device.type != "cpu" or not tensor.numel():
+            continue
+        low, high = (int(value) for value in torch.aminmax(tensor))
+        if low < 0 or high >= rows:
+            raise ExecutionError(
+                f"{name}: holds {low if low < 0 else high}, and the model looks it up in a table of {rows} rows, 0 to "
+                f"{rows - 1}; check the tokenizer, or call resize_token_embeddings() before prepare()"
+            )
 
 
 def _check_gradients(state: PreparedModel, step: CompiledStep, parameters: Mapping[str, torch.Tensor]) -> None:

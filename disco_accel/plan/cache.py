@@ -37,7 +37,8 @@ MOST_FILES = 256
 """The oldest plans beyond this many are removed when a new one is stored."""
 
 _KEY = "plan_cache"
-_STALE_SECONDS = 24 * 3600
+_STALE_SECONDS = 3600
+"""No writer takes so long: a temporary file of this age was left by one that was killed."""
 _said: set[str] = set()
 
 

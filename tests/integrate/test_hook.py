@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -87,6 +88,9 @@ def test_a_missing_module_stays_missing(package: Callable[[str, str], str]) -> N
         (["accelerate", "launch", "--config_file", "disco.yaml", "t.py"], True),
         (["accelerate-launch", "--config-file", "disco.yaml", "t.py"], True),
         (["accelerate", "launch", "--config", "section.yaml", "t.py"], True),
+        (["accelerate", "launch", "--config", "one_line.json", "t.py"], True),
+        (["accelerate", "launch", "--config_file", "flow.yaml", "t.py"], True),
+        (["accelerate", "launch", "--config_file", "plain.json", "t.py"], False),
         (["accelerate", "launch", "--config", "missing.yaml", "t.py"], True),
         (["accelerate", "launch", "--config_file", "plain.yaml", "-m", "disco_accel.run", "t.py"], True),
         (["accelerate", "launch", "--config_file", "plain.yaml", "t.py"], False),
@@ -105,6 +109,10 @@ def test_only_launches_that_name_our_section_are_touched(
     Path("plain.yaml").write_text("distributed_type: 'NO'\n# disco_config comes later\n")
     Path("disco.yaml").write_text("distributed_type: 'NO'\ndisco_config:\n  memory_budget: 1GiB\n")
     Path("section.yaml").write_text("memory_budget: 1GiB\n")
+    accelerates = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO"}
+    Path("plain.json").write_text(json.dumps(accelerates))
+    Path("one_line.json").write_text(json.dumps(accelerates | {"disco_config": {"memory_budget": "1GiB"}}))
+    Path("flow.yaml").write_text("{distributed_type: 'NO', disco_config: {memory_budget: 1GiB}}\n")
     assert hook.is_our_launch(argv) is ours
 
 

@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from disco_accel import DiscoConfig, prefill, prepare, restore, stats
-from disco_accel.errors import BudgetTooSmall, CaptureError, ConfigError
+from disco_accel.errors import BudgetTooSmall, CaptureError, ConfigError, ExecutionError
 from disco_accel.integrate.plugin import current_step
 from disco_accel.taskgraph import VertexKind
 from disco_accel.testing.models import TEN_FAMILIES, family_lora, random_batch, tiny_lora
@@ -225,6 +225,36 @@ def test_generate_says_once_what_it_cannot_plan(caplog: pytest.LogCaptureFixture
     assert [r for r in caplog.messages if "without a plan" in r and "StaticCache" in r] == caplog.messages[:1]
     generated(planned, prompt(), 2, use_cache=False)
     assert any("use_cache" in reason for reason in stats(planned)["fallbacks"])
+
+
+def test_decoding_that_guesses_tokens_says_once_that_its_prompt_has_no_plan(caplog: pytest.LogCaptureFixture) -> None:
+    eager = tiny_lora(**SMALL).eval()
+    planned = prepare(copy.deepcopy(eager), ROOMY)
+    inputs = prompt(1)
+    for _ in range(2):
+        ours = generated(planned, inputs, 6, prompt_lookup_num_tokens=2)
+        assert torch.equal(ours.sequences, generated(eager, inputs, 6, prompt_lookup_num_tokens=2).sequences)
+    assert [r for r in caplog.messages if "prompt_lookup_num_tokens" in r] == caplog.messages[:1]
+    assert stats(planned)["prefills"] == 0 and len(stats(planned)["fallbacks"]) == 1
+    restore(planned)
+    assert "_get_candidate_generator" not in planned.get_base_model().__dict__
+
+
+@pytest.mark.parametrize("token", [96, -1])
+def test_a_token_outside_the_vocabulary_is_named_before_anything_runs(token: int) -> None:
+    """By prefill, generate and a training step; the next one is right."""
+    planned, eager = prepare(tiny_lora(**SMALL), ROOMY), tiny_lora(**SMALL)
+    wrong = prompt(1)["input_ids"].index_fill(1, torch.tensor(3), token)
+    for run in (
+        lambda: prefill(planned.eval(), wrong),
+        lambda: generated(planned, {"input_ids": wrong}),
+        lambda: planned.train()(input_ids=wrong, labels=wrong.clamp(0, 95)),
+    ):
+        with pytest.raises(ExecutionError, match=rf"input_ids: holds {token}, .* table of 96 rows, 0 to 95"):
+            run()
+    right = prompt(1)["input_ids"]
+    losses = [m(input_ids=right, labels=right).loss for m in (planned, eager)]
+    assert torch.equal(*losses)
 
 
 def test_beams_and_sampling_start_from_a_plan() -> None:

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import random
 import stat
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -223,12 +224,23 @@ def test_old_plans_make_room(folder: Path, graph: TaskGraph, plan: MemGraph, mon
     for age in range(5):
         cache.store(f"{age:064}", plan)
         os.utime(folder / "plans" / f"{age:064}.json", (1000 + age, 1000 + age))
-    left = folder / "plans" / ".crashed.json.x"
-    left.write_text("")
-    os.utime(left, (1000, 1000))
     cache.store(key_of(graph), plan)
     names = {path.name for path in (folder / "plans").iterdir()}
     assert names == {f"{key_of(graph)}.json", f"{3:064}.json", f"{4:064}.json"}
+
+
+def test_what_a_killed_writer_left_is_removed_and_a_writer_at_work_is_left_alone(
+    folder: Path, graph: TaskGraph, plan: MemGraph
+) -> None:
+    """A temporary file of an hour is nobody's any more."""
+    cache = PlanCache(folder)
+    cache.store(key_of(graph), plan)
+    files = [folder / "plans" / f".{name}.json.x" for name in ("killed", "at_work")]
+    for file, age in zip(files, (3700, 60), strict=True):
+        file.write_text("{")
+        os.utime(file, (time.time() - age,) * 2)
+    cache.store(key_of(graph), plan)
+    assert [file.exists() for file in files] == [False, True]
 
 
 def _mutated(data: object, draw: random.Random) -> object:
