@@ -115,8 +115,8 @@ def _candidates(self: Any, *args: Any, **kwargs: Any) -> Any:
     if door is not None:
         _say_once(
             door.state,
-            "assistant_model, prompt_lookup_num_tokens: decoding that guesses tokens reads the prompt together with its "
-            "first guess; leave them out to read it from a plan",
+            "assistant_model, prompt_lookup_num_tokens: decoding that guesses tokens reads the prompt together with "
+            "its first guess; leave them out to read it from a plan",
         )
     return type(self)._get_candidate_generator(self, *args, **kwargs)
 
