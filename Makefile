@@ -13,7 +13,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export MAX_JOBS ?= $(shell nproc)
 DEVICE ?= cuda
 
-.PHONY: help setup test sanitize safety fuzz lint format demo gpu gpu-peers clean
+.PHONY: help setup test sanitize safety fuzz lint format demo gpu gpu-peers outside clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 11
@@ -72,6 +72,11 @@ gpu:  ## checks and measurements on a GPU, under 9 minutes; DEVICE=cpu tries the
 gpu-peers: export PYTHONPATH := $(CURDIR)
 gpu-peers:  ## a 7B LoRA step beside DeepSpeed, accelerate and others on a GPU; WHEELS=folder
 	@python3 -m benchmarks.gpu_peers --device $(DEVICE) --wheels $(WHEELS) $(if $(ENGINES),--engines $(ENGINES))
+
+# Needs the package index; about a quarter of an hour, so not for CI.
+outside: export PYTHONPATH := $(CURDIR)
+outside: setup  ## the tests of accelerate, peft and transformers without us and with us, one table
+	@$(PY) -m benchmarks.outside --out benchmarks/results/outside-host-device.txt
 
 clean:  ## remove what the targets above made, except .venv
 	@rm -rf build out .pytest_cache .mypy_cache .ruff_cache .hypothesis
