@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from disco_accel.graphcheck import after_gate
 from disco_accel.memgraph import MemGraph, Slot
@@ -45,14 +45,18 @@ def build(
     cyclic: bool = False,
     repairs: Repairs | None = None,
     outs_apart: bool = False,
+    slack: float | None = None,
 ) -> MemGraph:
     """Return a plan of ``graph`` within the memory of its devices.
 
     ``lookahead``: how many vertices ahead of execution copies may be placed (None: no limit). ``residents``: clean
     inputs on the device when the step starts; a ``cyclic`` plan brings them back by its end. ``outs_apart``: what is
-    handed out, and may not be moved before that, has its place beside all others from the start. Raises Infeasible.
+    handed out, and may not be moved before that, has its place beside all others from the start. ``slack``: share of
+    the memory that look-ahead leaves free, so that outputs find bytes that nobody has used for long; None: none, and
+    outputs lie as low as they can. Raises Infeasible.
     """
-    return _Builder(graph, policy, lookahead, residents or Residents(), cyclic, repairs or Repairs(), outs_apart).run()
+    kind = _Kind(lookahead, residents or Residents(), cyclic, repairs or Repairs(), outs_apart, slack)
+    return _Builder(graph, policy, kind).run()
 
 
 _KEPT_SHARE = 16
@@ -67,6 +71,7 @@ def failing_position(
     residents: Residents,
     cyclic: bool,
     outs_apart: bool = False,
+    slack: float | None = None,
     until: int | None = None,
 ) -> int | None:
     """Return the serial position at which ``build`` fails, None if it does not, without making a plan.
@@ -74,35 +79,41 @@ def failing_position(
     ``until``: the last position to look at (None: the end), which saves the work behind it.
     """
     try:
-        _Builder(graph, policy, lookahead, residents, cyclic, Repairs(), outs_apart).walk(until)
+        _Builder(graph, policy, _Kind(lookahead, residents, cyclic, Repairs(), outs_apart, slack)).walk(until)
     except Infeasible as error:
         return error.position
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """The kind of plan that is asked for: see ``build``."""
+
+    lookahead: int | None
+    residents: Residents
+    cyclic: bool
+    repairs: Repairs
+    outs_apart: bool
+    slack: float | None
+
+
 class _Builder:
-    def __init__(
-        self,
-        graph: TaskGraph,
-        policy: Policy,
-        lookahead: int | None,
-        residents: Residents,
-        cyclic: bool,
-        repairs: Repairs,
-        outs_apart: bool,
-    ) -> None:
-        self.outs_apart = outs_apart
+    def __init__(self, graph: TaskGraph, policy: Policy, kind: _Kind) -> None:
+        residents, repairs = kind.residents, kind.repairs
+        self.outs_apart = kind.outs_apart
         self.graph = graph
         self.order = serial_order(graph)
-        self.lookahead = len(self.order) if lookahead is None else lookahead
-        self.permanent = frozenset(residents.permanent if cyclic else ())
+        self.lookahead = len(self.order) if kind.lookahead is None else kind.lookahead
+        self.permanent = frozenset(residents.permanent if kind.cyclic else ())
         self.residents = frozenset(residents.visiting) | frozenset(residents.permanent)
-        self.cyclic = cyclic
+        self.cyclic = kind.cyclic
         self.repairs = repairs
         self.log = PlanLog(self.order)
         self.slots: dict[Ref, Slot] = {}
         self.reserved: dict[Ref, Stay] = {}
-        self.memories = {device.id: DeviceMemory(device, policy, repairs, self.log) for device in graph.devices}
+        self.memories = {
+            device.id: DeviceMemory(device, policy, repairs, self.log, kind.slack) for device in graph.devices
+        }
         self.values = self._values()
         self.reads = {device.id: _Reads(self.order, self.values, device.id) for device in graph.devices}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -12,6 +13,7 @@ from disco_accel.memgraph import MemGraph
 from disco_accel.plan.build import build
 from disco_accel.plan.evict import Policy, policy_named
 from disco_accel.plan.needed import Attempt, first_fitting, smallest, with_memory
+from disco_accel.plan.order import dispatched
 from disco_accel.plan.resident import Residents, first_choices, improve, plain_choices
 from disco_accel.plan.sim_malloc import Infeasible, Repairs
 from disco_accel.plan.simulate import Machine, simulate
@@ -23,6 +25,14 @@ _SHORTER = (16, 0)
 
 _GOOD = 1.002
 """A plan that takes at most so many times what its kernels take is not compared with another planner's."""
+
+_NEAR = 1.02
+"""On several devices, where the timed planner takes far longer than BUILDMEMGRAPH, it is not asked to better what takes
+at most so many times what it takes with memory for everything."""
+
+_SLACK = 0.3
+"""Share of the memory that look-ahead leaves free where devices work side by side: with it, what one of them writes
+seldom has to wait for another."""
 
 _BOTH_UP_TO = 200_000
 """Vertices of a graph for which both planners are tried."""
@@ -110,6 +120,7 @@ def _built(
         cyclic=cyclic,
         repairs=repairs,
         outs_apart=attempt.outs_apart,
+        slack=attempt.slack,
     )
     return replace(plan, planner="build")
 
@@ -121,25 +132,35 @@ def plan_timed(graph: TaskGraph, policy: Policy, cyclic: bool, lookahead: int | 
     """
     if first_fitting(graph, policy, cyclic, partial(_attempts, lookahead=lookahead)) is None:
         return plan_build(graph, policy, cyclic, lookahead, machine)
-    try:
-        plan = replace(build_timed(graph, machine, cyclic=cyclic), planner="timed")
-    except Infeasible:
-        return plan_build(graph, policy, cyclic, lookahead, machine)
-    return _faster(graph, plan, policy, cyclic, lookahead, machine)
+    enough = _GOOD * _compute(graph, machine)
+    given = graph
+    if len(graph.devices) > 1:
+        graph, seconds = dispatched(graph, machine)
+        enough = _NEAR * seconds
+    best: MemGraph | None = None
+    makespan = float("inf")
+    for plan in _candidates(graph, policy, cyclic, lookahead, machine):
+        seconds = simulate(plan, machine).makespan
+        if seconds < makespan:
+            best, makespan = plan, seconds
+        if makespan <= enough or len(graph.vertices) > _BOTH_UP_TO:
+            break
+    return best or plan_build(given, policy, cyclic, lookahead, machine)
 
 
-def _faster(
-    graph: TaskGraph, plan: MemGraph, policy: Policy, cyclic: bool, lookahead: int | None, machine: Machine
-) -> MemGraph:
-    """Return ``plan``, or that of BUILDMEMGRAPH if there is time to make it and it is faster in simulation."""
-    makespan = simulate(plan, machine).makespan
-    if makespan <= _GOOD * _compute(graph, machine) or len(graph.vertices) > _BOTH_UP_TO:
-        return plan
-    try:
-        other = plan_build(graph, policy, cyclic, lookahead, machine, Repairs(shorten_lookahead=False))
-    except Infeasible:
-        return plan
-    return other if simulate(other, machine).makespan < makespan else plan
+def _candidates(
+    graph: TaskGraph, policy: Policy, cyclic: bool, lookahead: int | None, machine: Machine
+) -> Iterator[MemGraph]:
+    """Yield plans of both planners, the more promising first."""
+    timed = partial(_timed, graph, cyclic, machine)
+    built = partial(plan_build, graph, policy, cyclic, lookahead, machine, Repairs(shorten_lookahead=False))
+    for way in (built, timed) if len(graph.devices) > 1 else (timed, built):
+        with suppress(Infeasible):
+            yield way()
+
+
+def _timed(graph: TaskGraph, cyclic: bool, machine: Machine) -> MemGraph:
+    return replace(build_timed(graph, machine, cyclic=cyclic), planner="timed")
 
 
 def _compute(graph: TaskGraph, machine: Machine) -> float:
@@ -171,6 +192,8 @@ def _attempts(graph: TaskGraph, lookahead: int | None, repairs: Repairs | None =
         modest = [Attempt(0, Residents(), outs_apart=True), Attempt(0, Residents())]
     else:
         modest = []
+    if len(graph.devices) > 1:
+        yield Attempt(lookahead, choices[0], slack=_SLACK)
     for ahead in _lookaheads(lookahead, repairs):
         for residents in choices:
             attempt = Attempt(ahead, residents)

@@ -21,6 +21,7 @@ class Attempt:
     lookahead: int | None
     residents: Residents
     outs_apart: bool = False
+    slack: float | None = None
 
 
 Attempts = Callable[[TaskGraph], Iterator[Attempt]]
@@ -112,6 +113,7 @@ def _failing(
         residents=tried.residents,
         cyclic=cyclic,
         outs_apart=tried.outs_apart,
+        slack=tried.slack,
         until=until,
     )
 

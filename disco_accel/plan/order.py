@@ -12,7 +12,11 @@ from dataclasses import replace
 import numpy as np
 
 from disco_accel.graphcheck import dependencies
+from disco_accel.memgraph import MemGraph
 from disco_accel.plan.build import serial_order
+from disco_accel.plan.finish import data_edges
+from disco_accel.plan.machine import Machine
+from disco_accel.plan.simulate import simulate
 from disco_accel.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 
 
@@ -22,6 +26,16 @@ def lower_order(graph: TaskGraph) -> TaskGraph | None:
     orders = (sink(order), hoist(order), hoist(sink(order)), sink(hoist(order)))
     best = min(orders, key=live_peak)
     return replace(graph, vertices=best) if live_peak(best) < live_peak(order) else None
+
+
+def dispatched(graph: TaskGraph, machine: Machine) -> tuple[TaskGraph, float]:
+    """Return ``graph`` in the order in which its vertices start on ``machine`` with memory for everything, and the
+    seconds that this takes. On several devices a serial order may make one wait for what another need not do yet."""
+    order = serial_order(graph)
+    unlimited = MemGraph(graph.name, graph.devices, order, {}, data_edges(order), (), {}, 0, False)
+    run = simulate(unlimited, machine)
+    vertices = sorted(order, key=lambda vertex: (vertex.kind is not VertexKind.INPUT, run.starts.get(vertex.id, 0.0)))
+    return replace(graph, vertices=tuple(vertices)), run.makespan
 
 
 def sink(order: Sequence[Vertex]) -> tuple[Vertex, ...]:

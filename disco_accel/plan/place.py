@@ -7,7 +7,7 @@ what is there when the step starts has to be in the same place when it ends, so 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -28,7 +28,9 @@ class Piece:
 _Key = Callable[["Piece"], tuple[float, ...]]
 
 _FEW = 1000
-"""Up to so many pieces all orders are tried, beyond only the first."""
+"""Up to so many pieces, and where the lowest top is asked for, all orders are tried, else the first ``_SOME``."""
+
+_SOME = 4
 
 _TINY = 2000
 """Pieces smaller than one part in so many of all lie lowest, by time: above large ones they would be in the way."""
@@ -54,28 +56,50 @@ ORDERS: tuple[_Key, ...] = (
 """In which order pieces get a place, by promise; those that are always there come first."""
 
 
-def place(pieces: Sequence[Piece], limit: int) -> tuple[int, list[int], int]:
-    """Return the lowest top that is found, or the first not above ``limit``, the address of each piece, and how many
-    orders were tried."""
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """``top``: the bytes taken; ``addresses``: of each piece; ``order``: which of the ways it was found with;
+    ``tried``: how many ways were tried."""
+
+    top: int
+    addresses: list[int]
+    order: int
+    tried: int
+
+
+def place(pieces: Sequence[Piece], limit: int, order: int | None = None) -> Placed:
+    """Return the lowest top that is found, or the first not above ``limit``; ``order``: try this way only."""
     always = max((piece.ticks for piece in pieces), default=0)
-    best: tuple[int, list[int]] | None = None
+    small = (limit or _peak(pieces)) // _TINY
+    best: Placed | None = None
     tried = 0
-    for order in ORDERS if len(pieces) <= _FEW else ORDERS[:1]:
-        for tiny in (limit // _TINY, 0):
+    few = len(pieces) <= _FEW or not limit
+    ways = range(2 * len(ORDERS)) if few else range(0, 2 * _SOME, 2)
+    for way in ways if order is None else (order,):
+        by, tiny = ORDERS[way // 2], 0 if way % 2 else small
 
-            def key(piece: Piece, order: _Key = order, tiny: int = tiny) -> tuple[float, ...]:
-                if piece.ticks == always:
-                    return (0,)
-                return (1, -piece.ticks) if piece.block <= tiny else (2, *order(piece))
+        def key(piece: Piece, by: _Key = by, tiny: int = tiny) -> tuple[float, ...]:
+            if piece.ticks == always:
+                return (0,)
+            return (1, -piece.ticks) if piece.block <= tiny else (2, *by(piece))
 
-            tried += 1
-            found = _pack(pieces, key)
-            if best is None or found[0] < best[0]:
-                best = found
-            if best[0] <= limit:
-                return *best, tried
+        tried += 1
+        top, addresses = _pack(pieces, key)
+        if best is None or top < best.top:
+            best = Placed(top, addresses, way, tried)
+        if top <= limit:
+            break
     assert best is not None
-    return *best, tried
+    return replace(best, tried=tried)
+
+
+def _peak(pieces: Sequence[Piece]) -> int:
+    """Return the most bytes that are taken at any time."""
+    spans = np.array([(*span, piece.block) for piece in pieces for span in piece.spans], np.int64).reshape(-1, 3)
+    change = np.zeros(int(spans[:, 1].max(initial=0)) + 1, np.int64)
+    np.add.at(change, spans[:, 0], spans[:, 2])
+    np.subtract.at(change, spans[:, 1], spans[:, 2])
+    return int(change.cumsum().max(initial=0))
 
 
 def _pack(pieces: Sequence[Piece], key: _Key) -> tuple[int, list[int]]:

@@ -51,9 +51,13 @@ class DeviceMemory:
     anyway, so allocating those early would gain nothing and take the room that copies can use.
     """
 
-    def __init__(self, device: Device, policy: Policy, repairs: Repairs, plan: PlanLog) -> None:
+    def __init__(
+        self, device: Device, policy: Policy, repairs: Repairs, plan: PlanLog, slack: float | None = None
+    ) -> None:
         self.align = device.alignment
-        self.space = FreeSpace(device.memory // device.alignment * device.alignment, policy in _TIMELESS)
+        size = device.memory // device.alignment * device.alignment
+        self.space = FreeSpace(size, policy in _TIMELESS, aged=slack is not None)
+        self.slack = int((slack or 0.0) * size)
         self.policy = policy
         self.repairs = repairs
         self.plan = plan
@@ -124,7 +128,8 @@ class DeviceMemory:
         elif force:
             taken = self._force(block, self.space.oldest_fit)
         else:
-            window = self.space.oldest_fit(block, self.rank) if self.space.bytes >= block else None
+            enough = self.space.bytes >= block + self.slack
+            window = self.space.oldest_fit(block, self.rank) if enough else None
             if window is None:
                 return False
             taken = self.space.take(window.start, window.end)

@@ -43,15 +43,19 @@ class FreeSpace:
     Every byte keeps its own release set, so an allocation across several pieces waits for all of them. A cached copy
     is one piece; once a byte of it is taken, what is left of it is free like any other. Pieces that hold no cached
     copy form *runs*, which have an index of their own, as have the cached copies by rank: searches do not grow with
-    the number of pieces. ``timeless``: ranks do not change while a copy is cached.
+    the number of pieces. ``timeless``: ranks do not change while a copy is cached. ``aged``: outputs of kernels, too,
+    go where the release set is oldest.
     """
 
-    def __init__(self, size: int, timeless: bool = False) -> None:
+    def __init__(self, size: int, timeless: bool = False, aged: bool = False) -> None:
         self.pieces: list[Piece] = []
         self.bytes = 0
         self.version = 0
         """Counts the times that bytes became free: a search that failed need not be repeated before it grows."""
         self._timeless = timeless
+        self._aged = aged
+        self._unused = [(0, size)]
+        """Ranges that nothing was ever put into."""
         self._starts: list[int] = []
         self._run_starts: list[int] = []
         self._run_ends: list[int] = []
@@ -77,6 +81,7 @@ class FreeSpace:
     def take(self, start: int, end: int) -> list[Piece]:
         """Remove the bytes ``[start, end)``, all of which are free, and return them as the pieces they were."""
         self.bytes -= end - start
+        self._unused = [part for begin, stop in self._unused for part in _without(begin, stop, start, end)]
         pieces = self.pieces
         first = bisect_right(self._starts, start) - 1
         last = first
@@ -126,9 +131,16 @@ class FreeSpace:
         """Return where a kernel's output of ``size`` bytes goes: the lowest hole, cached copies spared.
 
         Low, because copies land high: the two then leave large holes to each other. The age of the release set does
-        not matter here, since kernels of a stream wait for each other anyway.
+        not matter on a single device, since kernels of a stream wait for each other anyway.
         """
+        for begin, end in self._unused:
+            if self._aged and end - begin >= size:
+                return Window(begin, begin + size)
         ranges = self._large_runs(size) or self._cheapest(size, rank)
+        if self._aged:
+            windows = (window for begin, end in ranges for window in self._windows(begin, end, size))
+            best = min(((newest, -start) for newest, start in windows), default=None)
+            return None if best is None else Window(best[1], best[1] + size)
         start = min((begin for begin, _ in ranges), default=None)
         return None if start is None else Window(start, start + size)
 
@@ -275,6 +287,14 @@ class FreeSpace:
         start, end = self._run_starts.pop(at), self._run_ends.pop(at)
         del self._run_sizes[bisect_left(self._run_sizes, (end - start, start))]
         return start, end
+
+
+def _without(begin: int, end: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Yield what ``[start, stop)`` leaves of ``[begin, end)``."""
+    if begin < min(end, start):
+        yield begin, min(end, start)
+    if max(begin, stop) < end:
+        yield max(begin, stop), end
 
 
 def _same(left: Piece, right: Piece) -> bool:

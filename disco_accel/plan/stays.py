@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
@@ -12,11 +12,14 @@ import numpy as np
 from disco_accel.memgraph import MemGraph, Slot
 from disco_accel.plan.demand import Demand, Profile
 from disco_accel.plan.finish import assemble
-from disco_accel.plan.place import Piece, place
+from disco_accel.plan.place import Piece, Placed, place
 from disco_accel.plan.sim_malloc import PlanLog
 from disco_accel.plan.stay import Planned
 from disco_accel.plan.timeline import Act, Timeline
 from disco_accel.taskgraph import Ref, Vertex, VertexKind
+
+DELAYS = (0.03, 0.12, 0.4, 0.9)
+"""Shares of the time from a load to its first reader by which the load is put off, by promise."""
 
 
 @dataclass(slots=True, eq=False)
@@ -24,7 +27,8 @@ class Occupancy:
     """``block`` bytes of ``device`` from tick ``begin`` up to tick ``end`` for one value or a chain of them.
 
     ``values`` are named as in the plan, each with its readers; a tick is a place in the order of acts, and 0 the start.
-    ``twin``: the stay that the step begins with, if this one is to end it at the same address.
+    ``earliest`` and ``latest``: from when on a copy to here was drafted to take the bytes, and the tick of its first
+    reader. ``twin``: the stay that the step begins with, if this one is to end it at the same address.
     """
 
     device: int
@@ -33,6 +37,9 @@ class Occupancy:
     end: int
     values: list[tuple[Ref, list[int]]] = field(default_factory=list)
     addr: int = -1
+    earliest: int = -1
+    latest: int = -1
+    delay: float = 0.0
     twin: Occupancy | None = None
 
     @property
@@ -42,47 +49,119 @@ class Occupancy:
         return readers or ([] if self.begin == 0 and len(self.values) == 1 else [ref[0]])
 
 
+@dataclass(frozen=True, slots=True)
+class _Placing:
+    """The ``stays`` of one device with a piece each, and where these were ``placed``."""
+
+    stays: list[Occupancy]
+    pieces: list[Piece]
+    placed: Placed
+
+    def above(self, memory: int) -> Iterator[tuple[int, int]]:
+        """Yield the spans of pieces that lie above ``memory``."""
+        for piece, address in zip(self.pieces, self.placed.addresses, strict=True):
+            if address + piece.block > memory:
+                yield from piece.spans
+
+
 @dataclass(slots=True)
 class Stays:
     """``planned``: the vertices but for inputs, in order; ``all``: every occupancy by begin; ``slots``: that of each
     value, as it is named in the plan; ``positions``: which vertex of the serial order is the next at each tick;
-    ``tried``: how many addresses were looked for."""
+    ``ticks``: that of each of ``planned``; ``tried``: how many addresses were looked for."""
 
     demand: Demand
     planned: list[Vertex]
     all: list[Occupancy]
     slots: dict[Ref, Occupancy]
     positions: list[int]
+    ticks: list[int]
+    end: int
     tried: int = 0
 
-    def settle(self, capacity: Mapping[int, int], *, lowest: bool) -> dict[int, Profile]:
+    def settle(self, capacity: Mapping[int, int], *, lowest: bool = False) -> dict[int, Profile]:
         """Give all an address; return by device and position the bytes above ``capacity``, nothing if all fit.
 
         ``lowest``: take as few bytes as can be found even if more would do."""
+        return self._place_all(capacity, lambda device, memory: self._place(device, 0 if lowest else memory))
+
+    def postpone(self, capacity: Mapping[int, int], delays: Sequence[float] = DELAYS) -> dict[int, Profile]:
+        """As ``settle``, but where not all fits, copies to the device take their bytes later than drafted, nearer to
+        their first reader."""
+        over = self._place_all(capacity, lambda device, memory: self._place_later(device, memory, delays))
+        for device in capacity:
+            if device not in over:
+                self._bring_forward(device)
+        self.all.sort(key=lambda stay: stay.begin)
+        return over
+
+    def _place_all(self, capacity: Mapping[int, int], place_on: Callable[[int, int], _Placing]) -> dict[int, Profile]:
         over = {}
         for device, memory in capacity.items():
-            own = [stay for stay in self.all if stay.device == device and stay.twin is None]
-            back = {id(stay.twin): stay for stay in self.all if stay.twin is not None}
-            spans = [
-                ((stay.begin, stay.end), *(((back[id(stay)].begin, back[id(stay)].end),) if id(stay) in back else ()))
-                for stay in own
-            ]
-            pieces = [Piece(stay.block, span) for stay, span in zip(own, spans, strict=True)]
-            top, addresses, orders = place(pieces, 0 if lowest else memory)
-            self.tried += orders * len(pieces)
-            for stay, address in zip(own, addresses, strict=True):
+            found = place_on(device, memory)
+            for stay, address in zip(found.stays, found.placed.addresses, strict=True):
                 stay.addr = address
-            if top > memory:
-                over[device] = self._overflow(pieces, addresses, memory)
+            if found.placed.top > memory:
+                over[device] = self._overflow(found, memory)
         for stay in self.all:
             if stay.twin is not None:
                 stay.addr = stay.twin.addr
         return over
 
-    def _overflow(self, pieces: Sequence[Piece], addresses: Sequence[int], memory: int) -> Profile:
+    def _place_later(self, device: int, memory: int, delays: Sequence[float]) -> _Placing:
+        best = placing = self._place(device, memory)
+        for delay in delays:
+            if best.placed.top <= memory or not self._put_off(placing, memory, delay):
+                break
+            placing = self._place(device, memory, best.placed.order)
+            stuck = placing.placed.top == best.placed.top
+            best = min(best, placing, key=lambda each: each.placed.top)
+            if stuck:
+                break
+        return best
+
+    def _place(self, device: int, memory: int, order: int | None = None) -> _Placing:
+        own = [stay for stay in self.all if stay.device == device and stay.twin is None]
+        back = {id(stay.twin): stay for stay in self.all if stay.twin is not None}
+        pieces = [Piece(stay.block, _spans(stay, back.get(id(stay)))) for stay in own]
+        placed = place(pieces, memory, order)
+        self.tried += placed.tried * len(pieces)
+        return _Placing(own, pieces, placed)
+
+    def _put_off(self, placing: _Placing, memory: int, delay: float) -> bool:
+        """Put off by ``delay`` the loads that have bytes ahead of need while others lie above ``memory``, if any."""
+        above = np.zeros(self.end + 2, np.int64)
+        for begin, end in placing.above(memory):
+            above[begin] += 1
+            above[end] -= 1
+        before = np.concatenate(([0], np.cumsum(np.cumsum(above) > 0)))
+        device = placing.stays[0].device
+        early = [
+            stay
+            for stay in self.all
+            if stay.device == device and stay.latest > stay.earliest >= 0 and before[stay.latest] > before[_begin(stay)]
+        ]
+        for stay in early:
+            stay.delay = delay
+        return bool(early)
+
+    def _bring_forward(self, device: int) -> None:
+        """Put loads off by as little as their addresses allow."""
+        stays = [stay for stay in self.all if stay.device == device]
+        for stay in stays:
+            stay.begin = _begin(stay)
+        lows = np.array([stay.addr for stay in stays], np.int64)
+        highs = np.array([stay.addr + stay.block for stay in stays], np.int64)
+        ends = np.array([stay.end for stay in stays], np.int64)
+        for stay in stays:
+            if stay.begin > stay.earliest >= 0:
+                before = (lows < stay.addr + stay.block) & (highs > stay.addr) & (ends <= stay.begin)
+                stay.begin = max(stay.earliest, int(ends[before].max(initial=0)))
+
+    def _overflow(self, placing: _Placing, memory: int) -> Profile:
         """Return by position how many bytes lie above ``memory``."""
         over = np.zeros(self.demand.end + 1, np.int64)
-        for piece, address in zip(pieces, addresses, strict=True):
+        for piece, address in zip(placing.pieces, placing.placed.addresses, strict=True):
             beyond = address + piece.block - memory
             if beyond > 0:
                 for begin, end in piece.spans:
@@ -94,7 +173,9 @@ class Stays:
         """Return the plan: who has to wait for whom follows from who had the same bytes before."""
         demand = self.demand
         log = PlanLog((*demand.inputs, *demand.order))
-        log.planned = [Planned(vertex) for vertex in self.planned]
+        begins = {stay.values[0][0][0]: stay.begin for stay in self.all if stay.earliest >= 0}
+        late = sorted(range(len(self.planned)), key=lambda i: begins.get(self.planned[i].id, self.ticks[i]))
+        log.planned = [Planned(self.planned[i]) for i in late]
         waits: dict[int, list[int]] = {}
         memories: dict[int, _Ground] = {device: _Ground() for device in demand.fixed}
         for stay in self.all:
@@ -110,13 +191,22 @@ class Stays:
         return assemble(demand.graph, log, slots, {}, cyclic=cyclic)
 
 
+def _spans(stay: Occupancy, back: Occupancy | None) -> tuple[tuple[int, int], ...]:
+    """Return when the bytes are taken."""
+    return tuple((_begin(each), each.end) for each in (stay, back) if each is not None)
+
+
+def _begin(stay: Occupancy) -> int:
+    return stay.begin if stay.latest < 0 else stay.earliest + int(stay.delay * (stay.latest - stay.earliest))
+
+
 def stays_of(demand: Demand, timeline: Timeline, permanent: Sequence[int], start: Sequence[int], cyclic: bool) -> Stays:
     """Return what ``timeline`` describes, still without addresses; ``permanent`` pages never leave."""
     replay = _Replay(demand, timeline)
     replay.run(permanent, start, cyclic)
     runs = (act is Act.RUN for act, _ in timeline.acts)
     positions = [0, *accumulate(runs, initial=0)]
-    return Stays(demand, replay.planned, replay.stays, replay.slots, positions)
+    return Stays(demand, replay.planned, replay.stays, replay.slots, positions, replay.ticks, replay.end)
 
 
 class _Replay:
@@ -125,6 +215,8 @@ class _Replay:
         self.acts = timeline.acts
         self.end = len(timeline.acts) + 1
         self.planned: list[Vertex] = []
+        self.ticks: list[int] = []
+        self.tick = 0
         self.stays: list[Occupancy] = []
         self.slots: dict[Ref, Occupancy] = {}
         self.current: dict[int, Occupancy] = {}
@@ -142,11 +234,13 @@ class _Replay:
         first = dict(self.current)
         ticks: dict[int, int] = {-1: 0}
         for tick, (act, what) in enumerate(self.acts, start=1):
+            self.tick = tick
             if act is Act.RUN:
                 ticks[what] = tick
                 self._run(what, tick)
             elif act is Act.LOAD:
                 self._open(what, (self._copy(VertexKind.RELOAD, what, self.host[what]), 0), tick)
+                self.current[what].earliest = tick
             elif act is Act.DROP:
                 stay = self.current.pop(what)
                 if stay.values[-1][0] == self.demand.pages[what].ref and not self.demand.pages[what].clean:
@@ -207,6 +301,7 @@ class _Replay:
         vertex = Vertex(self.fresh, kind, value.device, kind.name.lower(), (source,), (value.size,))
         self.fresh += 1
         self.planned.append(vertex)
+        self.ticks.append(self.tick)
         return vertex.id
 
     def _run(self, position: int, tick: int) -> None:
@@ -215,6 +310,8 @@ class _Replay:
         for page in self.demand.reads[position]:
             stay = self.current[page]
             ref, readers = stay.values[-1]
+            if stay.earliest >= 0 and stay.latest < 0:
+                stay.latest = tick
             here[self.demand.pages[page].ref] = ref
             readers.append(vertex.id)
             stay.end = self.released.get((position, stay.device), self.end)
@@ -222,6 +319,7 @@ class _Replay:
             if ref not in here:
                 self.readers.setdefault(ref, []).append(vertex.id)
         self.planned.append(replace(vertex, inputs=tuple(here.get(ref, ref) for ref in vertex.inputs)))
+        self.ticks.append(self.tick)
         for page in self.demand.made.get(position, ()):
             self._open(page, self.demand.pages[page].ref, tick)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from disco_accel.plan.order import lower_order
 from disco_accel.plan.resident import SMALL
 from disco_accel.plan.sim_malloc import Infeasible
 from disco_accel.plan.simulate import Machine, simulate
-from disco_accel.plan.stays import stays_of
+from disco_accel.plan.stays import Stays, stays_of
 from disco_accel.plan.timeline import Act, Timeline, simulate_step
 from disco_accel.taskgraph import TaskGraph
 
@@ -29,14 +30,14 @@ SHARES = (0.0, 0.5, 0.9, 0.95, 0.3, 0.7)
 WORTH = (None, 10.0, 2.0)
 """How many times longer than its copies a produced value's absence must be; None: no produced value leaves."""
 
-EFFORT = 100_000
+EFFORT = 200_000
 """Vertices in all the drafts of one search; the first share of each kind is tried in any case."""
 
 AHEAD = (0.2, 0.05)
 """Shares of what a step with memory for all takes: nothing is dropped for what is wanted later than that. Without such
 a limit an idle link trades what is here for what is wanted sooner, again and again, and is busy when it matters."""
 
-_PLACED = 80_000
+_PLACED = 200_000
 """Addresses that are tried in one search, after which the first plan found is the last."""
 
 _TRIES = 6
@@ -50,7 +51,16 @@ _REORDERED = 12_000
 """Vertices of a graph for which an order with a lower peak is tried too."""
 
 _RETRIES = 8
-_HASTE = 0.005
+_LEAST = 256
+"""Pages come and go as a whole: taking away less than one part in so many of the memory may change nothing."""
+
+_HASTE = 0.02
+"""How much sooner, as a share of its seconds, a draft gets addresses for each retry that it has been through."""
+
+_BUSY = 0.9
+_CUT = 0.05
+"""How much longer a step becomes, as a share of itself, by giving up all of its memory; a guess for small cuts."""
+
 _SMALL = 1000
 """Positions of a step up to which a draft without addresses is followed by several others, not one."""
 
@@ -58,12 +68,14 @@ _SMALL = 1000
 @dataclass(frozen=True, slots=True)
 class _Settings:
     """``worth`` as in WORTH, ``share`` as in SHARES, ``ahead`` as in AHEAD; ``outliers``: unusually large pages are
-    permanent before others, because what has to be kept free for those that come and go depends on the largest."""
+    permanent before others, because what has to be kept free for those that come and go depends on the largest;
+    ``lower``: in the order with a lower peak."""
 
     worth: float | None
     share: float
     outliers: bool = False
     ahead: float = float("inf")
+    lower: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,27 +93,17 @@ class Draft:
 
 def build_timed(graph: TaskGraph, machine: Machine, *, cyclic: bool) -> MemGraph:
     """Return the fastest plan found. Raises Infeasible if this planner finds none."""
-    search = _searched(graph, machine, cyclic)
-    lower = lower_order(graph) if search.makespan > search.floor and len(graph.vertices) <= _REORDERED else None
-    if lower is not None:
-        other = _searched(lower, machine, cyclic)
-        search = min(search, other, key=lambda search: search.makespan)
-    if search.plan is None:
-        raise Infeasible(0)
-    return search.plan
-
-
-def _searched(graph: TaskGraph, machine: Machine, cyclic: bool) -> _Search:
     search = _Search(graph, machine, cyclic)
     search.run()
     search.settle()
     if search.makespan > search.floor and search.effort < EFFORT:
         # What was good enough as a draft may have lost by its addresses.
-        floor, search.floor = search.floor, 0.0
+        search.floor = 0.0
         search.run()
         search.settle()
-        search.floor = floor
-    return search
+    if search.plan is None:
+        raise Infeasible(0)
+    return search.plan
 
 
 class _Search:
@@ -112,10 +114,10 @@ class _Search:
         self.machine = machine
         self.cyclic = cyclic
         self.capacity = {device.id: device.memory // device.alignment * device.alignment for device in graph.devices}
-        self.demands: dict[float | None, Demand | None] = {}
-        self.tried: set[tuple[float | None, float, tuple[int, ...]]] = set()
+        self.demands: dict[tuple[bool, float | None], Demand | None] = {}
+        self.tried: set[tuple[bool, float | None, float, tuple[int, ...]]] = set()
         self.found: list[tuple[Draft, _Settings]] = []
-        self.queue: list[tuple[float, int, int, Draft]] = []
+        self.queue: list[tuple[float, int, int, Draft, Stays | None]] = []
         self.seen: dict[float, list[list[tuple[Act, int]]]] = {}
         self.count = 0
         self.effort = 0
@@ -131,6 +133,8 @@ class _Search:
         for worth in WORTH:
             if not self.found or self.effort * 4 < EFFORT:
                 self.attempt(_Settings(worth, SHARES[0]))
+        if self.found:
+            self.attempt(replace(self.best(), lower=True), limited=True)
         for share in SHARES[1:]:
             wasteful = share == SHARES[2] and bool(self.found) and self.best_draft().loaded > 0
             self.attempt(replace(self.best(), share=share), limited=True, even_if_good=wasteful)
@@ -148,25 +152,45 @@ class _Search:
                 step /= 2
 
     def settle(self) -> None:
-        """Give drafts addresses, the fastest first, until none is faster than the best plan."""
+        """Give drafts addresses, the most promising first, until none can be faster than the best plan."""
         pieces, tries = self.pieces + _PLACED, self.tries + _TRIES
         while self.queue and self.makespan > self.floor:
             if self.pieces > pieces and (self.plan or (self.tries > tries and self.pieces > 4 * pieces)):
                 return
-            _, _, _, draft = heapq.heappop(self.queue)
+            _, _, _, draft, stays = heapq.heappop(self.queue)
             if draft.timeline.seconds >= self.makespan:
                 continue
             self.tries += 1
-            stays = stays_of(draft.demand, draft.timeline, draft.permanent, draft.start, self.cyclic)
-            over = stays.settle(self.capacity, lowest=not draft.timeline.loaded)
-            self.pieces += stays.tried
+            if stays is None:
+                stays = stays_of(draft.demand, draft.timeline, draft.permanent, draft.start, self.cyclic)
+                tried, over = 0, stays.settle(self.capacity, lowest=not draft.timeline.loaded)
+                if over and self._waits_for_link(draft):
+                    self._again(draft, over)
+                elif over:
+                    self._put(draft, stays, max(int(p.max()) / self.capacity[d] for d, p in over.items()))
+            else:
+                tried, over = stays.tried, stays.postpone(self.capacity)
+                if over:
+                    self._again(draft, over)
+            self.pieces += stays.tried - tried
             if over:
-                self._again(draft, over)
                 continue
             plan = stays.plan(self.cyclic)
             makespan = simulate(plan, self.machine).makespan
             if makespan < self.makespan:
                 self.plan, self.makespan = plan, makespan
+
+    def _waits_for_link(self, draft: Draft) -> bool:
+        """Whether the draft keeps links so busy that a load which starts later cannot be made up for."""
+        links = self.machine.h2d.bandwidth * len(self.capacity)
+        return draft.timeline.loaded > _BUSY * draft.timeline.seconds * links
+
+    def _put(self, draft: Draft, stays: Stays | None = None, over: float = 0.0) -> None:
+        """Queue ``draft``, the sooner the faster it promises to be when what was ``over`` the memory has been cut."""
+        # One that has been through a few retries is soon settled.
+        rank = self._rank(draft.timeline)[0] * (1 - _HASTE * draft.retries) * (1 + _CUT * over)
+        self.count += 1
+        heapq.heappush(self.queue, (rank, draft.timeline.loaded, self.count, draft, stays))
 
     def _again(self, draft: Draft, over: Mapping[int, Profile]) -> None:
         """Draft once more with less memory where addresses were ``over`` it, and with less memory everywhere."""
@@ -174,7 +198,8 @@ class _Search:
             return
         fixed = draft.demand.fixed
         free = _free(draft, self.capacity)
-        kinds = [over]
+        least = {device: memory // _LEAST * (draft.retries + 1) for device, memory in self.capacity.items()}
+        kinds = [{d: np.where(profile > 0, np.maximum(profile, least[d]), 0) for d, profile in over.items()}]
         if draft.demand.end <= _SMALL:
             kinds += [
                 {device: np.full_like(profile, profile.max() // part) for device, profile in over.items()}
@@ -198,10 +223,7 @@ class _Search:
         if draft.timeline.acts in self.seen.setdefault(draft.timeline.seconds, []):
             return draft
         self.seen[draft.timeline.seconds].append(draft.timeline.acts)
-        self.count += 1
-        # One that has been through a few retries is soon settled.
-        rank = self._rank(draft.timeline)[0] * (1 - _HASTE * retries)
-        heapq.heappush(self.queue, (rank, draft.timeline.loaded, self.count, draft))
+        self._put(draft)
         return draft
 
     def fastest(self) -> float:
@@ -225,13 +247,14 @@ class _Search:
         spent = self.effort > EFFORT and (limited or self.found)
         if spent or (self.fastest() <= self.floor and not even_if_good):
             return
-        demand = self._demand(settings.worth)
+        demand = self._demand(settings.worth, settings.lower)
         if demand is None:
             return
         permanent = tuple(permanent_pages(demand, self.capacity, settings))
-        if (settings.worth, settings.ahead, permanent) in self.tried:
+        attempt = (settings.lower, settings.worth, settings.ahead, permanent)
+        if attempt in self.tried:
             return
-        self.tried.add((settings.worth, settings.ahead, permanent))
+        self.tried.add(attempt)
         draft = self._draft(demand, permanent, settings.ahead * self.ideal)
         if draft is not None:
             self.found.append((draft, settings))
@@ -245,13 +268,20 @@ class _Search:
         clean = [i for i, page in enumerate(demand.pages) if page.clean]
         return simulate_step(demand, self.machine, plenty, permanent=clean).seconds
 
-    def _demand(self, worth: float | None) -> Demand | None:
-        if worth not in self.demands:
+    def _demand(self, worth: float | None, lower: bool = False) -> Demand | None:
+        kind = lower, worth
+        if kind not in self.demands:
+            graph = self.lower if lower else self.graph
             try:
-                self.demands[worth] = demand_of(self.graph, self.machine, worth)
+                self.demands[kind] = None if graph is None else demand_of(graph, self.machine, worth)
             except Infeasible:
-                self.demands[worth] = None
-        return self.demands[worth]
+                self.demands[kind] = None
+        return self.demands[kind]
+
+    @cached_property
+    def lower(self) -> TaskGraph | None:
+        """The graph in an order with a lower peak, if there is one and the graph is small enough to look for it."""
+        return lower_order(self.graph) if len(self.graph.vertices) <= _REORDERED else None
 
 
 def permanent_pages(demand: Demand, capacity: Mapping[int, int], settings: _Settings) -> Iterable[int]:

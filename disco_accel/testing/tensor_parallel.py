@@ -1,9 +1,13 @@
 """A prefill over several devices as a task graph: weights, heads and the sequence are split evenly (tensor and
 sequence parallel). With the defaults of 32 layers and 8 devices it has about 15 thousand vertices that are not inputs
-and 58 thousand dependencies, as the prefill of Llama 7B in the DISCO paper has."""
+and 58 thousand dependencies, as the prefill of Llama 7B in the DISCO paper has.
+
+Kernels work on ``chunks`` of the sequences: while one is computed, the results of another are exchanged.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 from disco_accel.taskgraph import Device, Ref, TaskGraph, Vertex, VertexKind
@@ -11,20 +15,23 @@ from disco_accel.taskgraph import Device, Ref, TaskGraph, Vertex, VertexKind
 
 @dataclass(frozen=True, slots=True)
 class PrefillShape:
-    """``tokens`` of all sequences together, ``context`` of one of them; ``heads`` counts attention groups per device
-    and ``columns`` pieces of the feed-forward per device. ``flops`` per second and ``overhead`` in seconds of a
-    kernel; 2 bytes an element."""
+    """``tokens`` of all sequences together, ``context`` of one of them; ``chunks``: at most. ``flops`` per
+    second and ``overhead`` in seconds of a kernel; 2 bytes an element."""
 
     layers: int = 32
     devices: int = 8
     hidden: int = 4096
     ffn: int = 11264
-    heads: int = 4
-    columns: int = 2
+    chunks: int = 4
     tokens: int = 8192
     context: int = 1024
     flops: float = 1.5e14
     overhead: float = 5e-6
+
+    @property
+    def pieces(self) -> int:
+        """Into how many pieces each kernel's work is cut: each has the slices of as many devices."""
+        return math.gcd(self.chunks, self.devices)
 
 
 def layers_for(vertices: int, shape: PrefillShape | None = None) -> int:
@@ -61,86 +68,81 @@ class _Prefill:
         self.vertices.append(vertex)
         return vertex.id, 0
 
-    def _gather(self, op: str, slices: list[Ref]) -> list[list[Ref]]:
-        """Send each device's slice to all others; return what each device then has, in the order of the sequence."""
+    def _gather(self, op: str, slices: list[Ref], owners: range) -> list[list[Ref]]:
+        """Send the owners' slices to all others; return what each device then has, in the order of the sequence."""
         return [
-            [ref if source == device else self._send(op, ref, device) for source, ref in enumerate(slices)]
+            [ref if owner == device else self._send(op, ref, device) for owner, ref in zip(owners, slices, strict=True)]
             for device in range(self.shape.devices)
         ]
 
-    def _scatter(self, op: str, partial: list[int], size: int) -> list[Ref]:
-        """Add up, on each device, its slice of all devices' partial results."""
+    def _scatter(self, op: str, partial: list[int], owners: range) -> list[Ref]:
+        """Add up, on each owner, its slice of all devices' partial results."""
         sums = []
-        for device in range(self.shape.devices):
+        for k, owner in enumerate(owners):
             parts = [
-                (vertex, device) if source == device else self._send(op, (vertex, device), device)
+                (vertex, k) if source == owner else self._send(op, (vertex, k), owner)
                 for source, vertex in enumerate(partial)
             ]
-            sums.append((self._add(f"{op}.sum", device, parts, (size,)), 0))
+            sums.append((self._add(f"{op}.sum", owner, parts, (self._slice,)), 0))
         return sums
 
-    def _attention(self, i: int, device: int, x: list[Ref]) -> int:
+    def _weights(self, i: int, device: int) -> dict[str, Ref]:
+        """Add the weights of layer ``i`` on ``device``."""
+        s = self.shape
+        heads, ffn = s.hidden * s.hidden // s.devices, s.hidden * s.ffn // s.devices
+        sizes = {"attention.norm": s.hidden} | dict.fromkeys("qkvo", heads)
+        sizes |= {"ffn.norm": s.hidden} | dict.fromkeys(("gate", "up", "down"), ffn)
+        return {name: self._weight(f"L{i}.{name}", device, elements) for name, elements in sizes.items()}
+
+    def _attention(self, i: int, device: int, x: list[Ref], weights: dict[str, Ref]) -> int:
         """Return the vertex that holds this device's part of the output projection, an output per slice."""
         s = self.shape
-        wide = s.hidden // s.devices
-        narrow = wide // s.heads
-        weights = [self._weight(f"L{i}.{name}", device, s.hidden * wide) for name in "qkv"]
-        flops = 2.0 * s.tokens * s.hidden * narrow
-        mixed: list[Ref] = []
-        for head in range(s.heads):
-            q, k, v = (
-                (self._add(f"L{i}.{name}{head}", device, [*x, weight], (2 * s.tokens * narrow,), flops), 0)
-                for name, weight in zip("qkv", weights, strict=True)
-            )
-            work = 4.0 * s.tokens * s.context * narrow
-            mixed.append((self._add(f"L{i}.attention{head}", device, [q, k, v], (2 * s.tokens * narrow,), work), 0))
-        weight = self._weight(f"L{i}.o", device, wide * s.hidden)
-        return self._add(f"L{i}.o", device, [*mixed, weight], self._slices(), 2.0 * s.tokens * s.hidden * wide)
+        tokens, wide = s.tokens // s.pieces, s.hidden // s.devices
+        flops = 2.0 * tokens * s.hidden * wide
+        size = (2 * tokens * wide,)
+        q, k, v = ((self._add(f"L{i}.{name}", device, [*x, weights[name]], size, flops), 0) for name in "qkv")
+        mixed = self._add(f"L{i}.attention", device, [q, k, v], size, 4.0 * tokens * s.context * wide)
+        return self._add(f"L{i}.o", device, [(mixed, 0), weights["o"]], self._slices(), flops)
 
-    def _feed_forward(self, i: int, device: int, x: list[Ref]) -> int:
+    def _feed_forward(self, i: int, device: int, x: list[Ref], weights: dict[str, Ref]) -> int:
         s = self.shape
-        wide = s.ffn // s.devices
-        narrow = wide // s.columns
-        gate, up = (self._weight(f"L{i}.{name}", device, s.hidden * wide) for name in ("gate", "up"))
-        flops = 2.0 * s.tokens * s.hidden * narrow
-        size = (2 * s.tokens * narrow,)
-        mixed: list[Ref] = []
-        for column in range(s.columns):
-            g = (self._add(f"L{i}.gate{column}", device, [*x, gate], size, flops), 0)
-            u = (self._add(f"L{i}.up{column}", device, [*x, up], size, flops), 0)
-            mixed.append((self._add(f"L{i}.silu_mul{column}", device, [g, u], size), 0))
-        weight = self._weight(f"L{i}.down", device, wide * s.hidden)
-        return self._add(f"L{i}.down", device, [*mixed, weight], self._slices(), 2.0 * s.tokens * s.hidden * wide)
+        tokens, wide = s.tokens // s.pieces, s.ffn // s.devices
+        flops = 2.0 * tokens * s.hidden * wide
+        size = (2 * tokens * wide,)
+        gate, up = ((self._add(f"L{i}.{name}", device, [*x, weights[name]], size, flops), 0) for name in ("gate", "up"))
+        mixed = self._add(f"L{i}.silu_mul", device, [gate, up], size)
+        return self._add(f"L{i}.down", device, [(mixed, 0), weights["down"]], self._slices(), flops)
 
     def _slices(self) -> tuple[int, ...]:
-        return (self._slice,) * self.shape.devices
+        return (self._slice,) * (self.shape.devices // self.shape.pieces)
 
     @property
     def _slice(self) -> int:
         return 2 * self.shape.tokens // self.shape.devices * self.shape.hidden
 
     def graph(self, memory: int) -> TaskGraph:
-        """Build all layers, each device's kernels of one stage behind each other's."""
+        """Build all layers, chunk by chunk, each device's kernels of one stage behind each other's."""
         s, every = self.shape, range(self.shape.devices)
         x: list[Ref] = []
         for device in every:
             vertex = Vertex(len(self.vertices), VertexKind.INPUT, device, "x", (), (self._slice,), external=True)
             self.vertices.append(vertex)
             x.append((vertex.id, 0))
+        per_chunk = s.devices // s.pieces
         for i in range(s.layers):
+            weights = [self._weights(i, device) for device in every]
             for name, part in (("attention", self._attention), ("ffn", self._feed_forward)):
-                scales = [self._weight(f"L{i}.{name}.norm", device, s.hidden) for device in every]
-                normed = [
-                    (self._add(f"L{i}.{name}.norm", device, [x[device], scales[device]], (self._slice,)), 0)
-                    for device in every
-                ]
-                gathered = self._gather(f"L{i}.{name}.gather", normed)
-                partial = [part(i, device, gathered[device]) for device in every]
-                sums = self._scatter(f"L{i}.{name}.scatter", partial, self._slice)
-                x = [
-                    (self._add(f"L{i}.{name}.add", device, [x[device], sums[device]], (self._slice,)), 0)
-                    for device in every
-                ]
+                for chunk in range(s.pieces):
+                    owners = range(chunk * per_chunk, (chunk + 1) * per_chunk)
+                    normed = [
+                        (self._add(f"L{i}.{name}.norm", d, [x[d], weights[d][f"{name}.norm"]], (self._slice,)), 0)
+                        for d in owners
+                    ]
+                    gathered = self._gather(f"L{i}.{name}.gather", normed, owners)
+                    partial = [part(i, device, gathered[device], weights[device]) for device in every]
+                    sums = self._scatter(f"L{i}.{name}.scatter", partial, owners)
+                    for d, ref in zip(owners, sums, strict=True):
+                        x[d] = self._add(f"L{i}.{name}.add", d, [x[d], ref], (self._slice,)), 0
         for ref in x:
             self._add("out", self.vertices[ref[0]].device, [ref], (self._slice,))
         kept = len(self.vertices) - s.devices

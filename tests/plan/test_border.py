@@ -150,9 +150,10 @@ def test_the_task_graph_of_a_plan_is_the_one_that_was_planned() -> None:
     for graph, plan in cases(40):
         again = check_taskgraph(taskgraph_of(plan))
         assert sorted(again.vertices, key=lambda v: v.id) == sorted(graph.vertices, key=lambda v: v.id)
-        assert [v.id for v in again.vertices if v.kind is not VertexKind.INPUT] == [
-            v.id for v in graph.vertices if v.kind is not VertexKind.INPUT
-        ]
+        if len(graph.devices) == 1:
+            assert [v.id for v in again.vertices if v.kind is not VertexKind.INPUT] == [
+                v.id for v in graph.vertices if v.kind is not VertexKind.INPUT
+            ]
 
 
 def test_kept_values_wait_for_the_user() -> None:
