@@ -46,11 +46,11 @@ STAGES = (
     Stage("build", "gpu_build", 150),
     Stage("allocator", "gpu_allocator", 60),
     Stage("link", "gpu_link", 60),
-    Stage("step_8x1024", "gpu_step", 220),
+    Stage("lookahead", "gpu_lookahead", 60),
+    Stage("tests", "gpu_tests", 150),
+    Stage("step_8x1024", "gpu_step", 260),
     Stage("step_1x2048", "gpu_step", 120),
     Stage("prefill_1x1024", "gpu_prefill", 120),
-    Stage("tests", "gpu_tests", 150),
-    Stage("lookahead", "gpu_lookahead", 60),
     Stage("sanitizer", "gpu_sanitizer", 60),
 )
 

@@ -55,17 +55,19 @@ def arena_llama(
 def with_adapter(
     model: Any, *, rank: int, checkpointing: bool, dropout: float = 0.0, seed: int = 0, offload: bool = False
 ) -> Any:
-    """LoRA on all projections in the base's dtype, B not zero, in training mode.
+    """LoRA on all projections in the base's dtype, B not zero, the same wherever the base lies, in training mode.
 
     ``offload``: transformers keeps what is saved for the recomputation in host memory (5.17 and newer).
     """
-    torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", lora_dropout=dropout)
     adapted: Any = get_peft_model(model, lora, autocast_adapter_dtype=False)
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.02)
+            if "lora_" in name:
+                scale = 0.02 if "lora_B" in name else parameter.shape[1] ** -0.5
+                # On the host: generators of other devices draw other numbers.
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
     adapted.config.use_cache = False
     if checkpointing:
         # Called activation_checkpointing_enable where this name is deprecated; older versions have this one alone.

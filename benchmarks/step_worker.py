@@ -68,12 +68,12 @@ class Session:
     def figures(self) -> dict[str, Any]:
         """What the engine knows of itself, memory, and on a GPU the bytes that one more step copies."""
         result: dict[str, Any] = {"build_seconds": self.build_seconds, "host": _high_water(), "used": None}
-        result |= self.engine.figures()
-        if self._cuda:
-            result |= {"used": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
-            if "h2d" not in result:
-                result |= link_bytes(self.step)
-        return result
+        if not self._cuda:
+            return result | self.engine.figures()
+        # Before anything else is allocated to look at other things.
+        peak = {"used": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+        found = self.engine.figures()
+        return result | ({} if "h2d" in found else link_bytes(self.step)) | found | peak
 
     def _trainable(self) -> dict[str, int]:
         sizes = [getattr(p, "ds_numel", p.numel()) for p in self.engine.trainable.values()]

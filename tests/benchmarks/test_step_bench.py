@@ -87,12 +87,13 @@ def test_unequal_work_is_noticed(tmp_path: Path) -> None:
         _finished(tmp_path / "1", "disco"),
         _finished(tmp_path / "2", "disco", gradient=near),
         _finished(tmp_path / "3", "zero3", gradient=near),
-        _finished(tmp_path / "4", "zero3", loss=2.01),
+        _finished(tmp_path / "4", "zero3", loss=2.05),
         _finished(tmp_path / "5", "zero3", gradient=1.1),
         _finished(tmp_path / "6", "zero3", elements=8),
+        _finished(tmp_path / "7", "zero3", loss=2.01),
     ]
     verdicts = judge(workers, "float32")
-    assert [v.equal for v in verdicts] == [True, True, False, True, False, False, False]
+    assert [v.equal for v in verdicts] == [True, True, False, True, False, False, False, True]
     assert verdicts[1].words == "bits" and verdicts[2].words.startswith("no: 0e+00, gradients 1e-07")
     assert "8 elements" in verdicts[6].words
 
