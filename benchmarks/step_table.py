@@ -50,8 +50,8 @@ class Verdict:
 @dataclass(frozen=True, slots=True)
 class Row:
     """``losses`` of all steps, ``seconds`` of the timed ones. Sizes in bytes, of the steps; ``h2d`` and ``d2h`` in
-    bytes per step, None where nobody knows. ``bound``: max(compute alone, link) in seconds, None if compute alone was not
-    measured."""
+    bytes per step, None where nobody knows. ``bound``: max(compute alone, link) in seconds, None if compute alone was
+    not measured."""
 
     engine: str
     budget: int | None
