@@ -157,9 +157,9 @@ class CompiledStep:
         named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
         return [named[b.name] for b in self.vertices_of("frozen", "buffer")]
 
-    def moved(self, model: torch.nn.Module) -> bool:
-        """Whether a frozen weight or buffer of ``model`` lies elsewhere than where the plan loads it from."""
-        watched = zip(self.vertices_of("frozen", "buffer"), self.frozen_of(model), strict=True)
+    def moved(self, frozen: Sequence[torch.Tensor]) -> bool:
+        """Whether a tensor of ``frozen_of`` the model lies elsewhere than where the plan loads it from."""
+        watched = zip(self.vertices_of("frozen", "buffer"), frozen, strict=True)
         return any(self.clean[b.vertex].data_ptr() != tensor.data_ptr() for b, tensor in watched)
 
     def follow(self, model: torch.nn.Module) -> None:

@@ -172,10 +172,11 @@ class PreparedModel:
                 return
             if not self.weights_seen.moved():
                 step.executor.invalidate()
-                self._look_at_weights(model, step)
+                self.weights_seen = WatchedTensors(step.frozen_of(model))
                 return
         self.abandon_active()
-        if step.moved(model):
+        frozen = step.frozen_of(model)
+        if step.moved(frozen):
             # PEFT's merge of some adapters and the user's ``.data = `` put other tensors in the place of weights.
             self.placement.gather()
             step.follow(model)
@@ -187,13 +188,10 @@ class PreparedModel:
             step.load(self.arena)
             self.engine_process = os.getpid()
         step.executor.invalidate()
-        self._look_at_weights(model, step)
+        self.weights_seen = WatchedTensors(frozen)
         # The plan that ran before has its streams' workspaces; the budget is for one plan's.
         release_workspaces(self.device)
         self.current = step
-
-    def _look_at_weights(self, model: torch.nn.Module, step: CompiledStep) -> None:
-        self.weights_seen = WatchedTensors(step.frozen_of(model))
 
     def trace_wanted(self) -> bool:
         """Whether the step about to start is the one that ``report_dir`` shows: the first in steady state."""
