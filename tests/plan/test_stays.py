@@ -1,0 +1,45 @@
+"""Addresses for a drafted step: loads give way, by no more than they have to, where bytes do not suffice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from disco_accel.execute.reference import run_reference
+from disco_accel.plan import timed
+from disco_accel.plan.demand import Profile
+from disco_accel.plan.machine import Machine
+from disco_accel.plan.stays import DELAYS, Stays
+from disco_accel.plan.timed import build_timed
+from disco_accel.testing.lora_graph import LoraShape, lora_graph
+from disco_accel.verify import verify
+
+
+def test_a_step_that_does_not_fit_as_drafted_fits_with_later_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load that is put off keeps the draft's order of kernels, its own readers and the race-freedom of the plan."""
+    shape = LoraShape(layers=3, hidden=1024, ffn=2816, vocabulary=4096, tokens=8192, flops=2e13)
+    fitted: list[Stays] = []
+    postpone = Stays.postpone
+
+    def watched(self: Stays, capacity: Mapping[int, int], delays: Sequence[float] = DELAYS) -> dict[int, Profile]:
+        before = {id(stay): stay.begin for stay in self.all}
+        over = postpone(self, capacity, delays)
+        if not over:
+            fitted.append(self)
+            for stay in self.all:
+                if stay.begin != before[id(stay)]:
+                    assert stay.earliest < stay.begin <= stay.latest, "only loads move, and not behind their readers"
+            assert any(stay.begin != before[id(stay)] for stay in self.all)
+        return over
+
+    monkeypatch.setattr(Stays, "postpone", watched)
+    monkeypatch.setattr(timed, "EFFORT", 4_000)
+    monkeypatch.setattr(timed, "_PLACED", 12_000)
+    graph = lora_graph(shape, 260 << 20)
+    plan = build_timed(graph, Machine(), cyclic=True)
+    assert fitted, "the case has become too easy: find one whose draft does not fit"
+    for stays in fitted:
+        verify(graph, stays.plan(cyclic=True))
+    for seed in range(3):
+        run_reference(graph, plan, seed=seed)
