@@ -14,7 +14,7 @@ from disco_accel.errors import ConfigError
 from disco_accel.integrate.budget import Budget, split_budget
 from disco_accel.integrate.cache import room_to_fill
 from disco_accel.integrate.compiled import leaving_bytes
-from disco_accel.integrate.forward import prefill_batch, traced_forward
+from disco_accel.integrate.forward import outside_arena, prefill_batch, traced_forward
 from disco_accel.integrate.generation import generating_model
 from disco_accel.integrate.hf import hf_contexts
 from recipes.corpus import IGNORED
@@ -73,7 +73,9 @@ def _prefill_outline(recipe: PrefillRecipe) -> Outline:
     inputs["attention_mask"] = torch.ones(shape, dtype=torch.int64)
     batch = prefill_batch(inner.forward, {**inputs, "past_key_values": DynamicCache(config=inner.config)})
     forward, contexts = traced_forward(inner.forward), hf_contexts(model, batch)
-    captured = capture_forward(model, batch, forward=forward, contexts=contexts, name=recipe.model_name_or_path)
+    captured = capture_forward(
+        model, batch, forward=forward, contexts=contexts, name=recipe.model_name_or_path, outside=outside_arena
+    )
     sizes = leaving_bytes(captured)
     return Outline(captured, model, inputs, sum(sizes.values()) + room_to_fill((), sizes))
 

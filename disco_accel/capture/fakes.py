@@ -1,7 +1,8 @@
-"""Shapes of ops that torch's fake tensors refuse although the kernels take them."""
+"""What torch's fake tensors refuse although the kernels take it, and what they log on top of an error."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -47,3 +48,15 @@ def _grouped_mm(
         shape = (a.shape[-2], b.shape[-1])
     with mode:
         return torch.empty(shape, dtype=a.dtype, device=a.device)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Torch logs a traceback for an op it cannot fake, on top of the error it raises."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -45,7 +45,8 @@ class InputFlags:
 class Lowering:
     """Vertices made so far. ``owner``: storage → the value it holds now; ``maker``: storage → its first value.
 
-    ``device``: where all kernels run, whatever device the traced code names for what it makes.
+    ``device``: where all kernels run, whatever device the traced code names for what it makes. ``outside``: a clone →
+    the external INPUT whose memory it is made in.
     """
 
     device: str = "cpu"
@@ -54,6 +55,7 @@ class Lowering:
     infos: dict[int, NodeInfo] = field(default_factory=dict)
     owner: dict[int, Ref] = field(default_factory=dict)
     maker: dict[int, Ref] = field(default_factory=dict)
+    outside: dict[fx.Node, int] = field(default_factory=dict)
 
     def ref(self, tensor: torch.Tensor) -> Ref:
         """The value behind ``tensor`` at this point of the trace."""
@@ -108,6 +110,9 @@ def lower_ops(graph: fx.Graph, low: Lowering, sites: Mapping[fx.Node, RngSite] =
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr", "output") or node.target is operator.getitem:
             continue
+        if node in low.outside:
+            _lower_copy_outside(node, low)
+            continue
         target = node.target
         if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
             raise CaptureError(f"{target} in module {node_info(node).module or '?'} is not an aten op")
@@ -115,6 +120,21 @@ def lower_ops(graph: fx.Graph, low: Lowering, sites: Mapping[fx.Node, RngSite] =
             continue
         if target._schema.is_mutable or not _is_view(node, low):
             _lower_kernel(node, target, low, sites.get(node))
+
+
+def _lower_copy_outside(node: fx.Node, low: Lowering) -> None:
+    """A clone becomes a copy into memory of the caller's, of which a byte in the arena tells that it was made."""
+    target = torch.ops.aten.copy_.default
+    (source,) = node.args
+    assert node.target is torch.ops.aten.clone.default and isinstance(source, fx.Node)
+    inputs: list[Ref] = []
+    args = tuple(_lower_arg(value, low, inputs, str(target)) for value in (node, source, False))
+    id_, info = len(low.vertices), node_info(node)
+    low.vertices.append(
+        Vertex(id_, VertexKind.KERNEL, 0, target._schema.name, tuple(inputs), sizes=(1,), out=True, keep=True)
+    )
+    low.ops[id_] = OpCall(target._schema.name, target._overloadname, args, (None,), info.module)
+    low.infos[id_] = info
 
 
 def _is_view(node: fx.Node, low: Lowering) -> bool:

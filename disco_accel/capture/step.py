@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from disco_accel.capture.alias import tensor_spec
 from disco_accel.capture.autocast import AutocastState, autocast_region, autocast_state, outside_autocast
-from disco_accel.capture.fakes import fake_kernels
+from disco_accel.capture.fakes import fake_kernels, quiet
 from disco_accel.capture.lower import (
     InputFlags,
     Lowering,
@@ -45,16 +44,17 @@ _FLAGS = {
     "trainable": InputFlags("trainable", external=True),
     "batch": InputFlags("batch", external=True),
     "tangent": InputFlags("tangent", external=True, late=True),
+    "outside": InputFlags("outside", external=True),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class InputBinding:
-    """What INPUT ``vertex`` holds. ``source``: frozen, buffer, trainable, batch, tangent or constant.
+    """What INPUT ``vertex`` holds. ``source``: frozen, buffer, trainable, batch, tangent, outside or constant.
 
     ``name``: the parameter's or buffer's as in ``model.named_parameters()``, the batch key (dotted inside
-    containers), the output whose tangent it is, or a key of ``CapturedStep.constants``. ``spec`` has offset 0: the
-    vertex's bytes start at the tensor's first element.
+    containers), the output whose tangent it is or that is written there, or a key of ``CapturedStep.constants``.
+    ``spec`` has offset 0: the vertex's bytes start at the tensor's first element.
     """
 
     vertex: int
@@ -208,10 +208,13 @@ def capture_forward(
     contexts: Contexts = (),
     name: str = "forward",
     device: torch.device = _CPU,
+    outside: Callable[[str], bool] = lambda _: False,
 ) -> CapturedStep:
     """Capture what ``forward`` returns for a batch shaped as ``kwargs``, without gradients: nothing arrives late.
 
-    ``forward`` calls ``model``; the rest is as in ``capture_step``.
+    ``forward`` calls ``model``; the rest is as in ``capture_step``. Outputs whose names are ``outside`` take no room
+    in the arena once they are made: they are clones that ``forward`` makes, each written to an external INPUT for
+    whose memory the caller cares. They are none of ``CapturedStep.outputs``.
 
     Raises:
         CaptureError: as ``capture_step``; also where ``forward`` returns one of its inputs as it is.
@@ -221,7 +224,7 @@ def capture_forward(
     step = _Forward(model, forward, autocast_state())
     with _tracing(model, mode, contexts, gradients=False) as log:
         trace = _trace(twins.caller(step, kwargs), (*twins.arguments, []), log)
-    return _lower(trace, twins.sources(model), log, name, device, step.outputs)
+    return _lower(trace, twins.sources(model), log, name, device, step.outputs, outside)
 
 
 @dataclass(frozen=True)
@@ -267,7 +270,7 @@ def _tracing(
 ) -> Iterator[TraceLog]:
     """What holds while a step is traced."""
     with ExitStack() as stack:
-        stack.enter_context(_quiet())
+        stack.enter_context(quiet())
         stack.enter_context(tables_kept(model))
         stack.enter_context(user_generator())
         stack.enter_context(fake_kernels())
@@ -304,18 +307,6 @@ def _source(name: str, tensor: torch.Tensor, buffers: set[str]) -> tuple[str, st
     return ("buffer" if name in buffers else "frozen"), name
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Torch logs a traceback for an op it cannot fake, on top of the error it raises."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
 def _trace(call: Callable[..., Any], arguments: tuple[Any, ...], log: TraceLog) -> fx.GraphModule:
     with _errors_named(log):
         return make_fx(call, tracing_mode="real")(*arguments)
@@ -345,6 +336,7 @@ def _lower(
     name: str,
     where: torch.device,
     wanted: Sequence[str],
+    outside: Callable[[str], bool] = lambda _: False,
 ) -> CapturedStep:
     graph = trace.graph
     sites = random_sites(graph, log)
@@ -360,12 +352,17 @@ def _lower(
         tensor = node.meta["val"]
         vertex = low.add_input(tensor, _FLAGS[source])
         bindings.append(InputBinding(vertex, source, key, tensor_spec(tensor)))
+    returned: Any = graph.output_node().args[0]
+    grads = returned[len(wanted) :]
+    named = list(zip(wanted, returned, strict=False))
+    for key, node in named:
+        if outside(key):
+            low.outside[node] = vertex = low.add_input(node.meta["val"], _FLAGS["outside"])
+            bindings.append(InputBinding(vertex, "outside", key, tensor_spec(node.meta["val"])))
     lower_ops(graph, low, sites)
     hold_back(low, log.output_grads)
 
-    returned: Any = graph.output_node().args[0]
-    grads = returned[len(wanted) :]
-    outputs = tuple(_value(low, key, node) for key, node in zip(wanted, returned, strict=False))
+    outputs = tuple(_value(low, key, node) for key, node in named if not outside(key))
     for output in outputs:
         if low.vertices[output.ref[0]].kind is VertexKind.INPUT:
             raise CaptureError(f"{output.name}: is an input of the step, returned as it is; return a copy")

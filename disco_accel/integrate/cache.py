@@ -41,12 +41,12 @@ def windows_of(cache: DynamicCache) -> Windows:
 
 
 class TracedCache(DynamicCache):  # type: ignore[misc]
-    """A cache with the contents of another that notes what a forward adds: ``added``, layer → keys and values."""
+    """A cache with the contents of another that clones what a forward adds: ``added``, by the names of ``fill``."""
 
     def __init__(self, past: Past, windows: Windows, length: int) -> None:
         """``length``: tokens so far, which a layer with a window may have forgotten."""
         super().__init__()
-        self.added: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.added: dict[str, torch.Tensor] = {}
         if windows:
             self.layers = [DynamicSlidingWindowLayer(w) if w else DynamicLayer() for w in windows]
             self.layer_class_to_replicate = None
@@ -61,26 +61,19 @@ class TracedCache(DynamicCache):  # type: ignore[misc]
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Any:
         """As DynamicCache's."""
-        self.added[layer_idx] = (key_states, value_states)
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Name → what must leave the device's arena so that ``fill`` can add it to the real cache."""
-        found = {}
-        for index, pair in self.added.items():
-            kept = getattr(self.layers[index], "sliding_window", 0) - 1
-            for name, tensor in zip(("keys", "values"), pair, strict=True):
-                last = tensor[:, :, -kept:] if 0 < kept < tensor.shape[2] else tensor
-                whole = last.untyped_storage().nbytes() == last.numel() * last.element_size()
-                # A part of something larger would keep all of it in the arena.
-                found[f"{index}.{name}"] = last if whole else last.clone()
-        return found
+        joined = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        kept = getattr(self.layers[layer_idx], "sliding_window", 0) - 1
+        for name, tensor in (("keys", key_states), ("values", value_states)):
+            last = tensor[:, :, -kept:] if 0 < kept < tensor.shape[2] else tensor
+            # Here and not at the end, so that what is cloned may leave the arena as soon as its layer is done.
+            self.added[f"{layer_idx}.{name}"] = last.clone(memory_format=torch.contiguous_format)
+        return joined
 
 
 def fill(cache: DynamicCache, found: Mapping[str, torch.Tensor], tokens: int) -> None:
-    """Add ``tokens`` new tokens to ``cache``: what ``TracedCache.tensors`` named, now with values.
+    """Add ``tokens`` new tokens to ``cache``: what ``TracedCache.added`` named, now with values.
 
-    The tensors of a layer are given up as soon as they are in the cache.
+    The tensors of a layer, which own their storages, are emptied as soon as they are in the cache.
     """
     waiting = dict(found)
     for name in [n for n in found if n.endswith(".keys")]:
@@ -91,7 +84,9 @@ def fill(cache: DynamicCache, found: Mapping[str, torch.Tensor], tokens: int) ->
         if hasattr(layer, "cumulative_length"):
             # What the window has left behind already did not come along.
             layer.cumulative_length += tokens - keys.shape[2]
-        del keys, values
+        for tensor in (keys, values):
+            # The run that made them may hold them until its weights are home again.
+            tensor.untyped_storage().resize_(0)
 
 
 def room_to_fill(past: Past, added: Mapping[str, int]) -> int:

@@ -219,10 +219,12 @@ def compile_forward(
     forward: Forward,
     options: CompileOptions,
     beside: Callable[[CapturedStep], int],
+    outside: Callable[[str], bool],
 ) -> CompiledStep:
     """As ``compile_step``, for what ``forward`` returns without gradients.
 
-    ``beside``: bytes of the budget that the caller needs for itself, besides the batch and a copy of each output.
+    What ``outside`` names is written to memory of the caller's, as in ``capture_forward``. ``beside``: bytes of the
+    budget that the caller needs for itself, besides the batch, that memory and a copy of each other output.
 
     Raises:
         CaptureError: an op or module cannot be captured.
@@ -230,7 +232,9 @@ def compile_forward(
     """
     began = time.perf_counter()
     device = run_device(options.engine.device)
-    captured = capture_forward(model, kwargs, forward=forward, contexts=options.contexts, device=device)
+    captured = capture_forward(
+        model, kwargs, forward=forward, contexts=options.contexts, device=device, outside=outside
+    )
     outputs = sum(leaving_bytes(captured).values()) + beside(captured)
     return _compile(model, captured, batch_tensors(kwargs), outputs, options, began)
 
@@ -282,10 +286,11 @@ def _compile(
 
 
 def leaving_bytes(captured: CapturedStep) -> dict[str, int]:
-    """Name → bytes of the user's copy of each output. A loss takes none."""
+    """Name → bytes of the user's copy of each output, or of its memory outside the arena. A loss takes none."""
+    outside = [b for b in captured.bindings if b.source == "outside"]
     return {
         o.name: math.prod(o.spec.shape) * getattr(torch, o.spec.dtype).itemsize if o.spec.shape else 0
-        for o in captured.outputs
+        for o in (*captured.outputs, *outside)
     }
 
 

@@ -19,7 +19,7 @@ from disco_accel.integrate.hf import hf_contexts
 from disco_accel.integrate.pending import externals_of
 
 if TYPE_CHECKING:
-    from disco_accel.capture.step import CapturedStep, Forward
+    from disco_accel.capture.step import CapturedStep, Forward, InputBinding
     from disco_accel.integrate.plugin import PreparedModel
 
 _KIND = "prefill"
@@ -95,9 +95,14 @@ def traced_forward(forward: Callable[..., Any]) -> Forward:
                 "use_cache: the model filled no cache, as in training mode with gradient checkpointing; "
                 "call model.eval()"
             )
-        return {"logits": output.logits[:, -1:], **cache.tensors()}
+        return {"logits": output.logits[:, -1:], **cache.added}
 
     return traced
+
+
+def outside_arena(name: str) -> bool:
+    """Which outputs of ``traced_forward`` are written to memory of their own as soon as they are made: the cache."""
+    return name != "logits"
 
 
 def _run(
@@ -109,9 +114,10 @@ def _run(
         step = _compiled(state, model, forward, batch)
         state.make_current(model, step)
         executor = step.executor
+        placed = {b: _empty(b, state.device) for b in step.vertices_of("outside")}
         # The last run may still bring the residents home, for this very run.
         step.settle()
-        externals = externals_of(state, model, step, batch)
+        externals = externals_of(state, model, step, batch) | {b.vertex: tensor for b, tensor in placed.items()}
         with kept_on_failure(step):
             executor.run_out(externals)
             values = executor.leave(step.groups[0])
@@ -119,7 +125,13 @@ def _run(
             # The run would hold the old keys and values until its last copy, and the next chunk has another plan.
             executor.abandon()
         state.counts["prefills"] += 1
-        return {o.name: value for o, value in zip(step.captured.outputs, values, strict=True)}
+        found = {o.name: value for o, value in zip(step.captured.outputs, values, strict=True)}
+        return found | {b.name: tensor for b, tensor in placed.items()}
+
+
+def _empty(binding: InputBinding, device: torch.device) -> torch.Tensor:
+    spec = binding.spec
+    return torch.empty_strided(spec.shape, spec.stride, dtype=getattr(torch, spec.dtype), device=device)
 
 
 def _compiled(
@@ -129,7 +141,14 @@ def _compiled(
         return room_to_fill(batch["past"], leaving_bytes(captured))
 
     def compiler(options: CompileOptions) -> CompiledStep:
-        return compile_forward(model, batch, forward=traced_forward(forward), options=options, beside=beside)
+        return compile_forward(
+            model,
+            batch,
+            forward=traced_forward(forward),
+            options=options,
+            beside=beside,
+            outside=outside_arena,
+        )
 
     return state.plan_of((step_key(model, batch), _KIND), lambda: hf_contexts(model, batch), compiler)
 

@@ -11,6 +11,7 @@ from transformers import DynamicCache, StaticCache
 
 from disco_accel import DiscoConfig, prefill, prepare, restore, stats
 from disco_accel.errors import BudgetTooSmall, CaptureError, ConfigError, ExecutionError
+from disco_accel.integrate.cache import fill
 from disco_accel.integrate.plugin import current_step
 from disco_accel.taskgraph import VertexKind
 from disco_accel.testing.models import TEN_FAMILIES, family_lora, random_batch, tiny_lora
@@ -189,6 +190,28 @@ def test_weights_larger_than_the_budget_are_streamed_within_it() -> None:
     assert figures["plans"] == 1 and figures["peak_bytes"] <= needed
     cache = sum(t.nbytes for layer in got.past_key_values.layers for t in (layer.keys, layer.values))
     assert figures["budget"]["outputs"] >= cache + got.logits.nbytes, "what leaves the arena is paid for"
+
+
+def test_a_cache_is_paid_for_once() -> None:
+    """Each layer more costs its keys and values one time; the last layer's are joined with what is there."""
+    needed, keys = [], {"device": "cpu", "plan_cache": None, "planner": "build"}
+    for layers in (3, 6):
+        model = tiny_lora(layers=layers, hidden=32, vocabulary=32).merge_and_unload().eval()
+        with pytest.raises(BudgetTooSmall) as refusal:
+            prefill(model, ids(1, 256), config=DiscoConfig(memory_budget=10_000, **keys))
+        needed.append(refusal.value.needed)
+        got = prefill(model, ids(1, 256), config=DiscoConfig(memory_budget=needed[-1], **keys))
+        cache = sum(t.nbytes for layer in got.past_key_values.layers for t in (layer.keys, layer.values))
+    assert needed[1] - needed[0] <= 1.05 * cache / 2
+
+
+def test_what_has_joined_the_cache_is_freed_although_the_run_may_hold_it() -> None:
+    cache = DynamicCache()
+    found = {f"{i}.{name}": torch.randn(1, 2, 3, 4) for i in range(2) for name in ("keys", "values")}
+    expected = {name: tensor.clone() for name, tensor in found.items()}
+    fill(cache, found, 3)
+    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in found.values())
+    assert torch.equal(cache.layers[1].keys, expected["1.keys"])
 
 
 def test_a_changed_weight_is_seen_by_the_next_prefill() -> None:
