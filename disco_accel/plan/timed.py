@@ -37,7 +37,7 @@ AHEAD = (0.2, 0.05)
 """Shares of what a step with memory for all takes: nothing is dropped for what is wanted later than that. Without such
 a limit an idle link trades what is here for what is wanted sooner, again and again, and is busy when it matters."""
 
-_PLACED = 200_000
+_PLACED = 300_000
 """Addresses that are tried in one search, after which the first plan found is the last."""
 
 _TRIES = 6
@@ -58,7 +58,7 @@ _HASTE = 0.02
 """How much sooner, as a share of its seconds, a draft gets addresses for each retry that it has been through."""
 
 _BUSY = 0.9
-_CUT = 0.05
+_CUT = 0.25
 """How much longer a step becomes, as a share of itself, by giving up all of its memory; a guess for small cuts."""
 
 _SMALL = 1000
@@ -69,25 +69,28 @@ _SMALL = 1000
 class _Settings:
     """``worth`` as in WORTH, ``share`` as in SHARES, ``ahead`` as in AHEAD; ``outliers``: unusually large pages are
     permanent before others, because what has to be kept free for those that come and go depends on the largest;
-    ``lower``: in the order with a lower peak."""
+    ``lower``: in the order with a lower peak; ``lean``: unusually large pages are not there at the border of the step,
+    where memory is fullest, because pieces as large as they leave holes."""
 
     worth: float | None
     share: float
     outliers: bool = False
     ahead: float = float("inf")
     lower: bool = False
+    lean: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
     """A timeline with its demand, the pages there at the ``start``, and those that are ``permanent``; ``ahead`` in
-    seconds; ``retries``: how often addresses did not fit."""
+    seconds; ``lean`` as in settings; ``retries``: how often addresses did not fit."""
 
     demand: Demand
     timeline: Timeline
     start: tuple[int, ...]
     permanent: tuple[int, ...]
     ahead: float
+    lean: bool = False
     retries: int = 0
 
 
@@ -115,9 +118,9 @@ class _Search:
         self.cyclic = cyclic
         self.capacity = {device.id: device.memory // device.alignment * device.alignment for device in graph.devices}
         self.demands: dict[tuple[bool, float | None], Demand | None] = {}
-        self.tried: set[tuple[bool, float | None, float, tuple[int, ...]]] = set()
+        self.tried: set[tuple[bool, bool, float | None, float, tuple[int, ...]]] = set()
         self.found: list[tuple[Draft, _Settings]] = []
-        self.queue: list[tuple[float, int, int, Draft, Stays | None]] = []
+        self.queue: list[tuple[float, int, int, Draft, tuple[Stays, dict[int, Profile]] | None]] = []
         self.seen: dict[float, list[list[tuple[Act, int]]]] = {}
         self.count = 0
         self.effort = 0
@@ -135,6 +138,7 @@ class _Search:
                 self.attempt(_Settings(worth, SHARES[0]))
         if self.found:
             self.attempt(replace(self.best(), lower=True), limited=True)
+            self.attempt(replace(self.best(), lean=True), limited=True)
         for share in SHARES[1:]:
             wasteful = share == SHARES[2] and bool(self.found) and self.best_draft().loaded > 0
             self.attempt(replace(self.best(), share=share), limited=True, even_if_good=wasteful)
@@ -157,40 +161,45 @@ class _Search:
         while self.queue and self.makespan > self.floor:
             if self.pieces > pieces and (self.plan or (self.tries > tries and self.pieces > 4 * pieces)):
                 return
-            _, _, _, draft, stays = heapq.heappop(self.queue)
+            _, _, _, draft, first = heapq.heappop(self.queue)
             if draft.timeline.seconds >= self.makespan:
                 continue
             self.tries += 1
-            if stays is None:
+            if first is None:
                 stays = stays_of(draft.demand, draft.timeline, draft.permanent, draft.start, self.cyclic)
-                tried, over = 0, stays.settle(self.capacity, lowest=not draft.timeline.loaded)
-                if over and self._waits_for_link(draft):
-                    self._again(draft, over)
-                elif over:
-                    self._put(draft, stays, max(int(p.max()) / self.capacity[d] for d, p in over.items()))
+                over = stays.settle(self.capacity, lowest=not draft.timeline.loaded)
+                self.pieces += stays.tried
+                if over:
+                    self._put(draft, (stays, over))
             else:
-                tried, over = stays.tried, stays.postpone(self.capacity)
+                stays, over = first
+                if not self._waits_for_link(draft):
+                    tried, over = stays.tried, stays.postpone(self.capacity)
+                    self.pieces += stays.tried - tried
                 if over:
                     self._again(draft, over)
-            self.pieces += stays.tried - tried
-            if over:
-                continue
-            plan = stays.plan(self.cyclic)
-            makespan = simulate(plan, self.machine).makespan
-            if makespan < self.makespan:
-                self.plan, self.makespan = plan, makespan
+            if not over:
+                self._keep(stays.plan(self.cyclic))
+
+    def _keep(self, plan: MemGraph) -> None:
+        makespan = simulate(plan, self.machine).makespan
+        if makespan < self.makespan:
+            self.plan, self.makespan = plan, makespan
 
     def _waits_for_link(self, draft: Draft) -> bool:
         """Whether the draft keeps links so busy that a load which starts later cannot be made up for."""
         links = self.machine.h2d.bandwidth * len(self.capacity)
         return draft.timeline.loaded > _BUSY * draft.timeline.seconds * links
 
-    def _put(self, draft: Draft, stays: Stays | None = None, over: float = 0.0) -> None:
-        """Queue ``draft``, the sooner the faster it promises to be when what was ``over`` the memory has been cut."""
+    def _put(self, draft: Draft, first: tuple[Stays, dict[int, Profile]] | None = None) -> None:
+        """Queue ``draft``, the sooner the faster it promises to be when what was over the memory has been cut.
+
+        ``first``: its stays, and what they were over the memory, if that is known."""
+        over = 0.0 if first is None else max(int(p.max()) / self.capacity[d] for d, p in first[1].items())
         # One that has been through a few retries is soon settled.
         rank = self._rank(draft.timeline)[0] * (1 - _HASTE * draft.retries) * (1 + _CUT * over)
         self.count += 1
-        heapq.heappush(self.queue, (rank, draft.timeline.loaded, self.count, draft, stays))
+        heapq.heappush(self.queue, (rank, draft.timeline.loaded, self.count, draft, first))
 
     def _again(self, draft: Draft, over: Mapping[int, Profile]) -> None:
         """Draft once more with less memory where addresses were ``over`` it, and with less memory everywhere."""
@@ -210,13 +219,16 @@ class _Search:
             if not any(profile.any() for profile in taken.values()):
                 continue
             again = {device: profile + taken.get(device, 0) for device, profile in fixed.items()}
-            self._draft(replace(draft.demand, fixed=again), draft.permanent, draft.ahead, draft.retries + 1)
+            demand = replace(draft.demand, fixed=again)
+            self._draft(demand, draft.permanent, draft.ahead, draft.lean, draft.retries + 1)
 
-    def _draft(self, demand: Demand, permanent: tuple[int, ...], ahead: float, retries: int = 0) -> Draft | None:
+    def _draft(
+        self, demand: Demand, permanent: tuple[int, ...], ahead: float, lean: bool, retries: int = 0
+    ) -> Draft | None:
         """Draft and put the draft in the queue, if there is one."""
         self.effort += 3 * demand.end
         try:
-            draft = draft_of(demand, self.machine, self.capacity, permanent, ahead, self.cyclic)
+            draft = draft_of(demand, self.machine, self.capacity, permanent, ahead, lean, self.cyclic)
         except Infeasible:
             return None
         draft = replace(draft, retries=retries)
@@ -251,11 +263,11 @@ class _Search:
         if demand is None:
             return
         permanent = tuple(permanent_pages(demand, self.capacity, settings))
-        attempt = (settings.lower, settings.worth, settings.ahead, permanent)
+        attempt = (settings.lower, settings.lean, settings.worth, settings.ahead, permanent)
         if attempt in self.tried:
             return
         self.tried.add(attempt)
-        draft = self._draft(demand, permanent, settings.ahead * self.ideal)
+        draft = self._draft(demand, permanent, settings.ahead * self.ideal, settings.lean)
         if draft is not None:
             self.found.append((draft, settings))
 
@@ -297,10 +309,9 @@ def permanent_pages(demand: Demand, capacity: Mapping[int, int], settings: _Sett
         if sum(blocks[i] for i in first) * 4 > room:
             first = []
         left = int(settings.share * room) - sum(blocks[i] for i in first)
-        if settings.outliers and clean:
-            usual = sorted(blocks.values())[len(clean) * 9 // 10]
-            for i in sorted(clean, key=lambda i: -blocks[i]):
-                if 2 * usual < blocks[i] <= left:
+        if settings.outliers:
+            for i in _outliers(demand, device):
+                if blocks[i] <= left:
                     first.append(i)
                     left -= blocks[i]
         yield from first
@@ -323,6 +334,7 @@ def draft_of(
     capacity: Mapping[int, int],
     permanent: tuple[int, ...],
     ahead: float,
+    lean: bool,
     cyclic: bool,
 ) -> Draft:
     """Return the step that begins as it ends, with ``permanent`` pages. Raises Infeasible."""
@@ -332,11 +344,23 @@ def draft_of(
     if cyclic:
         double = twice(demand)
         start = simulate_step(double, machine, rooms, permanent=permanent, border=demand.end, ahead=ahead).border
+        if lean:
+            outliers = {i for device in capacity for i in _outliers(demand, device)}
+            start = [i for i in start if i not in outliers]
     else:
         start = _first_used(demand, rooms, permanent)
     back = start if cyclic else ()
     timeline = simulate_step(demand, machine, rooms, start=start, back=back, permanent=permanent, ahead=ahead)
-    return Draft(demand, timeline, tuple(start), permanent, ahead)
+    return Draft(demand, timeline, tuple(start), permanent, ahead, lean)
+
+
+def _outliers(demand: Demand, device: int) -> list[int]:
+    """Return the clean pages that are more than twice as large as nine in ten of them, the largest first."""
+    blocks = {i: page.block for i, page in enumerate(demand.pages) if page.clean and page.device == device}
+    if not blocks:
+        return []
+    usual = sorted(blocks.values())[len(blocks) * 9 // 10]
+    return sorted((i for i, block in blocks.items() if block > 2 * usual), key=lambda i: -blocks[i])
 
 
 def _free(draft: Draft, capacity: Mapping[int, int]) -> dict[int, Profile]:
