@@ -28,7 +28,8 @@ class Occupancy:
 
     ``values`` are named as in the plan, each with its readers; a tick is a place in the order of acts, and 0 the start.
     ``earliest`` and ``latest``: from when on a copy to here was drafted to take the bytes, and the tick of its first
-    reader. ``twin``: the stay that the step begins with, if this one is to end it at the same address.
+    reader; ``delay``: the share of the time between them by which it is put off. ``twin``: the stay that the step
+    begins with, if this one is to end it at the same address.
     """
 
     device: int
@@ -68,7 +69,8 @@ class _Placing:
 class Stays:
     """``planned``: the vertices but for inputs, in order; ``all``: every occupancy by begin; ``slots``: that of each
     value, as it is named in the plan; ``positions``: which vertex of the serial order is the next at each tick;
-    ``ticks``: that of each of ``planned``; ``tried``: how many addresses were looked for."""
+    ``ticks``: that of each of ``planned``; ``end``: the tick behind the last; ``tried``: how many addresses were looked
+    for."""
 
     demand: Demand
     planned: list[Vertex]
