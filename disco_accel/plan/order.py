@@ -6,7 +6,7 @@ orders gives the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -32,7 +32,8 @@ def dispatched(graph: TaskGraph, machine: Machine) -> tuple[TaskGraph, float]:
     """Return ``graph`` in the order in which its vertices start on ``machine`` with memory for everything, and the
     seconds that this takes. On several devices a serial order may make one wait for what another need not do yet."""
     order = serial_order(graph)
-    unlimited = MemGraph(graph.name, graph.devices, order, {}, data_edges(order), (), {}, 0, False)
+    before = tuple((order[reader].id, order[writer].id) for reader, writer in _overwritings(order))
+    unlimited = MemGraph(graph.name, graph.devices, order, {}, data_edges(order), before, {})
     run = simulate(unlimited, machine)
     vertices = sorted(order, key=lambda vertex: (vertex.kind is not VertexKind.INPUT, run.starts.get(vertex.id, 0.0)))
     return replace(graph, vertices=tuple(vertices)), run.makespan
@@ -102,13 +103,20 @@ def _successors(order: Sequence[Vertex]) -> list[list[int]]:
     """Return the positions of those that have to run behind each vertex: dependents and who writes over its inputs."""
     position = {vertex.id: v for v, vertex in enumerate(order)}
     behind: list[list[int]] = [[] for _ in order]
-    readers: dict[Ref, list[int]] = {}
     for v, vertex in enumerate(order):
         for source in dependencies(vertex):
             behind[position[source]].append(v)
+    for reader, writer in _overwritings(order):
+        behind[reader].append(writer)
+    return behind
+
+
+def _overwritings(order: Sequence[Vertex]) -> Iterator[tuple[int, int]]:
+    """Yield positions of a reader and of the vertex behind it that writes in place over what it read."""
+    readers: dict[Ref, list[int]] = {}
+    for v, vertex in enumerate(order):
         if vertex.inplace is not None:
             for reader in readers.get(vertex.inputs[vertex.inplace], ()):
-                behind[reader].append(v)
+                yield reader, v
         for ref in dict.fromkeys(vertex.inputs):
             readers.setdefault(ref, []).append(v)
-    return behind
