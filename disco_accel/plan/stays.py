@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
@@ -18,7 +18,7 @@ from disco_accel.plan.stay import Planned
 from disco_accel.plan.timeline import Act, Timeline
 from disco_accel.taskgraph import Ref, Vertex, VertexKind
 
-DELAYS = (0.03, 0.12, 0.4, 0.9)
+_DELAYS = (0.03, 0.12, 0.4, 0.9)
 """Shares of the time from a load to its first reader by which the load is put off, by promise."""
 
 
@@ -69,8 +69,8 @@ class _Placing:
 class Stays:
     """``planned``: the vertices but for inputs, in order; ``all``: every occupancy by begin; ``slots``: that of each
     value, as it is named in the plan; ``positions``: which vertex of the serial order is the next at each tick;
-    ``ticks``: that of each of ``planned``; ``end``: the tick behind the last; ``tried``: how many addresses were looked
-    for."""
+    ``ticks``: that of each of ``planned``; ``end``: the tick behind the last; ``placed``: by device, what ``settle``
+    found; ``tried``: how many addresses were looked for."""
 
     demand: Demand
     planned: list[Vertex]
@@ -79,40 +79,42 @@ class Stays:
     positions: list[int]
     ticks: list[int]
     end: int
+    placed: dict[int, _Placing] = field(default_factory=dict)
     tried: int = 0
 
-    def settle(self, capacity: Mapping[int, int], *, lowest: bool = False) -> dict[int, Profile]:
+    def settle(self, capacity: Mapping[int, int], *, lowest: bool) -> dict[int, Profile]:
         """Give all an address; return by device and position the bytes above ``capacity``, nothing if all fit.
 
         ``lowest``: take as few bytes as can be found even if more would do."""
-        return self._place_all(capacity, lambda device, memory: self._place(device, 0 if lowest else memory))
+        self.placed = {device: self._place(device, 0 if lowest else memory) for device, memory in capacity.items()}
+        return self._adopt(self.placed, capacity)
 
-    def postpone(self, capacity: Mapping[int, int], delays: Sequence[float] = DELAYS) -> dict[int, Profile]:
-        """As ``settle``, but where not all fits, copies to the device take their bytes later than drafted, nearer to
-        their first reader."""
-        over = self._place_all(capacity, lambda device, memory: self._place_later(device, memory, delays))
+    def postpone(self, capacity: Mapping[int, int]) -> dict[int, Profile]:
+        """Go on from ``settle``: where not all fits, copies to the device take their bytes later than drafted, nearer
+        to their first reader."""
+        later = {device: self._place_later(device, memory) for device, memory in capacity.items()}
+        over = self._adopt(later, capacity)
         for device in capacity:
             if device not in over:
                 self._bring_forward(device)
         self.all.sort(key=lambda stay: stay.begin)
         return over
 
-    def _place_all(self, capacity: Mapping[int, int], place_on: Callable[[int, int], _Placing]) -> dict[int, Profile]:
+    def _adopt(self, placings: Mapping[int, _Placing], capacity: Mapping[int, int]) -> dict[int, Profile]:
         over = {}
-        for device, memory in capacity.items():
-            found = place_on(device, memory)
+        for device, found in placings.items():
             for stay, address in zip(found.stays, found.placed.addresses, strict=True):
                 stay.addr = address
-            if found.placed.top > memory:
-                over[device] = self._overflow(found, memory)
+            if found.placed.top > capacity[device]:
+                over[device] = self._overflow(found, capacity[device])
         for stay in self.all:
             if stay.twin is not None:
                 stay.addr = stay.twin.addr
         return over
 
-    def _place_later(self, device: int, memory: int, delays: Sequence[float]) -> _Placing:
-        best = placing = self._place(device, memory)
-        for delay in delays:
+    def _place_later(self, device: int, memory: int) -> _Placing:
+        best = placing = self.placed[device]
+        for delay in _DELAYS:
             if best.placed.top <= memory or not self._put_off(placing, memory, delay):
                 break
             placing = self._place(device, memory, best.placed.order)

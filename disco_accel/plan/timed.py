@@ -58,6 +58,8 @@ _HASTE = 0.02
 """How much sooner, as a share of its seconds, a draft gets addresses for each retry that it has been through."""
 
 _BUSY = 0.9
+"""Share of a step that a link is busy from which on a load that starts later makes the step longer."""
+
 _CUT = 0.25
 """How much longer a step becomes, as a share of itself, by giving up all of its memory; a guess for small cuts."""
 

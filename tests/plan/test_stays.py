@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import pytest
 
@@ -10,7 +10,7 @@ from disco_accel.execute.reference import run_reference
 from disco_accel.plan import timed
 from disco_accel.plan.demand import Profile
 from disco_accel.plan.machine import Machine
-from disco_accel.plan.stays import DELAYS, Stays
+from disco_accel.plan.stays import Stays
 from disco_accel.plan.timed import build_timed
 from disco_accel.testing.lora_graph import LoraShape, lora_graph
 from disco_accel.verify import verify
@@ -22,9 +22,9 @@ def test_a_step_that_does_not_fit_as_drafted_fits_with_later_loads(monkeypatch: 
     fitted: list[Stays] = []
     postpone = Stays.postpone
 
-    def watched(self: Stays, capacity: Mapping[int, int], delays: Sequence[float] = DELAYS) -> dict[int, Profile]:
+    def watched(self: Stays, capacity: Mapping[int, int]) -> dict[int, Profile]:
         before = {id(stay): stay.begin for stay in self.all}
-        over = postpone(self, capacity, delays)
+        over = postpone(self, capacity)
         if not over:
             fitted.append(self)
             for stay in self.all:
