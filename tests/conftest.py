@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import signal
 import tempfile
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -30,3 +32,13 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """Remove the home folder again."""
     if _home:
         shutil.rmtree(_home, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def messages_as_before() -> Iterator[None]:
+    """What one test has shown to its user (a recipe shows messages, a door does) no other test prints."""
+    ours = logging.getLogger("disco_accel")
+    level, handlers = ours.level, list(ours.handlers)
+    yield
+    ours.setLevel(level)
+    ours.handlers[:] = handlers
