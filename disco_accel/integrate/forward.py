@@ -121,7 +121,7 @@ def _run(
         with kept_on_failure(step):
             executor.run_out(externals)
             values = executor.leave(step.groups[0])
-        if batch["past"]:
+        if any(batch["past"]):
             # The run would hold the old keys and values until its last copy, and the next chunk has another plan.
             executor.abandon()
         state.counts["prefills"] += 1

@@ -192,6 +192,21 @@ def test_weights_larger_than_the_budget_are_streamed_within_it() -> None:
     assert figures["budget"]["outputs"] >= cache + got.logits.nbytes, "what leaves the arena is paid for"
 
 
+def test_the_next_prefill_starts_with_what_the_last_one_brought_home() -> None:
+    model = tiny_lora(**{**SMALL, "hidden": 128}).eval().requires_grad_(False)
+    weights = sum(p.nbytes for p in model.parameters())
+    prefill(model, ids(1, 8), config=DiscoConfig(memory_budget=weights // 2, link_bandwidth=1e7))
+    step = current_step(model)
+    assert step is not None and step.resident_bytes > 0 and step.copy_bytes(VertexKind.RELOAD) > 0
+    step.executor.set_tracing(True)
+    # The link is so slow that the run has not ended when its logits are there.
+    prefill(model, ids(1, 8))
+    step.settle()
+    inputs = {vertex.id for vertex in step.plan.vertices if vertex.kind is VertexKind.INPUT}
+    copied = [event.vertex for event in step.executor.events() if event.lane == "h2d"]
+    assert copied and inputs.isdisjoint(copied)
+
+
 def test_a_cache_is_paid_for_once() -> None:
     """Each layer more costs its keys and values one time; the last layer's are joined with what is there."""
     needed, keys = [], {"device": "cpu", "plan_cache": None, "planner": "build"}
