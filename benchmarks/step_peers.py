@@ -67,6 +67,8 @@ class ZeroThree(Engine):
             "fp16": {"enabled": kind == "float16"},
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
+            # DeepSpeed clips at 1.0 unless told otherwise; nobody else here clips.
+            "gradient_clipping": 0.0,
             "zero_optimization": {
                 "stage": 3,
                 "offload_param": {"device": "cpu", "pin_memory": pinned},

@@ -17,7 +17,7 @@ from benchmarks.link_trace import copied
 from benchmarks.shapes import PRESETS, frozen_bytes
 from benchmarks.step_engines import Job
 from benchmarks.step_process import Worker
-from benchmarks.step_table import TITLES, judge, line
+from benchmarks.step_table import HEADER, TITLES, judge, line
 from benchmarks.step_worker import first_line
 from disco_accel.cli import main as cli
 from disco_accel.errors import ConfigError
@@ -38,8 +38,18 @@ def test_engines_are_compared_with_eager_in_memory(tmp_path: Path, capsys: pytes
     assert rows["accelerate"]["verdict"] == "no: 0 of 28 gradients" and not rows["accelerate"]["equal"]
     disco = rows["disco"]
     assert 0 < disco["used"] <= disco["reserved"] <= disco["budget"] < result["weights"]
+    assert [name for name, row in rows.items() if row["any_plan"] is not None] == ["disco"]
     assert disco["h2d"] > 0 and rows["streamed"]["h2d"] > result["weights"]
     assert capsys.readouterr().out.rstrip().splitlines()[-1].startswith("| accelerate cpu_offload |")
+
+
+def test_zero_three_takes_the_same_steps() -> None:
+    """Its gradients are large enough here that DeepSpeed's own clipping would show in the losses."""
+    pytest.importorskip("deepspeed")
+    words = ["--shape", "small", "--layers", "2", "--tokens", "64", "--rounds", "4", "--device", "cpu"]
+    result = step.run([*words, "--engines", "in-memory,zero3"])
+    zero = result["rows"][1]
+    assert zero["error"] is None and zero["equal"], zero["verdict"]
 
 
 @pytest.mark.parametrize(
@@ -81,7 +91,7 @@ def _finished(folder: Path, engine: str, gradient: float = 1.0, loss: float = 2.
 
 def test_unequal_work_is_noticed(tmp_path: Path) -> None:
     """One last bit is too much for ours and rounding for others; other losses or parameters are never equal."""
-    near = 1.0 + 2**-23
+    near, drifted = 1.0 + 2**-23, 2.0 + 8e-4 * 2.0
     workers = [
         _finished(tmp_path / "0", "in-memory"),
         _finished(tmp_path / "1", "disco"),
@@ -90,10 +100,11 @@ def test_unequal_work_is_noticed(tmp_path: Path) -> None:
         _finished(tmp_path / "4", "zero3", loss=2.05),
         _finished(tmp_path / "5", "zero3", gradient=1.1),
         _finished(tmp_path / "6", "zero3", elements=8),
-        _finished(tmp_path / "7", "zero3", loss=2.01),
+        _finished(tmp_path / "7", "zero3", loss=2.0005),
+        _finished(tmp_path / "8", "zero3", gradient=near, loss=drifted),
     ]
     verdicts = judge(workers, "float32")
-    assert [v.equal for v in verdicts] == [True, True, False, True, False, False, False, True]
+    assert [v.equal for v in verdicts] == [True, True, False, True, False, False, False, True, False]
     assert verdicts[1].words == "bits" and verdicts[2].words.startswith("no: 0e+00, gradients 1e-07")
     assert "8 elements" in verdicts[6].words
 
@@ -101,8 +112,22 @@ def test_unequal_work_is_noticed(tmp_path: Path) -> None:
 def test_a_row_that_could_not_run_has_its_error_and_no_figures() -> None:
     row = {"engine": "axolotl", "budget": None, "error": "ImportError: a|b " + "x" * 300}
     cells = line(row, name_budget=False).strip("| ").split("|")
-    assert [c.strip() for c in cells[1:-1]] == ["—"] * 8
+    assert [c.strip() for c in cells[1:-1]] == ["—"] * 9
     assert cells[-1].strip().startswith("ImportError: a/b") and len(cells[-1]) < 170
+
+
+def _figures(seconds: float, any_plan: float) -> list[str]:
+    row = {"engine": "disco", "budget": None, "error": None, "seconds": [seconds], "tokens_per_second": 1.0}
+    sizes = dict.fromkeys(("used", "reserved", "host", "h2d", "d2h"))
+    cells = line({**row, **sizes, "bound": 0.3, "any_plan": any_plan, "verdict": "bits"}, name_budget=False)
+    return [cell.strip() for cell in cells.strip("| ").split("|")]
+
+
+def test_a_row_has_a_cell_for_each_heading() -> None:
+    """What no plan beats stands beside max(compute, link), each over the step."""
+    headings = [cell.strip() for cell in HEADER.splitlines()[0].strip("| ").split("|")]
+    row = dict(zip(headings, _figures(0.5, 0.45), strict=True))
+    assert (row["of max(compute, link)"], row["of any plan's bound"]) == ("60%", "90%")
 
 
 def test_errors_do_not_name_folders_of_this_machine() -> None:

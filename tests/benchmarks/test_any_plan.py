@@ -1,0 +1,43 @@
+"""The bound of any plan is the bound of the kernels that were measured, in the step's arena."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.any_plan import any_plan_of, kernel_seconds
+from benchmarks.engine import any_plan_seconds
+from benchmarks.subjects import Pair, Shape
+from disco_accel import DiscoConfig
+from disco_accel.plan.simulate import Link, Machine
+from disco_accel.taskgraph import VertexKind
+
+
+@pytest.fixture(scope="module")
+def pair() -> Pair:
+    config = DiscoConfig(memory_budget=2 << 20, compute_threads=1, link_bandwidth=1e8, planner="build", plan_cache=None)
+    return Pair(Shape(hidden=128, layers=3, tokens=16), config)
+
+
+def test_every_kernel_of_a_step_is_measured(pair: Pair) -> None:
+    """And the steps after it are not traced."""
+    seconds = kernel_seconds(pair.step, lambda: pair.run(pair.planned))
+    assert seconds.keys() == {v.id for v in pair.step.graph.vertices if v.kind is VertexKind.KERNEL}
+    assert all(value > 0 for value in seconds.values())
+    pair.run(pair.planned)
+    assert not pair.step.executor.events()
+
+
+def test_slow_kernels_rule_the_bound_and_fast_ones_leave_it_to_the_link(pair: Pair) -> None:
+    link = Machine(h2d=Link(1e8, 0.0), d2h=Link(1e8, 0.0))
+    kernels = [v.id for v in pair.step.graph.vertices if v.kind is VertexKind.KERNEL]
+    assert any_plan_of(pair.step, dict.fromkeys(kernels, 1.0), link) == pytest.approx(len(kernels))
+    least = any_plan_of(pair.step, dict.fromkeys(kernels, 0.0), link)
+    assert 0 < least <= pair.step.copy_bytes(VertexKind.RELOAD) / 1e8
+    assert any_plan_of(pair.step, dict.fromkeys(kernels, 0.0), Machine(h2d=Link(5e7, 0.0))) == pytest.approx(2 * least)
+
+
+def test_kernels_as_recorded_give_the_bound_of_the_other_benchmarks(pair: Pair) -> None:
+    recorded = {v.id: v.duration or 0.0 for v in pair.step.graph.vertices}
+    machine = Machine(h2d=Link(1e8, 0.0), d2h=Link(1e8, 0.0))
+    expected = any_plan_seconds(pair, 1e8, pair.step.compute_seconds)
+    assert any_plan_of(pair.step, recorded, machine) == pytest.approx(expected)
