@@ -6,7 +6,8 @@ Random weights, the host device, a throttled link; the engines of a row take tur
 one. ``planned`` and ``fixed order`` run the same plan; their seconds are those of prefills one after the other, what
 brings weights home for the next included, and ``first token`` those until the logits are there. ``streamed`` is eager
 with each module's weights copied over the same link before the module runs, as many of them resident as the plan keeps.
-Logits, keys and values of every run have eager's bits, or the benchmark fails.
+Logits, keys and values of these have eager's bits, or the benchmark fails. accelerate's ``cpu_offload`` and
+ZeRO-Inference have processes of their own and no link to wait for: docs/prefill.md says what their columns are worth.
 """
 
 from __future__ import annotations
@@ -23,14 +24,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.compare import same_bits
 from benchmarks.engine import Differs, any_plan_seconds, cell, in_turn, link_seconds
+from benchmarks.gpu_models import batch_for, draw_weights, meta_llama
+from benchmarks.prefill_engines import PEERS, TITLES, outputs_of, read_eagerly
+from benchmarks.prefill_peers import Peers, names_of, peer_cell
 from benchmarks.provenance import provenance
+from benchmarks.shapes import Shape
+from benchmarks.step_engines import Job
+from benchmarks.step_table import cell_text
 from benchmarks.subjects import Times
 from disco_accel import prefill, stats
 from disco_accel.config import DiscoConfig
+from disco_accel.errors import BudgetTooSmall
 from disco_accel.execute.executor import Executor
 from disco_accel.graphfile import write_atomically
 from disco_accel.integrate.placement import StreamedEager
@@ -39,11 +46,10 @@ from disco_accel.plan import make_plan
 from disco_accel.sizes import format_size, parse_size
 from disco_accel.taskgraph import VertexKind
 
-ABSENT = (
-    "accelerate cpu_offload, ZeRO-Inference: not measured. On the host device their weights are in the device's memory "
-    "already, so that no link is there to throttle; they need a GPU."
+PEERS_SAY = (
+    "The peers' weights are in the device's memory already: no link is there to throttle, and theirs costs nothing."
 )
-"""Why the usual peers have no column."""
+"""What their columns mean on the host device."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,20 +64,40 @@ class PromptShape:
     kv_heads: int
     dtype: torch.dtype
 
+    @property
+    def sizes(self) -> Shape:
+        """As ``meta_llama`` wants them."""
+        heads = max(2, self.hidden // 64)
+        return {
+            "hidden_size": self.hidden,
+            "intermediate_size": self.hidden * 11 // 4,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": min(heads, self.kv_heads),
+            "vocab_size": self.vocabulary,
+        }
+
     def model(self) -> Any:
         """Random weights, the same at every call, none of which requires a gradient."""
-        torch.manual_seed(0)
-        heads = max(2, self.hidden // 64)
-        settings = LlamaConfig(
-            hidden_size=self.hidden,
-            intermediate_size=self.hidden * 11 // 4,
-            num_hidden_layers=self.layers,
-            num_attention_heads=heads,
-            num_key_value_heads=min(heads, self.kv_heads),
-            vocab_size=self.vocabulary,
-            max_position_embeddings=self.tokens,
+        model = meta_llama(self.sizes, dtype=self.dtype, attention="sdpa", positions=self.tokens)
+        draw_weights(model, torch.device("cpu"), lambda t: t.clone())
+        return model.eval()
+
+    def job(self, engine: str, folder: str) -> Job:
+        """What a peer's process is told."""
+        return Job(
+            engine=engine,
+            shape=self.sizes,
+            batch=self.batch,
+            tokens=self.tokens,
+            dtype=str(self.dtype).removeprefix("torch."),
+            rank=0,
+            device="cpu",
+            budget=None,
+            bandwidth=None,
+            planner=DiscoConfig().planner,
+            folder=folder,
         )
-        return LlamaForCausalLM(settings).to(self.dtype).requires_grad_(False).eval()
 
 
 class PromptPair:
@@ -79,8 +105,7 @@ class PromptPair:
 
     def __init__(self, shape: PromptShape, budget: int, bandwidth: float, planner: str) -> None:
         self.eager, self.planned = shape.model(), shape.model()
-        generator = torch.Generator().manual_seed(1)
-        self.ids = torch.randint(0, shape.vocabulary, (shape.batch, shape.tokens), generator=generator)
+        self.ids = batch_for(shape.vocabulary, shape.batch, shape.tokens, torch.device("cpu"))["input_ids"]
         self.config = DiscoConfig(
             memory_budget=budget, compute_threads=1, link_bandwidth=bandwidth, planner=planner, plan_cache=None
         )
@@ -94,14 +119,8 @@ class PromptPair:
 
     def run_eager(self, name: str) -> tuple[float, float]:
         """Sum of the logits, and seconds; whatever hooks the eager model has are part of it."""
-        cache = DynamicCache(config=self.eager.config)
-        mask = torch.ones_like(self.ids)
         began = time.perf_counter()
-        with torch.no_grad():
-            positions = mask.cumsum(-1) - 1
-            self.last[name] = self.eager(
-                self.ids, mask, positions, past_key_values=cache, use_cache=True, logits_to_keep=1
-            )
+        self.last[name] = read_eagerly(self.eager, self.ids)
         return float(self.last[name].logits.sum()), time.perf_counter() - began
 
     def run_streamed(self) -> tuple[float, float]:
@@ -138,6 +157,11 @@ class PromptPair:
         finally:
             self.step.use(usual) if usual is not None else None
 
+    @property
+    def logits_sum(self) -> float:
+        """Of the last eager run in memory."""
+        return float(self.last["in memory"].logits.sum())
+
     def kernel_seconds(self, executor: Executor) -> float:
         """Time inside the kernels of one prefill."""
         executor.set_tracing(True)
@@ -150,8 +174,8 @@ class PromptPair:
         """Raise Differs unless the last run of ``name`` has the last eager run's bits."""
         if "in memory" not in self.last:
             self.run_eager("in memory")
-        got, expected = (_tensors(self.last[n]) for n in (name, "in memory"))
-        if len(got) != len(expected) or not all(map(same_bits, got, expected)):
+        got, expected = (outputs_of(self.last[n]) for n in (name, "in memory"))
+        if got.keys() != expected.keys() or not all(same_bits(got[n], expected[n]) for n in got):
             raise Differs(f"{name}: logits, keys or values differ from eager's")
 
     def resident_plan(self) -> Any:
@@ -160,10 +184,6 @@ class PromptPair:
         plan = make_plan(self.step.graph, memory=room, planner=self.config.planner, cyclic=True)
         assert not any(v.kind is VertexKind.RELOAD for v in plan.vertices), "nothing has to move where all fits"
         return plan
-
-
-def _tensors(output: Any) -> list[torch.Tensor]:
-    return [output.logits, *(t for layer in output.past_key_values.layers for t in (layer.keys, layer.values))]
 
 
 @contextmanager
@@ -182,13 +202,16 @@ def measure(shape: PromptShape, budget: int, args: argparse.Namespace) -> dict[s
     fixed = dataclasses.replace(step.engine, dispatch="fixed")
     free = dataclasses.replace(step.engine, link_bandwidth=None)
     compute: list[float] = []
-    with _closing(
-        {
-            "planned": step.make_executor(step.engine),
-            "fixed order": step.make_executor(fixed),
-            "resident": step.make_executor(free, plan=pair.resident_plan()),
-        }
-    ) as executors:
+    with (
+        Peers(args.peers, shape.job, args.limit) as peers,
+        _closing(
+            {
+                "planned": step.make_executor(step.engine),
+                "fixed order": step.make_executor(fixed),
+                "resident": step.make_executor(free, plan=pair.resident_plan()),
+            }
+        ) as executors,
+    ):
 
         def resident() -> tuple[float, float]:
             compute.append(pair.kernel_seconds(executors["resident"]))
@@ -201,7 +224,11 @@ def measure(shape: PromptShape, budget: int, args: argparse.Namespace) -> dict[s
         }
         for name in ("planned", "fixed order"):
             subjects[name] = lambda name=name: pair.run_on(name, executors[name])  # type: ignore[misc]
-        times = in_turn(args.rounds, subjects, pair.check)
+        for name in peers.names:
+            # What they leave is compared at the end, to a tolerance.
+            subjects[name] = lambda name=name: (pair.logits_sum, peers.turn(name))  # type: ignore[misc]
+        times = in_turn(args.rounds, subjects, lambda name: None if name in peers.names else pair.check(name))
+        beside = peers.rows(outputs_of(pair.last["in memory"]), args.rounds)
     alone, link = Times(tuple(compute[1:])), link_seconds(pair, args.bandwidth)
     peak = stats(pair.planned)["peak_bytes"]
     return {
@@ -216,17 +243,20 @@ def measure(shape: PromptShape, budget: int, args: argparse.Namespace) -> dict[s
         "bound": max(alone.median, link),
         "any_plan": any_plan_seconds(pair, args.bandwidth, alone.median),
         "first_token": Times(tuple(pair.first_token["planned"][1:])),
-        "times": times,
+        "times": {name: found for name, found in times.items() if name not in peers.names},
+        "peers": beside,
     }
 
 
 def show(row: dict[str, Any]) -> str:
-    """One line of the table."""
+    """One line of the table; a prompt that does not fit has its error in the last cell."""
+    prompt = [f"{row['tokens']}", f"{format_size(row['budget'])} ({row['budget'] / row['weights']:.0%})"]
+    if row.get("error") is not None:
+        return "| " + " | ".join([*prompt, *["—"] * (_COLUMNS - 3), cell_text(row["error"])]) + " |"
     times, bound = row["times"], row["bound"]
     planned = times["planned"].median
     cells = [
-        f"{row['tokens']}",
-        f"{format_size(row['budget'])} ({row['budget'] / row['weights']:.0%})",
+        *prompt,
         format_size(row["peak"]),
         cell(times["planned"]),
         f"{row['first_token'].median * 1e3:.1f}",
@@ -234,20 +264,27 @@ def show(row: dict[str, Any]) -> str:
         f"{row['any_plan'] / planned:.1%}",
         f"{row['reload_bytes'] / planned / 1e9:.3f}",
         *(f"{times[name].median / planned:.2f}" for name in ("fixed order", "streamed", "in memory")),
+        # Results of before they were measured have none.
+        *(peer_cell(row.get("peers", {}).get(name), planned) for name in PEERS),
     ]
     return "| " + " | ".join(cells) + " |"
 
 
 def from_json(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row as ``measure`` made it, from the file that ``-o`` wrote."""
+    if row.get("error") is not None:
+        return dict(row)
     times = {name: Times(tuple(found["seconds"])) for name, found in row["times"].items()}
     return {**row, "times": times, "first_token": Times(tuple(row["first_token"]["seconds"]))}
 
 
+_COLUMNS = 11 + len(PEERS)
 HEADER = (
     "| tokens | budget (of the weights) | peak | planned, ms | first token | max(compute, link) reached | "
-    "any plan's bound reached | link, GB/s | fixed order / planned | streamed / planned | in memory / planned |\n"
-    "|" + "---|" * 11
+    "any plan's bound reached | link, GB/s | fixed order / planned | streamed / planned | in memory / planned | "
+    + " | ".join(f"{TITLES[name]} / planned" for name in PEERS)
+    + " |\n|"
+    + "---|" * _COLUMNS
 )
 
 
@@ -274,6 +311,10 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--bandwidth", type=float, default=0.5e9, help="of the link, bytes per second each way")
+    parser.add_argument(
+        "--peers", type=lambda t: names_of(tuple(PEERS), t), default=list(PEERS), help=f"{', '.join(PEERS)}, or none"
+    )
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds for the building of a peer, or its prompt")
     parser.add_argument("--planner", default=DiscoConfig().planner)
     parser.add_argument("-o", "--output", type=Path, help="all seconds as JSON")
     return parser
@@ -285,6 +326,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(words)
     head = provenance("disco-accel bench prefill", words, "cpu")
     torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     print(f"torch {torch.__version__}, one compute thread, {os.cpu_count()} cores, load {os.getloadavg()[0]:.2f}")
     print(
         f"hidden {args.hidden}, {args.layers} layers, batch {args.batch}, {args.dtype}, {args.bandwidth / 1e9:g} GB/s\n"
@@ -298,12 +340,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             weights = sum(p.nbytes for p in shape.model().parameters())
             budgets = [parse_size(args.memory)] if args.memory else [int(share * weights) for share in args.budgets]
             for budget in budgets:
-                rows.append(measure(shape, budget, args))
+                try:
+                    rows.append(measure(shape, budget, args))
+                except BudgetTooSmall as error:
+                    rows.append({"tokens": tokens, "budget": budget, "weights": weights, "error": str(error)})
                 print(show(rows[-1]), flush=True)
     except Differs as error:
         print(f"bench prefill: {error}", file=sys.stderr)
         return 1
-    print(f"\nLogits, keys and values of all engines have the same bits. {ABSENT}")
+    print(f"\nLogits, keys and values of all engines but the peers have the same bits. {PEERS_SAY}")
     if args.output is not None:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         told = ("hidden", "layers", "batch", "dtype", "bandwidth")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import prefill, simulated, step_table
+from benchmarks import prefill, prefill_peers, simulated, step_table
 from disco_accel.errors import ConfigError
 from disco_accel.graphfile import write_atomically
 from disco_accel.sizes import format_size
@@ -95,9 +95,17 @@ def _prefill(result: Mapping[str, Any]) -> tuple[str, str]:
     return f"Prefill, {shape}, link {result['bandwidth'] / 1e9:g} GB/s each way", "\n".join(lines)
 
 
+def _prefill_peers(result: Mapping[str, Any]) -> tuple[str, str]:
+    shape = f"{result['shape']['name']} shape, {result['batch']} x {result['tokens']} tokens, {result['dtype']}"
+    title = f"Prefill, {shape}, {format_size(result['weights'])} of weights, budget {result['memory']}"
+    link = "" if result["bandwidth"] is None else f", link {result['bandwidth'] / 1e9:g} GB/s each way"
+    return title + link, prefill_peers.table(result)
+
+
 TABLES: Mapping[str, Callable[[Mapping[str, Any]], tuple[str, str]]] = {
     "step": _step,
     "prefill": _prefill,
+    "prefill-peers": _prefill_peers,
     "simulated": _simulated,
 }
 

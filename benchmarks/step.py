@@ -50,12 +50,21 @@ _OVERRIDES = {
 }
 
 
-def measure(jobs: Sequence[Job], rounds: int, *, apart: bool, limit: float, seconds: float = math.inf) -> list[Worker]:
+def measure(
+    jobs: Sequence[Job],
+    rounds: int,
+    *,
+    apart: bool,
+    limit: float,
+    seconds: float = math.inf,
+    command: tuple[str, ...] | None = None,
+) -> list[Worker]:
     """Run every job's steps; each worker holds its losses, seconds, figures, or its error.
 
-    ``limit``: seconds that any one answer may take, the building of a model included; ``seconds``: all together.
+    ``limit``: seconds that any one answer may take, the building of a model included; ``seconds``: all together;
+    ``command``: what each process runs, if it is not ``step_worker``.
     """
-    workers = [Worker(job, limit, time.monotonic() + seconds) for job in jobs]
+    workers = [Worker(job, limit, time.monotonic() + seconds, command) for job in jobs]
     groups = [[worker] for worker in workers] if apart else [workers]
     try:
         for group in groups:

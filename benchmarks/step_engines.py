@@ -27,8 +27,9 @@ _RATE_BYTES = 512 << 20
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Job:
-    """What one process measures. ``budget`` in bytes, None for engines that know none; ``bandwidth`` in bytes/s, of a
-    link of the host device; ``folder`` receives the first step's gradients."""
+    """What one process measures. ``rank`` of the adapter, 0 for a prompt; ``budget`` in bytes, None for engines that
+    know none; ``bandwidth`` in bytes/s, of a link of the host device; ``folder`` receives the first step's gradients,
+    or what the first prompt left."""
 
     engine: str
     shape: Mapping[str, int]
@@ -189,7 +190,7 @@ class Planned(Engine):
             raise RuntimeError(f"steps ran in eager mode: {found['fallbacks']}")
         outside = found["budget"]["total"] - found["budget"]["arena"]
         kept = ("budget", "kernels", "resident_weight_bytes", "compile_seconds", "compute_seconds")
-        rates = _link_rates() if self.where.type == "cuda" else None
+        rates = link_rates() if self.where.type == "cuda" else None
         return {
             "used": found["peak_bytes"],
             "reserved": outside + found["arena_bytes"],
@@ -212,7 +213,7 @@ class Planned(Engine):
         return {"any_plan": any_plan_of(step, seconds, Machine(h2d=Link(h2d, 0.0), d2h=Link(d2h, 0.0)))}
 
 
-def _link_rates() -> dict[str, float]:
+def link_rates() -> dict[str, float]:
     """Bytes/s of a pinned copy in each direction."""
     host = torch.empty(_RATE_BYTES, dtype=torch.uint8).random_(0, 256).pin_memory()
     there = host.cuda()

@@ -54,7 +54,7 @@ class ZeroThree(Engine):
     more: ClassVar[Mapping[str, Any]] = {}
 
     def build(self) -> Any:
-        _one_process()
+        one_process()
         import deepspeed
 
         model = self.random_model(lambda t: t.to("cpu", copy=True))
@@ -120,7 +120,7 @@ class DeepCompile(ZeroThreeTuned):
         return engine
 
 
-def _one_process() -> None:
+def one_process() -> None:
     """What torch.distributed reads where no launcher has set it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -18,16 +18,20 @@ from typing import Any
 from benchmarks.step_engines import Job
 
 COMMAND: tuple[str, ...] = ("-m", "benchmarks.step_worker")
-"""What each process runs, after the interpreter and before the job."""
+"""What each process runs unless told otherwise, after the interpreter and before the job."""
 _ROOT = Path(__file__).resolve().parent.parent
 
 
 class Worker:
     """One engine's process, and all that it answered. ``error`` is why it could not go on, None if it could."""
 
-    def __init__(self, job: Job, limit: float, end: float = math.inf) -> None:
-        """``limit``: seconds that an answer may take; none comes after ``end`` of ``time.monotonic``."""
+    def __init__(self, job: Job, limit: float, end: float = math.inf, command: tuple[str, ...] | None = None) -> None:
+        """``limit``: seconds that an answer may take; none comes after ``end`` of ``time.monotonic``.
+
+        ``command``: in place of ``COMMAND``.
+        """
         self.job = job
+        self._command = command or COMMAND
         self.error: str | None = None
         self.losses: list[float] = []
         self.seconds: list[float] = []
@@ -37,7 +41,7 @@ class Worker:
 
     def start(self) -> None:
         """Start the process, which builds its model. Its own words go to ``log`` in the job's folder."""
-        command = [sys.executable, *COMMAND, json.dumps(asdict(self.job))]
+        command = [sys.executable, *self._command, json.dumps(asdict(self.job))]
         with (Path(self.job.folder) / "log").open("w") as log:
             self._process = subprocess.Popen(
                 command,

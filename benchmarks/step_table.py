@@ -94,7 +94,7 @@ def _verdict(worker: Worker, reference: Worker | None, dtype: str) -> Verdict:
         return Verdict(False, "no: other parameters have gradients")
     if losses == 0 and all(same_bits(mine[name], theirs[name]) for name in mine):
         return Verdict(True, "bits")
-    gradients = max(_apart(mine[name], theirs[name]) for name in mine)
+    gradients = max(relative(mine[name], theirs[name]) for name in mine)
     exact = worker.job.device == "cpu" and _ours(worker)
     close = _close(worker.losses, reference.losses, dtype) and gradients <= TOLERANCE[dtype][1]
     equal = close and not exact
@@ -106,7 +106,8 @@ def _close(mine: Sequence[float], theirs: Sequence[float], dtype: str) -> bool:
     return all(abs(a - b) <= TOLERANCE[dtype][0] * abs(b) + fall for a, b in zip(mine, theirs, strict=True))
 
 
-def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    """How far apart ``a`` and ``b`` are, over the size of ``b``."""
     return float((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-20))
 
 
@@ -169,14 +170,14 @@ def line(row: Mapping[str, Any], name_budget: bool) -> str:
     if name_budget and row["budget"] is not None:
         title += f", {format_size(row['budget'])}"
     if row["error"] is not None:
-        return f"| {title} |" + " — |" * 9 + f" {_cell_text(row['error'])} |"
+        return f"| {title} |" + " — |" * 9 + f" {cell_text(row['error'])} |"
     times = Times(tuple(row["seconds"]))
     cells = [
         title,
         f"{times.median:.3g} ±{times.spread:.1g}",
         f"{row['tokens_per_second']:.0f}",
-        *(_size(row[name]) for name in ("used", "reserved", "host")),
-        *(_rate(row[way], times.median) for way in ("h2d", "d2h")),
+        *(size_cell(row[name]) for name in ("used", "reserved", "host")),
+        *(rate_cell(row[way], times.median) for way in ("h2d", "d2h")),
         # Results of before this was measured have no bound of any plan.
         *("—" if row.get(name) is None else f"{row[name] / times.median:.0%}" for name in ("bound", "any_plan")),
         row["verdict"],
@@ -184,14 +185,17 @@ def line(row: Mapping[str, Any], name_budget: bool) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _size(nbytes: int | None) -> str:
+def size_cell(nbytes: int | None) -> str:
+    """A size, or a dash."""
     return "—" if nbytes is None else format_size(nbytes)
 
 
-def _rate(nbytes: int | None, seconds: float) -> str:
+def rate_cell(nbytes: int | None, seconds: float) -> str:
+    """GB/s, or a dash."""
     return "—" if nbytes is None else f"{nbytes / seconds / 1e9:.3g}"
 
 
-def _cell_text(error: str) -> str:
+def cell_text(error: str) -> str:
+    """``error`` as a cell of a table."""
     text = error.replace("|", "/")
     return text if len(text) <= 160 else text[:157] + "..."

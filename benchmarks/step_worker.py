@@ -6,11 +6,13 @@ libraries print goes to standard error, in C too.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -30,9 +32,14 @@ class Session:
     def __init__(self, job: Job) -> None:
         self.job = job
         began = time.perf_counter()
-        self.engine: Engine = {**ENGINES, **PEERS}[job.engine](job)
+        self.engine = self.make_engine()
         self.build_seconds = time.perf_counter() - began
         self.steps = 0
+
+    def make_engine(self) -> Any:
+        """What the job names."""
+        engine: Engine = {**ENGINES, **PEERS}[self.job.engine](self.job)
+        return engine
 
     def step(self) -> dict[str, Any]:
         """Loss and seconds of one training step; the first one's gradients go to the job's folder."""
@@ -104,10 +111,10 @@ def _private_stdout() -> TextIO:
     return answers
 
 
-def serve(job: Job, answers: TextIO) -> None:
+def serve(start: Callable[[], Session], answers: TextIO) -> None:
     """Answer until standard input ends. An engine that fails says why in ``error`` and is done."""
     try:
-        session = Session(job)
+        session = start()
         answers.write(json.dumps({"ready": True}) + "\n")
         for line in sys.stdin:
             answer = {"step": session.step, "mark": session.mark, "figures": session.figures}[line.strip()]()
@@ -123,13 +130,13 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {_FOLDERS.sub('', text[0]) if text else ''}"
 
 
-def main() -> None:
+def main(kind: type[Session] = Session) -> None:
     """``argv[1]`` is the job as JSON."""
     job = Job(**json.loads(sys.argv[1]))
     if job.device == "cpu":
         torch.set_num_threads(1)
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    serve(job, _private_stdout())
+    serve(functools.partial(kind, job), _private_stdout())
 
 
 if __name__ == "__main__":

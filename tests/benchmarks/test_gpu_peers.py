@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu_peers
+from benchmarks import gpu_peers, prefill_peers, step
 
 
 def test_a_folder_without_wheels_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -26,3 +26,16 @@ def test_wheels_are_unpacked_into_the_folder_without_their_needs(tmp_path: Path)
         wheel.writestr("planted-1.0.dist-info/RECORD", "planted.py,,\n")
     gpu_peers.install(wheels, folder)
     assert (folder / "planted.py").read_text() == "VALUE = 1\n"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_steps_and_prompts_share_the_time(device: str, tmp_path: Path) -> None:
+    """Both command lines are ones that their benchmarks take."""
+    runs = gpu_peers.commands(device, "in-memory,zero3", 100.0, tmp_path)
+    parsed = [
+        parser().parse_args(run[3:]) for parser, run in zip((step.parser, prefill_peers.parser), runs, strict=True)
+    ]
+    assert sum(args.seconds for args in parsed) == 100.0
+    assert [args.device for args in parsed] == [device] * 2
+    assert [args.output.name for args in parsed] == ["step_peers.json", "prefill_peers.json"]
+    assert "zero-inference" in parsed[1].engines and parsed[0].engines == ["in-memory", "zero3"]

@@ -28,11 +28,17 @@ def one_thread() -> Iterator[None]:
 def test_a_row_has_all_engines_and_its_bound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shape = ["--hidden", "64", "--layers", "2", "--sequences", "24", "--vocabulary", "128"]
     words = [*shape, "--budgets", "0.8", "--rounds", "1", "--bandwidth", "1e8"]
+    pytest.importorskip("deepspeed")
     assert cli(["bench", "prefill", *words, "-o", str(tmp_path / "prefill.json")]) == 0
     assert "same bits" in capsys.readouterr().out
     assert "| 24 |" in section(tmp_path), "the README can show it"
     (row,) = json.loads((tmp_path / "prefill.json").read_text())["rows"]
     assert set(row["times"]) == {"planned", "fixed order", "streamed", "in memory", "resident"}
+    assert {name: peer["error"] or peer["words"] for name, peer in row["peers"].items()} == {
+        "accelerate": "bits",
+        "zero-inference": "bits",
+    }
+    assert all(len(peer["seconds"]) == 1 for peer in row["peers"].values())
     assert 0 < row["peak"] <= row["budget"] < row["weights"] and row["reload_bytes"] > 0
     assert 0 < row["bound"] <= row["times"]["planned"]["seconds"][0] * 1.05
 
