@@ -137,6 +137,15 @@ def _lower_copy_outside(node: fx.Node, low: Lowering) -> None:
     low.infos[id_] = info
 
 
+def _in_place(source: str) -> str:
+    if source != "buffer":
+        return f"({source}) in place; let it change a clone"
+    return (
+        "(buffer) in place, as batch normalization does with its running statistics; put that module in eval mode "
+        "after model.train(), or build it with track_running_stats=False"
+    )
+
+
 def _is_view(node: fx.Node, low: Lowering) -> bool:
     tensors = [t for t in tensors_of(node.meta.get("val")) if t is not None]
     return bool(tensors) and all(storage_key(t) in low.owner for t in tensors)
@@ -157,7 +166,7 @@ def _lower_kernel(node: fx.Node, target: torch._ops.OpOverload, low: Lowering, r
             raise CaptureError(f"{where} writes into {len(written)} tensors; only one can be captured")
         key, size = written.popitem()
         if low.vertices[low.owner[key][0]].kind is VertexKind.INPUT:
-            raise CaptureError(f"{where} changes an input of the step ({low.vertices[low.owner[key][0]].op}) in place")
+            raise CaptureError(f"{where} changes an input of the step {_in_place(low.vertices[low.owner[key][0]].op)}")
         inplace = inputs.index(low.owner[key])
         sizes.append(size)
         low.owner[key] = (id_, 0)
