@@ -26,7 +26,16 @@ import torch
 from disco_accel.errors import ExecutionError
 
 _ROOT = Path(__file__).resolve().parents[2] / "runtime_ext"
-_TORCH = ("direct.cpp", "planned_alloc.cpp", "arena.cpp", "rng.cpp", "ops.cpp", "cuda_side.cpp", "runtime_class.cpp")
+_TORCH = (
+    "direct.cpp",
+    "planned_alloc.cpp",
+    "arena.cpp",
+    "watch.cpp",
+    "rng.cpp",
+    "ops.cpp",
+    "cuda_side.cpp",
+    "runtime_class.cpp",
+)
 _FLAGS = ("-std=c++20", "-O2", "-fopenmp", "-fvisibility-inlines-hidden")
 _PLAIN_FLAGS = ("-std=c++20", "-O2", "-shared", "-fPIC")
 
@@ -139,9 +148,12 @@ def build_plain(name: str, source: str) -> Path:
 
 
 @functools.cache
-def load_extension() -> None:
-    """Builds the engine if need be and registers ``torch.ops.disco_accel`` and ``torch.classes.disco_accel``."""
-    build("disco_runtime", sources())
+def load_extension() -> Path:
+    """Builds the engine if need be and registers ``torch.ops.disco_accel`` and ``torch.classes.disco_accel``.
+
+    Returns the library's path.
+    """
+    return build("disco_runtime", sources())
 
 
 @functools.cache

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from disco_accel.capture.autocast import AutocastState, autocast_region, outside_autocast
-from disco_accel.capture.guards import StepKey, step_key
 from disco_accel.capture.twins import batch_tensors
 from disco_accel.errors import ExecutionError
 from disco_accel.integrate.buckets import Fitted
 from disco_accel.integrate.compiled import CompiledStep
 from disco_accel.integrate.generator import generator_from
+from disco_accel.integrate.guards import StepKey, step_key
 from disco_accel.integrate.output import with_gradient
 from disco_accel.integrate.pending import PendingStep, externals_of
 from disco_accel.integrate.seen import Seen, versions_of

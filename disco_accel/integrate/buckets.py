@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from disco_accel.capture.guards import batch_facts, structure_of
 from disco_accel.errors import ExecutionError
+from disco_accel.integrate.guards import batch_facts, structure_of
 
 logger = logging.getLogger("disco_accel")
 
@@ -81,7 +81,7 @@ class Buckets:
             return Fitted(batch)
         rows, length = ids.shape
         self._lengths.add(length)
-        target = self._target(length, _position_limit(model))
+        target = self._target(model, length)
         if target == length or (rows, target) in self._too_large:
             return Fitted(batch)
         reason = self._model_obstacle(model) or _batch_obstacle(model, batch, target)
@@ -128,7 +128,7 @@ class Buckets:
             self._reasons.add(text)
             logger.info("%s", text)
 
-    def _target(self, length: int, limit: int | None) -> int:
+    def _target(self, model: torch.nn.Module, length: int) -> int:
         if isinstance(self._setting, tuple):
             target = next((n for n in self._setting if n >= length), length)
         elif length in self._own:
@@ -138,6 +138,7 @@ class Buckets:
             return length
         else:
             target = next_length(length)
+        limit = _position_limit(model)
         return target if limit is None else max(length, min(target, limit))
 
     def _model_obstacle(self, model: torch.nn.Module) -> str | None:

@@ -10,11 +10,11 @@ import torch
 from transformers import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from disco_accel.capture.guards import step_key
 from disco_accel.errors import CaptureError
 from disco_accel.integrate.cache import TracedCache, check_cache, fill, past_of, room_to_fill, windows_of
 from disco_accel.integrate.compiled import CompiledStep, CompileOptions, compile_forward, leaving_bytes
 from disco_accel.integrate.generator import kept_on_failure
+from disco_accel.integrate.guards import step_key
 from disco_accel.integrate.hf import hf_contexts
 from disco_accel.integrate.pending import externals_of
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from transformers import masking_utils
 
-from disco_accel.capture.guards import BatchFacts, batch_facts
 from disco_accel.capture.tags import checkpointed
 from disco_accel.errors import CaptureError
+from disco_accel.integrate.guards import BatchFacts, batch_facts
 from disco_accel.integrate.refusals import require_live_adapter, require_own_weights
 
 ContextFactory = Callable[[], AbstractContextManager[Any]]

@@ -8,13 +8,12 @@ import os
 import threading
 import types
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from disco_accel.capture.autocast import autocast_state
-from disco_accel.capture.guards import StepKey, step_key
 from disco_accel.config import DiscoConfig
 from disco_accel.errors import BudgetTooSmall, CaptureError, ConfigError, ExecutionError
 from disco_accel.execute.arena import device_arena
@@ -23,11 +22,12 @@ from disco_accel.execute.executor import EngineOptions, arena_bytes
 from disco_accel.execute.hostmem import WatchedTensors
 from disco_accel.integrate import generation
 from disco_accel.integrate.again import Again, Outputs, Uses
-from disco_accel.integrate.arguments import bind, signature_of
+from disco_accel.integrate.arguments import Arguments, signature_of
 from disco_accel.integrate.buckets import Buckets, Fitted
 from disco_accel.integrate.capturing import capturing, in_capture
 from disco_accel.integrate.compiled import CompiledStep, CompileOptions, compile_step, describe
 from disco_accel.integrate.generator import generator_state
+from disco_accel.integrate.guards import StepKey, seems, step_key
 from disco_accel.integrate.hf import ContextFactory, training_contexts
 from disco_accel.integrate.output import StepOutput
 from disco_accel.integrate.pending import PendingStep, run_step
@@ -40,6 +40,7 @@ logger = logging.getLogger("disco_accel")
 
 _STATE = "_disco_state"
 _WARM_STEPS = 2
+_FIRST_SIGHTS = 15
 PlanKey = tuple[Hashable, ...]
 """All that a plan depends on."""
 
@@ -54,9 +55,11 @@ class PreparedModel:
         self.placement = Placement(model, self.device)
         _drop_copied_patch(model)
         self.original_forward = model.forward
-        self.signature = signature_of(model)
+        self.arguments = Arguments(signature_of(model))
         self.plans: dict[PlanKey, CompiledStep] = {}
         self.refused: dict[PlanKey, str] = {}
+        self.fell_back: tuple[StepKey, str] | None = None
+        self.first_sights = 0
         self.uses: dict[StepKey, Uses] = {}
         self.active: weakref.ref[PendingStep] | None = None
         self.current: CompiledStep | None = None
@@ -79,6 +82,17 @@ class PreparedModel:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_nothing, ())
+
+    def falls_back_again(self, model: torch.nn.Module, batch: Mapping[str, Any]) -> str | None:
+        """Why this step is to run in eager mode if, at first sight, it is the last one that fell back; else None.
+
+        Eager mode is right whatever has changed, so a full look every sixteenth step is enough to find that a plan is
+        possible after all.
+        """
+        if self.fell_back is None or self.first_sights == 0 or not seems(model, batch, self.fell_back[0]):
+            return None
+        self.first_sights -= 1
+        return self.fell_back[1]
 
     def compiled(
         self, model: torch.nn.Module, fitted: Fitted, outputs: Outputs, seen: StepKey | None = None
@@ -224,7 +238,7 @@ def _forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         return state.original_forward(*args, **kwargs)
     state.require_own_process()
     try:
-        batch = bind(state.signature, args, kwargs)
+        batch = state.arguments.bind(args, kwargs)
         if batch.get("return_dict") is False:
             raise CaptureError("return_dict: False is not supported in a planned step; leave it out")
         fitted = state.buckets.fit(self, batch)
@@ -241,9 +255,17 @@ def _forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _planned(state: PreparedModel, model: torch.nn.Module, fitted: Fitted) -> StepOutput | torch.Tensor:
     """The forward of a planned step on ``fitted``."""
     with state.lock:
+        again = state.falls_back_again(model, fitted.batch)
+        if again is not None:
+            raise CaptureError(again)
         key = step_key(model, fitted.batch)
         uses = state.uses.setdefault(key, Uses())
-        step = state.compiled(model, fitted, uses.outputs(fitted.batch), key)
+        try:
+            step = state.compiled(model, fitted, uses.outputs(fitted.batch), key)
+        except CaptureError as error:
+            if state.config.on_unsupported == "eager":
+                state.fell_back, state.first_sights = (key, str(error)), _FIRST_SIGHTS
+            raise
         state.make_current(model, step)
         generator = generator_state(step)
         values, seen = run_step(state, model, step, fitted.batch)

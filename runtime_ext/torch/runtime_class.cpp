@@ -26,6 +26,7 @@
 #include "cuda_side.h"
 #include "ops.h"
 #include "planned_alloc.h"
+#include "watch.h"
 
 namespace disco {
 namespace {
@@ -467,6 +468,9 @@ TORCH_LIBRARY(disco_accel, m) {
       .def(torch::init<std::vector<at::Tensor>>())
       .def("moved", &WatchedTensors::moved)
       .def("changed", &WatchedTensors::changed);
+  m.class_<WatchedLayouts>("WatchedLayouts")
+      .def(torch::init<std::vector<at::Tensor>>())
+      .def("address", &WatchedLayouts::address);
   m.class_<Pinned>("Pinned").def(torch::init<at::Tensor>());
   m.class_<TorchEngine>("Engine")
       .def(torch::init<c10::intrusive_ptr<TorchOps>, at::Tensor, at::Tensor, at::Tensor,

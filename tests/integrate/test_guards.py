@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from disco_accel.capture.guards import batch_facts, step_key
 from disco_accel.errors import CaptureError
+from disco_accel.integrate import guards
+from disco_accel.integrate.guards import batch_facts, seems, step_key
 from disco_accel.testing.models import random_batch, tiny_lora
 
 Batch = dict[str, Any]
@@ -73,6 +74,41 @@ def _replace_parameter(model: Any, _batch: Batch) -> None:
     norm.weight = torch.nn.Parameter(norm.weight.detach().clone(), requires_grad=False)
 
 
+def _replace_table(model: Any, _batch: Batch) -> None:
+    norm = model.base_model.model.model.norm
+    norm._parameters = {n: torch.nn.Parameter(p.clone(), requires_grad=False) for n, p in norm._parameters.items()}
+
+
+def _rename_parameter(model: Any, _batch: Batch) -> None:
+    norm = model.base_model.model.model.norm
+    norm._parameters["scale"] = norm._parameters.pop("weight")
+
+
+def _dropout(model: Any, _batch: Batch) -> None:
+    model.base_model.model.model.layers[0].self_attn.attention_dropout = 0.25
+
+
+def _merged_in_place(model: Any, _batch: Batch) -> None:
+    model.base_model.model.model.layers[0].mlp.up_proj.merged_adapters.append("default")
+
+
+def _disabled_alone(model: Any, _batch: Batch) -> None:
+    model.base_model.model.model.layers[0].mlp.up_proj._disable_adapters = True
+
+
+def _scalings(model: Any, _batch: Batch) -> None:
+    model.base_model.model.model.layers[0].mlp.up_proj.scaling = {"default": 3.0}
+
+
+def _checkpoint_keyword(model: Any, _batch: Batch) -> Any:
+    """Changed in place, as no library does."""
+    _checkpointing(model, _batch)
+    before = step_key(model, _batch)
+    segment = model.base_model.model.model.layers[0]
+    segment._gradient_checkpointing_func.keywords["use_reentrant"] = True
+    assert step_key(model, _batch) != before
+
+
 def _bf16_base(model: Any, _batch: Batch) -> None:
     head = model.base_model.model.lm_head.weight
     head.data = head.data.bfloat16()
@@ -119,6 +155,13 @@ CHANGES: dict[str, Change] = {
     "module replaced": _replace_module,
     "parameter replaced": _replace_parameter,
     "parameter recast": _bf16_base,
+    "parameter table replaced": _replace_table,
+    "parameter renamed": _rename_parameter,
+    "dropout": _dropout,
+    "merged in place": _merged_in_place,
+    "disabled, of one layer": _disabled_alone,
+    "scalings replaced": _scalings,
+    "checkpoint keyword": _checkpoint_keyword,
     "attention": _other_attention,
     "unloaded": lambda model, _: model.unload() and None,
 }
@@ -166,6 +209,19 @@ def test_returning_to_an_earlier_state_returns_to_its_key() -> None:
         assert step_key(model, batch) != before
     model.train()
     assert step_key(model, batch) == before
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=list(CHANGES))
+def test_an_earlier_look_says_whether_anything_changed(change: Change) -> None:
+    """Else each step would make its key anew. Changes of what a step is given are no changes of the model."""
+    model, batch = _start()
+    step_key(model, batch)
+    key, look = step_key(model, batch), guards._watched[model].last
+    assert look is not None and look.same(guards._watched[model]) and seems(model, batch, key)
+    with change(model, batch) or nullcontext():
+        after = step_key(model, batch)
+        kept = (after.structure, after.state, after.training) == (key.structure, key.state, key.training)
+        assert (guards._watched[model].last is look) == kept
 
 
 def test_a_key_does_not_keep_its_model_alive() -> None:
