@@ -8,7 +8,7 @@ import os
 import threading
 import types
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -26,8 +26,9 @@ from disco_accel.integrate.arguments import Arguments, signature_of
 from disco_accel.integrate.buckets import Buckets, Fitted
 from disco_accel.integrate.capturing import capturing, in_capture
 from disco_accel.integrate.compiled import CompiledStep, CompileOptions, compile_step, describe
+from disco_accel.integrate.fallback import LastFallback
 from disco_accel.integrate.generator import generator_state
-from disco_accel.integrate.guards import StepKey, seems, step_key
+from disco_accel.integrate.guards import StepKey, step_key
 from disco_accel.integrate.hf import ContextFactory, training_contexts
 from disco_accel.integrate.output import StepOutput
 from disco_accel.integrate.pending import PendingStep, run_step
@@ -40,7 +41,6 @@ logger = logging.getLogger("disco_accel")
 
 _STATE = "_disco_state"
 _WARM_STEPS = 2
-_FIRST_SIGHTS = 15
 PlanKey = tuple[Hashable, ...]
 """All that a plan depends on."""
 
@@ -58,8 +58,7 @@ class PreparedModel:
         self.arguments = Arguments(signature_of(model))
         self.plans: dict[PlanKey, CompiledStep] = {}
         self.refused: dict[PlanKey, str] = {}
-        self.fell_back: tuple[StepKey, str] | None = None
-        self.first_sights = 0
+        self.last_fallback = LastFallback()
         self.uses: dict[StepKey, Uses] = {}
         self.active: weakref.ref[PendingStep] | None = None
         self.current: CompiledStep | None = None
@@ -82,17 +81,6 @@ class PreparedModel:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_nothing, ())
-
-    def falls_back_again(self, model: torch.nn.Module, batch: Mapping[str, Any]) -> str | None:
-        """Why this step is to run in eager mode if, at first sight, it is the last one that fell back; else None.
-
-        Eager mode is right whatever has changed, so a full look every sixteenth step is enough to find that a plan is
-        possible after all.
-        """
-        if self.fell_back is None or self.first_sights == 0 or not seems(model, batch, self.fell_back[0]):
-            return None
-        self.first_sights -= 1
-        return self.fell_back[1]
 
     def compiled(
         self, model: torch.nn.Module, fitted: Fitted, outputs: Outputs, seen: StepKey | None = None
@@ -255,7 +243,7 @@ def _forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _planned(state: PreparedModel, model: torch.nn.Module, fitted: Fitted) -> StepOutput | torch.Tensor:
     """The forward of a planned step on ``fitted``."""
     with state.lock:
-        again = state.falls_back_again(model, fitted.batch)
+        again = state.last_fallback.again(model, fitted.batch)
         if again is not None:
             raise CaptureError(again)
         key = step_key(model, fitted.batch)
@@ -264,7 +252,7 @@ def _planned(state: PreparedModel, model: torch.nn.Module, fitted: Fitted) -> St
             step = state.compiled(model, fitted, uses.outputs(fitted.batch), key)
         except CaptureError as error:
             if state.config.on_unsupported == "eager":
-                state.fell_back, state.first_sights = (key, str(error)), _FIRST_SIGHTS
+                state.last_fallback.keep(key, str(error))
             raise
         state.make_current(model, step)
         generator = generator_state(step)
