@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from disco_accel.execute.build_ext import cache_root
+from disco_accel.native import cache_root
 
 _home = ""
 

@@ -25,6 +25,7 @@ TORCH_FREE = (
     "graphfile",
     "jsonfile",
     "memgraph",
+    "native",
     "plan",
     "sizes",
     "taskgraph",
@@ -50,6 +51,7 @@ CONTRACTS = (
     "graphfile",
     "jsonfile",
     "memgraph",
+    "native",
     "sizes",
     "taskgraph",
     "unswept",
@@ -68,7 +70,7 @@ CONTRACTS_MAY_IMPORT = {"config_keys": ("plan",)}
 DYNAMIC = ("importlib.import_module", "__import__")
 FORBIDDEN_MODULES = ("pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve")
 FORBIDDEN_CALLS = ("eval", "exec", "torch.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "numpy.load")
-READS_ENVIRONMENT = ("disco_accel.config", "disco_accel.execute.build_ext")
+READS_ENVIRONMENT = ("disco_accel.config", "disco_accel.execute.build_ext", "disco_accel.native")
 
 
 def name_of(path: Path) -> str:

@@ -11,10 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import functools
-import hashlib
 import os
-import platform
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,9 +20,9 @@ from pathlib import Path
 
 import torch
 
-from disco_accel.errors import ExecutionError
+from disco_accel.native import ROOT, ExtensionError, cache_root, require_building, sources_key
 
-_ROOT = Path(__file__).resolve().parents[2] / "runtime_ext"
+_ROOT = ROOT
 _TORCH = (
     "direct.cpp",
     "planned_alloc.cpp",
@@ -37,11 +34,6 @@ _TORCH = (
     "runtime_class.cpp",
 )
 _FLAGS = ("-std=c++20", "-O2", "-fopenmp", "-fvisibility-inlines-hidden")
-_PLAIN_FLAGS = ("-std=c++20", "-O2", "-shared", "-fPIC")
-
-
-class ExtensionError(ExecutionError):
-    """The extension cannot be built or loaded; the message says what is missing and what to do."""
 
 
 def sources() -> list[Path]:
@@ -50,29 +42,8 @@ def sources() -> list[Path]:
     return [*core, *(_ROOT / "torch" / name for name in _TORCH)]
 
 
-def cache_root() -> Path:
-    """Parent of all build directories: ``TORCH_EXTENSIONS_DIR``, else ``~/.cache/disco_accel/extensions``."""
-    given = os.environ.get("TORCH_EXTENSIONS_DIR")
-    return Path(given) if given else Path.home() / ".cache" / "disco_accel" / "extensions"
-
-
 def _key(files: Sequence[Path], flags: Sequence[str]) -> str:
-    digest = hashlib.sha256()
-    for part in (torch.__version__, platform.machine(), sys.version.split()[0], *flags):
-        digest.update(part.encode() + b"\0")
-    headers = sorted({header for file in files for header in file.parent.glob("*.h")} | set(_ROOT.glob("*/*.h")))
-    for file in (*files, *headers):
-        digest.update(file.relative_to(_ROOT).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
-    return digest.hexdigest()[:16]
-
-
-def _require_compiler() -> None:
-    compiler = os.environ.get("CXX", "c++")
-    if shutil.which(compiler) is None:
-        raise ExtensionError(
-            f"the engine must be compiled once, but there is no C++ compiler '{compiler}' on PATH: "
-            "install g++ (11 or newer), or set CXX"
-        )
+    return sources_key(_ROOT, files, (torch.__version__, sys.version.split()[0], *flags))
 
 
 def build(name: str, files: Sequence[Path], flags: Sequence[str] = _FLAGS, libraries: Sequence[str] = ()) -> Path:
@@ -87,9 +58,7 @@ def build(name: str, files: Sequence[Path], flags: Sequence[str] = _FLAGS, libra
     directory = cache_root() / f"{name}-torch{torch.__version__}-{_key(files, (*flags, *libraries))}"
     library = directory / f"{name}.so"
     if not library.exists():
-        if os.environ.get("DISCO_BUILD_EXT", "1") == "0":
-            raise ExtensionError(f"{library} is not built and DISCO_BUILD_EXT=0 forbids building it")
-        _require_compiler()
+        require_building(library)
         directory.mkdir(parents=True, exist_ok=True)
         with _alone_in(directory):
             if not library.exists():
@@ -127,24 +96,6 @@ def _compile(name: str, files: Sequence[Path], flags: Sequence[str], libraries: 
         reasons = [str(reason) for reason in (error, error.__cause__) if reason is not None]
         tail = "\n".join("\n".join(reasons).strip().splitlines()[-12:])
         raise ExtensionError(f"building the engine in {directory} failed:\n{tail}") from error
-
-
-def build_plain(name: str, source: str) -> Path:
-    """Compiles one file below ``runtime_ext`` that needs no PyTorch into a library, without loading it."""
-    file = _ROOT / source
-    directory = cache_root() / f"{name}-{_key([file], _PLAIN_FLAGS)}"
-    library = directory / f"{name}.so"
-    if library.exists():
-        return library
-    _require_compiler()
-    directory.mkdir(parents=True, exist_ok=True)
-    partial = directory / f"{name}.{os.getpid()}.so"
-    command = [os.environ.get("CXX", "c++"), *_PLAIN_FLAGS, str(file), "-o", str(partial), "-ldl"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise ExtensionError(f"building {source} failed:\n{done.stderr[-2000:]}")
-    partial.replace(library)
-    return library
 
 
 @functools.cache

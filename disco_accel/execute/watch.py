@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from disco_accel.execute.build_ext import build_plain
+from disco_accel.native import build_plain
 
 
 def library() -> Path:

@@ -16,6 +16,7 @@ import torch
 
 from disco_accel import config
 from disco_accel.execute import build_ext
+from disco_accel.native import ExtensionError
 
 _REQUIRED = ("torch", "transformers", "accelerate", "peft", "numpy", "pyyaml", "safetensors")
 _OPTIONAL = ("deepspeed", "matplotlib", "scipy")
@@ -121,7 +122,7 @@ def _extension() -> dict[str, Any]:
     start = time.perf_counter()
     try:
         library = build_ext.build("disco_runtime", build_ext.sources())
-    except build_ext.ExtensionError as error:
+    except ExtensionError as error:
         return {"built": False, "why": str(error)}
     return {"built": True, "library": str(library), "seconds": round(time.perf_counter() - start, 3)}
 

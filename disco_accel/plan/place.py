@@ -2,14 +2,25 @@
 
 A piece is placed where it leaves the smallest gap among those that it meets in time, or above them all. Time is a ring:
 what is there when the step starts has to be in the same place when it ends, so a piece may have two spans.
+
+In which order pieces get a place decides how well they pack. Several orders are tried; then those that came to lie too
+high are placed first the next time, again and again (squeaky wheel optimization, Joslin and Clements 1999).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import ctypes
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
+
+from disco_accel.native import ExtensionError, build_plain
+
+logger = logging.getLogger("disco_accel")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +46,18 @@ _SOME = 4
 _TINY = 2000
 """Pieces smaller than one part in so many of all lie lowest, by time: above large ones they would be in the way."""
 
+_ROUNDS = 24
+"""How often the pieces that lie too high are placed first."""
+
+_WITHIN = 1.08
+"""What takes more than so many times the memory hardly comes down to it by that."""
+
+_NEARLY = 1.03
+"""The same for a given order, where many such attempts follow each other."""
+
+_SHARES = 4
+"""Round by round no quarter, the first, half, and three quarters of the overflow are not too high yet."""
+
 
 def _by_size(power: float) -> _Key:
     """The largest first, in bytes times a power of the time that they take."""
@@ -58,39 +81,129 @@ ORDERS: tuple[_Key, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """``top``: the bytes taken; ``addresses``: of each piece; ``order``: which of the ways it was found with;
-    ``tried``: how many ways were tried."""
+    """``top``: the bytes taken; ``addresses``: of each piece; ``order``: in which the pieces got them; ``tried``: how
+    many orders were tried."""
 
     top: int
     addresses: list[int]
-    order: int
+    order: list[int]
     tried: int
 
 
-def place(pieces: Sequence[Piece], limit: int, order: int | None = None) -> Placed:
-    """Return the lowest top that is found, or the first not above ``limit``; ``order``: try this way only."""
-    always = max((piece.ticks for piece in pieces), default=0)
-    small = (limit or _peak(pieces)) // _TINY
+def place(pieces: Sequence[Piece], limit: int, order: list[int] | None = None) -> Placed:
+    """Return the lowest top that is found, or the first not above ``limit``; ``order``: start with this one alone."""
     best: Placed | None = None
     tried = 0
+    packing = packing_of(pieces)
+    for each in _orders(pieces, limit) if order is None else (order,):
+        found = packing.place(each, limit, 0)
+        tried += found.tried
+        if best is None or found.top < best.top:
+            best = found
+        if best.top <= limit:
+            break
+    assert best is not None
+    limit = limit or _peak(pieces)
+    if limit < best.top <= (_WITHIN if order is None else _NEARLY) * limit:
+        best = packing.place(best.order, limit, _ROUNDS)
+        tried += best.tried
+    return replace(best, tried=tried)
+
+
+def _orders(pieces: Sequence[Piece], limit: int) -> Iterator[list[int]]:
+    always = max((piece.ticks for piece in pieces), default=0)
+    small = (limit or _peak(pieces)) // _TINY
     few = len(pieces) <= _FEW or not limit
-    ways = range(2 * len(ORDERS)) if few else range(0, 2 * _SOME, 2)
-    for way in ways if order is None else (order,):
+    for way in range(2 * len(ORDERS)) if few else range(0, 2 * _SOME, 2):
         by, tiny = ORDERS[way // 2], 0 if way % 2 else small
 
-        def key(piece: Piece, by: _Key = by, tiny: int = tiny) -> tuple[float, ...]:
+        def key(i: int, by: _Key = by, tiny: int = tiny) -> tuple[float, ...]:
+            piece = pieces[i]
             if piece.ticks == always:
                 return (0,)
             return (1, -piece.ticks) if piece.block <= tiny else (2, *by(piece))
 
-        tried += 1
-        top, addresses = _pack(pieces, key)
-        if best is None or top < best.top:
-            best = Placed(top, addresses, way, tried)
-        if top <= limit:
-            break
-    assert best is not None
-    return replace(best, tried=tried)
+        yield sorted(range(len(pieces)), key=key)
+
+
+class Packing(Protocol):
+    """Gives pieces addresses."""
+
+    def place(self, order: Sequence[int], limit: int, rounds: int) -> Placed:
+        """Place the pieces in ``order``; while the top is above ``limit``, and at most ``rounds`` times, again with
+        those first that lie too high. Return the lowest."""
+        ...
+
+
+def packing_of(pieces: Sequence[Piece]) -> Packing:
+    """Return the compiled packing of ``pieces``, or the slow one where there is no compiler. They find the same."""
+    compiled = _compiled()
+    return SlowPacking(pieces) if compiled is None else CompiledPacking(pieces, compiled)
+
+
+@functools.cache
+def _compiled() -> ctypes.CDLL | None:
+    try:
+        library = ctypes.CDLL(str(build_plain("disco_place", "plan/place.cpp")))
+    except (ExtensionError, OSError) as error:
+        logger.warning("planning takes several times longer than it has to: %s", str(error).splitlines()[0])
+        return None
+    library.disco_place.restype = ctypes.c_int64
+    return library
+
+
+class CompiledPacking:
+    """``runtime_ext/plan/place.cpp``."""
+
+    def __init__(self, pieces: Sequence[Piece], library: ctypes.CDLL) -> None:
+        self._library = library
+        self._blocks = np.array([piece.block for piece in pieces], np.int64)
+        self._spans = np.array([_two(piece.spans) for piece in pieces], np.int64).reshape(-1, 4)
+
+    def place(self, order: Sequence[int], limit: int, rounds: int) -> Placed:
+        """See ``Packing``."""
+        tried = ctypes.c_int32()
+        found, addresses = np.array(order, np.int32), np.zeros(len(order), np.int64)
+        top = self._library.disco_place(
+            ctypes.c_int32(len(order)),
+            *(ctypes.c_void_p(array.ctypes.data) for array in (self._blocks, self._spans)),
+            ctypes.c_int64(limit),
+            ctypes.c_int32(rounds),
+            *(ctypes.c_void_p(array.ctypes.data) for array in (found, addresses)),
+            ctypes.byref(tried),
+        )
+        return Placed(int(top), addresses.tolist(), found.tolist(), tried.value)
+
+
+def _two(spans: tuple[tuple[int, int], ...]) -> tuple[int, int, int, int]:
+    (begin, end), *more = spans
+    again = more[0] if more else (0, 0)
+    return begin, end, *again
+
+
+class SlowPacking:
+    """The same without a compiler."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self._pieces = pieces
+
+    def place(self, order: Sequence[int], limit: int, rounds: int) -> Placed:
+        """See ``Packing``."""
+        best: Placed | None = None
+        now = list(order)
+        for turn in range(rounds + 1):
+            top, addresses = _pack(self._pieces, now)
+            if best is None or top < best.top:
+                best = Placed(top, addresses, now, turn + 1)
+            best = replace(best, tried=turn + 1)
+            if top <= limit:
+                break
+            # With one share alone rounds go in circles.
+            high = limit + (top - limit) * (turn % _SHARES) // _SHARES
+            tops = [address + piece.block for address, piece in zip(addresses, self._pieces, strict=True)]
+            now = sorted(now, key=lambda i: tops[i] <= high)
+        assert best is not None
+        return best
 
 
 def _peak(pieces: Sequence[Piece]) -> int:
@@ -102,8 +215,7 @@ def _peak(pieces: Sequence[Piece]) -> int:
     return int(change.cumsum().max(initial=0))
 
 
-def _pack(pieces: Sequence[Piece], key: _Key) -> tuple[int, list[int]]:
-    order = sorted(range(len(pieces)), key=lambda i: key(pieces[i]))
+def _pack(pieces: Sequence[Piece], order: Sequence[int]) -> tuple[int, list[int]]:
     addresses = [0] * len(pieces)
     top = 0
     # By address: where each span placed so far begins and ends, in bytes and in ticks.

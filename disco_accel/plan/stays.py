@@ -18,7 +18,7 @@ from disco_accel.plan.stay import Planned
 from disco_accel.plan.timeline import Act, Timeline
 from disco_accel.taskgraph import Ref, Vertex, VertexKind
 
-_DELAYS = (0.03, 0.12, 0.4, 0.9)
+_DELAYS = (0.03, 0.12, 0.4)
 """Shares of the time from a load to its first reader by which the load is put off, by promise."""
 
 
@@ -124,7 +124,7 @@ class Stays:
                 break
         return best
 
-    def _place(self, device: int, memory: int, order: int | None = None) -> _Placing:
+    def _place(self, device: int, memory: int, order: list[int] | None = None) -> _Placing:
         own = [stay for stay in self.all if stay.device == device and stay.twin is None]
         back = {id(stay.twin): stay for stay in self.all if stay.twin is not None}
         pieces = [Piece(stay.block, _spans(stay, back.get(id(stay)))) for stay in own]

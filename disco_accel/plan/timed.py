@@ -30,14 +30,14 @@ SHARES = (0.0, 0.5, 0.9, 0.95, 0.3, 0.7)
 WORTH = (None, 10.0, 2.0)
 """How many times longer than its copies a produced value's absence must be; None: no produced value leaves."""
 
-EFFORT = 200_000
+EFFORT = 400_000
 """Vertices in all the drafts of one search; the first share of each kind is tried in any case."""
 
 AHEAD = (0.2, 0.05)
 """Shares of what a step with memory for all takes: nothing is dropped for what is wanted later than that. Without such
 a limit an idle link trades what is here for what is wanted sooner, again and again, and is busy when it matters."""
 
-_PLACED = 300_000
+_PLACED = 1_500_000
 """Addresses that are tried in one search, after which the first plan found is the last."""
 
 _TRIES = 6
@@ -59,6 +59,9 @@ _HASTE = 0.02
 
 _BUSY = 0.9
 """Share of a step that a link is busy from which on a load that starts later makes the step longer."""
+
+_LATE = 1.002
+"""A plan that takes more than so many times what its draft takes has lost it by loads that were put off."""
 
 _CUT = 0.25
 """How much longer a step becomes, as a share of itself, by giving up all of its memory; a guess for small cuts."""
@@ -173,20 +176,27 @@ class _Search:
                 self.pieces += stays.tried
                 if over:
                     self._put(draft, (stays, over))
+                if not over:
+                    self._keep(stays.plan(self.cyclic))
+            elif self._waits_for_link(draft):
+                self._again(draft, first[1])
             else:
-                stays, over = first
-                if not self._waits_for_link(draft):
-                    tried, over = stays.tried, stays.postpone(self.capacity)
-                    self.pieces += stays.tried - tried
-                if over:
-                    self._again(draft, over)
-            if not over:
-                self._keep(stays.plan(self.cyclic))
+                self._postpone(draft, *first)
 
-    def _keep(self, plan: MemGraph) -> None:
+    def _postpone(self, draft: Draft, stays: Stays, over: dict[int, Profile]) -> None:
+        """Put loads off; draft again where that does not help, or costs time."""
+        tried, still = stays.tried, stays.postpone(self.capacity)
+        self.pieces += stays.tried - tried
+        seconds = float("inf") if still else self._keep(stays.plan(self.cyclic))
+        if seconds > _LATE * draft.timeline.seconds:
+            self._again(draft, still or over)
+
+    def _keep(self, plan: MemGraph) -> float:
+        """Keep the plan if it is the fastest so far; return its seconds."""
         makespan = simulate(plan, self.machine).makespan
         if makespan < self.makespan:
             self.plan, self.makespan = plan, makespan
+        return makespan
 
     def _waits_for_link(self, draft: Draft) -> bool:
         """Whether the draft keeps links so busy that a load which starts later cannot be made up for."""

@@ -10,7 +10,7 @@ import torch
 from torch.utils.cpp_extension import include_paths
 
 from disco_accel.execute import build_ext
-from disco_accel.execute.build_ext import ExtensionError
+from disco_accel.native import ExtensionError, build_plain
 
 SHIM = Path(build_ext.__file__).parents[2] / "runtime_ext" / "cuda" / "alloc_shim.cpp"
 
@@ -28,12 +28,14 @@ def test_without_permission_or_compiler_the_error_says_so(tmp_path: Path, monkey
     monkeypatch.setenv("DISCO_BUILD_EXT", "0")
     with pytest.raises(ExtensionError, match="DISCO_BUILD_EXT=0 forbids"):
         build_ext.build("disco_runtime", build_ext.sources())
+    with pytest.raises(ExtensionError, match="DISCO_BUILD_EXT=0 forbids"):
+        build_plain("disco_malloc_watch", "torch/malloc_watch.cpp")
     monkeypatch.delenv("DISCO_BUILD_EXT")
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ExtensionError, match=r"no-such-compiler.*install g\+\+"):
         build_ext.build("disco_runtime", build_ext.sources())
     with pytest.raises(ExtensionError, match="no-such-compiler"):
-        build_ext.build_plain("disco_malloc_watch", "torch/malloc_watch.cpp")
+        build_plain("disco_malloc_watch", "torch/malloc_watch.cpp")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -73,11 +75,10 @@ def test_a_broken_source_is_a_typed_error(tmp_path: Path, monkeypatch: pytest.Mo
     root = tmp_path / "sources"
     (root / "torch").mkdir(parents=True)
     (root / "torch" / "broken.cpp").write_text("int main( { return 0; }\n")
-    monkeypatch.setattr(build_ext, "_ROOT", root)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
     for _ in range(2):
         with pytest.raises(ExtensionError, match=r"broken\.cpp"):
-            build_ext.build_plain("broken", "torch/broken.cpp")
+            build_plain("broken", "torch/broken.cpp", root)
 
 
 def test_the_cuda_shim_compiles() -> None:

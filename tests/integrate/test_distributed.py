@@ -46,7 +46,7 @@ DEEPSPEED_CASES = ("stage 0", "bf16 over fp32 weights", "stage 1 resumed", "stag
 
 
 def environment() -> dict[str, str]:
-    from disco_accel.execute.build_ext import cache_root
+    from disco_accel.native import cache_root
 
     ours = ("DISCO_", "ACCELERATE_")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}

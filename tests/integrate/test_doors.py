@@ -46,7 +46,7 @@ def environment() -> dict[str, str]:
 
 
 def extensions() -> str:
-    from disco_accel.execute.build_ext import cache_root
+    from disco_accel.native import cache_root
 
     return str(cache_root())
 

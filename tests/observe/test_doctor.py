@@ -8,6 +8,7 @@ import pytest
 
 from disco_accel.cli import main
 from disco_accel.execute import build_ext
+from disco_accel.native import ExtensionError
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +30,7 @@ def test_an_extension_that_cannot_be_built_is_a_problem_with_its_reason(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*_: object) -> None:
-        raise build_ext.ExtensionError("no C++ compiler")
+        raise ExtensionError("no C++ compiler")
 
     monkeypatch.setattr(build_ext, "build", fail)
     assert main(["doctor"]) == 1

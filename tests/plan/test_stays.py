@@ -35,8 +35,7 @@ def test_a_step_that_does_not_fit_as_drafted_fits_with_later_loads(monkeypatch: 
 
     monkeypatch.setattr(Stays, "postpone", watched)
     monkeypatch.setattr(timed, "EFFORT", 4_000)
-    monkeypatch.setattr(timed, "_PLACED", 12_000)
-    graph = lora_graph(shape, 260 << 20)
+    graph = lora_graph(shape, 220 << 20)
     plan = build_timed(graph, Machine(), cyclic=True)
     assert fitted, "the case has become too easy: find one whose draft does not fit"
     for stays in fitted:
