@@ -1,9 +1,9 @@
 """``make outside``: other projects' own tests without us and with us, from their source distributions.
 
-    python -m benchmarks.outside [--only accelerate,scripts,peft,transformers] [--out FILE]
+    python -m benchmarks.outside [--only accelerate,scripts,peft,transformers,trl] [--out FILE]
 
 Fetches the source distribution of each installed version from the package index and unpacks it below ``out/outside``,
-beside an environment that has, on top of this one, what those tests import. Runs each suite with the pytest plugin
+beside an environment that has, on top of this one, what those tests import, TRL among it. Runs each suite with the pytest plugin
 ``disco_accel.testing.pytest_plugin`` off and on, and Accelerate's scripts under ``accelerate launch`` with and without
 our section. Prints one table. Exit code 1 if a test that passes without us does not pass with us.
 """
@@ -29,7 +29,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "out" / "outside"
 PYTHON = OUT / "venv" / "bin" / "python"
-TEST_NEEDS = ("datasets==5.2.0", "diffusers==0.42.1", "parameterized==0.9.0")
+TRL = "1.16.0"
+TEST_NEEDS = ("datasets==5.2.0", "diffusers==0.42.1", "parameterized==0.9.0", f"trl=={TRL}")
 MINUTES = 30
 _ACCELERATE = (
     "accelerator grad_sync optimizer scheduler hooks offload memory_utils state_checkpointing kwargs_handlers "
@@ -44,15 +45,23 @@ _LAUNCH: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Suite:
-    """A part of a project's tests. ``modes``: what the plugin routes through plans, see its docstring."""
+    """A part of a project's tests. ``modes``: what the plugin routes through plans, see its docstring. ``part``: its
+    name where the project has several."""
 
     project: str
     files: tuple[str, ...]
     modes: tuple[str, ...]
     options: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
+    part: str = ""
+
+    @property
+    def name(self) -> str:
+        """As the table has it."""
+        return f"{self.project} {self.part}".rstrip()
 
 
+_TRL_PARTS = {"SFTTrainer": "SFT and not CUDA", "DPOTrainer": "DPO and not CUDA", "as on CUDA": "CUDA"}
 SUITES = (
     Suite("accelerate", tuple(f"tests/test_{name}.py" for name in _ACCELERATE.split()), ("door", "models")),
     # The joined form: an expression that starts with a dash is no option.
@@ -62,6 +71,10 @@ SUITES = (
         (str(ROOT / "benchmarks" / "outside_families.py"),),
         ("models",),
         environment={"RUN_TRAINING_TESTS": "1"},
+    ),
+    *(
+        Suite("trl", (str(ROOT / "benchmarks" / "outside_trl.py"),), ("callback",), ("-k", tests), part=part)
+        for part, tests in _TRL_PARTS.items()
     ),
 )
 SCRIPTS = ("test_script", "test_sync", "test_ops", "test_cli")
@@ -124,7 +137,10 @@ def set_up(projects: list[str]) -> None:
 
 
 def source(project: str) -> Path:
-    """Where the source of the installed version of ``project`` is unpacked."""
+    """Where the source of the installed version of ``project`` is unpacked. TRL's own tests need the hub: ours have no
+    folder of their own."""
+    if project == "trl":
+        return OUT
     return OUT / "source" / f"{project}-{version(project)}"
 
 
@@ -150,8 +166,8 @@ def environment(project: str, extra: dict[str, str]) -> dict[str, str]:
 
 def run_suite(suite: Suite, mode: str) -> tuple[dict[str, Any], float]:
     """What each test came to (see the plugin's ``Ran``), and seconds."""
-    announce(f"{suite.project}: {'without us' if mode == 'off' else mode}")
-    report, log = (OUT / f"{suite.project}-{mode}.{kind}" for kind in ("json", "log"))
+    announce(f"{suite.name}: {'without us' if mode == 'off' else mode}")
+    report, log = (OUT / f"{suite.name.replace(' ', '-')}-{mode}.{kind}" for kind in ("json", "log"))
     report.unlink(missing_ok=True)
     command = [str(PYTHON), "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", str(source(suite.project))]
     command += ["-p", "no:cacheprovider", "-W", "ignore", "-p", "disco_accel.testing.pytest_plugin"]
@@ -167,7 +183,7 @@ def run_suite(suite: Suite, mode: str) -> tuple[dict[str, Any], float]:
             timeout=60 * MINUTES,
         )
     if not report.exists():
-        raise SystemExit(f"outside: {suite.project} did not run to its end; see {log}")
+        raise SystemExit(f"outside: {suite.name} did not run to its end; see {log}")
     return json.loads(report.read_text(encoding="utf-8")), time.monotonic() - began
 
 
@@ -227,7 +243,7 @@ def launched(command: list[str], name: str) -> dict[str, Any]:
 
 def render(rows: list[Row]) -> str:
     """The table in Markdown, then what got worse and why forwards ran in eager mode."""
-    versions = ", ".join(f"{p} {version(p)}" for p in ("accelerate", "peft", "transformers", "torch"))
+    versions = ", ".join(f"{p} {version(p)}" for p in ("accelerate", "peft", "transformers", "torch")) + f", trl {TRL}"
     lines = [
         f"# make outside, {time.strftime('%Y-%m-%d')}; {versions}; host device",
         "",
@@ -250,7 +266,7 @@ def main(argv: list[str] | None = None) -> int:
     """See the module's docstring."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(prog="python -m benchmarks.outside", description=__doc__.split("\n")[0])
-    names = [*(suite.project for suite in SUITES), "scripts"]
+    names = [*dict.fromkeys(suite.project for suite in SUITES), "scripts"]
     parser.add_argument("--only", default=",".join(names), help="comma-separated: " + ", ".join(names))
     parser.add_argument("--out", type=Path, help="also write the table here")
     args = parser.parse_args(argv)
@@ -265,7 +281,7 @@ def main(argv: list[str] | None = None) -> int:
         if suite.project in wanted:
             without, _ = run_suite(suite, "off")
             for mode in suite.modes:
-                rows.append(compare(f"{suite.project}, {mode}", without, *run_suite(suite, mode)))
+                rows.append(compare(f"{suite.name}, {mode}", without, *run_suite(suite, mode)))
     if "scripts" in wanted:
         rows += run_scripts()
     table = render(rows)

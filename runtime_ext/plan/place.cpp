@@ -2,13 +2,18 @@
 // library without PyTorch. Both give the same addresses for the same pieces.
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
+#include <iterator>
+#include <utility>
 #include <vector>
 
 namespace {
 
 constexpr std::int64_t kUnplaced = -1;
 constexpr std::int64_t kShares = 4;
+// To sort a neighbor takes as long as to pass so many placed pieces by.
+constexpr std::ptrdiff_t kSortedPerNeighbor = 8;
 
 struct Span {
   std::int64_t begin;
@@ -52,23 +57,25 @@ class Neighbors {
   std::vector<std::int32_t> all_;
 };
 
-struct Range {
-  std::int64_t low;
-  std::int64_t high;
-};
-
 class Packer {
  public:
   Packer(std::int32_t pieces, const std::int64_t* blocks, std::vector<Span> spans)
-      : blocks_(blocks, blocks + pieces), neighbors_(pieces, std::move(spans)), lows_(pieces) {}
+      : blocks_(blocks, blocks + pieces),
+        neighbors_(pieces, std::move(spans)),
+        lows_(pieces),
+        turns_(pieces) {}
 
   // Gives each piece an address, in this order; returns the bytes taken.
   std::int64_t pack(const std::vector<std::int32_t>& order) {
     std::fill(lows_.begin(), lows_.end(), kUnplaced);
+    placed_.clear();
     std::int64_t top = 0;
     for (const std::int32_t piece : order) {
-      lows_[piece] = smallest_gap(piece);
-      top = std::max(top, lows_[piece] + blocks_[piece]);
+      const std::int64_t low = smallest_gap(piece);
+      const auto below = [&](std::int64_t value, std::int32_t other) { return value < lows_[other]; };
+      placed_.insert(std::upper_bound(placed_.begin(), placed_.end(), low, below), piece);
+      lows_[piece] = low;
+      top = std::max(top, high(piece));
     }
     return top;
   }
@@ -77,21 +84,34 @@ class Packer {
   std::int64_t high(std::int32_t piece) const { return lows_[piece] + blocks_[piece]; }
 
  private:
-  std::int64_t smallest_gap(std::int32_t piece) {
+  // The placed ones among the neighbors of `piece`, by address.
+  void meet(std::int32_t piece) {
     met_.clear();
-    for (const std::int32_t* other = neighbors_.begin(piece); other != neighbors_.end(piece); ++other) {
-      if (lows_[*other] != kUnplaced) met_.push_back({lows_[*other], high(*other)});
+    const std::int32_t *first = neighbors_.begin(piece), *last = neighbors_.end(piece);
+    if ((last - first) * kSortedPerNeighbor < static_cast<std::ptrdiff_t>(placed_.size())) {
+      std::copy_if(first, last, std::back_inserter(met_),
+                   [&](std::int32_t i) { return lows_[i] != kUnplaced; });
+      std::sort(met_.begin(), met_.end(),
+                [&](std::int32_t a, std::int32_t b) { return lows_[a] < lows_[b]; });
+    } else {
+      ++turn_;
+      for (const std::int32_t* other = first; other != last; ++other) turns_[*other] = turn_;
+      std::copy_if(placed_.begin(), placed_.end(), std::back_inserter(met_),
+                   [&](std::int32_t i) { return turns_[i] == turn_; });
     }
-    std::sort(met_.begin(), met_.end(), [](const Range& a, const Range& b) { return a.low < b.low; });
+  }
+
+  std::int64_t smallest_gap(std::int32_t piece) {
+    meet(piece);
     const std::int64_t block = blocks_[piece];
     std::int64_t top = 0, best = -1, best_gap = INT64_MAX;
-    for (const Range& range : met_) {
-      const std::int64_t gap = range.low - top;
+    for (const std::int32_t other : met_) {
+      const std::int64_t gap = lows_[other] - top;
       if (gap >= block && gap < best_gap) {
         best = top;
         best_gap = gap;
       }
-      top = std::max(top, range.high);
+      top = std::max(top, high(other));
     }
     return best < 0 ? top : best;
   }
@@ -99,7 +119,10 @@ class Packer {
   std::vector<std::int64_t> blocks_;
   Neighbors neighbors_;
   std::vector<std::int64_t> lows_;
-  std::vector<Range> met_;
+  std::vector<std::int32_t> placed_;  // by address
+  std::vector<std::int32_t> met_;
+  std::vector<std::int64_t> turns_;  // which turn marked a piece last
+  std::int64_t turn_ = 0;
 };
 
 }  // namespace
