@@ -1,4 +1,5 @@
-"""Two processes train under plans, in DDP and in DeepSpeed's engine, to the bits that they reach without plans.
+"""Two processes train under plans, in DDP and in DeepSpeed's engine, to the bits that they reach without plans; so does
+one process in DeepSpeed's engine.
 
 Each door is used once; the script in the launched processes compares case by case.
 """
@@ -40,9 +41,11 @@ OFFLOADING = {
 DOORS = {
     "ddp": "accelerate launch --config disco.yaml",
     "deepspeed": "disco-accel launch --ds_config ds.json --num_processes 2",
+    "alone": "disco-accel launch --ds_config ds.json --num_processes 1",
 }
-DDP_CASES = ("accumulation", "unused parameters", "bucket views", "trainer")
+DDP_CASES = ("accumulation", "unused parameters", "static graph", "bucket views", "trainer")
 DEEPSPEED_CASES = ("stage 0", "bf16 over fp32 weights", "stage 1 resumed", "stage 2 resumed", "migrated")
+ALONE_CASES = ("stage 0", "stage 1 resumed", "stage 2 resumed")
 
 
 def environment() -> dict[str, str]:
@@ -68,7 +71,7 @@ def launch(door: str, folder: Path) -> subprocess.CompletedProcess[str]:
     (folder / "ds.json").write_text(json.dumps(OFFLOADING | {"disco_config": OURS}))
     command, *rest = [*DOORS[door].split(), "--main_process_port", "0", "processes.py", door]
     variables = environment()
-    if door == "deepspeed":
+    if door != "ddp":
         # It would keep accelerate from using DeepSpeed.
         del variables["ACCELERATE_USE_CPU"]
     return subprocess.run(
@@ -83,9 +86,17 @@ def results(door: str) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as name:
         done = launch(door, Path(name))
         assert done.returncode == 0, done.stderr
-        if door == "deepspeed":
+        if door != "ddp":
             assert done.stderr.count("planned instead") == 4, done.stderr
-        return [json.loads(Path(name, f"result-{rank}.json").read_text()) for rank in range(2)]
+        return [json.loads(path.read_text()) for path in sorted(Path(name).glob("result-*.json"))]
+
+
+def check(found: dict[str, Any], plans: int = 1) -> None:
+    """``plans``: 2 where logits are read, never differentiated."""
+    assert found["alone"], "the run to compare with must be without us"
+    assert found["same"]
+    assert found["eager"] == 0 and found["planned"] > 0
+    assert found["plans"] == plans
 
 
 @pytest.mark.parametrize(
@@ -101,17 +112,21 @@ def test_two_processes_train_to_the_bits_of_a_run_without_plans(door: str, case:
     first, second = (result[case] for result in results(door))
     assert [result["processes"] for result in results(door)] == [2, 2]
     for found in (first, second):
-        assert found["alone"], "the run to compare with must be without us"
-        assert found["same"]
-        assert found["eager"] == 0 and found["planned"] > 0
-        assert found["plans"] == (2 if case == "unused parameters" else 1), (
-            "logits are read there, never differentiated"
-        )
+        check(found, plans=2 if case == "unused parameters" else 1)
     assert first["weights"] == second["weights"]
     assert case == "trainer" or first["losses"] != second["losses"]
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("case", ALONE_CASES)
+def test_one_process_in_deepspeed_trains_to_the_bits_of_a_run_without_plans(case: str) -> None:
+    """As above; no gradient meets another process's."""
+    pytest.importorskip("deepspeed")
+    (result,) = results("alone")
+    assert result["processes"] == 1
+    check(result[case])
+
+
+@pytest.mark.parametrize("door", ["ddp", "deepspeed"])
 def test_weights_that_stay_home_are_compared_in_place_of_broadcast(door: str) -> None:
     """As on a machine where the base is in host memory and the adapter on a device, which no collective takes."""
     if door == "deepspeed":

@@ -1,6 +1,6 @@
-"""Trains in one of several processes that a door started, each case without plans and then with them, and compares.
+"""Trains in a process that a door started, each case without plans and then with them, and compares.
 
-``processes.py ddp`` or ``processes.py deepspeed``; each process writes ``result-<rank>.json``.
+``processes.py ddp``, ``processes.py deepspeed`` or ``processes.py alone``; each process writes ``result-<rank>.json``.
 """
 
 import json
@@ -30,10 +30,10 @@ Run = tuple[Losses, dict[str, torch.Tensor], dict[str, Any]]
 torch.set_num_threads(1)
 
 
-def accelerator_of(**options: Any) -> Accelerator:
+def accelerator_of(accumulate: int = ACCUMULATE, **options: Any) -> Accelerator:
     AcceleratorState._reset_state()
     GradientState._reset_state()
-    return Accelerator(gradient_accumulation_steps=ACCUMULATE, **options)
+    return Accelerator(gradient_accumulation_steps=accumulate, **options)
 
 
 def model_of(rank: int) -> torch.nn.Module:
@@ -166,6 +166,8 @@ Case = tuple[Callable[[], Run], Callable[[], Run]]
 DDP: dict[str, Case] = {
     "accumulation": (loop, loop),
     "unused parameters": (lambda: loop(True, **ddp(find_unused_parameters=True)),) * 2,
+    # Without accumulation: torch's static graph does not go with no_sync.
+    "static graph": (lambda: loop(accumulate=1, **ddp(static_graph=True)),) * 2,
     "bucket views": (lambda: loop(**ddp(gradient_as_bucket_view=True, broadcast_buffers=False)),) * 2,
     "trainer": (trainer, trainer),
 }
@@ -177,11 +179,12 @@ DEEPSPEED: dict[str, Case] = {
     # The launcher's config asks for stage 3 with everything offloaded.
     "migrated": (lambda: loop(**ds_options(2)), lambda: loop(**gloo())),
 }
+ALONE = {name: DEEPSPEED[name] for name in ("stage 0", "stage 1 resumed", "stage 2 resumed")}
 
 
 def main() -> None:
     results: dict[str, Any] = {}
-    for name, (plain, planned) in {"ddp": DDP, "deepspeed": DEEPSPEED}[sys.argv[1]].items():
+    for name, (plain, planned) in {"ddp": DDP, "deepspeed": DEEPSPEED, "alone": ALONE}[sys.argv[1]].items():
         os.environ["DISCO_ENABLED"] = "false"
         expected = plain()
         os.environ["DISCO_ENABLED"] = "true"
@@ -195,7 +198,8 @@ def main() -> None:
             "losses": found[0],
             "weights": [float(p.double().sum()).hex() for p in found[1].values()],
         }
-    results["home"] = home(**(ds_options(1) if sys.argv[1] == "deepspeed" else {}))
+    if sys.argv[1] != "alone":
+        results["home"] = home(**(ds_options(1) if sys.argv[1] == "deepspeed" else {}))
     results["processes"] = dist.get_world_size()
     Path(f"result-{dist.get_rank()}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
