@@ -3,9 +3,9 @@
     python -m benchmarks.outside [--only accelerate,scripts,peft,transformers,trl] [--out FILE]
 
 Fetches the source distribution of each installed version from the package index and unpacks it below ``out/outside``,
-beside an environment that has, on top of this one, what those tests import, TRL among it. Runs each suite with the pytest plugin
-``disco_accel.testing.pytest_plugin`` off and on, and Accelerate's scripts under ``accelerate launch`` with and without
-our section. Prints one table. Exit code 1 if a test that passes without us does not pass with us.
+beside an environment that has, on top of this one, what those tests import, TRL among it. Runs each suite with the
+pytest plugin ``disco_accel.testing.pytest_plugin`` off and on, and Accelerate's scripts under ``accelerate launch``
+with and without our section. Prints one table. Exit code 1 if a test that passes without us does not pass with us.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Suite:
         return f"{self.project} {self.part}".rstrip()
 
 
-_TRL_PARTS = {"SFTTrainer": "SFT and not CUDA", "DPOTrainer": "DPO and not CUDA", "as on CUDA": "CUDA"}
+_TRL_PARTS = {"SFTTrainer": "SFT and not cuda", "DPOTrainer": "DPO and not cuda", "as on CUDA": "cuda"}
 SUITES = (
     Suite("accelerate", tuple(f"tests/test_{name}.py" for name in _ACCELERATE.split()), ("door", "models")),
     # The joined form: an expression that starts with a dash is no option.

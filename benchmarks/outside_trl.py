@@ -20,7 +20,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from disco_accel import DiscoCallback, DiscoConfig
 
-WORDS = "a the cat dog bird sees hears finds small red old quick and then never".split()
+WORDS = [f"word{at}" for at in range(15)]
 STEPS = 4
 _SHARED: dict[str, Any] = {
     "max_steps": STEPS,
@@ -64,6 +64,8 @@ def _sft(arguments: dict[str, Any]) -> tuple[Any, Any, Dataset]:
 def _dpo(arguments: dict[str, Any]) -> tuple[Any, Any, Dataset]:
     longest = {"prompt": 4, "chosen": 5, "rejected": 5}
     rows = {name: _sentences(seed, 4, words) for seed, (name, words) in enumerate(longest.items())}
+    # Else the prompt's last word and the next one would be one token.
+    rows["prompt"] = [f"{prompt} " for prompt in rows["prompt"]]
     return DPOTrainer, DPOConfig(**arguments), Dataset.from_dict(rows)
 
 
@@ -124,7 +126,7 @@ def test_training(trainer: str, settings: str, tmp_path: Path, config: DiscoConf
 
 
 @pytest.mark.parametrize(("trainer", "own_loss"), [("SFT", False), ("SFT", True), ("DPO", False)])
-def test_as_on_CUDA(  # noqa: N802
+def test_as_on_cuda(
     trainer: str, own_loss: bool, tmp_path: Path, config: DiscoConfig | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the head's positions chosen by the labels, as TRL does where it has Triton. ``own_loss``: from logits."""

@@ -17,6 +17,8 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from disco_accel import DiscoConfig, prepare
+
 def model():
     torch.manual_seed(0)
     found = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
@@ -36,6 +38,10 @@ def test_is_wrong():
 def test_trains_with_accelerate():
     assert step(Accelerator(cpu=True).prepare(model())).abs().sum() > 0
 
+def test_prepares():
+    config = DiscoConfig(memory_budget="16MiB", device="cpu", plan_cache=None)
+    assert step(prepare(model(), config)).abs().sum() > 0
+
 def test_evaluates():
     with torch.no_grad():
         assert model()(torch.ones(3, 4)).shape == (3, 2)
@@ -45,7 +51,11 @@ def test_counts_batches():
     norm(torch.randn(3, 4)).sum().backward()
     assert norm.num_batches_tracked == 1
 """
-PLANNED = {"door": ["trains_with_accelerate"], "models": ["is_wrong", "trains", "trains_with_accelerate"]}
+PLANNED = {
+    "callback": ["prepares"],
+    "door": ["prepares", "trains_with_accelerate"],
+    "models": ["is_wrong", "prepares", "trains", "trains_with_accelerate"],
+}
 
 
 def run(folder: Path, mode: str, *options: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
@@ -74,7 +84,7 @@ def _environment() -> dict[str, str]:
 def test_the_report_says_what_ran_from_plans_and_the_suites_results_stay(tmp_path: Path, mode: str) -> None:
     done, ran = run(tmp_path, mode, "--disco-config=disco.yaml")
     assert done.returncode == 1, done.stdout + done.stderr
-    assert {name for name, of in ran.items() if of["outcome"] == "failed"} == {"is_wrong"} and len(ran) == 5
+    assert {name for name, of in ran.items() if of["outcome"] == "failed"} == {"is_wrong"} and len(ran) == 6
     assert sorted(name for name, of in ran.items() if of["forwards"] == of["backwards"] == 1) == PLANNED[mode]
     assert f"disco: {len(PLANNED[mode])} tests trained through a plan" in done.stdout
     eager = ran["counts_batches"]
