@@ -162,7 +162,7 @@ def _rows(facts: _Facts, gaps: Sequence[_Gap]) -> list[int]:
     return [int(part[np.argmax(facts.needed[part])]) for part in parts]
 
 
-_MAX_ROWS = 1200
+_MAX_ROWS = 20_000
 """More positions would make the bound hardly better and the program slow; leaving some out keeps it a bound."""
 
 

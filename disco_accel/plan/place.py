@@ -55,6 +55,9 @@ _WITHIN = 1.08
 _NEARLY = 1.03
 """The same for a given order, where many such attempts follow each other."""
 
+_ALMOST = 1.02
+"""Within so many times the memory it is worth as many rounds again."""
+
 _SHARES = 4
 """Round by round no quarter, the first, half, and three quarters of the overflow are not too high yet."""
 
@@ -104,9 +107,10 @@ def place(pieces: Sequence[Piece], limit: int, order: list[int] | None = None) -
             break
     assert best is not None
     limit = limit or _peak(pieces)
-    if limit < best.top <= (_WITHIN if order is None else _NEARLY) * limit:
-        best = packing.place(best.order, limit, _ROUNDS)
-        tried += best.tried
+    for within in (_WITHIN if order is None else _NEARLY, _ALMOST):
+        if limit < best.top <= within * limit:
+            best = packing.place(best.order, limit, _ROUNDS)
+            tried += best.tried
     return replace(best, tried=tried)
 
 
