@@ -75,7 +75,7 @@ gpu-peers:  ## a 7B LoRA step beside DeepSpeed, accelerate and others on a GPU; 
 
 # Needs the package index; about a quarter of an hour, so not for CI.
 outside: export PYTHONPATH := $(CURDIR)
-outside: setup  ## the tests of accelerate, peft and transformers without us and with us, one table
+outside: setup  ## the tests of accelerate, peft and transformers, and TRL's trainers, without us and with us, one table
 	@$(PY) -m benchmarks.outside --out benchmarks/results/outside-host-device.txt
 
 clean:  ## remove what the targets above made, except .venv

@@ -163,7 +163,7 @@ def _rows(facts: _Facts, gaps: Sequence[_Gap]) -> list[int]:
 
 
 _MAX_ROWS = 20_000
-"""More positions would make the bound hardly better and the program slow; leaving some out keeps it a bound."""
+"""Beyond so many some are left out, which keeps it a bound and the program small."""
 
 
 def _least_reloads(facts: _Facts) -> tuple[float, float]:
