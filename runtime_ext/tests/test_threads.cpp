@@ -92,10 +92,14 @@ TEST(Threads, ACallerThatWaitsRunsTheOpsItselfIfItMay) {
   EXPECT_EQ(ran_by_caller(engine, checker, 0), 0);
   std::this_thread::sleep_for(std::chrono::milliseconds(50));  // the loop thread has gone to sleep
   checker.callers = 1;
-  for (std::uint64_t step = 1; step <= 20; ++step) EXPECT_GT(ran_by_caller(engine, checker, step), 0);
+  // On a busy machine a caller that does not get to run finds a step done by the loop's thread.
+  std::uint64_t step = 1;
+  int ran = 0;
+  for (; step <= 60 && ran < 20; ++step) ran += ran_by_caller(engine, checker, step) > 0 ? 1 : 0;
+  EXPECT_EQ(ran, 20);
   EXPECT_EQ(checker.broken, 0);
   Engine worker(scene->program(), host(1, 0.0, false), checker, {});
-  EXPECT_EQ(ran_by_caller(worker, checker, 21), 0);
+  EXPECT_EQ(ran_by_caller(worker, checker, step), 0);
 }
 
 TEST(Threads, WhatACallerLeavesUndoneGoesOnWithoutIt) {
