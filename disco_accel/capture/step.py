@@ -326,6 +326,9 @@ def _errors_named(log: TraceLog) -> Iterator[None]:
         ) from error
     except Exception as error:
         summary = str(error).strip().split("\n")[0]
+        if "torch._C.Generator" in summary:
+            # Before PyTorch 2.13 tracing itself stops at one.
+            summary = "an op draws from a generator of its own, not the default one: leave out generator="
         raise CaptureError(f"capturing module {log.module or '?'} failed: {summary}") from error
 
 

@@ -82,6 +82,8 @@ def test_every_nth_layer_follows_the_users_choice() -> None:
     """Layers that the user leaves alone keep their activations."""
     model = tiny_lora(layers=LAYERS, hidden=32)
     model.enable_input_require_grads()
+    if not hasattr(model.base_model.model, "activation_checkpointing_enable"):
+        pytest.skip("this transformers checkpoints every layer or none")
     model.base_model.model.activation_checkpointing_enable(every_n_layers=2)
     batch = random_batch()
     step = capture(model, batch)
