@@ -55,7 +55,7 @@ _WITHIN = 1.08
 _NEARLY = 1.03
 """The same for a given order, where many such attempts follow each other."""
 
-_ALMOST = 1.02
+_ALMOST = 1.005
 """Within so many times the memory it is worth as many rounds again."""
 
 _SHARES = 4
