@@ -27,12 +27,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.any_plan import any_plan_of
 from benchmarks.subjects import Pair, Shape, Times, Variant, lora_llama
 from disco_accel.config import DiscoConfig
 from disco_accel.execute.executor import Executor
 from disco_accel.graphfile import write_atomically
-from disco_accel.integrate.compiled import with_memory
-from disco_accel.plan.bound import bound_of
 from disco_accel.plan.simulate import Link, Machine
 from disco_accel.taskgraph import VertexKind
 
@@ -144,14 +143,9 @@ def link_seconds(pair: Pair, bandwidth: float) -> float:
 
 def any_plan_seconds(pair: Pair, bandwidth: float, compute: float) -> float:
     """Seconds that no repeating plan in the captured order beats, if the kernels take ``compute`` seconds in all."""
-    step = pair.step
-    stretch = compute / step.compute_seconds
-    vertices = tuple(
-        dataclasses.replace(v, duration=None if v.duration is None else v.duration * stretch)
-        for v in step.graph.vertices
-    )
-    graph = dataclasses.replace(with_memory(step.graph, step.budget.arena), vertices=vertices)
-    return bound_of(graph, Machine(h2d=Link(bandwidth, 0.0), d2h=Link(bandwidth, 0.0))).bound
+    stretch = compute / pair.step.compute_seconds
+    seconds = {v.id: stretch * (v.duration or 0.0) for v in pair.step.graph.vertices}
+    return any_plan_of(pair.step, seconds, Machine(h2d=Link(bandwidth, 0.0), d2h=Link(bandwidth, 0.0)))
 
 
 def overlap(shape: Shape, bandwidths: Sequence[float], rounds: int, planner: str) -> list[dict[str, Any]]:

@@ -29,10 +29,11 @@ from benchmarks.compare import same_bits
 from benchmarks.engine import Differs, any_plan_seconds, cell, in_turn, link_seconds
 from benchmarks.gpu_models import batch_for, draw_weights, meta_llama
 from benchmarks.prefill_engines import PEERS, TITLES, outputs_of, read_eagerly
-from benchmarks.prefill_peers import Peers, names_of, peer_cell
+from benchmarks.prefill_peers import Peers, peer_cell
 from benchmarks.provenance import provenance
 from benchmarks.shapes import Shape
 from benchmarks.step_engines import Job
+from benchmarks.step_options import count, names_of
 from benchmarks.step_table import cell_text
 from benchmarks.subjects import Times
 from disco_accel import prefill, stats
@@ -308,11 +309,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--memory", help="one budget as a size, in place of --budgets")
     for name, value in {"hidden": 512, "layers": 8, "batch": 1, "vocabulary": 4096, "kv-heads": 4, "rounds": 5}.items():
-        parser.add_argument(f"--{name}", type=int, default=value)
+        parser.add_argument(f"--{name}", type=count, default=value)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--bandwidth", type=float, default=0.5e9, help="of the link, bytes per second each way")
     parser.add_argument(
-        "--peers", type=lambda t: names_of(tuple(PEERS), t), default=list(PEERS), help=f"{', '.join(PEERS)}, or none"
+        "--peers",
+        type=lambda t: names_of(tuple(PEERS), t, none=True),
+        default=list(PEERS),
+        help=f"{', '.join(PEERS)}, or none",
     )
     parser.add_argument("--limit", type=float, default=600.0, help="seconds for the building of a peer, or its prompt")
     parser.add_argument("--planner", default=DiscoConfig().planner)

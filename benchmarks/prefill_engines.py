@@ -17,7 +17,7 @@ from benchmarks.any_plan import any_plan_of, kernel_seconds
 from benchmarks.gpu_models import arena_llama, batch_for, draw_weights, meta_llama
 from benchmarks.step_engines import Job, link_rates
 from benchmarks.step_peers import one_process
-from disco_accel import DiscoConfig, prefill, stats
+from disco_accel import prefill, stats
 from disco_accel.integrate.plugin import current_step
 from disco_accel.plan.simulate import Link, Machine
 
@@ -77,16 +77,8 @@ class Planned(Reader):
         job = self.job
         kind = {"dtype": job.torch_dtype, "attention": "sdpa", "positions": job.tokens}
         model, _ = arena_llama(job.shape, source=self.where, **kind)
-        config = DiscoConfig(
-            memory_budget="auto" if job.budget is None else job.budget,
-            device=job.device,
-            planner=job.planner,
-            link_bandwidth=job.bandwidth if job.device == "cpu" else None,
-            compute_threads=1 if job.device == "cpu" else None,
-            plan_cache=None,
-        )
         model = model.requires_grad_(False).eval()
-        prefill(model, self.ids, config=config)
+        prefill(model, self.ids, config=job.config)
         step = current_step(model)
         assert step is not None, "the model has read a prompt"
         self.step = step

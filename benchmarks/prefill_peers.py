@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import os
 import sys
@@ -31,11 +30,10 @@ from benchmarks.provenance import provenance
 from benchmarks.shapes import PRESETS, frozen_bytes
 from benchmarks.step import measure
 from benchmarks.step_engines import Job
+from benchmarks.step_options import add_run, count, names_of, save
 from benchmarks.step_process import Worker
 from benchmarks.step_table import Verdict, cell_text, rate_cell, relative, size_cell
 from benchmarks.subjects import Times
-from disco_accel.config import DiscoConfig
-from disco_accel.graphfile import write_atomically
 from disco_accel.sizes import format_size, parse_size
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
@@ -191,30 +189,16 @@ def _line(row: Mapping[str, Any]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def names_of(known: Sequence[str], text: str) -> list[str]:
-    """Names with commas between them, of those that are ``known``; ``none`` is none of them."""
-    words = [word for word in text.split(",") if word and word != "none"]
-    unknown = [word for word in words if word not in known]
-    if unknown or not text:
-        raise argparse.ArgumentTypeError(f"{text!r}: give some of {', '.join(known)}, or none")
-    return words
-
-
 def parser() -> argparse.ArgumentParser:
     """Options of the command line."""
     made = argparse.ArgumentParser(prog="python -m benchmarks.prefill_peers", description=__doc__.split("\n")[0])
     made.add_argument("--shape", choices=tuple(PRESETS), default="small")
     for name, value in {"batch": 1, "tokens": 256, "rounds": 5}.items():
-        made.add_argument(f"--{name}", type=int, default=value)
+        made.add_argument(f"--{name}", type=count, default=value)
     made.add_argument("--dtype", choices=tuple(TOLERANCE), default="float32")
     made.add_argument("--memory", required=True, help="the budget as a size, such as 8GiB")
     made.add_argument("--engines", type=lambda t: names_of(tuple(READERS), t), default=list(READERS))
-    made.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    made.add_argument("--bandwidth", type=float, default=0.5e9, help="of the host device's link, bytes/s each way")
-    made.add_argument("--planner", default=DiscoConfig().planner)
-    made.add_argument("--limit", type=float, default=900.0, help="seconds for the building of a model, or a prompt")
-    made.add_argument("--seconds", type=float, default=math.inf, help="for everything; what is left then has no row")
-    made.add_argument("-o", "--output", type=Path, help="everything as JSON")
+    add_run(made, "a prompt")
     return made
 
 
@@ -229,9 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{format_size(result['weights'])} of weights, budget {args.memory}\n"
     )
     print(table(result))
-    if args.output is not None:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(args.output, json.dumps(result, indent=1).encode())
+    save(args.output, result)
     wrong = [row for row in result["rows"] if row["engine"] == "disco" and not row["equal"]]
     for row in wrong:
         print(f"prefill_peers: disco: {row['error'] or row['words']}", file=sys.stderr)

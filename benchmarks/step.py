@@ -13,7 +13,6 @@ what the columns mean.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import sys
@@ -29,12 +28,11 @@ import torch
 from benchmarks.provenance import provenance
 from benchmarks.shapes import PRESETS, Shape, frozen_bytes
 from benchmarks.step_engines import ENGINES, Job, Planned, Resident
+from benchmarks.step_options import add_run, count, names_of, save
 from benchmarks.step_peers import PEERS
 from benchmarks.step_process import Worker
 from benchmarks.step_table import judge, rows_of, table
-from disco_accel.config import DiscoConfig
 from disco_accel.errors import ConfigError
-from disco_accel.graphfile import write_atomically
 from disco_accel.sizes import format_size, parse_size
 
 WARM = 2
@@ -157,14 +155,6 @@ def run(words: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _list_of(known: Sequence[str], text: str) -> list[str]:
-    words = [word for word in text.split(",") if word]
-    unknown = [word for word in words if word not in known]
-    if unknown or not words:
-        raise argparse.ArgumentTypeError(f"{text!r}: give some of {', '.join(known)}")
-    return words
-
-
 def _shares(text: str) -> list[float]:
     try:
         found = [float(word) for word in text.split(",")]
@@ -175,31 +165,20 @@ def _shares(text: str) -> list[float]:
     return found
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a number from 1 on")
-    return int(text)
-
-
 def parser() -> argparse.ArgumentParser:
     """Options of the command line."""
     made = argparse.ArgumentParser(prog="disco-accel bench step", description=__doc__.split("\n")[0])
     made.add_argument("--shape", choices=tuple(PRESETS), default="small")
     for name in _OVERRIDES:
-        made.add_argument(f"--{name.replace('_', '-')}", type=_count, help="in place of the shape's")
+        made.add_argument(f"--{name.replace('_', '-')}", type=count, help="in place of the shape's")
     for name, value in {"batch": 1, "tokens": 256, "rank": 16, "rounds": 5}.items():
-        made.add_argument(f"--{name}", type=_count, default=value)
+        made.add_argument(f"--{name}", type=count, default=value)
     made.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     made.add_argument("--budgets", type=_shares, default=[0.5], help="of the weights' bytes")
     made.add_argument("--memory", type=lambda t: t.split(","), default=[], help="budgets as sizes, in their place")
-    made.add_argument("--engines", type=lambda t: _list_of(tuple(ALL), t), default=list(ALL), help=", ".join(ALL))
-    made.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    made.add_argument("--bandwidth", type=float, default=0.5e9, help="of the host device's link, bytes/s each way")
-    made.add_argument("--planner", default=DiscoConfig().planner)
+    made.add_argument("--engines", type=lambda t: names_of(tuple(ALL), t), default=list(ALL), help=", ".join(ALL))
     made.add_argument("--apart", action="store_true", help="one engine after the other, never two in memory")
-    made.add_argument("--limit", type=float, default=900.0, help="seconds for the building of a model, or a step")
-    made.add_argument("--seconds", type=float, default=math.inf, help="for everything; what is left then has no row")
-    made.add_argument("-o", "--output", type=Path, help="everything as JSON")
+    add_run(made, "a step")
     return made
 
 
@@ -214,9 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{format_size(result['weights'])}, checkpointing; {'alone' if args.apart else 'in turn'}\n"
     )
     print(table(result))
-    if args.output is not None:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(args.output, json.dumps(result, indent=1).encode())
+    save(args.output, result)
     wrong = [row for row in result["rows"] if row["ours"] and not row["equal"]]
     for row in wrong:
         print(f"bench step: {row['engine']}: {row['error'] or row['verdict']}", file=sys.stderr)

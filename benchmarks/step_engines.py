@@ -50,6 +50,19 @@ class Job:
         return kind
 
     @property
+    def config(self) -> DiscoConfig:
+        """What ours are prepared with."""
+        cpu = self.device == "cpu"
+        return DiscoConfig(
+            memory_budget="auto" if self.budget is None else self.budget,
+            device=self.device,
+            planner=self.planner,
+            link_bandwidth=self.bandwidth if cpu else None,
+            compute_threads=1 if cpu else None,
+            plan_cache=None,
+        )
+
+    @property
     def where(self) -> torch.device:
         """The device that computes, with its index."""
         return run_device(self.device)
@@ -173,16 +186,7 @@ class Planned(Engine):
     changes: ClassVar[Mapping[str, Any]] = {}
 
     def build(self) -> Any:
-        job = self.job
-        config = DiscoConfig(
-            memory_budget="auto" if job.budget is None else job.budget,
-            device=job.device,
-            planner=job.planner,
-            link_bandwidth=job.bandwidth if job.device == "cpu" else None,
-            compute_threads=1 if job.device == "cpu" else None,
-            plan_cache=None,
-        )
-        return prepare(self.arena_model(), dataclasses.replace(config, **self.changes))
+        return prepare(self.arena_model(), dataclasses.replace(self.job.config, **self.changes))
 
     def figures(self) -> dict[str, Any]:
         found = stats(self.model)

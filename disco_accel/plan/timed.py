@@ -176,7 +176,7 @@ class _Search:
                 self.pieces += stays.tried
                 if over:
                     self._put(draft, (stays, over))
-                if not over:
+                else:
                     self._keep(stays.plan(self.cyclic))
             elif self._waits_for_link(draft):
                 self._again(draft, first[1])
