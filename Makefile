@@ -41,7 +41,7 @@ format: $(INSTALLED)  ## rewrite sources the way lint wants them
 # By file: the tests of one file share a compiled fixture.
 test: export OMP_NUM_THREADS := 1
 test: setup lint  ## set-up, lint and all tests; the last line is pytest's
-	@$(PY) -m pytest -n 2 --dist loadfile
+	@$(PY) -m pytest -n 2 --dist loadfile --instafail --durations 15
 
 # The long runs of what `make test` samples; nearly an hour on two cores.
 sanitize: export OMP_NUM_THREADS := 1

@@ -25,6 +25,10 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if "PYTEST_XDIST_WORKER" not in os.environ:
         os.environ["TORCH_EXTENSIONS_DIR"] = str(cache_root())
+        # PyTorch's lock on an extension outlives a process that is killed while it builds, and whoever needs the
+        # extension next waits for ever: DeepSpeed's, which no one builds but these tests, would hang all of them.
+        for lock in cache_root().glob("deepspeed_*/lock"):
+            lock.unlink(missing_ok=True)
         _home = os.environ["HOME"] = tempfile.mkdtemp(prefix="disco-tests-")
 
 
