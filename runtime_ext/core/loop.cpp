@@ -207,7 +207,8 @@ void Engine::Loop::sleep(Lock& lock, std::int64_t deadline_ns, std::int64_t due_
   lock.lock();
   while (!driver && driven_) {
     lock.unlock();
-    if (std::exchange(noted, false)) on_progress();  // the note was for the caller
+    // What was noted before, or while this thread had the lock, is for the caller.
+    if (pending_.exchange(false) || std::exchange(noted, false)) on_progress();
     sleeper.doze(kNever, kNever);
     lock.lock();
   }

@@ -102,6 +102,24 @@ TEST(Threads, ACallerThatWaitsRunsTheOpsItselfIfItMay) {
   EXPECT_EQ(ran_by_caller(worker, checker, step), 0);
 }
 
+// begin() wakes the loop's thread, and the caller may run the step before that thread is up: what a device
+// reports just when it looks around must reach the caller.
+TEST(Threads, NoReportIsLostToALoopThreadThatWakesWhileACallerRunsTheStep) {
+  auto scene = random_scene(11, {.vertices = 12, .copies = 0.9, .gate = false});
+  Checker checker(*scene);
+  checker.callers = 1;
+  Engine engine(scene->program(), host(1, 64.0 / 20e-6), checker, {});
+  const int steps = 2000;
+  int late = 0;
+  for (int step = 0; step < steps && late == 0; ++step) {
+    checker.begin(step);
+    engine.begin(Next::kAnything);
+    late += engine.wait_end(5.0) == Status::kDone ? 0 : 1;
+  }
+  EXPECT_EQ(late, 0);
+  EXPECT_EQ(checker.broken, 0);
+}
+
 TEST(Threads, WhatACallerLeavesUndoneGoesOnWithoutIt) {
   auto scene = random_scene(3, {.vertices = 60, .gate = false, .reuse = 0.3});
   Checker checker(*scene);
