@@ -27,7 +27,7 @@ from disco_accel.taskgraph import TaskGraph
 SHARES = (0.0, 0.5, 0.9, 0.95, 0.3, 0.7)
 """Shares of the memory, beside what fixed values take at their peak, for pages that never leave; by promise."""
 
-WORTH = (None, 10.0, 2.0)
+WORTH = (None, 10.0, 5.0, 2.0)
 """How many times longer than its copies a produced value's absence must be; None: no produced value leaves."""
 
 EFFORT = 400_000
