@@ -11,6 +11,10 @@ from disco_accel.plan.stay import Stay
 Rank = Callable[[Stay], float]
 """How gladly a cached copy is given up: the larger, the sooner it is overwritten."""
 
+_RUNS = 64
+"""Runs whose ages are compared, the smallest ones: free memory of a large graph has thousands, and of so many one that
+is old enough is among the first."""
+
 
 @dataclass(slots=True, eq=False)
 class Piece:
@@ -44,7 +48,7 @@ class FreeSpace:
     is one piece; once a byte of it is taken, what is left of it is free like any other. Pieces that hold no cached
     copy form *runs*, which have an index of their own, as have the cached copies by rank: searches do not grow with
     the number of pieces. ``timeless``: ranks do not change while a copy is cached. ``aged``: outputs of kernels, too,
-    go where the release set is oldest.
+    go where the release set is oldest, of the places that are looked at.
     """
 
     def __init__(self, size: int, timeless: bool = False, aged: bool = False) -> None:
@@ -58,6 +62,8 @@ class FreeSpace:
         """Ranges that nothing was ever put into."""
         self._starts: list[int] = []
         self._run_starts: list[int] = []
+        self._known: dict[int, dict[int, tuple[int, int]]] = {}
+        """By the begin of a run and a size: its oldest window, (newest release, -start)."""
         self._run_ends: list[int] = []
         self._run_sizes: list[tuple[int, int]] = []
         self._cached: list[tuple[float, int]] = []
@@ -136,11 +142,9 @@ class FreeSpace:
         for begin, end in self._unused:
             if self._aged and end - begin >= size:
                 return Window(begin, begin + size)
-        ranges = self._large_runs(size) or self._cheapest(size, rank)
         if self._aged:
-            windows = (window for begin, end in ranges for window in self._windows(begin, end, size))
-            best = min(((newest, -start) for newest, start in windows), default=None)
-            return None if best is None else Window(best[1], best[1] + size)
+            return self._oldest(size, rank)
+        ranges = self._large_runs(size) or self._cheapest(size, rank)
         start = min((begin for begin, _ in ranges), default=None)
         return None if start is None else Window(start, start + size)
 
@@ -149,9 +153,7 @@ class FreeSpace:
 
         A copy should start long before its use, so it goes where it waits the least.
         """
-        ranges = self._large_runs(size) or self._cheapest(size, rank)
-        best = min((window for begin, end in ranges for window in self._windows(begin, end, size)), default=None)
-        return None if best is None else Window(-best[1], -best[1] + size)
+        return self._oldest(size, rank)
 
     def lowest_fit(self, size: int, below: int) -> Window | None:
         """Return the lowest free place for ``size`` bytes that ends by ``below`` and holds no cached copy."""
@@ -169,10 +171,28 @@ class FreeSpace:
                 return Window(end - size, end)
         return None
 
-    def _large_runs(self, size: int) -> list[tuple[int, int]]:
-        """Return the runs of at least ``size`` bytes."""
+    def _oldest(self, size: int, rank: Rank) -> Window | None:
+        """Return the window with the oldest release set, of these the highest, in runs if there is one."""
+        runs = self._large_runs(size, _RUNS)
+        if runs:
+            found = [self._oldest_in_run(begin, end, size) for begin, end in runs]
+        else:
+            found = [min(self._windows(begin, end, size)) for begin, end in self._cheapest(size, rank)]
+        best = min(found, default=None)
+        return None if best is None else Window(-best[1], -best[1] + size)
+
+    def _oldest_in_run(self, begin: int, end: int, size: int) -> tuple[int, int]:
+        known = self._known.setdefault(begin, {})
+        best = known.get(size)
+        if best is None:
+            best = known[size] = min(self._windows(begin, end, size))
+        return best
+
+    def _large_runs(self, size: int, most: int | None = None) -> list[tuple[int, int]]:
+        """Return the runs of at least ``size`` bytes, the ``most`` smallest of them."""
         sizes = self._run_sizes
-        return [(begin, begin + length) for length, begin in sizes[bisect_left(sizes, (size, -1)) :]]
+        first = bisect_left(sizes, (size, -1))
+        return [(begin, begin + length) for length, begin in sizes[first : None if most is None else first + most]]
 
     def _cheapest(self, size: int, rank: Rank) -> list[tuple[int, int]]:
         """Return the free ranges of at least ``size`` bytes that cost the least cached copies can cost.
@@ -218,10 +238,11 @@ class FreeSpace:
     def _windows(self, begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:
         """Yield (newest release, -start) of the windows in ``[begin, end)`` that begin or end with a piece."""
         first = bisect_left(self._starts, begin)
-        stop = bisect_left(self._starts, end)
         pieces = self.pieces
-        for index in range(first, stop):
+        for index in range(first, len(pieces)):
             piece = pieces[index]
+            if piece.start >= end:
+                return
             while piece.end - pieces[first].start >= size:
                 start = pieces[first].start
                 newest = piece.newest if first == index else max(p.newest for p in pieces[first : index + 1])
@@ -285,6 +306,7 @@ class FreeSpace:
 
     def _drop_run(self, at: int) -> tuple[int, int]:
         start, end = self._run_starts.pop(at), self._run_ends.pop(at)
+        self._known.pop(start, None)
         del self._run_sizes[bisect_left(self._run_sizes, (end - start, start))]
         return start, end
 
