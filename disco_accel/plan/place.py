@@ -46,7 +46,7 @@ _SOME = 4
 _TINY = 2000
 """Pieces smaller than one part in so many of all lie lowest, by time: above large ones they would be in the way."""
 
-_ROUNDS = 60
+_ROUNDS = 24
 """How often the pieces that lie too high are placed first."""
 
 _WITHIN = 1.08
