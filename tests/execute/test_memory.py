@@ -129,15 +129,20 @@ from tests.execute.programs import build, executor_of, step
 def greedy(b, g):
     b.call("topk", b.input(torch.randn(4096, generator=g)), 8, keep="top")
 
-def steady(program):
-    executor = executor_of(build(program))
-    for seed in range(3):
-        inputs = build(program, seed)
-        watch.reset()
-        step(executor, inputs)
+def counted(executor, inputs):
+    watch.reset()
+    step(executor, inputs)
     # On some CPUs the library below ATen's product takes memory to pack its operands, in eager mode as well.
     packing = [line for line in watch.describe(limit=watch.count()) if "structured_mm_out_cpu::impl" in line]
     return watch.count() - len(packing)
+
+def steady(program):
+    # Which thread runs a kernel is a matter of chance, and the first time it may take memory for good.
+    executor = executor_of(build(program))
+    counts = []
+    while len(counts) < 60 and (len(counts) < 3 or len({*counts[-3:]}) > 1):
+        counts.append(counted(executor, build(program, len(counts))))
+    return counts[-1]
 
 assert watch.active()
 for program in samples.ALL:
@@ -163,11 +168,16 @@ def parallel(b, g):
 torch.set_num_threads(2)
 before = watch.threads()
 executor = executor_of(build(parallel), options=EngineOptions(compute_threads=2))
-for seed in range(3):
+quiet = 0
+for seed in range(200):
+    # Which thread runs a kernel is a matter of chance, and one that never ran a product before takes memory for it.
     inputs = build(parallel, seed)
     watch.reset()
     step_in_two(executor, inputs)
-assert watch.count() == 0, watch.describe()
+    quiet = 0 if watch.count() else quiet + 1
+    if quiet >= 3 and watch.threads() - before == 4:
+        break
+assert quiet >= 3, watch.describe()
 print(watch.threads() - before)
 """
 
