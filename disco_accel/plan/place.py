@@ -46,8 +46,9 @@ _SOME = 4
 _TINY = 2000
 """Pieces smaller than one part in so many of all lie lowest, by time: above large ones they would be in the way."""
 
-_ROUNDS = 24
-"""How often the pieces that lie too high are placed first."""
+_ROUNDS = 60
+_ROUNDS_FEW = 120
+"""How often the pieces that lie too high are placed first; the latter up to ``_FEW`` pieces."""
 
 _WITHIN = 1.08
 """What takes more than so many times the memory hardly comes down to it by that."""
@@ -109,7 +110,7 @@ def place(pieces: Sequence[Piece], limit: int, order: list[int] | None = None) -
     limit = limit or _peak(pieces)
     for within in (_WITHIN if order is None else _NEARLY, _ALMOST):
         if limit < best.top <= within * limit:
-            best = packing.place(best.order, limit, _ROUNDS)
+            best = packing.place(best.order, limit, _ROUNDS_FEW if len(pieces) <= _FEW else _ROUNDS)
             tried += best.tried
     return replace(best, tried=tried)
 

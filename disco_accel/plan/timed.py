@@ -37,7 +37,7 @@ AHEAD = (0.2, 0.05)
 """Shares of what a step with memory for all takes: nothing is dropped for what is wanted later than that. Without such
 a limit an idle link trades what is here for what is wanted sooner, again and again, and is busy when it matters."""
 
-_PLACED = 1_500_000
+_PLACED = 4_000_000
 """Addresses that are tried in one search, after which the first plan found is the last."""
 
 _TRIES = 6

@@ -2,79 +2,112 @@
 // library without PyTorch. Both give the same addresses for the same pieces.
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <iterator>
-#include <utility>
 #include <vector>
 
 namespace {
 
-constexpr std::int64_t kUnplaced = -1;
 constexpr std::int64_t kShares = 4;
-// To sort a neighbor takes as long as to pass so many placed pieces by.
-constexpr std::ptrdiff_t kSortedPerNeighbor = 8;
+// Each level has so many times the slices of the one above, and so many pieces a slice at least.
+constexpr std::int64_t kFan = 8;
+constexpr std::int64_t kPerSlice = 16;
 
 struct Span {
   std::int64_t begin;
   std::int64_t end;
+
+  bool empty() const { return begin >= end; }
+};
+
+using Spans = std::array<Span, 2>;
+
+// Small, because many are moved when one comes between them; ticks are few enough for 31 bits.
+struct Taken {
+  std::int32_t begin;
+  std::int32_t end;
   std::int32_t piece;
 };
 
-// For each piece those that are there at the same time as it is, some of them twice.
-class Neighbors {
+// What has got an address so far, by address: all of it, and slice by slice of the time, finer from level to
+// level. A piece that is there for a short time looks only at the slice that it lies in.
+class Slices {
  public:
-  explicit Neighbors(std::size_t pieces, std::vector<Span> spans) : first_(pieces + 1) {
-    std::sort(spans.begin(), spans.end(), [](const Span& a, const Span& b) { return a.begin < b.begin; });
-    visit(spans, [&](std::int32_t a, std::int32_t b) { ++first_[a + 1], ++first_[b + 1]; });
-    for (std::size_t i = 0; i < pieces; ++i) first_[i + 1] += first_[i];
-    all_.resize(first_.back());
-    std::vector<std::int64_t> next(first_.begin(), first_.end() - 1);
-    visit(spans, [&](std::int32_t a, std::int32_t b) { all_[next[a]++] = b, all_[next[b]++] = a; });
-  }
-
-  const std::int32_t* begin(std::int32_t piece) const { return all_.data() + first_[piece]; }
-  const std::int32_t* end(std::int32_t piece) const { return all_.data() + first_[piece + 1]; }
-
- private:
-  template <typename Pair>
-  static void visit(const std::vector<Span>& spans, Pair pair) {
-    std::vector<Span> active;
-    for (const Span& span : spans) {
-      if (span.begin >= span.end) continue;
-      std::size_t kept = 0;
-      for (const Span& other : active) {
-        if (other.end <= span.begin) continue;
-        active[kept++] = other;
-        if (other.piece != span.piece) pair(other.piece, span.piece);
-      }
-      active.resize(kept);
-      active.push_back(span);
+  Slices(std::int64_t pieces, std::int64_t end) {
+    for (std::int64_t slices = 1;; slices *= kFan) {
+      levels_.push_back({(end + slices - 1) / slices + 1, {}});
+      levels_.back().slices.resize(slices);
+      if (slices * kFan * kPerSlice > pieces) break;
     }
   }
 
-  std::vector<std::int64_t> first_;
-  std::vector<std::int32_t> all_;
+  void clear() {
+    for (Level& level : levels_) {
+      for (auto& slice : level.slices) slice.clear();
+    }
+  }
+
+  void add(std::int32_t piece, const Span& span, const std::vector<std::int64_t>& lows) {
+    const auto below = [&](std::int64_t low, const Taken& other) { return low < lows[other.piece]; };
+    const Taken taken{static_cast<std::int32_t>(span.begin), static_cast<std::int32_t>(span.end), piece};
+    for (Level& level : levels_) {
+      const std::int64_t last = (span.end - 1) / level.width;
+      for (std::int64_t i = span.begin / level.width; i <= last; ++i) {
+        auto& slice = level.slices[i];
+        slice.insert(std::upper_bound(slice.begin(), slice.end(), lows[piece], below), taken);
+      }
+    }
+  }
+
+  // Appends to `met` what is there during `span`, by address.
+  void meet(const Span& span, std::vector<std::int32_t>& met) const {
+    const std::vector<Taken>& slice = narrowest(span);
+    std::size_t count = met.size();
+    met.resize(count + slice.size());
+    for (const Taken& taken : slice) {
+      // No branch: nobody could predict it.
+      met[count] = taken.piece;
+      count += (taken.begin < span.end) & (taken.end > span.begin);
+    }
+    met.resize(count);
+  }
+
+ private:
+  struct Level {
+    std::int64_t width;
+    std::vector<std::vector<Taken>> slices;
+  };
+
+  const std::vector<Taken>& narrowest(const Span& span) const {
+    for (std::size_t i = levels_.size() - 1; i > 0; --i) {
+      const std::int64_t at = span.begin / levels_[i].width;
+      if (at == (span.end - 1) / levels_[i].width) return levels_[i].slices[at];
+    }
+    return levels_[0].slices[0];
+  }
+
+  std::vector<Level> levels_;
 };
 
 class Packer {
  public:
-  Packer(std::int32_t pieces, const std::int64_t* blocks, std::vector<Span> spans)
+  Packer(std::int32_t pieces, const std::int64_t* blocks, const Spans* spans)
       : blocks_(blocks, blocks + pieces),
-        neighbors_(pieces, std::move(spans)),
+        spans_(spans, spans + pieces),
         lows_(pieces),
-        turns_(pieces) {}
+        taken_(pieces, last(spans_)) {}
 
   // Gives each piece an address, in this order; returns the bytes taken.
   std::int64_t pack(const std::vector<std::int32_t>& order) {
-    std::fill(lows_.begin(), lows_.end(), kUnplaced);
-    placed_.clear();
+    taken_.clear();
     std::int64_t top = 0;
     for (const std::int32_t piece : order) {
-      const std::int64_t low = smallest_gap(piece);
-      const auto below = [&](std::int64_t value, std::int32_t other) { return value < lows_[other]; };
-      placed_.insert(std::upper_bound(placed_.begin(), placed_.end(), low, below), piece);
-      lows_[piece] = low;
+      lows_[piece] = smallest_gap(piece);
+      for (const Span& span : spans_[piece]) {
+        if (!span.empty()) taken_.add(piece, span, lows_);
+      }
       top = std::max(top, high(piece));
     }
     return top;
@@ -84,21 +117,22 @@ class Packer {
   std::int64_t high(std::int32_t piece) const { return lows_[piece] + blocks_[piece]; }
 
  private:
-  // The placed ones among the neighbors of `piece`, by address.
+  static std::int64_t last(const std::vector<Spans>& spans) {
+    std::int64_t end = 0;
+    for (const Spans& both : spans) end = std::max({end, both[0].end, both[1].end});
+    return end;
+  }
+
+  // The placed ones that are there at the same time as `piece`, by address, some of them twice.
   void meet(std::int32_t piece) {
     met_.clear();
-    const std::int32_t *first = neighbors_.begin(piece), *last = neighbors_.end(piece);
-    if ((last - first) * kSortedPerNeighbor < static_cast<std::ptrdiff_t>(placed_.size())) {
-      std::copy_if(first, last, std::back_inserter(met_),
-                   [&](std::int32_t i) { return lows_[i] != kUnplaced; });
-      std::sort(met_.begin(), met_.end(),
-                [&](std::int32_t a, std::int32_t b) { return lows_[a] < lows_[b]; });
-    } else {
-      ++turn_;
-      for (const std::int32_t* other = first; other != last; ++other) turns_[*other] = turn_;
-      std::copy_if(placed_.begin(), placed_.end(), std::back_inserter(met_),
-                   [&](std::int32_t i) { return turns_[i] == turn_; });
+    std::ptrdiff_t first = 0;
+    for (const Span& span : spans_[piece]) {
+      if (!span.empty()) taken_.meet(span, met_);
+      if (first == 0) first = std::ssize(met_);
     }
+    const auto by_low = [&](std::int32_t a, std::int32_t b) { return lows_[a] < lows_[b]; };
+    std::inplace_merge(met_.begin(), met_.begin() + first, met_.end(), by_low);
   }
 
   std::int64_t smallest_gap(std::int32_t piece) {
@@ -117,12 +151,10 @@ class Packer {
   }
 
   std::vector<std::int64_t> blocks_;
-  Neighbors neighbors_;
+  std::vector<Spans> spans_;
   std::vector<std::int64_t> lows_;
-  std::vector<std::int32_t> placed_;  // by address
+  Slices taken_;
   std::vector<std::int32_t> met_;
-  std::vector<std::int64_t> turns_;  // which turn marked a piece last
-  std::int64_t turn_ = 0;
 };
 
 }  // namespace
@@ -135,11 +167,8 @@ extern "C" {
 std::int64_t disco_place(std::int32_t pieces, const std::int64_t* blocks, const std::int64_t* spans,
                          std::int64_t limit, std::int32_t rounds, std::int32_t* order,
                          std::int64_t* addresses, std::int32_t* tried) {
-  std::vector<Span> all;
-  for (std::int32_t i = 0; i < pieces; ++i) {
-    for (int k = 0; k < 2; ++k) all.push_back({spans[4 * i + 2 * k], spans[4 * i + 2 * k + 1], i});
-  }
-  Packer packer(pieces, blocks, std::move(all));
+  static_assert(sizeof(Spans) == 4 * sizeof(std::int64_t));
+  Packer packer(pieces, blocks, reinterpret_cast<const Spans*>(spans));
   std::vector<std::int32_t> now(order, order + pieces);
   std::int64_t best = INT64_MAX;
   *tried = 0;
