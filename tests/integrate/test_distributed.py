@@ -60,6 +60,7 @@ def environment() -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "ACCELERATE_USE_CPU": "true",
+        "PYTHONFAULTHANDLER": "1",
         "TORCH_EXTENSIONS_DIR": str(cache_root()),
     }
 
@@ -85,7 +86,7 @@ def results(door: str) -> list[dict[str, Any]]:
 
     with tempfile.TemporaryDirectory() as name:
         done = launch(door, Path(name))
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == 0, f"{sorted(os.listdir(name))}\n{done.stdout[-1000:]}\n{done.stderr}"
         if door != "ddp":
             assert done.stderr.count("planned instead") == 4, done.stderr
         return [json.loads(path.read_text()) for path in sorted(Path(name).glob("result-*.json"))]

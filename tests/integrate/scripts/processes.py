@@ -6,6 +6,7 @@
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,9 @@ def main() -> None:
     results["processes"] = dist.get_world_size()
     Path(f"result-{dist.get_rank()}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
+    # A thread of gloo that still holds a tensor of Python's when the interpreter goes down aborts the process
+    # (pytorch/pytorch#179291): while this one sleeps, it can let go.
+    time.sleep(0.5)
 
 
 main()
