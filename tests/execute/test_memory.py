@@ -142,7 +142,7 @@ def steady(program):
     counts = []
     while len(counts) < 60 and (len(counts) < 3 or len({*counts[-3:]}) > 1):
         counts.append(counted(executor, build(program, len(counts))))
-    return counts[-1]
+    return max(counts[-3:])
 
 assert watch.active()
 for program in samples.ALL:

@@ -90,11 +90,15 @@ def kill_after(child: int, seconds: float) -> float | None:
     """Kill the run when it has gone on for that long. None, or the seconds it took where it ended before."""
     began = time.monotonic()
     while (spent := time.monotonic() - began) < seconds:
-        if os.waitpid(child, os.WNOHANG)[0]:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            assert status == 0, f"a run that nobody killed ended with {os.waitstatus_to_exitcode(status)}"
             return spent
         time.sleep(min(1e-3, seconds - spent))
     os.kill(child, signal.SIGKILL)
-    return None if wait(child) == -signal.SIGKILL else seconds
+    code = wait(child)
+    assert code in (0, -signal.SIGKILL), f"a run that nobody killed ended with {code}"
+    return None if code else seconds
 
 
 def half_files(folder: Path) -> Iterator[str]:
