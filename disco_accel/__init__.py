@@ -6,7 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-__all__ = ["DiscoCallback", "DiscoConfig", "DiscoPlugin", "__version__", "prefill", "prepare", "restore", "stats"]
+__all__ = [
+    "DiscoCallback",
+    "DiscoConfig",
+    "DiscoPlugin",
+    "__version__",
+    "prefill",
+    "prepare",
+    "pure",
+    "restore",
+    "stats",
+]
 
 if TYPE_CHECKING:
     from disco_accel.config import DiscoConfig
@@ -14,6 +24,7 @@ if TYPE_CHECKING:
     from disco_accel.integrate.callback import DiscoCallback
     from disco_accel.integrate.plugin import prepare, restore, stats
     from disco_accel.integrate.prefill import prefill
+    from disco_accel.integrate.python_state import pure
 
 _HOME = {
     "DiscoConfig": "disco_accel.config",
@@ -21,6 +32,7 @@ _HOME = {
     "DiscoPlugin": "disco_accel.integrate.accelerate_plugin",
     "prefill": "disco_accel.integrate.prefill",
     "prepare": "disco_accel.integrate.plugin",
+    "pure": "disco_accel.integrate.python_state",
     "restore": "disco_accel.integrate.plugin",
     "stats": "disco_accel.integrate.plugin",
 }

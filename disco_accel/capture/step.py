@@ -185,7 +185,7 @@ def capture_step(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     twins = _Twins.of(mode, model, kwargs, device)
     step = _Step(model, forward if forward is not None else model.forward, autocast_state(), outputs)
-    call = twins.caller(step, kwargs)
+    call = twins.caller(step, model, kwargs)
     with _tracing(model, mode, contexts) as log:
         tangents = _tangents(lambda: call(*twins.arguments, []), outputs[0], device, log)
     with _tracing(model, mode, contexts) as log:
@@ -223,7 +223,7 @@ def capture_forward(
     twins = _Twins.of(mode, model, kwargs, device)
     step = _Forward(model, forward, autocast_state())
     with _tracing(model, mode, contexts, gradients=False) as log:
-        trace = _trace(twins.caller(step, kwargs), (*twins.arguments, []), log)
+        trace = _trace(twins.caller(step, model, kwargs), (*twins.arguments, []), log)
     return _lower(trace, twins.sources(model), log, name, device, step.outputs, outside)
 
 
@@ -246,14 +246,23 @@ class _Twins:
     def arguments(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         return list(self.parameters.values()), list(self.batch.values())
 
-    def caller(self, step: torch.nn.Module, kwargs: Mapping[str, Any]) -> Callable[..., Any]:
+    def caller(self, step: torch.nn.Module, model: torch.nn.Module, kwargs: Mapping[str, Any]) -> Callable[..., Any]:
         """``step``, whose ``model`` is the one that the twins are of, as a function of lists of tensors."""
         names = [f"model.{name}" for name in self.parameters]
 
         def call(parameters: list[torch.Tensor], tensors: list[torch.Tensor], tangents: list[torch.Tensor]) -> Any:
             arguments = replace_tensors(dict(kwargs), dict(zip(self.batch, tensors, strict=True)))
             swapped = dict(zip(names, parameters, strict=True))
-            return torch.func.functional_call(step, swapped, (arguments, tangents), tie_weights=True)
+            buffers = {name: swapped[f"model.{name}"] for name, _ in model.named_buffers()}
+            result = torch.func.functional_call(step, swapped, (arguments, tangents), tie_weights=True)
+            for name, buffer in buffers.items():
+                # What a forward leaves in a table stands in ``swapped`` afterwards.
+                if swapped[f"model.{name}"] is not buffer:
+                    raise CaptureError(
+                        f"{name}: the forward puts another tensor in the place of this buffer, which a plan would not "
+                        "do at each step; rotary embeddings with rope_type: dynamic or longrope do so, others do not"
+                    )
+            return result
 
         return call
 

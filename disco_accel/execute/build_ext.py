@@ -28,6 +28,7 @@ _TORCH = (
     "planned_alloc.cpp",
     "arena.cpp",
     "watch.cpp",
+    "python_watch.cpp",
     "rng.cpp",
     "ops.cpp",
     "cuda_side.cpp",

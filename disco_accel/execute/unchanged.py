@@ -1,55 +1,125 @@
-"""Python objects and layouts of tensors compared with an earlier look at them, hundreds in microseconds."""
+"""Python objects and layouts of tensors compared with an earlier look at them, thousands in microseconds."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
-from collections.abc import Mapping, Sequence
+import sys
+import types
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import IntEnum
 from typing import Any
 
 import torch
 
 from disco_accel.execute.build_ext import load_extension
 
-_ABSENT = object()
+
+class _Marker:
+    """Stands for something that is no object of a program's."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __repr__(self) -> str:
+        return self._name
+
+    def __deepcopy__(self, memo: Any) -> _Marker:
+        return self
+
+
+ANYTHING, ABSENT = _Marker("anything"), _Marker("absent")
+"""In a snapshot: a value that does not matter, and one that is not there."""
+
 _INTEGERS = frozenset((torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
+
+
+class Kind(IntEnum):
+    """What a container is; the numbers are those of ``runtime_ext/torch/python_watch.cpp``."""
+
+    ATTRIBUTES = 0
+    DICT = 1
+    LIST = 2
+    CELL = 3
+    NAMES = 4
+    EQUAL = 5
 
 
 @functools.cache
 def _library() -> ctypes.PyDLL:
     library = ctypes.PyDLL(str(load_extension()))
-    library.disco_same_attributes.argtypes = [ctypes.py_object] * 4
-    library.disco_same_entries.argtypes = [ctypes.py_object] * 2
+    library.disco_watch_new.argtypes = [ctypes.py_object] * 2
+    library.disco_watch_new.restype = ctypes.c_int64
+    library.disco_watch_free.argtypes = [ctypes.c_int64]
+    library.disco_watch_free.restype = None
+    library.disco_watch_set.argtypes = [ctypes.c_int64] * 3 + [ctypes.py_object] * 2
+    library.disco_watch_set.restype = None
+    library.disco_watch_first_change.argtypes = [ctypes.c_int64] * 2
+    library.disco_watch_first_change.restype = ctypes.c_int64
+    library.disco_code_log_start.argtypes = [ctypes.py_object]
+    library.disco_code_log_start.restype = None
+    library.disco_code_log_stop.argtypes = []
+    library.disco_code_log_stop.restype = None
     library.disco_same_layouts.argtypes = [ctypes.c_int64]
     library.disco_no_zero.argtypes = [ctypes.c_int64] * 3
     return library
 
 
-class WatchedAttributes:
-    """What objects have under some names in their own ``__dict__``, by identity."""
+class WatchedContainers:
+    """Containers and the objects that each held when it was last set, compared by identity and in their order.
 
-    def __init__(self, objects: Sequence[object], names: Sequence[str]) -> None:
-        self._values = [vars(o).get(name, _ABSENT) for o in objects for name in names]
-        self._arguments = list(objects), list(names), self._values, _ABSENT
-        self._same = _library().disco_same_attributes
+    A snapshot is a list: keys and values in turn (ATTRIBUTES, DICT, NAMES), items (LIST), the content or ``ABSENT``
+    (CELL), or one copy to compare by ``==`` (EQUAL). ``ANYTHING`` in a snapshot fits every value. Owners and
+    snapshots, which must not be changed, are kept alive.
+    """
 
-    def same(self) -> bool:
-        """Whether each has the very objects that it had when this was made."""
-        return bool(self._same(*self._arguments))
+    def __init__(self) -> None:
+        library = _library()
+        self._set = library.disco_watch_set
+        self._first_change = library.disco_watch_first_change
+        self._address = library.disco_watch_new(ANYTHING, ABSENT)
+        self._alive: list[tuple[Any, list[Any]]] = []
+        weakref.finalize(self, library.disco_watch_free, self._address).atexit = False
+
+    def append(self, kind: Kind, owner: Any, snapshot: list[Any]) -> None:
+        """Watch one more container."""
+        self._alive.append((owner, snapshot))
+        self._set(self._address, len(self._alive) - 1, int(kind), owner, snapshot)
+
+    def replace(self, index: int, kind: Kind, owner: Any, snapshot: list[Any]) -> None:
+        """Compare container ``index`` with another snapshot from now on."""
+        self._set(self._address, index, int(kind), owner, snapshot)
+        self._alive[index] = (owner, snapshot)
+
+    def first_change(self, start: int = 0) -> int:
+        """Index of the first container from ``start`` on that differs from its snapshot; -1 if none does."""
+        return int(self._first_change(self._address, start))
 
 
-class WatchedEntries:
-    """The keys and values of dicts, by identity and in their order."""
+ExecutedCode = list[tuple[types.CodeType, dict[str, Any]]]
+"""Code that was run, each once, and its globals."""
 
-    def __init__(self, dicts: Sequence[Mapping[Any, Any]]) -> None:
-        entries = itertools.chain.from_iterable(map(dict.items, dicts))
-        self._arguments = list(dicts), list(itertools.chain.from_iterable(entries))
-        self._same = _library().disco_same_entries
 
-    def same(self) -> bool:
-        """Whether they hold the very keys and values that they held when this was made."""
-        return bool(self._same(*self._arguments))
+@contextmanager
+def executed_code() -> Iterator[ExecutedCode]:
+    """The Python code that this thread begins to run inside; filled at the end.
+
+    Stays empty where another profiler is active, which would be cut off.
+    """
+    executed: ExecutedCode = []
+    if sys.getprofile() is not None:
+        yield executed
+        return
+    entries: list[Any] = []
+    library = _library()
+    library.disco_code_log_start(entries)
+    try:
+        yield executed
+    finally:
+        library.disco_code_log_stop()
+        executed.extend(zip(entries[::2], entries[1::2], strict=True))
 
 
 class WatchedLayouts:

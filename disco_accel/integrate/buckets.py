@@ -17,7 +17,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from disco_accel.errors import ExecutionError
-from disco_accel.integrate.guards import batch_facts, structure_of
+from disco_accel.integrate.guards import batch_facts, state_number
 
 logger = logging.getLogger("disco_accel")
 
@@ -142,9 +142,9 @@ class Buckets:
         return target if limit is None else max(length, min(target, limit))
 
     def _model_obstacle(self, model: torch.nn.Module) -> str | None:
-        structure = structure_of(model)
-        if self._obstacle[0] != structure:
-            self._obstacle = structure, next(_model_obstacles(model), None)
+        state = state_number(model)
+        if self._obstacle[0] != state:
+            self._obstacle = state, next(_model_obstacles(model), None)
         return self._obstacle[1]
 
 

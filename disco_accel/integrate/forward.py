@@ -150,7 +150,7 @@ def _compiled(
             outside=outside_arena,
         )
 
-    return state.plan_of((step_key(model, batch), _KIND), lambda: hf_contexts(model, batch), compiler)
+    return state.plan_of(model, (step_key(model, batch), _KIND), lambda: hf_contexts(model, batch), compiler)
 
 
 def _refuse_hooks(model: torch.nn.Module) -> None:

@@ -26,9 +26,10 @@ from disco_accel.integrate.arguments import Arguments, signature_of
 from disco_accel.integrate.buckets import Buckets, Fitted
 from disco_accel.integrate.capturing import capturing, in_capture
 from disco_accel.integrate.compiled import CompiledStep, CompileOptions, compile_step, describe
+from disco_accel.integrate.effects import Effects
 from disco_accel.integrate.fallback import LastFallback
 from disco_accel.integrate.generator import generator_state
-from disco_accel.integrate.guards import StepKey, step_key
+from disco_accel.integrate.guards import StepKey, model_state, step_key
 from disco_accel.integrate.hf import ContextFactory, training_contexts
 from disco_accel.integrate.output import StepOutput
 from disco_accel.integrate.pending import PendingStep, run_step
@@ -58,6 +59,7 @@ class PreparedModel:
         self.arguments = Arguments(signature_of(model))
         self.plans: dict[PlanKey, CompiledStep] = {}
         self.refused: dict[PlanKey, str] = {}
+        self.effects = Effects()
         self.last_fallback = LastFallback()
         self.uses: dict[StepKey, Uses] = {}
         self.active: weakref.ref[PendingStep] | None = None
@@ -88,6 +90,7 @@ class PreparedModel:
         """The plan for this batch, made on first sight of its key, which is ``seen`` if that is known already."""
         batch, cut = fitted.batch, fitted.length is not None and outputs != ("loss",)
         return self.plan_of(
+            model,
             (seen or step_key(model, batch), outputs, cut),
             lambda: training_contexts(model, batch),
             lambda options: compile_step(
@@ -97,7 +100,8 @@ class PreparedModel:
 
     def plan_of(
         self,
-        key: PlanKey,
+        model: torch.nn.Module,
+        key: tuple[StepKey, *PlanKey],
         contexts: Callable[[], Sequence[ContextFactory]],
         compiler: Callable[[CompileOptions], CompiledStep],
     ) -> CompiledStep:
@@ -107,17 +111,21 @@ class PreparedModel:
         found = self.plans.get(key)
         if found is not None:
             self.counts["plan_hits"] += 1
+            self.effects.met()
             return found
+        self.effects.admit(key[0].state, model_state(model).difference)
         self.abandon_active()
         self.placement.gather()
         try:
-            options = self._compile_options(contexts())
-            with capturing():
+            watched = functools.partial(self.effects.of_trace, model)
+            options = self._compile_options((watched, *contexts()))
+            with capturing(), self.effects.of_capture():
                 step = compiler(options)
         except CaptureError as error:
             self.refused[key] = str(error)
             raise
-        self.plans[key] = step
+        # What the forward changed it has changed: this plan was for the state before.
+        self.plans[(*key, len(self.plans)) if self.effects.lasting else key] = step
         logger.info("%s", describe(step))
         return step
 
@@ -243,10 +251,10 @@ def _forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _planned(state: PreparedModel, model: torch.nn.Module, fitted: Fitted) -> StepOutput | torch.Tensor:
     """The forward of a planned step on ``fitted``."""
     with state.lock:
-        again = state.last_fallback.again(model, fitted.batch)
-        if again is not None:
-            raise CaptureError(again)
         key = step_key(model, fitted.batch)
+        reason = state.last_fallback.reason_of(key)
+        if reason is not None:
+            raise CaptureError(reason)
         uses = state.uses.setdefault(key, Uses())
         try:
             step = state.compiled(model, fitted, uses.outputs(fitted.batch), key)
@@ -254,6 +262,8 @@ def _planned(state: PreparedModel, model: torch.nn.Module, fitted: Fitted) -> St
             if state.config.on_unsupported == "eager":
                 state.last_fallback.keep(key, str(error))
             raise
+        if state.effects.lasting:
+            key = step_key(model, fitted.batch)
         state.make_current(model, step)
         generator = generator_state(step)
         values, seen = run_step(state, model, step, fitted.batch)

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import gc
+import sys
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from disco_accel.execute.unchanged import WatchedAttributes, WatchedEntries, WatchedLayouts, no_zero
+from disco_accel.execute.unchanged import (
+    ABSENT,
+    ANYTHING,
+    Kind,
+    WatchedContainers,
+    WatchedLayouts,
+    executed_code,
+    no_zero,
+)
 
 DTYPES = (torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64, torch.float32, torch.bfloat16)
 
@@ -44,33 +56,81 @@ def test_layouts_are_compared(change: str, which: int) -> None:
     assert not look.same() and WatchedLayouts(parameters).same()
 
 
-def test_attributes_are_compared_by_identity() -> None:
-    """Absent ones too; attributes that were not asked for do not count."""
-    module = torch.nn.Linear(1, 1)
-    look = WatchedAttributes([torch.nn.Linear(1, 1), module], ("training", "gate"))
-    module.other = 1  # type: ignore[assignment]
-    assert look.same()
-    module.gate = 1  # type: ignore[assignment]
-    assert not look.same()
-    del module.gate
-    assert look.same()
-    module.eval()
-    assert not look.same()
+class Owner:
+    def __init__(self) -> None:
+        self.value: Any = 1.5
+        self.other: Any = "x"
 
 
-def test_entries_are_compared_by_identity_and_order() -> None:
-    values = [[1], [1]]
-    table, empty = {"a": values[0], "b": 2}, dict[str, int]()
-    look = WatchedEntries([table, empty])
-    assert look.same()
-    table["a"] = values[1]
-    assert not look.same()
-    table["a"] = values[0]
-    assert look.same()
-    empty["c"] = 3
-    assert not look.same()
-    empty.clear()
+def _cell(value: Any) -> Any:
+    return (lambda: value).__closure__[0]  # type: ignore[index]
+
+
+def _snapshots() -> dict[Kind, tuple[Any, list[Any], Callable[[Any], Any]]]:
+    """A container of each kind, what it holds, and a change that leaves it equal by ``==`` but not by identity."""
+    owner, item = Owner(), [1]
+    return {
+        Kind.ATTRIBUTES: (owner, ["value", owner.value, "other", "x"], lambda o: setattr(o, "value", float("1.5"))),
+        Kind.DICT: ({"a": item}, ["a", item], lambda d: d.update(a=[1])),
+        Kind.LIST: ([item], [item], lambda items: items.__setitem__(0, [1])),
+        Kind.CELL: (_cell(item), [item], lambda cell: setattr(cell, "cell_contents", [1])),
+        Kind.NAMES: ({"a": item, "b": 2}, ["a", item, "c", ABSENT], lambda d: d.update(c=None)),
+        Kind.EQUAL: ({1, 2}, [{1, 2}], lambda items: items.add(3)),
+    }
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+def test_containers_are_compared_by_identity(kind: Kind) -> None:
+    """Each kind; the first change is told by its index, and a snapshot that was taken over counts from then on."""
+    owner, snapshot, change = _snapshots()[kind]
+    watched = WatchedContainers()
+    watched.append(Kind.LIST, [], [])
+    watched.append(kind, owner, snapshot)
+    assert watched.first_change() == -1
+    change(owner)
+    assert watched.first_change() == 1 and watched.first_change(1) == 1 and watched.first_change(2) == -1
+    watched.replace(1, kind, owner, [] if kind is Kind.NAMES else [*snapshot, "more"])
+    assert (watched.first_change() == -1) == (kind is Kind.NAMES)
+
+
+def test_entries_are_compared_in_their_order() -> None:
+    table = {"a": 1, "b": 2}
+    watched = WatchedContainers()
+    watched.append(Kind.DICT, table, ["a", 1, "b", ANYTHING])
+    table["b"] = 5
+    assert watched.first_change() == -1
     table["a"] = table.pop("a")
-    assert not look.same()
+    assert watched.first_change() == 0
     table.clear()
-    assert not look.same()
+    assert watched.first_change() == 0
+
+
+def test_a_watch_keeps_nothing_alive_beyond_itself() -> None:
+    """An owner that is watched from itself can be collected."""
+    owner = Owner()
+    owner.value = watched = WatchedContainers()
+    watched.append(Kind.ATTRIBUTES, owner, ["value", watched, "other", owner.other])
+    alive = weakref.ref(owner)
+    del owner, watched
+    gc.collect()
+    assert alive() is None
+
+
+def test_executed_code_is_logged_once_with_its_globals() -> None:
+    """Of this thread, while it is asked for, and not where another profiler would be cut off."""
+
+    def called() -> int:
+        return 1
+
+    with executed_code() as executed:
+        called()
+        called()
+    [(code, namespace)] = [entry for entry in executed if entry[0].co_name == "called"]
+    assert code is called.__code__ and namespace is globals()
+    sys.setprofile(lambda *_: None)
+    try:
+        with executed_code() as executed:
+            called()
+        assert executed == [] and sys.getprofile() is not None
+    finally:
+        sys.setprofile(None)

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 from transformers.utils import ModelOutput
 
-from disco_accel import DiscoConfig, prepare, restore, stats
+from disco_accel import DiscoConfig, prepare, pure, restore, stats
 from disco_accel.errors import BudgetTooSmall, ExecutionError
 from disco_accel.integrate.plugin import current_step
 from disco_accel.testing.models import random_batch, tiny_lora
@@ -113,7 +113,7 @@ def test_logits_that_are_read_again_and_again_are_planned() -> None:
     """From the second time on they are an output of the plan and cost no forward more."""
     model, eager = prepare(tiny_lora(), config()), tiny_lora()
     forwards = []
-    model.get_input_embeddings().register_forward_hook(lambda *_: forwards.append(1))
+    model.get_input_embeddings().register_forward_hook(pure(lambda *_: forwards.append(1)))
     for seed in range(4):
         forwards.clear()
         output, expected = model(**random_batch(seed=seed)), eager(**random_batch(seed=seed))
