@@ -98,8 +98,8 @@ class WatchedContainers:
         return int(self._first_change(self._address, start))
 
 
-ExecutedCode = list[tuple[types.CodeType, dict[str, Any]]]
-"""Code that was run, each once, and its globals."""
+ExecutedCode = list[tuple[types.CodeType, dict[str, Any], bool]]
+"""Code that was run, its globals, and whether autograd ran it in a backward; once for either."""
 
 
 @contextmanager
@@ -119,7 +119,7 @@ def executed_code() -> Iterator[ExecutedCode]:
         yield executed
     finally:
         library.disco_code_log_stop()
-        executed.extend(zip(entries[::2], entries[1::2], strict=True))
+        executed.extend(zip(entries[::3], entries[1::3], entries[2::3], strict=True))
 
 
 class WatchedLayouts:

@@ -162,7 +162,7 @@ class Effects:
             )
 
     def _tell(self, executed: ExecutedCode) -> None:
-        for code, namespace in executed:
+        for code, namespace, _ in executed:
             if is_library(code) or is_pure(code) or code in self._told:
                 continue
             heard = sorted(n for n in _HEARD & set(code.co_names) if n not in namespace or not _own(namespace[n]))
@@ -231,10 +231,10 @@ def _words(state: tuple[Any, ...]) -> list[Any]:
 
 def _refuse_random(drawn: str, executed: ExecutedCode) -> None:
     """Raises CaptureError for numbers that were drawn, and for code that makes generators which start anywhere."""
-    fresh = [code for code, _ in executed if not is_library(code) and not is_pure(code) and _FRESH & global_names(code)]
+    fresh = [code for code, *_ in executed if not is_library(code) and not is_pure(code) and _FRESH & global_names(code)]
     if not drawn and not fresh:
         return
-    candidates = [code for code, _ in executed if not is_foundation(code) and _RANDOM_NAMES & global_names(code)]
+    candidates = [code for code, *_ in executed if not is_foundation(code) and _RANDOM_NAMES & global_names(code)]
     own = fresh or [code for code in candidates if not is_library(code)] or candidates
     where = ", ".join(f"{c.co_qualname} ({c.co_filename}:{c.co_firstlineno})" for c in own[:3]) or "the forward"
     source = f"draws from {drawn}'s generator" if drawn else "makes a generator of its own"

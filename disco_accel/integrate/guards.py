@@ -62,6 +62,8 @@ class ModelState:
         self._numbers: dict[bytes, int] = {}
         self._next = itertools.count()
         self.number = -1
+        self.runs_in_backward = False
+        """Whether Python code runs in a backward, of an autograd.Function or of a checkpointed forward."""
         self.difference = ""
         """What made the last state another one than that before, for messages."""
 
@@ -93,12 +95,13 @@ class ModelState:
         anew when they return.
         """
         # PyTorch's tracer runs code, too, other code each time; it reads no attributes but those that all modules have.
-        executed = [(code, space) for code, space in executed if not is_foundation(code) and not is_pure(code)]
+        executed = [entry for entry in executed if not is_foundation(entry[0]) and not is_pure(entry[0])]
         names, unknown = names_read(executed), self._ran and self._names is None
         before = self._names, len(self._code)
         self._names = None if names is None or unknown else names | (self._names or frozenset())
         self._ran = True
-        self._code.update(executed)
+        self._code.update((code, space) for code, space, _ in executed)
+        self.runs_in_backward = self.runs_in_backward or any(backward for *_, backward in executed)
         if before != (self._names, len(self._code)) or changed:
             self._last = PythonState(model, self._names, self._code.items())
             self.number = next(self._next) if changed else self.number

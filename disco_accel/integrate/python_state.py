@@ -559,7 +559,7 @@ def names_read(executed: ExecutedCode) -> frozenset[str] | None:
     names: set[str] = set()
     if not executed:
         return None
-    for code, _ in executed:
+    for code, *_ in executed:
         read = attribute_names(code)
         if read is None:
             return None

@@ -2,7 +2,9 @@
 // runs.
 
 #include <c10/util/python_stub.h>
+#include <torch/csrc/autograd/function.h>
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <unordered_set>
@@ -20,6 +22,7 @@ int PyDict_Next(PyObject* dict, std::ptrdiff_t* position, PyObject** key, PyObje
 PyObject* PyList_GetItem(PyObject* list, std::ptrdiff_t index);
 std::ptrdiff_t PyList_Size(PyObject* list);
 int PyList_Append(PyObject* list, PyObject* item);
+PyObject* PyBool_FromLong(long value);
 PyObject* PyCell_Get(PyObject* cell);
 PyObject* PyFrame_GetCode(PyObject* frame);
 PyObject* PyFrame_GetGlobals(PyObject* frame);
@@ -118,7 +121,7 @@ struct Watch {
 Watch& watch_at(std::int64_t address) { return *reinterpret_cast<Watch*>(address); }
 
 struct CodeLog {
-  std::unordered_set<PyObject*> seen;
+  std::array<std::unordered_set<PyObject*>, 2> seen;  // outside of backwards, and in them
   PyObject* entries = nullptr;
 };
 
@@ -130,9 +133,12 @@ int note_call(PyObject* /*argument*/, PyObject* frame, int what, PyObject* /*val
   PyObject* code = PyFrame_GetCode(frame);
   int failed = 0;
   // The list keeps each code alive, so that no two can have the same address.
-  if (code_log.seen.insert(code).second) {
+  const bool in_backward = static_cast<bool>(torch::autograd::get_current_node());
+  if (code_log.seen[in_backward ? 1 : 0].insert(code).second) {
     PyObject* globals = PyFrame_GetGlobals(frame);
-    failed = PyList_Append(code_log.entries, code) | PyList_Append(code_log.entries, globals);
+    PyObject* backward = PyBool_FromLong(in_backward ? 1 : 0);
+    for (PyObject* item : {code, globals, backward}) failed |= PyList_Append(code_log.entries, item);
+    Py_DecRef(backward);
     Py_DecRef(globals);
   }
   Py_DecRef(code);
@@ -175,11 +181,12 @@ std::int64_t disco_watch_first_change(std::int64_t address, std::int64_t start) 
   return -1;
 }
 
-// Append to the list `entries` each code that this thread begins to run from now on, once, and its globals.
+// Append to the list `entries` each code that this thread begins to run from now on, its globals, and whether
+// autograd runs a backward: once for either.
 void disco_code_log_start(PyObject* entries) {
   Py_IncRef(entries);
   code_log.entries = entries;
-  code_log.seen.clear();
+  for (auto& seen : code_log.seen) seen.clear();
   PyEval_SetProfile(note_call, nullptr);
 }
 
@@ -187,6 +194,6 @@ void disco_code_log_stop() {
   PyEval_SetProfile(nullptr, nullptr);
   if (code_log.entries != nullptr) Py_DecRef(code_log.entries);
   code_log.entries = nullptr;
-  code_log.seen.clear();
+  for (auto& seen : code_log.seen) seen.clear();
 }
 }

@@ -125,8 +125,14 @@ def test_executed_code_is_logged_once_with_its_globals() -> None:
     with executed_code() as executed:
         called()
         called()
-    [(code, namespace)] = [entry for entry in executed if entry[0].co_name == "called"]
-    assert code is called.__code__ and namespace is globals()
+    [(code, namespace, in_backward)] = [entry for entry in executed if entry[0].co_name == "called"]
+    assert code is called.__code__ and namespace is globals() and not in_backward
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda _: called() and None)
+    with torch.autograd.set_multithreading_enabled(False), executed_code() as executed:
+        called()
+        x.backward(torch.ones(1))
+    assert [entry[2] for entry in executed if entry[0] is called.__code__] == [False, True]
     sys.setprofile(lambda *_: None)
     try:
         with executed_code() as executed:
