@@ -9,7 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from disco_accel import commands, simulate_command
@@ -109,13 +109,17 @@ def _bound(options: argparse.Namespace) -> int:
 def _verify_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("task", metavar="TASK.json", help="the task graph")
     parser.add_argument("plan", metavar="MEM.json", help="its plan")
+    parser.add_argument("--memory", metavar="SIZE", help="device memory, such as 12GiB (default: what the graph says)")
 
 
 def _verify(options: argparse.Namespace) -> int:
     from disco_accel.graphfile import in_file, read_memgraph, read_taskgraph
     from disco_accel.verify import verify
 
+    memory = None if options.memory is None else parse_size(options.memory)
     graph = read_taskgraph(options.task, options.names)
+    if memory is not None:
+        graph = replace(graph, devices=tuple(replace(device, memory=memory) for device in graph.devices))
     plan = read_memgraph(options.plan, options.names)
     try:
         verify(graph, plan)

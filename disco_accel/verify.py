@@ -18,13 +18,14 @@ from disco_accel.memgraph import MemGraph, Slot
 from disco_accel.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.unswept import collector_paused
 from disco_accel.verify_order import Claim, first_unfounded
+from disco_accel.verify_same import called, check_same
 
 
 @collector_paused()
 def verify(graph: TaskGraph, memgraph: MemGraph) -> None:
-    """Raise VerifyError, naming the vertices, unless ``memgraph`` is a safe plan of ``graph``."""
+    """Raise VerifyError, naming the vertices, unless ``memgraph`` is a safe plan of ``graph`` in its devices' memory."""
+    check_same(graph, memgraph)
     plan = _Plan(graph, memgraph)
-    _check_vertices(plan)
     _check_edges(plan)
     order = _topological_order(plan)
     before = _Before(plan, order)
@@ -53,38 +54,15 @@ class _Plan:
     def __post_init__(self) -> None:
         self.task = {vertex.id: vertex for vertex in self.graph.vertices}
         self.vertex = {vertex.id: vertex for vertex in self.mem.vertices}
-        if len(self.vertex) != len(self.mem.vertices):
-            raise VerifyError("two vertices of the plan have the same id")
 
     def name(self, vertex: int) -> str:
         """How messages call a vertex."""
-        found = self.vertex.get(vertex) or self.task.get(vertex)
-        return f"vertex {vertex}" if found is None else f"vertex {vertex} ({found.op or found.kind.name.lower()})"
+        named = self.vertex.get(vertex)
+        return f"vertex {vertex}" if named is None else called(named)
 
     def size(self, ref: Ref) -> int:
         """Bytes of a value of the plan."""
         return self.vertex[ref[0]].sizes[ref[1]]
-
-
-def _check_vertices(plan: _Plan) -> None:
-    for vertex in plan.graph.vertices:
-        planned = plan.vertex.get(vertex.id)
-        if planned is None:
-            raise VerifyError(f"{plan.name(vertex.id)} of the task graph is missing from the plan")
-        for key in ("kind", "device", "op", "sizes"):
-            if getattr(planned, key) != getattr(vertex, key):
-                raise VerifyError(f"{plan.name(vertex.id)}: {key} differs from the task graph's")
-        if len(planned.inputs) != len(vertex.inputs):
-            raise VerifyError(f"{plan.name(vertex.id)}: has {len(planned.inputs)} inputs, not {len(vertex.inputs)}")
-    devices = {device.id for device in plan.mem.devices}
-    for vertex in plan.mem.vertices:
-        if vertex.device not in devices:
-            raise VerifyError(f"{plan.name(vertex.id)}: the plan has no device {vertex.device}")
-        if vertex.id not in plan.task and vertex.kind not in (VertexKind.OFFLOAD, VertexKind.RELOAD):
-            raise VerifyError(f"{plan.name(vertex.id)} is not in the task graph and neither offload nor reload")
-        for producer, output in vertex.inputs:
-            if producer not in plan.vertex or not 0 <= output < len(plan.vertex[producer].sizes):
-                raise VerifyError(f"{plan.name(vertex.id)}: reads [{producer}, {output}], which does not exist")
 
 
 def _check_edges(plan: _Plan) -> None:
@@ -386,10 +364,15 @@ def _check_host_memory(plan: _Plan, order: Mapping[int, int], before: _Before) -
             raise VerifyError(f"there is a host offset for {plan.name(offload)}, which is not an offload")
     for offload in sorted(offsets, key=order.__getitem__):
         start, size = offsets[offload], plan.vertex[offload].sizes[0]
-        if start < 0 or (plan.mem.host_memory and start + size > plan.mem.host_memory):
-            raise VerifyError(f"{plan.name(offload)}: host range [{start}, {start + size}) is outside the host arena")
+        if start < 0 or start + size > plan.mem.host_memory:
+            raise VerifyError(
+                f"{plan.name(offload)}: [{start}, {start + size}) is outside the {plan.mem.host_memory} bytes of the"
+                f" host's arena (host: memory)"
+            )
         if start % plan.mem.host_alignment:
-            raise VerifyError(f"{plan.name(offload)}: host offset {start} is not aligned")
+            raise VerifyError(
+                f"{plan.name(offload)}: host_offset {start} is not a multiple of {plan.mem.host_alignment}"
+            )
         if size == 0:
             continue
         for former in memory.replace(start, start + size, (offload, 0)):

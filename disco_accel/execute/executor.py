@@ -161,10 +161,19 @@ class Executor:
         late = {v.id for v in memgraph.vertices if v.late}
         self._early = _Externals.of({k: s for k, s in tables.externals.items() if k not in late})
         self._late = _Externals.of({k: s for k, s in tables.externals.items() if k in late})
-        keep = [*self._memory.devices.values(), self._memory.host, *self._memory.clean.values()]
+        memory = self._memory
+        arenas = [memory.devices[device.id] for device in memgraph.devices]
         try:
             self._engine = torch.classes.disco_accel.Engine(
-                self._table, tables.vertices, tables.edges, tables.copied, keep, settings, links
+                self._table,
+                tables.vertices,
+                tables.edges,
+                tables.copied,
+                arenas,
+                memory.host,
+                list(memory.clean.values()),
+                settings,
+                links,
             )
         except (ValueError, RuntimeError) as error:
             raise ExecutionError(f"the plan cannot be run: {error}") from error

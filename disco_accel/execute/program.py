@@ -10,6 +10,7 @@ import torch
 
 from disco_accel.errors import ExecutionError
 from disco_accel.execute.encode import dispatcher_overload, encode_args, encode_out_call, encode_spec, label
+from disco_accel.execute.hostmem import ALIGNMENT
 from disco_accel.execute.record import OpRecord
 from disco_accel.memgraph import MemGraph
 from disco_accel.taskgraph import OpCall, Ref, Vertex, VertexKind, tensor_args
@@ -106,43 +107,56 @@ class Lowering:
             raise ExecutionError(f"clean input {vertex.id} needs {vertex.sizes[0]} host bytes, it was given {got}")
         if (vertex.id, 0) not in self._graph.slots:
             return 0, 0, 0
-        return self._address((vertex.id, 0)), held.data_ptr(), vertex.sizes[0]
+        return self._address((vertex.id, 0), vertex.sizes[0]), held.data_ptr(), vertex.sizes[0]
 
     def _copy(self, vertex: Vertex) -> tuple[int, int]:
-        ref = vertex.inputs[0]
+        ref, nbytes = vertex.inputs[0], vertex.sizes[0]
         if vertex.kind is VertexKind.OFFLOAD:
-            return self._host_address(vertex.id), self._address(ref)
+            return self._host_address(vertex.id, nbytes), self._address(ref, nbytes)
         source = self._vertices[ref[0]]
+        target = self._address((vertex.id, 0), nbytes)
         if vertex.kind is VertexKind.TRANSFER:
-            target = self._address((vertex.id, 0))
             if not source.external:
-                return target, self._address(ref)
+                return target, self._address(ref, nbytes)
             self._copied.append((self._externals[source.id], self._positions[vertex.id]))
             # Any address will do until the input is bound: nothing runs before.
             return target, target
         if source.kind is VertexKind.OFFLOAD:
-            return self._address((vertex.id, 0)), self._host_address(source.id)
-        if source.id not in self._memory.clean:
+            return target, self._host_address(source.id, nbytes)
+        held = self._memory.clean.get(source.id)
+        if held is None:
             raise ExecutionError(f"reload {vertex.id} reads vertex {source.id}, which has no host bytes")
-        return self._address((vertex.id, 0)), self._memory.clean[source.id].data_ptr()
+        if nbytes > held.numel() * held.element_size():
+            raise ExecutionError(f"reload {vertex.id} reads {nbytes} bytes of clean input {source.id}, which has fewer")
+        return target, held.data_ptr()
 
-    def _host_address(self, offload: int) -> int:
+    def _host_address(self, offload: int, nbytes: int) -> int:
         offset = self._graph.host_offsets.get(offload)
         if offset is None:
             raise ExecutionError(f"offload {offload} has no place in the host arena")
-        return self._memory.host.data_ptr() + offset
+        return _within(self._memory.host, offset, nbytes, f"offload {offload}", "the host")
 
-    def _address(self, ref: Ref) -> int:
+    def _address(self, ref: Ref, nbytes: int, offset: int = 0) -> int:
+        """The address of ``nbytes`` bytes from ``offset`` on in the slot of ``ref``, all of them inside slot and arena.
+
+        Whatever made the plan: an address from here is never outside the memory that the engine was given.
+        """
         slot = self._graph.slots.get(ref)
+        what = f"value {ref[1]} of vertex {ref[0]}"
         if slot is None:
-            raise ExecutionError(f"value {ref[1]} of vertex {ref[0]} has no address in the plan")
-        return self._memory.devices[slot.device].data_ptr() + slot.addr
+            raise ExecutionError(f"{what} has no address in the plan")
+        if offset < 0 or offset + nbytes > slot.size:
+            raise ExecutionError(f"{what}: bytes {offset} to {offset + nbytes} are used of a slot of {slot.size}")
+        arena = self._memory.devices.get(slot.device)
+        if arena is None:
+            raise ExecutionError(f"{what} lies on device {slot.device}, of which there is no memory")
+        return _within(arena, slot.addr, slot.size, what, f"device {slot.device}") + offset
 
     def _storage(self, ref: Ref) -> int:
         storage = self._storages.get(ref)
         if storage is None:
             nbytes = self._vertices[ref[0]].sizes[ref[1]]
-            storage = self._ops.add_fixed(self._address(ref) if nbytes else 0, nbytes)
+            storage = self._ops.add_fixed(self._address(ref, nbytes) if nbytes else 0, nbytes)
             self._storages[ref] = storage
         return storage
 
@@ -157,14 +171,14 @@ class Lowering:
         if call.rng is not None:
             self._ops.set_rng(op, call.rng.slot, call.rng.replay)
         addresses = []
+        scratch = (vertex.id, len(vertex.sizes) - 1)
         for allocation in record.allocations:
-            scratch = (vertex.id, len(vertex.sizes) - 1)
             base = scratch if allocation.output is None else (vertex.id, allocation.output)
-            addresses.append(self._address(base) + allocation.offset)
+            addresses.append(self._address(base, allocation.nbytes, allocation.offset))
         self._ops.set_schedule(op, addresses, [a.nbytes for a in record.allocations])
         if record.loose_bytes:
-            end = self._address((vertex.id, len(vertex.sizes) - 1)) + record.scratch_bytes
-            self._ops.set_loose(op, end - record.loose_bytes, record.loose_bytes)
+            begin = record.scratch_bytes - record.loose_bytes
+            self._ops.set_loose(op, self._address(scratch, record.loose_bytes, begin), record.loose_bytes)
         self._planned += len(addresses)
         return int(op)
 
@@ -189,6 +203,17 @@ class Lowering:
             mode = _PLACED if result.output in placed else _COPIED
             self._ops.expect_result(op, mode, encode_spec(self._storage((vertex.id, result.output)), result.spec))
         return op
+
+
+def _within(arena: torch.Tensor, offset: int, nbytes: int, what: str, where: str) -> int:
+    """The address of ``nbytes`` bytes at ``offset`` of ``arena``. Raises ExecutionError unless all are inside."""
+    if offset < 0 or nbytes < 0 or offset + nbytes > arena.numel():
+        raise ExecutionError(
+            f"{what}: bytes {offset} to {offset + nbytes} are outside the {arena.numel()} bytes of {where}'s arena"
+        )
+    if offset % ALIGNMENT:
+        raise ExecutionError(f"{what}: offset {offset} in {where}'s arena is not a multiple of {ALIGNMENT}")
+    return arena.data_ptr() + offset
 
 
 def external_dtypes(graph: MemGraph, calls: Mapping[int, OpCall]) -> dict[int, str]:

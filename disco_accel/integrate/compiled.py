@@ -273,7 +273,7 @@ def _compile(
             raise BudgetTooSmall(error.needed + budget.outside, budget.total, "memory_budget: the step") from error
     clock.append(time.perf_counter())
     if found != "hit":
-        verify(graph, plan)
+        verify(sized, plan)
         if cache is not None:
             cache.store(key, plan)
     clock.append(time.perf_counter())

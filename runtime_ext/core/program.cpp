@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <stdexcept>
+#include <utility>
 
 namespace disco {
 namespace {
@@ -75,7 +76,70 @@ std::string check_edges(const Program& p) {
   return {};
 }
 
+std::string range_of(const void* ptr, std::int64_t bytes) {
+  return std::to_string(bytes) + " bytes at " + std::to_string(reinterpret_cast<std::uintptr_t>(ptr));
+}
+
 }  // namespace
+
+Ranges::Ranges(std::vector<Range> ranges) {
+  std::erase_if(ranges, [](const Range& range) { return range.bytes <= 0; });
+  std::sort(ranges.begin(), ranges.end(), [](const Range& a, const Range& b) { return a.base < b.base; });
+  for (const Range& range : ranges) {
+    const auto base = reinterpret_cast<std::uintptr_t>(range.base);
+    const auto size = static_cast<std::uintptr_t>(range.bytes);
+    if (!spans_.empty() && base - spans_.back().first <= spans_.back().second) {
+      spans_.back().second = std::max(spans_.back().second, base - spans_.back().first + size);
+    } else {
+      spans_.emplace_back(base, size);
+    }
+  }
+}
+
+bool Ranges::hold(const void* ptr, std::int64_t bytes) const {
+  if (bytes <= 0) return bytes == 0;
+  const auto address = reinterpret_cast<std::uintptr_t>(ptr);
+  auto next = std::upper_bound(spans_.begin(), spans_.end(), address,
+                               [](std::uintptr_t value, const auto& span) { return value < span.first; });
+  if (next == spans_.begin()) return false;
+  const auto& [base, size] = *--next;
+  const std::uintptr_t offset = address - base;
+  return offset <= size && static_cast<std::uintptr_t>(bytes) <= size - offset;
+}
+
+std::string Program::validate_memory(const Memory& memory) const {
+  std::vector<Range> host_sources = memory.clean;
+  host_sources.push_back(memory.host);
+  const Ranges clean(memory.clean);
+  const Ranges from_host(std::move(host_sources));
+  const Ranges host(std::vector<Range>{memory.host});
+  const Ranges everywhere(memory.arenas);
+  std::vector<Ranges> arenas;
+  for (const Range& arena : memory.arenas) arenas.emplace_back(std::vector<Range>{arena});
+  for (std::int32_t v = 0; v < size(); ++v) {
+    if (bytes[v] == 0 || kind[v] == Kind::kKernel) continue;
+    if (device[v] < 0 || static_cast<std::size_t>(device[v]) >= arenas.size()) {
+      return at_vertex(*this, v, "device " + std::to_string(device[v]) + " has no arena");
+    }
+    const Ranges& arena = arenas[static_cast<std::size_t>(device[v])];
+    const Ranges* target = &arena;
+    const Ranges* source = &everywhere;
+    if (kind[v] == Kind::kInput) source = &clean;
+    if (kind[v] == Kind::kReload) source = &from_host;
+    if (kind[v] == Kind::kTransfer) target = &everywhere;
+    if (kind[v] == Kind::kOffload) {
+      target = &host;
+      source = &arena;
+    }
+    if (!target->hold(dst[v], bytes[v])) {
+      return at_vertex(*this, v, "writes " + range_of(dst[v], bytes[v]) + ", outside the memory of this run");
+    }
+    if (!source->hold(src[v], bytes[v])) {
+      return at_vertex(*this, v, "reads " + range_of(src[v], bytes[v]) + ", outside the memory of this run");
+    }
+  }
+  return {};
+}
 
 std::string Program::validate(int devices) const {
   if (std::string message = check_lengths(*this); !message.empty()) return message;

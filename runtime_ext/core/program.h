@@ -31,6 +31,31 @@ struct VertexDesc {
   std::uint8_t flags = 0;     // Flag bits
 };
 
+// A stretch of memory.
+struct Range {
+  const void* base = nullptr;
+  std::int64_t bytes = 0;
+};
+
+// Stretches of memory that are looked up by address.
+class Ranges {
+ public:
+  explicit Ranges(std::vector<Range> ranges);
+  // Whether all of [ptr, ptr + bytes) lies in them. True of no bytes at all, wherever they are; no sum is
+  // formed that could overflow.
+  bool hold(const void* ptr, std::int64_t bytes) const;
+
+ private:
+  std::vector<std::pair<std::uintptr_t, std::uintptr_t>> spans_;  // base and size, disjoint and ascending
+};
+
+// All memory that a run registers, and so all that its copies may touch.
+struct Memory {
+  std::vector<Range> arenas;  // of each device
+  Range host;                 // offloads are written there and reloads read there
+  std::vector<Range> clean;   // on the host: reloads and residents are read there, nothing is written
+};
+
 // Flat arrays, one entry per vertex in serial order: a vertex's index is its priority (smaller runs first).
 //
 // An input is in place when a step begins. One that has `bytes` > 0 is a *resident*: its bytes are copied
@@ -65,6 +90,10 @@ struct Program {
   // and none of them is resident; no out vertex waits, however indirectly, for a late one (wait_out would
   // never return).
   std::string validate(int devices) const;
+  // The same for memory: every byte that a copy or a resident reads or writes lies where its kind may. A
+  // reload reads the host's arena or clean memory and writes its device's arena, a resident reads clean
+  // memory, an offload goes from its device's arena to the host's, a transfer from an arena to an arena.
+  std::string validate_memory(const Memory& memory) const;
 };
 
 // Vertices in serial order plus edges in any order, turned into a Program. Duplicate edges are dropped.

@@ -1,5 +1,8 @@
 #include <gtest/gtest.h>
 
+#include <cstddef>
+#include <limits>
+
 #include "support.h"
 
 namespace disco::testing {
@@ -69,6 +72,73 @@ TEST(Program, ValidateChecksArraysMadeByHand) {
   EXPECT_NE(program.validate(1).find("successor_begin"), std::string::npos);
   program.flags.pop_back();
   EXPECT_NE(program.validate(1).find("differ in length"), std::string::npos);
+}
+
+// Two arenas, host memory and a weight in one block, with room between them, to be named by offsets.
+struct Registered {
+  std::vector<std::byte> block = std::vector<std::byte>(1024);
+  Memory memory{{{block.data(), 128}, {block.data() + 256, 128}},
+                {block.data() + 512, 64},
+                {{block.data() + 768, 16}, {block.data() + 784, 16}}};
+
+  VertexDesc copy(Kind kind, std::int64_t dst, std::int64_t src, std::int64_t bytes, int device = 0) {
+    VertexDesc vertex;
+    vertex.kind = kind;
+    vertex.device = device;
+    vertex.dst = at(dst);
+    vertex.src = at(src);
+    vertex.bytes = bytes;
+    return vertex;
+  }
+  void* at(std::int64_t offset) {
+    return reinterpret_cast<void*>(reinterpret_cast<std::uintptr_t>(block.data()) +
+                                   static_cast<std::uintptr_t>(offset));
+  }
+  std::string judge(const VertexDesc& vertex) { return build({vertex}, {}).validate_memory(memory); }
+};
+
+TEST(Program, EveryCopyStaysInTheMemoryOfItsKind) {
+  Registered at;
+  EXPECT_EQ(at.judge(at.copy(Kind::kInput, 112, 768, 16)), "");
+  EXPECT_EQ(at.judge(at.copy(Kind::kReload, 0, 512, 64)), "");
+  EXPECT_EQ(at.judge(at.copy(Kind::kReload, 96, 768, 32)), "");  // two weights, one behind the other
+  EXPECT_EQ(at.judge(at.copy(Kind::kOffload, 512, 64, 64)), "");
+  EXPECT_EQ(at.judge(at.copy(Kind::kTransfer, 256, 0, 128)), "");
+  EXPECT_EQ(at.judge(at.copy(Kind::kReload, -8, -8, 0)), "");
+  const VertexDesc wrong[] = {
+      at.copy(Kind::kInput, 120, 768, 16),     // past the end of the arena
+      at.copy(Kind::kInput, -8, 768, 16),      // before it
+      at.copy(Kind::kInput, 256, 768, 16),     // another device's arena
+      at.copy(Kind::kInput, 0, 512, 16),       // residents come from clean memory
+      at.copy(Kind::kReload, 0, 792, 16),      // past the end of a weight
+      at.copy(Kind::kReload, 0, 640, 16),      // memory of nobody
+      at.copy(Kind::kReload, 768, 512, 16),    // onto a weight
+      at.copy(Kind::kOffload, 568, 0, 16),     // past the end of the host's arena
+      at.copy(Kind::kOffload, 768, 0, 16),     // onto a weight
+      at.copy(Kind::kOffload, 0, 16, 16),      // into an arena
+      at.copy(Kind::kOffload, 512, 256, 16),   // from another device's
+      at.copy(Kind::kTransfer, 256, 768, 16),  // from the host
+      at.copy(Kind::kTransfer, 512, 0, 16),    // to the host
+      at.copy(Kind::kTransfer, 256, 120, 16),  // past the end of its source
+      at.copy(Kind::kReload, 0, 512, 64, 2),   // no such device
+      at.copy(Kind::kOffload, 512, 0, std::numeric_limits<std::int64_t>::max()),
+      at.copy(Kind::kOffload, std::numeric_limits<std::int64_t>::max(), 0, 16),
+      at.copy(Kind::kOffload, std::numeric_limits<std::int64_t>::min(), 0, 16),
+      at.copy(Kind::kOffload, 512, 0, -16),
+  };
+  for (const VertexDesc& vertex : wrong) EXPECT_NE(at.judge(vertex).find("vertex 0"), std::string::npos);
+  EXPECT_NE(at.judge(wrong[0]).find("writes 16 bytes at"), std::string::npos);
+  EXPECT_NE(at.judge(wrong[4]).find("reads 16 bytes at"), std::string::npos);
+}
+
+TEST(Program, MemoryThatIsNotRegisteredHoldsNothing) {
+  const Ranges none({});
+  int word = 0;
+  EXPECT_TRUE(none.hold(nullptr, 0));
+  EXPECT_FALSE(none.hold(&word, 1));
+  const auto* top = reinterpret_cast<const void*>(std::numeric_limits<std::uintptr_t>::max() - 7);
+  EXPECT_TRUE(Ranges({{top, 8}}).hold(top, 8));
+  EXPECT_FALSE(Ranges({{top, 8}}).hold(top, 9));
 }
 
 TEST(Program, EngineRefusesAnInvalidProgram) {

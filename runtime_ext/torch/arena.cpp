@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <limits>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -56,8 +57,10 @@ at::Tensor bytes_over(c10::DataPtr data, std::int64_t nbytes) {
 }  // namespace
 
 at::Tensor map_arena(std::int64_t nbytes) {
-  if (nbytes < 0) throw std::invalid_argument("an arena cannot have " + std::to_string(nbytes) + " bytes");
   const std::int64_t page = page_size();
+  if (nbytes < 0 || nbytes > std::numeric_limits<std::int64_t>::max() - 4 * page) {
+    throw std::invalid_argument("an arena cannot have " + std::to_string(nbytes) + " bytes");
+  }
   const std::int64_t body = (nbytes + page - 1) / page * page;
   const auto length = static_cast<std::size_t>(body + 2 * page);
   void* start = mmap(nullptr, length, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -78,8 +81,8 @@ at::Tensor carve(const at::Tensor& base, std::int64_t offset, std::int64_t nbyte
   if (!base.device().is_cpu() || base.scalar_type() != c10::kByte || base.dim() != 1 || base.stride(0) != 1) {
     throw std::invalid_argument("carve needs a contiguous 1-d uint8 tensor on the CPU");
   }
-  if (offset < 0 || nbytes < 0 || offset + nbytes > base.numel()) {
-    throw std::invalid_argument("bytes " + std::to_string(offset) + " to " + std::to_string(offset + nbytes) +
+  if (offset < 0 || nbytes < 0 || nbytes > base.numel() || offset > base.numel() - nbytes) {
+    throw std::invalid_argument(std::to_string(nbytes) + " bytes at " + std::to_string(offset) +
                                 " are outside an arena of " + std::to_string(base.numel()));
   }
   auto* data = static_cast<std::byte*>(base.data_ptr()) + offset;

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 #include <optional>
 #include <stdexcept>
 #include <string_view>
@@ -208,7 +209,9 @@ at::Tensor OpTable::make_tensor(c10::ArrayRef<IValue> encoded) const {
   const std::int64_t offset = encoded.at(5).toInt();
   std::int64_t extent = offset + 1;
   bool empty = false;
+  if (offset < 0) bad_argument("a tensor begins before its storage");
   for (std::size_t d = 0; d < shape.size(); ++d) {
+    if (shape[d] < 0 || stride.at(d) < 0) bad_argument("a tensor has a negative size or stride");
     extent += (shape[d] - 1) * stride.at(d);
     empty = empty || shape[d] == 0;
   }
@@ -323,6 +326,34 @@ void OpTable::expect_result(std::int32_t op, ResultMode mode, const IValue& wher
 void OpTable::set_schedule(std::int32_t op, std::vector<PlannedBlock> blocks) {
   ops_.at(op).schedule = std::move(blocks);
   ops_.at(op).scheduled = true;
+}
+
+void OpTable::check_memory(const Ranges& arenas) const {
+  const auto inside = [&](const void* ptr, std::size_t nbytes) {
+    return nbytes <= static_cast<std::size_t>(std::numeric_limits<std::int64_t>::max()) &&
+           arenas.hold(ptr, static_cast<std::int64_t>(nbytes));
+  };
+  for (std::size_t i = 0; i < storages_.size(); ++i) {
+    if (!external_[i] && !inside(storages_[i].data_ptr().get(), storages_[i].nbytes())) {
+      bad_argument("storage " + std::to_string(i) + " of " + std::to_string(storages_[i].nbytes()) +
+                   " bytes lies outside the arenas of this run");
+    }
+  }
+  for (const PreparedOp& op : ops_) {
+    const bool planned = std::all_of(op.schedule.begin(), op.schedule.end(), [&](const PlannedBlock& block) {
+      return inside(block.ptr, block.nbytes);
+    });
+    if (!planned || !inside(op.loose.ptr, op.loose.nbytes)) {
+      bad_argument(op.label + ": an allocation is planned outside the arenas of this run");
+    }
+  }
+}
+
+std::size_t OpTable::external_bytes(std::int64_t storage) const {
+  if (storage < 0 || static_cast<std::size_t>(storage) >= external_.size() || !external_[storage]) {
+    bad_argument("storage " + std::to_string(storage) + " is not external");
+  }
+  return storages_[storage].nbytes();
 }
 
 void OpTable::set_rng(std::int32_t op, std::int64_t slot, bool replay) {

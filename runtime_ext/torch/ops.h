@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "../core/program.h"
 #include "direct.h"
 #include "planned_alloc.h"
 #include "rng.h"
@@ -102,6 +103,12 @@ class OpTable {
   void set_loose(std::int32_t op, PlannedBlock loose) { ops_.at(op).loose = loose; }
   // The op draws random numbers: see RngSite.
   void set_rng(std::int32_t op, std::int64_t slot, bool replay);
+
+  // Throws std::invalid_argument naming the storage or op unless every fixed storage and every planned block
+  // lies in `arenas`.
+  void check_memory(const Ranges& arenas) const;
+  // Bytes of an external storage. Throws std::invalid_argument if there is no such storage.
+  std::size_t external_bytes(std::int64_t storage) const;
 
   // Runs an op on this thread. Throws std::runtime_error with the op's label.
   void run(std::int32_t op) const;

@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -64,33 +65,36 @@ void prepare_compute_thread(int count) {
   if (mkl_set_local != nullptr) mkl_set_local(count);
 }
 
+std::size_t byte_count(std::int64_t nbytes) {
+  if (nbytes < 0) throw std::invalid_argument("a size of " + std::to_string(nbytes) + " bytes");
+  return static_cast<std::size_t>(nbytes);
+}
+
 struct TorchOps : torch::CustomClassHolder {
   explicit TorchOps(const std::string& device) : table(c10::Device(device)) {
     if (table.device().is_cpu()) install_cpu_decorator();
   }
 
   std::int64_t add_fixed(std::int64_t address, std::int64_t nbytes) {
-    return table.add_fixed(reinterpret_cast<void*>(address), static_cast<std::size_t>(nbytes));
+    return table.add_fixed(reinterpret_cast<void*>(address), byte_count(nbytes));
   }
-  std::int64_t add_external(std::int64_t nbytes) {
-    return table.add_external(static_cast<std::size_t>(nbytes));
-  }
+  std::int64_t add_external(std::int64_t nbytes) { return table.add_external(byte_count(nbytes)); }
   std::int64_t add_op(const std::string& name, const std::string& overload, const c10::IValue& args,
                       const std::string& label) {
     return table.add_op(name, overload, args, label);
   }
   void expect_result(std::int64_t op, std::int64_t mode, const c10::IValue& where) {
-    table.expect_result(static_cast<std::int32_t>(op), static_cast<ResultMode>(mode), where);
+    table.expect_result(checked(op), static_cast<ResultMode>(mode), where);
   }
   void set_schedule(std::int64_t op, const Ints& addresses, const Ints& sizes) {
     std::vector<PlannedBlock> blocks;
     for (std::size_t i = 0; i < addresses.size(); ++i) {
-      blocks.push_back({reinterpret_cast<void*>(addresses[i]), static_cast<std::size_t>(sizes.at(i))});
+      blocks.push_back({reinterpret_cast<void*>(addresses[i]), byte_count(sizes.at(i))});
     }
-    table.set_schedule(static_cast<std::int32_t>(op), std::move(blocks));
+    table.set_schedule(checked(op), std::move(blocks));
   }
   void set_loose(std::int64_t op, std::int64_t address, std::int64_t nbytes) {
-    table.set_loose(checked(op), {reinterpret_cast<void*>(address), static_cast<std::size_t>(nbytes)});
+    table.set_loose(checked(op), {reinterpret_cast<void*>(address), byte_count(nbytes)});
   }
   void set_rng(std::int64_t op, std::int64_t slot, bool replay) { table.set_rng(checked(op), slot, replay); }
   void run(std::int64_t op) { table.run(checked(op)); }
@@ -191,25 +195,69 @@ Settings read_settings(const c10::Dict<std::string, double>& values) {
   return settings;
 }
 
+void check_table(const at::Tensor& table, std::int64_t columns, const char* name) {
+  if (table.scalar_type() != at::kLong || !table.device().is_cpu() || !table.is_contiguous() ||
+      table.dim() != 2 || table.size(1) != columns) {
+    throw std::invalid_argument(std::string(name) + " must be a contiguous int64 table [n, " +
+                                std::to_string(columns) + "] on the CPU");
+  }
+}
+
+// `value` as a T; what does not fit in its Whole is refused, not cut.
+template <typename T, typename Whole = T>
+T narrow(std::int64_t value, const char* what) {
+  if (value < std::numeric_limits<Whole>::min() || value > std::numeric_limits<Whole>::max()) {
+    throw std::invalid_argument(std::string("program: ") + what + " " + std::to_string(value));
+  }
+  return static_cast<T>(value);
+}
+
 // `vertices` is int64 [n, 7]: kind, device, op, dst, src, bytes, flags; `edges` is int64 [m, 2].
 Program read_program(const at::Tensor& vertices, const at::Tensor& edges) {
-  if (!vertices.is_contiguous() || !edges.is_contiguous() || vertices.scalar_type() != at::kLong ||
-      edges.scalar_type() != at::kLong || vertices.dim() != 2 || vertices.size(1) != 7) {
-    throw std::invalid_argument("a program is two contiguous int64 tables, [n, 7] and [m, 2]");
-  }
+  check_table(vertices, 7, "vertices");
+  check_table(edges, 2, "edges");
   ProgramBuilder builder;
   builder.reserve(static_cast<std::size_t>(vertices.size(0)), static_cast<std::size_t>(edges.size(0)));
   const auto* row = vertices.const_data_ptr<std::int64_t>();
   for (std::int64_t i = 0; i < vertices.size(0); ++i, row += 7) {
-    builder.add({static_cast<Kind>(row[0]), static_cast<std::int32_t>(row[1]),
-                 static_cast<std::int32_t>(row[2]), reinterpret_cast<void*>(row[3]),
-                 reinterpret_cast<const void*>(row[4]), row[5], static_cast<std::uint8_t>(row[6])});
+    builder.add({narrow<Kind, std::uint8_t>(row[0], "kind"), narrow<std::int32_t>(row[1], "device"),
+                 narrow<std::int32_t>(row[2], "op"), reinterpret_cast<void*>(row[3]),
+                 reinterpret_cast<const void*>(row[4]), row[5], narrow<std::uint8_t>(row[6], "flags")});
   }
   const auto* edge = edges.const_data_ptr<std::int64_t>();
   for (std::int64_t i = 0; i < edges.size(0); ++i, edge += 2) {
-    builder.edge(static_cast<std::int32_t>(edge[0]), static_cast<std::int32_t>(edge[1]));
+    builder.edge(narrow<std::int32_t>(edge[0], "edge"), narrow<std::int32_t>(edge[1], "edge"));
   }
   return std::move(builder).build();
+}
+
+Range range_of(const at::Tensor& tensor) {
+  return {tensor.const_data_ptr(), static_cast<std::int64_t>(tensor.nbytes())};
+}
+
+// The last word on a plan: whatever made it, nothing that it runs touches other memory than `memory`. Throws
+// std::invalid_argument. `copied` as for TorchEngine.
+void check_program(const Program& program, const OpTable& table, const Memory& memory,
+                   const at::Tensor& copied) {
+  std::string message = program.validate(static_cast<int>(memory.arenas.size()));
+  if (message.empty()) message = program.validate_memory(memory);
+  if (!message.empty()) throw std::invalid_argument(message);
+  for (std::int32_t v = 0; v < program.size(); ++v) {
+    if (program.kind[v] == Kind::kKernel && static_cast<std::size_t>(program.op[v]) >= table.size()) {
+      throw std::invalid_argument("vertex " + std::to_string(v) + " (kernel): no op " +
+                                  std::to_string(program.op[v]));
+    }
+  }
+  table.check_memory(Ranges(memory.arenas));
+  check_table(copied, 2, "copied");
+  const auto* pair = copied.const_data_ptr<std::int64_t>();
+  for (std::int64_t i = 0; i < copied.size(0); ++i, pair += 2) {
+    if (pair[1] < 0 || pair[1] >= program.size() || program.kind[pair[1]] != Kind::kTransfer ||
+        static_cast<std::size_t>(program.bytes[pair[1]]) > table.external_bytes(pair[0])) {
+      throw std::invalid_argument("vertex " + std::to_string(pair[1]) +
+                                  " is no transfer within external storage " + std::to_string(pair[0]));
+    }
+  }
 }
 
 at::Tensor copy_of(const at::Tensor& value, c10::Device device) {
@@ -221,12 +269,27 @@ at::Tensor copy_of(const at::Tensor& value, c10::Device device) {
 }
 
 struct TorchEngine : torch::CustomClassHolder, OpRunner {
-  // `copied` is int64 [k, 2]: the storage of an external input and a copy that reads it. `keep` holds every
-  // tensor whose memory the program names. `links` has a bandwidth and a latency for each device.
+  // `copied` is int64 [k, 2]: the storage of an external input and a transfer that reads it. All memory that
+  // the program names lies in `arenas`, one for each device, in `host`, where values are offloaded, and in
+  // `clean`, which is only read; all three are kept alive. `links` has a bandwidth and a latency for each
+  // device. Throws std::invalid_argument for a program that would touch any other memory.
   TorchEngine(c10::intrusive_ptr<TorchOps> ops, const at::Tensor& vertices, const at::Tensor& edges,
-              const at::Tensor& copied, std::vector<at::Tensor> keep,
-              const c10::Dict<std::string, double>& options, const std::vector<double>& links)
-      : ops_(std::move(ops)), keep_(std::move(keep)), pid_(getpid()) {
+              const at::Tensor& copied, std::vector<at::Tensor> arenas, const at::Tensor& host,
+              const std::vector<at::Tensor>& clean, const c10::Dict<std::string, double>& options,
+              const std::vector<double>& links)
+      : ops_(std::move(ops)), keep_(std::move(arenas)), pid_(getpid()) {
+    Memory memory;
+    for (const at::Tensor& arena : keep_) memory.arenas.push_back(range_of(arena));
+    memory.host = range_of(host);
+    for (const at::Tensor& weights : clean) memory.clean.push_back(range_of(weights));
+    keep_.push_back(host);
+    keep_.insert(keep_.end(), clean.begin(), clean.end());
+    Program program = read_program(vertices, edges);
+    check_program(program, ops_->table, memory, copied);
+    if (links.size() != 2 * memory.arenas.size()) {
+      throw std::invalid_argument("links has " + std::to_string(links.size()) + " figures for " +
+                                  std::to_string(memory.arenas.size()) + " devices");
+    }
     layouts_.resize(ops_->table.storages());
     const auto* pair = copied.const_data_ptr<std::int64_t>();
     for (std::int64_t i = 0; i < copied.size(0); ++i, pair += 2) copied_.emplace_back(pair[0], pair[1]);
@@ -264,8 +327,7 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
         devices.push_back(std::make_unique<HostDevice>(host));
       }
     }
-    engine_ =
-        std::make_unique<Engine>(read_program(vertices, edges), std::move(devices), *this, settings.engine);
+    engine_ = std::make_unique<Engine>(std::move(program), std::move(devices), *this, settings.engine);
   }
 
   // The arena itself is freed by whoever holds it last, so its range must be forgotten first.
@@ -474,7 +536,8 @@ TORCH_LIBRARY(disco_accel, m) {
   m.class_<Pinned>("Pinned").def(torch::init<at::Tensor>());
   m.class_<TorchEngine>("Engine")
       .def(torch::init<c10::intrusive_ptr<TorchOps>, at::Tensor, at::Tensor, at::Tensor,
-                       std::vector<at::Tensor>, c10::Dict<std::string, double>, std::vector<double>>())
+                       std::vector<at::Tensor>, at::Tensor, std::vector<at::Tensor>,
+                       c10::Dict<std::string, double>, std::vector<double>>())
       .def("expect_dtype", &TorchEngine::expect_dtype)
       .def("expect_layout", &TorchEngine::expect_layout)
       .def("fail_at", &TorchEngine::fail_at)

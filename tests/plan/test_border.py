@@ -35,11 +35,11 @@ def twice(graph: TaskGraph, plan: MemGraph, border: Border) -> tuple[TaskGraph, 
         brought = v.kind is VertexKind.INPUT and not v.external
         host = v.kind is VertexKind.RELOAD and v.inputs[0][0] in clean
         inputs = v.inputs if host else tuple(second(ref, planned) for ref in v.inputs)
-        after = () if planned else tuple(other + FAR for other in v.after)
+        after = tuple(other + FAR for other in v.after)
         return replace(v, id=v.id + FAR, kind=VertexKind.KERNEL if brought else v.kind, inputs=inputs, after=after)
 
     def both(vertices: tuple[Vertex, ...], planned: bool) -> tuple[Vertex, ...]:
-        first = tuple(replace(v, keep=False, after=() if planned else v.after) for v in vertices)
+        first = tuple(replace(v, keep=False) for v in vertices)
         return first + tuple(moved(v, planned) for v in vertices if v.id not in clean)
 
     user = _user(plan)
