@@ -23,6 +23,7 @@ from disco_accel.graphfile import read_taskgraph, write_atomically
 from disco_accel.plan import make_plan
 from disco_accel.plan.bound import Bound, bound_of
 from disco_accel.plan.demand import demand_of
+from disco_accel.plan.needed import with_memory
 from disco_accel.plan.simulate import Link, Machine, simulate
 from disco_accel.plan.summary import copied_bytes
 from disco_accel.sizes import format_size, parse_size
@@ -97,7 +98,7 @@ def measure(graph: TaskGraph, memory: int, bandwidth: float, planners: Iterable[
             print(f"{graph.name}: {planner} needs {format_size(error.needed)}, not {format_size(memory)}", flush=True)
             continue
         planned = time.process_time()
-        verify(graph, plan)
+        verify(with_memory(graph, lambda device: memory), plan)
         done = time.process_time()
         makespan = simulate(plan, machine).makespan
         loaded = copied_bytes(plan, VertexKind.RELOAD)

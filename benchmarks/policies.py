@@ -24,6 +24,7 @@ from disco_accel.errors import BudgetTooSmall
 from disco_accel.graphfile import read_taskgraph, write_atomically
 from disco_accel.plan import POLICIES, make_plan
 from disco_accel.plan.bound import bound_of
+from disco_accel.plan.needed import with_memory
 from disco_accel.plan.simulate import Link, Machine, simulate
 from disco_accel.plan.summary import copied_bytes
 from disco_accel.sizes import format_size
@@ -64,7 +65,7 @@ def measure(graph: TaskGraph, share: float, machine: Machine) -> Row:
             continue
         finally:
             row.seconds[policy] = time.process_time() - began
-        verify(graph, plan)
+        verify(with_memory(graph, lambda device: memory), plan)
         row.ratios[policy] = simulate(plan, machine).makespan / bound.bound if bound.bound else 1.0
         loaded = copied_bytes(plan, VertexKind.RELOAD)
         row.loads[policy] = loaded / bound.lp_reload_bytes if bound.lp_reload_bytes else float("inf")

@@ -17,13 +17,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from disco_accel.graphcheck import check_taskgraph
 from disco_accel.graphfile import write_atomically
 from disco_accel.plan import make_plan
 from disco_accel.plan.finish import data_edges
+from disco_accel.plan.needed import with_memory
 from disco_accel.plan.prune import prune
 from disco_accel.sizes import format_size, parse_size
 from disco_accel.taskgraph import TaskGraph, VertexKind
@@ -72,7 +73,7 @@ def measure(graph: TaskGraph, memory: int, planner: str) -> Point:
     checked = time.process_time()
     plan = make_plan(graph, memory=memory, planner=planner, cyclic=True)
     planned = time.process_time()
-    verify(replace(graph, devices=plan.devices), plan)
+    verify(with_memory(graph, lambda device: memory), plan)
     verified = time.process_time()
     prune(plan.vertices, data_edges(plan.vertices), plan.memory_edges)
     pruned = time.process_time()

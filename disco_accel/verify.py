@@ -23,7 +23,7 @@ from disco_accel.verify_same import called, check_same
 
 @collector_paused()
 def verify(graph: TaskGraph, memgraph: MemGraph) -> None:
-    """Raise VerifyError, naming the vertices, unless ``memgraph`` is a safe plan of ``graph`` in its devices' memory."""
+    """Raise VerifyError, naming the vertices, unless ``memgraph`` is a safe plan of ``graph`` on its devices."""
     check_same(graph, memgraph)
     plan = _Plan(graph, memgraph)
     _check_edges(plan)

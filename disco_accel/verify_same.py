@@ -24,6 +24,8 @@ SAME = (*_FIRST, *(f.name for f in fields(Vertex) if f.name not in (*_FIRST, "id
 _BARE = ("late", "external", "out", "keep", "after", "inplace", "may_inplace")
 """What only a vertex of the task graph can have."""
 
+_PLAIN = Vertex(0, VertexKind.OFFLOAD, 0)
+
 
 def called(vertex: Vertex) -> str:
     """How messages call ``vertex``."""
@@ -103,7 +105,7 @@ def _check_copies(plan: MemGraph, known: set[int], planned: Mapping[int, Vertex]
         if vertex.id in known:
             continue
         for key in _BARE:
-            if getattr(vertex, key) not in (False, None, ()):
+            if getattr(vertex, key) != getattr(_PLAIN, key):
                 raise VerifyError(f"{called(vertex)}: {key}: only a vertex of the task graph can have it, not a copy")
         if not vertex.clean:
             continue

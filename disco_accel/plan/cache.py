@@ -8,21 +8,20 @@ must accept the result. What is wrong with a file is said in one line, and the f
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import json
 import logging
 import os
 import stat
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from disco_accel.errors import GraphFileError, VerifyError
-from disco_accel.graphfile import fingerprint, memgraph_from_json, memgraph_to_json, parse_json, write_atomically
+from disco_accel.graphfile import fingerprint, memgraph_from_json, memgraph_to_json, parse_json
 from disco_accel.memgraph import MemGraph
+from disco_accel.plan.cache_folder import ForeignFolder, own_folder, remove_oldest, write_plan
 from disco_accel.plan.simulate import Machine
 from disco_accel.sizes import format_size
 from disco_accel.taskgraph import TaskGraph, Vertex, VertexKind
@@ -37,8 +36,6 @@ MOST_FILES = 256
 """The oldest plans beyond this many are removed when a new one is stored."""
 
 _KEY = "plan_cache"
-_STALE_SECONDS = 3600
-"""No writer takes so long: a temporary file of this age was left by one that was killed."""
 _said: set[str] = set()
 
 
@@ -83,7 +80,7 @@ def _sources() -> str:
 
 
 class PlanCache:
-    """Plans in ``folder``/plans, for this user alone."""
+    """Plans in ``folder``/plans, for this user alone. That is a folder of the cache's own: see ``cache_folder``."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder) / "plans"
@@ -108,45 +105,20 @@ class PlanCache:
         top = {_KEY: {"fingerprint": key}, **memgraph_to_json(plan)}
         data = json.dumps(top, separators=(",", ":")).encode() + b"\n"
         try:
-            self._private_folder()
-            write_atomically(path, data, mode=0o600)
-            self._prune()
+            with own_folder(self.folder) as handle:
+                write_plan(handle, path.name, data)
+                remove_oldest(handle, MOST_FILES)
         except OSError as error:
             _say(path, f"cannot be written: {error.strerror or error}")
-        except _Unusable as error:
+        except ForeignFolder as error:
             _say(self.folder, str(error))
 
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}.json"
 
-    def _private_folder(self) -> None:
-        """Make the folder, which only this user may enter."""
-        for folder in (self.folder.parent, self.folder):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = os.lstat(self.folder)
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-            raise _Unusable("is not a folder of this user's own")
-        if stat.S_IMODE(found.st_mode) != 0o700:
-            os.chmod(self.folder, 0o700)
-
-    def _prune(self) -> None:
-        """Remove the oldest plans beyond the limit, and what writers that crashed have left."""
-        plans: list[tuple[float, str]] = []
-        for entry in os.scandir(self.folder):
-            # Another process may have removed it by now.
-            with contextlib.suppress(FileNotFoundError):
-                modified = entry.stat(follow_symlinks=False).st_mtime
-                if entry.name.endswith(".json"):
-                    plans.append((modified, entry.path))
-                elif entry.name.startswith(".") and modified < time.time() - _STALE_SECONDS:
-                    os.unlink(entry.path)
-        for _, path in sorted(plans)[: max(0, len(plans) - MOST_FILES)]:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-
 
 class _Unusable(Exception):
-    """Why a file or folder is left alone."""
+    """Why a file is left alone."""
 
 
 def _say(path: Path, reason: str) -> None:

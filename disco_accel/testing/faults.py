@@ -177,7 +177,94 @@ def lose_an_address(plan: MemGraph, rng: random.Random) -> MemGraph | None:
     return replace(plan, slots={ref: slot for ref, slot in plan.slots.items() if ref != lost})
 
 
-FAULTS: Mapping[str, Fault] = {
+def device_larger_than_allowed(plan: MemGraph, rng: random.Random) -> MemGraph | None:
+    """A device has more memory than the graph's, and the plan uses all of it."""
+    ref = _some_slot(plan, rng)
+    if ref is None:
+        return None
+    slot = plan.slots[ref]
+    grown = next(d for d in plan.devices if d.id == slot.device)
+    addr = -(-grown.memory // grown.alignment) * grown.alignment
+    devices = tuple(replace(d, memory=addr + slot.size) if d == grown else d for d in plan.devices)
+    return replace(_moved(plan, ref, addr), devices=devices)
+
+
+def alignment_weakened(plan: MemGraph, rng: random.Random) -> MemGraph | None:
+    """A device's addresses need to be multiples of less than the graph says."""
+    weakened = rng.choice(plan.devices)
+    if weakened.alignment == 1:
+        return None
+    lower = rng.choice([unit for unit in (1, weakened.alignment - 1, weakened.alignment // 2) if unit])
+    return replace(plan, devices=tuple(replace(d, alignment=lower) if d == weakened else d for d in plan.devices))
+
+
+def device_that_is_not_there(plan: MemGraph, rng: random.Random) -> MemGraph | None:
+    """The plan has a device that the graph has not, and reloads or offloads nothing there yet."""
+    return replace(plan, devices=(*plan.devices, replace(rng.choice(plan.devices), id=1 + max(_ids(plan)))))
+
+
+def host_offset_outside(plan: MemGraph, rng: random.Random) -> MemGraph | None:
+    """An offload goes behind the end of the host's arena, or before its start."""
+    if not plan.host_offsets:
+        return None
+    offload = rng.choice(sorted(plan.host_offsets))
+    unit = plan.host_alignment
+    size = next(sum(v.sizes) for v in plan.vertices if v.id == offload)
+    behind = -(-plan.host_memory // unit) * unit
+    offset = rng.choice((behind, behind + (1 << 62), -unit, -(1 << 63), plan.host_memory // unit * unit - size + unit))
+    return replace(plan, host_offsets={**plan.host_offsets, offload: offset})
+
+
+def host_memory_missing(plan: MemGraph, rng: random.Random) -> MemGraph | None:
+    """The host's arena has no bytes, or fewer than the offloads need."""
+    if not any(v.sizes[0] for v in plan.vertices if v.id in plan.host_offsets):
+        return None
+    end = max(at + sum(v.sizes) for v in plan.vertices for at in [plan.host_offsets.get(v.id, -1)] if at >= 0)
+    return replace(plan, host_memory=rng.choice((0, 0, end - 1, -plan.host_memory)))
+
+
+def _flip(key: str) -> Fault:
+    """The fault that a vertex of the plan differs in ``key`` from the task graph's."""
+
+    def flip(plan: MemGraph, rng: random.Random) -> MemGraph | None:
+        copies = (VertexKind.OFFLOAD, VertexKind.RELOAD)
+        # What a copy costs is not the graph's to say, and a reload may be marked clean.
+        free = ("duration", "op", "sizes", "kind", "device", "clean")
+        victims = [v for v in plan.vertices if key not in free or v.kind not in copies]
+        if not victims:
+            return None
+        victim = rng.choice(victims)
+        value = _other(getattr(victim, key), key, rng)
+        changed = replace(victim, **{key: value})
+        return replace(plan, vertices=tuple(changed if v.id == victim.id else v for v in plan.vertices))
+
+    flip.__name__ = f"{key}_flipped"
+    return flip
+
+
+def _other(value: object, key: str, rng: random.Random) -> object:
+    """A value that a field could have as well."""
+    if isinstance(value, bool):
+        return not value
+    if key == "kind":
+        return rng.choice([kind for kind in VertexKind if kind != value])
+    if key == "sizes":
+        sizes = list(value) if isinstance(value, tuple) else []
+        at = rng.randrange(len(sizes))
+        return tuple(size + rng.choice((1, 256)) * (i == at) for i, size in enumerate(sizes))
+    if isinstance(value, tuple):
+        return value[1:] if value else (0,)
+    if isinstance(value, str):
+        return value + "'"
+    if isinstance(value, float):
+        return value * 2 + 1e-6
+    return 1 + value if isinstance(value, int) else 0
+
+
+_FIELDS = ("kind", "device", "op", "sizes", "duration", "clean", "late", "external", "out", "keep", "after")
+_REUSE = ("inplace", "may_inplace")
+
+RUN_FAULTS: Mapping[str, Fault] = {
     fault.__name__: fault
     for fault in (
         drop_memory_edge,
@@ -195,6 +282,22 @@ FAULTS: Mapping[str, Fault] = {
         lose_an_address,
     )
 }
+"""Faults in what a plan does."""
+
+CLAIM_FAULTS: Mapping[str, Fault] = {
+    fault.__name__: fault
+    for fault in (
+        device_larger_than_allowed,
+        alignment_weakened,
+        device_that_is_not_there,
+        host_offset_outside,
+        host_memory_missing,
+        *(_flip(key) for key in (*_FIELDS, *_REUSE)),
+    )
+}
+"""Faults in what a plan says of memory and of the graph. On tokens, in memory without end, most make no difference."""
+
+FAULTS: Mapping[str, Fault] = {**RUN_FAULTS, **CLAIM_FAULTS}
 
 
 def carried(plan: MemGraph) -> dict[Ref, Ref]:
@@ -205,6 +308,10 @@ def carried(plan: MemGraph) -> dict[Ref, Ref]:
             copy = vertex.kind in (VertexKind.OFFLOAD, VertexKind.RELOAD)
             result[vertex.id, k] = result[vertex.inputs[0]] if copy else (vertex.id, k)
     return result
+
+
+def _ids(plan: MemGraph) -> list[int]:
+    return [device.id for device in plan.devices]
 
 
 def _kind(plan: MemGraph, ref: Ref) -> VertexKind:

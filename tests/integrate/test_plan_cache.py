@@ -109,7 +109,7 @@ def test_off_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_tampered_plan_is_planned_anew(damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """One line, the right bits, and a whole file for the next run."""
     before = step(tmp_path)
-    (path,) = (tmp_path / "plans").iterdir()
+    (path,) = (tmp_path / "plans").glob("*.json")
     text = path.read_text()
     if damage == "cut":
         path.write_text(text[: len(text) // 2])

@@ -1,0 +1,113 @@
+"""A stored plan that names memory outside its arenas is as good as absent, however its file came to say so."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from disco_accel.execute.reference import run_reference
+from disco_accel.graphfile import read_taskgraph
+from disco_accel.memgraph import MemGraph
+from disco_accel.plan import cache as module
+from disco_accel.plan import make_plan
+from disco_accel.plan.cache import PlanCache
+from disco_accel.taskgraph import TaskGraph, VertexKind
+from disco_accel.verify import verify
+
+GRAPHS = Path(__file__).parent.parent / "data" / "graphs"
+KEY = "5" * 64
+FLIPS = int(os.environ.get("DISCO_BIT_FLIPS", "1500"))
+"""Of the 17,000 bits of the file."""
+
+
+@pytest.fixture(scope="module")
+def graph() -> TaskGraph:
+    """So small a device that values must leave it."""
+    toy = read_taskgraph(GRAPHS / "toy.taskgraph.json")
+    return replace(toy, devices=tuple(replace(d, memory=1024) for d in toy.devices))
+
+
+@pytest.fixture(scope="module")
+def plan(graph: TaskGraph) -> MemGraph:
+    made = make_plan(graph, cyclic=True)
+    assert any(v.kind is VertexKind.OFFLOAD for v in made.vertices)
+    return made
+
+
+@pytest.fixture
+def file(tmp_path: Path, plan: MemGraph, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(module, "_said", set())
+    PlanCache(tmp_path).store(KEY, plan)
+    return tmp_path / "plans" / f"{KEY}.json"
+
+
+def _offload(data: dict[str, Any], **changes: int) -> None:
+    next(v for v in data["vertices"] if v["kind"] == "offload").update(changes)
+
+
+def _end(data: dict[str, Any]) -> int:
+    return max(v["host_offset"] + v["size"] for v in data["vertices"] if v["kind"] == "offload")
+
+
+DAMAGE: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "memory 0": lambda d: d["host"].update(memory=0),
+    "memory missing": lambda d: d["host"].pop("memory"),
+    "host missing": lambda d: d.pop("host"),
+    "memory negative": lambda d: d["host"].update(memory=-256),
+    "memory one byte short": lambda d: d["host"].update(memory=_end(d) - 1),
+    "memory 0 and an absolute address": lambda d: (d["host"].update(memory=0), _offload(d, host_offset=1 << 46)),
+    "alignment 0": lambda d: d["host"].update(alignment=0),
+    "an offload far away": lambda d: _offload(d, host_offset=1 << 46),
+    "an offload whose end overflows": lambda d: _offload(d, host_offset=(1 << 62) - 256),
+    "an offset of 65 bits": lambda d: _offload(d, host_offset=1 << 64),
+    "an offload before the arena": lambda d: _offload(d, host_offset=-256),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_offsets_outside_the_hosts_arena_are_refused(
+    damage: str, file: Path, graph: TaskGraph, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = json.loads(file.read_text())
+    DAMAGE[damage](data)
+    file.write_text(json.dumps(data))
+    with caplog.at_level(logging.WARNING, "disco_accel"):
+        assert PlanCache(file.parent.parent).load(KEY, graph, cyclic=True) is None
+    (record,) = caplog.records
+    assert str(file) in record.getMessage()
+
+
+def test_whatever_bit_flips_the_plan_is_refused_or_safe(
+    file: Path, graph: TaskGraph, plan: MemGraph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One bit of the file at a time: what is still taken passes both judges, in the memory that was given."""
+    monkeypatch.setattr(module, "_say", lambda path, reason: None)
+    whole = file.read_bytes()
+    cache = PlanCache(file.parent.parent)
+    taken: set[str] = set()
+    refused = 0
+    bits = range(8 * len(whole))
+    for bit in random.Random(4).sample(bits, min(FLIPS, len(bits))):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(damaged)
+        got = cache.load(KEY, graph, cyclic=True)
+        if got is None:
+            refused += 1
+        elif repr(got) not in taken:
+            taken.add(repr(got))
+            verify(graph, got)
+            run_reference(graph, got, seed=bit)
+            assert got.devices == graph.devices and 0 < got.host_memory <= plan.host_memory + 2 * 256
+            for offload, offset in got.host_offsets.items():
+                size = next(v.sizes[0] for v in got.vertices if v.id == offload)
+                assert 0 <= offset <= got.host_memory - size
+    assert refused > min(FLIPS, len(bits)) / 4 and len(taken) > 1
