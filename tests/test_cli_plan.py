@@ -92,3 +92,42 @@ def test_the_same_graph_gives_the_same_bytes_whatever_the_hash_seed(tmp_path: Pa
         )
         plans.append(path.read_bytes())
     assert plans[0] == plans[1]
+
+
+def test_a_plan_is_judged_by_the_memory_that_was_allowed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the graph's own unless --memory says otherwise; the message says how to say so."""
+    graph = {**json.loads((GRAPHS / "toy.taskgraph.json").read_text())}
+    graph["devices"] = [{**device, "memory": 1024} for device in graph["devices"]]
+    task, plan = tmp_path / "task.json", str(tmp_path / "plan.json")
+    task.write_text(json.dumps(graph))
+    assert main(["compile", str(task), "-o", plan, "--memory", "4096"]) == 0
+    capsys.readouterr()
+    assert main(["verify", str(task), plan]) == 1
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["verified"] is False and "--memory 4096" in captured.err
+    for memory, status in (("4096", 0), ("8192", 0), ("1GiB", 0), ("4095", 1), ("256", 1), ("much", 2), ("0", 2)):
+        assert main(["verify", str(task), plan, "--memory", memory]) == status
+    assert main(["compile", str(task), "-o", plan]) == 0
+    assert main(["verify", str(task), plan]) == main(["verify", str(task), plan, "--memory", "1024"]) == 0
+
+
+def test_a_plan_for_less_memory_than_there_is_verifies(tmp_path: Path) -> None:
+    plan = str(tmp_path / "plan.json")
+    assert main(["compile", LORA, "-o", plan, "--memory", "64MiB"]) == 0
+    assert main(["verify", LORA, plan]) == main(["verify", LORA, plan, "--memory", "64MiB"]) == 0
+    assert main(["verify", LORA, plan, "--memory", "63MiB"]) == 1
+
+
+def test_a_plan_of_a_gigabyte_does_not_fit_a_device_of_3072_bytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """However the file says that it has a device of that size."""
+    chain, plan = str(GRAPHS.parents[2] / "docs" / "example" / "chain.taskgraph.json"), tmp_path / "plan.json"
+    assert main(["compile", chain, "-o", str(plan), "--memory", "3072", "--cyclic"]) == 0
+    data = json.loads(plan.read_text())
+    moved = next(v for v in data["vertices"] if v["kind"] == "compute")
+    moved["addr"], data["devices"][0]["memory"] = (1 << 30) - 4096, 1 << 30
+    plan.write_text(json.dumps(data))
+    capsys.readouterr()
+    assert main(["verify", chain, str(plan), "--memory", "3072"]) == 1
+    assert "1073741824 bytes" in capsys.readouterr().err
