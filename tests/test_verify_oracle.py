@@ -1,0 +1,141 @@
+"""verify and a judge that checks every pair of values by definition agree, on good plans and on spoilt ones."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from disco_accel.errors import PlanError, VerifyError
+from disco_accel.memgraph import MemGraph
+from disco_accel.plan import make_plan
+from disco_accel.taskgraph import TaskGraph, VertexKind
+from disco_accel.testing.faults import FAULTS
+from disco_accel.testing.plans import tight_plans
+from disco_accel.testing.strategies import Shape, random_taskgraph, with_memory
+from disco_accel.verify import verify
+from tests.naive_judge import is_safe
+
+PLANS = int(os.environ.get("DISCO_ORACLE_PLANS", "60"))
+SHAPES = (
+    Shape(vertices=14),
+    Shape(vertices=14, devices=3),
+    Shape(vertices=12, gate=False, keep=0.3),
+    Shape(vertices=12, inplace=0.4, may_inplace=0.4),
+)
+
+
+def accepted(graph: TaskGraph, plan: MemGraph) -> bool:
+    try:
+        verify(graph, plan)
+    except VerifyError:
+        return False
+    return True
+
+
+def plans(count: int, seed: int) -> list[tuple[TaskGraph, MemGraph]]:
+    made: list[tuple[TaskGraph, MemGraph]] = []
+    rng = random.Random(seed)
+    while len(made) < count:
+        graph = with_memory(random_taskgraph(rng, rng.choice(SHAPES)), rng.choice((1.0, 1.3, 2.0)))
+        try:
+            made.append((graph, make_plan(graph, cyclic=rng.random() < 0.5, planner="build")))
+        except PlanError:
+            continue
+    return made
+
+
+def moved(plan: MemGraph, rng: random.Random) -> MemGraph:
+    """A value somewhere else in its device."""
+    if not plan.slots:
+        return plan
+    ref = rng.choice(sorted(plan.slots))
+    slot = plan.slots[ref]
+    device = next(d for d in plan.devices if d.id == slot.device)
+    places = [s.addr for s in plan.slots.values() if s.device == slot.device]
+    places.append(rng.randrange(device.memory // device.alignment + 1) * device.alignment)
+    return replace(plan, slots={**plan.slots, ref: replace(slot, addr=rng.choice(places))})
+
+
+def rewired(plan: MemGraph, rng: random.Random) -> MemGraph:
+    """An edge more or less."""
+    ids = [v.id for v in plan.vertices]
+    if plan.memory_edges and rng.random() < 0.6:
+        return replace(plan, memory_edges=tuple(rng.sample(plan.memory_edges, len(plan.memory_edges) - 1)))
+    return replace(plan, memory_edges=(*plan.memory_edges, (rng.choice(ids), rng.choice(ids))))
+
+
+def reread(plan: MemGraph, rng: random.Random) -> MemGraph:
+    """A vertex reads something else; its data edges follow."""
+    readers = [v for v in plan.vertices if v.inputs]
+    if not readers:
+        return plan
+    victim = rng.choice(readers)
+    sources = [v for v in plan.vertices if v.id != victim.id]
+    source = rng.choice(sources)
+    at = rng.randrange(len(victim.inputs))
+    inputs = (*victim.inputs[:at], (source.id, rng.randrange(len(source.sizes))), *victim.inputs[at + 1 :])
+    edges = plan.data_edges if source.kind is VertexKind.INPUT else (*plan.data_edges, (source.id, victim.id))
+    return replace(
+        plan,
+        vertices=tuple(replace(v, inputs=inputs) if v.id == victim.id else v for v in plan.vertices),
+        data_edges=edges,
+    )
+
+
+def rehosted(plan: MemGraph, rng: random.Random) -> MemGraph:
+    """An offload goes elsewhere on the host, or has no place there."""
+    if not plan.host_offsets:
+        return plan
+    offload = rng.choice(sorted(plan.host_offsets))
+    offsets = dict(plan.host_offsets)
+    offsets[offload] = rng.choice((0, 256, 128, plan.host_memory, *offsets.values()))
+    if rng.random() < 0.1:
+        del offsets[offload]
+    return replace(plan, host_offsets=offsets)
+
+
+def shrunk(plan: MemGraph, rng: random.Random) -> MemGraph:
+    """Less memory, cyclic or not."""
+    memory = rng.choice((0, 256, 1 << 20))
+    devices = tuple(replace(d, memory=max(0, d.memory - memory)) for d in plan.devices)
+    return replace(plan, devices=devices, cyclic=rng.random() < 0.5)
+
+
+def host_shrunk(plan: MemGraph, rng: random.Random) -> MemGraph:
+    return replace(plan, host_memory=max(0, plan.host_memory - rng.choice((0, 1, 256))))
+
+
+CHANGES = (moved, moved, rewired, rewired, reread, rehosted, shrunk, host_shrunk)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_two_judges_agree_on_plans_changed_at_random(seed: int) -> None:
+    rng = random.Random(seed)
+    answers: Counter[bool] = Counter()
+    for graph, plan in plans(PLANS, seed):
+        assert accepted(graph, plan) and is_safe(graph, plan)
+        for _ in range(8):
+            changed = plan
+            for _ in range(rng.choice((1, 1, 2))):
+                changed = rng.choice(CHANGES)(changed, rng)
+            answer = accepted(graph, changed)
+            assert answer == is_safe(graph, changed), (answer, graph, changed)
+            answers[answer] += 1
+    assert min(answers[True], answers[False]) > 40
+
+
+def test_two_judges_agree_on_planted_faults() -> None:
+    rng = random.Random(11)
+    planted: Counter[str] = Counter()
+    for graph, plan in tight_plans(60):
+        assert is_safe(graph, plan)
+        for name, fault in FAULTS.items():
+            bad = fault(plan, rng)
+            if bad is not None and bad != plan:
+                planted[name] += 1
+                assert not is_safe(graph, bad), (name, graph, bad)
+    assert planted.keys() == FAULTS.keys() and min(planted.values()) >= 3, planted
