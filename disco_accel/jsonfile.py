@@ -19,17 +19,28 @@ MAX_CONTAINERS = 32_000_000
 """The same for lists and objects, of which a million vertices with ten edges each have twelve million."""
 
 
-def parse_json(data: bytes) -> object:
-    """Parse JSON without repeated keys or bottomless nesting. Raises GraphFileError.
+MAX_KEYS = 16_000_000
+"""The same for colons: a million vertices have nine keys each, and some have two more colons in their op's name."""
 
-    NaN and infinities, which are no JSON, come through as floats, so that who reads them can name their place.
+MAX_KEYS_OF_ONE = 1000
+"""Keys of one object; those that these files know have at most twenty."""
+
+MAX_TOKEN = 1 << 16
+"""Bytes of one text or number. The longest that anybody needs is the dotted path of a module."""
+
+MAX_UNICODE = 1 << 26
+"""Bytes of a file with characters beyond ASCII, of which one makes all text four times as large in memory."""
+
+_DELIMITERS = b',:[]{}" \t\r\n'
+
+
+def parse_json(data: bytes) -> object:
+    """Parse JSON without repeated keys, endless texts or bottomless nesting. Raises GraphFileError.
+
+    What memory and time a file can take is bounded before it is parsed. NaN and infinities, which are no JSON, come
+    through as floats, so that who reads them can name their place.
     """
-    for found, most, what in (
-        (data.count(b","), MAX_VALUES, "values"),
-        (data.count(b"[") + data.count(b"{"), MAX_CONTAINERS, "lists and objects"),
-    ):
-        if found > most:
-            raise GraphFileError(f"about {found} {what} are more than the {most} that a file may have")
+    _check_size(data)
     try:
         return json.loads(data.decode("utf-8"), object_pairs_hook=_no_repeats)
     except (ValueError, RecursionError) as error:
@@ -37,7 +48,52 @@ def parse_json(data: bytes) -> object:
         raise GraphFileError(f"not a JSON file: {reason}") from None
 
 
+def _check_size(data: bytes) -> None:
+    for count, most, what in (
+        (data.count(b","), MAX_VALUES, "values"),
+        (data.count(b"[") + data.count(b"{"), MAX_CONTAINERS, "lists and objects"),
+        (data.count(b":"), MAX_KEYS, "keys"),
+    ):
+        if count > most:
+            raise GraphFileError(f"about {count} {what} are more than the {most} that a file may have")
+    if data.count(b":") > MAX_KEYS_OF_ONE * (1 + data.count(b"{")):
+        raise GraphFileError(f"an object has more than the {MAX_KEYS_OF_ONE} keys that one may have")
+    if len(data) > MAX_UNICODE and not data.isascii():
+        raise GraphFileError(f"a file of more than {MAX_UNICODE} bytes must be plain ASCII (\\u for other characters)")
+    place = _long_token(data)
+    if place is not None:
+        raise GraphFileError(f"the text or number about byte {place} is longer than the {MAX_TOKEN} bytes it may have")
+
+
+def _long_token(data: bytes) -> int | None:
+    """A place within a token of more than MAX_TOKEN bytes; None if there is none. In time linear in ``data``."""
+    at = 0
+    while at + MAX_TOKEN < len(data):
+        end = at + MAX_TOKEN + 1
+        last = max(data.rfind(delimiter, at, end) for delimiter in _DELIMITERS)
+        if last < 0:
+            return at
+        at = last + 1
+    # A text may contain delimiters: there only its quotes count, and of these not the escaped ones.
+    bare = data.replace(b"\\\\", b"xx").replace(b'\\"', b"xx") if b"\\" in data else data
+    at, inside = 0, False
+    while at + MAX_TOKEN < len(bare):
+        last = bare.rfind(b'"', at, at + MAX_TOKEN + 1)
+        if last >= 0:
+            inside ^= bool(bare.count(b'"', at, last + 1) % 2)
+            at = last + 1
+        elif inside:
+            return at
+        else:
+            at = bare.find(b'"', at)
+            if at < 0:
+                break
+    return None
+
+
 def _no_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    if len(pairs) > MAX_KEYS_OF_ONE:
+        raise GraphFileError(f"an object has {len(pairs)} keys, more than the {MAX_KEYS_OF_ONE} that one may have")
     result = dict(pairs)
     if len(result) != len(pairs):
         repeated = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from disco_accel.errors import Stalled, VerifyError
+from disco_accel.jsonfile import plain
 from disco_accel.memgraph import MemGraph
 from disco_accel.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 
@@ -185,7 +186,7 @@ class _Step:
         self._check_inputs(vertex, overwritten)
         for ref, token in outputs.items():
             if token != _POISON and not self._holds(ref, token):
-                raise VerifyError(f"the output of vertex {vertex_id} ({vertex.op}) was overwritten while it ran")
+                raise VerifyError(f"the output of vertex {vertex_id} ({plain(vertex.op)}) was overwritten while it ran")
         self._release(vertex_id)
         task = self.task.get(vertex_id)
         if task is not None and task.out:
@@ -210,7 +211,7 @@ class _Step:
             elif not (vertex.kind is VertexKind.RELOAD and self.vertices[ref[0]].kind is VertexKind.INPUT):
                 view = self.memory.view.get(ref)
                 if view is not None and (view[0] == _POISON or not bool((view == view[0]).all())):
-                    raise VerifyError(f"vertex {vertex.id} ({vertex.op}) copies bytes that are not one value")
+                    raise VerifyError(f"vertex {vertex.id} ({plain(vertex.op)}) copies bytes that are not one value")
 
     def _expect_value(self, vertex: Vertex, what: str) -> None:
         for k in range(len(vertex.sizes)):
@@ -220,7 +221,7 @@ class _Step:
         if ref not in self.memory.view and self.vertices[ref[0]].clean and what.startswith("is resident"):
             return
         if not self._holds(ref, self.memory.token[value]):
-            op = self.vertices[vertex].op
+            op = plain(self.vertices[vertex].op)
             raise VerifyError(f"vertex {vertex} ({op}) {what} as {ref}, which does not hold value {value}")
 
     def _holds(self, ref: Ref, token: int) -> bool:
@@ -249,7 +250,7 @@ class _Step:
                 continue
             for k, size in enumerate(vertex.sizes):
                 if size and not copies[self.memory.token[vertex.id, k]]:
-                    raise VerifyError(f"vertex {vertex.id} ({vertex.op}): output {k} must be kept but is gone")
+                    raise VerifyError(f"vertex {vertex.id} ({plain(vertex.op)}): output {k} must be kept but is gone")
         if self.memgraph.cyclic:
             for vertex in self.task.values():
                 if vertex.clean and (vertex.id, 0) in self.memory.view:

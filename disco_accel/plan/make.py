@@ -9,6 +9,7 @@ from functools import partial
 
 from disco_accel.errors import BudgetTooSmall, ConfigError
 from disco_accel.graphcheck import check_taskgraph
+from disco_accel.jsonfile import plain
 from disco_accel.memgraph import MemGraph
 from disco_accel.plan.build import build
 from disco_accel.plan.evict import Policy, policy_named
@@ -106,7 +107,7 @@ def plan_build(
         raise Infeasible(0)
     given = max(device.memory for device in graph.devices)
     needed = smallest(graph, policy, cyclic, partial(_attempts, lookahead=lookahead))
-    raise BudgetTooSmall(needed, given, f"the plan of {graph.name!r}")
+    raise BudgetTooSmall(needed, given, f"the plan of '{plain(graph.name)}'")
 
 
 def _built(

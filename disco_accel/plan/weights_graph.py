@@ -15,6 +15,7 @@ from itertools import accumulate
 import numpy as np
 
 from disco_accel.errors import PlanError
+from disco_accel.jsonfile import plain
 from disco_accel.plan.demand import Demand, Page, demand_of
 from disco_accel.plan.resident import SMALL, Residents
 from disco_accel.plan.simulate import Machine
@@ -40,7 +41,7 @@ def chain_of(graph: TaskGraph, machine: Machine) -> Chain:
     layer does not fit.
     """
     if len(graph.devices) != 1:
-        raise PlanError(f"{graph.name!r} has {len(graph.devices)} devices; a chain of layers has one")
+        raise PlanError(f"'{plain(graph.name)}' has {len(graph.devices)} devices; a chain of layers has one")
     demand = demand_of(graph, machine, None)
     clean = [page for page in demand.pages if page.clean]
     small = [page for page in clean if page.size < SMALL]
@@ -48,7 +49,9 @@ def chain_of(graph: TaskGraph, machine: Machine) -> Chain:
     turn = _turn(large, demand.end)
     groups = _layers(large, turn)
     if len(groups) < 2:
-        raise PlanError(f"{graph.name!r} is no chain of layers: its weights are read in no order that turns round")
+        raise PlanError(
+            f"'{plain(graph.name)}' is no chain of layers: its weights are read in no order that turns round"
+        )
     total = sum(page.size for page in large)
     link = machine.h2d
     instance = Instance(
