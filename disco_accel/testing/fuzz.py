@@ -3,7 +3,8 @@
     python -m disco_accel.testing.fuzz [--count 1000] [--seed 0] [--keep FOLDER]
 
 What is wrong is printed and kept in FOLDER; the exit status is 1 then. Each damaged file goes through the commands
-that read its kind. A plan that ``compile`` makes must pass ``verify``, and one that passes must run in ``simulate``.
+that read its kind. A plan that ``compile`` makes must pass ``verify``. One that passes must stay in the memory it was
+given, run in ``simulate``, and give the right values in an adversarial order.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ from pathlib import Path
 from types import FrameType
 
 from disco_accel.cli import main as disco_accel
+from disco_accel.errors import Stalled, VerifyError
+from disco_accel.execute.reference import run_reference
+from disco_accel.graphfile import read_memgraph, read_taskgraph
+from disco_accel.sizes import parse_size
 from disco_accel.testing.mutate import mutate
 
 SECONDS = 20
@@ -49,11 +54,13 @@ class Hang(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class Seed:
-    """A good file: ``kind`` is task, plan, machine or instance; ``task`` is the file of a plan's graph."""
+    """A good file: ``kind`` is task, plan, machine or instance; ``task`` is the file of a plan's graph, ``memory`` what
+    the plan was made for."""
 
     kind: str
     data: bytes
     task: Path | None = None
+    memory: str = ""
 
 
 def seeds(graphs: Path, folder: Path) -> list[Seed]:
@@ -66,7 +73,7 @@ def seeds(graphs: Path, folder: Path) -> list[Seed]:
         for options in ([], ["--cyclic"]):
             status, printed = run(["compile", str(task), "-o", str(plan), "--memory", memory, *options])
             assert status == 0, printed
-            found += [Seed("plan", plan.read_bytes(), task)]
+            found += [Seed("plan", plan.read_bytes(), task, memory)]
         found += [Seed("task", task.read_bytes())] * 2
     found += [Seed("plan", (graphs / "intro_n10.memgraph.json").read_bytes(), graphs / "intro_n10.taskgraph.json")]
     return found
@@ -97,8 +104,9 @@ def judge(seed: Seed, file: Path, graphs: Path, turn: int) -> Iterator[tuple[str
         yield "bound", _answered(["bound", toy, "--machine", str(file)])[1]
         yield "simulate", _answered(["simulate", intro, "--machine", str(file)])[1]
     elif seed.kind == "plan":
-        status, wrong, _ = _answered(["verify", str(seed.task), str(file)])
-        yield "verify", wrong
+        allowed = ["--memory", seed.memory] if seed.memory else []
+        status, wrong, _ = _answered(["verify", str(seed.task), str(file), *allowed])
+        yield "verify", wrong or ("" if status else _unsafe(seed, file))
         options = (["--steps", "2"], ["--dispatch", "fixed"], ["--dispatch", "random", "--jitter", "0.5"])[turn % 3]
         _, wrong, said = _answered(["simulate", str(file), *options])
         stalled = status == 0 and "cannot run to its end" in said
@@ -111,6 +119,23 @@ def judge(seed: Seed, file: Path, graphs: Path, turn: int) -> Iterator[tuple[str
             verified, wrong, _ = _answered(["verify", str(file), str(plan)])
             yield "verify", wrong or ("its plan does not verify" if verified else "")
         yield "bound", _answered(["bound", str(file)])[1]
+
+
+def _unsafe(seed: Seed, file: Path) -> str:
+    """What is wrong with a plan that verified: bytes outside the memory that was given, or a wrong value in a run."""
+    assert seed.task is not None
+    graph, plan = read_taskgraph(seed.task), read_memgraph(file)
+    given = {device.id: parse_size(seed.memory) if seed.memory else device.memory for device in graph.devices}
+    outside = [ref for ref, slot in plan.slots.items() if not 0 <= slot.addr <= given[slot.device] - slot.size]
+    sizes = {vertex.id: sum(vertex.sizes) for vertex in plan.vertices}
+    beyond = [o for o, offset in plan.host_offsets.items() if not 0 <= offset <= plan.host_memory - sizes[o]]
+    if outside or beyond:
+        return f"a plan that verifies has {outside[:3]} outside its device and {beyond[:3]} outside the host's memory"
+    try:
+        run_reference(graph, plan, len(plan.slots))
+    except (VerifyError, Stalled) as error:
+        return f"a plan that verifies goes wrong: {error}"
+    return ""
 
 
 def _answered(arguments: Sequence[str]) -> tuple[int, str, str]:
