@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from disco_accel.errors import VerifyError
+from disco_accel.graphcheck import called
 from disco_accel.memgraph import MemGraph, Slot
 from disco_accel.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.unswept import collector_paused
 from disco_accel.verify_order import Claim, first_unfounded
-from disco_accel.verify_same import called, check_same
+from disco_accel.verify_same import check_same
 
 
 @collector_paused()

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import fields
+from operator import attrgetter
 
 from disco_accel.errors import VerifyError
-from disco_accel.jsonfile import plain
+from disco_accel.graphcheck import called
 from disco_accel.memgraph import MemGraph
 from disco_accel.sizes import MAX_SIZE
 from disco_accel.taskgraph import Ref, TaskGraph, Vertex, VertexKind
@@ -21,15 +22,13 @@ _FIRST = ("kind", "device", "op", "sizes")
 SAME = (*_FIRST, *(f.name for f in fields(Vertex) if f.name not in (*_FIRST, "id", "inputs")))
 """The fields of a task graph's vertex that its plan repeats: all but the inputs, which may be read from reloads."""
 
+_repeated = attrgetter(*SAME)
+
 _BARE = ("late", "external", "out", "keep", "after", "inplace", "may_inplace")
 """What only a vertex of the task graph can have."""
 
+_bare = attrgetter(*_BARE)
 _PLAIN = Vertex(0, VertexKind.OFFLOAD, 0)
-
-
-def called(vertex: Vertex) -> str:
-    """How messages call ``vertex``."""
-    return f"vertex {vertex.id} ({plain(vertex.op) or vertex.kind.name.lower()})"
 
 
 def check_same(graph: TaskGraph, plan: MemGraph) -> None:
@@ -88,9 +87,9 @@ def _check_host(plan: MemGraph) -> None:
 def _check_vertex(vertex: Vertex, planned: Vertex | None) -> None:
     if planned is None:
         raise VerifyError(f"{called(vertex)} of the task graph is missing from the plan")
-    for key in SAME:
-        if getattr(planned, key) != getattr(vertex, key):
-            raise VerifyError(f"{called(vertex)}: {key} differs from the task graph's")
+    if _repeated(planned) != _repeated(vertex):
+        key = next(key for key in SAME if getattr(planned, key) != getattr(vertex, key))
+        raise VerifyError(f"{called(vertex)}: {key} differs from the task graph's")
     if len(planned.inputs) != len(vertex.inputs):
         raise VerifyError(f"{called(vertex)}: has {len(planned.inputs)} inputs, not {len(vertex.inputs)}")
 
@@ -104,9 +103,9 @@ def _check_copies(plan: MemGraph, known: set[int], planned: Mapping[int, Vertex]
     for vertex in plan.vertices:
         if vertex.id in known:
             continue
-        for key in _BARE:
-            if getattr(vertex, key) != getattr(_PLAIN, key):
-                raise VerifyError(f"{called(vertex)}: {key}: only a vertex of the task graph can have it, not a copy")
+        if _bare(vertex) != _bare(_PLAIN):
+            key = next(key for key in _BARE if getattr(vertex, key) != getattr(_PLAIN, key))
+            raise VerifyError(f"{called(vertex)}: {key}: only a vertex of the task graph can have it, not a copy")
         if not vertex.clean:
             continue
         if vertex.kind is VertexKind.OFFLOAD:

@@ -176,3 +176,40 @@ def test_a_late_input_keeps_its_place_for_the_whole_step() -> None:
 
 def test_the_shared_example_plan_is_good() -> None:
     verify(read_taskgraph(GRAPHS / "intro_n10.taskgraph.json"), read_memgraph(GRAPHS / "intro_n10.memgraph.json"))
+
+
+def test_a_copy_on_another_device_is_not_read() -> None:
+    graph = TaskGraph(
+        "two",
+        (Device(0, 512), Device(1, 512)),
+        (
+            Vertex(0, VertexKind.INPUT, 0, "w", sizes=(256,), clean=True),
+            Vertex(1, VertexKind.KERNEL, 0, "a", ((0, 0),), (256,)),
+        ),
+    )
+    for device in (0, 1):
+        reload = Vertex(2, VertexKind.RELOAD, device, "", ((0, 0),), (256,), clean=True)
+        kernel = replace(graph.vertices[1], inputs=((2, 0),))
+        slots = {(2, 0): Slot(device, 0, 256), (1, 0): Slot(0, 256, 256)}
+        plan = MemGraph("two", graph.devices, (graph.vertices[0], reload, kernel), slots, ((2, 1),), (), {})
+        if device == 0:
+            verify(graph, plan)
+            continue
+        with pytest.raises(VerifyError, match="is on device 1"):
+            verify(graph, plan)
+
+
+def test_a_plan_may_use_less_memory_and_a_coarser_alignment_than_the_graph_has() -> None:
+    plan = plan_of(chain(), 0, 256, 0)
+    verify(chain(), replace(plan, devices=(Device(0, 512, 256),)))
+    wide = plan_of(chain(), 0, 512, 0)
+    verify(replace(chain(), devices=(Device(0, 768, 64),)), replace(wide, devices=(Device(0, 768, 512),)))
+    for device, message in (
+        (Device(0, 769), "counts on 769 bytes"),
+        (Device(0, 768, 128), "not a multiple"),
+        (Device(0, 768, 384), "not a multiple"),
+        (Device(0, 768, 0), "not a multiple"),
+        (Device(1, 768), "for devices 1"),
+    ):
+        with pytest.raises(VerifyError, match=message):
+            verify(chain(), replace(plan, devices=(device,)))
