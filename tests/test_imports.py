@@ -34,6 +34,7 @@ TORCH_FREE = (
     "unswept",
     "verify",
     "verify_order",
+    "verify_same",
 )
 # config asks torch what devices there are, inside the one function that resolves a config.
 TORCH_WHEN_ASKED = ("config",)
@@ -57,6 +58,7 @@ CONTRACTS = (
     "unswept",
     "verify",
     "verify_order",
+    "verify_same",
 )
 MAY_IMPORT = {
     "capture": ("capture",),
