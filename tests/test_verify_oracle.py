@@ -19,7 +19,7 @@ from disco_accel.testing.strategies import Shape, random_taskgraph, with_memory
 from disco_accel.verify import verify
 from tests.naive_judge import is_safe
 
-PLANS = int(os.environ.get("DISCO_ORACLE_PLANS", "80"))
+PLANS = int(os.environ.get("DISCO_ORACLE_PLANS", "50"))
 SHAPES = (
     Shape(vertices=14),
     Shape(vertices=14, devices=3),
