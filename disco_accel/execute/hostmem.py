@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,6 +42,8 @@ class HostMemory:
         self._arena = host_arena(nbytes)
         if huge_pages and nbytes >= _HUGE_PAGE:
             _advise_huge_pages(self._arena)
+        # Nothing is protected yet: weights are loaded at full speed, before the first look at them.
+        torch.ops.disco_accel.watch_arena(self._arena)
         self._next = 0
         self._pinned: Any = None
 
@@ -78,6 +82,8 @@ class HostMemory:
         """Register the whole arena with CUDA, once: copies from it are then asynchronous. Raises ExecutionError."""
         if self._pinned is None and self.nbytes:
             self._pinned = pin(self._arena)
+            # A device's copies go by the pages' protection. Its reads are none of its business either.
+            torch.ops.disco_accel.expect_device_writes_to(self._arena)
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, stride: Sequence[int] | None = None) -> torch.Tensor:
         """A tensor with any content in a storage of its own inside the arena; contiguous unless ``stride`` is given.
@@ -126,20 +132,67 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class WatchedTensors:
-    """CPU tensors as they were when this was made. Asking costs microseconds for hundreds of tensors."""
+    """CPU tensors as they were when this was made.
+
+    Of those in a ``HostMemory`` whose pages the kernel watches for writes, nothing is read: asking costs tens of
+    microseconds for each GiB. All others are read whole, each time.
+    """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        load_extension()
+        self._library = _library()
         self._native = torch.classes.disco_accel.WatchedTensors(list(tensors))
+        self._address = self._native.address()
 
     def moved(self) -> bool:
         """Whether one of them lies elsewhere now."""
         return bool(self._native.moved())
 
     def changed(self) -> bool:
-        """Whether one of them was moved or written to.
+        """Whether one of them was moved or written to, were it one bit, by whatever way.
 
-        Reads sixteen words of each, so that writes which autograd's version counter misses (through ``.data``) are
-        noticed with near certainty. A change of a few elements alone may go unnoticed.
+        A page that was written to counts as changed even where it was given the bits that it had. In a process forked
+        since, and where the kernel has stopped watching, all count as changed. Not noticed are writes of devices and,
+        through memory that they share with it, of other processes, unless the tensors are read.
         """
-        return bool(self._native.changed())
+        return self.begin_check() or self.finish_check()
+
+    def begin_check(self) -> bool:
+        """Whether a change shows at once. If none does, what must be read of large tensors is read in threads of its
+        own from now on, until ``finish_check`` or the next ``begin_check``."""
+        answer = self._library.disco_begin_check(self._address)
+        return bool(self._native.begin_check()) if answer < 0 else bool(answer)
+
+    def finish_check(self) -> bool:
+        """Whether the reading that ``begin_check`` began shows a change, of what was written before ``begin_check``."""
+        answer = self._library.disco_finish_check(self._address)
+        return bool(self._native.finish_check()) if answer < 0 else bool(answer)
+
+    @property
+    def hashed_bytes(self) -> int:
+        """Bytes that ``changed`` reads."""
+        return int(self._native.hashed_bytes())
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    # Releases the GIL, as torchbind does; a call by way of TorchScript takes longer than most answers.
+    library = ctypes.CDLL(str(load_extension()))
+    library.disco_begin_check.argtypes = library.disco_finish_check.argtypes = [ctypes.c_int64]
+    return library
+
+
+def writes_are_watched() -> bool:
+    """Whether this kernel tells which pages of new arenas are written to (Linux 6.7, and the right to userfaultfd)."""
+    load_extension()
+    return bool(torch.ops.disco_accel.can_watch_writes())
+
+
+@contextmanager
+def without_watching_writes() -> Iterator[None]:
+    """Arenas made meanwhile are read whole instead, as where the kernel does not tell. For tests."""
+    load_extension()
+    torch.ops.disco_accel.allow_watching_writes(False)
+    try:
+        yield
+    finally:
+        torch.ops.disco_accel.allow_watching_writes(True)

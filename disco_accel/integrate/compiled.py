@@ -157,6 +157,11 @@ class CompiledStep:
         named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
         return [named[b.name] for b in self.vertices_of("frozen", "buffer")]
 
+    def watched_of(self, model: torch.nn.Module) -> list[torch.Tensor]:
+        """All that the step loads from the host: ``frozen_of`` and tensors that a forward reads from elsewhere, such as
+        plain attributes."""
+        return [*self.frozen_of(model), *self.captured.constants.values()]
+
     def moved(self, frozen: Sequence[torch.Tensor]) -> bool:
         """Whether a tensor of ``frozen_of`` the model lies elsewhere than where the plan loads it from."""
         watched = zip(self.vertices_of("frozen", "buffer"), frozen, strict=True)

@@ -13,7 +13,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from disco_accel.errors import CaptureError
 from disco_accel.integrate.cache import TracedCache, check_cache, fill, past_of, room_to_fill, windows_of
 from disco_accel.integrate.compiled import CompiledStep, CompileOptions, compile_forward, leaving_bytes
-from disco_accel.integrate.generator import kept_on_failure
+from disco_accel.integrate.generator import generator_from, generator_state, kept_on_failure
 from disco_accel.integrate.guards import step_key
 from disco_accel.integrate.hf import hf_contexts
 from disco_accel.integrate.pending import externals_of
@@ -112,14 +112,14 @@ def _run(
     with torch.no_grad(), state.lock:
         _refuse_hooks(model)
         step = _compiled(state, model, forward, batch)
-        state.make_current(model, step)
+        state.make_current(model, step, check_ends_later=True)
         executor = step.executor
         placed = {b: _empty(b, state.device) for b in step.vertices_of("outside")}
         # The last run may still bring the residents home, for this very run.
         step.settle()
         externals = externals_of(state, model, step, batch) | {b.vertex: tensor for b, tensor in placed.items()}
         with kept_on_failure(step):
-            executor.run_out(externals)
+            _run_on_current_weights(state, model, step, externals)
             values = executor.leave(step.groups[0])
         if any(batch["past"]):
             # The run would hold the old keys and values until its last copy, and the next chunk has another plan.
@@ -127,6 +127,22 @@ def _run(
         state.counts["prefills"] += 1
         found = {o.name: value for o, value in zip(step.captured.outputs, values, strict=True)}
         return found | {b.name: tensor for b, tensor in placed.items()}
+
+
+def _run_on_current_weights(
+    state: PreparedModel, model: torch.nn.Module, step: CompiledStep, externals: dict[int, torch.Tensor]
+) -> None:
+    generator = generator_state(step)
+    try:
+        step.executor.run_out(externals)
+    finally:
+        written = state.weights_seen.finish_check()
+    if written:
+        # Residents are older than a write that came before this forward.
+        step.executor.abandon()
+        state.make_current(model, step)
+        with generator_from(step, generator):
+            step.executor.run_out(externals)
 
 
 def _empty(binding: InputBinding, device: torch.device) -> torch.Tensor:

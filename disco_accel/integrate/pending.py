@@ -43,17 +43,31 @@ class PendingStep:
         self.model = model
         self.step = step
         self.externals = dict(externals)
-        assert step.parameters is not None
-        trainable = {b.name: step.parameters[b.name] for b in step.vertices_of("trainable")}
-        batch = {b.name: self.externals[b.vertex] for b in step.vertices_of("batch")}
-        self.seen = Seen(trainable, batch, state.weights_seen)
+        self.seen = self._look()
         self.generator = generator_state(step)
         self.running = False
         self.traced = state.trace_wanted()
 
+    def _look(self) -> Seen:
+        assert self.step.parameters is not None
+        trainable = {b.name: self.step.parameters[b.name] for b in self.step.vertices_of("trainable")}
+        batch = {b.name: self.externals[b.vertex] for b in self.step.vertices_of("batch")}
+        return Seen(trainable, batch, self.state.weights_seen)
+
     def forward(self) -> list[torch.Tensor]:
         """Start the step and return copies of its outputs once they are ready; the rest waits at the gate."""
-        self._take_engine()
+        with kept_on_failure(self.step):
+            try:
+                self._take_engine()
+            finally:
+                written = self.state.weights_seen.finish_check()
+            if written:
+                # Residents are older than a write that came before this forward.
+                self.suspend()
+                self.state.make_current(self.model, self.step)
+                self.seen = self._look()
+                with generator_from(self.step, self.generator):
+                    self._take_engine()
         outputs, _ = self.step.groups
         return self.step.executor.leave(outputs)
 
@@ -75,8 +89,10 @@ class PendingStep:
         """Deliver the gradient of the first output; returns copies of the gradients by parameter name."""
         self.state.require_own_process()
         with self.state.lock:
-            self._check_unchanged()
+            # A step that still runs has read what it needs, as eager has; one that is run again reads all of it again.
+            self._require(self.seen.begin_check(content=not self.running))
             if not self.running:
+                self._require(self.seen.finish_check())
                 self.state.make_current(self.model, self.step)
                 with generator_from(self.step, self.generator):
                     self._take_engine()
@@ -85,9 +101,12 @@ class PendingStep:
             with kept_on_failure(self.step):
                 try:
                     executor.run_end(late)
+                    self._require(self.seen.finish_check())
                     leaving = executor.leave(self.step.groups[1])
                 except BaseException:
                     self.suspend()
+                    # Nothing reads the weights behind the caller's back.
+                    self.seen.finish_check()
                     raise
             self._release()
             if self.traced:
@@ -107,10 +126,8 @@ class PendingStep:
         if self.state.active is not None and self.state.active() is self:
             self.state.active = None
 
-    def _check_unchanged(self) -> None:
+    def _require(self, changed: str | None) -> None:
         """As eager mode does for what it saved: the backward must see the values that the forward saw."""
-        # A step that still runs has read what it needs, as eager has; one that is run again reads all of it again.
-        changed = self.seen.changed(content=not self.running)
         if changed is not None:
             self.suspend()
             raise ExecutionError(

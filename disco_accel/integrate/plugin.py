@@ -172,17 +172,19 @@ class PreparedModel:
                 "call restore(model) to use the model here, or start workers with 'spawn'"
             )
 
-    def make_current(self, model: torch.nn.Module, step: CompiledStep) -> None:
+    def make_current(self, model: torch.nn.Module, step: CompiledStep, *, check_ends_later: bool = False) -> None:
         """Give ``step`` the arena, its residents as the host holds them now.
 
-        All plans share one arena, because the budget holds for the model and not for each plan.
+        All plans share one arena, because the budget holds for the model and not for each plan. ``check_ends_later``:
+        the caller asks ``weights_seen.finish_check`` before what ``step`` has made leaves it.
         """
         if self.current is step:
-            if not self.weights_seen.changed():
+            check = self.weights_seen.begin_check if check_ends_later else self.weights_seen.changed
+            if not check():
                 return
             if not self.weights_seen.moved():
                 step.executor.invalidate()
-                self.weights_seen = WatchedTensors(step.frozen_of(model))
+                self.weights_seen = WatchedTensors(step.watched_of(model))
                 return
         self.abandon_active()
         frozen = step.frozen_of(model)
@@ -198,7 +200,7 @@ class PreparedModel:
             step.load(self.arena)
             self.engine_process = os.getpid()
         step.executor.invalidate()
-        self.weights_seen = WatchedTensors(frozen)
+        self.weights_seen = WatchedTensors(step.watched_of(model))
         # The plan that ran before has its streams' workspaces; the budget is for one plan's.
         release_workspaces(self.device)
         self.current = step
@@ -264,7 +266,7 @@ def _planned(state: PreparedModel, model: torch.nn.Module, fitted: Fitted) -> St
             raise
         if state.effects.lasting:
             key = step_key(model, fitted.batch)
-        state.make_current(model, step)
+        state.make_current(model, step, check_ends_later=True)
         generator = generator_state(step)
         values, seen = run_step(state, model, step, fitted.batch)
     state.counts["steps_compiled"] += 1

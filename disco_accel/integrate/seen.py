@@ -8,6 +8,8 @@ import torch
 
 from disco_accel.execute.hostmem import WatchedTensors
 
+_FROZEN = "a frozen weight"
+
 
 class _Norms:
     """Tensors of any device as they were when this was made, by a norm of each. Making it waits for nothing."""
@@ -52,11 +54,17 @@ class Seen:
 
     def changed(self, *, content: bool) -> str | None:
         """What was changed since, for a message; ``content``: look for writes that versions miss as well."""
+        return self.begin_check(content=content) or self.finish_check()
+
+    def begin_check(self, *, content: bool) -> str | None:
+        """As ``changed``, but for frozen weights that must be read to know: that goes on until ``finish_check``."""
         for name, version in versions_of(self._given).items():
             if version != self._versions[name]:
                 return name
-        if self._frozen.changed():
-            return "a frozen weight"
         if content and self._content is not None and self._content.changed():
             return "a trainable parameter"
-        return None
+        return _FROZEN if self._frozen.begin_check() else None
+
+    def finish_check(self) -> str | None:
+        """What is left of ``begin_check``."""
+        return _FROZEN if self._frozen.finish_check() else None

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "planned_alloc.h"
+#include "write_watch.h"
 
 namespace disco {
 namespace {
@@ -34,8 +35,19 @@ struct Mapping {
 void unmap(void* context) {
   auto* mapping = static_cast<Mapping*>(context);
   remove_planned_range(mapping->base);
+  unwatch_writes(static_cast<std::byte*>(mapping->start) + page_size());
   munmap(mapping->start, mapping->length);
   delete mapping;
+}
+
+// The pages of an arena without its guard pages.
+std::pair<void*, std::size_t> body_of(const at::Tensor& arena) {
+  if (!in_planned_range(arena.const_data_ptr())) throw std::invalid_argument("not an arena");
+  const auto page = static_cast<std::uintptr_t>(page_size());
+  const auto begin = reinterpret_cast<std::uintptr_t>(arena.const_data_ptr());
+  const std::uintptr_t first = begin / page * page;
+  const std::uintptr_t last = (begin + arena.nbytes() + page - 1) / page * page;
+  return {reinterpret_cast<void*>(first), last - first};
 }
 
 void drop_base(void* context) { delete static_cast<at::Tensor*>(context); }
@@ -104,46 +116,14 @@ std::int64_t touched_bytes(const at::Tensor& tensor) {
   return std::min<std::int64_t>(touched, static_cast<std::int64_t>(tensor.nbytes()));
 }
 
-std::int64_t sample_digest(at::TensorList tensors) {
-  constexpr std::size_t kSamples = 16;
-  constexpr std::uint64_t kPrime = 0x100000001b3ULL;
-  std::uint64_t hash = 0xcbf29ce484222325ULL;
-  for (const at::Tensor& tensor : tensors) {
-    if (!tensor.device().is_cpu()) throw std::invalid_argument("sample_digest reads tensors on the CPU");
-    const auto* data = static_cast<const std::byte*>(tensor.const_data_ptr());
-    const std::size_t nbytes = tensor.is_non_overlapping_and_dense() ? tensor.nbytes() : 0;
-    const std::size_t word = std::min<std::size_t>(nbytes, sizeof(std::uint64_t));
-    for (std::size_t i = 0; i < kSamples && nbytes > 0; ++i) {
-      std::uint64_t value = 0;
-      std::memcpy(&value, data + (nbytes - word) / (kSamples - 1) * i, word);
-      hash = (hash ^ value) * kPrime;
-      hash ^= hash >> 29;
-    }
-  }
-  return static_cast<std::int64_t>(hash);
+bool watch_arena(const at::Tensor& arena) {
+  if (arena.nbytes() == 0) return false;
+  const auto [inside, length] = body_of(arena);
+  return watch_writes(inside, length);
 }
 
-WatchedTensors::WatchedTensors(std::vector<at::Tensor> tensors) : tensors_(std::move(tensors)) {
-  for (const at::Tensor& tensor : tensors_) seen_.emplace_back(tensor.const_data_ptr(), version(tensor));
-  digest_ = sample_digest(tensors_);
-}
-
-bool WatchedTensors::moved() const {
-  for (std::size_t i = 0; i < tensors_.size(); ++i) {
-    if (tensors_[i].const_data_ptr() != seen_[i].first) return true;
-  }
-  return false;
-}
-
-bool WatchedTensors::changed() const {
-  for (std::size_t i = 0; i < tensors_.size(); ++i) {
-    if (version(tensors_[i]) != seen_[i].second) return true;
-  }
-  return moved() || sample_digest(tensors_) != digest_;
-}
-
-std::int64_t WatchedTensors::version(const at::Tensor& tensor) {
-  return tensor.is_inference() ? 0 : tensor.unsafeGetTensorImpl()->version_counter().current_version();
+void expect_device_writes_to(const at::Tensor& arena) {
+  if (arena.nbytes() > 0) expect_device_writes(body_of(arena).first);
 }
 
 }  // namespace disco

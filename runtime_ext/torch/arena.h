@@ -2,11 +2,8 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <torch/custom_class.h>
 
 #include <cstdint>
-#include <utility>
-#include <vector>
 
 namespace disco {
 
@@ -23,25 +20,11 @@ at::Tensor carve(const at::Tensor& base, std::int64_t offset, std::int64_t nbyte
 // Bytes of the pages under `tensor` that are in memory.
 std::int64_t touched_bytes(const at::Tensor& tensor);
 
-// A number that changes, with near certainty, when the content of one of these host tensors does: a hash of a
-// few words of each, spread evenly from the first byte to the last. Cheap enough for every step.
-std::int64_t sample_digest(at::TensorList tensors);
+// Has the write watch cover an arena that map_arena made, for as long as it is mapped; whether that is
+// possible here.
+bool watch_arena(const at::Tensor& arena);
 
-// Host tensors as they were when this was made.
-class WatchedTensors : public torch::CustomClassHolder {
- public:
-  explicit WatchedTensors(std::vector<at::Tensor> tensors);
-  // Whether one of them lies elsewhere now.
-  bool moved() const;
-  // Whether one of them moved or was written to: by its version, or by what sample_digest sees.
-  bool changed() const;
-
- private:
-  static std::int64_t version(const at::Tensor& tensor);
-
-  std::vector<at::Tensor> tensors_;
-  std::vector<std::pair<const void*, std::int64_t>> seen_;
-  std::int64_t digest_ = 0;
-};
+// Notes that devices may write to an arena, which the write watch does not see.
+void expect_device_writes_to(const at::Tensor& arena);
 
 }  // namespace disco

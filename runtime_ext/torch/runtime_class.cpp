@@ -526,10 +526,6 @@ TORCH_LIBRARY(disco_accel, m) {
       .def("is_direct", &TorchOps::is_direct)
       .def("record", &TorchOps::record)
       .def("time", &TorchOps::time);
-  m.class_<WatchedTensors>("WatchedTensors")
-      .def(torch::init<std::vector<at::Tensor>>())
-      .def("moved", &WatchedTensors::moved)
-      .def("changed", &WatchedTensors::changed);
   m.class_<WatchedLayouts>("WatchedLayouts")
       .def(torch::init<std::vector<at::Tensor>>())
       .def("address", &WatchedLayouts::address);

@@ -1,0 +1,205 @@
+#include "watched_tensors.h"
+
+#include <torch/library.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+
+#include "arena.h"
+
+namespace {
+
+// 1: yes, 0: no, -1: failed; the method throws the reason.
+template <typename Ask>
+int answer(std::int64_t watched, Ask ask) {
+  try {
+    return (reinterpret_cast<disco::WatchedTensors*>(watched)->*ask)() ? 1 : 0;
+  } catch (...) {
+    return -1;
+  }
+}
+
+}  // namespace
+
+extern "C" int disco_begin_check(std::int64_t watched) {
+  return answer(watched, &disco::WatchedTensors::begin_check);
+}
+
+extern "C" int disco_finish_check(std::int64_t watched) {
+  return answer(watched, &disco::WatchedTensors::finish_check);
+}
+
+namespace disco {
+namespace {
+
+std::uintptr_t page_size() {
+  static const auto size = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
+  return size;
+}
+
+std::int64_t version(const at::Tensor& tensor) {
+  return tensor.is_inference() ? 0 : tensor.unsafeGetTensorImpl()->version_counter().current_version();
+}
+
+// Bytes from the first to the last element.
+std::size_t footprint(const at::Tensor& tensor) {
+  if (tensor.numel() == 0) return 0;
+  std::int64_t last = 0;
+  for (std::int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
+  return static_cast<std::size_t>(last + 1) * tensor.itemsize();
+}
+
+// The bytes of the elements and of no others, unless elements share memory.
+Span bytes_of(const at::Tensor& tensor) {
+  return {static_cast<const std::byte*>(tensor.const_data_ptr()), footprint(tensor)};
+}
+
+// Without holes: a neighbour's elements may lie between this tensor's own.
+std::vector<at::Tensor> packed_of(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> packed;
+  packed.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) {
+    const bool plain = tensor.is_non_overlapping_and_dense() || footprint(tensor) <= tensor.nbytes();
+    packed.push_back(plain ? tensor : tensor.contiguous());
+  }
+  return packed;
+}
+
+std::vector<Span> spans_of(const std::vector<at::Tensor>& tensors) {
+  std::vector<Span> spans;
+  spans.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) spans.push_back(bytes_of(tensor));
+  return spans;
+}
+
+// For memory that devices write to, which no protection sees: a copy of a whole tensor from a device is
+// noticed.
+std::uint64_t sample_of(const at::Tensor& tensor) {
+  constexpr std::size_t kSamples = 16;
+  std::uint64_t values[kSamples] = {};
+  const auto [data, nbytes] = bytes_of(tensor);
+  const std::size_t word = std::min<std::size_t>(nbytes, sizeof(std::uint64_t));
+  for (std::size_t i = 0; i < kSamples && nbytes > 0; ++i) {
+    std::memcpy(&values[i], data + (nbytes - word) / (kSamples - 1) * i, word);
+  }
+  return content_hash(values, sizeof values);
+}
+
+}  // namespace
+
+WatchedTensors::WatchedTensors(std::vector<at::Tensor> tensors) : tensors_(std::move(tensors)) {
+  for (const at::Tensor& tensor : tensors_) {
+    if (!tensor.device().is_cpu()) throw std::invalid_argument("only tensors on the CPU are watched");
+    seen_.push_back({tensor.const_data_ptr(), version(tensor)});
+    storages_.push_back(tensor.storage());
+    const auto begin = reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr());
+    const std::uintptr_t end = begin + footprint(tensor);
+    const std::uintptr_t region = begin == end ? 0 : watched_region(begin, end);
+    if (region == 0) {
+      hashed_.push_back(tensor);
+      continue;
+    }
+    regions_.push_back(region);
+    if (device_may_write(region)) sampled_.push_back(tensor);
+    protect(begin, end);
+  }
+  std::sort(regions_.begin(), regions_.end());
+  regions_.erase(std::unique(regions_.begin(), regions_.end()), regions_.end());
+  for (Border& border : borders_) {
+    border.hash = content_hash(reinterpret_cast<const void*>(border.begin), border.end - border.begin);
+  }
+  sample_ = sample();
+  hash_ = Reading(hashed_).hash.finish();
+  if (!regions_.empty()) add_listener(this, regions_);
+}
+
+WatchedTensors::~WatchedTensors() {
+  if (!regions_.empty()) remove_listener(this);
+}
+
+void WatchedTensors::protect(std::uintptr_t begin, std::uintptr_t end) {
+  const std::uintptr_t page = page_size();
+  const std::uintptr_t first = (begin + page - 1) / page * page;
+  const std::uintptr_t last = end / page * page;
+  if (first < last) whole_pages_.push_back({first, last});
+  if (begin < std::min(first, end)) borders_.push_back({begin, std::min(first, end), 0});
+  if (std::max(first, last) < end && first <= end) borders_.push_back({std::max(first, last), end, 0});
+}
+
+void WatchedTensors::written(std::uintptr_t begin, std::uintptr_t end) noexcept {
+  if (written_) return;
+  const auto touches = [=](const auto& range) { return range.begin < end && begin < range.end; };
+  written_ = std::any_of(whole_pages_.begin(), whole_pages_.end(), touches) ||
+             std::any_of(borders_.begin(), borders_.end(), [&](const Border& border) {
+               const auto* data = reinterpret_cast<const void*>(border.begin);
+               return touches(border) && content_hash(data, border.end - border.begin) != border.hash;
+             });
+}
+
+bool WatchedTensors::moved() const {
+  for (std::size_t i = 0; i < tensors_.size(); ++i) {
+    if (tensors_[i].const_data_ptr() != seen_[i].data) return true;
+  }
+  return false;
+}
+
+bool WatchedTensors::begin_check() {
+  const std::lock_guard lock(checking_);
+  reading_.reset();
+  for (std::size_t i = 0; i < tensors_.size(); ++i) {
+    if (version(tensors_[i]) != seen_[i].version) return true;
+  }
+  if (moved()) return true;
+  for (const std::uintptr_t region : regions_) collect_writes(region);
+  if (sample() != sample_) written_ = true;
+  if (written_) return true;
+  reading_ = std::make_unique<Reading>(hashed_);
+  return reading_->hash.done() && finish_reading();
+}
+
+bool WatchedTensors::finish_check() {
+  const std::lock_guard lock(checking_);
+  return finish_reading();
+}
+
+bool WatchedTensors::finish_reading() {
+  if (reading_ != nullptr) {
+    if (reading_->hash.finish() != hash_) written_ = true;
+    reading_.reset();
+  }
+  return written_;
+}
+
+std::int64_t WatchedTensors::hashed_bytes() const {
+  std::int64_t total = 0;
+  for (const at::Tensor& tensor : hashed_) total += static_cast<std::int64_t>(tensor.nbytes());
+  return total;
+}
+
+WatchedTensors::Reading::Reading(const std::vector<at::Tensor>& tensors)
+    : packed(packed_of(tensors)), hash(spans_of(packed)) {}
+
+std::uint64_t WatchedTensors::sample() const {
+  std::uint64_t sample = 0;
+  for (const at::Tensor& tensor : sampled_) sample = sample * 31 + sample_of(tensor);
+  return sample;
+}
+
+TORCH_LIBRARY_FRAGMENT(disco_accel, m) {
+  m.def("can_watch_writes", &can_watch_writes);
+  m.def("allow_watching_writes", &allow_watching_writes);
+  m.def("watch_arena", &watch_arena);
+  m.def("expect_device_writes_to", &expect_device_writes_to);
+  m.class_<WatchedTensors>("WatchedTensors")
+      .def(torch::init<std::vector<at::Tensor>>())
+      .def("moved", &WatchedTensors::moved)
+      .def("begin_check", &WatchedTensors::begin_check)
+      .def("finish_check", &WatchedTensors::finish_check)
+      .def("hashed_bytes", &WatchedTensors::hashed_bytes)
+      .def("address", &WatchedTensors::address);
+}
+
+}  // namespace disco
