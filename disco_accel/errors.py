@@ -47,3 +47,7 @@ class ExecutionError(DiscoError):
 
 class Stalled(ExecutionError):
     """A step stopped making progress; the message lists who waits for what."""
+
+
+class ExtensionError(ExecutionError):
+    """The extension cannot be built or loaded; the message says what is missing and what to do."""

@@ -6,6 +6,8 @@ the parent of the build directories, ``CXX`` the compiler.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import hashlib
 import os
 import platform
@@ -14,7 +16,8 @@ import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from disco_accel.errors import ExecutionError
+from disco_accel.errors import ExtensionError as ExtensionError
+from disco_accel.library import Library
 
 ROOT = Path(__file__).resolve().parents[1] / "runtime_ext"
 """Where the sources are."""
@@ -22,14 +25,21 @@ ROOT = Path(__file__).resolve().parents[1] / "runtime_ext"
 _FLAGS = ("-std=c++20", "-O2", "-shared", "-fPIC")
 
 
-class ExtensionError(ExecutionError):
-    """The extension cannot be built or loaded; the message says what is missing and what to do."""
-
-
 def cache_root() -> Path:
-    """Parent of all build directories: ``TORCH_EXTENSIONS_DIR``, else ``~/.cache/disco_accel/extensions``."""
+    """Parent of all build directories: ``TORCH_EXTENSIONS_DIR``, else ``~/.cache/disco_accel/extensions``.
+
+    Raises ExtensionError when there is neither the one nor a home.
+    """
     given = os.environ.get("TORCH_EXTENSIONS_DIR")
-    return Path(given) if given else Path.home() / ".cache" / "disco_accel" / "extensions"
+    if given:
+        return Path(given).absolute()
+    try:
+        return Path.home().absolute() / ".cache" / "disco_accel" / "extensions"
+    except RuntimeError as error:
+        raise ExtensionError(
+            "this user has no home folder for the compiled engine: set HOME, or TORCH_EXTENSIONS_DIR to a folder of "
+            "your own"
+        ) from error
 
 
 def sources_key(root: Path, files: Sequence[Path], words: Iterable[str]) -> str:
@@ -45,14 +55,14 @@ def sources_key(root: Path, files: Sequence[Path], words: Iterable[str]) -> str:
     return digest.hexdigest()[:16]
 
 
-def require_building(library: Path) -> None:
-    """Raises ExtensionError when ``library``, which is not there, cannot be built either."""
+def require_building(reason: str) -> None:
+    """Raises ExtensionError, which begins with ``reason``, when libraries cannot be built here."""
     if os.environ.get("DISCO_BUILD_EXT", "1") == "0":
-        raise ExtensionError(f"{library} is not built and DISCO_BUILD_EXT=0 forbids building it")
+        raise ExtensionError(f"{reason} and DISCO_BUILD_EXT=0 forbids building it")
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(compiler) is None:
         raise ExtensionError(
-            f"{library.stem} must be compiled once, but there is no C++ compiler '{compiler}' on PATH: "
+            f"{reason} and must be compiled once, but there is no C++ compiler '{compiler}' on PATH: "
             "install g++ (11 or newer), or set CXX"
         )
 
@@ -60,19 +70,29 @@ def require_building(library: Path) -> None:
 def build_plain(name: str, source: str, root: Path = ROOT) -> Path:
     """Compile one file below ``root`` into a library unless it is there already; return its path, without loading it.
 
-    Raises ExtensionError when there is no compiler, building is switched off, or the compiler fails.
+    Raises ExtensionError when there is no compiler, building is switched off, the compiler fails, or others than this
+    user can have written the library that is there.
     """
+    return _plain(name, source, root).ready()
+
+
+def load_plain(name: str, source: str, root: Path = ROOT) -> ctypes.CDLL:
+    """As ``build_plain``, loaded into this process. Raises ExtensionError, also where it cannot be loaded."""
+    return _plain(name, source, root).load(ctypes.CDLL)
+
+
+def _plain(name: str, source: str, root: Path) -> Library:
     file = root / source
     directory = cache_root() / f"{name}-{sources_key(root, [file], _FLAGS)}"
-    library = directory / f"{name}.so"
-    if library.exists():
-        return library
-    require_building(library)
-    directory.mkdir(parents=True, exist_ok=True)
-    partial = directory / f"{name}.{os.getpid()}.so"
-    command = [os.environ.get("CXX", "c++"), *_FLAGS, str(file), "-o", str(partial), "-ldl"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise ExtensionError(f"building {source} failed:\n{done.stderr[-2000:]}")
-    partial.replace(library)
-    return library
+    return Library(directory, name, functools.partial(_compile, name, file), require_building)
+
+
+def _compile(name: str, file: Path, working: Path) -> Path:
+    made = working / f"{name}.so"
+    command = [os.environ.get("CXX", "c++"), *_FLAGS, str(file), "-o", str(made), "-ldl"]
+    # Temporary files of the compiler go with the rest when the build is killed.
+    environment = os.environ | {"TMPDIR": str(working)}
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment)
+    if done.returncode != 0 or not made.is_file():
+        raise ExtensionError(f"building {file.name} failed:\n{done.stderr[-2000:]}")
+    return made

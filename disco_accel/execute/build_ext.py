@@ -9,17 +9,16 @@ compiler processes, ``TORCH_EXTENSIONS_DIR`` is the parent of the build director
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from disco_accel.library import Library
 from disco_accel.native import ROOT, ExtensionError, cache_root, require_building, sources_key
 
 _ROOT = ROOT
@@ -37,6 +36,7 @@ _TORCH = (
     "cuda_side.cpp",
     "runtime_class.cpp",
 )
+_loaded: set[Path] = set()
 _FLAGS = ("-std=c++20", "-O2", "-fopenmp", "-fvisibility-inlines-hidden")
 
 
@@ -55,33 +55,34 @@ def build(name: str, files: Sequence[Path], flags: Sequence[str] = _FLAGS, libra
 
     ``libraries`` are linker arguments beyond PyTorch's own.
 
-    Raises ExtensionError when there is no compiler, building is switched off, or the compiler fails (its last
-    lines are in the message).
+    Raises ExtensionError when there is no compiler, building is switched off, the compiler fails (its last lines are
+    in the message), or others than this user can have written the library that is there.
     """
     # What it is linked with counts too: a library made for another engine would bring that engine along.
     directory = cache_root() / f"{name}-torch{torch.__version__}-{_key(files, (*flags, *libraries))}"
-    library = directory / f"{name}.so"
-    if not library.exists():
-        require_building(library)
-        directory.mkdir(parents=True, exist_ok=True)
-        with _alone_in(directory):
-            if not library.exists():
-                _compile(name, files, flags, libraries, directory)
-    torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
-    return library
+    made_here = False
+
+    def compile_in(working: Path) -> Path:
+        nonlocal made_here
+        _compile(name, files, flags, libraries, working)
+        made_here = True
+        return _only_library(working)
+
+    def load(path: str) -> None:
+        # PyTorch loads what it has compiled. A second copy, where renaming changes the inode, would register its ops
+        # a second time, which ends the process.
+        if not made_here:
+            torch.ops.load_library(path)  # type: ignore[no-untyped-call]
+
+    library = Library(directory, name, compile_in, require_building)
+    # Once it is loaded, what becomes of the file concerns other processes alone.
+    if library.path not in _loaded:
+        library.load(load)
+        _loaded.add(library.path)
+    return library.path
 
 
-@contextmanager
-def _alone_in(directory: Path) -> Iterator[None]:
-    """One process at a time builds in ``directory``; a build that was killed leaves nothing that holds up the next."""
-    with (directory / ".building").open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        # PyTorch's own lock is a file, which outlives whoever made it: alone here, nobody can be behind it.
-        (directory / "lock").unlink(missing_ok=True)
-        yield
-
-
-def _compile(name: str, files: Sequence[Path], flags: Sequence[str], libraries: Sequence[str], directory: Path) -> None:
+def _compile(name: str, files: Sequence[Path], flags: Sequence[str], libraries: Sequence[str], working: Path) -> None:
     from torch.utils import cpp_extension
 
     try:
@@ -91,15 +92,20 @@ def _compile(name: str, files: Sequence[Path], flags: Sequence[str], libraries: 
             extra_cflags=list(flags),
             extra_ldflags=["-fopenmp", "-ldl", *libraries],
             extra_include_paths=[str(_ROOT)],
-            build_directory=str(directory),
+            build_directory=str(working),
             with_cuda=False,
             is_python_module=False,
         )
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:
-        (directory / f"{name}.so").unlink(missing_ok=True)
         reasons = [str(reason) for reason in (error, error.__cause__) if reason is not None]
         tail = "\n".join("\n".join(reasons).strip().splitlines()[-12:])
-        raise ExtensionError(f"building the engine in {directory} failed:\n{tail}") from error
+        raise ExtensionError(f"building the engine in {working.parent} failed:\n{tail}") from error
+
+
+def _only_library(working: Path) -> Path:
+    """PyTorch adds a number to the name of what a process compiles a second time."""
+    (library,) = working.glob("*.so")
+    return library
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
-from disco_accel.native import ExtensionError, build_plain
+from disco_accel.native import ExtensionError, load_plain
 
 logger = logging.getLogger("disco_accel")
 
@@ -149,8 +149,8 @@ def packing_of(pieces: Sequence[Piece]) -> Packing:
 @functools.cache
 def _compiled() -> ctypes.CDLL | None:
     try:
-        library = ctypes.CDLL(str(build_plain("disco_place", "plan/place.cpp")))
-    except (ExtensionError, OSError) as error:
+        library = load_plain("disco_place", "plan/place.cpp")
+    except ExtensionError as error:
         logger.warning("planning takes several times longer than it has to: %s", str(error).splitlines()[0])
         return None
     library.disco_place.restype = ctypes.c_int64
