@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "loop.h"
+#include "scope.h"
 
 namespace disco {
 namespace {
@@ -45,16 +46,19 @@ Status Engine::Loop::wait(double timeout, bool for_end) {
   };
   if (over()) return error_.status;
   ++waiters_;
+  const Finally gone([this] { --waiters_; });  // with the lock, which every way out of here holds
   const auto until = deadline(timeout);
   if (drivable_) {
     lock.unlock();
-    const bool drove = timeout > 0.0 && drive(until.time_since_epoch().count(), for_end);
-    if (!drove && commands_.load() != 0) wake();
-    lock.lock();
+    bool drove = false;
+    // Also where this thread could not be made ready for ops: the loop's then runs them.
+    const Finally left([&] {
+      if (!drove && commands_.load() != 0) wake();
+      lock.lock();
+    });
+    drove = timeout > 0.0 && drive(until.time_since_epoch().count(), for_end);
   }
-  const bool in_time = caller_wakes_.wait_until(lock, until, over);
-  --waiters_;
-  return in_time ? error_.status : Status::kTimeout;
+  return caller_wakes_.wait_until(lock, until, over) ? error_.status : Status::kTimeout;
 }
 
 Status Engine::Loop::wait_out(double timeout) { return wait(timeout, false); }

@@ -11,6 +11,7 @@
 
 #include "host_stream.h"
 #include "random.h"
+#include "scope.h"
 
 namespace disco {
 namespace {
@@ -36,11 +37,11 @@ struct HostDevice::Shared {
     return failed.load(std::memory_order_acquire) || cancelled.load(std::memory_order_acquire);
   }
 
-  void fail(std::int32_t vertex, const char* message) {
+  void fail(std::int32_t vertex, std::string message) noexcept {
     const std::lock_guard lock(failure_mutex);
     if (failed.load(std::memory_order_relaxed)) return;
     failure.vertex = vertex;
-    failure.message = message;
+    failure.message = std::move(message);
     failed.store(true, std::memory_order_release);
   }
 
@@ -48,15 +49,17 @@ struct HostDevice::Shared {
     if (skip()) return;
     if (spans != nullptr) spans[vertex].start = now_ns();
     computing.fetch_add(1, std::memory_order_relaxed);
+    const Finally computed([&] {
+      computing.fetch_sub(1, std::memory_order_relaxed);
+      if (spans != nullptr) spans[vertex].end = now_ns();
+    });
     try {
       runner->run(op, index, stream);
     } catch (const std::exception& error) {
-      fail(vertex, error.what());
+      fail(vertex, what_of(error));
     } catch (...) {
-      fail(vertex, "an exception that is not a std::exception");
+      fail(vertex, copied("an exception that is not a std::exception"));
     }
-    computing.fetch_sub(1, std::memory_order_relaxed);
-    if (spans != nullptr) spans[vertex].end = now_ns();
   }
 };
 

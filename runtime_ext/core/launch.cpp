@@ -3,8 +3,21 @@
 #include <utility>
 
 #include "loop.h"
+#include "scope.h"
 
 namespace disco {
+namespace {
+
+// What failed, as far as there is memory to say so: the loop goes on whatever happens.
+DeviceFailure failure_of(const Device& device) noexcept {
+  try {
+    return device.failure();
+  } catch (const std::bad_alloc&) {
+    return {-1, kOutOfMemory};
+  }
+}
+
+}  // namespace
 
 bool Engine::Loop::pump() {
   bool moved = in_flight_ > 0 && poll();
@@ -28,14 +41,14 @@ bool Engine::Loop::poll_stream(StreamState& stream) {
     done = device.completed(stream.stream);
   } catch (const std::exception& error) {
     // The device cannot say any more what has finished: give up what it was doing, so that draining can end.
-    stop(Status::kFailed, stream.front().vertex, error.what());
+    stop(Status::kFailed, stream.front().vertex, what_of(error));
     in_flight_ -= stream.count;
     stream.head = stream.count = 0;
     return true;
   }
   if (done < stream.front().token) return false;
   if (device.failed() && phase_ != Phase::kDraining) {
-    DeviceFailure failure = device.failure();
+    DeviceFailure failure = failure_of(device);
     stop(Status::kFailed, failure.vertex, std::move(failure.message));
   }
   while (stream.count > 0 && stream.front().token <= done) {
@@ -218,7 +231,7 @@ bool Engine::Loop::launch_behind(std::int32_t v, int stream) {
       devices_[own.device]->wait(own.stream, schedule_.streams[stream_of_[p]].stream, token_of_[p]);
     }
   } catch (const std::exception& error) {
-    stop(Status::kFailed, v, error.what());
+    stop(Status::kFailed, v, what_of(error));
     return false;
   }
   return launch(v, stream);
@@ -236,7 +249,7 @@ bool Engine::Loop::launch(std::int32_t v, int index) {
         kernel ? device.enqueue_op(stream.stream, v, program_.op[v])
                : device.enqueue_copy(stream.stream, v, program_.dst[v], program_.src[v], program_.bytes[v]);
   } catch (const std::exception& error) {
-    stop(Status::kFailed, v, error.what());
+    stop(Status::kFailed, v, what_of(error));
     return false;
   }
   stream.push({v, token_of_[v], kernel ? kNever : device.expected_end(stream.stream)});
@@ -285,7 +298,7 @@ void Engine::Loop::run_inline_vertex(Resource& resource, std::int32_t v, Lock& l
   try {
     device.enqueue_op(schedule_.streams[resource.first_stream].stream, v, program_.op[v]);
   } catch (const std::exception& error) {
-    refused = error.what();
+    refused = what_of(error);
   }
   const std::int64_t end = timed_ ? now_ns() : 0;
   if (others_run) lock.lock();
@@ -295,7 +308,7 @@ void Engine::Loop::run_inline_vertex(Resource& resource, std::int32_t v, Lock& l
   if (!refused.empty()) {
     stop(Status::kFailed, v, std::move(refused));
   } else if (device.failed() && phase_ != Phase::kDraining) {
-    DeviceFailure failure = device.failure();
+    DeviceFailure failure = failure_of(device);
     stop(Status::kFailed, failure.vertex, std::move(failure.message));
   }
   finish(v);

@@ -5,6 +5,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "scope.h"
+
 namespace disco {
 namespace {
 
@@ -78,7 +80,7 @@ void Engine::Loop::attach() {
   try {
     for (auto& device : devices_) device->attach_loop_thread();
   } catch (const std::exception& failure) {
-    error = failure.what();
+    error = what_of(failure);
   }
   const Lock lock(caller_mutex_);
   attach_error_ = std::move(error);
@@ -104,27 +106,35 @@ bool Engine::Loop::turn(Lock& lock) {
 }
 
 // Runs the loop on a caller's thread, until it has what it waits for or the deadline is over. False without
-// having done anything if the loop thread is at work, or if the ops must run on that.
+// having done anything if the loop thread is at work, or if the ops must run on that. What enter() throws
+// leaves the step to the loop thread.
 bool Engine::Loop::drive(std::int64_t deadline_ns, bool for_end) {
   Lock lock(state_mutex_, std::try_to_lock);
   if (!lock.owns_lock()) return false;
-  if (driven_ || !asleep_ || !runner_.enter()) {
-    lock.unlock();
-    if (pending_.exchange(false)) on_progress();
-    return false;
+  bool entered = false;
+  {
+    const Finally refused([&] {
+      if (entered) return;
+      lock.unlock();
+      if (pending_.exchange(false)) on_progress();
+    });
+    entered = !driven_ && asleep_ && runner_.enter();
   }
+  if (!entered) return false;
   const int timers = want_exact_timers();
   driven_ = true;
   asleep_ = false;
+  const Finally driven([&] {
+    runner_.leave();
+    hand_back(lock);
+    put_timers_back(timers);
+  });
   if (timed_ && phase_ != Phase::kIdle) step_.parked_ns += now_ns() - parked_since_ns_;
   do {
     // kQuit is for the loop thread.
     if ((commands_.load() & ~kQuit) != 0) obey();
     if (!turn(lock) && (commands_.load() & ~kQuit) == 0 && !told(for_end)) park(lock, deadline_ns);
   } while (!told(for_end) && now_ns() < deadline_ns);
-  runner_.leave();
-  hand_back(lock);
-  put_timers_back(timers);
   return true;
 }
 
@@ -278,16 +288,17 @@ void Engine::Loop::start_step() {
   step_ = {};
   step_.steps = steps;
   timed_ = traced_ || options_.time_ops;
-  if (traced_) {
-    issued_ns_.assign(state_.size(), 0);
-    spans_.assign(state_.size(), Span{});
-  }
   std::string refused;
   try {
+    if (traced_) {
+      issued_ns_.assign(state_.size(), 0);
+      spans_.assign(state_.size(), Span{});
+    }
     for (auto& device : devices_) device->begin_step(steps);
     for (auto& device : devices_) device->trace(traced_ ? spans_.data() : nullptr, program_.size());
   } catch (const std::exception& error) {
-    refused = error.what();
+    refused = what_of(error);
+    traced_ = false;  // there may be no room for what would be recorded
   }
   std::fill(state_.begin(), state_.end(), State::kWaiting);
   std::copy(schedule_.initial_waiting.begin(), schedule_.initial_waiting.end(), waiting_.begin());
@@ -397,7 +408,13 @@ void Engine::Loop::stall() {
   for (std::int32_t v = 0; v < program_.size() && oldest < 0; ++v) {
     if (state_[v] == State::kIssued) oldest = v;
   }
-  stop(Status::kStalled, oldest, describe_stall());
+  std::string what;
+  try {
+    what = describe_stall();
+  } catch (const std::bad_alloc&) {
+    what = "no progress";
+  }
+  stop(Status::kStalled, oldest, std::move(what));
 }
 
 }  // namespace disco

@@ -67,6 +67,7 @@ class PolledDevice final : public Device {
 
   std::atomic<std::int32_t> hang_at{-1};
   bool release_on_cancel = true;
+  bool prompt = false;  // what may run is done at the first poll
   int stream_waits = 0;
 
  private:
@@ -84,7 +85,7 @@ class PolledDevice final : public Device {
   };
 
   void advance(Lane& lane) {
-    while (lane.finished < lane.enqueued && random_.below(3) != 0 && may_run(lane)) {
+    while (lane.finished < lane.enqueued && (prompt || random_.below(3) != 0) && may_run(lane)) {
       if (lane.vertices[lane.finished] == hang_at && !failed_) break;
       if (!failed_) run_next(lane);
       ++lane.finished;
@@ -112,6 +113,41 @@ class PolledDevice final : public Device {
   std::vector<Lane> lanes_;
   bool failed_ = false;
   DeviceFailure failure_;
+};
+
+// Another device, of which a test changes a part.
+class ForwardingDevice : public Device {
+ public:
+  explicit ForwardingDevice(std::unique_ptr<Device> inner) : inner_(std::move(inner)) {}
+  void use_threads() override { inner_->use_threads(); }
+  void connect(int index, OpRunner& runner, ProgressListener& listener) override {
+    inner_->connect(index, runner, listener);
+  }
+  void attach_loop_thread() override { inner_->attach_loop_thread(); }
+  int compute_streams() const override { return inner_->compute_streams(); }
+  bool runs_inline() const override { return inner_->runs_inline(); }
+  bool notifies() const override { return inner_->notifies(); }
+  bool computing() const override { return inner_->computing(); }
+  Token enqueue_op(int stream, std::int32_t vertex, std::int32_t op) override {
+    return inner_->enqueue_op(stream, vertex, op);
+  }
+  Token enqueue_copy(int stream, std::int32_t vertex, void* dst, const void* src,
+                     std::int64_t bytes) override {
+    return inner_->enqueue_copy(stream, vertex, dst, src, bytes);
+  }
+  void wait(int stream, int other, Token token) override { inner_->wait(stream, other, token); }
+  Token completed(int stream) override { return inner_->completed(stream); }
+  std::int64_t expected_end(int stream) const override { return inner_->expected_end(stream); }
+  bool failed() const override { return inner_->failed(); }
+  DeviceFailure failure() const override { return inner_->failure(); }
+  void cancel() override { inner_->cancel(); }
+  void recover() override { inner_->recover(); }
+  void begin_step(std::uint64_t step) override { inner_->begin_step(step); }
+  void trace(Span* spans, std::int32_t vertices) override { inner_->trace(spans, vertices); }
+  void finish_trace() override { inner_->finish_trace(); }
+
+ protected:
+  std::unique_ptr<Device> inner_;
 };
 
 inline std::vector<std::unique_ptr<Device>> one(std::unique_ptr<Device> device) {

@@ -217,8 +217,13 @@ TEST(RandomPrograms, AMissingEdgeIsNoticed) {
     if (from == Kind::kInput || implied(*scene, dropped)) continue;
     ++planted;
     Checker checker(*scene);
-    checker.before_read = [late = scene->edges[dropped].first](std::int32_t op) {
-      if (op == late) std::this_thread::sleep_for(std::chrono::microseconds(500));
+    // The one that should come first waits for the other, as long as that may need if nothing holds it up.
+    checker.before_read = [&, late = scene->edges[dropped].first,
+                           early = scene->edges[dropped].second](std::int32_t op) {
+      if (op != late) return;
+      const std::int64_t until =
+          now_ns() + (scene->vertices[early].kind == Kind::kKernel ? 5'000'000 : 500'000);
+      while (!checker.ran(early) && now_ns() < until) std::this_thread::yield();
     };
     EngineOptions options;
     options.dispatch = Dispatch::kRandom;

@@ -58,7 +58,8 @@ TEST(Threads, SeveralCallersAreServedOrRefused) {
       }
     };
     // On a busy machine the threads may run one after the other, and few steps reach their end.
-    for (std::uint64_t round = 0; round < 50 && (ended == 0 || refused == 0); ++round) {
+    const auto short_of = [&] { return ended == 0 || refused == 0 || (every > 0 && checker.entered == 0); };
+    for (std::uint64_t round = 0; round < 5000 && short_of(); ++round) {
       std::vector<std::thread> callers;
       for (std::uint64_t c = 0; c < 4; ++c) callers.emplace_back(caller, 4 * round + c);
       for (std::thread& thread : callers) thread.join();
@@ -90,12 +91,11 @@ TEST(Threads, ACallerThatWaitsRunsTheOpsItselfIfItMay) {
   Checker checker(*scene);
   Engine engine(scene->program(), host(), checker, {});
   EXPECT_EQ(ran_by_caller(engine, checker, 0), 0);
-  std::this_thread::sleep_for(std::chrono::milliseconds(50));  // the loop thread has gone to sleep
   checker.callers = 1;
-  // On a busy machine a caller that does not get to run finds a step done by the loop's thread.
+  // A loop thread that has not gone to sleep yet, as on a busy machine, does the step itself.
   std::uint64_t step = 1;
   int ran = 0;
-  for (; step <= 60 && ran < 20; ++step) ran += ran_by_caller(engine, checker, step) > 0 ? 1 : 0;
+  for (; step <= 100'000 && ran < 20; ++step) ran += ran_by_caller(engine, checker, step) > 0 ? 1 : 0;
   EXPECT_EQ(ran, 20);
   EXPECT_EQ(checker.broken, 0);
   Engine worker(scene->program(), host(1, 0.0, false), checker, {});
@@ -114,7 +114,7 @@ TEST(Threads, NoReportIsLostToALoopThreadThatWakesWhileACallerRunsTheStep) {
   for (int step = 0; step < steps && late == 0; ++step) {
     checker.begin(step);
     engine.begin(Next::kAnything);
-    late += engine.wait_end(5.0) == Status::kDone ? 0 : 1;
+    late += engine.wait_end(kPatience) == Status::kDone ? 0 : 1;
   }
   EXPECT_EQ(late, 0);
   EXPECT_EQ(checker.broken, 0);

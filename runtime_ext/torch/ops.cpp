@@ -13,6 +13,8 @@
 #include <string_view>
 #include <utility>
 
+#include "../core/scope.h"
+
 namespace disco {
 namespace {
 
@@ -138,7 +140,7 @@ std::string message_of(const std::exception& error) {
   if (const auto* torch_error = dynamic_cast<const c10::Error*>(&error)) {
     return torch_error->what_without_backtrace();
   }
-  return error.what();
+  return what_of(error);
 }
 
 }  // namespace

@@ -97,8 +97,9 @@ class CpuDecorator final : public c10::Allocator {
                   " bytes, as a test asked for");
     }
     void* ptr = base_allocator->raw_allocate(nbytes);
+    c10::DataPtr block(ptr, ptr, &free_block, cpu);  // freed if noting it takes memory that is not there
     note_forwarded(ptr, nbytes);
-    return {ptr, ptr, &free_block, cpu};
+    return block;
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free_block; }
   void copy_data(void* dest, const void* src, std::size_t count) const override {

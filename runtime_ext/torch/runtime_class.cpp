@@ -315,8 +315,7 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
       devices.push_back(std::move(device));
       for (const at::Tensor& tensor : keep_) {
         if (!tensor.device().is_cpu()) {
-          planned_ranges_.push_back(tensor.data_ptr());
-          add_planned_range(tensor.data_ptr(), tensor.nbytes());
+          planned_ranges_.add(tensor);
         }
       }
     } else {
@@ -335,10 +334,10 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
     // In a forked child the engine's threads do not exist, so nothing could end them.
     if (pid_ != getpid()) {
       static_cast<void>(engine_.release());
+      planned_ranges_.bases.clear();
       return;
     }
     engine_.reset();
-    for (const void* base : planned_ranges_) remove_planned_range(base);
   }
 
   void run(std::int32_t op, int /*device*/, int stream) override {
@@ -360,8 +359,13 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
   // A caller's own OpenMP team serves the ops if it has the size that they were recorded with.
   bool enter() override {
     if (cuda_ != nullptr || !plain_ || at::get_num_threads() != compute_threads_) return false;
+    // Without the memory for that the loop thread runs the ops.
+    try {
+      guards_.emplace(*plain_);
+    } catch (const std::bad_alloc&) {
+      return false;
+    }
     watch_thread(compute_threads_);
-    guards_.emplace(*plain_);
     return true;
   }
   void leave() override {
@@ -474,13 +478,29 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
     return copies;
   }
 
+  // Where planned memory lies on the device, as long as this lives: also when the constructor fails.
+  struct PlannedRanges {
+    PlannedRanges() = default;
+    ~PlannedRanges() {
+      for (const void* base : bases) remove_planned_range(base);
+    }
+    PlannedRanges(const PlannedRanges&) = delete;
+    PlannedRanges& operator=(const PlannedRanges&) = delete;
+    void add(const at::Tensor& tensor) {
+      bases.reserve(bases.size() + 1);
+      add_planned_range(tensor.data_ptr(), tensor.nbytes());
+      bases.push_back(tensor.data_ptr());
+    }
+    std::vector<const void*> bases;
+  };
+
   // Whether cuBLAS has its workspace on a compute stream.
   enum class Warmth : std::uint8_t { kNever, kBefore, kThisStep };
 
   c10::intrusive_ptr<TorchOps> ops_;
   std::vector<at::Tensor> keep_;
   std::vector<std::vector<at::Tensor>> leaving_;
-  std::vector<const void*> planned_ranges_;
+  PlannedRanges planned_ranges_;  // outlived by keep_
   CudaDevice* cuda_ = nullptr;
   std::unique_ptr<CallerOrder> caller_;
   std::unique_ptr<BlasWarmup> warmup_;
