@@ -37,9 +37,9 @@ _one_thread = threading.RLock()
 
 
 class Library:
-    """The library ``name`` in ``directory``; ``compile_in`` makes it, ``require_building`` refuses where that cannot be.
+    """The library ``name`` in ``directory``, which ``compile_in`` makes.
 
-    ``require_building`` gets the reason for which the library has to be built, and raises ExtensionError.
+    ``require_building`` gets the reason for which it has to be built, and raises ExtensionError where it cannot be.
     """
 
     def __init__(

@@ -29,6 +29,7 @@ from disco_accel.capture.rng import chain_draws, draws, random_sites, user_gener
 from disco_accel.capture.tags import TraceLog, logging_trace
 from disco_accel.capture.twins import batch_tensors, model_twins, replace_tensors, tables_kept, twin
 from disco_accel.errors import CaptureError
+from disco_accel.shortage import met_shortage
 from disco_accel.taskgraph import Device, Ref, TaskGraph, TensorSpec, VertexKind
 
 Contexts = Sequence[Callable[[], AbstractContextManager[Any]]]
@@ -334,7 +335,9 @@ def _errors_named(log: TraceLog) -> Iterator[None]:
             "a planned step cannot branch on values (.item(), .tolist(), if tensor:, .nonzero())"
         ) from error
     except Exception as error:
-        summary = str(error).strip().split("\n")[0]
+        summary = str(error).strip().split("\n")[0] or type(error).__name__
+        if met_shortage(error):
+            summary += "; free some memory, and the next step tries again"
         if "torch._C.Generator" in summary:
             # Before PyTorch 2.13 tracing itself stops at one.
             summary = "an op draws from a generator of its own, not the default one: leave out generator="

@@ -5,14 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
 from disco_accel.errors import ExecutionError
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator raised it. The CPU's has no class of its own for that, only words."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error).lower()
+from disco_accel.shortage import is_shortage
 
 
 @contextmanager
@@ -20,7 +14,9 @@ def typed_out_of_memory(what: str) -> Iterator[None]:
     """Inside, or around a function that it decorates, an allocator's error becomes ExecutionError naming ``what``."""
     try:
         yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
+    except (RuntimeError, MemoryError, OSError) as error:
+        if not is_shortage(error):
             raise
-        raise ExecutionError(f"{what} ran out of memory: {error}") from error
+        raise ExecutionError(
+            f"{what} ran out of memory: {error or 'no more can be allocated'}; free some, and the next step tries again"
+        ) from error

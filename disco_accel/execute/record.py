@@ -18,7 +18,8 @@ from disco_accel.errors import ExecutionError
 from disco_accel.execute.cuda import median_seconds, prepare_device, run_device
 from disco_accel.execute.encode import MOVES, dispatcher_overload, encode_args, encode_out_call, label, op_overload
 from disco_accel.execute.loose import BY_VALUE, loose_bytes
-from disco_accel.execute.out_of_memory import is_out_of_memory, typed_out_of_memory
+from disco_accel.execute.out_of_memory import typed_out_of_memory
+from disco_accel.shortage import is_shortage
 from disco_accel.taskgraph import Arg, OpCall, TaskGraph, TensorArg, TensorSpec, Vertex, VertexKind, tensor_args
 
 _ALIGNMENT = 64
@@ -220,11 +221,13 @@ def _measure(signature: _Signature, name: str, device: torch.device) -> OpRecord
     try:
         return _measure_on(_sample_inputs(signature, device), signature, name, device)
     except RuntimeError as first:
-        if is_out_of_memory(first):
+        if is_shortage(first):
             raise
         try:
             return _measure_on(_sample_inputs(signature, device, ones=True), signature, name, device)
-        except RuntimeError:
+        except RuntimeError as second:
+            if is_shortage(second):
+                raise
             raise ExecutionError(f"measuring {name} failed: {first}") from first
 
 
@@ -280,7 +283,7 @@ def _try_out(
     try:
         call = _steady(ops, op, name)
     except (RuntimeError, ExecutionError) as error:
-        if is_out_of_memory(error):
+        if is_shortage(error):
             raise
         # Not every out overload takes the captured layout; the functional call always does.
         return None

@@ -11,6 +11,7 @@ import torch
 
 from disco_accel.errors import ConfigError
 from disco_accel.execute.hostmem import HostMemory
+from disco_accel.execute.out_of_memory import typed_out_of_memory
 from disco_accel.integrate.distributed import at_home, check_not_sharded, check_same, leave_home, stay_home
 
 _ARENA = "_disco_host_memory"
@@ -54,6 +55,7 @@ class Placement:
         self._streamed = StreamedEager(model, visitor_of(self._device))
         model._apply = functools.partial(apply_to_trainable, model)  # type: ignore[method-assign,assignment]
 
+    @typed_out_of_memory("moving the frozen weights into one piece of host memory")
     def gather(self) -> None:
         """Move frozen weights that lie outside the host arenas into one: all of them at first, later those that a cast
         such as DeepSpeed's has replaced.

@@ -20,6 +20,7 @@ from disco_accel.execute.arena import device_arena
 from disco_accel.execute.cuda import release_workspaces, run_device
 from disco_accel.execute.executor import EngineOptions, arena_bytes
 from disco_accel.execute.hostmem import WatchedTensors
+from disco_accel.execute.out_of_memory import typed_out_of_memory
 from disco_accel.integrate import generation
 from disco_accel.integrate.again import Again, Outputs, Uses
 from disco_accel.integrate.arguments import Arguments, signature_of
@@ -36,6 +37,7 @@ from disco_accel.integrate.pending import PendingStep, run_step
 from disco_accel.integrate.placement import Placement
 from disco_accel.integrate.refusals import require_plain_weights
 from disco_accel.observe.report import write_report
+from disco_accel.shortage import met_shortage
 from disco_accel.taskgraph import VertexKind
 
 logger = logging.getLogger("disco_accel")
@@ -119,10 +121,11 @@ class PreparedModel:
         try:
             watched = functools.partial(self.effects.of_trace, model)
             options = self._compile_options((watched, *contexts()))
-            with capturing(), self.effects.of_capture():
+            with capturing(), typed_out_of_memory("preparing the step"), self.effects.of_capture():
                 step = compiler(options)
         except CaptureError as error:
-            self.refused[key] = str(error)
+            if not met_shortage(error):
+                self.refused[key] = str(error)
             raise
         # What the forward changed it has changed: this plan was for the state before.
         self.plans[(*key, len(self.plans)) if self.effects.lasting else key] = step
@@ -172,6 +175,7 @@ class PreparedModel:
                 "call restore(model) to use the model here, or start workers with 'spawn'"
             )
 
+    @typed_out_of_memory("giving the step its memory")
     def make_current(self, model: torch.nn.Module, step: CompiledStep, *, check_ends_later: bool = False) -> None:
         """Give ``step`` the arena, its residents as the host holds them now.
 
@@ -261,7 +265,7 @@ def _planned(state: PreparedModel, model: torch.nn.Module, fitted: Fitted) -> St
         try:
             step = state.compiled(model, fitted, uses.outputs(fitted.batch), key)
         except CaptureError as error:
-            if state.config.on_unsupported == "eager":
+            if state.config.on_unsupported == "eager" and not met_shortage(error):
                 state.last_fallback.keep(key, str(error))
             raise
         if state.effects.lasting:

@@ -115,7 +115,9 @@ def half_linked(builder: Builder, _: int) -> None:
     wait_for((builder.folder / "whole").exists, first)
     second = builder.fork()
     # It waits for the first, or has already loaded what is there.
-    while not _opened(second, ".building") and os.waitid(os.P_PID, second, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+    while (
+        not _opened(second, ".building") and os.waitid(os.P_PID, second, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    ):
         time.sleep(0.01)
     (builder.folder / "go").touch()
     assert (status(first), status(second)) == (0, 0)

@@ -1,0 +1,161 @@
+"""A shortage of memory is of the moment: told as it comes, never remembered as something about the model."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from disco_accel import DiscoConfig, prepare, stats
+from disco_accel.capture import step as capture
+from disco_accel.errors import CaptureError, DiscoError
+from disco_accel.execute import executor, hostmem, record
+from disco_accel.integrate import compiled, placement, plugin
+from disco_accel.shortage import met_shortage
+from disco_accel.testing.models import random_batch, tiny_lora
+
+CPU = "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
+SHORTAGES: dict[str, BaseException] = {
+    "Python": MemoryError(),
+    "PyTorch on the host": RuntimeError(CPU),
+    "PyTorch on a device": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    "the system": OSError(errno.ENOMEM, "Cannot allocate memory"),
+    "C++": RuntimeError("std::bad_alloc"),
+}
+
+
+def config(on_unsupported: str = "error") -> DiscoConfig:
+    return DiscoConfig(memory_budget="64MiB", device="cpu", plan_cache=None, on_unsupported=on_unsupported)
+
+
+def gradients(model: Any, key: str = "labels") -> dict[str, torch.Tensor]:
+    """Of one step; ``{}`` where the model has none."""
+    model.zero_grad()
+    output = model(**random_batch())
+    output.loss.backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None} | {"loss": output.loss}
+
+
+def assert_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+@contextmanager
+def failing(monkeypatch: pytest.MonkeyPatch, where: object, name: str, error: BaseException) -> Iterator[list[str]]:
+    """Inside, ``where.name`` raises ``error`` once; the list says that it did."""
+    raised: list[str] = []
+    original = getattr(where, name)
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        if raised:
+            return original(*args, **kwargs)
+        raised.append(name)
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(where, name, fails)
+        yield raised
+
+
+STAGES: dict[str, tuple[object, str]] = {
+    "tracing": (capture, "make_fx"),
+    "lowering": (capture, "used_inputs"),
+    "measuring": (record, "_measure"),
+    "planning": (compiled, "make_plan"),
+    "verifying": (compiled, "verify"),
+    "host copies": (compiled, "bytes_of"),
+    "the arena": (plugin, "device_arena"),
+    "the host's arena": (executor, "host_arena"),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_step_after_a_shortage_is_planned(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever memory ran out: a typed error that says so, and the next step runs planned with eager's bits."""
+    expected = gradients(tiny_lora(layers=1, hidden=32))
+    model: Any = prepare(tiny_lora(layers=1, hidden=32), config())
+    with (
+        failing(monkeypatch, *STAGES[stage], MemoryError()) as raised,
+        pytest.raises(DiscoError, match="tries again") as told,
+    ):
+        model(**random_batch())
+    assert raised and met_shortage(told.value)
+    assert_bits(gradients(model), expected)
+    assert stats(model)["steps_compiled"] == 1
+
+
+@pytest.mark.parametrize("kind", SHORTAGES)
+def test_every_kind_of_shortage_is_known(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its class, its number or its words, in a forward that is being traced as around it."""
+    model: Any = prepare(tiny_lora(layers=1, hidden=32), config())
+    inner = model.get_submodule("base_model.model.model.norm")
+    with failing(monkeypatch, inner, "forward", SHORTAGES[kind]), pytest.raises(DiscoError, match="tries again"):
+        model(**random_batch())
+    model(**random_batch()).loss.backward()
+    assert stats(model)["steps_compiled"] == 1
+
+
+def test_with_fallbacks_the_step_runs_eagerly_and_the_next_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shortage is told once, and no later step is held up by it."""
+    expected = gradients(tiny_lora(layers=1, hidden=32))
+    model: Any = prepare(tiny_lora(layers=1, hidden=32), config("eager"))
+    with failing(monkeypatch, capture, "make_fx", MemoryError()):
+        assert_bits(gradients(model), expected)
+    assert_bits(gradients(model), expected)
+    seen = stats(model)
+    assert (seen["steps_eager"], seen["steps_compiled"]) == (1, 1)
+    assert len(seen["fallbacks"]) == 1 and "tries again" in seen["fallbacks"][0]
+
+
+def test_what_is_about_the_model_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of the trace that is no shortage is met once; the second step does not trace again."""
+    model: Any = prepare(tiny_lora(layers=1, hidden=32), config())
+    traced: list[int] = []
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        traced.append(1)
+        raise ValueError("no such thing")
+
+    monkeypatch.setattr(capture, "make_fx", fails)
+    for _ in range(2):
+        with pytest.raises(CaptureError, match="no such thing"):
+            model(**random_batch())
+    assert traced == [1]
+
+
+def test_an_interrupted_capture_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while a step is traced."""
+    model: Any = prepare(tiny_lora(layers=1, hidden=32), config("eager"))
+    with (
+        failing(monkeypatch, capture, "make_fx", KeyboardInterrupt()),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        model(**random_batch())
+    model(**random_batch()).loss.backward()
+    assert stats(model)["steps_compiled"] == 1
+
+
+def test_a_model_whose_weights_do_not_fit_is_left_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``prepare`` raises a typed error, the model still runs, and preparing it later works."""
+    expected = gradients(tiny_lora(layers=1, hidden=32))
+    model: Any = tiny_lora(layers=1, hidden=32)
+    for where, name in ((placement.HostMemory, "adopt"), (hostmem, "host_arena")):
+        with failing(monkeypatch, where, name, RuntimeError(CPU)), pytest.raises(DiscoError, match="frozen weights"):
+            prepare(model, config())
+        assert stats(model) == {}
+        assert_bits(gradients(model), expected)
+    assert_bits(gradients(prepare(model, config())), expected)
+
+
+def test_causes_are_looked_at_and_rings_of_them_end() -> None:
+    """An error that was raised because of a shortage counts as one; one that says nothing of it does not."""
+    outer = ValueError("made of")
+    outer.__cause__ = MemoryError()
+    assert met_shortage(outer) and not met_shortage(ValueError("made of"))
+    a, b = ValueError("a"), ValueError("b")
+    a.__context__, b.__context__ = b, a
+    assert not met_shortage(a)
