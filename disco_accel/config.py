@@ -23,10 +23,14 @@ logger = logging.getLogger("disco_accel")
 SECTION = "disco_config"
 CONFIG_FILE_VARIABLE = "DISCO_CONFIG_FILE"
 DS_CONFIG_VARIABLE = "DISCO_DS_CONFIG"
+LAUNCHER_VARIABLE = "DISCO_LAUNCHER"
 AUTOLOAD_VARIABLE = "DISCO_AUTOLOAD"
 
-_OTHER_VARIABLES = (CONFIG_FILE_VARIABLE, DS_CONFIG_VARIABLE, AUTOLOAD_VARIABLE, "DISCO_BUILD_EXT")
+_OTHER_VARIABLES = (CONFIG_FILE_VARIABLE, DS_CONFIG_VARIABLE, LAUNCHER_VARIABLE, AUTOLOAD_VARIABLE, "DISCO_BUILD_EXT")
 _PREFIX = "DISCO_"
+_MOST_NODES = 1 << 20
+"""Of a YAML file, aliases expanded; a file of 1 MiB without any has no more."""
+_GENERATIONS = 4
 _AUTO_SHARE = {"cpu": 0.5, "cuda": 0.9}
 _LOCAL_PROCESSES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
 """As torchrun, DeepSpeed's launcher and two MPIs call the number of processes on this machine."""
@@ -255,6 +259,7 @@ def door_config_file() -> str | None:
 def set_door_config_file(path: str | os.PathLike[str]) -> None:
     """Make this process and its children train under the ``disco_config`` of ``path``."""
     os.environ[CONFIG_FILE_VARIABLE] = str(Path(path).resolve())
+    os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
 
 
 def ds_config_file() -> str | None:
@@ -265,11 +270,32 @@ def ds_config_file() -> str | None:
 def set_ds_config_file(path: str | os.PathLike[str]) -> None:
     """Make this process and its children plan what the DeepSpeed config in ``path`` would offload."""
     os.environ[DS_CONFIG_VARIABLE] = str(Path(path).resolve())
+    os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
 
 
 def launched() -> bool:
     """Whether one of our launchers started this process."""
     return door_config_file() is not None or ds_config_file() is not None
+
+
+def inherited_file_gone() -> str | None:
+    """The launcher's file where it is gone and this process is not of that launch, but inherited its environment."""
+    path = door_config_file() or ds_config_file()
+    if path is None or os.path.exists(path) or os.environ.get(LAUNCHER_VARIABLE) in _ancestors():
+        return None
+    return path
+
+
+def _ancestors() -> list[str]:
+    """This process, its parent, and so on: DeepSpeed's launcher puts two between accelerate's and a script."""
+    line = [str(os.getpid()), str(os.getppid())]
+    while len(line) < _GENERATIONS:
+        try:
+            # The name, in parentheses, may hold anything; state and parent follow it.
+            line.append(Path(f"/proc/{line[-1]}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+        except (OSError, IndexError):
+            break
+    return line
 
 
 def door_config() -> DiscoConfig:
@@ -327,11 +353,24 @@ def _parse_yaml(text: str, where: str) -> Any:
         loader.flatten_mapping(node)
         return loader.construct_mapping(node, deep=True)
 
+    def expanded(node: yaml.Node | None, sizes: dict[int, int]) -> int:
+        """Nodes below and with ``node``, each alias counted as what it stands for."""
+        if not isinstance(node, yaml.CollectionNode):
+            return 1
+        if id(node) not in sizes:
+            sizes[id(node)] = _MOST_NODES  # what holds itself has no end
+            parts = node.value if isinstance(node, yaml.SequenceNode) else [n for pair in node.value for n in pair]
+            sizes[id(node)] = 1 + sum(expanded(part, sizes) for part in parts)
+        return sizes[id(node)]
+
     Loader.add_constructor("tag:yaml.org,2002:map", mapping)
     try:
         loader = Loader(text)
         try:
-            return loader.get_single_data()
+            root = loader.get_single_node()
+            if expanded(root, {}) >= _MOST_NODES:
+                raise ConfigError(f"{where}: aliases (*name) make it larger than {_MOST_NODES} entries; write less")
+            return None if root is None else loader.construct_document(root)
         finally:
             loader.dispose()
     except yaml.YAMLError as error:

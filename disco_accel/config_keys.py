@@ -115,7 +115,10 @@ def _folder(value: Any) -> str | None:
         return None
     if not isinstance(value, str | os.PathLike) or not str(value):
         raise ValueError("use the path of a folder, or leave it out")
-    return str(Path(value).expanduser())
+    try:
+        return str(Path(value).expanduser())
+    except RuntimeError as error:
+        raise ValueError(f"{error} Set HOME, or give a path without ~, or null for none") from error
 
 
 def _flag(value: Any) -> bool:

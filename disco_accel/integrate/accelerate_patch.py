@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import functools
+import logging
 import warnings
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from disco_accel import config as configuration
+
+logger = logging.getLogger("disco_accel")
 
 if TYPE_CHECKING:
     # Importing torch here would, through its autoload, import this module while it is half done.
@@ -64,12 +67,23 @@ def patch_trainer(module: ModuleType) -> None:
 def prepare_launched(model: torch.nn.Module, state: Any = None) -> None:
     """Prepare ``model`` under the launcher's config, as ``prepare_for_training`` does.
 
+    A process that is not of the launch, but inherited its environment, may find the file gone: that is one warning.
+
     Raises:
         ConfigError: the config file or an environment override is wrong; or as ``prepare_for_training``.
     """
+    gone = configuration.inherited_file_gone()
+    if gone is not None:
+        _say_gone(gone)
+        return
     config = configuration.door_config()
     if config.enabled:
         prepare_for_training(model, config, state)
+
+
+@functools.cache
+def _say_gone(path: str) -> None:
+    logger.warning("%s, which another run left in the environment, is gone: this one runs without a plan", path)
 
 
 def prepare_for_training(model: torch.nn.Module, config: configuration.DiscoConfig, state: Any = None) -> None:

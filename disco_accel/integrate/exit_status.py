@@ -6,9 +6,9 @@ import subprocess
 import sys
 from types import TracebackType
 
-from disco_accel.errors import BudgetTooSmall, CaptureError, ConfigError
+from disco_accel.errors import BudgetTooSmall, CaptureError, ConfigError, ExtensionError
 
-USER_ERRORS = (ConfigError, CaptureError, BudgetTooSmall)
+USER_ERRORS = (ConfigError, CaptureError, BudgetTooSmall, ExtensionError)
 """What the user can put right; every other error keeps its traceback."""
 
 BAD_INPUT = 2

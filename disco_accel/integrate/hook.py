@@ -87,7 +87,7 @@ _after_import = AfterImport()
 
 
 def autoload() -> None:
-    """Entry point of the ``torch.backends`` group. Never raises: a fault of ours must not break ``import torch``."""
+    """What the entry point of the ``torch.backends`` group calls. Never raises: a fault must not break torch."""
     try:
         from disco_accel import config
 

@@ -129,10 +129,7 @@ def _extension() -> dict[str, Any]:
 
 def _doors() -> dict[str, Any]:
     """Whether the literal ``accelerate launch --config`` works; the other two doors need nothing."""
-    registered = any(
-        point.value == "disco_accel.integrate.hook:autoload"
-        for point in importlib.metadata.entry_points(group="torch.backends")
-    )
+    registered = any(point.name == "disco_accel" for point in importlib.metadata.entry_points(group="torch.backends"))
     if not registered:
         why = "disco-accel is not installed in this environment, only importable; pip install it"
     elif not torch._is_device_backend_autoload_enabled():

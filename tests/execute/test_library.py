@@ -237,7 +237,7 @@ def test_a_folder_that_cannot_be_made_is_a_typed_error(tiny: Library, tmp_path: 
     """A read-only cache, or a file in its place."""
     for folder in (tmp_path / "tiny.cpp", Path("/proc/disco")):
         os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
-        with pytest.raises(ExtensionError, match="cannot be built: .*TORCH_EXTENSIONS_DIR"):
+        with pytest.raises(ExtensionError, match=r"cannot be built: .*TORCH_EXTENSIONS_DIR"):
             load_plain("tiny", "tiny.cpp", tmp_path)
 
 
