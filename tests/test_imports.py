@@ -144,7 +144,7 @@ def test_the_torch_free_part_loads_without_torch() -> None:
     there = [name for name in there if not name.startswith("disco_accel.testing")]
     assert "disco_accel.config" in there and "disco_accel.taskgraph" in there
     program = f"import sys\nsys.modules['torch'] = None\nfor name in {there!r}:\n    __import__(name)\n"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=500, cwd=ROOT)
     assert done.returncode == 0, done.stderr
 
 

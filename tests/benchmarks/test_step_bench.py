@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -53,31 +52,27 @@ def test_zero_three_takes_the_same_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "why"),
+    ("script", "limit", "why"),
     [
-        ("raise SystemExit('planted')", "ended with 1; its last words: planted"),
-        ("import time; time.sleep(60)", "no answer within 2 s"),
-        ('print(\'{"error": "ValueError: planted"}\', flush=True)', "ValueError: planted"),
+        ("raise SystemExit('planted')", 500, "ended with 1; its last words: planted"),
+        ("import time; time.sleep(3600)", 2, "no answer within 2 s"),
+        ('print(\'{"error": "ValueError: planted"}\', flush=True)', 500, "ValueError: planted"),
     ],
 )
 def test_a_process_that_fails_or_hangs_is_named_and_ended(
-    script: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    script: str, limit: int, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others go on; its row has the reason."""
     monkeypatch.setattr(step_process, "COMMAND", ("-c", script))
-    began = time.monotonic()
-    (worker,) = step.measure([dataclasses.replace(JOB, folder=str(tmp_path))], 2, apart=False, limit=2)
+    (worker,) = step.measure([dataclasses.replace(JOB, folder=str(tmp_path))], 2, apart=False, limit=limit)
     assert worker.error is not None and why in worker.error
-    assert time.monotonic() - began < 20
 
 
 def test_time_for_all_is_shared_and_its_end_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_process, "COMMAND", ("-c", "import time; time.sleep(60)"))
+    monkeypatch.setattr(step_process, "COMMAND", ("-c", "import time; time.sleep(3600)"))
     jobs = [dataclasses.replace(JOB, folder=str(tmp_path)) for _ in range(2)]
-    began = time.monotonic()
     workers = step.measure(jobs, 2, apart=True, limit=50, seconds=1)
     assert [worker.error for worker in workers] == ["no time was left"] * 2
-    assert time.monotonic() - began < 20
 
 
 def _finished(folder: Path, engine: str, gradient: float = 1.0, loss: float = 2.0, elements: int = 4) -> Worker:

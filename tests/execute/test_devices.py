@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import replace
 from functools import cache
 
@@ -241,9 +240,7 @@ def test_an_error_on_one_device_stops_all_and_the_next_step_works() -> None:
         return b
 
     with _executor(program(False)) as executor:
-        start = time.monotonic()
         with pytest.raises(ExecutionError, match=r"failed: aten::index_select in layers\.1\.embed: .*out of range"):
             step(executor, program(True))
-        assert time.monotonic() - start < 1.0
         inputs = program(False)
         assert_bits(step(executor, inputs), inputs)

@@ -20,7 +20,7 @@ from disco_accel.taskgraph import TensorSpec
 
 def _run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env={**os.environ, **environment}
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=500, env={**os.environ, **environment}
     )
 
 

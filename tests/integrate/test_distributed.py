@@ -76,7 +76,7 @@ def launch(door: str, folder: Path) -> subprocess.CompletedProcess[str]:
         # It would keep accelerate from using DeepSpeed.
         del variables["ACCELERATE_USE_CPU"]
     return subprocess.run(
-        [str(BIN / command), *rest], cwd=folder, env=variables, capture_output=True, text=True, timeout=300
+        [str(BIN / command), *rest], cwd=folder, env=variables, capture_output=True, text=True, timeout=500
     )
 
 

@@ -52,7 +52,7 @@ def extensions() -> str:
 
 
 def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=500)
 
 
 @cache
@@ -83,7 +83,7 @@ def test_the_environment_overrides_the_file_and_the_user_is_told_what_runs(folde
     """``DISCO_*`` reaches the step; each plan says once, on stderr, what was captured and its budget."""
     command = DOORS["accelerate launch --config"]
     changed = environment() | {"DISCO_MEMORY_BUDGET": "48MiB", "DISCO_PLAN_CACHE": str(folder / "plans")}
-    done = subprocess.run(command, cwd=folder, env=changed, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=folder, env=changed, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     told = [line for line in done.stderr.splitlines() if line.startswith("disco: ")]
     assert len(told) == 2, "one plan for each of the two loops"
@@ -134,12 +134,11 @@ def test_ctrl_c_reaches_the_script_and_the_launcher_waits_for_it(folder: Path) -
     command = [str(BIN / "accelerate"), "launch", "--config", "disco.yaml", "interrupted.py"]
     process = subprocess.Popen(command, cwd=folder, env=environment(), stderr=subprocess.PIPE, start_new_session=True)
     try:
-        deadline = time.monotonic() + 60
         while not (folder / "started").exists():
-            assert time.monotonic() < deadline and process.poll() is None
+            assert process.poll() is None
             time.sleep(0.05)
         os.killpg(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=500)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

@@ -43,7 +43,7 @@ def start(folder: Path, planner: str, layers: int) -> subprocess.Popen[str]:
 
 
 def result(process: subprocess.Popen[str]) -> dict[str, Any]:
-    out, errors = process.communicate(timeout=120)
+    out, errors = process.communicate(timeout=500)
     assert process.returncode == 0, errors
     found: dict[str, Any] = json.loads(out)
     return found

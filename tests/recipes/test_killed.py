@@ -19,7 +19,7 @@ def test_every_resumed_run_equals_the_uninterrupted_one(tmp_path):
     """No file under its final name is ever half written, and no resumed run differs in a bit of losses or adapter."""
     command = [sys.executable, "-m", "tests.recipes.killed", str(tmp_path), str(KILLS), "0"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60 + 60 * KILLS)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500 + 60 * KILLS)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
     print(found)

@@ -115,11 +115,10 @@ def test_ctrl_c_finishes_the_step_saves_and_can_be_resumed(tmp_path, values):
     errors = tmp_path / "stderr"
     with errors.open("w") as stderr:
         process = subprocess.Popen(command, stderr=stderr, env=environment, cwd=tmp_path)
-        deadline = time.monotonic() + 120
-        while "loss=" not in errors.read_text() and process.poll() is None and time.monotonic() < deadline:
+        while "loss=" not in errors.read_text() and process.poll() is None:
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130, errors.read_text()
+        assert process.wait(500) == 130, errors.read_text()
     output = Path(values["output_dir"])
     written = metrics(output)
     assert written["interrupted"]

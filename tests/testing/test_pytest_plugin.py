@@ -70,7 +70,7 @@ def run(folder: Path, mode: str, *options: str) -> tuple[subprocess.CompletedPro
         "--disco-report=ran.json",
         "test_theirs.py",
     ]
-    done = subprocess.run(command, cwd=folder, env=_environment(), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=folder, env=_environment(), capture_output=True, text=True, timeout=500)
     report = folder / "ran.json"
     tests = json.loads(report.read_text()) if report.exists() else {}
     return done, {name.split("::test_")[1]: ran for name, ran in tests.items()}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 try:
     Path("started").touch()
-    time.sleep(60)
+    time.sleep(3600)
 except KeyboardInterrupt:
     time.sleep(1)
     Path("saved").touch()
