@@ -13,7 +13,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export MAX_JOBS ?= $(shell nproc)
 DEVICE ?= cuda
 
-.PHONY: help setup test sanitize safety fuzz lint format demo gpu gpu-peers outside clean
+.PHONY: help setup test sanitize safety fuzz lint format demo demo-full gpu gpu-peers outside wheel-check clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 11
@@ -77,6 +77,10 @@ gpu-peers:  ## a 7B LoRA step beside DeepSpeed, accelerate and others on a GPU; 
 outside: export PYTHONPATH := $(CURDIR)
 outside: setup  ## the tests of accelerate, peft and transformers, and TRL's trainers, without us and with us, one table
 	@$(PY) -m benchmarks.outside --out benchmarks/results/outside-host-device.txt
+
+# Needs the package index and about 10 GB of disk for the newest torch with CUDA; a quarter of an hour.
+wheel-check: setup  ## the wheel in a fresh environment, as pip installs it: doctor, launch, a recipe
+	@.ci/wheel-check out/wheel-check
 
 clean:  ## remove what the targets above made, except .venv
 	@rm -rf build out .pytest_cache .mypy_cache .ruff_cache .hypothesis

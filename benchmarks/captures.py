@@ -21,9 +21,9 @@ from disco_accel.capture.step import capture_forward
 from disco_accel.graphfile import write_taskgraph
 from disco_accel.integrate.hf import hf_contexts
 from disco_accel.plan.roofline import SPEEDS, with_estimates
+from disco_accel.recipes.outline import Outline, outline
+from disco_accel.recipes.settings import read_recipe
 from disco_accel.taskgraph import TaskGraph
-from recipes.outline import Outline, outline
-from recipes.settings import read_recipe
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from recipes.metrics import METRICS_NAME
+from disco_accel.recipes.metrics import METRICS_NAME
 
 
 @dataclass(frozen=True, slots=True)

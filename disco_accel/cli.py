@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from disco_accel import commands, simulate_command
@@ -147,7 +148,7 @@ def _launch(options: argparse.Namespace) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from recipes.lora import main as train
+    from disco_accel.recipes.lora import main as train
 
     return train(options.rest)
 
@@ -159,13 +160,15 @@ def _bench(options: argparse.Namespace) -> int:
     name = options.rest[0] if options.rest else ""
     if name not in BENCHMARKS:
         raise ConfigError(f"bench: '{name}' is not a benchmark; there are {', '.join(BENCHMARKS)}")
-    try:
-        module = importlib.import_module(f"benchmarks.{name}")
-    except ModuleNotFoundError as error:
-        if error.name not in ("benchmarks", f"benchmarks.{name}"):
-            raise
-        raise ConfigError("bench: the benchmarks are not installed; run it in a checkout of the repository") from None
-    status: int = module.main(options.rest[1:])
+    checkout = Path(__file__).resolve().parents[1]
+    if not (checkout / "benchmarks" / f"{name}.py").is_file():
+        raise ConfigError(
+            "bench: benchmarks are in the repository, not in the package; in a checkout of it run make setup, "
+            f"then .venv/bin/disco-accel bench {name}"
+        )
+    # Installed for development, the package is found there and its neighbours are not.
+    sys.path.insert(0, str(checkout))
+    status: int = importlib.import_module(f"benchmarks.{name}").main(options.rest[1:])
     return status
 
 

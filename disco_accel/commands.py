@@ -49,7 +49,7 @@ def prefill_arguments(parser: argparse.ArgumentParser) -> None:
 
 def prefill(options: argparse.Namespace) -> int:
     """Read each prompt of a recipe within its budget; one JSON line each."""
-    from recipes.prefill import run
+    from disco_accel.recipes.prefill import run
 
     return run(options.recipe, options.memory)
 
@@ -120,8 +120,8 @@ def _captured(options: argparse.Namespace) -> tuple[TaskGraph, Any, DiscoConfig]
     """The recipe's step with estimated durations, its outline, and its ``disco_config``."""
     from disco_accel.config import DiscoConfig
     from disco_accel.plan.roofline import SPEEDS, with_estimates
-    from recipes.outline import outline
-    from recipes.settings import read_any_recipe
+    from disco_accel.recipes.outline import outline
+    from disco_accel.recipes.settings import read_any_recipe
 
     # transformers warns about its own calls from inside PEFT; nobody here can act on that.
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")

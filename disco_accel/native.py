@@ -19,8 +19,8 @@ from pathlib import Path
 from disco_accel.errors import ExtensionError as ExtensionError
 from disco_accel.library import Library
 
-ROOT = Path(__file__).resolve().parents[1] / "runtime_ext"
-"""Where the sources are."""
+ROOT = (Path(__file__).parent / "runtime_ext").resolve()
+"""Where the sources are: in a checkout a link leads out of the package."""
 
 _FLAGS = ("-std=c++20", "-O2", "-shared", "-fPIC")
 

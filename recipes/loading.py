@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from disco_accel.errors import ConfigError
 from disco_accel.integrate.weights import load_into_arena
-from recipes.settings import LoraRecipe, PrefillRecipe
+from disco_accel.recipes.settings import LoraRecipe, PrefillRecipe
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"

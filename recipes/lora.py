@@ -20,9 +20,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-if __package__ in (None, ""):
-    # Run as a script: this folder is on the path, the package that it belongs to is not.
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+_CHECKOUT = Path(__file__).resolve().parent.parent
+if __package__ in (None, "") and (_CHECKOUT / "disco_accel").is_dir():
+    # Run as a script: this folder is on the path, the package that it belongs to need not be.
+    sys.path.insert(0, str(_CHECKOUT))
 
 import torch
 import transformers
@@ -31,13 +32,20 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from disco_accel.config import DiscoConfig
 from disco_accel.errors import ConfigError, DiscoError, ExecutionError
+from disco_accel.recipes.corpus import build_blocks
+from disco_accel.recipes.loading import load_model, load_tokenizer
+from disco_accel.recipes.metrics import (
+    METRICS_NAME,
+    Ledger,
+    earlier_steps,
+    peak_resident_set_bytes,
+    plan_stats,
+    write_metrics,
+)
+from disco_accel.recipes.progress import AboveTheBar, Progress, StopAtStepEnd
+from disco_accel.recipes.saving import STAGING, WholeCheckpoints, clear, publish
+from disco_accel.recipes.settings import LoraRecipe, read_recipe
 from disco_accel.sizes import format_size
-from recipes.corpus import build_blocks
-from recipes.loading import load_model, load_tokenizer
-from recipes.metrics import METRICS_NAME, Ledger, earlier_steps, peak_resident_set_bytes, plan_stats, write_metrics
-from recipes.progress import AboveTheBar, Progress, StopAtStepEnd
-from recipes.saving import STAGING, WholeCheckpoints, clear, publish
-from recipes.settings import LoraRecipe, read_recipe
 
 
 class RecordingTrainer(WholeCheckpoints):

@@ -17,9 +17,9 @@ from disco_accel.integrate.compiled import leaving_bytes
 from disco_accel.integrate.forward import outside_arena, prefill_batch, traced_forward
 from disco_accel.integrate.generation import generating_model
 from disco_accel.integrate.hf import hf_contexts
-from recipes.corpus import IGNORED
-from recipes.loading import add_adapter
-from recipes.settings import LoraRecipe, PrefillRecipe
+from disco_accel.recipes.corpus import IGNORED
+from disco_accel.recipes.loading import add_adapter
+from disco_accel.recipes.settings import LoraRecipe, PrefillRecipe
 
 
 @dataclass(frozen=True)

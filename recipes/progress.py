@@ -14,8 +14,8 @@ from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from disco_accel.observe.report import first_step_text
+from disco_accel.recipes.metrics import Ledger, plan_stats, resident_set_bytes
 from disco_accel.sizes import format_size
-from recipes.metrics import Ledger, plan_stats, resident_set_bytes
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

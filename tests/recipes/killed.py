@@ -27,9 +27,9 @@ import yaml
 from safetensors.torch import load_file
 
 import disco_accel.integrate.plugin  # noqa: F401, or each run would import it
-from recipes.lora import main as run_recipe
-from recipes.metrics import METRICS_NAME
-from recipes.saving import STAGING
+from disco_accel.recipes.lora import main as run_recipe
+from disco_accel.recipes.metrics import METRICS_NAME
+from disco_accel.recipes.saving import STAGING
 from tests.recipes.conftest import SHAPE, TEXT, write_checkpoint
 
 STEPS = 20

@@ -13,8 +13,8 @@ from transformers.utils.logging import disable_progress_bar
 from disco_accel import DiscoConfig, prepare
 from disco_accel.execute.build_ext import load_extension
 from disco_accel.integrate.weights import load_into_arena
-from recipes.loading import add_adapter
-from recipes.settings import parse_recipe
+from disco_accel.recipes.loading import add_adapter
+from disco_accel.recipes.settings import parse_recipe
 
 
 def status(key: str) -> int:

@@ -11,8 +11,8 @@ import yaml
 from safetensors.torch import load_file
 
 from benchmarks.compare import compare_runs
+from disco_accel.recipes.lora import main
 from disco_accel.sizes import parse_size
-from recipes.lora import main
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from disco_accel.errors import ConfigError
-from recipes.corpus import IGNORED, build_blocks
+from disco_accel.recipes.corpus import IGNORED, build_blocks
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,8 @@ from benchmarks.make_checkpoint import Shape, write_checkpoint
 from disco_accel import DiscoConfig, prepare, restore
 from disco_accel.errors import ConfigError
 from disco_accel.integrate.weights import load_into_arena
-from recipes.loading import load_model
-from recipes.settings import parse_recipe
+from disco_accel.recipes.loading import load_model
+from disco_accel.recipes.settings import parse_recipe
 
 PEAK = Path(__file__).with_name("peak_of_loading.py")
 

@@ -16,8 +16,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from recipes.lora import main
-from recipes.metrics import METRICS_NAME
+from disco_accel.recipes.lora import main
+from disco_accel.recipes.metrics import METRICS_NAME
 
 ROOT = Path(__file__).resolve().parents[2]
 

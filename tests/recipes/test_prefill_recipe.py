@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from disco_accel.cli import main
 from disco_accel.graphfile import read_taskgraph
-from recipes.loading import load_model
-from recipes.settings import parse_recipe
+from disco_accel.recipes.loading import load_model
+from disco_accel.recipes.settings import parse_recipe
 
 PROMPTS = ("It was a truth", "A small model needs a small text, universally acknowledged.")
 CONFIG = {"memory_budget": "300KB", "device": "cpu", "plan_cache": None}

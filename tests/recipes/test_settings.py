@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from disco_accel.errors import ConfigError
-from recipes.settings import parse_recipe, read_recipe
+from disco_accel.recipes.settings import parse_recipe, read_recipe
 
 GOOD = {"model_name_or_path": "m", "dataset": "d.txt", "output_dir": "o", "max_steps": 3}
 
