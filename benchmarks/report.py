@@ -1,7 +1,7 @@
-"""The README's tables, made from the files in ``benchmarks/results``.
+"""The tables of docs/benchmarks.md and the README's, made from the files in ``benchmarks/results``.
 
     python -m benchmarks.report            rewrites them
-    python -m benchmarks.report --check    exit 1 if the README is not what the files say
+    python -m benchmarks.report --check    exit 1 if a page is not what the files say
 
 A figure is shown with the machine that it was measured on, the date and the command. What was simulated says so in its
 heading. ``make gpu`` and ``bench step -o`` write such files; a table appears when its file is there.
@@ -24,6 +24,7 @@ from disco_accel.sizes import format_size
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- results -->", "<!-- end of results -->"
 NOT_ON_GPU = "No GPU has run this yet: every figure below is from the host device or from simulation, and says which."
+NOT_ON_GPU_SHORT = "No GPU has run this yet; these are of the host device."
 _QUIET = 2.5
 """A load average above which a machine was doing something else as well."""
 
@@ -36,11 +37,29 @@ def section(folder: Path) -> str:
     Raises:
         ConfigError: a file is no result of a benchmark, or claims a device of which it does not say the machine.
     """
-    found = [_read(path) for path in sorted(folder.glob("*.json")) if path.name != "gpu.json"]
-    found.sort(key=lambda result: (_place(result), result["date"], result["command"]))
-    parts = [] if any(_place(result) == 0 for result in found) else [NOT_ON_GPU]
-    parts += [_table(result) for result in found]
+    results = _results(folder)
+    parts = [] if any(_place(result) == 0 for result in results) else [NOT_ON_GPU]
+    parts += [_table(result) for result in results]
     return "\n\n".join(parts)
+
+
+def summary(folder: Path) -> str:
+    """The README's part: four rows of the first LoRA step that was measured, on a GPU if one has run it.
+
+    Raises:
+        ConfigError: as ``section``.
+    """
+    steps = [result for result in _results(folder) if result["benchmark"] == "step"]
+    if not steps:
+        return NOT_ON_GPU_SHORT
+    title, _ = _step(steps[0])
+    parts = [] if _place(steps[0]) == 0 else [NOT_ON_GPU_SHORT]
+    return "\n\n".join([*parts, f"{title}; {_origin(steps[0])}.", step_table.short_table(steps[0])])
+
+
+def _results(folder: Path) -> list[dict[str, Any]]:
+    found = [_read(path) for path in sorted(folder.glob("*.json")) if path.name != "gpu.json"]
+    return sorted(found, key=lambda result: (_place(result), result["date"], result["command"]))
 
 
 def _place(result: Mapping[str, Any]) -> int:
@@ -67,10 +86,14 @@ def _read(path: Path) -> dict[str, Any]:
 def _table(result: Mapping[str, Any]) -> str:
     title, body = TABLES[result["benchmark"]](result)
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return f"**{title}**\n\n{body}\n\n{_origin(result)}; `{result['command']}`; {versions}."
+
+
+def _origin(result: Mapping[str, Any]) -> str:
     busy = "" if result["simulated"] else f", load {result['load']:g}"
     if not result["simulated"] and result["load"] > _QUIET:
         busy += " (busy: the times are not worth quoting)"
-    return f"**{title}**\n\n{body}\n\n{result['machine']}{busy}; {result['date']}; `{result['command']}`; {versions}."
+    return f"{result['machine']}{busy}; {result['date']}"
 
 
 def _step(result: Mapping[str, Any]) -> tuple[str, str]:
@@ -110,26 +133,30 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], tuple[str, str]]] = {
 }
 
 
-def put(text: str, made: str) -> str:
-    """``text`` with ``made`` between its markers. Raises ConfigError where they are not there once, in order."""
+def put(text: str, made: str, page: str) -> str:
+    """``text`` of ``page`` with ``made`` between its markers. ConfigError where they are not there once, in order."""
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise ConfigError(f"README.md: the lines '{BEGIN}' and '{END}' must be there once each, in this order")
+        raise ConfigError(f"{page}: the lines '{BEGIN}' and '{END}' must be there once each, in this order")
     head, rest = text.split(BEGIN)
     return f"{head}{BEGIN}\n{made}\n{END}{rest.split(END)[1]}"
+
+
+PAGES: Mapping[str, Callable[[Path], str]] = {"README.md": summary, "docs/benchmarks.md": section}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__.split("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the README is not up to date")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is not up to date")
     args = parser.parse_args(argv)
-    readme = ROOT / "README.md"
-    before = readme.read_text()
-    after = put(before, section(ROOT / "benchmarks" / "results"))
-    if args.check:
-        return int(before != after)
-    write_atomically(readme, after.encode())
-    return 0
+    stale = False
+    for page, make in PAGES.items():
+        before = (ROOT / page).read_text()
+        after = put(before, make(ROOT / "benchmarks" / "results"), page)
+        stale |= before != after
+        if not args.check:
+            write_atomically(ROOT / page, after.encode())
+    return int(args.check and stale)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,7 +160,7 @@ HEADER = (
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Markdown: a line for each row; an engine that could not run has its error in the last cell."""
+    """Markdown: a line for each row; an engine that could not run says why in the last cell."""
     budgets = {row["budget"] for row in result["rows"] if row["budget"] is not None}
     return "\n".join([HEADER, *(line(row, len(budgets) > 1) for row in result["rows"])])
 
@@ -195,7 +196,45 @@ def rate_cell(nbytes: int | None, seconds: float) -> str:
     return "—" if nbytes is None else f"{nbytes / seconds / 1e9:.3g}"
 
 
+_REASONS = (
+    ("ModuleNotFoundError", "not installed"),
+    ("requires a CUDA", "needs a GPU"),
+    ("Error building extension", "does not build here"),
+    ("OutOfMemoryError", "out of memory"),
+    ("out of memory", "out of memory"),
+    ("TimeoutError", "not within its time"),
+)
+"""What an engine's error contains, and what that comes to. The file of results has the whole message."""
+
+
 def cell_text(error: str) -> str:
-    """``error`` as a cell of a table."""
-    text = error.replace("|", "/")
-    return text if len(text) <= 160 else text[:157] + "..."
+    """``error`` as a cell of a table: why there is no figure, in a few words."""
+    if least := re.search(r"at least (\d[\d.]*\s?[KMGT]?i?B)", error):
+        return f"needs {least[1]}"
+    for part, words in _REASONS:
+        if part in error:
+            return words
+    kind = re.match(r"(\w+(?:Error|Exception|Small)):", error)
+    return f"cannot run ({kind[1]})" if kind else "cannot run"
+
+
+SHORT = ("in-memory", "disco", "streamed", "zero3-tuned")
+"""The engines of the README's table: without a budget, with one, and two ways that others go."""
+SHORT_HEADER = "| LoRA step | s | tokens/s | device memory | equal to eager |\n|" + "---|" * 5
+
+
+def short_table(result: Mapping[str, Any]) -> str:
+    """Markdown: the four rows of ``SHORT`` and of each the columns that need no explanation."""
+    rows = {row["engine"]: row for row in reversed(result["rows"])}
+    return "\n".join([SHORT_HEADER, *(_short_line(rows[name], result) for name in SHORT if name in rows)])
+
+
+def _short_line(row: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+    title = TITLES[row["engine"]]
+    if row["error"] is not None:
+        return f"| {title} | — | — | — | {cell_text(row['error'])} |"
+    # On the host device the engines without an arena have no device but the process's own memory.
+    used = "all in host memory" if row["used"] is None and result.get("device") == "cpu" else size_cell(row["used"])
+    times = Times(tuple(row["seconds"]))
+    cells = [title, f"{times.median:.3g} ±{times.spread:.1g}", f"{row['tokens_per_second']:.0f}", used, row["verdict"]]
+    return "| " + " | ".join(cells) + " |"

@@ -20,10 +20,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-_CHECKOUT = Path(__file__).resolve().parent.parent
-if __package__ in (None, "") and (_CHECKOUT / "disco_accel").is_dir():
-    # Run as a script: this folder is on the path, the package that it belongs to need not be.
-    sys.path.insert(0, str(_CHECKOUT))
+if __package__ in (None, "") and (Path(__file__).resolve().parents[1] / "disco_accel").is_dir():
+    # Run as a script in a checkout: this folder is on the path, the package that it belongs to need not be.
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import transformers

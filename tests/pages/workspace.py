@@ -1,6 +1,6 @@
 """A reader's folder: what the commands of the pages take for granted, with a tiny model in place of large ones.
 
-    python -m tests.pages.workspace FOLDER    makes one
+python -m tests.pages.workspace FOLDER    makes one
 """
 
 from __future__ import annotations
@@ -38,7 +38,11 @@ SMALLER: dict[str, dict[str, Any]] = {
         "disco_config": {"memory_budget": "16MiB", "compute_threads": 1},
     },
     "lora_demo.yaml": {"max_length": 32, "max_steps": 2},
-    "prefill_demo.yaml": {"prompts": "prompts.jsonl", "max_length": 64, "disco_config": {"memory_budget": "16MiB", "compute_threads": 1}},
+    "prefill_demo.yaml": {
+        "prompts": "prompts.jsonl",
+        "max_length": 64,
+        "disco_config": {"memory_budget": "16MiB", "compute_threads": 1},
+    },
 }
 SCRIPT = '''
 """A user's training script; it knows nothing of us."""
