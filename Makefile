@@ -60,8 +60,11 @@ safety: export PYTHONPATH := $(CURDIR)
 safety: $(INSTALLED)  ## random graphs, budgets and policies against an adversary, and planted faults; SAFETY_GRAPHS=100000
 	@$(PY) -m benchmarks.safety --graphs $(or $(SAFETY_GRAPHS),100000)
 
-demo: setup  ## LoRA under half the memory, with and without us, compared bit for bit
+demo: setup  ## LoRA under half the memory, with and without us, compared bit for bit; three minutes
 	@$(PY) -m benchmarks.demo
+
+demo-full: setup  ## the same with more steps and budgets, and every figure; seven minutes or more
+	@$(PY) -m benchmarks.demo --full
 
 # Installs nothing: the machine's own python3 and packages. OUT names the folder for gpu.json.
 gpu: export PYTHONPATH := $(CURDIR)

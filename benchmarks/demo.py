@@ -1,10 +1,11 @@
 """``make demo``: LoRA under half the memory, with and without a plan, compared bit for bit.
 
-    python -m benchmarks.demo [--budgets least,half,all] [--steps 30] [--strict]
+    python -m benchmarks.demo [--full] [--budgets half,least,all] [--steps 5] [--rounds 2] [--strict]
 
-Writes a checkpoint, trains the recipe of ``configs/lora_demo.yaml`` without a plan and under each budget, times single
-steps in turn, prints one table and leaves plan, trace and picture in ``out/demo``. Exit code 1 if a loss, a weight or a
-limit does not hold; with ``--strict`` also if a timed figure is missed.
+Writes a checkpoint, trains the recipe of ``configs/lora_demo.yaml`` without a plan and under each budget, compares the
+two as soon as both have run, times single steps in turn, prints one table and leaves plan, trace and picture in
+``out/demo``. ``--full``, which is ``make demo-full``, takes 30 steps, three budgets and 5 rounds. Exit code 1 if a
+loss, a weight or a limit does not hold; with ``--strict`` also if a timed figure is missed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
@@ -22,8 +22,9 @@ from statistics import median
 from typing import Any
 
 from benchmarks.compare import Sameness, compare_runs, read_metrics
-from benchmarks.demo_report import Check, limits, print_report
+from benchmarks.demo_report import Check, first_comparison, limits, print_report
 from benchmarks.make_checkpoint import write_checkpoint
+from benchmarks.running import announce, run
 from disco_accel.config import DiscoConfig
 from disco_accel.execute import watch
 from disco_accel.graphfile import write_atomically
@@ -48,50 +49,29 @@ class BudgetRun:
     steps: dict[str, Any] = field(default_factory=dict)
 
 
-def announce(text: str) -> None:
-    """Say what comes next."""
-    print(f"-- {text}", flush=True)
-
-
-def run(command: list[str], log: Path, extra: dict[str, str] | None = None) -> float:
-    """Run a command in the repository with its output in ``log``; returns seconds.
-
-    Raises:
-        SystemExit: the command failed; the end of its log is shown.
-    """
-    # Plans are made anew each time, so that the time they take is seen.
-    environment = {**os.environ, "PYTHONPATH": _python_path(), "DISCO_PLAN_CACHE": "null", **(extra or {})}
-    began = time.perf_counter()
-    with log.open("w") as stream:
-        code = subprocess.run(command, cwd=ROOT, stdout=stream, stderr=subprocess.STDOUT, env=environment).returncode
-    if code != 0:
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-        print(f"{' '.join(command)}\nended with exit code {code}; the end of {log}:\n{tail}", file=sys.stderr)
-        raise SystemExit(1)
-    return time.perf_counter() - began
-
-
-def _python_path() -> str:
-    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+def start(command: list[str], log: Path, extra: dict[str, str] | None = None) -> float:
+    """Run a command in the repository; plans are made anew each time, so that the time they take is seen."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return run(command, log, {"PYTHONPATH": path, "DISCO_PLAN_CACHE": "null", **(extra or {})}, ROOT)
 
 
 def measure(module: str, log: Path, *arguments: str) -> dict[str, Any]:
     """Run a measuring module with its large allocations counted; return the JSON object that it prints last."""
-    run([sys.executable, "-m", module, *arguments], log, {"LD_PRELOAD": str(watch.library())})
+    start([sys.executable, "-m", module, *arguments], log, {"LD_PRELOAD": str(watch.library())})
     result: dict[str, Any] = json.loads(log.read_text().splitlines()[-1])
     return result
 
 
 def train_plain(output: Path, steps: int) -> float:
     """Train the recipe without a plan."""
-    return run([sys.executable, "recipes/lora.py", RECIPE, *_changes(output, steps)], output.with_suffix(".log"))
+    return start([sys.executable, "recipes/lora.py", RECIPE, *_changes(output, steps)], output.with_suffix(".log"))
 
 
 def train_planned(output: Path, steps: int, budget: int | None) -> float:
     """Train the recipe through the literal command of the README; ``budget`` replaces that of the config."""
     accelerate = str(Path(sys.executable).with_name("accelerate"))
     command = [accelerate, "launch", "--config", CONFIG, "recipes/lora.py", RECIPE, *_changes(output, steps)]
-    return run(command, output.with_suffix(".log"), {} if budget is None else {"DISCO_MEMORY_BUDGET": str(budget)})
+    return start(command, output.with_suffix(".log"), {} if budget is None else {"DISCO_MEMORY_BUDGET": str(budget)})
 
 
 def _changes(output: Path, steps: int) -> list[str]:
@@ -100,19 +80,21 @@ def _changes(output: Path, steps: int) -> list[str]:
 
 
 def run_budget(name: str, budget: int, plain: Path, steps: int) -> BudgetRun:
-    """Train under one budget and compare with the run in ``plain``."""
-    announce(f"training under a budget of {budget / (1 << 20):.1f} MiB ({name})")
+    """Train under one budget, compare with the run in ``plain`` and say what came of it."""
+    announce(f"training under a budget of {budget / (1 << 20):.1f} MiB ({name}), {steps} steps")
     output = OUT / f"lora-{name}"
     seconds = train_planned(output, steps, None if name == "half" else budget)
-    return BudgetRun(name, budget, read_metrics(output), compare_runs(plain, output), seconds)
+    compared = BudgetRun(name, budget, read_metrics(output), compare_runs(plain, output), seconds)
+    print(first_comparison(compared), flush=True)
+    return compared
 
 
-def time_steps(budget_run: BudgetRun, peak: int) -> None:
+def time_steps(budget_run: BudgetRun, peak: int, rounds: int) -> None:
     """Time single steps in turn; those of the half budget are drawn too."""
-    announce(f"timing steps in turn ({budget_run.name})")
-    arguments = [RECIPE, "--config", CONFIG, "--budget", str(budget_run.budget)]
     half = budget_run.name == "half"
-    arguments += ["--rounds", "5" if half else "2"]
+    rounds = rounds if half else min(rounds, 2)
+    announce(f"timing steps in turn ({budget_run.name}), {rounds} rounds")
+    arguments = [RECIPE, "--config", CONFIG, "--budget", str(budget_run.budget), "--rounds", str(rounds)]
     if half:
         arguments += ["-o", str(OUT), "--in-memory-peak", str(peak)]
     budget_run.steps = measure("benchmarks.interleaved", OUT / f"steps-{budget_run.name}.log", *arguments)
@@ -120,15 +102,7 @@ def time_steps(budget_run: BudgetRun, peak: int) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns 0 if everything holds."""
-    parser = argparse.ArgumentParser(description="LoRA under half the memory, compared with plain training bit for bit")
-    parser.add_argument("--budgets", default=",".join(BUDGETS), help="which budgets to train under")
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--strict", action="store_true", help="a missed timed figure fails too")
-    args = parser.parse_args(argv)
-    chosen = [name.strip() for name in args.budgets.split(",")]
-    unknown = [name for name in chosen if name not in BUDGETS]
-    if unknown:
-        parser.error(f"--budgets: {unknown[0]!r} is not one of {', '.join(BUDGETS)}")
+    args = _options(argv)
     os.chdir(ROOT)
     OUT.mkdir(parents=True, exist_ok=True)
     half = DiscoConfig.from_yaml(CONFIG).resolve().memory_budget
@@ -136,28 +110,49 @@ def main(argv: list[str] | None = None) -> int:
         stale.unlink(missing_ok=True)
     began = time.perf_counter()
 
-    announce("writing a checkpoint")
+    announce("writing a checkpoint of 77 M parameters")
     write_checkpoint(OUT / "checkpoint")
-    announce("measuring the memory of a step without a plan, and the least budget")
-    memory = measure("benchmarks.probe", OUT / "probe.log", RECIPE, "--config", CONFIG)
-    announce("training without a plan")
+    announce(f"training without a plan, {args.steps} steps")
     plain = OUT / "lora-plain"
     plain_seconds = train_plain(plain, args.steps)
-
-    budgets = {"half": half, "least": memory["least_budget"], "all": memory["all_budget"]}
-    runs = [run_budget(name, budgets[name], plain, args.steps) for name in chosen]
+    # Half first: it needs no figure of the others, so its comparison is there soonest.
+    runs = [run_budget("half", half, plain, args.steps)] if "half" in args.budgets else []
+    announce("measuring the memory of a step without a plan, and the least budget")
+    memory = measure("benchmarks.probe", OUT / "probe.log", RECIPE, "--config", CONFIG)
+    budgets = {"least": memory["least_budget"], "all": memory["all_budget"]}
+    runs += [run_budget(name, budgets[name], plain, args.steps) for name in args.budgets if name != "half"]
     for budget_run in runs:
-        time_steps(budget_run, memory["in_memory_peak"])
+        time_steps(budget_run, memory["in_memory_peak"], args.rounds)
 
     checks: list[Check] = [check for r in runs for check in limits(r, memory, args.steps)]
-    if "half" in chosen:
+    if "half" in args.budgets:
         checks += [Check(f"{path} is written", path.is_file(), timed=False) for path in PICTURES]
     plain_step = median(s["seconds"] for s in read_metrics(plain)["steps"][1:])
     print_report(runs, memory, checks, plain_step=plain_step, plain_seconds=plain_seconds)
-    print(f"\nall of it took {time.perf_counter() - began:.0f} s; files are in {OUT}/")
+    print(f"\nall of it took {time.perf_counter() - began:.0f} s; files are in {OUT}/, the picture is {PICTURES[-1]}")
     summary = {"memory": memory, "checks": [c.as_dict() for c in checks], "steps": {r.name: r.steps for r in runs}}
     write_atomically(OUT / "summary.json", json.dumps(summary, indent=1).encode())
     return int(any(not c.holds for c in checks if args.strict or not c.timed))
+
+
+def _options(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="LoRA under half the memory, compared with plain training bit for bit")
+    parser.add_argument("--full", action="store_true", help="30 steps, all budgets, 5 rounds: seven minutes or more")
+    parser.add_argument("--budgets", help=f"which budgets to train under: {', '.join(BUDGETS)} (default: half)")
+    parser.add_argument("--steps", type=int, help="steps of each training (default: 5)")
+    parser.add_argument("--rounds", type=int, help="single steps that are timed in turn (default: 2)")
+    parser.add_argument("--strict", action="store_true", help="a missed timed figure fails too")
+    args = parser.parse_args(argv)
+    args.steps = args.steps or (30 if args.full else 5)
+    args.rounds = args.rounds or (5 if args.full else 2)
+    named = args.budgets.split(",") if args.budgets else (BUDGETS if args.full else ("half",))
+    args.budgets = [name.strip() for name in named]
+    unknown = [name for name in args.budgets if name not in BUDGETS]
+    if unknown:
+        parser.error(f"--budgets: {unknown[0]!r} is not one of {', '.join(BUDGETS)}")
+    if args.steps < 2:
+        parser.error("--steps: give at least 2; the first step of a training is not like the others")
+    return args
 
 
 if __name__ == "__main__":

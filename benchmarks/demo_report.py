@@ -59,6 +59,18 @@ class Ratios:
         return self.synchronous / self.planned
 
 
+def first_comparison(run: BudgetRun) -> str:
+    """What is known of a budget as soon as it was trained under: a few words a line."""
+    same, planned = run.sameness, run.metrics["disco"]
+    return (
+        f"   {same.losses_equal} of {same.losses} losses and {same.tensors_equal} of {same.tensors} adapter tensors "
+        f"have the bits of training without a plan\n"
+        f"   {planned['steps_compiled']} steps ran from the plan, {planned['steps_eager']} did not; memory touched "
+        f"{format_size(planned['peak_bytes'])} of {format_size(run.budget)}, "
+        f"{format_size(planned['reload_bytes'])} loaded over the link each step"
+    )
+
+
 def ratios(steps: Mapping[str, Any]) -> Ratios:
     """Medians of what ``benchmarks.interleaved`` measured."""
     seconds = {name: median(values) for name, values in steps["seconds"].items()}

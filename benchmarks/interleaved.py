@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import json
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ class Variants:
     """Eager and planned model side by side, with the same weights, adapters and batches."""
 
     def __init__(self, recipe: str, config: DiscoConfig) -> None:
+        print("loading the model, capturing and planning a step", file=sys.stderr)
         self.eager = load_workload(recipe)
         self.planned = load_workload(recipe)
         prepare(self.planned.model, config)
@@ -103,6 +105,7 @@ def measure(variants: Variants, rounds: int) -> dict[str, Any]:
     for name in names:
         variants.run(name, 0)
     for number in range(1, rounds + 1):
+        print(f"round {number} of {rounds}: eager, planned, one vertex after another, all resident", file=sys.stderr)
         losses = {"eager": variants.eager.timed_step(number)[0]}
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from typing import Any
 
 import torch
@@ -57,10 +58,12 @@ def least_budget(step: CompiledStep, config: DiscoConfig) -> int:
 
 def measure(recipe: str, config_file: str) -> dict[str, Any]:
     """All figures of this probe for a recipe under the planner of ``config_file``."""
+    print("counting the bytes of steps without a plan", file=sys.stderr)
     workload = load_workload(recipe)
     weights = sum(p.numel() * p.element_size() for p in workload.model.parameters() if not p.requires_grad)
     peak = in_memory_peak(workload)
     config = dataclasses.replace(DiscoConfig.from_yaml(config_file), memory_budget=4 * peak, link_bandwidth=None)
+    print("looking for the least budget", file=sys.stderr)
     prepare(workload.model, config)
     workload.step(0)
     step = workload.compiled()

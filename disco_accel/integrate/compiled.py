@@ -25,6 +25,7 @@ from disco_accel.memgraph import MemGraph
 from disco_accel.plan import Machine, make_plan
 from disco_accel.plan.cache import PlanCache, plan_fingerprint
 from disco_accel.plan.simulate import Link
+from disco_accel.plan.summary import staying_bytes
 from disco_accel.sizes import format_size
 from disco_accel.taskgraph import TaskGraph, TensorArg, VertexKind
 from disco_accel.verify import verify
@@ -119,12 +120,8 @@ class CompiledStep:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of clean inputs that stay in the arena from step to step."""
-        return sum(
-            self.plan.slots[v.id, 0].size
-            for v in self.plan.vertices
-            if v.kind is VertexKind.INPUT and v.clean and (v.id, 0) in self.plan.slots
-        )
+        """Bytes of frozen weights that never leave the arena; others of a step's start make room and come back."""
+        return staying_bytes(self.plan)
 
     @functools.cached_property
     def externals(self) -> tuple[InputBinding, ...]:

@@ -17,7 +17,7 @@ from disco_accel.observe.report import table
 from disco_accel.observe.timeline import write_chrome_trace
 from disco_accel.plan.bound import bound_of
 from disco_accel.plan.simulate import Machine, simulate
-from disco_accel.plan.summary import copied_bytes
+from disco_accel.plan.summary import copied_bytes, staying
 from disco_accel.sizes import format_size
 from disco_accel.taskgraph import TaskGraph, VertexKind
 
@@ -63,7 +63,7 @@ def forecast(
         for lane, start in ((_LANES.get(v.kind, "compute0"), run.starts[v.id]),)
     )
     clean = [v for v in graph.vertices if v.kind is VertexKind.INPUT and v.clean and v.sizes[0]]
-    stays = _never_leave(plan)
+    stays = staying(plan)
     bound = bound_of(graph, machine)
     used = max((slot.addr + slot.size for slot in plan.slots.values()), default=0)
     figures = {
@@ -89,13 +89,6 @@ def forecast(
         return tuple(names.get(v.id, f"constant {v.id}") for v in clean if (v.id in stays) == stay)
 
     return Forecast(graph, plan, figures, events, named(True), named(False))
-
-
-def _never_leave(plan: MemGraph) -> set[int]:
-    """Clean inputs that are on the device when a step starts and that nothing loads again."""
-    reloaded = {ref[0] for v in plan.vertices if v.kind is VertexKind.RELOAD for ref in v.inputs}
-    there = {v.id for v in plan.vertices if v.kind is VertexKind.INPUT and v.clean and (v.id, 0) in plan.slots}
-    return there - reloaded
 
 
 def forecast_text(figures: Mapping[str, Any]) -> str:

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 _INK = "#22303c"
 _MUTED = "#7b8794"
-_LANE_NAMES = {"h2d": "host → device", "d2h": "device → host"}
+_LANE_NAMES = {"h2d": "host → device", "d2h": "device → host", "p2p": "device → device"}
 _KERNEL_COLORS = {"matrix products": "#2f6f9f", "attention": "#7a5195", "other kernels": "#9fb8c8"}
-_COPY_COLORS = {"reloads": "#e07a3f", "offloads": "#b5423f"}
+_COPY_COLORS = {"reloads": "#e07a3f", "offloads": "#b5423f", "copies between devices": "#d9a441"}
+_COLORS = _KERNEL_COLORS | _COPY_COLORS
 _CONTENT_COLORS = {
     Content.RESIDENT: "#2f6f9f",
     Content.STREAMED: "#e9a26f",
@@ -36,10 +37,17 @@ def _group(vertex: Vertex) -> str:
         return "reloads"
     if vertex.kind is VertexKind.OFFLOAD:
         return "offloads"
+    if vertex.kind is VertexKind.TRANSFER:
+        return "copies between devices"
     name = vertex.op.split("::")[-1].split(".")[0]
     if "attention" in name:
         return "attention"
     return "matrix products" if name in _MATMUL else "other kernels"
+
+
+def color_of(vertex: Vertex) -> str:
+    """The colour of a kernel's or a copy's bar."""
+    return _COLORS[_group(vertex)]
 
 
 def draw_step(
@@ -92,9 +100,8 @@ def _draw_lanes(axis: Axes, plan: MemGraph, events: Sequence[TracedEvent]) -> No
         width = event.end - event.start
         busy[row] += width
         bars.setdefault((row, _group(by_id[event.vertex])), []).append((event.start * 1e3, width * 1e3))
-    colors = _KERNEL_COLORS | _COPY_COLORS
     for (row, group), spans in sorted(bars.items()):
-        axis.broken_barh(spans, (row - 0.38, 0.76), facecolors=colors[group], edgecolor="none")
+        axis.broken_barh(spans, (row - 0.38, 0.76), facecolors=_COLORS[group], edgecolor="none")
     names = []
     for row, lane in enumerate(lanes):
         name = _LANE_NAMES.get(lane, lane.replace("compute", "compute "))
@@ -103,7 +110,7 @@ def _draw_lanes(axis: Axes, plan: MemGraph, events: Sequence[TracedEvent]) -> No
     axis.set_yticks(range(len(lanes)), names)
     axis.set_ylim(max(len(lanes), 1) - 0.5, -0.5)
     used = {group for _, group in bars}
-    _legend(axis, {name: color for name, color in colors.items() if name in used})
+    _legend(axis, {name: color for name, color in _COLORS.items() if name in used})
 
 
 def _draw_memory(axis: Axes, plan: MemGraph, events: Sequence[TracedEvent], device: int, outside: int) -> None:

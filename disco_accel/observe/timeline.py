@@ -11,13 +11,14 @@ import enum
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from disco_accel.graphfile import write_atomically
 from disco_accel.memgraph import MemGraph
+from disco_accel.plan.summary import staying
 from disco_accel.taskgraph import Ref, Vertex, VertexKind
 
 
@@ -41,7 +42,7 @@ class TracedEvent(Protocol):
 class Content(enum.Enum):
     """What a range of the arena is used for."""
 
-    RESIDENT = "resident weights"
+    RESIDENT = "weights that stay"
     STREAMED = "streamed weights"
     ACTIVATION = "activations and scratch"
     KEPT = "loss and gradients"
@@ -75,12 +76,14 @@ class Occupancy:
 def contents(plan: MemGraph) -> dict[Ref, Content]:
     """What each value that has an address is."""
     by_id = {v.id: v for v in plan.vertices}
-    return {ref: _content(by_id[ref[0]], by_id) for ref in plan.slots}
+    resident = staying(plan)
+    return {ref: _content(by_id[ref[0]], by_id, resident) for ref in plan.slots}
 
 
-def _content(vertex: Vertex, by_id: Mapping[int, Vertex]) -> Content:
+def _content(vertex: Vertex, by_id: Mapping[int, Vertex], resident: Container[int]) -> Content:
     if vertex.kind is VertexKind.INPUT and vertex.clean:
-        return Content.RESIDENT
+        # A weight that is there when the step starts, makes room and comes back is one of those that are streamed.
+        return Content.RESIDENT if vertex.id in resident else Content.STREAMED
     if vertex.kind is VertexKind.RELOAD:
         source = by_id[vertex.inputs[0][0]]
         if source.kind is VertexKind.INPUT:
@@ -98,6 +101,7 @@ def stays(plan: MemGraph, events: Sequence[TracedEvent]) -> list[Stay]:
     finish = max((e.end for e in events), default=0.0)
     by_id = {v.id: v for v in plan.vertices}
     last_read = _last_reads(plan, ran)
+    what = contents(plan)
     found: list[Stay] = []
     lasting: list[Stay] = []
     for ref, slot in plan.slots.items():
@@ -107,7 +111,7 @@ def stays(plan: MemGraph, events: Sequence[TracedEvent]) -> list[Stay]:
             continue
         start, produced = (event.start, event.end) if event is not None else (0.0, 0.0)
         end = max(last_read.get(ref, 0.0), produced)
-        stay = Stay(ref, _content(vertex, by_id), slot.device, slot.addr, slot.size, start, end)
+        stay = Stay(ref, what[ref], slot.device, slot.addr, slot.size, start, end)
         # A reload that nobody reads puts a resident back for the next step.
         unread = vertex.kind is VertexKind.RELOAD and ref not in last_read
         (lasting if vertex.keep or unread or vertex.kind is VertexKind.INPUT else found).append(stay)
@@ -215,8 +219,8 @@ def label(vertex: Vertex, by_id: Mapping[int, Vertex]) -> str:
 
 
 def lane_order(events: Sequence[TracedEvent]) -> list[str]:
-    """Lanes in reading order: compute streams first, then the link into the device, then the link out of it."""
-    rank = {"h2d": 1, "d2h": 2}
+    """Lanes in reading order: compute streams first, then the links into the device, out of it, to other devices."""
+    rank = {"h2d": 1, "d2h": 2, "p2p": 3}
     return sorted({e.lane for e in events}, key=lambda lane: (rank.get(lane, 0), lane))
 
 

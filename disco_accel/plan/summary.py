@@ -40,3 +40,29 @@ def resident_bytes(plan: MemGraph) -> int:
     """Return the bytes of clean inputs that are on a device when the step starts."""
     clean = {vertex.id for vertex in plan.vertices if vertex.kind is VertexKind.INPUT and vertex.clean}
     return sum(slot.size for (vertex, _), slot in plan.slots.items() if vertex in clean)
+
+
+def staying(plan: MemGraph) -> frozenset[int]:
+    """Return the clean inputs that never leave: on a device when the step starts, and no other value takes their place.
+
+    The others among those that are there at the start make room during the step and are loaded again for the next one.
+    """
+    clean = {vertex.id for vertex in plan.vertices if vertex.kind is VertexKind.INPUT and vertex.clean}
+    reloaded = {ref[0] for v in plan.vertices if v.kind is VertexKind.RELOAD for ref in v.inputs}
+    shared: set[int] = set()
+    device, end, last = -1, 0, -1
+    for (vertex, _), slot in sorted(plan.slots.items(), key=lambda item: (item[1].device, item[1].addr, item[0])):
+        if slot.size == 0:
+            continue
+        if slot.device != device:
+            device, end = slot.device, 0
+        if slot.addr < end:
+            shared |= {vertex, last}
+        if slot.addr + slot.size > end:
+            end, last = slot.addr + slot.size, vertex
+    return frozenset(v for v in clean - reloaded - shared if (v, 0) in plan.slots)
+
+
+def staying_bytes(plan: MemGraph) -> int:
+    """Return the bytes of the clean inputs that never leave their device."""
+    return sum(plan.slots[vertex, 0].size for vertex in staying(plan))

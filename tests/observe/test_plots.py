@@ -12,7 +12,8 @@ from tests.observe import traced_step as small
 
 pytest.importorskip("matplotlib")
 
-from disco_accel.observe.plots import draw_step
+from disco_accel.observe.plots import color_of, draw_step
+from disco_accel.taskgraph import Vertex, VertexKind
 
 
 def size_of(png: bytes) -> tuple[int, int]:
@@ -35,6 +36,20 @@ def test_events_change_the_picture(tmp_path):
     draw_step(tmp_path / "a.png", small.plan(), small.events())
     draw_step(tmp_path / "b.png", small.plan(), small.events()[:3])
     assert (tmp_path / "a.png").read_bytes() != (tmp_path / "b.png").read_bytes()
+
+
+def test_no_copy_is_drawn_in_the_colour_of_a_kernel():
+    """Whatever kind of copy: a lane of a link has colours of its own."""
+    vertices = (
+        Vertex(0, VertexKind.INPUT, 0, op="w", sizes=(256,), clean=True),
+        Vertex(1, VertexKind.RELOAD, 0, inputs=((0, 0),), sizes=(256,)),
+        Vertex(2, VertexKind.KERNEL, 0, op="aten::mul", inputs=((1, 0),), sizes=(256,)),
+        Vertex(3, VertexKind.TRANSFER, 1, op="p2p", inputs=((2, 0),), sizes=(256,)),
+        Vertex(4, VertexKind.OFFLOAD, 0, inputs=((2, 0),), sizes=(256,)),
+    )
+    lanes = {1: "h2d", 2: "compute0", 3: "p2p", 4: "d2h"}
+    colors = {lanes[v.id]: color_of(v) for v in vertices[1:]}
+    assert len(set(colors.values())) == 4
 
 
 def test_an_empty_step_can_be_drawn(tmp_path):

@@ -20,6 +20,7 @@ from disco_accel.observe.timeline import (
     write_chrome_trace,
 )
 from disco_accel.plan import make_plan
+from disco_accel.plan.summary import staying_bytes
 from disco_accel.taskgraph import Vertex, VertexKind
 from disco_accel.verify import verify
 from tests.observe import traced_step as small
@@ -58,7 +59,8 @@ def test_a_resident_that_is_overwritten_leaves_after_its_last_reader():
     assert by_ref[small.W0, 0].end == 2
 
 
-def test_a_resident_that_leaves_and_comes_home_does_not_stay_meanwhile():
+def going_home():
+    """w0 makes room for b and is loaded again at the end, for the next step."""
     plan = small.plan()
     home = small.LOSS + 1
     plan.slots[small.B, 0] = Slot(0, 0, 512)
@@ -66,9 +68,34 @@ def test_a_resident_that_leaves_and_comes_home_does_not_stay_meanwhile():
     plan.slots[home, 0] = plan.slots[small.W0, 0]
     back = Vertex(home, VertexKind.RELOAD, 0, inputs=((small.W0, 0),), sizes=(256,), clean=True)
     plan = dataclasses.replace(plan, vertices=(*plan.vertices, back))
-    by_ref = {s.ref: s for s in stays(plan, [*small.events(), small.Event(home, "h2d", 8, 8, 9, 256)])}
+    return plan, [*small.events(), small.Event(home, "h2d", 8, 8, 9, 256)], home
+
+
+def test_a_resident_that_leaves_and_comes_home_does_not_stay_meanwhile():
+    plan, events, home = going_home()
+    by_ref = {s.ref: s for s in stays(plan, events)}
     assert by_ref[small.W0, 0].end == 2
     assert (by_ref[home, 0].start, by_ref[home, 0].end) == (8, 9)
+
+
+def test_a_weight_that_makes_room_during_the_step_is_not_drawn_as_one_that_stays():
+    """Only those that never leave are: what is drawn as staying is constant, and is what the report counts."""
+    plan, events, home = going_home()
+    assert staying_bytes(small.plan()) == 256 and staying_bytes(plan) == 0
+    assert contents(plan)[small.W0, 0] is contents(plan)[home, 0] is Content.STREAMED
+    assert set(occupancy(plan, events).held[Content.RESIDENT]) == {0}
+
+
+@pytest.mark.parametrize("room", [1.2, 2.0, 4.0])
+@pytest.mark.parametrize("planner", ["timed", "build"])
+def test_what_is_drawn_as_staying_stays(request, planner, room):
+    """From the start of the step to its end, as many bytes as the report names."""
+    graph = read_taskgraph(request.config.rootpath / "tests" / "data" / "graphs" / "chain8.taskgraph.json")
+    with pytest.raises(BudgetTooSmall) as too_small:
+        make_plan(graph, memory=1, cyclic=True)
+    plan = make_plan(graph, memory=int(room * too_small.value.needed), planner=planner, cyclic=True)
+    used = occupancy(plan, serial_run(plan))
+    assert set(used.held[Content.RESIDENT][:-1]) == {staying_bytes(plan)}
 
 
 def serial_run(plan):

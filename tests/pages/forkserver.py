@@ -3,8 +3,8 @@
     python tests/pages/forkserver.py FOLDER
 
 listens on FOLDER/socket and writes FOLDER/bin with ``python`` and ``disco-accel``, which run here what the installed
-ones run. What those start in turn (a launcher's script, say) is a process of its own and imports anew. ``accelerate`` is
-not among them: what it does with our section is decided while PyTorch is imported.
+ones run. What those start in turn (a launcher's script, say) is a process of its own and imports anew. ``accelerate``
+is not among them: what it does with our section is decided while PyTorch is imported.
 """
 
 from __future__ import annotations
