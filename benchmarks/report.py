@@ -52,9 +52,8 @@ def summary(folder: Path) -> str:
     steps = [result for result in _results(folder) if result["benchmark"] == "step"]
     if not steps:
         return NOT_ON_GPU_SHORT
-    title, _ = _step(steps[0])
     parts = [] if _place(steps[0]) == 0 else [NOT_ON_GPU_SHORT]
-    return "\n\n".join([*parts, f"{title}; {_origin(steps[0])}.", step_table.short_table(steps[0])])
+    return "\n\n".join([*parts, f"{_step_title(steps[0])}; {_origin(steps[0])}.", step_table.short_table(steps[0])])
 
 
 def _results(folder: Path) -> list[dict[str, Any]]:
@@ -97,6 +96,10 @@ def _origin(result: Mapping[str, Any]) -> str:
 
 
 def _step(result: Mapping[str, Any]) -> tuple[str, str]:
+    return _step_title(result), step_table.table(result)
+
+
+def _step_title(result: Mapping[str, Any]) -> str:
     shape = f"{result['shape']['name']} shape, batch {result['batch']} x {result['tokens']}, {result['dtype']}"
     budgets = {row["budget"] for row in result["rows"] if row["budget"] is not None}
     parts = [f"LoRA step, {shape}, {format_size(result['weights'])} of weights"]
@@ -104,7 +107,7 @@ def _step(result: Mapping[str, Any]) -> tuple[str, str]:
         parts.append(f"budget {format_size(budgets.pop())}")
     if result["bandwidth"] is not None:
         parts.append(f"link {result['bandwidth'] / 1e9:g} GB/s each way")
-    return ", ".join(parts), step_table.table(result)
+    return ", ".join(parts)
 
 
 def _simulated(result: Mapping[str, Any]) -> tuple[str, str]:

@@ -209,8 +209,8 @@ _REASONS = (
 
 def cell_text(error: str) -> str:
     """``error`` as a cell of a table: why there is no figure, in a few words."""
-    if least := re.search(r"at least (\d[\d.]*\s?[KMGT]?i?B)", error):
-        return f"needs {least[1]}"
+    if least := re.search(r"at least \d+ bytes \(([^)]+)\)", error):
+        return f"needs at least {least[1]}"
     for part, words in _REASONS:
         if part in error:
             return words

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 from disco_accel.errors import ConfigError
+from disco_accel.recipes.chat import Chat, chat_tokens, read_chat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,15 +33,16 @@ class Blocks(Dataset[dict[str, torch.Tensor]]):
         return {name: column[row] for name, column in self.columns.items()}
 
 
-Document = list[tuple[str, bool]]
-"""Pieces of text in order, each with whether its tokens carry loss."""
+Document = list[tuple[str, bool]] | Chat
+"""Pieces of text in order, each with whether its tokens carry loss; or a conversation."""
 
 
 def read_documents(path: str | Path, *, completion_only_loss: bool = True) -> Iterator[Document]:
     """Yield the documents of a ``.jsonl`` file (one record a line) or of a plain text file (one document).
 
     Raises:
-        ConfigError: the file is missing or not UTF-8, or a line is not a record with prompt and completion, or text.
+        ConfigError: the file is missing or not UTF-8, or a line is no record of messages, of prompt and completion, or of
+            text.
     """
     file, text = _read(path, "dataset")
     if file.suffix != ".jsonl":
@@ -93,15 +95,25 @@ def _json(line: str, where: str) -> Any:
 def _record(line: str, where: str, completion_only_loss: bool) -> Document:
     record = _json(line, where)
     if isinstance(record, dict):
+        if "messages" in record:
+            return read_chat(record, where)
         if isinstance(record.get("text"), str):
             return [(record["text"], True)]
         prompt, completion = record.get("prompt"), record.get("completion")
         if isinstance(prompt, str) and isinstance(completion, str):
             return [(prompt, not completion_only_loss), (completion, True)]
-    raise ConfigError(f'{where}: give an object with text "prompt" and "completion", or "text"')
+    raise ConfigError(f'{where}: give an object with "messages", with text "prompt" and "completion", or "text"')
 
 
-def _tokens(document: Document, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+def _tokens(
+    document: Document, tokenizer: PreTrainedTokenizerBase, assistant_only: bool
+) -> tuple[list[int], list[int]]:
+    if isinstance(document, Chat):
+        # The template has all special tokens that a conversation wants.
+        chat_ids, carry = chat_tokens(document, tokenizer, assistant_only=assistant_only)
+        return chat_ids, [token if loss else IGNORED for token, loss in zip(chat_ids, carry, strict=True)]
+    if assistant_only:
+        raise ConfigError("assistant_only_loss: is for records with messages, and dataset has others; set it to false")
     ids: list[int] = []
     labels: list[int] = []
     if tokenizer.bos_token_id is not None:
@@ -124,17 +136,20 @@ def build_blocks(
     max_length: int,
     packing: bool = True,
     completion_only_loss: bool = True,
+    assistant_only_loss: bool = False,
 ) -> Blocks:
     """Tokenize ``path`` into rows of exactly ``max_length`` tokens.
 
     With ``packing`` documents are joined and cut, and what does not fill a last row is left out; otherwise each
-    document is one row, cut or padded on the right.
+    document is one row, cut or padded on the right. ``assistant_only_loss``: of conversations, only what the assistant
+    wrote carries loss.
 
     Raises:
-        ConfigError: the file is wrong (see ``read_documents``), or gives no row.
+        ConfigError: the file is wrong (see ``read_documents``), its conversations do not go with the tokenizer, or it
+            gives no row.
     """
     documents = read_documents(path, completion_only_loss=completion_only_loss)
-    rows = [_tokens(document, tokenizer) for document in documents]
+    rows = [_tokens(document, tokenizer, assistant_only_loss) for document in documents]
     if not rows:
         raise ConfigError(f"dataset: {path}: is empty; give a file with text in it")
     blocks = _packed(rows, max_length) if packing else _padded(rows, max_length, _pad_token(tokenizer))

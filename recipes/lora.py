@@ -113,6 +113,7 @@ def train(recipe: LoraRecipe) -> int:
         max_length=recipe.max_length,
         packing=recipe.packing,
         completion_only_loss=recipe.completion_only_loss,
+        assistant_only_loss=recipe.assistant_only_loss,
     )
     set_seed(recipe.seed)
     model = load_model(recipe)

@@ -22,7 +22,8 @@ from disco_accel.errors import ConfigError
 class LoraRecipe:
     """One LoRA fine-tuning run. Relative paths are relative to the working directory.
 
-    ``dataset`` is a ``.jsonl`` file of ``prompt``/``completion`` (or ``text``) records, or any plain text file.
+    ``dataset`` is a ``.jsonl`` file of ``messages``, ``prompt``/``completion`` or ``text`` records, or any plain text
+    file. ``messages`` go through the tokenizer's chat template; ``assistant_only_loss`` needs one with generation tags.
     ``max_length`` is in tokens. With ``packing`` documents are joined and cut into blocks of exactly ``max_length``;
     without it each record is cut or padded to ``max_length``. ``adapter_dtype`` is the dtype of the LoRA weights.
     ``save_steps`` 0 saves only at the end. ``num_threads`` is the number of CPU threads of an eager op.
@@ -46,6 +47,7 @@ class LoraRecipe:
     max_length: int = 1024
     packing: bool = True
     completion_only_loss: bool = True
+    assistant_only_loss: bool = False
     learning_rate: float = 2e-4
     lr_scheduler_type: str = "constant"
     warmup_steps: int = 0

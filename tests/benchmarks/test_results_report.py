@@ -1,4 +1,4 @@
-"""The README's tables are what the files of results say, and no file can claim a GPU that did not run it."""
+"""The tables of pages are what the files of results say, and no file can claim a GPU that did not run it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import report
+from benchmarks.step_table import SHORT, TITLES, cell_text
 from disco_accel.errors import ConfigError
 
 STEP: dict[str, Any] = {
@@ -35,14 +36,17 @@ def _section(folder: Path, **changes: Any) -> str:
     return report.section(folder)
 
 
-def test_the_readme_is_what_the_files_say() -> None:
-    """``python -m benchmarks.report`` rewrites it."""
+def test_the_pages_are_what_the_files_say() -> None:
+    """``python -m benchmarks.report`` rewrites them."""
     assert report.main(["--check"]) == 0
 
 
 def test_a_table_says_where_when_and_how(tmp_path: Path) -> None:
     made = _section(tmp_path)
-    for word in ("host device on 2 cores, load 0.5; 2026-01-02; `disco-accel bench step`; torch 9.9", "planted"):
+    for word in (
+        "host device on 2 cores, load 0.5; 2026-01-02; `disco-accel bench step`; torch 9.9",
+        "| cannot run (ImportError) |",
+    ):
         assert word in made
     assert made.startswith(report.NOT_ON_GPU) and "busy" not in made
     assert "busy" in _section(tmp_path, load=3.0)
@@ -76,6 +80,41 @@ def test_a_file_without_its_origin_is_refused(tmp_path: Path) -> None:
 
 def test_only_what_is_between_the_markers_changes() -> None:
     text = f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n"
-    assert report.put(text, "new") == f"before\n{report.BEGIN}\nnew\n{report.END}\nafter\n"
-    with pytest.raises(ConfigError, match="once each"):
-        report.put("no markers", "new")
+    assert report.put(text, "new", "A.md") == f"before\n{report.BEGIN}\nnew\n{report.END}\nafter\n"
+    with pytest.raises(ConfigError, match=r"A\.md.*once each"):
+        report.put("no markers", "new", "A.md")
+
+
+def test_the_readme_has_four_rows_of_the_first_step(tmp_path: Path) -> None:
+    """Of a GPU if one ran, with where and when; whoever has no figure says why in words of ours."""
+    timed = {"seconds": [2.0, 2.0], "tokens_per_second": 4.0, "used": 1 << 20, "verdict": "bits", "error": None}
+    names = ("in-memory", "resident", "disco", "k0", "streamed", "zero3")
+    rows = [{"engine": name, "budget": None, **timed} for name in names]
+    rows.append({"engine": "zero3-tuned", "budget": None, "error": "RuntimeError: pin_memory=True requires a CUDA or"})
+    (tmp_path / "b.json").write_text(
+        json.dumps(STEP | {"device": "cuda", "machine": "Some GPU, CUDA 13", "rows": rows})
+    )
+    (tmp_path / "a.json").write_text(json.dumps(STEP))
+    made = report.summary(tmp_path)
+    table = [line for line in made.splitlines() if line.startswith("|")][2:]
+    assert [line.split(" | ")[0].strip("| ") for line in table] == [TITLES[name] for name in SHORT]
+    assert "Some GPU" in made and report.NOT_ON_GPU_SHORT not in made and "requires a CUDA" not in made
+    assert table[-1].endswith("| needs a GPU |")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        ("ModuleNotFoundError: No module named 'axolotl'", "not installed"),
+        ("RuntimeError: Error building extension 'dc': [1/7] c++ -MMD", "does not build here"),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried", "out of memory"),
+        (
+            "the plan needs at least 22544384 bytes (21.50MiB) of device memory, but is given 9",
+            "needs at least 21.50MiB",
+        ),
+        ("ValueError: a | b", "cannot run (ValueError)"),
+        ("nobody knows", "cannot run"),
+    ],
+)
+def test_no_cell_has_a_library_s_error_in_it(error: str, words: str) -> None:
+    assert cell_text(error) == words

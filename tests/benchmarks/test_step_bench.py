@@ -104,11 +104,11 @@ def test_unequal_work_is_noticed(tmp_path: Path) -> None:
     assert "8 elements" in verdicts[6].words
 
 
-def test_a_row_that_could_not_run_has_its_error_and_no_figures() -> None:
+def test_a_row_that_could_not_run_says_why_and_has_no_figures() -> None:
     row = {"engine": "axolotl", "budget": None, "error": "ImportError: a|b " + "x" * 300}
     cells = line(row, name_budget=False).strip("| ").split("|")
     assert [c.strip() for c in cells[1:-1]] == ["—"] * 9
-    assert cells[-1].strip().startswith("ImportError: a/b") and len(cells[-1]) < 170
+    assert cells[-1].strip() == "cannot run (ImportError)"
 
 
 def _figures(seconds: float, any_plan: float) -> list[str]:

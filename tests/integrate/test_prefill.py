@@ -13,6 +13,7 @@ from disco_accel import DiscoConfig, prefill, prepare, restore, stats
 from disco_accel.errors import BudgetTooSmall, CaptureError, ConfigError, ExecutionError
 from disco_accel.integrate.cache import fill
 from disco_accel.integrate.plugin import current_step
+from disco_accel.plan.summary import resident_bytes
 from disco_accel.taskgraph import VertexKind
 from disco_accel.testing.models import TEN_FAMILIES, family_lora, random_batch, tiny_lora
 
@@ -197,7 +198,7 @@ def test_the_next_prefill_starts_with_what_the_last_one_brought_home() -> None:
     weights = sum(p.nbytes for p in model.parameters())
     prefill(model, ids(1, 8), config=DiscoConfig(memory_budget=weights // 2, link_bandwidth=1e7))
     step = current_step(model)
-    assert step is not None and step.resident_bytes > 0 and step.copy_bytes(VertexKind.RELOAD) > 0
+    assert step is not None and resident_bytes(step.plan) > 0 and step.copy_bytes(VertexKind.RELOAD) > 0
     step.executor.set_tracing(True)
     # The link is so slow that the run has not ended when its logits are there.
     prefill(model, ids(1, 8))
