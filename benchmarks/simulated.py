@@ -33,6 +33,7 @@ from disco_accel.taskgraph import TaskGraph, VertexKind
 from disco_accel.verify import verify
 
 H200 = Speed(
+    name="an H200",
     half=5.9e14,
     single=4.0e13,
     memory=3.8e12,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +72,12 @@ def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "recipe", metavar="RECIPE.yaml", help="a training or a prefill; of the model only its config is read"
     )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="whose speed is estimated")
+    parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="whose speed is estimated: cuda is an A100 behind PCIe 4",
+    )
 
 
 def capture(options: argparse.Namespace) -> int:
@@ -94,8 +100,9 @@ def capture(options: argparse.Namespace) -> int:
 def plan(options: argparse.Namespace) -> int:
     """Say whether a recipe's training step fits its budget, what stays on the device, and how long it takes."""
     from disco_accel.integrate.compiled import with_memory
-    from disco_accel.observe.forecast import forecast, write_forecast
+    from disco_accel.observe.forecast import forecast, forecast_text, write_forecast
     from disco_accel.plan import make_plan
+    from disco_accel.plan.roofline import SPEEDS
     from disco_accel.verify import verify
 
     graph, found, config = _captured(options)
@@ -109,8 +116,10 @@ def plan(options: argparse.Namespace) -> int:
         print(json.dumps({"fits": False, "budget_bytes": budget.total, "needed_bytes": needed}))
         raise BudgetTooSmall(needed, budget.total, "memory_budget: the step") from None
     verify(graph, made)
-    result = forecast(graph, made, machine, budget.as_dict(), found.names)
+    result = forecast(graph, made, machine, budget.as_dict(), found.names, SPEEDS[options.device].name)
     print(json.dumps(result.figures))
+    # The same for people, who may have sent the line of JSON elsewhere.
+    print(forecast_text(result.figures), end="", file=sys.stderr)
     if options.output is not None:
         write_forecast(options.output, result)
     return 0

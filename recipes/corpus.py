@@ -41,8 +41,8 @@ def read_documents(path: str | Path, *, completion_only_loss: bool = True) -> It
     """Yield the documents of a ``.jsonl`` file (one record a line) or of a plain text file (one document).
 
     Raises:
-        ConfigError: the file is missing or not UTF-8, or a line is no record of messages, of prompt and completion, or of
-            text.
+        ConfigError: the file is missing or not UTF-8, or a line is no record of messages, of a prompt with completion
+            or of text.
     """
     file, text = _read(path, "dataset")
     if file.suffix != ".jsonl":

@@ -77,10 +77,13 @@ def test_a_plan_that_fits_says_what_stays_and_how_fast_it_is(
     ample = answer(capsys)
     assert ample["fits"] and ample["resident_bytes"] == ample["frozen_bytes"] and ample["reload_bytes"] == 0
     assert ample["step_seconds"] == pytest.approx(ample["compute_seconds"])
+    assert "A100" in ample["estimated_for"], "seconds are of a device that has a name"
     assert ample["ratio"] == pytest.approx(1.0)
     folder = tmp_path / "plan"
     assert main(["plan", recipe, "--memory", "1MiB", "-o", str(folder)]) == 0
-    tight = answer(capsys)
+    printed = capsys.readouterr()
+    tight = json.loads(printed.out)
+    assert "1MiB" in printed.err and "A100" in printed.err, "and for people, sizes in their units"
     assert tight["reload_bytes"] > 0 and tight["resident_bytes"] < tight["frozen_bytes"]
     assert tight["peak_bytes"] <= tight["budget_bytes"] == 1 << 20
     assert tight["bound_seconds"] <= tight["step_seconds"] * (1 + 1e-9)

@@ -49,11 +49,17 @@ class Forecast:
 
 
 def forecast(
-    graph: TaskGraph, plan: MemGraph, machine: Machine, budget: Mapping[str, int], names: Mapping[int, str]
+    graph: TaskGraph,
+    plan: MemGraph,
+    machine: Machine,
+    budget: Mapping[str, int],
+    names: Mapping[int, str],
+    estimated_for: str,
 ) -> Forecast:
     """Simulate one step of ``plan``, a plan of ``graph``.
 
-    ``budget``: the parts of the whole in bytes, with ``total`` and ``arena``; ``names``: INPUT vertex → tensor.
+    ``budget``: the parts of the whole in bytes, with ``total`` and ``arena``; ``names``: INPUT vertex → tensor;
+    ``estimated_for``: the device that kernels' durations and the link are those of, in words.
     """
     run = simulate(plan, machine)
     events = tuple(
@@ -68,6 +74,7 @@ def forecast(
     used = max((slot.addr + slot.size for slot in plan.slots.values()), default=0)
     figures = {
         "fits": True,
+        "estimated_for": estimated_for,
         "budget_bytes": budget["total"],
         "peak_bytes": budget["total"] - budget["arena"] + used,
         "budget": dict(budget),
@@ -104,7 +111,8 @@ def forecast_text(figures: Mapping[str, Any]) -> str:
     rows = [[name, format_size(figures[key])] for name, key in sizes.items()]
     return (
         f"{table(['', 'size'], rows)}\n"
-        f"{figures['kernels']} kernels; step {figures['step_seconds']:.3f} s by estimate, bound "
+        f"{figures['kernels']} kernels; step {figures['step_seconds']:.3f} s by estimate for "
+        f"{figures['estimated_for']}, bound "
         f"{figures['bound_seconds']:.3f} s (compute {figures['compute_seconds']:.3f} s, link "
         f"{figures['link_seconds']:.3f} s); ratio {figures['ratio']:.2f}\n"
     )
@@ -139,5 +147,5 @@ def _draw(path: Path, found: Forecast) -> None:
 
     budget = found.figures["budget"]
     outside = budget["total"] - budget["arena"]
-    title = "One training step as planned, times estimated"
+    title = f"One training step as planned, times estimated for {found.figures['estimated_for']}"
     draw_step(path, found.plan, found.events, budget=budget["total"], outside=outside, title=title)

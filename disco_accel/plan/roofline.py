@@ -13,8 +13,9 @@ from disco_accel.taskgraph import OpCall, TaskGraph, TensorSpec, Vertex, VertexK
 @dataclass(frozen=True, slots=True)
 class Speed:
     """What a device sustains: FLOP/s of matrix products in 16 and in 32 bits, bytes/s of its memory, seconds that any
-    kernel takes, and the links that go with it."""
+    kernel takes, and the links that go with it. ``name`` says which device that is."""
 
+    name: str
     half: float
     single: float
     memory: float
@@ -24,9 +25,18 @@ class Speed:
 
 SPEEDS: Mapping[str, Speed] = {
     # About six tenths of an A100's peaks behind PCIe 4.
-    "cuda": Speed(half=1.8e14, single=1.2e13, memory=1.2e12, kernel=5e-6, machine=Machine()),
+    "cuda": Speed(
+        name="an A100 (40 GB) behind PCIe 4", half=1.8e14, single=1.2e13, memory=1.2e12, kernel=5e-6, machine=Machine()
+    ),
     # One core with AVX2; its link is a copy in memory.
-    "cpu": Speed(half=3e10, single=6e10, memory=1e10, kernel=2e-6, machine=Machine(h2d=Link(4e9, 0), d2h=Link(4e9, 0))),
+    "cpu": Speed(
+        name="one CPU core, its link a copy in memory",
+        half=3e10,
+        single=6e10,
+        memory=1e10,
+        kernel=2e-6,
+        machine=Machine(h2d=Link(4e9, 0), d2h=Link(4e9, 0)),
+    ),
 }
 _BYTES = {
     "float64": 8,
