@@ -15,7 +15,7 @@ REASONS = (r"needs a GPU", r"needs the network", r"needs two machines", r"long: 
 _FENCE = re.compile(
     r"(?:^<!-- (?P<marker>[^\n]*?) -->\n)?^```(?P<language>[^\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
 )
-_INLINE = re.compile(r"`((?:\.venv/bin/)?(?:disco-accel|make|python -m [a-z_.]+|accelerate)\b[^`]*)`")
+_INLINE = re.compile(r"`((?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?(?:disco-accel|make|python -m [a-z_.]+|accelerate)\b[^`]*)`")
 
 
 @dataclass(frozen=True)
