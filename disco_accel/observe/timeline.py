@@ -112,12 +112,18 @@ def stays(plan: MemGraph, events: Sequence[TracedEvent]) -> list[Stay]:
         start, produced = (event.start, event.end) if event is not None else (0.0, 0.0)
         end = max(last_read.get(ref, 0.0), produced)
         stay = Stay(ref, what[ref], slot.device, slot.addr, slot.size, start, end)
-        # A reload that nobody reads puts a resident back for the next step.
-        unread = vertex.kind is VertexKind.RELOAD and ref not in last_read
-        (lasting if vertex.keep or unread or vertex.kind is VertexKind.INPUT else found).append(stay)
+        lasts = vertex.keep or vertex.kind is VertexKind.INPUT or _comes_home(vertex, plan)
+        (lasting if lasts else found).append(stay)
     taken = _Places([*found, *lasting])
     found += [s if taken.later(s) else replace(s, end=finish) for s in lasting]
     return sorted(found, key=lambda s: (s.start, s.addr, s.ref))
+
+
+def _comes_home(vertex: Vertex, plan: MemGraph) -> bool:
+    """Whether a reload puts a weight where the next step expects it, be it read in this one or not."""
+    if vertex.kind is not VertexKind.RELOAD:
+        return False
+    return plan.slots.get((vertex.id, 0)) == plan.slots.get(vertex.inputs[0])
 
 
 def _last_reads(plan: MemGraph, ran: Mapping[int, TracedEvent]) -> dict[Ref, float]:

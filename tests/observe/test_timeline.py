@@ -86,6 +86,20 @@ def test_a_weight_that_makes_room_during_the_step_is_not_drawn_as_one_that_stays
     assert set(occupancy(plan, events).held[Content.RESIDENT]) == {0}
 
 
+@pytest.mark.parametrize("name", ["lora_small", "chain8"])
+def test_a_repeating_step_ends_with_the_weights_that_it_began_with(request, name):
+    """Each lies where the next step expects it until the step's end, also one that was loaded and read in this step."""
+    graph = read_taskgraph(request.config.rootpath / "tests" / "data" / "graphs" / f"{name}.taskgraph.json")
+    with pytest.raises(BudgetTooSmall) as too_small:
+        make_plan(graph, memory=1, cyclic=True)
+    plan = make_plan(graph, memory=2 * too_small.value.needed, planner="build", cyclic=True)
+    events = serial_run(plan)
+    finish = max(e.end for e in events)
+    at_the_end = {(s.addr, s.size) for s in stays(plan, events) if s.end == finish}
+    homes = [plan.slots[v.id, 0] for v in plan.vertices if v.clean and (v.id, 0) in plan.slots and not v.inputs]
+    assert homes and {(slot.addr, slot.size) for slot in homes} <= at_the_end
+
+
 @pytest.mark.parametrize("room", [1.2, 2.0, 4.0])
 @pytest.mark.parametrize("planner", ["timed", "build"])
 def test_what_is_drawn_as_staying_stays(request, planner, room):
