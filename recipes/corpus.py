@@ -95,7 +95,8 @@ def _json(line: str, where: str) -> Any:
 def _record(line: str, where: str, completion_only_loss: bool) -> Document:
     record = _json(line, where)
     if isinstance(record, dict):
-        if "messages" in record:
+        # Files made from tables have every column in every record, and null where there is nothing.
+        if record.get("messages") is not None:
             return read_chat(record, where)
         if isinstance(record.get("text"), str):
             return [(record["text"], True)]

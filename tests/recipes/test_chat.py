@@ -60,6 +60,22 @@ def test_what_the_assistant_wrote_alone_carries_loss_if_asked(tmp_path: Path, ch
     assert tokenizer.decode(learned) == "".join(m["content"] + "</s>" for m in TALK if m["role"] == "assistant")
 
 
+def test_a_record_without_messages_in_a_column_for_them_is_read_as_what_it_has(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    path = chats(
+        tmp_path, {"messages": None, "text": "a small text " * 9}, {"messages": TALK, "text": None, "prompt": "x"}
+    )
+    blocks = build_blocks(path, with_template(checkpoint, PLAIN), max_length=64, packing=False)
+    assert len(blocks) == 2 and blocks[0]["input_ids"][0] == blocks[1]["input_ids"][0]
+
+
+def test_a_conversation_in_which_the_assistant_is_silent_teaches_nothing(tmp_path: Path, checkpoint: Path) -> None:
+    path = chats(tmp_path, {"messages": TALK[:2]})
+    with pytest.raises(ConfigError, match="no token carries loss"):
+        build_blocks(path, with_template(checkpoint, MARKED), max_length=64, packing=False, assistant_only_loss=True)
+
+
 def test_conversations_are_packed_like_texts(tmp_path: Path, checkpoint: Path) -> None:
     blocks = build_blocks(
         chats(tmp_path, *[{"messages": TALK}] * 9), with_template(checkpoint, PLAIN), max_length=32, packing=True

@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks import demo
 from benchmarks.compare import compare_runs, same_bits
 from benchmarks.demo import BudgetRun
-from benchmarks.demo_report import limits, print_report, ratios
+from benchmarks.demo_report import first_comparison, limits, print_report, ratios
 
 MIB = 1 << 20
 
@@ -153,6 +154,29 @@ def test_the_bound_is_the_slower_of_compute_and_link(runs):
     steps = good_run(runs).steps
     assert ratios(steps).bound == 1.0
     assert ratios({**steps, "link_seconds": 2.0}).bound == 2.0
+
+
+def test_the_short_demo_trains_under_half_and_the_full_one_under_all_budgets():
+    short, full, own = (
+        demo._options(words) for words in ([], ["--full"], ["--full", "--budgets", "all", "--steps", "3"])
+    )
+    assert (short.budgets, short.steps, short.rounds) == (["half"], 5, 2)
+    assert (full.budgets, full.steps, full.rounds) == (["half", "least", "all"], 30, 5)
+    assert (own.budgets, own.steps) == (["all"], 3)
+
+
+@pytest.mark.parametrize("words", [["--budgets", "twice"], ["--steps", "1"]])
+def test_budgets_and_steps_that_make_no_demo_are_refused(words, capsys):
+    with pytest.raises(SystemExit):
+        demo._options(words)
+    assert words[0] in capsys.readouterr().err
+
+
+def test_the_first_comparison_names_what_was_equal_and_what_ran_from_the_plan(runs):
+    change(runs[1], lambda steps: steps[0].update(loss_hex=math.nextafter(8.0, 9.0).hex()))
+    text = first_comparison(good_run(runs, steps_eager=1, steps_compiled=4))
+    assert "4 of 5 losses and 2 of 2 adapter tensors" in text
+    assert "4 steps ran from the plan, 1 did not" in text and "90MiB of 96MiB" in text
 
 
 def test_the_table_shows_every_run_and_what_failed(runs, capsys):
