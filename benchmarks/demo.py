@@ -157,4 +157,8 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    try:
+        raise SystemExit(main())
+    except KeyboardInterrupt:
+        print(f"stopped; what was written so far is in {OUT}/", file=sys.stderr)
+        raise SystemExit(130) from None

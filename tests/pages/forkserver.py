@@ -44,7 +44,7 @@ with socket.socket(socket.AF_UNIX) as server:
 
 
 def main(folder: Path) -> None:
-    """Serve until killed; ``folder/bin/python`` appears last, when all is ready."""
+    """Serve until killed; prints ``ready`` when commands can come."""
     for name in PRELOAD:
         importlib.import_module(name)
     address = str(folder / "socket")
@@ -56,10 +56,9 @@ def main(folder: Path) -> None:
         server.listen()
         for program in PROGRAMS:
             client = folder / "bin" / program
-            partial = client.with_suffix(".partial")
-            partial.write_text(_CLIENT.format(python=sys.executable, address=address, program=program))
-            partial.chmod(0o755)
-            partial.rename(client)
+            client.write_text(_CLIENT.format(python=sys.executable, address=address, program=program))
+            client.chmod(0o755)
+        print("ready", flush=True)
         while True:
             connection, _ = server.accept()
             if os.fork() == 0:

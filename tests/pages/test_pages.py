@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,14 +40,13 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
     served = tmp_path_factory.mktemp("served")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("DISCO_", "ACCELERATE_"))}
     clean |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    server = subprocess.Popen([sys.executable, str(ROOT / "tests/pages/forkserver.py"), str(served)], env=clean)
-    while not (served / "bin" / "python").exists():
-        assert server.poll() is None, "the server that forks for commands ended"
-        time.sleep(0.05)
-    path = os.pathsep.join([str(served / "bin"), str(Path(sys.executable).parent), clean["PATH"]])
-    yield clean | {"PATH": path}
-    server.kill()
-    server.wait()
+    command = [sys.executable, str(ROOT / "tests/pages/forkserver.py"), str(served)]
+    with subprocess.Popen(command, env=clean, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        assert any(line == "ready\n" for line in server.stdout), "the server that forks for commands ended"
+        path = os.pathsep.join([str(served / "bin"), str(Path(sys.executable).parent), clean["PATH"]])
+        yield clean | {"PATH": path}
+        server.kill()
 
 
 def test_every_block_says_what_it_is() -> None:
