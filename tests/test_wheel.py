@@ -43,9 +43,9 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
-def test_a_wheel_puts_one_package_into_site_packages(unpacked: Path) -> None:
+def test_a_wheel_puts_the_package_and_its_entry_point_into_site_packages(unpacked: Path) -> None:
     names = {path.name for path in unpacked.iterdir() if path.suffix != ".dist-info"}
-    assert names == {"disco_accel"}
+    assert names == {"disco_accel", "disco_accel_autoload"}
 
 
 def test_a_wheel_has_every_file_of_package_recipes_and_engine(unpacked: Path) -> None:
@@ -56,6 +56,8 @@ def test_a_wheel_has_every_file_of_package_recipes_and_engine(unpacked: Path) ->
         for folder, _, files in os.walk(ROOT / name):
             if "__pycache__" not in folder:
                 wanted |= {(inside / Path(folder).relative_to(ROOT) / file).as_posix() for file in files}
+    # The entry point has a name of its own beside the package.
+    wanted = {name.replace("disco_accel/autoload/", "disco_accel_autoload/") for name in wanted}
     there = {path.relative_to(unpacked).as_posix() for path in unpacked.rglob("*") if path.is_file()}
     assert wanted and wanted <= there, sorted(wanted - there)
 

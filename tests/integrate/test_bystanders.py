@@ -24,6 +24,8 @@ def installed(tmp_path: Path) -> dict[str, str]:
     info = tmp_path / "site" / f"disco_accel-{project['version']}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: disco-accel\nVersion: {project['version']}\n")
+    # As an install maps it: a checkout alone has no module of this name.
+    (info.parent / "disco_accel_autoload").symlink_to(ROOT / "disco_accel" / "autoload")
     points = project["entry-points"]["torch.backends"]
     lines = "".join(f"{name} = {value}\n" for name, value in points.items())
     (info / "entry_points.txt").write_text(f"[torch.backends]\n{lines}")
