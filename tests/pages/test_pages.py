@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(p.relative_to(ROOT).as_posix() for p in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")))
 PAGES.remove("CHANGELOG.md")
 BLOCKS = {page: blocks_of(ROOT / page, page) for page in PAGES}
-RUN = [page for page in PAGES if any(b.reason is None and b.language in ("sh", "python") for b in BLOCKS[page])]
+RUN = [page for page in PAGES if any(b.reason is None and b.language != "text" for b in BLOCKS[page])]
 PYTHON = "from tests.pages.given import *  # noqa\n"
 """Before each Python block: the model, rows and so on that its reader has."""
 
