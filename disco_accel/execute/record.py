@@ -24,6 +24,10 @@ from disco_accel.taskgraph import Arg, OpCall, TaskGraph, TensorArg, TensorSpec,
 
 _ALIGNMENT = 64
 _ENOUGH_SECONDS = 0.1
+_SHORT_SECONDS = 1e-3
+_SHORT_RUNS = 15
+"""Ops of a few microseconds are run so often: there one run in five is disturbed on a busy machine, and 15 of them
+take less time than the five of an op of 50 us."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +83,14 @@ class _Call:
 
 
 @typed_out_of_memory("measuring ops")
-def record(graph: TaskGraph, *, device: str = "cpu", compute_threads: int | None = None) -> dict[int, OpRecord]:
-    """KERNEL id to its record; equal signatures share one.
+def record(
+    graph: TaskGraph,
+    *,
+    device: str = "cpu",
+    compute_threads: int | None = None,
+    only: frozenset[int] | None = None,
+) -> dict[int, OpRecord]:
+    """KERNEL id to its record; equal signatures share one. ``only``: ids of those to measure (None: all).
 
     ``compute_threads`` is the number of intra-op threads that the engine will use (temporaries depend on it);
     None = torch.get_num_threads(). Raises ExecutionError naming op and module when an op's allocations are not the
@@ -95,7 +105,7 @@ def record(graph: TaskGraph, *, device: str = "cpu", compute_threads: int | None
     outside = torch.autocast(where.type, enabled=False)
     with _threads(compute_threads), _generator_kept(torch.device(device)), outside:
         for vertex in graph.vertices:
-            if vertex.kind is not VertexKind.KERNEL:
+            if vertex.kind is not VertexKind.KERNEL or (only is not None and vertex.id not in only):
                 continue
             call = graph.ops[vertex.id]
             signature = _signature(vertex, call, vertices)
@@ -106,7 +116,7 @@ def record(graph: TaskGraph, *, device: str = "cpu", compute_threads: int | None
 
 
 def apply(graph: TaskGraph, records: Mapping[int, OpRecord]) -> TaskGraph:
-    """The graph with durations filled in and, where an op needs scratch, one more output that nobody reads."""
+    """The graph with durations, to two digits, and, where an op needs scratch, one more output that nobody reads."""
     vertices = []
     for vertex in graph.vertices:
         measured = records.get(vertex.id)
@@ -114,7 +124,7 @@ def apply(graph: TaskGraph, records: Mapping[int, OpRecord]) -> TaskGraph:
             vertices.append(vertex)
             continue
         scratch = (measured.scratch_bytes,) if measured.scratch_bytes else ()
-        vertices.append(replace(vertex, sizes=vertex.sizes + scratch, duration=measured.seconds))
+        vertices.append(replace(vertex, sizes=vertex.sizes + scratch, duration=rounded(measured.seconds)))
     return replace(graph, vertices=tuple(vertices))
 
 
@@ -260,7 +270,14 @@ def _median_seconds(ops: Any, op: int, device: torch.device) -> float:
     samples: list[float] = ops.time(op, 1)
     while len(samples) < 5 and sum(samples) < _ENOUGH_SECONDS:
         samples += ops.time(op, 1)
+    if sum(samples) < _SHORT_SECONDS:
+        samples += ops.time(op, _SHORT_RUNS - len(samples))
     return statistics.median(samples)
+
+
+def rounded(seconds: float) -> float:
+    """``seconds`` to two significant digits: what is measured again within a few percent gives the same search."""
+    return float(f"{seconds:.1e}")
 
 
 def _try_out(
