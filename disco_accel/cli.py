@@ -34,7 +34,7 @@ class Command:
     run: Callable[[argparse.Namespace], int]
 
 
-_POLICIES = "who is evicted first: belady, cost, fifo, latency_aware, lru, size_aware"
+_POLICIES = "who is evicted first, for --planner build: auto, belady, cost, fifo, latency_aware, lru, size_aware"
 
 
 def _compile_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,20 +43,26 @@ def _compile_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", metavar="SIZE", help="device memory, such as 12GiB (default: what the graph says)")
     parser.add_argument("--cyclic", action="store_true", help="the plan is run step after step")
     parser.add_argument("--planner", default="timed", help="timed, or build (the paper's)")
-    parser.add_argument("--policy", default="belady", help=_POLICIES)
+    parser.add_argument("--policy", default="auto", help=_POLICIES)
+    commands.plan_seconds_argument(parser)
 
 
 def _compile(options: argparse.Namespace) -> int:
+    from disco_accel.config_keys import unused_policy
     from disco_accel.graphfile import read_taskgraph, write_memgraph
     from disco_accel.plan import make_plan
-    from disco_accel.plan.summary import summary
+    from disco_accel.plan.summary import cut_short, summary
+    from disco_accel.plan.work import Work
 
     memory = None if options.memory is None else parse_size(options.memory)
     names = options.names
     graph = read_taskgraph(options.task, names)
+    asked = {"policy": options.policy, "planner": options.planner, "cyclic": options.cyclic}
+    commands.say(unused_policy(options.planner, options.policy))
+    work = Work(commands.deadline(options))
     started = time.perf_counter()
     try:
-        plan = make_plan(graph, memory=memory, policy=options.policy, planner=options.planner, cyclic=options.cyclic)
+        plan = make_plan(graph, memory=memory, work=work, **asked)
     except BudgetTooSmall as error:
         raise _with_culprit(error, graph) from None
     seconds = time.perf_counter() - started
@@ -64,7 +70,9 @@ def _compile(options: argparse.Namespace) -> int:
         write_memgraph(plan, options.output, names)
     except OSError as error:
         raise ConfigError(f"{options.output}: cannot be written: {error.strerror}") from None
-    print(json.dumps({**summary(plan), "seconds": round(seconds, 3)}))
+    print(json.dumps({**summary(plan), "seconds": round(seconds, 3), "drafts": work.drafts, "cut_short": work.cut}))
+    if work.cut:
+        commands.say(cut_short(graph, plan, work))
     return 0
 
 

@@ -65,7 +65,33 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``plan``."""
     _recipe_arguments(parser)
     parser.add_argument("--memory", metavar="SIZE", help="the budget, such as 12GiB (default: the recipe's)")
+    plan_seconds_argument(parser)
     parser.add_argument("-o", "--output", metavar="DIR", help="folder for the plan, its figures and pictures")
+
+
+def plan_seconds_argument(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--plan-seconds``."""
+    works = "seconds after which the best plan so far is taken, or auto: work enough for the graph (default: auto)"
+    parser.add_argument("--plan-seconds", metavar="SECONDS", help=works)
+
+
+def deadline(options: argparse.Namespace, default: float | None = None) -> float | None:
+    """What ``--plan-seconds`` says; None for auto. Raises ConfigError."""
+    from disco_accel.config_keys import seconds_or_auto
+
+    if options.plan_seconds is None:
+        return default
+    try:
+        seconds = seconds_or_auto(options.plan_seconds)
+    except ValueError as error:
+        raise ConfigError(f"--plan-seconds: {options.plan_seconds!r} does not work; {error}") from None
+    return None if isinstance(seconds, str) else seconds
+
+
+def say(line: str) -> None:
+    """Tell the user something beside the result, if there is anything to tell."""
+    if line:
+        print(f"disco-accel: {line}", file=sys.stderr)
 
 
 def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,24 +125,38 @@ def capture(options: argparse.Namespace) -> int:
 
 def plan(options: argparse.Namespace) -> int:
     """Say whether a recipe's training step fits its budget, what stays on the device, and how long it takes."""
+    from dataclasses import replace
+
     from disco_accel.integrate.compiled import with_memory
+    from disco_accel.integrate.scratch import with_scratch
     from disco_accel.observe.forecast import forecast, forecast_text, write_forecast
     from disco_accel.plan import make_plan
     from disco_accel.plan.roofline import SPEEDS
+    from disco_accel.plan.summary import cut_short
+    from disco_accel.plan.work import Work
     from disco_accel.verify import verify
 
     graph, found, config = _captured(options)
     machine = _machine(options.device, config)
-    budget = found.budget(_memory(options, config))
-    graph = with_memory(graph, max(budget.arena, graph.devices[0].alignment))
+    scratched = with_scratch(graph, device=options.device, compute_threads=config.compute_threads)
+    budget = found.budget(_memory(options, config), scratched.workspaces)
+    graph = with_memory(scratched.graph, max(budget.arena, graph.devices[0].alignment))
+    for line in (config.without_effect, scratched.why):
+        say(line)
+    work = Work(deadline(options, config.deadline))
+    asked = {"policy": config.policy, "planner": config.planner, "machine": machine}
+    unknown = {"without_scratch_of": scratched.unknown}
     try:
-        made = make_plan(graph, policy=config.policy, planner=config.planner, cyclic=True, machine=machine)
+        made = make_plan(graph, cyclic=True, work=work, **asked)
     except BudgetTooSmall as error:
         needed = error.needed + budget.outside
-        print(json.dumps({"fits": False, "budget_bytes": budget.total, "needed_bytes": needed}))
+        print(json.dumps({"fits": False, "budget_bytes": budget.total, "needed_bytes": needed} | unknown))
         raise BudgetTooSmall(needed, budget.total, "memory_budget: the step") from None
     verify(graph, made)
+    if work.cut:
+        say(cut_short(graph, made, work, machine))
     result = forecast(graph, made, machine, budget.as_dict(), found.names, SPEEDS[options.device].name)
+    result = replace(result, figures={**result.figures, **unknown, "cut_short": work.cut})
     print(json.dumps(result.figures))
     # The same for people, who may have sent the line of JSON elsewhere.
     print(forecast_text(result.figures), end="", file=sys.stderr)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from disco_accel.config_keys import PARSERS
+from disco_accel.config_keys import PARSERS, unused_policy
 from disco_accel.errors import ConfigError
 
 logger = logging.getLogger("disco_accel")
@@ -52,7 +52,8 @@ class DiscoConfig:
     """The keys of the ``disco_config`` section. Values are checked and normalised when an instance is made.
 
     Sizes are bytes (int) once parsed; ``memory_budget`` and ``host_memory`` may stay ``"auto"`` or ``"80%"`` until
-    ``resolve``. ``link_bandwidth`` (bytes/s) and ``link_latency`` (seconds) apply to the host device only.
+    ``resolve``. ``plan_seconds``: the time that a search for a plan may take; ``auto``: an amount of work that depends
+    on the graph alone. ``link_bandwidth`` (bytes/s) and ``link_latency`` (seconds) apply to the host device only.
 
     Raises:
         ConfigError: a value has the wrong type or is out of range; the message names the key and what works.
@@ -61,7 +62,8 @@ class DiscoConfig:
     memory_budget: int | str = "auto"
     host_memory: int | str = "auto"
     planner: str = "timed"
-    policy: str = "belady"
+    policy: str = "auto"
+    plan_seconds: float | str = "auto"
     lookahead: int = 2
     buckets: str | tuple[int, ...] = "auto"
     plan_cache: str | None = "~/.cache/disco_accel"
@@ -163,6 +165,16 @@ class DiscoConfig:
             field.name: list(value) if isinstance(value := getattr(self, field.name), tuple) else value
             for field in dataclasses.fields(self)
         }
+
+    @property
+    def deadline(self) -> float | None:
+        """``plan_seconds`` as a number; None for ``auto``."""
+        return None if isinstance(self.plan_seconds, str) else self.plan_seconds
+
+    @property
+    def without_effect(self) -> str:
+        """One line for the user if a key is set that the planner does not look at, else ""."""
+        return unused_policy(self.planner, self.policy)
 
     def resolve(self) -> Settings:
         """The values that depend on the machine.

@@ -24,13 +24,14 @@ def _one_of(*names: str) -> Parser:
     return parse
 
 
-def _registered(registry: str) -> Parser:
-    """A choice among the names in a table of ``disco_accel.plan``, so that a new planner needs no edit here."""
+def _registered(registry: str, *others: str) -> Parser:
+    """A choice among ``others`` and the names in a table of ``disco_accel.plan``, so that a new planner needs no edit
+    here."""
 
     def parse(value: Any) -> str:
         import disco_accel.plan
 
-        names = tuple(getattr(disco_accel.plan, registry))
+        names = (*others, *getattr(disco_accel.plan, registry))
         parsed: str = _one_of(*names)(value)
         return parsed
 
@@ -99,6 +100,17 @@ def _seconds(value: Any) -> float:
     return seconds
 
 
+def seconds_or_auto(value: Any) -> str | float:
+    """``auto``, or seconds as a number."""
+    works = "use auto, or seconds as a number of at least 0, such as 10"
+    if value == "auto":
+        return "auto"
+    try:
+        return _seconds(value)
+    except ValueError as error:
+        raise ValueError(works) from error
+
+
 def _buckets(value: Any) -> str | tuple[int, ...]:
     if value == "auto":
         return "auto"
@@ -127,11 +139,22 @@ def _flag(value: Any) -> bool:
     return value
 
 
+def unused_policy(planner: str, policy: str) -> str:
+    """Return one line for a user who has set a policy that ``planner`` does not look at, else ""."""
+    if planner != "timed" or policy == "auto":
+        return ""
+    return (
+        f"policy: {policy} has no effect with planner: timed, which drops what is needed last, except where it falls "
+        "back on build; set planner: build to choose by policy, or leave policy out"
+    )
+
+
 PARSERS: dict[str, Parser] = {
     "memory_budget": _size_or_share,
     "host_memory": _size_or_share,
     "planner": _registered("PLANNERS"),
-    "policy": _registered("POLICIES"),
+    "policy": _registered("POLICIES", "auto"),
+    "plan_seconds": seconds_or_auto,
     "lookahead": _count(0),
     "buckets": _buckets,
     "plan_cache": _folder,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import platform
 import time
@@ -25,10 +26,13 @@ from disco_accel.memgraph import MemGraph
 from disco_accel.plan import Machine, make_plan
 from disco_accel.plan.cache import PlanCache, plan_fingerprint
 from disco_accel.plan.simulate import Link
-from disco_accel.plan.summary import staying_bytes
+from disco_accel.plan.summary import cut_short, staying_bytes
+from disco_accel.plan.work import Work
 from disco_accel.sizes import format_size
 from disco_accel.taskgraph import TaskGraph, TensorArg, VertexKind
 from disco_accel.verify import verify
+
+logger = logging.getLogger("disco_accel")
 
 
 @dataclass(eq=False)
@@ -105,7 +109,7 @@ class CompiledStep:
     @property
     def compute_seconds(self) -> float:
         """Sum of the kernels' durations, each measured alone."""
-        return sum(v.duration or 0.0 for v in self.graph.vertices)
+        return sum(measured.seconds for measured in self.records.values())
 
     def copy_bytes(self, kind: VertexKind) -> int:
         """Bytes that OFFLOAD or RELOAD vertices move in one step."""
@@ -178,7 +182,8 @@ class CompiledStep:
 class CompileOptions:
     """How a step is planned and run; ``memory`` is the whole device budget, ``host_memory`` the host's, in bytes.
 
-    ``plan_cache``: folder for plans of earlier runs; None = always plan.
+    ``plan_seconds``: time for the search, None = as much work as the graph is worth. ``plan_cache``: folder for plans
+    of earlier runs; None = always plan.
     """
 
     memory: int
@@ -186,6 +191,7 @@ class CompileOptions:
     planner: str
     policy: str
     engine: EngineOptions
+    plan_seconds: float | None = None
     plan_cache: str | None = None
     contexts: Sequence[Callable[[], Any]] = ()
 
@@ -308,13 +314,11 @@ def with_memory(graph: TaskGraph, memory: int) -> TaskGraph:
 
 
 def _make_plan(graph: TaskGraph, options: CompileOptions) -> MemGraph:
-    return make_plan(
-        graph,
-        policy=options.policy,
-        planner=options.planner,
-        cyclic=True,
-        machine=machine_of(options.engine),
-    )
+    work, machine = Work(options.plan_seconds), machine_of(options.engine)
+    plan = make_plan(graph, policy=options.policy, planner=options.planner, cyclic=True, machine=machine, work=work)
+    if work.cut:
+        logger.warning("%s", cut_short(graph, plan, work, machine))
+    return plan
 
 
 def _fingerprint(graph: TaskGraph, options: CompileOptions, device: torch.device) -> str:
@@ -323,6 +327,7 @@ def _fingerprint(graph: TaskGraph, options: CompileOptions, device: torch.device
         graph,
         planner=options.planner,
         policy=options.policy,
+        plan_seconds=options.plan_seconds,
         cyclic=True,
         machine=machine_of(options.engine),
         environment={

@@ -133,11 +133,14 @@ class PreparedModel:
         return step
 
     def _compile_options(self, contexts: Sequence[ContextFactory]) -> CompileOptions:
+        if self.config.without_effect:
+            self.say_once(self.config.without_effect)
         return CompileOptions(
             memory=self.settings.memory_budget,
             host_memory=self.settings.host_memory,
             planner=self.config.planner,
             policy=self.config.policy,
+            plan_seconds=self.config.deadline,
             engine=EngineOptions(
                 device=str(self.device),
                 lookahead=self.config.lookahead,

@@ -47,11 +47,14 @@ def plan_fingerprint(
     cyclic: bool,
     machine: Machine | None,
     environment: Mapping[str, str],
+    plan_seconds: float | None = None,
 ) -> str:
     """The sha256, in hex, of all that the plan of ``graph`` depends on but durations.
 
     ``graph`` has the memory and the alignment that the plan gets. ``environment`` is what else must be equal: PyTorch's
-    version, the device's name. This package's version and the sources of its planners are added.
+    version, the device's name. ``plan_seconds``: the user's deadline; a plan that it cut short is
+    found again by those who set the same, and by nobody else. This package's version and the sources of its planners
+    are added.
     """
     bare = replace(graph, vertices=tuple(replace(vertex, duration=None) for vertex in graph.vertices))
     calls = hashlib.sha256()
@@ -62,6 +65,7 @@ def plan_fingerprint(
         "calls": calls.hexdigest(),
         "planner": planner,
         "policy": policy,
+        "plan_seconds": plan_seconds,
         "cyclic": cyclic,
         "machine": repr(machine or Machine()),
         "sources": _sources(),

@@ -76,8 +76,14 @@ POLICIES: Mapping[str, Policy] = {
 }
 
 
+AUTO = "auto"
+"""The name of no policy: the user leaves it to the planner, and BUILDMEMGRAPH takes ``belady``."""
+
+
 def policy_named(name: str) -> Policy:
     """Return the policy ``name``. Raises ConfigError that lists the known ones."""
+    if name == AUTO:
+        return belady
     if name not in POLICIES:
-        raise ConfigError(f"policy: {name!r} is unknown; known policies: {', '.join(sorted(POLICIES))}")
+        raise ConfigError(f"policy: {name!r} is unknown; known policies: {', '.join(sorted(POLICIES))}, or {AUTO}")
     return POLICIES[name]

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import Protocol
 
 from disco_accel.errors import BudgetTooSmall, ConfigError
 from disco_accel.graphcheck import check_taskgraph
 from disco_accel.jsonfile import plain
 from disco_accel.memgraph import MemGraph
 from disco_accel.plan.build import build
-from disco_accel.plan.evict import Policy, policy_named
+from disco_accel.plan.evict import AUTO, Policy, policy_named
 from disco_accel.plan.needed import Attempt, first_fitting, smallest, with_memory
 from disco_accel.plan.order import dispatched
 from disco_accel.plan.resident import Residents, first_choices, improve, plain_choices
 from disco_accel.plan.sim_malloc import Infeasible, Repairs
 from disco_accel.plan.simulate import Machine, simulate
 from disco_accel.plan.timed import build_timed
+from disco_accel.plan.work import Work
 from disco_accel.taskgraph import TaskGraph, VertexKind
 from disco_accel.unswept import collector_paused
 
@@ -42,23 +44,40 @@ _SEARCH_UP_TO = 12_000
 """Vertices of a graph for which BUILDMEMGRAPH tries several sets of residents."""
 
 
+class Planner(Protocol):
+    """Plans ``graph``. Raises BudgetTooSmall, or, where ``repairs`` are not all allowed, Infeasible."""
+
+    def __call__(
+        self,
+        graph: TaskGraph,
+        policy: Policy,
+        cyclic: bool,
+        lookahead: int | None,
+        machine: Machine,
+        repairs: Repairs | None = None,
+        work: Work | None = None,
+    ) -> MemGraph: ...
+
+
 @collector_paused()
 def make_plan(
     graph: TaskGraph,
     *,
     memory: int | None = None,
-    policy: str = "belady",
+    policy: str = AUTO,
     planner: str = "build",
     cyclic: bool = False,
     lookahead: int | None = None,
     machine: Machine | None = None,
+    work: Work | None = None,
 ) -> MemGraph:
     """Return a plan of ``graph``.
 
     ``memory``: bytes of every device's arena (None: what the graph's devices say). ``planner``: ``build``, the paper's,
     or ``timed``, which plans in simulated time and leaves to ``build`` what it cannot plan. ``cyclic``: the plan is run
-    step after step. ``machine``: what candidates are compared on. For ``build`` alone: ``policy``, who is evicted
-    first, and ``lookahead``, vertices ahead of execution for which copies may be placed (None: as many as fit).
+    step after step. ``machine``: what candidates are compared on. ``work``: what the search may cost, and what it has
+    cost. For ``build`` alone: ``policy``, who is evicted first (auto: belady), and ``lookahead``, vertices ahead of
+    execution for which copies may be placed (None: as many as fit).
     Raises ConfigError for unknown names, GraphFileError for a graph that makes no sense, BudgetTooSmall.
     """
     if planner not in PLANNERS:
@@ -69,7 +88,7 @@ def make_plan(
     graph = _inputs_by_use(check_taskgraph(graph))
     if memory is not None:
         graph = with_memory(graph, lambda device: memory)
-    return PLANNERS[planner](graph, chosen, cyclic, lookahead, machine or Machine())
+    return PLANNERS[planner](graph, chosen, cyclic, lookahead, machine or Machine(), work=work)
 
 
 def _inputs_by_use(graph: TaskGraph) -> TaskGraph:
@@ -91,9 +110,10 @@ def plan_build(
     lookahead: int | None,
     machine: Machine,
     repairs: Repairs | None = None,
+    work: Work | None = None,
 ) -> MemGraph:
     """Plan with BUILDMEMGRAPH: as much look-ahead as fits, less if it must be. Raises BudgetTooSmall."""
-    repairs = repairs or Repairs()
+    repairs, work = repairs or Repairs(), work or Work()
     for attempt in _attempts(graph, lookahead, repairs):
         planned = partial(_built, graph, policy, cyclic, repairs, attempt)
         try:
@@ -102,12 +122,16 @@ def plan_build(
             continue
         if len(graph.vertices) > _SEARCH_UP_TO:
             return plan
-        return improve(graph, plan, attempt.residents, planned, machine)
+        return improve(graph, plan, attempt.residents, planned, machine, work)
     if not repairs.shorten_lookahead:
         raise Infeasible(0)
+    raise _too_small(graph, policy, cyclic, lookahead, work)
+
+
+def _too_small(graph: TaskGraph, policy: Policy, cyclic: bool, lookahead: int | None, work: Work) -> BudgetTooSmall:
     given = max(device.memory for device in graph.devices)
-    needed = smallest(graph, policy, cyclic, partial(_attempts, lookahead=lookahead))
-    raise BudgetTooSmall(needed, given, f"the plan of '{plain(graph.name)}'")
+    needed = smallest(graph, policy, cyclic, partial(_attempts, lookahead=lookahead), work)
+    return BudgetTooSmall(needed, given, f"the plan of '{plain(graph.name)}'")
 
 
 def _built(
@@ -126,13 +150,23 @@ def _built(
     return replace(plan, planner="build")
 
 
-def plan_timed(graph: TaskGraph, policy: Policy, cyclic: bool, lookahead: int | None, machine: Machine) -> MemGraph:
+def plan_timed(
+    graph: TaskGraph,
+    policy: Policy,
+    cyclic: bool,
+    lookahead: int | None,
+    machine: Machine,
+    repairs: Repairs | None = None,
+    work: Work | None = None,
+) -> MemGraph:
     """Plan in simulated time; where that finds no plan or a slower one, with BUILDMEMGRAPH. Raises BudgetTooSmall.
 
-    A memory is too small if it is for BUILDMEMGRAPH, which can tell in a fraction of the time.
+    A memory is too small if it is for BUILDMEMGRAPH, which can tell in a fraction of the time, and which always ends.
     """
+    del repairs
+    work = work or Work()
     if first_fitting(graph, policy, cyclic, partial(_attempts, lookahead=lookahead)) is None:
-        return plan_build(graph, policy, cyclic, lookahead, machine)
+        raise _too_small(graph, policy, cyclic, lookahead, work)
     enough = _GOOD * _compute(graph, machine)
     given = graph
     if len(graph.devices) > 1:
@@ -140,28 +174,28 @@ def plan_timed(graph: TaskGraph, policy: Policy, cyclic: bool, lookahead: int | 
         enough = _NEAR * seconds
     best: MemGraph | None = None
     makespan = float("inf")
-    for plan in _candidates(graph, policy, cyclic, lookahead, machine):
+    for plan in _candidates(graph, policy, cyclic, lookahead, machine, work):
         seconds = simulate(plan, machine).makespan
         if seconds < makespan:
             best, makespan = plan, seconds
-        if makespan <= enough or len(graph.vertices) > _BOTH_UP_TO:
+        if makespan <= enough or len(graph.vertices) > _BOTH_UP_TO or work.late():
             break
-    return best or plan_build(given, policy, cyclic, lookahead, machine)
+    return best or plan_build(given, policy, cyclic, lookahead, machine, work=work)
 
 
 def _candidates(
-    graph: TaskGraph, policy: Policy, cyclic: bool, lookahead: int | None, machine: Machine
+    graph: TaskGraph, policy: Policy, cyclic: bool, lookahead: int | None, machine: Machine, work: Work
 ) -> Iterator[MemGraph]:
     """Yield plans of both planners, the more promising first."""
-    timed = partial(_timed, graph, cyclic, machine)
-    built = partial(plan_build, graph, policy, cyclic, lookahead, machine, Repairs(shorten_lookahead=False))
+    timed = partial(_timed, graph, cyclic, machine, work)
+    built = partial(plan_build, graph, policy, cyclic, lookahead, machine, Repairs(shorten_lookahead=False), work)
     for way in (built, timed) if len(graph.devices) > 1 else (timed, built):
         with suppress(Infeasible):
             yield way()
 
 
-def _timed(graph: TaskGraph, cyclic: bool, machine: Machine) -> MemGraph:
-    return replace(build_timed(graph, machine, cyclic=cyclic), planner="timed")
+def _timed(graph: TaskGraph, cyclic: bool, machine: Machine, work: Work) -> MemGraph:
+    return replace(build_timed(graph, machine, cyclic=cyclic, work=work), planner="timed")
 
 
 def _compute(graph: TaskGraph, machine: Machine) -> float:
@@ -173,7 +207,7 @@ def _compute(graph: TaskGraph, machine: Machine) -> float:
     return max(busy.values(), default=0.0) / machine.compute_streams
 
 
-PLANNERS: dict[str, Callable[[TaskGraph, Policy, bool, int | None, Machine], MemGraph]] = {
+PLANNERS: dict[str, Planner] = {
     "build": plan_build,
     "timed": plan_timed,
 }

@@ -11,6 +11,7 @@ from disco_accel.graphcheck import largest_need
 from disco_accel.plan.build import failing_position
 from disco_accel.plan.evict import Policy
 from disco_accel.plan.resident import Residents
+from disco_accel.plan.work import WALKED, Work
 from disco_accel.taskgraph import Device, TaskGraph
 
 
@@ -27,9 +28,6 @@ class Attempt:
 Attempts = Callable[[TaskGraph], Iterator[Attempt]]
 """What is tried for a graph, in order; the last is the most modest."""
 
-_ROUNDS = 6
-"""Positions that fail one after another before the search stops looking at the vertices up to them alone."""
-
 
 def with_memory(graph: TaskGraph, size: Callable[[Device], int]) -> TaskGraph:
     """Return ``graph`` with arenas of ``size(device)`` bytes."""
@@ -41,53 +39,80 @@ def working_set(graph: TaskGraph) -> int:
     return max(largest_need(graph, device.id)[0] for device in graph.devices)
 
 
-def smallest(graph: TaskGraph, policy: Policy, cyclic: bool, attempts: Attempts) -> int:
+_EXACT = 100_000
+"""Vertices that a search for the smallest size to the alignment unit may walk past, about four seconds."""
+
+_USUAL = 40
+"""Walks that such a search takes as a rule; where there is no time for as many, it ends with some size nearby."""
+
+_FIRST = 128
+_SAME = 8
+_SLOW = 20_000
+_FINER = 5
+"""Sizes are tried from the working set up, in steps of one part in ``_FIRST`` of it, ``_SAME`` times or ``_SLOW``
+vertices before steps double; the last step is halved so often. In captured steps what fits is not always what is above
+a size, and a search whose steps double each time may miss the smallest by a fifth."""
+
+
+def smallest(graph: TaskGraph, policy: Policy, cyclic: bool, attempts: Attempts, work: Work) -> int:
     """Return the smallest size found, the same for every device, at which BUILDMEMGRAPH has a plan of ``graph``.
 
-    One alignment unit less fails; what the devices of ``graph`` have now is known to fail. Planning is not monotone in
-    memory, so there may be smaller sizes that work by chance. The most modest attempt gets close; all are asked just
-    below what it needs, and the search goes on with one that works there.
+    One alignment unit less fails, unless the search for that would take long (``_EXACT``), or the user's time is up;
+    what the devices of ``graph`` have now is known to fail. Planning is not monotone in memory, so there may be smaller
+    sizes that work by chance. The most modest attempt gets close; all are asked just below what it needs, and the
+    search goes on with one that works there.
     """
     unit = max(device.alignment for device in graph.devices)
     given = min(device.memory for device in graph.devices)
     least = max(-(-working_set(graph) // unit), given // unit + 1)
+    walked = 0
+
+    def exact() -> bool:
+        return max(walked, _USUAL * len(graph.vertices)) <= _EXACT and not work.late()
+
+    def failing(units: int, attempt: int, until: int | None = None) -> int | None:
+        nonlocal walked
+        at = _failing(with_memory(graph, lambda _: units * unit), policy, cyclic, attempts, attempt, until)
+        walked += len(graph.vertices) if at is None and until is None else at or until or 0
+        return at
 
     def works(units: int, attempt: int) -> bool:
-        return _failing(with_memory(graph, lambda _: units * unit), policy, cyclic, attempts, attempt) is None
+        return failing(units, attempt) is None
 
     def first(units: int) -> int | None:
-        return first_fitting(with_memory(graph, lambda _: units * unit), policy, cyclic, attempts)
+        return next((n for n in range(len(list(attempts(graph)))) if failing(units, n) is None), None)
 
     def modest(units: int, until: int | None) -> int | None:
-        return _failing(with_memory(graph, lambda _: units * unit), policy, cyclic, attempts, 0, until)
+        return failing(units, 0, until)
 
     sizes = {size for vertex in graph.vertices if not vertex.external for size in vertex.sizes}
-    working = _climb(least, max(1, math.gcd(*(-(-size // unit) for size in sizes))), modest)
-    while working > least and (other := first(working - 1)) is not None:
-        working = lowered(working - 1, least, partial(works, attempt=other))
+    grain = max(1, math.gcd(*(-(-size // unit) for size in sizes)))
+    working = _scan(least, grain, modest, work)
+    while working > least and exact() and (other := first(working - 1)) is not None:
+        working = lowered(working - 1, least, partial(works, attempt=other), exact)
+    work.add(WALKED, walked)
     return working * unit
 
 
-def _climb(size: int, grain: int, failing: Callable[[int, int | None], int | None]) -> int:
-    """Return a number from ``size`` on that does not fail.
+def _scan(size: int, grain: int, failing: Callable[[int, int | None], int | None], work: Work) -> int:
+    """Return a number from ``size`` on that does not fail, in few walks.
 
-    ``failing(n, until)``: the position at which ``n`` fails, looking no further than ``until``. The vertex there
-    decides: the least number that gets past it is found by looking at no more than what comes before. All allocations
-    are multiples of ``grain``, so few numbers between are worth a try.
+    ``failing(n, until)``: the position at which ``n`` fails, looking no further than ``until``. All allocations are
+    multiples of ``grain``.
     """
-    rounds = 0
+    least, count, last, passed = size, 0, -1, 0
+    step = before = max(grain, least // _FIRST // grain * grain)
     while (at := failing(size, None)) is not None:
-        rounds += 1
-        until = at if rounds < _ROUNDS else None
-        low, step = size, grain
-        while failing(low + step, until) is not None:
-            low, step = low + step, step * 2
-        high = low + step
-        while high - low > grain:
-            middle = low + (high - low) // 2 // grain * grain
-            low, high = (low, middle) if failing(middle, until) is None else (middle, high)
-        size = high
-    return size
+        last, before = max(last, at), step
+        size, count, passed = size + step, count + 1, passed + at
+        if count == _SAME or passed > _SLOW or work.late():
+            step, count, passed = step * 2, 0, 0
+    finer = size
+    for _ in range(_FINER if finer > least else 0):
+        before = before // 2 // grain * grain
+        if before and not work.late() and failing(finer - before, last) is None:
+            finer -= before
+    return finer if finer == size or failing(finer, None) is None else size
 
 
 def first_fitting(graph: TaskGraph, policy: Policy, cyclic: bool, attempts: Attempts) -> int | None:
@@ -118,25 +143,26 @@ def _failing(
     )
 
 
-def lowered(working: int, least: int, fits: Callable[[int], bool]) -> int:
+def lowered(working: int, least: int, fits: Callable[[int], bool], exact: Callable[[], bool] = lambda: True) -> int:
     """Return a number from ``least`` to ``working`` that fits and is ``least`` or has a neighbour below that does not.
 
-    Steps down from ``working``, which fits, are doubled until one fails.
+    Steps down from ``working``, which fits, are doubled until one fails. Where ``exact`` says no it is the number that
+    the search has come to.
     """
     step = 1
     failing = least - 1
-    while working > least:
+    while working > least and exact():
         lower = max(least, working - step)
         if not fits(lower):
             failing = lower
             break
         working, step = lower, step * 2
-    return boundary(failing, working, fits)
+    return boundary(failing, working, fits, exact)
 
 
-def boundary(failing: int, working: int, fits: Callable[[int], bool]) -> int:
+def boundary(failing: int, working: int, fits: Callable[[int], bool], exact: Callable[[], bool] = lambda: True) -> int:
     """Return a number that fits although the one before does not, given one that fails and a larger one that fits."""
-    while working - failing > 1:
+    while working - failing > 1 and exact():
         middle = (failing + working) // 2
         if fits(middle):
             working = middle

@@ -10,6 +10,7 @@ from typing import Protocol
 from disco_accel.memgraph import MemGraph
 from disco_accel.plan.sim_malloc import Infeasible
 from disco_accel.plan.simulate import Machine, simulate
+from disco_accel.plan.work import WALKED, Work
 from disco_accel.taskgraph import TaskGraph, Vertex, VertexKind
 
 SMALL = 2 << 20
@@ -65,16 +66,20 @@ def first_choices(graph: TaskGraph) -> list[Residents]:
     return choices
 
 
-def improve(graph: TaskGraph, plan: MemGraph, residents: Residents, build: Build, machine: Machine) -> MemGraph:
-    """Return the fastest plan, in simulation, that is found from ``plan``, which ``residents`` gave."""
+def improve(
+    graph: TaskGraph, plan: MemGraph, residents: Residents, build: Build, machine: Machine, work: Work
+) -> MemGraph:
+    """Return the fastest plan, in simulation, that is found from ``plan``, which ``residents`` gave, before the user's
+    deadline."""
     search = _Search(graph)
+    search.work = work
     if residents == search.everything:
         return plan
     search.start(plan, residents, build, machine)
     for shares in (*SHARES, *GRID):
         if shares == GRID[0]:
             search.refine()
-        if search.effort > EFFORT:
+        if search.effort > EFFORT or work.late():
             break
         search.attempt(*shares)
     search.refine()
@@ -85,6 +90,7 @@ class _Search:
     plan: MemGraph
     build: Build
     machine: Machine
+    work: Work
 
     def __init__(self, graph: TaskGraph) -> None:
         self.graph = graph
@@ -112,6 +118,7 @@ class _Search:
         if residents in self.tried:
             return False
         self.tried.add(residents)
+        self.work.add(WALKED, len(self.graph.vertices))
         try:
             plan = self.build(residents)
         except Infeasible:
@@ -127,13 +134,13 @@ class _Search:
     def refine(self) -> None:
         """Walk from the best shares to better ones nearby while effort is left."""
         moved = True
-        while moved and self.effort < EFFORT:
+        while moved and self.effort < EFFORT and not self.work.late():
             permanent, present = self.shares
             around = [(permanent, present + d) for d in (-_STEP, _STEP)]
             around += [(permanent + d, present) for d in (-_STEP, _STEP)]
             moved = False
             for shares in around:
-                if self.effort < EFFORT and 0 <= shares[0] <= shares[1] <= 1:
+                if self.effort < EFFORT and not self.work.late() and 0 <= shares[0] <= shares[1] <= 1:
                     moved = self.attempt(*shares) or moved
 
     def residents(self, permanent: float, present: float) -> Residents:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from disco_accel.memgraph import MemGraph
+from disco_accel.plan.bound import bound_of
 from disco_accel.plan.simulate import Machine, lower_bound, simulate
-from disco_accel.taskgraph import VertexKind
+from disco_accel.plan.work import Work
+from disco_accel.taskgraph import TaskGraph, VertexKind
 
 
 def summary(plan: MemGraph, machine: Machine | None = None) -> dict[str, int | float | str]:
@@ -29,6 +33,16 @@ def summary(plan: MemGraph, machine: Machine | None = None) -> dict[str, int | f
         "makespan": simulate(plan, machine).makespan,
         "planner": plan.planner,
     }
+
+
+def cut_short(graph: TaskGraph, plan: MemGraph, work: Work, machine: Machine | None = None) -> str:
+    """Return one line about a search that the user's deadline ended with ``plan`` of ``graph``."""
+    makespan, bound = simulate(plan, machine).makespan, bound_of(replace(graph, devices=plan.devices), machine).bound
+    over = f"{makespan / bound:.3f} times what no plan can beat" if bound else "which nothing can beat"
+    return (
+        f"plan_seconds: {work.limit:g}: the search for a plan ended after {work.ended:.1f} s and {work.drafts} drafts "
+        f"with a step of {makespan:.3g} s, {over}; with more seconds, or auto, it may find a faster one"
+    )
 
 
 def copied_bytes(plan: MemGraph, kind: VertexKind) -> int:

@@ -22,6 +22,7 @@ from disco_accel.plan.sim_malloc import Infeasible
 from disco_accel.plan.simulate import Machine, simulate
 from disco_accel.plan.stays import Stays, stays_of
 from disco_accel.plan.timeline import Act, Timeline, simulate_step
+from disco_accel.plan.work import DRAFTED, FINISHED, PLACED, REPLAYED, Work
 from disco_accel.taskgraph import TaskGraph
 
 SHARES = (0.0, 0.5, 0.9, 0.95, 0.3, 0.7)
@@ -45,6 +46,9 @@ _TRIES = 6
 
 _GOOD = 1.003
 """A draft that takes at most so many times what a step with memory for all takes is not bettered any more."""
+
+_DRAFTING = 0.5
+"""Share of the work, or of the user's time, after which no more settings are tried: drafts need addresses."""
 
 _STEP = 0.08
 _REORDERED = 12_000
@@ -99,12 +103,12 @@ class Draft:
     retries: int = 0
 
 
-def build_timed(graph: TaskGraph, machine: Machine, *, cyclic: bool) -> MemGraph:
-    """Return the fastest plan found. Raises Infeasible if this planner finds none."""
-    search = _Search(graph, machine, cyclic)
+def build_timed(graph: TaskGraph, machine: Machine, *, cyclic: bool, work: Work | None = None) -> MemGraph:
+    """Return the fastest plan found before ``work`` is over. Raises Infeasible if there is none by then."""
+    search = _Search(graph, machine, cyclic, work or Work())
     search.run()
     search.settle()
-    if search.makespan > search.floor and search.effort < EFFORT:
+    if search.makespan > search.floor and search.effort < EFFORT and not search.over():
         # What was good enough as a draft may have lost by its addresses.
         search.floor = 0.0
         search.run()
@@ -117,8 +121,9 @@ def build_timed(graph: TaskGraph, machine: Machine, *, cyclic: bool) -> MemGraph
 class _Search:
     """Drafts with different settings, kept in ``found``, and the best ``plan`` with its ``makespan``."""
 
-    def __init__(self, graph: TaskGraph, machine: Machine, cyclic: bool) -> None:
+    def __init__(self, graph: TaskGraph, machine: Machine, cyclic: bool, work: Work) -> None:
         self.graph = graph
+        self.work = work
         self.machine = machine
         self.cyclic = cyclic
         self.capacity = {device.id: device.memory // device.alignment * device.alignment for device in graph.devices}
@@ -135,6 +140,10 @@ class _Search:
         self.floor = _GOOD * self.ideal
         self.plan: MemGraph | None = None
         self.makespan = float("inf")
+
+    def over(self, share: float = 1.0) -> bool:
+        """Whether the search has had ``share`` of its work, or of the user's time."""
+        return self.work.over(len(self.graph.vertices), share)
 
     def run(self) -> None:
         """Try kinds of demand and shares of permanent pages, then what lies around the best."""
@@ -163,7 +172,7 @@ class _Search:
     def settle(self) -> None:
         """Give drafts addresses, the most promising first, until none can be faster than the best plan."""
         pieces, tries = self.pieces + _PLACED, self.tries + _TRIES
-        while self.queue and self.makespan > self.floor:
+        while self.queue and self.makespan > self.floor and not self.over():
             if self.pieces > pieces and (self.plan or (self.tries > tries and self.pieces > 4 * pieces)):
                 return
             _, _, _, draft, first = heapq.heappop(self.queue)
@@ -172,8 +181,9 @@ class _Search:
             self.tries += 1
             if first is None:
                 stays = stays_of(draft.demand, draft.timeline, draft.permanent, draft.start, self.cyclic)
+                self.work.add(REPLAYED, draft.demand.end)
                 over = stays.settle(self.capacity, lowest=not draft.timeline.loaded)
-                self.pieces += stays.tried
+                self._tried(stays.tried)
                 if over:
                     self._put(draft, (stays, over))
                 else:
@@ -186,13 +196,18 @@ class _Search:
     def _postpone(self, draft: Draft, stays: Stays, over: dict[int, Profile]) -> None:
         """Put loads off; draft again where that does not help, or costs time."""
         tried, still = stays.tried, stays.postpone(self.capacity)
-        self.pieces += stays.tried - tried
+        self._tried(stays.tried - tried)
         seconds = float("inf") if still else self._keep(stays.plan(self.cyclic))
         if seconds > _LATE * draft.timeline.seconds:
             self._again(draft, still or over)
 
+    def _tried(self, pieces: int) -> None:
+        self.pieces += pieces
+        self.work.add(PLACED, pieces)
+
     def _keep(self, plan: MemGraph) -> float:
         """Keep the plan if it is the fastest so far; return its seconds."""
+        self.work.add(FINISHED, len(plan.vertices))
         makespan = simulate(plan, self.machine).makespan
         if makespan < self.makespan:
             self.plan, self.makespan = plan, makespan
@@ -239,6 +254,8 @@ class _Search:
     ) -> Draft | None:
         """Draft and put the draft in the queue, if there is one."""
         self.effort += 3 * demand.end
+        self.work.add(DRAFTED, 3 * demand.end)
+        self.work.drafts += 1
         try:
             draft = draft_of(demand, self.machine, self.capacity, permanent, ahead, lean, self.cyclic)
         except Infeasible:
@@ -268,8 +285,8 @@ class _Search:
 
     def attempt(self, settings: _Settings, limited: bool = False, even_if_good: bool = False) -> None:
         """Draft with these settings unless the search has gone on for long enough."""
-        spent = self.effort > EFFORT and (limited or self.found)
-        if spent or (self.fastest() <= self.floor and not even_if_good):
+        spent = (self.effort > EFFORT or self.over(_DRAFTING)) and (limited or self.found)
+        if spent or self.work.late(_DRAFTING) or (self.fastest() <= self.floor and not even_if_good):
             return
         demand = self._demand(settings.worth, settings.lower)
         if demand is None:

@@ -88,6 +88,8 @@ def test_durations_are_no_part_of_the_fingerprint_and_all_else_is(graph: TaskGra
         key_of(replace(graph, ops={0: replace(call, args=(EnumArg("dtype", "bfloat16"),))})),
         key_of(graph, planner="timed"),
         key_of(graph, policy="lru"),
+        key_of(graph, plan_seconds=5.0),
+        key_of(graph, plan_seconds=0.0),
         key_of(graph, cyclic=False),
         key_of(graph, machine=Machine(h2d=Link(1e9, 0.0))),
         key_of(graph, environment=ENVIRONMENT | {"torch": "2.14.0"}),

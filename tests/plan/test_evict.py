@@ -10,7 +10,8 @@ import pytest
 from disco_accel.cli import main
 from disco_accel.config import DiscoConfig
 from disco_accel.errors import ConfigError
-from disco_accel.plan.evict import POLICIES, Candidate, policy_named
+from disco_accel.plan import resident
+from disco_accel.plan.evict import AUTO, POLICIES, Candidate, policy_named
 
 MIB = 1 << 20
 BASE = Candidate(size=MIB, born=10, last_use=20, next_use=60, now=40, clean=True)
@@ -54,15 +55,37 @@ def test_policies_that_look_at_size_and_time_disagree() -> None:
     assert POLICIES["cost"](large) < POLICIES["cost"](small)
 
 
-@pytest.mark.parametrize("name", sorted(POLICIES))
-def test_the_command_line_and_the_config_take_every_policy(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def compiled(folder: Path, *options: str) -> bytes:
+    plan = folder / "plan.json"
+    assert main(["compile", str(GRAPH), "-o", str(plan), "--memory", "80MiB", "--cyclic", *options]) == 0
+    return plan.read_bytes()
+
+
+def test_the_command_line_and_the_config_take_every_policy_and_they_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert policy_named(name) is POLICIES[name]
-    assert DiscoConfig(policy=name).policy == name
-    plan = str(tmp_path / "plan.json")
-    assert main(["compile", str(GRAPH), "-o", plan, "--memory", "80MiB", "--cyclic", "--policy", name]) == 0
-    assert main(["verify", str(GRAPH), plan]) == 0
+    """With the planner that evicts by policy, that is; who leaves it to the planner gets belady."""
+    monkeypatch.setattr(resident, "EFFORT", 0)
+    plans = {}
+    for name in (*POLICIES, AUTO):
+        assert DiscoConfig(policy=name, planner="build").without_effect == ""
+        plans[name] = compiled(tmp_path, "--planner", "build", "--policy", name)
+        assert main(["verify", str(GRAPH), str(tmp_path / "plan.json")]) == 0
+    assert plans.pop(AUTO) == plans["belady"]
+    # What goes on this graph has one size, so that several of them agree.
+    assert len(set(plans.values())) > 1
+
+
+def test_a_policy_beside_a_planner_that_has_none_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both are in one config of the contract, so it is no error; one line names both keys and what to do."""
+    assert DiscoConfig(planner="timed").without_effect == ""
+    for name in POLICIES:
+        line = DiscoConfig(planner="timed", policy=name).without_effect
+        assert f"policy: {name} has no effect with planner: timed" in line and "set planner: build" in line
+    compiled(tmp_path, "--plan-seconds", "0")
+    assert "policy" not in capsys.readouterr().err
+    compiled(tmp_path, "--plan-seconds", "0", "--policy", "lru")
+    assert capsys.readouterr().err.count("policy: lru has no effect with planner: timed") == 1
 
 
 def test_an_unknown_policy_is_answered_with_the_known_ones() -> None:
