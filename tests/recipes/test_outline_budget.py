@@ -20,8 +20,8 @@ from disco_accel.integrate.hf import hf_contexts
 from disco_accel.integrate.scratch import with_scratch
 from disco_accel.plan import make_plan
 from disco_accel.testing.models import TEN_FAMILIES, family_lora, random_batch
-from recipes.lora import main as train
-from recipes.outline import Outline
+from disco_accel.recipes.lora import main as train
+from disco_accel.recipes.outline import Outline
 
 KINDS = list(itertools.product((torch.float32, torch.bfloat16), (False, True)))
 ALL = list(itertools.product(TEN_FAMILIES, KINDS))
