@@ -74,6 +74,7 @@ class DiscoConfig:
     compute_threads: int | None = None
     dispatch: str = "priority"
     report_dir: str | None = None
+    quiet: bool = False
     enabled: bool = True
 
     def __post_init__(self) -> None:
@@ -335,6 +336,12 @@ def local_processes() -> int:
         if given.isdigit() and int(given) > 0:
             return int(given)
     return 1
+
+
+def process_rank() -> int:
+    """This process's number in its run, as its launcher says; 0 without a launcher."""
+    given = os.environ.get("RANK", "")
+    return int(given) if given.isdigit() else 0
 
 
 def autoload_wanted() -> bool:

@@ -165,6 +165,7 @@ PARSERS: dict[str, Parser] = {
     "compute_threads": _count(1, optional=True),
     "dispatch": _one_of("priority", "random", "fixed", "synchronous"),
     "report_dir": _folder,
+    "quiet": _flag,
     "enabled": _flag,
 }
 """In the order in which they are documented."""

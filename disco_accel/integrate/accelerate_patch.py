@@ -105,7 +105,10 @@ def prepare_for_training(model: torch.nn.Module, config: configuration.DiscoConf
         return
     from disco_accel.integrate import plugin
     from disco_accel.integrate.distributed import check_engine
+    from disco_accel.integrate.dynamo import leave_to_plans
 
     if state is not None:
         check_engine(state)
     plugin.prepare(model, config)
+    if state is not None and plugin.find_state(model) is not None:
+        leave_to_plans(state)

@@ -9,7 +9,8 @@ from transformers import TrainerCallback
 
 from disco_accel.config import DiscoConfig
 from disco_accel.integrate.distributed import check_engine
-from disco_accel.integrate.plugin import prepare
+from disco_accel.integrate.dynamo import leave_to_plans
+from disco_accel.integrate.plugin import find_state, prepare
 
 
 class DiscoCallback(TrainerCallback):  # type: ignore[misc]
@@ -20,8 +21,11 @@ class DiscoCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         # The Trainer has made its Accelerator by now.
-        check_engine(AcceleratorState())
+        accelerate_state = AcceleratorState()
+        check_engine(accelerate_state)
         prepare(kwargs["model"], self.config)
+        if find_state(kwargs["model"]) is not None:
+            leave_to_plans(accelerate_state)
         return control
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:

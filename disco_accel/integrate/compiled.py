@@ -183,7 +183,7 @@ class CompileOptions:
     """How a step is planned and run; ``memory`` is the whole device budget, ``host_memory`` the host's, in bytes.
 
     ``plan_seconds``: time for the search, None = as much work as the graph is worth. ``plan_cache``: folder for plans
-    of earlier runs; None = always plan.
+    of earlier runs; None = always plan. ``say``: told of each stage as it begins.
     """
 
     memory: int
@@ -194,6 +194,7 @@ class CompileOptions:
     plan_seconds: float | None = None
     plan_cache: str | None = None
     contexts: Sequence[Callable[[], Any]] = ()
+    say: Callable[[str], None] = lambda _: None
 
 
 def compile_step(
@@ -258,6 +259,8 @@ def _compile(
     """The rest of ``compile_step``; ``outputs``: bytes outside the arena for what leaves it."""
     clock = [began, time.perf_counter()]
     device = run_device(options.engine.device)
+    kernels = len(captured.graph.ops)
+    options.say(f"measuring {kernels} kernels")
     records = record(captured.graph, device=options.engine.device, compute_threads=options.engine.compute_threads)
     graph = apply(captured.graph, records)
     clock.append(time.perf_counter())
@@ -275,6 +278,7 @@ def _compile(
     plan = None if cache is None else cache.load(key, sized, cyclic=True)
     found = "off" if cache is None else "miss" if plan is None else "hit"
     if plan is None:
+        options.say(f"planning {kernels} kernels in {format_size(sized.devices[0].memory)}")
         try:
             plan = _make_plan(sized, options)
         except BudgetTooSmall as error:

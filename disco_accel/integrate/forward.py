@@ -17,6 +17,7 @@ from disco_accel.integrate.generator import generator_from, generator_state, kep
 from disco_accel.integrate.guards import step_key
 from disco_accel.integrate.hf import hf_contexts
 from disco_accel.integrate.pending import externals_of
+from disco_accel.integrate.voice import batch_text
 
 if TYPE_CHECKING:
     from disco_accel.capture.step import CapturedStep, Forward, InputBinding
@@ -166,7 +167,9 @@ def _compiled(
             outside=outside_arena,
         )
 
-    return state.plan_of(model, (step_key(model, batch), _KIND), lambda: hf_contexts(model, batch), compiler)
+    what = f"the reading of {batch_text(batch)}"
+    key = step_key(model, batch), _KIND
+    return state.plan_of(model, key, lambda: hf_contexts(model, batch), compiler, what)
 
 
 def _refuse_hooks(model: torch.nn.Module) -> None:

@@ -13,6 +13,7 @@ from transformers import masking_utils
 
 from disco_accel.capture.tags import checkpointed
 from disco_accel.errors import CaptureError
+from disco_accel.integrate.dynamo import compiled_parts_traced
 from disco_accel.integrate.guards import BatchFacts, batch_facts
 from disco_accel.integrate.refusals import require_live_adapter, require_own_weights
 
@@ -37,6 +38,7 @@ def hf_contexts(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> list[Conte
     # HF looks for packed rows only where it has no cache, and checkpointing switches the cache off.
     facts = replace(facts, packed=facts.packed and (not use_cache or bool(segments)))
     return [
+        compiled_parts_traced,
         functools.partial(_masks_of, facts),
         functools.partial(_tagged_checkpointing, segments),
     ]

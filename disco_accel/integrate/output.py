@@ -10,6 +10,8 @@ import torch
 from torch.utils import _pytree as pytree
 from transformers.utils import ModelOutput
 
+from disco_accel.integrate.dynamo import not_compiled
+
 Gradients = Callable[[torch.Tensor], Mapping[str, torch.Tensor]]
 """From the gradient of a value to those of the trainable parameters, by name."""
 
@@ -86,6 +88,7 @@ class _Elsewhere(torch.autograd.Function):
         return value.detach()
 
     @staticmethod
+    @not_compiled
     def backward(ctx: Any, tangent: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         found = {} if tangent is None else ctx.gradients(tangent)
         return (None, None, None, *(found.get(name) for name in ctx.names))

@@ -16,6 +16,7 @@ import torch
 from disco_accel.capture.twins import batch_tensors
 from disco_accel.errors import ExecutionError
 from disco_accel.integrate.compiled import CompiledStep
+from disco_accel.integrate.dynamo import not_compiled
 from disco_accel.integrate.generator import generator_from, generator_state, kept_on_failure
 from disco_accel.integrate.seen import Seen
 
@@ -164,6 +165,7 @@ class _Step(torch.autograd.Function):
         return first
 
     @staticmethod
+    @not_compiled
     def backward(ctx: Any, tangent: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         if tangent is None:
             return (None, None, None, *(None for _ in ctx.names))

@@ -8,7 +8,8 @@ import os
 import threading
 import types
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,16 +27,20 @@ from disco_accel.integrate.again import Again, Outputs, Uses
 from disco_accel.integrate.arguments import Arguments, signature_of
 from disco_accel.integrate.buckets import Buckets, Fitted
 from disco_accel.integrate.capturing import capturing, in_capture
-from disco_accel.integrate.compiled import CompiledStep, CompileOptions, compile_step, describe
+from disco_accel.integrate.compiled import CompiledStep, CompileOptions, compile_step
+from disco_accel.integrate.dynamo import compiled_note, not_compiled, plain_model
 from disco_accel.integrate.effects import Effects
 from disco_accel.integrate.fallback import LastFallback
 from disco_accel.integrate.generator import generator_state
 from disco_accel.integrate.guards import StepKey, model_state, step_key
 from disco_accel.integrate.hf import ContextFactory, training_contexts
+from disco_accel.integrate.messages import show_messages
 from disco_accel.integrate.output import StepOutput
 from disco_accel.integrate.pending import PendingStep, run_step
 from disco_accel.integrate.placement import Placement
 from disco_accel.integrate.refusals import require_plain_weights
+from disco_accel.integrate.trainer_log import keep_planning_apart
+from disco_accel.integrate.voice import Voice, batch_text
 from disco_accel.observe.report import write_report
 from disco_accel.shortage import met_shortage
 from disco_accel.taskgraph import VertexKind
@@ -78,6 +83,7 @@ class PreparedModel:
         """What ``prepare_frozen`` froze; None in training."""
         self.reports_left = 1 if config.report_dir is not None else 0
         self.buckets = Buckets(config.buckets)
+        self.voice = Voice(model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         # A copy of a prepared model is an unprepared model: it must never train the original.
@@ -94,11 +100,17 @@ class PreparedModel:
         return self.plan_of(
             model,
             (seen or step_key(model, batch), outputs, cut),
-            lambda: training_contexts(model, batch),
+            lambda: self._training_contexts(model, batch),
             lambda options: compile_step(
                 model, batch, forward=self.original_forward, options=options, outputs=outputs, cut=cut
             ),
+            f"a training step on {batch_text(batch, fitted.length)}",
         )
+
+    def _training_contexts(self, model: torch.nn.Module, batch: Mapping[str, Any]) -> list[ContextFactory]:
+        if (note := compiled_note(model)) is not None:
+            self.say_once(note)
+        return training_contexts(model, batch)
 
     def plan_of(
         self,
@@ -106,8 +118,9 @@ class PreparedModel:
         key: tuple[StepKey, *PlanKey],
         contexts: Callable[[], Sequence[ContextFactory]],
         compiler: Callable[[CompileOptions], CompiledStep],
+        what: str,
     ) -> CompiledStep:
-        """The plan under ``key``, made by ``compiler`` on first sight."""
+        """The plan under ``key``, made by ``compiler`` on first sight. ``what`` it is for is told to the user."""
         if key in self.refused:
             raise CaptureError(self.refused[key])
         found = self.plans.get(key)
@@ -121,15 +134,17 @@ class PreparedModel:
         try:
             watched = functools.partial(self.effects.of_trace, model)
             options = self._compile_options((watched, *contexts()))
-            with capturing(), typed_out_of_memory("preparing the step"), self.effects.of_capture():
-                step = compiler(options)
+            short = typed_out_of_memory("preparing the step")
+            with self.voice.making(what) as stage, capturing(), short, self.effects.of_capture():
+                step = compiler(replace(options, say=stage))
         except CaptureError as error:
             if not met_shortage(error):
                 self.refused[key] = str(error)
             raise
         # What the forward changed it has changed: this plan was for the state before.
         self.plans[(*key, len(self.plans)) if self.effects.lasting else key] = step
-        logger.info("%s", describe(step))
+        self.voice.planned(step)
+        keep_planning_apart(find_state)
         return step
 
     def _compile_options(self, contexts: Sequence[ContextFactory]) -> CompileOptions:
@@ -234,6 +249,7 @@ def _nothing() -> None:
     return None
 
 
+@not_compiled
 def _forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The patched forward: planned for training steps with a loss, the model's own for everything else."""
     state: PreparedModel | None = self.__dict__.get(_STATE)
@@ -276,6 +292,7 @@ def _planned(state: PreparedModel, model: torch.nn.Module, fitted: Fitted) -> St
         state.make_current(model, step, check_ends_later=True)
         generator = generator_state(step)
         values, seen = run_step(state, model, step, fitted.batch)
+        state.voice.stepped(step, state.settings.link_bandwidth)
     state.counts["steps_compiled"] += 1
     state.buckets.summarise(len(state.plans), state.counts["plan_hits"], state.counts["steps_compiled"])
     if step.captured.bare:
@@ -308,6 +325,9 @@ def prepare(model: torch.nn.Module, config: DiscoConfig) -> torch.nn.Module:
             quantised (with ``on_unsupported: eager`` such a model is left as it is).
     """
     if not config.enabled:
+        return model
+    if plain_model(model) is not model:
+        prepare(plain_model(model), config)
         return model
     state: PreparedModel | None = model.__dict__.get(_STATE)
     if state is not None:
@@ -352,6 +372,8 @@ def _drop_copied_patch(model: torch.nn.Module) -> None:
 
 
 def _attach(state: PreparedModel, model: torch.nn.Module) -> None:
+    show_messages(state.config.quiet)
+    state.voice.prepared(model, state.settings.memory_budget, state.device)
     state.placement.apply()
     model.__dict__[_STATE] = state
     generation.install(state, model)
@@ -361,6 +383,9 @@ def _attach(state: PreparedModel, model: torch.nn.Module) -> None:
 
 def restore(model: torch.nn.Module) -> torch.nn.Module:
     """Undo ``prepare``: the model's own forward and ordinary storages for its weights, values kept."""
+    if plain_model(model) is not model:
+        restore(plain_model(model))
+        return model
     state: PreparedModel | None = model.__dict__.pop(_STATE, None)
     if state is None:
         return model
@@ -418,13 +443,13 @@ def current_step(model: torch.nn.Module) -> CompiledStep | None:
 
 
 def find_state(model: torch.nn.Module) -> PreparedModel | None:
-    """The state of ``model`` or of the module that DDP or another wrapper holds."""
+    """The state of ``model`` or of the module that DDP, ``torch.compile`` or another wrapper holds."""
     seen = model
     while True:
         state: PreparedModel | None = seen.__dict__.get(_STATE)
         if state is not None:
             return state
-        inner = seen._modules.get("module")
+        inner = seen._modules.get("module", seen._modules.get("_orig_mod"))
         if inner is None:
             return None
         seen = inner
