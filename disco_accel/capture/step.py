@@ -113,7 +113,7 @@ class _Step(torch.nn.Module):
         if not tangents:
             return [first]
         if not first.requires_grad:
-            raise CaptureError(f"requires_grad: no trainable parameter reaches the {self._outputs[0]}")
+            raise NoSuchOutput(f"requires_grad: no trainable parameter reaches the {self._outputs[0]}", None)
         tangent = next(t for t in tangents if t.dtype is first.dtype)
         trainable = [p for p in self.model.parameters() if p.requires_grad]
         gradients = torch.autograd.grad(first, trainable, tangent, allow_unused=True)
@@ -137,6 +137,19 @@ class _Forward(torch.nn.Module):
         return list(found.values())
 
 
+class NoSuchOutput(CaptureError):
+    """The model's output has no tensor of that name, or none that reaches a trainable parameter. ``fields``: its real
+    tensors, in its order."""
+
+    def __init__(self, message: str, output: Any) -> None:
+        super().__init__(message)
+        self.fields = tuple(
+            name
+            for name, value in (output.items() if isinstance(output, Mapping) else ())
+            if isinstance(value, torch.Tensor) and value.dtype in _FLOATS
+        )
+
+
 def _loss_of(output: Any) -> torch.Tensor:
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is None and isinstance(output, (tuple, list)) and output:
@@ -144,7 +157,7 @@ def _loss_of(output: Any) -> torch.Tensor:
     if isinstance(output, torch.Tensor):
         loss = output
     if not isinstance(loss, torch.Tensor):
-        raise CaptureError("labels: the model returned no loss; pass labels so that it computes one")
+        raise NoSuchOutput("labels: the model returned no loss; pass labels so that it computes one", output)
     if loss.dim() != 0 or loss.dtype not in _FLOATS:
         raise CaptureError(f"loss: must be a real scalar, the model returned {tuple(loss.shape)} of {loss.dtype}")
     return loss
@@ -155,7 +168,7 @@ def _tensor_of(output: Any, name: str) -> torch.Tensor:
         return output
     value = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
     if not isinstance(value, torch.Tensor):
-        raise CaptureError(f"{name}: the model returned none; a step needs labels and a loss, or {name}")
+        raise NoSuchOutput(f"{name}: the model returned none; a step needs labels and a loss, or {name}", output)
     return value
 
 

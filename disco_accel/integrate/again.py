@@ -79,7 +79,7 @@ class Again:
             AttributeError: it has none.
             ExecutionError: what the forward read was changed since.
         """
-        if name == "loss" and self.batch.get("labels") is None:
+        if name == "loss" and self.batch.get("labels") is None and self.uses.differentiated is None:
             return None
         if self.own is None:
             self._check_readable(name)

@@ -74,7 +74,7 @@ def _others(count: int) -> str:
 
 
 def leave_to_plans(accelerate_state: Any) -> None:
-    """Switch off the compilation that an Accelerator would do in ``prepare`` (``torch_compile``, ``dynamo_backend``)."""
+    """Switch off the compilation that an Accelerator would do in ``prepare``: ``torch_compile``, ``dynamo_backend``."""
     plugin = getattr(accelerate_state, "dynamo_plugin", None)
     if plugin is None or str(getattr(plugin.backend, "value", plugin.backend)).upper() == "NO":
         return

@@ -31,6 +31,7 @@ from disco_accel.integrate.compiled import CompiledStep, CompileOptions, compile
 from disco_accel.integrate.dynamo import compiled_note, not_compiled, plain_model
 from disco_accel.integrate.effects import Effects
 from disco_accel.integrate.fallback import LastFallback
+from disco_accel.integrate.fields import compiled_for_use, uses_of
 from disco_accel.integrate.generator import generator_state
 from disco_accel.integrate.guards import StepKey, model_state, step_key
 from disco_accel.integrate.hf import ContextFactory, training_contexts
@@ -69,6 +70,7 @@ class PreparedModel:
         self.effects = Effects()
         self.last_fallback = LastFallback()
         self.uses: dict[StepKey, Uses] = {}
+        self.usual_field: str | None = None
         self.active: weakref.ref[PendingStep] | None = None
         self.current: CompiledStep | None = None
         self.arena: torch.Tensor | None = None
@@ -280,9 +282,9 @@ def _planned(state: PreparedModel, model: torch.nn.Module, fitted: Fitted) -> St
         reason = state.last_fallback.reason_of(key)
         if reason is not None:
             raise CaptureError(reason)
-        uses = state.uses.setdefault(key, Uses())
+        uses = uses_of(state, key, fitted)
         try:
-            step = state.compiled(model, fitted, uses.outputs(fitted.batch), key)
+            step = compiled_for_use(state, model, fitted, uses, key)
         except CaptureError as error:
             if state.config.on_unsupported == "eager" and not met_shortage(error):
                 state.last_fallback.keep(key, str(error))

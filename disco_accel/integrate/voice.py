@@ -78,7 +78,8 @@ class Voice:
         bound = step.bound_seconds(bandwidth)
         if seconds > 0 and bound > 0:
             say(
-                f"{self.name}: a planned step takes {seconds:.3g} s, {seconds / bound:.2f} of its bound of {bound:.3g} s"
+                f"{self.name}: a planned step takes {seconds:.3g} s, {seconds / bound:.2f} times its bound, "
+                f"{bound:.3g} s"
             )
 
     def seconds_since(self, start: float) -> float:

@@ -1,0 +1,47 @@
+"""Which field of a model's output a step is planned for, where it has neither a loss nor logits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from disco_accel.capture.step import NoSuchOutput
+from disco_accel.integrate.again import Uses
+from disco_accel.integrate.buckets import Fitted
+from disco_accel.integrate.compiled import CompiledStep
+from disco_accel.integrate.guards import StepKey
+
+if TYPE_CHECKING:
+    import torch
+
+    from disco_accel.integrate.plugin import PreparedModel
+
+
+def uses_of(state: PreparedModel, key: StepKey, fitted: Fitted) -> Uses:
+    """What the user does with the outputs of steps of ``key``; at first what was done with those of other shapes."""
+    usual = state.usual_field if fitted.batch.get("labels") is None else None
+    return state.uses.setdefault(key, Uses(usual))
+
+
+def compiled_for_use(
+    state: PreparedModel, model: torch.nn.Module, fitted: Fitted, uses: Uses, key: StepKey
+) -> CompiledStep:
+    """The plan of this step for what is differentiated: of outputs without loss and logits the first field that can be,
+    as models that make embeddings return them. Who differentiates another one gets it planned at the first backward.
+
+    Raises:
+        CaptureError: no field can be, or the step cannot be captured.
+    """
+    try:
+        return state.compiled(model, fitted, uses.outputs(fitted.batch), key)
+    except NoSuchOutput as error:
+        first, before = error, uses.differentiated
+    for name in first.fields:
+        uses.differentiated = name
+        try:
+            step = state.compiled(model, fitted, uses.outputs(fitted.batch), key)
+        except NoSuchOutput:
+            continue
+        state.usual_field = name
+        return step
+    uses.differentiated = before
+    raise first
