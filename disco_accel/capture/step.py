@@ -28,6 +28,7 @@ from disco_accel.capture.lower import (
 from disco_accel.capture.rng import chain_draws, draws, random_sites, user_generator
 from disco_accel.capture.tags import TraceLog, logging_trace
 from disco_accel.capture.twins import batch_tensors, model_twins, replace_tensors, tables_kept, twin
+from disco_accel.capture.where import code_line
 from disco_accel.errors import CaptureError
 from disco_accel.shortage import met_shortage
 from disco_accel.taskgraph import Device, Ref, TaskGraph, TensorSpec, VertexKind
@@ -344,7 +345,7 @@ def _errors_named(log: TraceLog) -> Iterator[None]:
         raise
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise CaptureError(
-            f"{error.func} in module {log.module or '?'} depends on the data, not only on shapes; "
+            f"{error.func} in module {log.module or '?'}{code_line(error)} depends on the data, not only on shapes; "
             "a planned step cannot branch on values (.item(), .tolist(), if tensor:, .nonzero())"
         ) from error
     except Exception as error:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from disco_accel.capture.step import NoSuchOutput
+from disco_accel.errors import CaptureError
+from disco_accel.integrate.advice import advised
 from disco_accel.integrate.again import Uses
 from disco_accel.integrate.buckets import Fitted
 from disco_accel.integrate.compiled import CompiledStep
@@ -29,8 +31,17 @@ def compiled_for_use(
     as models that make embeddings return them. Who differentiates another one gets it planned at the first backward.
 
     Raises:
-        CaptureError: no field can be, or the step cannot be captured.
+        CaptureError: no field can be, or the step cannot be captured; says what would work, where that is known.
     """
+    try:
+        return _compiled(state, model, fitted, uses, key)
+    except NoSuchOutput:
+        raise
+    except CaptureError as error:
+        raise advised(model, error) from error
+
+
+def _compiled(state: PreparedModel, model: torch.nn.Module, fitted: Fitted, uses: Uses, key: StepKey) -> CompiledStep:
     try:
         return state.compiled(model, fitted, uses.outputs(fitted.batch), key)
     except NoSuchOutput as error:

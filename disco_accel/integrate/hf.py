@@ -15,7 +15,7 @@ from disco_accel.capture.tags import checkpointed
 from disco_accel.errors import CaptureError
 from disco_accel.integrate.dynamo import compiled_parts_traced
 from disco_accel.integrate.guards import BatchFacts, batch_facts
-from disco_accel.integrate.refusals import require_live_adapter, require_own_weights
+from disco_accel.integrate.refusals import require_fixed_forward, require_live_adapter, require_own_weights
 
 ContextFactory = Callable[[], AbstractContextManager[Any]]
 
@@ -48,10 +48,12 @@ def training_contexts(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> list
     """``hf_contexts`` for a step that trains.
 
     Raises:
-        CaptureError: also for an adapter that is merged or disabled, and for modules that replace their weights.
+        CaptureError: also for an adapter that is merged or disabled, for modules that replace their weights, and for
+            random choices in Python.
     """
     require_live_adapter(model)
     require_own_weights(model)
+    require_fixed_forward(model, kwargs)
     return hf_contexts(model, kwargs)
 
 

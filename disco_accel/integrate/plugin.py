@@ -39,7 +39,7 @@ from disco_accel.integrate.messages import show_messages
 from disco_accel.integrate.output import StepOutput
 from disco_accel.integrate.pending import PendingStep, run_step
 from disco_accel.integrate.placement import Placement
-from disco_accel.integrate.refusals import require_plain_weights
+from disco_accel.integrate.refusals import require_plain_autograd, require_plain_weights
 from disco_accel.integrate.trainer_log import keep_planning_apart
 from disco_accel.integrate.voice import Voice, batch_text
 from disco_accel.observe.report import write_report
@@ -261,6 +261,7 @@ def _forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         return state.original_forward(*args, **kwargs)
     state.require_own_process()
     try:
+        require_plain_autograd()
         batch = state.arguments.bind(args, kwargs)
         if batch.get("return_dict") is False:
             raise CaptureError("return_dict: False is not supported in a planned step; leave it out")

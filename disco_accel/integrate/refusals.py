@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -64,3 +65,50 @@ def require_live_adapter(model: torch.nn.Module) -> None:
     else:
         return
     raise CaptureError(f"the adapter is {how}, so no trainable parameter reaches the loss; {remedy}")
+
+
+def require_plain_autograd() -> None:
+    """Raises CaptureError under transforms and modes of PyTorch's that look into a backward op by op."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise CaptureError(
+            "torch.func: a planned step is one op, which grad, vmap, jacrev and their kin cannot transform; transform "
+            "the model before prepare() or after restore(model), or set on_unsupported: eager"
+        )
+    if torch.is_anomaly_enabled():
+        raise CaptureError(
+            "detect_anomaly: names the op whose gradient is NaN, and to autograd a planned step is one op; look for it "
+            "with on_unsupported: eager, which runs such steps without a plan, or after restore(model)"
+        )
+
+
+def require_fixed_forward(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> None:
+    """Raises CaptureError for models that choose at random, in Python, what a training step computes."""
+    own_drop = any("layerdrop" in vars(m) for m in model.modules())
+    for name, module in model.named_modules():
+        if not module.training:
+            continue
+        config = getattr(module, "config", None)
+        drop = vars(module).get("layerdrop", 0.0 if own_drop else getattr(config, "layerdrop", 0.0))
+        if isinstance(drop, (int, float)) and drop > 0:
+            raise CaptureError(
+                f"layerdrop: {drop} in {name or 'the model'} leaves out layers at random, others at each step; set it to "
+                "0 there (in the config, and in each module that has it as an attribute) to train from a plan"
+            )
+        if _augments(module, config) and kwargs.get("mask_time_indices") is None:
+            raise CaptureError(
+                f"apply_spec_augment: {name or 'the model'} hides other parts of its input at each step, chosen by "
+                "numpy; set model.config.apply_spec_augment = False, or augment the batch before the model gets it"
+            )
+        if isinstance(getattr(module, "module_dropout", None), Mapping) and hasattr(module, "merged_adapters"):
+            raise CaptureError(
+                f"{name}: {type(module).__module__.split('.')[-2]} adapters draw a number at each step, even with "
+                "module_dropout: 0, and leave themselves out by it; use LoraConfig to train from a plan, or set "
+                "on_unsupported: eager"
+            )
+
+
+def _augments(module: torch.nn.Module, config: Any) -> bool:
+    masks = hasattr(module, "_mask_input_features") or hasattr(module, "_mask_hidden_states")
+    if not masks or not getattr(config, "apply_spec_augment", False):
+        return False
+    return any((getattr(config, name, 0.0) or 0.0) > 0 for name in ("mask_time_prob", "mask_feature_prob"))
