@@ -31,6 +31,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from disco_accel.config import DiscoConfig
 from disco_accel.errors import ConfigError, DiscoError, ExecutionError
+from disco_accel.integrate.messages import AboveTheBar
 from disco_accel.recipes.corpus import build_blocks
 from disco_accel.recipes.loading import load_model, load_tokenizer
 from disco_accel.recipes.metrics import (
@@ -41,7 +42,7 @@ from disco_accel.recipes.metrics import (
     plan_stats,
     write_metrics,
 )
-from disco_accel.recipes.progress import AboveTheBar, Progress, StopAtStepEnd
+from disco_accel.recipes.progress import Progress, StopAtStepEnd
 from disco_accel.recipes.saving import STAGING, WholeCheckpoints, clear, publish
 from disco_accel.recipes.settings import LoraRecipe, read_recipe
 from disco_accel.sizes import format_size
@@ -287,7 +288,6 @@ def _quiet_libraries() -> None:
         handler = AboveTheBar()
         handler.setFormatter(logging.Formatter("disco: %(message)s"))
         ours.addHandler(handler)
-        ours.setLevel(logging.INFO)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 import sys
 import time
@@ -28,13 +27,6 @@ def memory_text(model: torch.nn.Module) -> str:
     if torch.cuda.is_available():
         return format_size(torch.cuda.max_memory_allocated())
     return f"rss {format_size(resident_set_bytes())}"
-
-
-class AboveTheBar(logging.Handler):
-    """Prints log records on stderr without tearing a progress bar apart."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(self.format(record), file=sys.stderr)
 
 
 class Progress(TrainerCallback):  # type: ignore[misc]

@@ -15,7 +15,7 @@ _HELPERS = ("import_utils.py", "generic.py")
 
 
 def code_line(error: BaseException) -> str:
-    """``" (modeling_x.py:210, `if n != m:`)"``: the innermost line outside torch and this package; '' if there is none."""
+    """``" (modeling_x.py:210, `if n != m:`)"``, the innermost line outside torch and this package; '' without one."""
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         file = frame.f_code.co_filename
         if file.startswith((_PACKAGE, _TORCH, "<")) or Path(file).name in _HELPERS:

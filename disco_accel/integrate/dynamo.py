@@ -48,11 +48,13 @@ def compiled_parts_traced() -> Iterator[None]:
 
 def compiled_parts(model: torch.nn.Module) -> list[str]:
     """Names of the modules that ``torch.compile`` or ``Module.compile`` was called on; the model's own is ``''``."""
-    return [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None
-    ]
+    return [name for name, m in model.named_modules() if isinstance(m, OptimizedModule) or _compiled_in_place(m)]
+
+
+def _compiled_in_place(module: torch.nn.Module) -> bool:
+    call = getattr(module, "_compiled_call_impl", None)
+    # ``integrate/inner.py`` has calls of its own there.
+    return call is not None and not getattr(call, "_disco", False)
 
 
 def compiled_note(model: torch.nn.Module) -> str | None:

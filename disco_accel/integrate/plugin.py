@@ -35,6 +35,7 @@ from disco_accel.integrate.fields import compiled_for_use, uses_of
 from disco_accel.integrate.generator import generator_state
 from disco_accel.integrate.guards import StepKey, model_state, step_key
 from disco_accel.integrate.hf import ContextFactory, training_contexts
+from disco_accel.integrate.inner import InnerForwards, own_forward_runs
 from disco_accel.integrate.messages import show_messages
 from disco_accel.integrate.output import StepOutput
 from disco_accel.integrate.pending import PendingStep, run_step
@@ -77,7 +78,7 @@ class PreparedModel:
         self.lock = threading.RLock()
         self.engine_process: int | None = None
         self.weights_seen = WatchedTensors([])
-        self.counts = {"steps_compiled": 0, "steps_eager": 0, "plan_hits": 0, "prefills": 0}
+        self.counts = {"steps_compiled": 0, "steps_eager": 0, "plan_hits": 0, "prefills": 0, "inner_forwards": 0}
         self.fallbacks: list[str] = []
         self.without_gradient: list[str] = []
         self.said: set[str] = set()
@@ -86,6 +87,7 @@ class PreparedModel:
         self.reports_left = 1 if config.report_dir is not None else 0
         self.buckets = Buckets(config.buckets)
         self.voice = Voice(model)
+        self.inner: InnerForwards | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         # A copy of a prepared model is an unprepared model: it must never train the original.
@@ -258,7 +260,8 @@ def _forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     if state is None:
         return type(self).forward(self, *args, **kwargs)
     if not torch.is_grad_enabled() or state.frozen_here is not None or in_capture():
-        return state.original_forward(*args, **kwargs)
+        with own_forward_runs():
+            return state.original_forward(*args, **kwargs)
     state.require_own_process()
     try:
         require_plain_autograd()
@@ -313,7 +316,8 @@ def _eager(state: PreparedModel, error: CaptureError, args: tuple[Any, ...], kwa
         state.fallbacks.append(str(error))
     state.say_once(f"this step runs in eager mode, outside the memory budget: {error}")
     state.counts["steps_eager"] += 1
-    return state.original_forward(*args, **kwargs)
+    with own_forward_runs():
+        return state.original_forward(*args, **kwargs)
 
 
 def prepare(model: torch.nn.Module, config: DiscoConfig) -> torch.nn.Module:
@@ -380,6 +384,7 @@ def _attach(state: PreparedModel, model: torch.nn.Module) -> None:
     state.placement.apply()
     model.__dict__[_STATE] = state
     generation.install(state, model)
+    state.inner = InnerForwards(state, model)
     patched = functools.update_wrapper(functools.partial(_forward, model), state.original_forward)
     model.forward = patched  # type: ignore[method-assign]
 
@@ -395,6 +400,8 @@ def restore(model: torch.nn.Module) -> torch.nn.Module:
     state.unload()
     state.engine_process = None
     generation.remove(model)
+    if state.inner is not None:
+        state.inner.remove()
     state.placement.undo()
     for parameter in state.frozen_here or ():
         parameter.requires_grad_(True)

@@ -91,8 +91,8 @@ def require_fixed_forward(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> 
         drop = vars(module).get("layerdrop", 0.0 if own_drop else getattr(config, "layerdrop", 0.0))
         if isinstance(drop, (int, float)) and drop > 0:
             raise CaptureError(
-                f"layerdrop: {drop} in {name or 'the model'} leaves out layers at random, others at each step; set it to "
-                "0 there (in the config, and in each module that has it as an attribute) to train from a plan"
+                f"layerdrop: {drop} in {name or 'the model'} leaves out layers at random, others at each step; set it "
+                "to 0 there (in the config, and in each module that has it as an attribute) to train from a plan"
             )
         if _augments(module, config) and kwargs.get("mask_time_indices") is None:
             raise CaptureError(
