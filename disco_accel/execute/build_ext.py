@@ -10,6 +10,7 @@ compiler processes, ``TORCH_EXTENSIONS_DIR`` is the parent of the build director
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import subprocess
 import sys
@@ -20,6 +21,8 @@ import torch
 
 from disco_accel.library import Library
 from disco_accel.native import ROOT, ExtensionError, cache_root, require_building, sources_key
+
+logger = logging.getLogger("disco_accel")
 
 _ROOT = ROOT
 _TORCH = (
@@ -64,6 +67,7 @@ def build(name: str, files: Sequence[Path], flags: Sequence[str] = _FLAGS, libra
 
     def compile_in(working: Path) -> Path:
         nonlocal made_here
+        logger.info("compiling %s, once for this machine: minutes on few cores", name)
         _compile(name, files, flags, libraries, working)
         made_here = True
         return _only_library(working)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def uses_of(state: PreparedModel, key: StepKey, fitted: Fitted) -> Uses:
     """What the user does with the outputs of steps of ``key``; at first what was done with those of other shapes."""
     usual = state.usual_field if fitted.batch.get("labels") is None else None
-    return state.uses.setdefault(key, Uses(usual))
+    return state.uses.setdefault(key, Uses(differentiated=usual))
 
 
 def compiled_for_use(

@@ -59,6 +59,7 @@ class PreparedModel:
     """All that ``prepare`` keeps for one model: its original forward, host weights, plans and the pending step."""
 
     def __init__(self, model: torch.nn.Module, config: DiscoConfig) -> None:
+        show_messages(config.quiet)
         self.config = config
         self.settings = config.resolve()
         self.device = run_device(self.settings.device)
@@ -379,7 +380,6 @@ def _drop_copied_patch(model: torch.nn.Module) -> None:
 
 
 def _attach(state: PreparedModel, model: torch.nn.Module) -> None:
-    show_messages(state.config.quiet)
     state.voice.prepared(model, state.settings.memory_budget, state.device)
     state.placement.apply()
     model.__dict__[_STATE] = state

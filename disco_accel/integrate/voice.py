@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -36,7 +37,7 @@ class Voice:
         self.name = name_of(model)
         self.made: list[tuple[float, float]] = []
         """When the making of each plan, or the attempt, began and ended, in ``time.time()``."""
-        self._steps: dict[int, int] = {}
+        self._runs: weakref.WeakKeyDictionary[CompiledStep, int] = weakref.WeakKeyDictionary()
 
     def prepared(self, model: torch.nn.Module, budget: int, device: torch.device) -> None:
         """Said before weights move, which takes a while for large ones."""
@@ -70,7 +71,7 @@ class Voice:
 
     def stepped(self, step: CompiledStep, bandwidth: float | None) -> None:
         """Counts the runs of a plan that trains; of the first in steady state, says how long it took."""
-        runs = self._steps[id(step)] = self._steps.get(id(step), 0) + 1
+        runs = self._runs[step] = self._runs.get(step, 0) + 1
         if runs != _STEADY or not step.captured.gradients:
             return
         counters = step.executor.counters()
