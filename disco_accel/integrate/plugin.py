@@ -31,7 +31,7 @@ from disco_accel.integrate.compiled import CompiledStep, CompileOptions, compile
 from disco_accel.integrate.dynamo import compiled_note, not_compiled, plain_model
 from disco_accel.integrate.effects import Effects
 from disco_accel.integrate.fallback import LastFallback
-from disco_accel.integrate.fields import compiled_for_use, uses_of
+from disco_accel.integrate.main_field import compiled_for_use, uses_of
 from disco_accel.integrate.generator import generator_state
 from disco_accel.integrate.guards import StepKey, model_state, step_key
 from disco_accel.integrate.hf import ContextFactory, training_contexts
