@@ -86,19 +86,6 @@ def used_inputs(graph: fx.Graph) -> list[fx.Node]:
     return [node for op in order for node in graph.nodes if node.op == op and node.users]
 
 
-def constant_value(module: fx.GraphModule, node: fx.Node) -> torch.Tensor:
-    """The bits of a tensor that the trace lifted into a constant.
-
-    Raises:
-        CaptureError: the tensor was made under the trace and has no bits.
-    """
-    value = getattr(module, str(node.target))
-    value = getattr(value, "constant", value) if hasattr(value, "fake_mode") else value
-    if not isinstance(value, torch.Tensor) or value.device.type == "meta":
-        raise CaptureError(f"constant {node.target} in module {node_info(node).module or '?'} has no value to keep")
-    return value
-
-
 def lower_ops(graph: fx.Graph, low: Lowering, sites: Mapping[fx.Node, RngSite] = MappingProxyType({})) -> None:
     """Append one KERNEL per op of ``graph``; every placeholder and constant it reads must be an INPUT already.
 

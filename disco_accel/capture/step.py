@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -13,13 +14,13 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from disco_accel.capture.alias import tensor_spec
+from disco_accel.capture.alias import storage_key, tensor_spec
 from disco_accel.capture.autocast import AutocastState, autocast_region, autocast_state, outside_autocast
+from disco_accel.capture.constants import bind_constants, tracing_mode
 from disco_accel.capture.fakes import fake_kernels, quiet
 from disco_accel.capture.lower import (
     InputFlags,
     Lowering,
-    constant_value,
     hold_back,
     lower_ops,
     mark,
@@ -76,7 +77,7 @@ class ValueBinding:
 
 @dataclass(frozen=True)
 class CapturedStep:
-    """A step as a graph. ``constants`` holds the bits of the INPUTs whose source is ``constant``.
+    """A step as a graph. ``constants``: the live tensors behind the INPUTs whose source is ``constant``.
 
     A forward alone has neither ``gradients`` nor a late input. In a training step the first of ``outputs`` is
     differentiated. A trainable parameter that it does not reach has no entry in ``gradients``, as eager leaves it None.
@@ -197,7 +198,7 @@ def capture_step(
         CaptureError: names the op and module that cannot be captured, or the argument to change.
     """
     _check_batch(kwargs)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = tracing_mode()
     twins = _Twins.of(mode, model, kwargs, device)
     step = _Step(model, forward if forward is not None else model.forward, autocast_state(), outputs)
     call = twins.caller(step, model, kwargs)
@@ -206,7 +207,8 @@ def capture_step(
     with _tracing(model, mode, contexts) as log:
         trace = _trace(call, (*twins.arguments, tangents), log)
     sources = twins.sources(model) + [("tangent", outputs[0])] * len(tangents)
-    return replace(_lower(trace, sources, log, name, device, outputs), bare=step.bare)
+    constants = functools.partial(bind_constants, trace, mode, model)
+    return replace(_lower(trace, sources, constants, log, name, device, outputs), bare=step.bare)
 
 
 def _check_batch(kwargs: Mapping[str, Any]) -> None:
@@ -234,12 +236,13 @@ def capture_forward(
     Raises:
         CaptureError: as ``capture_step``; also where ``forward`` returns one of its inputs as it is.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = tracing_mode()
     twins = _Twins.of(mode, model, kwargs, device)
     step = _Forward(model, forward, autocast_state())
     with _tracing(model, mode, contexts, gradients=False) as log:
         trace = _trace(twins.caller(step, model, kwargs), (*twins.arguments, []), log)
-    return _lower(trace, twins.sources(model), log, name, device, step.outputs, outside)
+    constants = functools.partial(bind_constants, trace, mode, model)
+    return _lower(trace, twins.sources(model), constants, log, name, device, step.outputs, outside)
 
 
 @dataclass(frozen=True)
@@ -361,6 +364,7 @@ def _errors_named(log: TraceLog) -> Iterator[None]:
 def _lower(
     trace: fx.GraphModule,
     sources: Sequence[tuple[str, str]],
+    bind: Callable[[], Mapping[str, torch.Tensor]],
     log: TraceLog,
     name: str,
     where: torch.device,
@@ -371,14 +375,14 @@ def _lower(
     sites = random_sites(graph, log)
     graph.eliminate_dead_code(is_impure_node=_must_stay)
     source_of = dict(zip(graph.find_nodes(op="placeholder"), sources, strict=True))
+    constants = bind()
     low = Lowering(device=str(where))
     bindings: list[InputBinding] = []
-    constants: dict[str, torch.Tensor] = {}
     for node in used_inputs(graph):
         source, key = source_of.get(node, ("constant", str(node.target)))
-        if source == "constant":
-            constants[key] = constant_value(trace, node).cpu()
         tensor = node.meta["val"]
+        if storage_key(tensor) in low.owner:
+            continue  # A constant that is read in several places.
         vertex = low.add_input(tensor, _FLAGS[source])
         bindings.append(InputBinding(vertex, source, key, tensor_spec(tensor)))
     returned: Any = graph.output_node().args[0]

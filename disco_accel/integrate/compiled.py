@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from disco_accel import __version__
+from disco_accel.capture.constants import live_constant
 from disco_accel.capture.step import CapturedStep, Forward, InputBinding, capture_forward, capture_step
 from disco_accel.capture.twins import batch_tensors
 from disco_accel.errors import BudgetTooSmall, CaptureError, ConfigError
@@ -154,9 +155,15 @@ class CompiledStep:
         return limits
 
     def frozen_of(self, model: torch.nn.Module) -> list[torch.Tensor]:
-        """The frozen weights and buffers of ``model`` that the step reads."""
+        """The frozen weights and buffers of ``model`` that the step reads, and constants that lie on the host.
+
+        Raises:
+            CaptureError: a constant has another layout than when the step was captured.
+        """
         named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-        return [named[b.name] for b in self.vertices_of("frozen", "buffer")]
+        return [named[b.name] for b in self.vertices_of("frozen", "buffer")] + [
+            live_constant(self.captured, b) for b in self._host_constants
+        ]
 
     def watched_of(self, model: torch.nn.Module) -> list[torch.Tensor]:
         """All that the step loads from the host: ``frozen_of`` and tensors that a forward reads from elsewhere, such as
@@ -165,8 +172,13 @@ class CompiledStep:
 
     def moved(self, frozen: Sequence[torch.Tensor]) -> bool:
         """Whether a tensor of ``frozen_of`` the model lies elsewhere than where the plan loads it from."""
-        watched = zip(self.vertices_of("frozen", "buffer"), frozen, strict=True)
+        watched = zip([*self.vertices_of("frozen", "buffer"), *self._host_constants], frozen, strict=True)
         return any(self.clean[b.vertex].data_ptr() != tensor.data_ptr() for b, tensor in watched)
+
+    @functools.cached_property
+    def _host_constants(self) -> tuple[InputBinding, ...]:
+        constants = self.captured.constants
+        return tuple(b for b in self.vertices_of("constant") if constants[b.name].device.type == "cpu")
 
     def follow(self, model: torch.nn.Module) -> None:
         """Load frozen weights and buffers from where they lie now; ``load`` makes the executor that does so."""
@@ -366,7 +378,7 @@ def _host_bytes(model: torch.nn.Module, captured: CapturedStep) -> dict[int, tor
     found = {}
     for binding in captured.bindings:
         if binding.source == "constant":
-            found[binding.vertex] = bytes_of(captured.constants[binding.name])
+            found[binding.vertex] = bytes_of(live_constant(captured, binding).detach().cpu())
         elif binding.source in ("frozen", "buffer"):
             if binding.name not in named:
                 raise CaptureError(f"{binding.name}: captured as a {binding.source}, but the model no longer has it")

@@ -12,6 +12,7 @@ import torch
 from disco_accel.errors import ConfigError
 from disco_accel.execute.hostmem import HostMemory
 from disco_accel.execute.out_of_memory import typed_out_of_memory
+from disco_accel.integrate.attributes import move_views, plain_tensors
 from disco_accel.integrate.distributed import at_home, check_not_sharded, check_same, leave_home, stay_home
 
 _ARENA = "_disco_host_memory"
@@ -72,8 +73,11 @@ class Placement:
         if homeless:
             self._arenas = [arena for arena in self._arenas if any(arena.holds(p) for p in frozen.values())]
             self._arenas.append(HostMemory(HostMemory.room_for(homeless)))
+        views = plain_tensors(model) if homeless else []
         for parameter in homeless:
-            self._move(parameter, self._arenas[-1].adopt(parameter.data))
+            old = parameter.data
+            self._move(parameter, self._arenas[-1].adopt(old))
+            move_views(views, old, parameter.data)
         if self._device.type != "cpu":
             for memory in self._arenas:
                 memory.pin()
@@ -91,10 +95,13 @@ class Placement:
             if model is not None:
                 del model.__dict__["_apply"]
                 leave_home(model)
+        views = plain_tensors(model) if model is not None else []
         for reference, device in self._moved:
             parameter = reference()
             if parameter is not None:
-                parameter.data = parameter.data.to(device, copy=True)
+                old = parameter.data
+                parameter.data = old.to(device, copy=True)
+                move_views(views, old, parameter.data)
         self._moved.clear()
 
 

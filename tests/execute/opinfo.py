@@ -22,8 +22,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from disco_accel.capture.alias import tensor_spec
-from disco_accel.capture.lower import InputFlags, Lowering, constant_value, lower_ops, mark, used_inputs
+from disco_accel.capture.alias import storage_key, tensor_spec
+from disco_accel.capture.constants import bind_constants, tracing_mode
+from disco_accel.capture.lower import InputFlags, Lowering, lower_ops, mark, used_inputs
 from disco_accel.capture.nodes import arguments_of
 from disco_accel.capture.twins import twin
 from disco_accel.errors import BudgetTooSmall, ExecutionError
@@ -154,7 +155,7 @@ class Traced:
 
 def trace(sample: Sample) -> Traced:
     """The sample's TaskGraph, made as capture makes it. Raises Skipped."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = tracing_mode()
     with mode:
         tensors = [twin(t.detach(), torch.device("cpu"), requires_grad=t.requires_grad) for t in sample.tensors]
         tangents = [twin(t, torch.device("cpu")) for t in sample.tangents]
@@ -163,19 +164,20 @@ def trace(sample: Sample) -> Traced:
             module = make_fx(lambda given, arriving: sample.run(given, arriving), tracing_mode="real")(
                 tensors, tangents
             )
-        return _lower(module, len(tensors))
+        return _lower(module, mode, len(tensors))
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise Skipped("data", str(error)) from error
     except RuntimeError as error:
         raise Skipped("trace", str(error).split("\n")[0]) from error
 
 
-def _lower(module: fx.GraphModule, tensors: int) -> Traced:
+def _lower(module: fx.GraphModule, mode: FakeTensorMode, tensors: int) -> Traced:
     graph = module.graph
     for node in graph.nodes:
         if _draws(node):
             raise Skipped("random", str(node.target))
     graph.eliminate_dead_code(is_impure_node=_must_stay)
+    live = bind_constants(module, mode, torch.nn.Module())
     positions = {node: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
     low = Lowering()
     inputs: dict[int, int] = {}
@@ -184,7 +186,8 @@ def _lower(module: fx.GraphModule, tensors: int) -> Traced:
     for node in used_inputs(graph):
         position = positions.get(node)
         if position is None:
-            constants[low.add_input(node.meta["val"], _CONSTANT)] = bytes_of(constant_value(module, node))
+            if storage_key(node.meta["val"]) not in low.owner:
+                constants[low.add_input(node.meta["val"], _CONSTANT)] = bytes_of(live[str(node.target)])
         elif position < tensors:
             inputs[low.add_input(node.meta["val"], _INPUT)] = position
         else:

@@ -1,0 +1,162 @@
+"""Tensors that a forward reads although they are no parameter, buffer or input: plain attributes and what it makes.
+
+A trace lifts each into a constant. Its twin here has a storage of its own for the length of the trace, so that all
+views of it are known as such, and its bytes are those of the live tensor: changes in place are followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter
+
+from disco_accel.capture.alias import storage_key
+from disco_accel.errors import CaptureError
+
+if TYPE_CHECKING:
+    from disco_accel.capture.step import CapturedStep, InputBinding
+
+_LIFT = torch.ops.aten.lift_fresh_copy.default
+_AS_STRIDED = torch.ops.aten.as_strided.default
+
+
+class _Twins(FakeTensorConverter):
+    """Gives each real tensor one twin with offset 0, and keeps both, so that no identity is used twice in a trace."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.twins: dict[int, tuple[torch.Tensor, FakeTensor]] = {}
+
+    def from_real_tensor(
+        self, fake_mode: FakeTensorMode, t: torch.Tensor, make_constant: bool = False, **options: Any
+    ) -> FakeTensor:
+        known = self.twins.get(id(t))
+        if known is not None:
+            return known[1]
+        if make_constant or not _is_plain(t):
+            return super().from_real_tensor(fake_mode, t, make_constant, **options)
+        with fake_mode:
+            made: Any = torch.empty_strided(tuple(t.shape), tuple(t.stride()), dtype=t.dtype, device=t.device)
+        self.twins[id(t)] = t, made
+        return made  # type: ignore[no-any-return]
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    kinds = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    return type(tensor) in kinds and tensor.layout is torch.strided and not tensor.is_quantized
+
+
+def tracing_mode() -> FakeTensorMode:
+    """A fake mode that takes real tensors as well, each as one twin."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # type: ignore[no-untyped-call]
+    mode.fake_tensor_converter = _Twins()
+    return mode
+
+
+def bind_constants(trace: fx.GraphModule, mode: FakeTensorMode, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Name → live tensor of every constant of ``trace`` that something reads; their nodes get their twins.
+
+    Raises:
+        CaptureError: a constant that has no bits, wants a gradient, is a trainable parameter's memory or has no
+            layout; names the attribute that holds it.
+    """
+    converter = mode.fake_tensor_converter
+    assert isinstance(converter, _Twins)
+    trainable = {storage_key(p): name for name, p in model.named_parameters() if p.requires_grad}
+    constants: dict[str, torch.Tensor] = {}
+    for node in trace.graph.find_nodes(op="get_attr"):
+        if not node.users:
+            continue
+        key = str(node.target)
+        value = getattr(trace, key)
+        real = _real(value)
+        if real is None:
+            raise CaptureError(
+                f"{name_of(model, value)}: was put there by the forward itself, so that a step has no value to start "
+                "from; make it before the first step, or leave it a local variable"
+            )
+        _check(real, model, trainable)
+        constants[key] = real
+        # A tensor that torch.tensor() makes is copied before anyone sees it, and the copy has its twin.
+        if any(user.target is not _LIFT for user in node.users):
+            node.meta["val"] = converter.twins[id(real)][1]
+    _check_offsets(trace.graph, constants)
+    return constants
+
+
+def _real(value: Any) -> torch.Tensor | None:
+    if isinstance(value, FakeTensor):
+        value = value.constant
+    return value if isinstance(value, torch.Tensor) and value.device.type != "meta" else None
+
+
+def _check(real: torch.Tensor, model: torch.nn.Module, trainable: dict[int, str]) -> None:
+    if real.requires_grad:
+        raise CaptureError(
+            f"{name_of(model, real)}: requires a gradient but is no parameter of the model, so a planned step cannot "
+            "train it; make it an nn.Parameter of its module and use it as such, or detach() it"
+        )
+    if not _is_plain(real):
+        raise CaptureError(f"{name_of(model, real)}: a {type(real).__name__} ({real.layout}) cannot be captured")
+    if storage_key(real) in trainable:
+        raise CaptureError(
+            f"{name_of(model, real)}: is a view of the trainable parameter {trainable[storage_key(real)]}; "
+            "take it from the parameter in forward"
+        )
+    if real.is_conj() or real.is_neg():
+        raise CaptureError(f"{name_of(model, real)}: is lazily conjugated or negated; keep .resolve_conj() of it")
+
+
+def _check_offsets(graph: fx.Graph, constants: dict[str, torch.Tensor]) -> None:
+    """A twin begins at the first element of its tensor, and ``as_strided`` counts from the begin of the storage."""
+    moved = {storage_key(n.meta["val"]) for n in graph.find_nodes(op="get_attr") if _offset(n, constants)}
+    for node in graph.find_nodes(op="call_function", target=_AS_STRIDED):
+        source: Any = node.args[0]
+        if storage_key(source.meta["val"]) in moved and len(node.args) > 3:
+            raise CaptureError(f"{node.target}: counts from the begin of a constant's storage; keep a clone() of it")
+
+
+def _offset(node: fx.Node, constants: dict[str, torch.Tensor]) -> int:
+    real = constants.get(str(node.target))
+    return 0 if real is None else real.storage_offset()
+
+
+def name_of(model: torch.nn.Module, tensor: torch.Tensor) -> str:
+    """What holds ``tensor``: the dotted path of a module's attribute, with the place in a container."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name not in ("_modules", "_parameters", "_buffers"):
+                for place in _places(value, tensor, name):
+                    return f"{path}.{place}" if path else place
+    for name, parameter in model.named_parameters():
+        if parameter is tensor:
+            return name
+    return f"a tensor of shape {tuple(tensor.shape)} that the forward reads"
+
+
+def _places(value: Any, tensor: torch.Tensor, name: str) -> Iterator[str]:
+    if value is tensor:
+        yield name
+    elif isinstance(value, (list, tuple)):
+        yield from (p for i, item in enumerate(value) for p in _places(item, tensor, f"{name}[{i}]"))
+    elif isinstance(value, dict):
+        yield from (p for key, item in value.items() for p in _places(item, tensor, f"{name}[{key!r}]"))
+
+
+def live_constant(captured: CapturedStep, binding: InputBinding) -> torch.Tensor:
+    """The tensor behind the constant ``binding`` of a step.
+
+    Raises:
+        CaptureError: it is laid out otherwise than when the step was captured.
+    """
+    tensor, spec = captured.constants[binding.name], binding.spec
+    if (tuple(tensor.shape), tensor.stride(), str(tensor.dtype)) != (spec.shape, spec.stride, f"torch.{spec.dtype}"):
+        raise CaptureError(
+            f"a tensor of shape {spec.shape} that the forward reads got shape {tuple(tensor.shape)} in place after the "
+            "step was captured; put a new tensor in its place instead"
+        )
+    return tensor
