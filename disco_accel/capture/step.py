@@ -336,7 +336,13 @@ def _source(name: str, tensor: torch.Tensor, buffers: set[str]) -> tuple[str, st
 
 def _trace(call: Callable[..., Any], arguments: tuple[Any, ...], log: TraceLog) -> fx.GraphModule:
     with _errors_named(log):
-        return make_fx(call, tracing_mode="real")(*arguments)
+        trace = make_fx(call, tracing_mode="real")(*arguments)
+    for formula, module in log.formulas.items():
+        raise CaptureError(
+            f"{formula} in module {module or '?'}: autograd rounds the gradient of prod and cumprod otherwise while a "
+            "step is captured; write products of trainable values as multiplications"
+        )
+    return trace
 
 
 @contextmanager

@@ -25,6 +25,10 @@ FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
 _INFO_KEY = "disco_accel"
 
 
+# Autograd rounds these gradients otherwise for a tensor without values than for one with.
+_OTHER_FORMULA = frozenset(("ProdBackward0", "ProdBackward1", "CumprodBackward0"))
+
+
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
     """``phase`` is "" outside checkpointed segments; ``layer`` counts those segments in forward order.
@@ -56,6 +60,8 @@ class TraceLog:
     redrawn: set[int] = field(default_factory=set)
     nested: set[int] = field(default_factory=set)
     by_sequence: dict[int, str] = field(default_factory=dict)
+    formulas: dict[str, str] = field(default_factory=dict)
+    """Autograd nodes of ``_OTHER_FORMULA`` that ran, with the module of each."""
     around: Any = field(default_factory=torch._C._current_autograd_node)
     """The node whose backward a trace was started from, which is none of its own."""
 
@@ -78,9 +84,10 @@ class TraceLog:
             # Autograd numbers its nodes in the order they are made, and makes an op's node just before the op runs.
             self.by_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, self.module)
             return self.module
-        if self.module:
-            return self.module
-        return self.by_sequence.get(node._sequence_nr()) or self.layer_modules.get(self.layer, "")
+        issuer = self.module or self.by_sequence.get(node._sequence_nr()) or self.layer_modules.get(self.layer, "")
+        if node.name() in _OTHER_FORMULA:
+            self.formulas.setdefault(node.name(), issuer)
+        return issuer
 
 
 _active = threading.local()

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from disco_accel.errors import ExecutionError
+from disco_accel.errors import CaptureError
 from disco_accel.taskgraph import OpCall, TensorArg
 
 BY_VALUE = frozenset({"aten::_grouped_mm"})
@@ -33,7 +33,7 @@ def loose_bytes(
     ``inputs`` are the bytes of the op's input storages, in which group sizes are tried; they are left with equal
     groups, so that the op can be timed. ``run`` records one call.
 
-    Raises ExecutionError when the first allocations are not ``fixed``.
+    Raises CaptureError when the first allocations are not ``fixed``.
     """
     rows, offsets = _groups(call, inputs)
     sizes = sorted({rows, *(min(rows, (1 << k) + d) for k in range(rows.bit_length()) for d in (0, 1))})
@@ -44,7 +44,7 @@ def loose_bytes(
             offsets.copy_(torch.tensor(ends, dtype=torch.int32))
             blocks = run()
             if [b[0] for b in blocks[: len(fixed)]] != [b[0] for b in fixed]:
-                raise ExecutionError(f"{name} allocates its results in an order that depends on its groups")
+                raise CaptureError(f"{name} allocates its results in an order that depends on its groups")
             most = max(most, _peak(blocks[len(fixed) :]))
     offsets.copy_((torch.arange(1, len(offsets) + 1) * rows) // len(offsets))
     return -(-int(most * _MARGIN) // _ALIGNMENT) * _ALIGNMENT

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from disco_accel.errors import ExecutionError
+from disco_accel.errors import CaptureError, DiscoError
 from disco_accel.execute.cuda import median_seconds, prepare_device, run_device
 from disco_accel.execute.encode import MOVES, dispatcher_overload, encode_args, encode_out_call, label, op_overload
 from disco_accel.execute.loose import BY_VALUE, loose_bytes
@@ -28,6 +28,7 @@ _SHORT_SECONDS = 1e-3
 _SHORT_RUNS = 15
 """Ops of a few microseconds are run so often: there one run in five is disturbed on a busy machine, and 15 of them
 take less time than the five of an op of 50 us."""
+_HINTS = {"aten::mkldnn_rnn_layer": "; torch.backends.mkldnn.set_flags(False) before training lets an LSTM be planned"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +94,11 @@ def record(
     """KERNEL id to its record; equal signatures share one. ``only``: ids of those to measure (None: all).
 
     ``compute_threads`` is the number of intra-op threads that the engine will use (temporaries depend on it);
-    None = torch.get_num_threads(). Raises ExecutionError naming op and module when an op's allocations are not the
-    same from run to run.
+    None = torch.get_num_threads().
+
+    Raises:
+        CaptureError: names an op and its module that fails, or that does not allocate the same from run to run.
+        ExecutionError: memory ran out, which says nothing about the graph.
     """
     where = run_device(device)
     prepare_device(where)
@@ -204,6 +208,17 @@ def _sample_inputs(signature: _Signature, device: torch.device, ones: bool = Fal
     return buffers
 
 
+def _make_small(signature: _Signature, buffers: list[torch.Tensor]) -> None:
+    """Scale the floating-point numbers in ``buffers`` down, and make the booleans there False."""
+    dtypes = {a.input: getattr(torch, a.spec.dtype) for a in tensor_args(signature.call.args)}
+    for position, dtype in dtypes.items():
+        nbytes = buffers[position].numel() // dtype.itemsize * dtype.itemsize
+        if dtype.is_floating_point and dtype.itemsize > 1:
+            buffers[position][:nbytes].view(dtype).mul_(2**-10)
+        elif dtype is torch.bool:
+            buffers[position].zero_()
+
+
 def _run_recorded(ops: Any, op: int) -> _Call:
     sizes, born, freed, tensors, where = ops.record(op)
     defined = iter(tensors)
@@ -216,29 +231,34 @@ def _steady(ops: Any, op: int, name: str) -> _Call:
     _run_recorded(ops, op)
     first, second = _run_recorded(ops, op), _run_recorded(ops, op)
     if first.sequence() != second.sequence():
-        raise ExecutionError(
+        raise CaptureError(
             f"{name} does not allocate the same memory from run to run ({first.blocks} then {second.blocks}): "
             "it cannot be planned; keep it out of the captured step"
         )
     held = {block for _, block in second.results}
     leaked = [size for i, (size, _, freed) in enumerate(second.blocks) if freed < 0 and i not in held]
     if leaked:
-        raise ExecutionError(f"{name} keeps {sum(leaked)} bytes allocated after every call: it cannot be planned")
+        raise CaptureError(f"{name} keeps {sum(leaked)} bytes allocated after every call: it cannot be planned")
     return second
 
 
 def _measure(signature: _Signature, name: str, device: torch.device) -> OpRecord:
     try:
         return _measure_on(_sample_inputs(signature, device), signature, name, device)
-    except RuntimeError as first:
+    except DiscoError:
+        raise
+    except Exception as first:
         if is_shortage(first):
             raise
         try:
             return _measure_on(_sample_inputs(signature, device, ones=True), signature, name, device)
-        except RuntimeError as second:
+        except DiscoError:
+            raise
+        except Exception as second:
             if is_shortage(second):
                 raise
-            raise ExecutionError(f"measuring {name} failed: {first}") from first
+            summary = str(first).strip().split("\n")[0]
+            raise CaptureError(f"measuring {name} failed: {summary}; it cannot be planned") from first
 
 
 def _measure_on(inputs: list[torch.Tensor], signature: _Signature, name: str, device: torch.device) -> OpRecord:
@@ -260,8 +280,25 @@ def _measure_on(inputs: list[torch.Tensor], signature: _Signature, name: str, de
     if call.name in BY_VALUE:
         loose = loose_bytes(call, inputs, lambda: _run_recorded(ops, functional).blocks, reference.blocks, name)
     seconds = _median_seconds(ops, chosen, device)
+    if placed[1] and call.name not in BY_VALUE:
+        _check_other_values(ops, chosen, signature, inputs, name)
     elsewhere = _elsewhere(signature, reference, name, device)
     return OpRecord(native_out, placed[0], placed[1] + loose, seconds, loose, elsewhere)
+
+
+def _check_other_values(ops: Any, op: int, signature: _Signature, inputs: list[torch.Tensor], name: str) -> None:
+    """Raises CaptureError for an op whose temporaries are others for small numbers, as those of matrix_exp are, or for
+    an empty mask."""
+    usual = _run_recorded(ops, op).sequence()
+    _make_small(signature, inputs)
+    try:
+        small = _run_recorded(ops, op).sequence()
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        return
+    if small != usual:
+        raise CaptureError(f"{name} allocates memory according to the values that it is given: it cannot be planned")
 
 
 def _median_seconds(ops: Any, op: int, device: torch.device) -> float:
@@ -299,7 +336,7 @@ def _try_out(
         return None
     try:
         call = _steady(ops, op, name)
-    except (RuntimeError, ExecutionError) as error:
+    except (RuntimeError, IndexError, TypeError, ValueError, CaptureError) as error:
         if is_shortage(error):
             raise
         # Not every out overload takes the captured layout; the functional call always does.
@@ -331,17 +368,17 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _allocations(signature: _Signature, call: _Call, name: str) -> tuple[tuple[Allocation, ...], int]:
     """Which block of a functional call becomes which output; the rest is scratch."""
     outputs: dict[int, int] = {}
-    results = signature.call.results
+    results, call_name = signature.call.results, signature.call.name
     if len(results) != len(call.results):
-        raise ExecutionError(f"{name} returned {len(call.results)} tensors where {len(results)} were captured")
+        raise CaptureError(f"{name} returned {len(call.results)} tensors where {len(results)} were captured")
     for result, (got, block) in zip(results, call.results, strict=True):
         if result is None:
             continue
         if got is None:
-            raise ExecutionError(f"{name} left a result undefined that the captured step reads")
+            raise CaptureError(f"{name} left a result undefined that the captured step reads{_HINTS.get(call_name, '')}")
         dtype = str(got.dtype).removeprefix("torch.")
         if (dtype, tuple(got.shape)) != (result.spec.dtype, result.spec.shape):
-            raise ExecutionError(
+            raise CaptureError(
                 f"{name} returned {dtype}{list(got.shape)}, "
                 f"but {result.spec.dtype}{list(result.spec.shape)} was captured"
             )
@@ -360,7 +397,7 @@ def _elsewhere(signature: _Signature, call: _Call, name: str, device: torch.devi
         schema = op_overload(signature.call.name, signature.call.overload)._schema
         given = dict(zip((a.name for a in schema.arguments), signature.call.args, strict=True))
         if given.get("dropout_p") != 0:
-            raise ExecutionError(
+            raise CaptureError(
                 f"{name} returns result {min(found)} outside {device}, which cannot be planned; "
                 "where this is attention with dropout, set attention_dropout: 0 or attn_implementation: eager"
             )

@@ -280,14 +280,14 @@ std::optional<DirectCall> cat_call(const Builder& builder, const std::vector<at:
   return start == out.size(dim) ? moving_call(builder, out, std::nullopt, slots) : std::nullopt;
 }
 
-// Only padding that adds: a negative one cuts.
+// Only padding that adds: a negative one cuts, and leaves no slot of the input's size.
 std::optional<DirectCall> pad_call(const Builder& builder, const at::Tensor& in,
                                    const std::vector<std::int64_t>& pad, float value, const at::Tensor& out) {
+  if (std::any_of(pad.begin(), pad.end(), [](std::int64_t n) { return n < 0; })) return std::nullopt;
   at::Tensor slot = out;
-  for (std::size_t i = 0; i < pad.size(); ++i) {
+  for (std::size_t i = 0; i < pad.size(); i += 2) {
     const auto dim = in.dim() - 1 - static_cast<std::int64_t>(i / 2);
-    if (pad[i] < 0) return std::nullopt;
-    if (i % 2 == 0) slot = slot.narrow(dim, pad[i], in.size(dim));
+    slot = slot.narrow(dim, pad[i], in.size(dim));
   }
   return moving_call(builder, out, value, {{in, slot}});
 }

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from disco_accel.errors import ExecutionError
+from disco_accel.errors import CaptureError, ExecutionError
 from disco_accel.execute.encode import out_overload
 from disco_accel.execute.executor import Executor
 from disco_accel.execute.record import Allocation, OpRecord, apply, record
@@ -99,7 +99,7 @@ def test_an_op_that_fails_while_measured_names_itself_and_its_module() -> None:
     builder.call("mm", x, x.view(lambda t: t.t()), module="model.q_proj")
     call = builder.ops[1]
     builder.ops[1] = replace(call, args=(call.args[0], call.args[0]))
-    with pytest.raises(ExecutionError, match=r"measuring aten::mm in model\.q_proj failed: .*shapes"):
+    with pytest.raises(CaptureError, match=r"measuring aten::mm in model\.q_proj failed: .*shapes"):
         record(builder.graph())
 
 
@@ -112,7 +112,7 @@ def test_a_result_of_another_shape_or_dtype_than_captured_is_an_error() -> None:
     assert first is not None
     wrong = replace(first, spec=replace(first.spec, shape=(6, 4), stride=(4, 1)))
     builder.ops[2] = replace(call, results=(wrong,))
-    with pytest.raises(ExecutionError, match=r"aten::embedding returned float32\[3, 8\], but float32\[6, 4\]"):
+    with pytest.raises(CaptureError, match=r"aten::embedding returned float32\[3, 8\], but float32\[6, 4\]"):
         record(builder.graph())
 
 
