@@ -38,6 +38,8 @@ Contexts = Sequence[Callable[[], AbstractContextManager[Any]]]
 Forward = Callable[..., Mapping[str, torch.Tensor]]
 """A model's forward that returns its tensors by name."""
 
+UNREACHED = "requires_grad: no trainable parameter reaches the"
+"""How the refusal of a step begins that has nothing to differentiate."""
 _CPU = torch.device("cpu")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _FLAGS = {
@@ -79,8 +81,8 @@ class ValueBinding:
 class CapturedStep:
     """A step as a graph. ``constants``: the live tensors behind the INPUTs whose source is ``constant``.
 
-    A forward alone has neither ``gradients`` nor a late input. In a training step the first of ``outputs`` is
-    differentiated. A trainable parameter that it does not reach has no entry in ``gradients``, as eager leaves it None.
+    A forward alone has neither ``gradients`` nor a late input. In a training step the first ``differentiated`` of
+    ``outputs`` are. A trainable parameter that they do not reach has no entry in ``gradients``, as eager leaves it None.
     ``bare``: the model returns the first output itself, not something that has it as a field.
     """
 
@@ -90,36 +92,54 @@ class CapturedStep:
     gradients: tuple[ValueBinding, ...]
     constants: Mapping[str, torch.Tensor]
     bare: bool = False
+    differentiated: int = 1
 
 
 class _Step(torch.nn.Module):
     """Outputs and gradients in one call, so that parameters swapped in reach the recomputation too."""
 
     def __init__(
-        self, model: torch.nn.Module, forward: Callable[..., Any], autocast: AutocastState, outputs: Sequence[str]
+        self,
+        model: torch.nn.Module,
+        forward: Callable[..., Any],
+        autocast: AutocastState,
+        outputs: Sequence[str],
+        differentiated: int,
     ) -> None:
         super().__init__()
         self.model = model
         self._call = forward
         self._autocast = autocast
         self._outputs = outputs
+        self._differentiated = differentiated
         self.bare = False
 
     def forward(self, batch: Mapping[str, Any], tangents: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         with autocast_region(self._autocast):
             output = self._call(**batch)
         self.bare = isinstance(output, torch.Tensor)
-        first, *others = (_loss_of(output) if name == "loss" else _tensor_of(output, name) for name in self._outputs)
-        if first.dtype not in _FLOATS:
-            raise CaptureError(f"{self._outputs[0]}: a {first.dtype} has no gradient")
+        values = [_loss_of(output) if name == "loss" else _tensor_of(output, name) for name in self._outputs]
+        wanted = values[: self._differentiated]
+        for name, value in zip(self._outputs, wanted, strict=False):
+            if value.dtype not in _FLOATS:
+                raise CaptureError(f"{name}: a {value.dtype} has no gradient")
         if not tangents:
-            return [first]
-        if not first.requires_grad:
-            raise NoSuchOutput(f"requires_grad: no trainable parameter reaches the {self._outputs[0]}", None)
-        tangent = next(t for t in tangents if t.dtype is first.dtype)
+            return list(wanted)
+        # As in eager mode, a field that no trainable parameter reaches adds nothing to the gradients of others.
+        pairs = [(v, t) for v, t in zip(wanted, self._matching(wanted, tangents), strict=True) if v.requires_grad]
+        if not pairs:
+            raise NoSuchOutput(f"{UNREACHED} {self._outputs[0]}", None)
         trainable = [p for p in self.model.parameters() if p.requires_grad]
-        gradients = torch.autograd.grad(first, trainable, tangent, allow_unused=True)
-        return [first, *others, *gradients]
+        gradients = torch.autograd.grad(
+            [v for v, _ in pairs], trainable, [t for _, t in pairs], allow_unused=True
+        )
+        return [*values, *gradients]
+
+    def _matching(self, wanted: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The tangent of each: of several for a loss, see ``_tangents``, the one of its dtype."""
+        if self._outputs[0] != "loss":
+            return tangents
+        return [next(t for t in tangents if t.dtype is wanted[0].dtype)]
 
 
 class _Forward(torch.nn.Module):
@@ -165,10 +185,22 @@ def _loss_of(output: Any) -> torch.Tensor:
     return loss
 
 
+def field_at(output: Any, path: str) -> Any:
+    """What ``output`` has under a dotted path of keys, positions and attributes; None if it has nothing there."""
+    for name in path.split("."):
+        if isinstance(output, Mapping):
+            output = next((v for k, v in output.items() if str(k) == name), getattr(output, name, None))
+        elif isinstance(output, (tuple, list)) and name.isdigit():
+            output = output[int(name)] if int(name) < len(output) else None
+        else:
+            output = getattr(output, name, None)
+    return output
+
+
 def _tensor_of(output: Any, name: str) -> torch.Tensor:
     if isinstance(output, torch.Tensor):
         return output
-    value = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+    value = field_at(output, name)
     if not isinstance(value, torch.Tensor):
         raise NoSuchOutput(f"{name}: the model returned none; a step needs labels and a loss, or {name}", output)
     return value
@@ -183,11 +215,13 @@ def capture_step(
     name: str = "step",
     device: torch.device = _CPU,
     outputs: Sequence[str] = ("loss",),
+    differentiated: int = 1,
 ) -> CapturedStep:
     """Capture outputs and gradients of one training step of ``model`` on a batch shaped as ``kwargs``.
 
-    ``outputs``: fields of what the model returns. The first, ``loss`` or a tensor such as ``logits``, is the one that
-    the user differentiates; the others can be read alone. What a model returns as a tensor alone stands for the first.
+    ``outputs``: fields of what the model returns, or dotted paths into them such as ``hidden_states.2``. The first
+    ``differentiated`` are those that the user differentiates: ``loss``, which is alone then, or tensors such as
+    ``logits``; the others can be read alone. What a model returns as a tensor alone stands for the first.
 
     Works on fake twins on ``device``, where the step will run, because PyTorch chooses kernels by device; neither
     weights nor batch are read, and a model built on ``meta`` will do. ``forward`` is traced in place of
@@ -200,15 +234,17 @@ def capture_step(
     _check_batch(kwargs)
     mode = tracing_mode()
     twins = _Twins.of(mode, model, kwargs, device)
-    step = _Step(model, forward if forward is not None else model.forward, autocast_state(), outputs)
+    step = _Step(model, forward if forward is not None else model.forward, autocast_state(), outputs, differentiated)
     call = twins.caller(step, model, kwargs)
     with _tracing(model, mode, contexts) as log:
         tangents = _tangents(lambda: call(*twins.arguments, []), outputs[0], device, log)
     with _tracing(model, mode, contexts) as log:
         trace = _trace(call, (*twins.arguments, tangents), log)
-    sources = twins.sources(model) + [("tangent", outputs[0])] * len(tangents)
+    names = [outputs[0]] * len(tangents) if outputs[0] == "loss" else outputs[:differentiated]
+    sources = twins.sources(model) + [("tangent", name) for name in names]
     constants = functools.partial(bind_constants, trace, mode, model)
-    return replace(_lower(trace, sources, constants, log, name, device, outputs), bare=step.bare)
+    captured = _lower(trace, sources, constants, log, name, device, outputs)
+    return replace(captured, bare=step.bare, differentiated=differentiated)
 
 
 def _check_batch(kwargs: Mapping[str, Any]) -> None:
@@ -315,17 +351,16 @@ def _tracing(
 def _tangents(
     forward: Callable[[], list[torch.Tensor | None]], output: str, device: torch.device, log: TraceLog
 ) -> list[torch.Tensor]:
-    """What may be the gradient of ``output``.
+    """What may be the gradients of what ``forward`` returns, the first of it being ``output``.
 
-    A loss has no dimensions, so there is one for each dtype: which one is known once the forward is traced. The shape
-    of anything else takes a forward more to find out.
+    A loss has no dimensions, so there is one for each dtype: which one is known once the forward is traced. The shapes
+    of anything else take a forward more to find out.
     """
     if output == "loss":
         return [torch.empty((), dtype=dtype, device=device) for dtype in _FLOATS]
     with torch.no_grad(), _errors_named(log):
-        value = forward()[0]
-    assert value is not None
-    return [torch.empty(value.shape, dtype=value.dtype, device=device)]
+        values = [value for value in forward() if value is not None]
+    return [torch.empty(value.shape, dtype=value.dtype, device=device) for value in values]
 
 
 def _source(name: str, tensor: torch.Tensor, buffers: set[str]) -> tuple[str, str]:

@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from disco_accel.capture.autocast import AutocastState, autocast_region, outside_autocast
+from disco_accel.capture.step import UNREACHED, field_at
 from disco_accel.capture.twins import batch_tensors
-from disco_accel.errors import ExecutionError
+from disco_accel.errors import CaptureError, ExecutionError
 from disco_accel.integrate.buckets import Fitted
 from disco_accel.integrate.compiled import CompiledStep
+from disco_accel.integrate.fields import leaves, with_leaves
 from disco_accel.integrate.generator import generator_from
 from disco_accel.integrate.guards import StepKey, step_key
-from disco_accel.integrate.output import with_gradient
+from disco_accel.integrate.output import with_gradient, with_gradients
 from disco_accel.integrate.pending import PendingStep, externals_of
 from disco_accel.integrate.seen import Seen, versions_of
 
@@ -41,6 +43,8 @@ class Uses:
 
     differentiated: str | None = None
     read: Counter[str] = field(default_factory=Counter)
+    fields: tuple[str, ...] | None = None
+    """What the model's own output has, once it was seen."""
 
     def outputs(self, batch: Mapping[str, Any]) -> Outputs:
         """What the next step is planned to return: no more than is used, since logits cost memory."""
@@ -72,23 +76,38 @@ class Again:
         """As the step got it."""
         return self.fitted.batch
 
-    def read(self, name: str) -> Any:
-        """Field ``name`` of the model's own output.
+    def __call__(self, name: str) -> Any:
+        """Field ``name`` of the model's own output, without what padding to a bucket added, whatever is set for the
+        reading thread: in eager mode too the graph of a value is that of its forward.
 
         Raises:
             AttributeError: it has none.
             ExecutionError: what the forward read was changed since.
         """
-        if name == "loss" and self.batch.get("labels") is None and self.uses.differentiated is None:
-            return None
+        with torch.inference_mode(False), torch.enable_grad():
+            return self.fitted.cut(name, self._read(name))
+
+    def fields(self) -> tuple[str, ...]:
+        """Names of the fields that the model's own output has, in their order. Raises as reading one does."""
+        if self.uses.fields is None:
+            own = self._own("its fields")
+            self.uses.fields = tuple(own.keys()) if isinstance(own, Mapping) else ()
+        return self.uses.fields
+
+    def _own(self, name: str) -> Any:
         if self.own is None:
             self._check_readable(name)
             # The draws are those of the step's own forward, and the user's generator does not notice.
             with torch.no_grad(), generator_from(self.step, self.generator), self._circumstances():
                 self.own = self.state.original_forward(**self.batch)
-        value = getattr(self.own, name)
+        return self.own
+
+    def _read(self, name: str) -> Any:
+        if name == "loss" and self.batch.get("labels") is None and self.uses.differentiated is None:
+            return None
+        value = getattr(self._own(name), name)
         if not isinstance(value, torch.Tensor):
-            return value
+            return self._differentiable_inside(name, value)
         self.uses.read[name] += 1
         if self.uses.read[name] == _HABIT:
             logger.info("the model's %s are read: steps are planned with them from now on", name)
@@ -97,29 +116,68 @@ class Again:
     def differentiable(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """``value`` with the way back that eager's has."""
         parameters = self.step.parameters
-        if parameters is None or not value.is_floating_point() or not torch.is_grad_enabled():
+        if parameters is None or not value.is_floating_point():
             return value
         return with_gradient(value, parameters, functools.partial(self._gradients, name))
+
+    def _differentiable_inside(self, name: str, value: Any) -> Any:
+        """``value``, all tensors in which have one way back together."""
+        floats = {path: tensor for path, tensor in leaves(value, name) if tensor.is_floating_point()}
+        if not floats or self.step.parameters is None:
+            return value
+        connected = with_gradients(floats, self.step.parameters, self._gradients_of)
+        return with_leaves(value, name, connected)
 
     def _gradients(self, name: str, tangent: torch.Tensor) -> dict[str, torch.Tensor]:
         """Runs the step that differentiates ``name``, from this forward's inputs."""
         if self.uses.differentiated != name:
             logger.info("%s: a gradient is asked for; steps are planned for it from now on", name)
         self.uses.differentiated = name
+        return self._run({name: tangent}, self.uses.outputs(self.batch))
+
+    def _gradients_of(self, tangents: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Runs the step that differentiates all of ``tangents``, from this forward's inputs."""
+        last = self.step.captured.outputs[0].name
+        # Where random numbers are drawn, the step goes on to the end of the forward, to draw all of them.
+        return self._run(tangents, (*tangents, *((last,) if self.step.draws and last not in tangents else ())))
+
+    def _run(self, tangents: Mapping[str, torch.Tensor], outputs: Outputs) -> dict[str, torch.Tensor]:
         changed = self._changed()
         if changed is not None:
             raise ExecutionError(
-                f"{changed} was changed in place between this step's forward and the backward of its {name}; "
-                "call backward() before changing it"
+                f"{changed} was changed in place between this step's forward and the backward of its "
+                f"{next(iter(tangents))}; call backward() before changing it"
             )
         with self.state.lock:
-            with torch.enable_grad(), self._circumstances():
-                step = self.state.compiled(self.model, self.fitted, self.uses.outputs(self.batch))
+            try:
+                with torch.enable_grad(), self._circumstances():
+                    step = self.state.compiled(self.model, self.fitted, outputs, differentiated=len(tangents))
+            except CaptureError as error:
+                if str(error).startswith(UNREACHED):
+                    return {}
+                return self._eager_gradients(tangents, error)
             externals = externals_of(self.state, self.model, step, self.batch)
             pending = PendingStep(self.state, self.model, step, externals)
             # As if it had been made at the forward: its backward refuses what has changed since.
             pending.generator, pending.seen = self.generator, self.seen
-            return pending.backward(tangent)
+            return pending.backward(tangents)
+
+    def _eager_gradients(self, tangents: Mapping[str, torch.Tensor], error: CaptureError) -> dict[str, torch.Tensor]:
+        """From the model's own forward and backward, where no plan can be made and eager mode may stand in."""
+        names = ", ".join(tangents)
+        if self.state.config.on_unsupported != "eager":
+            raise ExecutionError(
+                f"{names}: a gradient is asked for, and a step that gives it cannot be planned ({error}); detach() it, "
+                "or set on_unsupported: eager"
+            ) from error
+        self.state.say_once(f"{names}: gradients are made in eager mode, outside the memory budget: {error}")
+        assert self.step.parameters is not None
+        with torch.enable_grad(), generator_from(self.step, self.generator), self._circumstances():
+            own = self.state.original_forward(**self.batch)
+            pairs = [(v, t) for n, t in tangents.items() if (v := field_at(own, n)).requires_grad]
+            values, given = [v for v, _ in pairs], [t for _, t in pairs]
+            found = torch.autograd.grad(values, list(self.step.parameters.values()), given, allow_unused=True)
+        return {n: g for n, g in zip(self.step.parameters, found, strict=True) if g is not None}
 
     def _check_readable(self, name: str) -> None:
         changed = self._changed()

@@ -216,11 +216,12 @@ def compile_step(
     forward: Callable[..., Any],
     options: CompileOptions,
     outputs: Sequence[str] = ("loss",),
+    differentiated: int = 1,
     cut: bool = False,
 ) -> CompiledStep:
     """Capture, record, plan and verify one training step of ``model`` for batches shaped like ``kwargs``.
 
-    ``outputs``: as in ``capture_step``. ``cut``: the user gets them without padding, in copies of their own.
+    ``outputs``, ``differentiated``: as in ``capture_step``. ``cut``: the user gets them without padding, in copies of their own.
 
     Raises:
         CaptureError: an op or module cannot be captured.
@@ -228,7 +229,15 @@ def compile_step(
     """
     began = time.perf_counter()
     device = run_device(options.engine.device)
-    captured = capture_step(model, kwargs, forward=forward, contexts=options.contexts, device=device, outputs=outputs)
+    captured = capture_step(
+        model,
+        kwargs,
+        forward=forward,
+        contexts=options.contexts,
+        device=device,
+        outputs=outputs,
+        differentiated=differentiated,
+    )
     tensors = {k: v for k, v in kwargs.items() if isinstance(v, torch.Tensor)}
     return _compile(model, captured, tensors, (1 + cut) * _outputs_bytes(captured), options, began)
 
@@ -319,9 +328,9 @@ def leaving_bytes(captured: CapturedStep) -> dict[str, int]:
 
 
 def _outputs_bytes(captured: CapturedStep) -> int:
-    """Bytes outside the arena: the user's copy of each output, and the gradient of the first."""
+    """Bytes outside the arena: the user's copy of each output, and the gradient of those that are differentiated."""
     sizes = leaving_bytes(captured)
-    return sum(sizes.values()) + sizes[captured.outputs[0].name]
+    return sum(sizes.values()) + sum(sizes[o.name] for o in captured.outputs[: captured.differentiated])
 
 
 def with_memory(graph: TaskGraph, memory: int) -> TaskGraph:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
@@ -14,9 +14,21 @@ from disco_accel.integrate.dynamo import not_compiled
 
 Gradients = Callable[[torch.Tensor], Mapping[str, torch.Tensor]]
 """From the gradient of a value to those of the trainable parameters, by name."""
+GradientsOf = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+"""As ``Gradients``, from the gradients of several values by their paths."""
+
+class Reader(Protocol):
+    """Finds what a step was not planned to return."""
+
+    def __call__(self, name: str) -> Any:
+        """A field by its name. Raises AttributeError if there is none."""
+
+    def fields(self) -> tuple[str, ...]:
+        """The names of all fields, in their order; none where the model returns something that has none."""
+
 
 _READER = "_disco_reader"
-_Spec = tuple[tuple[str, ...], Callable[[str], Any] | None]
+_Spec = tuple[tuple[str, ...], Reader | None]
 
 
 class _NotByItsFields:
@@ -33,8 +45,8 @@ class StepOutput(_NotByItsFields, ModelOutput):
     Any other field is found by one more forward when it is first read. Who does so again gets it planned.
     """
 
-    def __init__(self, values: Mapping[str, torch.Tensor], reader: Callable[[str], Any] | None = None) -> None:
-        """``reader``: finds a field that is not in ``values`` by its name. Raises AttributeError if there is none."""
+    def __init__(self, values: Mapping[str, torch.Tensor], reader: Reader | None = None) -> None:
+        """``reader``: finds a field that is not in ``values``."""
         for name, value in values.items():
             self[name] = value
             # Accelerate makes a new output from the items of this one when it casts them.
@@ -53,13 +65,15 @@ class StepOutput(_NotByItsFields, ModelOutput):
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, str):
             return self.get(key) if key in self.keys() else getattr(self, key)
-        if key == 1 and "loss" in self.keys() and len(self) == 1:
-            return self.logits
+        if key == 0 and "loss" in self.keys():
+            return self.loss
         return self.to_tuple()[key]
 
     def to_tuple(self) -> tuple[Any, ...]:
-        """The planned values, a loss first."""
-        return tuple(self.values())
+        """What the model's own output has, in its order."""
+        reader = self.__dict__.get(_READER)
+        names = reader.fields() if reader is not None else ()
+        return tuple(self[name] for name in names or self.keys())
 
 
 def _flatten(output: StepOutput) -> tuple[list[Any], _Spec]:
@@ -98,3 +112,29 @@ def with_gradient(value: torch.Tensor, parameters: Mapping[str, torch.Tensor], g
     """``value`` as a function of ``parameters`` whose backward is ``gradients``."""
     result: torch.Tensor = _Elsewhere.apply(value, gradients, tuple(parameters), *parameters.values())
     return result
+
+
+class _Together(torch.autograd.Function):
+    """Values whose gradients other code takes to the parameters, all at once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, paths: tuple[str, ...], gradients: GradientsOf, names: tuple[str, ...], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.paths, ctx.gradients, ctx.names = paths, gradients, names
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors[: len(paths)])
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        arrived = {path: t for path, t in zip(ctx.paths, tangents, strict=True) if t is not None}
+        found = ctx.gradients(arrived) if arrived else {}
+        return (None, None, None, *(None for _ in ctx.paths), *(found.get(name) for name in ctx.names))
+
+
+def with_gradients(
+    values: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor], gradients: GradientsOf
+) -> dict[str, torch.Tensor]:
+    """``values`` as functions of ``parameters``, which ``gradients`` differentiates together."""
+    made: Any = _Together.apply(tuple(values), gradients, tuple(parameters), *values.values(), *parameters.values())
+    return dict(zip(values, made, strict=True))

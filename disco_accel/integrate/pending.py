@@ -86,8 +86,8 @@ class PendingStep:
                 self.suspend()
                 raise
 
-    def backward(self, tangent: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Deliver the gradient of the first output; returns copies of the gradients by parameter name."""
+    def backward(self, tangents: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Deliver the gradients of the differentiated outputs, by name; returns copies of those of the parameters."""
         self.state.require_own_process()
         with self.state.lock:
             # A step that still runs has read what it needs, as eager has; one that is run again reads all of it again.
@@ -98,7 +98,7 @@ class PendingStep:
                 with generator_from(self.step, self.generator):
                     self._take_engine()
             executor = self.step.executor
-            late = {b.vertex: tangent.contiguous() for b in self.step.vertices_of("tangent")}
+            late = {b.vertex: tangents[b.name].contiguous() for b in self.step.vertices_of("tangent")}
             with kept_on_failure(self.step):
                 try:
                     executor.run_end(late)
@@ -178,7 +178,8 @@ class _Step(torch.autograd.Function):
                 "backward() was called inside autocast, against PyTorch's advice: a planned step's runs outside of it, "
                 "as if it had been called after the region; eager mode may round differently there"
             )
-        gradients = ctx.pending.backward(tangent)
+        pending = ctx.pending
+        gradients = pending.backward({pending.step.captured.outputs[0].name: tangent})
         return (None, None, None, *(gradients.get(name) for name in ctx.names))
 
 
@@ -193,7 +194,8 @@ def externals_of(
     if step.parameters is None:
         # A parameter that is added, removed or replaced changes the step's key, so these stay the model's own.
         step.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        if step.captured.gradients:
+        # Part of a field, a hidden state say, need not be reached by all that the loss is.
+        if step.captured.gradients and "." not in step.captured.outputs[0].name:
             _check_gradients(state, step, step.parameters)
     given = batch_tensors(batch)
     _check_rows(step, given)

@@ -98,16 +98,27 @@ class PreparedModel:
         return (_nothing, ())
 
     def compiled(
-        self, model: torch.nn.Module, fitted: Fitted, outputs: Outputs, seen: StepKey | None = None
+        self,
+        model: torch.nn.Module,
+        fitted: Fitted,
+        outputs: Outputs,
+        seen: StepKey | None = None,
+        differentiated: int = 1,
     ) -> CompiledStep:
         """The plan for this batch, made on first sight of its key, which is ``seen`` if that is known already."""
         batch, cut = fitted.batch, fitted.length is not None and outputs != ("loss",)
         return self.plan_of(
             model,
-            (seen or step_key(model, batch), outputs, cut),
+            (seen or step_key(model, batch), outputs, differentiated, cut),
             lambda: self._training_contexts(model, batch),
             lambda options: compile_step(
-                model, batch, forward=self.original_forward, options=options, outputs=outputs, cut=cut
+                model,
+                batch,
+                forward=self.original_forward,
+                options=options,
+                outputs=outputs,
+                differentiated=differentiated,
+                cut=cut,
             ),
             f"a training step on {batch_text(batch, fitted.length)}",
         )
@@ -307,7 +318,7 @@ def _planned(state: PreparedModel, model: torch.nn.Module, fitted: Fitted) -> St
     again = Again(state, model, fitted, step, uses, generator, autocast_state(), key, seen)
     first, *others = ((output.name, value) for output, value in zip(step.captured.outputs, values, strict=True))
     outputs = dict([first, *((n, again.differentiable(n, v)) for n, v in others)])
-    return StepOutput({n: fitted.cut(n, v) for n, v in outputs.items()}, lambda n: fitted.cut(n, again.read(n)))
+    return StepOutput({n: fitted.cut(n, v) for n, v in outputs.items()}, again)
 
 
 def _eager(state: PreparedModel, error: CaptureError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
