@@ -6,7 +6,8 @@ views of it are known as such, and its bytes are those of the live tensor: chang
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter
 
 from disco_accel.capture.alias import storage_key
+from disco_accel.capture.patches import patched
 from disco_accel.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -86,6 +88,30 @@ def bind_constants(trace: fx.GraphModule, mode: FakeTensorMode, model: torch.nn.
             node.meta["val"] = converter.twins[id(real)][1]
     _check_offsets(trace.graph, constants)
     return constants
+
+
+@contextmanager
+def no_values_read(model: torch.nn.Module) -> Iterator[None]:
+    """Refuse Python reading the values of a constant, which would be part of the graph without anyone knowing.
+
+    ``item`` and ``bool`` go through the dispatcher, which refuses them; these do not.
+    """
+
+    def refusing(read: Callable[..., Any]) -> Callable[..., Any]:
+        def refuse(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(tensor, FakeTensor):
+                return read(tensor, *args, **kwargs)
+            raise CaptureError(
+                f"{name_of(model, tensor)}: {read.__name__}() reads its values while a step is captured, and a planned "
+                "step would not read them again; keep them as Python numbers, or use the tensor itself"
+            )
+
+        return refuse
+
+    with ExitStack() as stack:
+        for name in ("tolist", "numpy", "__array__"):
+            stack.enter_context(patched(torch.Tensor, name, refusing))
+        yield
 
 
 def _real(value: Any) -> torch.Tensor | None:

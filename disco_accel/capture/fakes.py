@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +21,12 @@ def fake_kernels() -> Iterator[None]:
     if _GROUPED_MM in table:
         yield
         return
-    table[_GROUPED_MM] = _grouped_mm
+    thread = threading.get_ident()
+
+    def here(*args: Any, **kwargs: Any) -> Any:
+        return _grouped_mm(*args, **kwargs) if threading.get_ident() == thread else NotImplemented
+
+    table[_GROUPED_MM] = here
     try:
         yield
     finally:
@@ -53,10 +59,13 @@ def _grouped_mm(
 @contextmanager
 def quiet() -> Iterator[None]:
     """Torch logs a traceback for an op it cannot fake, on top of the error it raises."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    logger, thread = logging.getLogger("torch._subclasses.fake_tensor"), threading.get_ident()
+
+    def elsewhere(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    logger.addFilter(elsewhere)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        logger.removeFilter(elsewhere)

@@ -7,8 +7,8 @@ forward. Recomputation may stop early, so it may draw less often than the forwar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import fx
 
 from disco_accel.capture.lower import Lowering
 from disco_accel.capture.nodes import arguments_of
+from disco_accel.capture.patches import patched
 from disco_accel.capture.tags import FORWARD, RECOMPUTE, TraceLog, node_info
 from disco_accel.errors import CaptureError
 from disco_accel.taskgraph import Ref, RngSite
@@ -24,19 +25,49 @@ from disco_accel.taskgraph import Ref, RngSite
 
 @contextmanager
 def user_generator() -> Iterator[None]:
-    """Leave the user's generator as it is, and notice a model that sets it itself.
+    """Notice a model that sets the user's generator itself, and leave the generator to other threads, which may draw.
+
+    Nothing draws while a step is traced, so this thread sees the generator as it is now all the time, and
+    checkpointing may set it to that.
 
     Raises:
-        CaptureError: something under the trace seeded the generator or drew from it where no op shows it.
+        CaptureError: something under the trace sets the generator or seeds it.
     """
-    with torch.random.fork_rng(devices=[]):
-        before = torch.get_rng_state()
+    state, seed = torch.get_rng_state(), torch.initial_seed()
+    elsewhere: list[bool] = []
+
+    def refused(_: Callable[..., Any]) -> Callable[..., Any]:
+        def refuse(*_args: Any, **_kwargs: Any) -> None:
+            raise CaptureError(_SEEDS)
+
+        return refuse
+
+    def reading(_: Callable[..., Any]) -> Callable[..., Any]:
+        return state.clone
+
+    def setting(_: Callable[..., Any]) -> Callable[..., Any]:
+        def set_state(new: torch.Tensor) -> None:
+            if type(new) is not torch.Tensor or not torch.equal(new, state):
+                raise CaptureError(_SEEDS)
+
+        return set_state
+
+    changes = {"manual_seed": refused, "seed": refused, "get_rng_state": reading, "set_rng_state": setting}
+    with ExitStack() as stack:
+        for owner in (torch, torch.random):
+            for name, make in changes.items():
+                stack.enter_context(patched(owner, name, make, lambda: elsewhere.append(True)))
         yield
-        if not torch.equal(before, torch.get_rng_state()):
-            raise CaptureError(
-                "torch.manual_seed: the model's forward seeds or sets the random generator, or draws from it outside "
-                "of torch ops, which a planned step cannot repeat; do it outside of the forward"
-            )
+    if torch.initial_seed() != seed and not elsewhere:
+        # Past the names above. No other thread's draw changes the seed.
+        torch.set_rng_state(state)
+        raise CaptureError(_SEEDS)
+
+
+_SEEDS = (
+    "torch.manual_seed: the model's forward seeds or sets the random generator, or draws from it outside of torch ops, "
+    "which a planned step cannot repeat; do it outside of the forward"
+)
 
 
 def random_sites(graph: fx.Graph, log: TraceLog) -> dict[fx.Node, RngSite]:

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from disco_accel.capture.alias import storage_key, tensor_spec
 from disco_accel.capture.autocast import AutocastState, autocast_region, autocast_state, outside_autocast
-from disco_accel.capture.constants import bind_constants, tracing_mode
+from disco_accel.capture.constants import bind_constants, no_values_read, tracing_mode
 from disco_accel.capture.fakes import fake_kernels, quiet
 from disco_accel.capture.lower import (
     InputFlags,
@@ -82,7 +82,7 @@ class CapturedStep:
     """A step as a graph. ``constants``: the live tensors behind the INPUTs whose source is ``constant``.
 
     A forward alone has neither ``gradients`` nor a late input. In a training step the first ``differentiated`` of
-    ``outputs`` are. A trainable parameter that they do not reach has no entry in ``gradients``, as eager leaves it None.
+    ``outputs`` are. A trainable parameter that they do not reach has no entry in ``gradients``: eager leaves it None.
     ``bare``: the model returns the first output itself, not something that has it as a field.
     """
 
@@ -130,9 +130,7 @@ class _Step(torch.nn.Module):
         if not pairs:
             raise NoSuchOutput(f"{UNREACHED} {self._outputs[0]}", None)
         trainable = [p for p in self.model.parameters() if p.requires_grad]
-        gradients = torch.autograd.grad(
-            [v for v, _ in pairs], trainable, [t for _, t in pairs], allow_unused=True
-        )
+        gradients = torch.autograd.grad([v for v, _ in pairs], trainable, [t for _, t in pairs], allow_unused=True)
         return [*values, *gradients]
 
     def _matching(self, wanted: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -333,16 +331,17 @@ def _tracing(
 ) -> Iterator[TraceLog]:
     """What holds while a step is traced."""
     with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context())
         stack.enter_context(quiet())
         stack.enter_context(tables_kept(model))
         stack.enter_context(user_generator())
+        stack.enter_context(no_values_read(model))
         stack.enter_context(fake_kernels())
         stack.enter_context(outside_autocast())
         stack.enter_context(torch.set_grad_enabled(gradients))
         # On CUDA autograd would run the backward in a thread of its own, out of sight of the contexts here.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        for context in contexts:
-            stack.enter_context(context())
         log = stack.enter_context(logging_trace(model))
         stack.enter_context(mode)
         yield log

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from disco_accel.capture.patches import patched
 from disco_accel.errors import CaptureError
 
 FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
@@ -109,34 +110,55 @@ def node_info(node: fx.Node) -> NodeInfo:
 def logging_trace(model: torch.nn.Module) -> Iterator[TraceLog]:
     """Note phase, layer and module on every FX node that this thread creates inside."""
     log = TraceLog({id(module): name for name, module in model.named_modules()})
-    create_node = fx.Graph.create_node
 
-    def noting(graph: fx.Graph, *args: Any, **kwargs: Any) -> fx.Node:
-        node = create_node(graph, *args, **kwargs)
-        current = active_log()
-        if current is not None:
-            node.meta[_INFO_KEY] = current.info()
-        return node
+    def noting(create_node: Callable[..., fx.Node]) -> Callable[..., fx.Node]:
+        def create_noted(graph: fx.Graph, *args: Any, **kwargs: Any) -> fx.Node:
+            node = create_node(graph, *args, **kwargs)
+            node.meta[_INFO_KEY] = log.info()
+            return node
 
-    handles = [
-        register_module_forward_pre_hook(_enter_module),
-        register_module_forward_hook(_leave_module),
-    ]
-    fx.Graph.create_node = noting  # type: ignore[method-assign, assignment]
-    _active.log = log
-    try:
+        return create_noted
+
+    with ExitStack() as stack:
+        for handle in (
+            register_module_forward_pre_hook(_enter_module),
+            register_module_forward_hook(_leave_module),
+        ):
+            stack.callback(handle.remove)
+        stack.enter_context(patched(fx.Graph, "create_node", noting))
+        _active.log = log
+        stack.callback(setattr, _active, "log", None)
+        turn = _Turn(frozenset(log.module_names))
+        _turns.append(turn)
+        stack.callback(turn.end)
         yield log
-    finally:
-        _active.log = None
-        fx.Graph.create_node = create_node  # type: ignore[method-assign]
-        for handle in handles:
-            handle.remove()
+
+
+class _Turn:
+    """The time in which the modules of a model hold twins, by the identities of those modules."""
+
+    def __init__(self, modules: frozenset[int]) -> None:
+        self.modules = modules
+        self.over = threading.Event()
+
+    def end(self) -> None:
+        """Let the threads go on that wait for it."""
+        _turns.remove(self)
+        self.over.set()
+
+
+_turns: list[_Turn] = []
 
 
 def _enter_module(module: torch.nn.Module, _args: Any) -> None:
     log = active_log()
     if log is not None:
         log.modules.append(log.module_names.get(id(module), log.module))
+        return
+    # Another thread runs a module that is being captured: until that is over there are no weights in it.
+    for turn in tuple(_turns):
+        if id(module) in turn.modules:
+            turn.over.wait()
 
 
 def _leave_module(_module: torch.nn.Module, _args: Any, _output: Any) -> None:

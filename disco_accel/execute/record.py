@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -107,14 +107,16 @@ def record(
     records: dict[int, OpRecord] = {}
     # The engine runs ops outside any autocast region; the casts of the captured one are ops of the graph.
     outside = torch.autocast(where.type, enabled=False)
-    with _threads(compute_threads), _generator_kept(torch.device(device)), outside:
+    with _threads(compute_threads), outside:
         for vertex in graph.vertices:
             if vertex.kind is not VertexKind.KERNEL or (only is not None and vertex.id not in only):
                 continue
             call = graph.ops[vertex.id]
             signature = _signature(vertex, call, vertices)
             if signature not in known:
-                known[signature] = _measure(signature, label(call), where)
+                # Others may draw meanwhile, so the generator is set back around those ops alone that draw themselves.
+                with _generator_kept(torch.device(device)) if call.rng is not None else nullcontext():
+                    known[signature] = _measure(signature, label(call), where)
             records[vertex.id] = known[signature]
     return records
 
@@ -368,14 +370,15 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _allocations(signature: _Signature, call: _Call, name: str) -> tuple[tuple[Allocation, ...], int]:
     """Which block of a functional call becomes which output; the rest is scratch."""
     outputs: dict[int, int] = {}
-    results, call_name = signature.call.results, signature.call.name
+    results = signature.call.results
     if len(results) != len(call.results):
         raise CaptureError(f"{name} returned {len(call.results)} tensors where {len(results)} were captured")
     for result, (got, block) in zip(results, call.results, strict=True):
         if result is None:
             continue
         if got is None:
-            raise CaptureError(f"{name} left a result undefined that the captured step reads{_HINTS.get(call_name, '')}")
+            hint = _HINTS.get(signature.call.name, "")
+            raise CaptureError(f"{name} left a result undefined that the captured step reads{hint}")
         dtype = str(got.dtype).removeprefix("torch.")
         if (dtype, tuple(got.shape)) != (result.spec.dtype, result.spec.shape):
             raise CaptureError(

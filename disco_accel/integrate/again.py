@@ -98,7 +98,8 @@ class Again:
         if self.own is None:
             self._check_readable(name)
             # The draws are those of the step's own forward, and the user's generator does not notice.
-            with torch.no_grad(), generator_from(self.step, self.generator), self._circumstances():
+            circumstances = self._circumstances()
+            with self.state.gate.eager(), torch.no_grad(), generator_from(self.step, self.generator), circumstances:
                 self.own = self.state.original_forward(**self.batch)
         return self.own
 

@@ -41,6 +41,6 @@ def move_views(tensors: Iterable[torch.Tensor], old: torch.Tensor, new: torch.Te
         if tensor.device != old.device or tensor.untyped_storage()._cdata != old.untyped_storage()._cdata:
             continue
         offset = (tensor.storage_offset() - old.storage_offset()) * tensor.element_size()
-        if tensor.dtype is old.dtype and 0 <= offset and offset + footprint(tensor) <= footprint(old):
+        if tensor.dtype is old.dtype and offset >= 0 and offset + footprint(tensor) <= footprint(old):
             start = new.storage_offset() + tensor.storage_offset() - old.storage_offset()
             tensor.data = new.as_strided(tensor.shape, tensor.stride(), start)

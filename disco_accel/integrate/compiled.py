@@ -196,6 +196,7 @@ class CompileOptions:
 
     ``plan_seconds``: time for the search, None = as much work as the graph is worth. ``plan_cache``: folder for plans
     of earlier runs; None = always plan. ``say``: told of each stage as it begins.
+    ``captured`` is called when the trace is over.
     """
 
     memory: int
@@ -207,6 +208,7 @@ class CompileOptions:
     plan_cache: str | None = None
     contexts: Sequence[Callable[[], Any]] = ()
     say: Callable[[str], None] = lambda _: None
+    captured: Callable[[], None] = lambda: None
 
 
 def compile_step(
@@ -221,7 +223,8 @@ def compile_step(
 ) -> CompiledStep:
     """Capture, record, plan and verify one training step of ``model`` for batches shaped like ``kwargs``.
 
-    ``outputs``, ``differentiated``: as in ``capture_step``. ``cut``: the user gets them without padding, in copies of their own.
+    ``outputs``, ``differentiated``: as in ``capture_step``. ``cut``: the user gets outputs without padding, in
+    copies of their own.
 
     Raises:
         CaptureError: an op or module cannot be captured.
@@ -238,6 +241,7 @@ def compile_step(
         outputs=outputs,
         differentiated=differentiated,
     )
+    options.captured()
     tensors = {k: v for k, v in kwargs.items() if isinstance(v, torch.Tensor)}
     return _compile(model, captured, tensors, (1 + cut) * _outputs_bytes(captured), options, began)
 
@@ -265,6 +269,7 @@ def compile_forward(
     captured = capture_forward(
         model, kwargs, forward=forward, contexts=options.contexts, device=device, outside=outside
     )
+    options.captured()
     outputs = sum(leaving_bytes(captured).values()) + beside(captured)
     return _compile(model, captured, batch_tensors(kwargs), outputs, options, began)
 

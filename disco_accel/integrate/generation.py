@@ -6,6 +6,7 @@ import functools
 import logging
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,10 @@ class _Door:
         self.state = state
         self.model = weakref.ref(model)
         self.forward = forward
+        self.lock = threading.Lock()
+        self.before: Callable[..., Any] | None = None
+        self.threads: Counter[int] = Counter()
+        """Those inside ``_prefill``, for which alone the instance's forward is another one."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None
@@ -82,22 +87,30 @@ def _prefill(self: Any, *args: Any, **kwargs: Any) -> Any:
     if door is None or model is None:
         return type(self)._prefill(self, *args, **kwargs)
     thread = threading.get_ident()
-    before = self.__dict__.get("forward")
 
     def forward(*positional: Any, **named: Any) -> Any:
-        # Another thread may generate with the same model.
-        if threading.get_ident() != thread or positional:
+        # Another thread may evaluate the same model.
+        if threading.get_ident() not in door.threads or positional:
             return door.forward(*positional, **named)
         return _planned_or_own(door, model, named)
 
-    self.__dict__["forward"] = functools.update_wrapper(forward, door.forward)
+    with door.lock:
+        if not door.threads:
+            door.before = self.__dict__.get("forward")
+            self.__dict__["forward"] = functools.update_wrapper(forward, door.forward)
+        door.threads[thread] += 1
     try:
         return type(self)._prefill(self, *args, **kwargs)
     finally:
-        if before is None:
-            self.__dict__.pop("forward", None)
-        else:
-            self.__dict__["forward"] = before
+        with door.lock:
+            door.threads[thread] -= 1
+            if not door.threads[thread]:
+                del door.threads[thread]
+            if not door.threads:
+                if door.before is None:
+                    self.__dict__.pop("forward", None)
+                else:
+                    self.__dict__["forward"] = door.before
 
 
 def _planned_or_own(door: _Door, model: torch.nn.Module, kwargs: dict[str, Any]) -> Any:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import masking_utils
 
+from disco_accel.capture.patches import patched
 from disco_accel.capture.tags import checkpointed
 from disco_accel.errors import CaptureError
 from disco_accel.integrate.dynamo import compiled_parts_traced
@@ -75,21 +76,24 @@ def _masks_of(facts: BatchFacts) -> Iterator[None]:
 
     Under tracing it would always build the mask, and attention given a mask cannot use the causal kernel.
     """
-    ignore, packed = masking_utils._ignore_causal_mask_sdpa, masking_utils.find_packed_sequence_indices
 
-    def ignore_mask(padding_mask: torch.Tensor | None, *args: Any, **kwargs: Any) -> bool:
-        return bool(ignore(None if facts.full_mask else padding_mask, *args, **kwargs))
+    def ignoring(ignore: Callable[..., bool]) -> Callable[..., bool]:
+        def ignore_mask(padding_mask: torch.Tensor | None, *args: Any, **kwargs: Any) -> bool:
+            return bool(ignore(None if facts.full_mask else padding_mask, *args, **kwargs))
 
-    def packed_indices(position_ids: torch.Tensor) -> torch.Tensor | None:
-        return packed(position_ids) if facts.packed else None
+        return ignore_mask
 
-    masking_utils._ignore_causal_mask_sdpa = ignore_mask
-    masking_utils.find_packed_sequence_indices = packed_indices
-    try:
+    def packing(packed: Callable[..., torch.Tensor | None]) -> Callable[..., torch.Tensor | None]:
+        def packed_indices(position_ids: torch.Tensor) -> torch.Tensor | None:
+            return packed(position_ids) if facts.packed else None
+
+        return packed_indices
+
+    with (
+        patched(masking_utils, "_ignore_causal_mask_sdpa", ignoring),
+        patched(masking_utils, "find_packed_sequence_indices", packing),
+    ):
         yield
-    finally:
-        masking_utils._ignore_causal_mask_sdpa = ignore
-        masking_utils.find_packed_sequence_indices = packed
 
 
 def _checkpointed_modules(model: torch.nn.Module) -> list[tuple[torch.nn.Module, dict[str, Any]]]:
@@ -112,11 +116,8 @@ def _checkpointed_modules(model: torch.nn.Module) -> list[tuple[torch.nn.Module,
 @contextmanager
 def _tagged_checkpointing(segments: list[tuple[torch.nn.Module, dict[str, Any]]]) -> Iterator[None]:
     """Checkpoint the same modules with the same options, but note what is forward, recompute and backward."""
-    before = [module._gradient_checkpointing_func for module, _ in segments]
-    for module, options in segments:
-        module._gradient_checkpointing_func = functools.partial(checkpointed, **options)  # type: ignore[assignment]
-    try:
+    with ExitStack() as stack:
+        for module, options in segments:
+            tagged = functools.partial(checkpointed, **options)
+            stack.enter_context(patched(module, "_gradient_checkpointing_func", lambda _, tagged=tagged: tagged))
         yield
-    finally:
-        for (module, _), function in zip(segments, before, strict=True):
-            module._gradient_checkpointing_func = function

@@ -17,6 +17,7 @@ Gradients = Callable[[torch.Tensor], Mapping[str, torch.Tensor]]
 GradientsOf = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 """As ``Gradients``, from the gradients of several values by their paths."""
 
+
 class Reader(Protocol):
     """Finds what a step was not planned to return."""
 

@@ -34,6 +34,11 @@ class Placement:
         self._moved: list[tuple[weakref.ref[torch.nn.Parameter], torch.device]] = []
         self._streamed: StreamedEager | None = None
 
+    @property
+    def model(self) -> torch.nn.Module | None:
+        """The model, as long as it is alive."""
+        return self._model()
+
     def apply(self) -> None:
         """Move frozen weights into host arenas and trainable ones to the device.
 

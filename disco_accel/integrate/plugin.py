@@ -9,6 +9,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +27,7 @@ from disco_accel.integrate import generation
 from disco_accel.integrate.again import Again, Outputs, Uses
 from disco_accel.integrate.arguments import Arguments, signature_of
 from disco_accel.integrate.buckets import Buckets, Fitted
-from disco_accel.integrate.capturing import capturing, in_capture
+from disco_accel.integrate.capturing import Gate, capturing, in_capture
 from disco_accel.integrate.compiled import CompiledStep, CompileOptions, compile_step
 from disco_accel.integrate.dynamo import compiled_note, not_compiled, plain_model
 from disco_accel.integrate.effects import Effects
@@ -77,6 +78,7 @@ class PreparedModel:
         self.current: CompiledStep | None = None
         self.arena: torch.Tensor | None = None
         self.lock = threading.RLock()
+        self.gate = Gate()
         self.engine_process: int | None = None
         self.weights_seen = WatchedTensors([])
         self.counts = {"steps_compiled": 0, "steps_eager": 0, "plan_hits": 0, "prefills": 0, "inner_forwards": 0}
@@ -150,9 +152,12 @@ class PreparedModel:
         try:
             watched = functools.partial(self.effects.of_trace, model)
             options = self._compile_options((watched, *contexts()))
-            short = typed_out_of_memory("preparing the step")
-            with self.voice.making(what) as stage, capturing(), short, self.effects.of_capture():
-                step = compiler(replace(options, say=stage))
+            # In this order: whoever waits for forwards of other threads must not hold what those may wait for.
+            with typed_out_of_memory("preparing the step"), self.voice.making(what) as stage, ExitStack() as gates:
+                for gate in self.gates():
+                    gates.enter_context(gate.tracing())
+                with capturing(), self.effects.of_capture():
+                    step = compiler(replace(options, say=stage, captured=gates.close))
         except CaptureError as error:
             if not met_shortage(error):
                 self.refused[key] = str(error)
@@ -162,6 +167,12 @@ class PreparedModel:
         self.voice.planned(step)
         keep_planning_apart(find_state)
         return step
+
+    def gates(self) -> list[Gate]:
+        """Of the model and of prepared models inside it, whose weights a trace replaces too."""
+        model = self.placement.model
+        states = [m.__dict__[_STATE] for m in model.modules() if _STATE in m.__dict__] if model is not None else []
+        return [state.gate for state in states]
 
     def _compile_options(self, contexts: Sequence[ContextFactory]) -> CompileOptions:
         if self.config.without_effect:
@@ -272,7 +283,7 @@ def _forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     if state is None:
         return type(self).forward(self, *args, **kwargs)
     if not torch.is_grad_enabled() or state.frozen_here is not None or in_capture():
-        with own_forward_runs():
+        with state.gate.eager(), own_forward_runs():
             return state.original_forward(*args, **kwargs)
     state.require_own_process()
     try:
@@ -328,7 +339,7 @@ def _eager(state: PreparedModel, error: CaptureError, args: tuple[Any, ...], kwa
         state.fallbacks.append(str(error))
     state.say_once(f"this step runs in eager mode, outside the memory budget: {error}")
     state.counts["steps_eager"] += 1
-    with own_forward_runs():
+    with state.gate.eager(), own_forward_runs():
         return state.original_forward(*args, **kwargs)
 
 
