@@ -68,13 +68,17 @@ class StepOutput(_NotByItsFields, ModelOutput):
             return self.get(key) if key in self.keys() else getattr(self, key)
         if key == 0 and "loss" in self.keys():
             return self.loss
-        return self.to_tuple()[key]
+        # Only what is asked for is read: a field that the plan does not have costs a forward.
+        picked = self._names()[key]
+        return self[picked] if isinstance(picked, str) else tuple(self[name] for name in picked)
 
     def to_tuple(self) -> tuple[Any, ...]:
         """What the model's own output has, in its order."""
+        return tuple(self[name] for name in self._names())
+
+    def _names(self) -> tuple[str, ...]:
         reader = self.__dict__.get(_READER)
-        names = reader.fields() if reader is not None else ()
-        return tuple(self[name] for name in names or self.keys())
+        return (reader.fields() if reader is not None else ()) or tuple(self.keys())
 
 
 def _flatten(output: StepOutput) -> tuple[list[Any], _Spec]:
