@@ -83,7 +83,6 @@ def test_copies_for_the_backward_go_on_while_the_tangent_is_awaited() -> None:
             time.sleep(0.001)
         _finish(executor, inputs)
         events = executor.events()
-        assert executor.counters()["gate_seconds"] > 0
     copied = max(e.start for e in events if e.lane == "h2d")
     assert sum(e.vertex in behind for e in events) == 5
     assert all(e.start >= copied for e in events if e.vertex in behind)
