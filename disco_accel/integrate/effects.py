@@ -231,7 +231,9 @@ def _words(state: tuple[Any, ...]) -> list[Any]:
 
 def _refuse_random(drawn: str, executed: ExecutedCode) -> None:
     """Raises CaptureError for numbers that were drawn, and for code that makes generators which start anywhere."""
-    fresh = [code for code, *_ in executed if not is_library(code) and not is_pure(code) and _FRESH & global_names(code)]
+    fresh = [
+        code for code, *_ in executed if not is_library(code) and not is_pure(code) and _FRESH & global_names(code)
+    ]
     if not drawn and not fresh:
         return
     candidates = [code for code, *_ in executed if not is_foundation(code) and _RANDOM_NAMES & global_names(code)]

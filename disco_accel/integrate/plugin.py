@@ -32,11 +32,11 @@ from disco_accel.integrate.compiled import CompiledStep, CompileOptions, compile
 from disco_accel.integrate.dynamo import compiled_note, not_compiled, plain_model
 from disco_accel.integrate.effects import Effects
 from disco_accel.integrate.fallback import LastFallback
-from disco_accel.integrate.main_field import compiled_for_use, uses_of
 from disco_accel.integrate.generator import generator_state
 from disco_accel.integrate.guards import StepKey, model_state, step_key
 from disco_accel.integrate.hf import ContextFactory, training_contexts
 from disco_accel.integrate.inner import InnerForwards, own_forward_runs
+from disco_accel.integrate.main_field import compiled_for_use, uses_of
 from disco_accel.integrate.messages import show_messages
 from disco_accel.integrate.output import StepOutput
 from disco_accel.integrate.pending import PendingStep, run_step

@@ -19,9 +19,9 @@ from disco_accel.integrate.compiled import with_memory
 from disco_accel.integrate.hf import hf_contexts
 from disco_accel.integrate.scratch import with_scratch
 from disco_accel.plan import make_plan
-from disco_accel.testing.models import TEN_FAMILIES, family_lora, random_batch
 from disco_accel.recipes.lora import main as train
 from disco_accel.recipes.outline import Outline
+from disco_accel.testing.models import TEN_FAMILIES, family_lora, random_batch
 
 KINDS = list(itertools.product((torch.float32, torch.bfloat16), (False, True)))
 ALL = list(itertools.product(TEN_FAMILIES, KINDS))
