@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from disco_accel.integrate.callback import DiscoCallback
     from disco_accel.integrate.plugin import prepare, restore, stats
     from disco_accel.integrate.prefill import prefill
-    from disco_accel.integrate.python_state import pure
+    from disco_accel.integrate.pure import pure
 
 _HOME = {
     "DiscoConfig": "disco_accel.config",
@@ -32,7 +32,7 @@ _HOME = {
     "DiscoPlugin": "disco_accel.integrate.accelerate_plugin",
     "prefill": "disco_accel.integrate.prefill",
     "prepare": "disco_accel.integrate.plugin",
-    "pure": "disco_accel.integrate.python_state",
+    "pure": "disco_accel.integrate.pure",
     "restore": "disco_accel.integrate.plugin",
     "stats": "disco_accel.integrate.plugin",
 }

@@ -22,7 +22,8 @@ from disco_accel.errors import CaptureError
 from disco_accel.execute.unchanged import ABSENT, ANYTHING, ExecutedCode, Kind, executed_code
 from disco_accel.integrate.code_names import global_names, is_foundation, is_library
 from disco_accel.integrate.guards import model_state
-from disco_accel.integrate.python_state import TABLES, Change, Container, is_pure
+from disco_accel.integrate.pure import is_pure
+from disco_accel.integrate.state_containers import TABLES, Change, Container
 
 logger = logging.getLogger("disco_accel")
 

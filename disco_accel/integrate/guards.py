@@ -15,7 +15,9 @@ from disco_accel.errors import CaptureError
 from disco_accel.execute.unchanged import ExecutedCode, no_zero
 from disco_accel.integrate.ambient import ambient_state
 from disco_accel.integrate.code_names import is_foundation
-from disco_accel.integrate.python_state import OWN_PREFIX, PythonState, is_pure, names_read
+from disco_accel.integrate.pure import is_pure
+from disco_accel.integrate.python_state import PythonState, names_read
+from disco_accel.integrate.state_containers import OWN_PREFIX
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,10 @@ class ModelState:
         self._last = PythonState(model, self._names, self._code.items())
         number = self._numbers.get(self._last.digest)
         self.number = self._numbers[self._last.digest] = next(self._next) if number is None else number
+
+    def for_backward(self) -> PythonState | None:
+        """The state that a backward must find, if it runs Python code."""
+        return self._last if self.runs_in_backward else None
 
     def snapshot(self, model: torch.nn.Module) -> PythonState:
         """The whole state now, also what no forward was seen to read."""

@@ -18,6 +18,7 @@ from disco_accel.errors import ExecutionError
 from disco_accel.integrate.compiled import CompiledStep
 from disco_accel.integrate.dynamo import not_compiled
 from disco_accel.integrate.generator import generator_from, generator_state, kept_on_failure
+from disco_accel.integrate.guards import model_state
 from disco_accel.integrate.seen import Seen
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class PendingStep:
         self.step = step
         self.externals = dict(externals)
         self.seen = self._look()
+        self.python = model_state(model).for_backward()
         self.generator = generator_state(step)
         self.running = False
         self.traced = state.trace_wanted()
@@ -91,7 +93,7 @@ class PendingStep:
         self.state.require_own_process()
         with self.state.lock:
             # A step that still runs has read what it needs, as eager has; one that is run again reads all of it again.
-            self._require(self.seen.begin_check(content=not self.running))
+            self._require(self._python_change() or self.seen.begin_check(content=not self.running))
             if not self.running:
                 self._require(self.seen.finish_check())
                 self.state.make_current(self.model, self.step)
@@ -126,6 +128,12 @@ class PendingStep:
         self.running = False
         if self.state.active is not None and self.state.active() is self:
             self.state.active = None
+
+    def _python_change(self) -> str | None:
+        """What a backward's own Python code would read otherwise than the capture did, for a message."""
+        if self.python is None or self.python.returned(self.model):
+            return None
+        return f"{self.python.last_difference}, which Python code that runs in the backward may read,"
 
     def _require(self, changed: str | None) -> None:
         """As eager mode does for what it saved: the backward must see the values that the forward saw."""

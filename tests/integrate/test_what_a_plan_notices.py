@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from disco_accel import DiscoConfig, prepare, stats
+from disco_accel.errors import ExecutionError
 
 CONFIG = DiscoConfig(memory_budget="64MiB", device="cpu", plan_cache=None, planner="build")
 THIS = sys.modules[__name__]
@@ -308,6 +309,21 @@ def _run(kind: str, *, planned: bool, change: bool = True) -> list[Any]:
             # Whatever matters has a plan of its own, and nothing else costs one.
             assert counts["plans"] == (1 if kind in NEEDS_NO_PLAN else 2)
     return results
+
+
+def test_a_number_that_a_backward_reads_may_not_change_before_it() -> None:
+    """Eager mode would read the new one; a change that was taken back is none."""
+    with undone():
+        model = prepare(Net(), CONFIG)
+        model(_input(0)).backward()
+        loss = model(_input(1))
+        Doubling.factor = 2.0
+        Doubling.factor = 1.0
+        loss.backward()
+        loss = model(_input(2))
+        Doubling.factor = 2.0
+        with pytest.raises(ExecutionError, match=r"class Doubling, factor, which Python code .*changed"):
+            loss.backward()
 
 
 @pytest.mark.parametrize("kind", CHANGES)
