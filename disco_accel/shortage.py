@@ -5,13 +5,23 @@ from __future__ import annotations
 import errno
 
 _NUMBERS = (errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT)
-_WORDS = ("allocate memory", "out of memory", "bad_alloc", "bad allocation", "can't start new thread")
+_WORDS = (
+    "allocate memory",
+    "out of memory",
+    "bad_alloc",
+    "bad allocation",
+    "can't start new thread",
+    "temporarily unavailable",
+)
 """Of PyTorch's CPU allocator, CUDA, C++ and Python, which have no class of their own for it."""
 
 
 def is_shortage(error: BaseException) -> bool:
     """Whether ``error`` says that memory, threads, files or room on a disk ran out."""
-    if isinstance(error, MemoryError) or any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__):
+    # A SystemError is native code that failed without saying why, as some does that finds no memory.
+    if isinstance(error, (MemoryError, SystemError)) or any(
+        kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__
+    ):
         return True
     if isinstance(error, OSError) and error.errno in _NUMBERS:
         return True

@@ -19,6 +19,7 @@ from disco_accel.execute.program import Lowering, Memory, external_dtypes
 from disco_accel.execute.record import OpRecord
 from disco_accel.execute.residence import Residence, final_residence
 from disco_accel.memgraph import MemGraph
+from disco_accel.shortage import is_shortage
 from disco_accel.taskgraph import OpCall, Ref, TensorSpec, VertexKind
 
 _DISPATCH = {"priority": 0, "random": 1, "fixed": 2, "synchronous": 3}
@@ -176,6 +177,8 @@ class Executor:
                 links,
             )
         except (ValueError, RuntimeError) as error:
+            if is_shortage(error):
+                raise
             raise ExecutionError(f"the plan cannot be run: {error}") from error
         self._expect_externals(tables.externals, external_dtypes(memgraph, ops), specs or {})
         self._values: dict[tuple[Ref, TensorSpec], torch.Tensor] = {}

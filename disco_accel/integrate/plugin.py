@@ -343,6 +343,7 @@ def _eager(state: PreparedModel, error: CaptureError, args: tuple[Any, ...], kwa
         return state.original_forward(*args, **kwargs)
 
 
+@typed_out_of_memory("preparing the model")
 def prepare(model: torch.nn.Module, config: DiscoConfig) -> torch.nn.Module:
     """Patch ``model`` in place so that its training steps run from a memory plan; returns the same object.
 

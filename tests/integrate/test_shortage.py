@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import errno
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +29,7 @@ SHORTAGES: dict[str, BaseException] = {
     "PyTorch on a device": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
     "the system": OSError(errno.ENOMEM, "Cannot allocate memory"),
     "C++": RuntimeError("std::bad_alloc"),
+    "native code that says nothing": SystemError("error return without exception set"),
 }
 
 
@@ -159,3 +164,48 @@ def test_causes_are_looked_at_and_rings_of_them_end() -> None:
     a, b = ValueError("a"), ValueError("b")
     a.__context__, b.__context__ = b, a
     assert not met_shortage(a)
+
+
+LIMITED = """
+import os, resource, torch
+from disco_accel import DiscoConfig, prepare
+from disco_accel.errors import DiscoError
+from disco_accel.execute.build_ext import load_extension
+from disco_accel.testing.models import random_batch, tiny_lora
+
+torch.set_num_threads(1)
+load_extension()
+model, batch = tiny_lora(layers=1, hidden=32), random_batch()
+config = DiscoConfig(memory_budget="64MiB", device="cpu", plan_cache=None)
+forever = (resource.RLIM_INFINITY,) * 2
+
+def attempt():
+    prepare(model, config)(**batch).loss.backward()
+
+for mib in (0, 1, 2, 4, 8, 16, 24, 1024):
+    if (child := os.fork()) == 0:
+        with open("/proc/self/statm") as statm:
+            mapped = int(statm.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + (mib << 20), resource.RLIM_INFINITY))
+        said = "works"
+        try:
+            attempt()
+        except DiscoError as error:
+            said = str(error)
+        resource.setrlimit(resource.RLIMIT_AS, forever)
+        attempt()
+        print(mib, said, flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, mib
+"""
+
+
+def test_under_a_limit_of_the_address_space_every_failure_is_typed_and_passes() -> None:
+    """Whichever stage meets it: a typed error that says to try again, no crash; without the limit the step runs."""
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-W", "ignore", "-c", LIMITED]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=os.environ | {"PYTHONPATH": str(root)})
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = dict(line.split(" ", 1) for line in done.stdout.splitlines())
+    assert said.pop("1024") == "works"
+    assert all(line == "works" or "tries again" in line for line in said.values()), said
