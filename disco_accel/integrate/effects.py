@@ -254,15 +254,21 @@ def _label(change: Change) -> str:
 
 
 def _without_swaps(change: Change) -> Change | None:
-    """The change less tables of modules, which hold fake tensors during a trace and are put back after it."""
+    """The change less what a trace itself does to modules: fake tensors stand for their weights, also in lists of them
+    that recurrent layers keep. That is put back here, where the tables of the modules are not put back by the trace."""
     container = change.container
     if container.kind is Kind.DICT and container.where.rpartition(".")[2] in TABLES:
         return None
     if container.kind is not Kind.ATTRIBUTES or not isinstance(container.owner, torch.nn.Module):
         return change
     names = {n for table in TABLES for n in getattr(container.owner, table)}
+    if isinstance(container.owner, torch.nn.RNNBase):
+        names |= {"_flat_weights", "_flat_weight_refs"}
     values = {k: v for k, v in change.values.items() if k not in names}
-    return Change(container, values) if values else None
+    if not values:
+        _put_back(container)
+        return None
+    return Change(container, values)
 
 
 def _holds_tensor(value: Any, depth: int = 4) -> bool:

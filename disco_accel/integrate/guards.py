@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import types
 from collections.abc import Hashable, Mapping
@@ -101,7 +102,9 @@ class ModelState:
         anew when they return.
         """
         # PyTorch's tracer runs code, too, other code each time; it reads no attributes but those that all modules have.
-        executed = [entry for entry in executed if not is_foundation(entry[0]) and not is_pure(entry[0])]
+        # The garbage collector's callbacks run wherever it happens to run.
+        collectors = {getattr(callback, "__code__", None) for callback in gc.callbacks}
+        executed = [e for e in executed if not (is_foundation(e[0]) or is_pure(e[0]) or e[0] in collectors)]
         names, unknown = names_read(executed), self._ran and self._names is None
         before = self._names, len(self._code)
         self._names = None if names is None or unknown else names | (self._names or frozenset())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import random
 from collections.abc import Callable
@@ -262,3 +263,23 @@ def test_what_a_forward_prints_is_told_once(caplog: pytest.LogCaptureFixture) ->
         _train(prepare(Net(talking), ERROR), 3)
     (line,) = (r.getMessage() for r in caplog.records if "calls print" in r.getMessage())
     assert "talking" in line and "test_side_effects.py:" in line
+
+
+def test_callbacks_of_the_garbage_collector_are_no_part_of_a_forward() -> None:
+    """They run wherever a collection happens to, and most count something."""
+
+    def collected(_phase: str, _info: Any) -> None:
+        global CALLS
+        CALLS += 1
+
+    def collecting(_model: Any, x: torch.Tensor) -> torch.Tensor:
+        gc.collect()
+        return x
+
+    gc.callbacks.append(collected)
+    try:
+        model = prepare(Net(collecting), ERROR)
+        _train(model, 3)
+    finally:
+        gc.callbacks.remove(collected)
+    assert stats(model)["plans"] == 1
