@@ -14,6 +14,7 @@ import torch
 
 from disco_accel.errors import CaptureError
 from disco_accel.integrate.forward import planned_forward
+from disco_accel.integrate.state_containers import OWN_MARK
 
 if TYPE_CHECKING:
     from disco_accel.integrate.plugin import PreparedModel
@@ -97,7 +98,9 @@ def _prefill(self: Any, *args: Any, **kwargs: Any) -> Any:
     with door.lock:
         if not door.threads:
             door.before = self.__dict__.get("forward")
-            self.__dict__["forward"] = functools.update_wrapper(forward, door.forward)
+            own = functools.update_wrapper(forward, door.forward)
+            setattr(own, OWN_MARK, True)
+            self.__dict__["forward"] = own
         door.threads[thread] += 1
     try:
         return type(self)._prefill(self, *args, **kwargs)

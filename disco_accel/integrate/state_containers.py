@@ -39,6 +39,25 @@ NOT_READ = frozenset(
 )
 """Attributes of each module that no forward reads, or that change only together with a table of hooks."""
 
+CLASS_NOTES = frozenset(
+    [
+        "__annotations__",
+        "__dataclass_fields__",
+        "__dataclass_params__",
+        "__orig_bases__",
+        "__parameters__",
+        "__dict__",
+        "__weakref__",
+        "__static_attributes__",
+        "_abc_impl",
+        "__slotnames__",
+        "__abstractmethods__",
+        "__doc__",
+    ]
+)
+"""What Python notes on a class when it likes, and no forward reads."""
+OWN_MARK = "_disco_own"
+"""On functions that this package puts on a model for a while."""
 OWN_PREFIX = "_disco"
 """Of attributes that this package keeps on a model."""
 
@@ -129,15 +148,19 @@ class Relevance:
 
     def ignores(self, container: Container, key: Any) -> bool:
         """Whether the entry ``key`` of ``container`` makes no difference to a forward."""
+        if container.kind is Kind.DICT:
+            return isinstance(key, str) and key in CLASS_NOTES
         if container.kind is not Kind.ATTRIBUTES or not isinstance(container.owner, torch.nn.Module):
             return False
         if not isinstance(key, str) or key in NOT_READ or key.startswith(OWN_PREFIX):
+            return True
+        if key == "forward" and hasattr(container.owner.__dict__.get(key), OWN_MARK):
             return True
         return self.names is not None and key not in self.names and key not in TABLES and key not in HOOKS
 
     def masked(self, container: Container, content: list[Any]) -> list[Any]:
         """``content`` with ``ANYTHING`` for the values that make no difference."""
-        if container.kind is not Kind.ATTRIBUTES:
+        if container.kind not in (Kind.ATTRIBUTES, Kind.DICT):
             return content
         pairs = zip(content[::2], content[1::2], strict=True)
         return [x for k, v in pairs for x in (k, ANYTHING if self.ignores(container, k) else v)]
@@ -152,7 +175,9 @@ class Relevance:
             equal = type(old) is type(new) and isinstance(new, (*PLAIN, *ATOMS)) and plain_text(old) == plain_text(new)
             if not equal and not self.ignores(container, key):
                 return key
-        counting = ([k for k in entries if not self.ignores(container, k)] for entries in (before, now))
+        # What made no difference before may be gone by now.
+        masked = {k for k, v in before.items() if v is ANYTHING}
+        counting = ([k for k in e if k not in masked and not self.ignores(container, k)] for e in (before, now))
         return None if next(counting) == next(counting) else "its order"
 
 

@@ -21,6 +21,7 @@ from disco_accel.integrate.code_names import global_names, is_library
 from disco_accel.integrate.pure import is_marked
 from disco_accel.integrate.state_containers import (
     ATOMS,
+    CLASS_NOTES,
     PLAIN,
     Container,
     Relevance,
@@ -80,19 +81,6 @@ _GLOBAL_HOOKS = (
     "_global_forward_pre_hooks",
     "_global_backward_hooks",
     "_global_backward_pre_hooks",
-)
-_CLASS_NOTES = frozenset(
-    [
-        "__annotations__",
-        "__dataclass_fields__",
-        "__dataclass_params__",
-        "__orig_bases__",
-        "__parameters__",
-        "__dict__",
-        "__weakref__",
-        "__static_attributes__",
-        "_abc_impl",
-    ]
 )
 
 
@@ -244,7 +232,7 @@ class Walk:
         for name, value in namespace.items():
             # What a library's own methods read is among the code that is run; which methods they are is told here. What
             # Python notes on a class, such as its annotations, leads far away and is read by no forward.
-            if (library and isinstance(value, types.FunctionType)) or name in _CLASS_NOTES:
+            if (library and isinstance(value, types.FunctionType)) or name in CLASS_NOTES:
                 self._memo.setdefault(id(value), f"{type(value).__name__} {identity(value)}")
         self._add(Kind.DICT, namespace, f"class {kind.__qualname__}")
 
