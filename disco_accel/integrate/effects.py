@@ -134,7 +134,8 @@ class Effects:
                 yield
             finished = True
         finally:
-            drawn = generators.restore_if_drawn()
+            # Another thread may have drawn meanwhile, whose numbers are none of ours.
+            drawn = generators.restore_if_drawn() if _draws(executed) else ""
             self._changes = [c for change in before.changes() if (c := _without_swaps(change)) is not None]
             if not finished:
                 self._undo()
@@ -230,6 +231,11 @@ def _words(state: tuple[Any, ...]) -> list[Any]:
     return [part.tolist() if isinstance(part, np.ndarray) else part for part in state]
 
 
+def _draws(executed: ExecutedCode) -> list[types.CodeType]:
+    """Code that may draw random numbers without PyTorch, by the names in it."""
+    return [code for code, *_ in executed if not is_foundation(code) and _RANDOM_NAMES & global_names(code)]
+
+
 def _refuse_random(drawn: str, executed: ExecutedCode) -> None:
     """Raises CaptureError for numbers that were drawn, and for code that makes generators which start anywhere."""
     fresh = [
@@ -237,7 +243,7 @@ def _refuse_random(drawn: str, executed: ExecutedCode) -> None:
     ]
     if not drawn and not fresh:
         return
-    candidates = [code for code, *_ in executed if not is_foundation(code) and _RANDOM_NAMES & global_names(code)]
+    candidates = _draws(executed)
     own = fresh or [code for code in candidates if not is_library(code)] or candidates
     where = ", ".join(f"{c.co_qualname} ({c.co_filename}:{c.co_firstlineno})" for c in own[:3]) or "the forward"
     source = f"draws from {drawn}'s generator" if drawn else "makes a generator of its own"

@@ -128,6 +128,11 @@ def model_state(model: torch.nn.Module) -> ModelState:
     return state
 
 
+def forget_state(model: torch.nn.Module) -> None:
+    """Keep nothing on ``model`` any more."""
+    model.__dict__.pop(_STATE, None)
+
+
 def step_key(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> StepKey:
     """The key of the step that ``model`` would run on this batch now. Cheap: called at every step.
 

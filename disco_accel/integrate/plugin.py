@@ -33,7 +33,7 @@ from disco_accel.integrate.dynamo import compiled_note, not_compiled, plain_mode
 from disco_accel.integrate.effects import Effects
 from disco_accel.integrate.fallback import LastFallback
 from disco_accel.integrate.generator import generator_state
-from disco_accel.integrate.guards import StepKey, model_state, step_key
+from disco_accel.integrate.guards import StepKey, forget_state, model_state, step_key
 from disco_accel.integrate.hf import ContextFactory, training_contexts
 from disco_accel.integrate.inner import InnerForwards, own_forward_runs
 from disco_accel.integrate.main_field import compiled_for_use, uses_of
@@ -421,6 +421,7 @@ def restore(model: torch.nn.Module) -> torch.nn.Module:
     if state is None:
         return model
     state.unload()
+    forget_state(model)
     state.engine_process = None
     generation.remove(model)
     if state.inner is not None:
