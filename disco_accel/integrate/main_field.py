@@ -38,7 +38,11 @@ def compiled_for_use(
     except NoSuchOutput:
         raise
     except CaptureError as error:
-        raise advised(model, error) from error
+        advice = advised(model, error)
+        if advice is error:
+            # Raised from itself it would lose its cause, which tells a shortage of memory.
+            raise
+        raise advice from error
 
 
 def _compiled(state: PreparedModel, model: torch.nn.Module, fitted: Fitted, uses: Uses, key: StepKey) -> CompiledStep:
