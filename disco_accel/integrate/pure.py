@@ -31,4 +31,9 @@ def is_pure(code: types.CodeType) -> bool:
 
 def is_marked(function: Any) -> bool:
     """Whether ``function``, of any kind that can be called, was marked with ``pure``."""
-    return hasattr(function, _MARK)
+    try:
+        # Not by way of a __getattr__ of its class, which may do anything.
+        return bool(object.__getattribute__(function, _MARK))
+    except AttributeError:
+        # A method has no attributes of its own.
+        return _MARK in vars(function.__func__) if isinstance(function, types.MethodType) else False

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from disco_accel.execute.unchanged import ABSENT, ExecutedCode, WatchedContainers, WatchedLayouts
+from disco_accel.execute.unchanged import ExecutedCode, WatchedContainers, WatchedLayouts
 from disco_accel.integrate.code_names import attribute_names
-from disco_accel.integrate.state_containers import Change, Relevance, content_of, differences, entry_name
+from disco_accel.integrate.state_containers import Change, Relevance, content_of, differences, entry_name, own_attribute
 from disco_accel.integrate.state_walk import Walk
 
 
@@ -84,7 +84,7 @@ class PythonState:
         if self._arrays and [_array_digest(a) for a in self._arrays] != self._array_digests:
             return False
         for owner, name, value in self._slots:
-            if getattr(owner, name, ABSENT) is not value:
+            if own_attribute(owner, name) is not value:
                 self.last_difference = f"{type(owner).__name__}.{name}"
                 return False
         self.last_difference = ""

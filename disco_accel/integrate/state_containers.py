@@ -104,11 +104,26 @@ def entry_name(container: Container, key: Any) -> str:
     return container.where
 
 
+def own_attribute(owner: Any, name: str) -> Any:
+    """What ``owner`` itself holds under ``name``, or ``ABSENT``: a ``__getattr__`` of its class is not asked, which may
+    do anything."""
+    try:
+        return object.__getattribute__(owner, name)
+    except AttributeError:
+        return ABSENT
+
+
+def own_attributes(owner: Any) -> dict[str, Any] | None:
+    """The dict of the instance's own attributes, if it has one."""
+    attributes = own_attribute(owner, "__dict__")
+    return attributes if isinstance(attributes, dict) else None
+
+
 def content_of(container: Container) -> list[Any]:
     """What a container holds now, as ``WatchedContainers`` wants it."""
     kind, owner = container.kind, container.owner
     if kind is Kind.ATTRIBUTES:
-        return list(itertools.chain.from_iterable(dict.items(owner.__dict__)))
+        return list(itertools.chain.from_iterable(dict.items(own_attributes(owner) or {})))
     if kind is Kind.DICT:
         return list(itertools.chain.from_iterable(dict.items(owner)))
     if kind is Kind.NAMES:

@@ -28,6 +28,8 @@ from disco_accel.integrate.state_containers import (
     below,
     content_of,
     identity,
+    own_attribute,
+    own_attributes,
     plain_text,
 )
 
@@ -153,7 +155,7 @@ class Walk:
             text = self._memo[id(value)] = f"@{len(self._memo)}"
             kind = Kind.LIST if isinstance(value, list) else Kind.DICT if isinstance(value, dict) else Kind.EQUAL
             self._queue.append(lambda: self._add(kind, value, where))
-            if getattr(value, "__dict__", None):
+            if own_attributes(value):
                 # A subclass may keep more than its items.
                 self._queue.append(lambda: self._add(Kind.ATTRIBUTES, value, where))
             return text
@@ -205,10 +207,10 @@ class Walk:
         self.containers.append(container)
 
     def _add_object(self, value: Any, where: str) -> None:
-        if hasattr(value, "__dict__") and isinstance(value.__dict__, dict):
+        if own_attributes(value) is not None:
             self._add(Kind.ATTRIBUTES, value, where)
         for name in _slot_names(type(value)):
-            content = getattr(value, name, ABSENT)
+            content = own_attribute(value, name)
             self.slots.append((value, name, content))
             self.describe(content, f"{where}.{name}")
 

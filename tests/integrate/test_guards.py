@@ -233,3 +233,19 @@ def test_an_argument_that_no_key_describes_is_refused() -> None:
 def test_packing_is_seen_in_position_ids(positions: list[int], packed: bool) -> None:
     """Consecutive positions are one sequence wherever they start."""
     assert batch_facts({"position_ids": torch.tensor([positions])}).packed is packed
+
+
+class _Forbidding:
+    """As objects of pydantic: to ask for an attribute that is not there is an error of its own."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"{name} was asked for")
+
+
+def test_objects_that_forbid_to_be_looked_at_are_looked_at_without_asking_them() -> None:
+    model, batch = _start()
+    model.odd = _Forbidding()
+    key = step_key(model, batch)
+    assert step_key(model, batch) == key
+    model.odd.value = 1
+    assert step_key(model, batch) != key

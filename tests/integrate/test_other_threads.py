@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from disco_accel import prepare, stats
+from disco_accel import prepare, pure, stats
 from disco_accel.integrate.capturing import Gate
 from disco_accel.testing.models import random_batch, tiny_lora
 from tests.integrate.twins import SMALL, config
@@ -67,9 +67,10 @@ def _during_a_capture(work: Callable[[], Any]) -> Any:
         found.extend(results)
 
     model = prepare(_Paused(), config())
-    _inside.append(meanwhile)
+    _inside.append(pure(meanwhile))
     model(torch.ones(2, 8)).backward()
-    assert stats(model)["steps_compiled"] == 1 and len(found) == 1
+    # A step that is planned for logits is traced twice, each time from the same state.
+    assert stats(model)["steps_compiled"] == 1 and found
     return found[0]
 
 
@@ -174,7 +175,7 @@ def test_draws_of_another_thread_are_neither_undone_nor_taken_for_the_models() -
         thread.join()
         drawn.extend(results)
 
-    _inside.append(meanwhile)
+    _inside.append(pure(meanwhile))
     prepared(torch.ones(2, 8)).backward()
     assert _same([*drawn, torch.randn(4)], expected)
 
@@ -205,7 +206,7 @@ def test_a_forward_of_the_model_that_is_captured_waits_and_is_right(part: str) -
         # It must not come back before the capture is over; where it does it has seen twins, or nothing is shown.
         threads[0][0].join(timeout=0.3)
 
-    _inside.append(meanwhile)
+    _inside.append(pure(meanwhile))
     model(x).backward()
     thread, results = threads[0]
     thread.join()
