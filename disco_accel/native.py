@@ -89,7 +89,8 @@ def _plain(name: str, source: str, root: Path) -> Library:
 
 def _compile(name: str, file: Path, working: Path) -> Path:
     made = working / f"{name}.so"
-    command = [os.environ.get("CXX", "c++"), *_FLAGS, str(file), "-o", str(made), "-ldl"]
+    command = [os.environ.get("CXX", "c++"), *_FLAGS, str(file), "-o", str(made), "-ldl", "-lstdc++", "-lm"]
+    # PEFT may leave CXX set to gcc, which by itself links none of what C++ needs.
     # Temporary files of the compiler go with the rest when the build is killed.
     environment = os.environ | {"TMPDIR": str(working)}
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment)

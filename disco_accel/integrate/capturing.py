@@ -23,6 +23,17 @@ def capturing() -> Iterator[None]:
             _thread = None
 
 
+@contextmanager
+def between_captures() -> Iterator[None]:
+    """No other thread captures inside: what PyTorch's tracer and ``capture/patches.py`` replace for a capture is as the
+    user has it. Inside a capture of this thread's own it makes no difference."""
+    if in_capture():
+        yield
+        return
+    with _lock:
+        yield
+
+
 def in_capture() -> bool:
     """Whether this thread is tracing a step. A prepared model that is part of another is traced as if it were not."""
     return _thread == threading.get_ident()

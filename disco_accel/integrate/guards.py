@@ -15,6 +15,7 @@ from disco_accel.capture.twins import PER_STEP_NUMBERS, batch_tensors
 from disco_accel.errors import CaptureError
 from disco_accel.execute.unchanged import ExecutedCode, no_zero
 from disco_accel.integrate.ambient import ambient_state
+from disco_accel.integrate.capturing import between_captures
 from disco_accel.integrate.code_names import is_foundation
 from disco_accel.integrate.pure import is_pure
 from disco_accel.integrate.python_state import PythonState, names_read
@@ -79,11 +80,14 @@ class ModelState:
 
     def look(self, model: torch.nn.Module) -> None:
         """Bring ``number`` up to date."""
-        if self._last is not None:
-            if self._last.same():
-                return
-            self.difference = self._last.last_difference
-        self._last = PythonState(model, self._names, self._code.items())
+        if self._last is not None and self._last.same():
+            return
+        with between_captures():
+            if self._last is not None:
+                if self._last.same():
+                    return
+                self.difference = self._last.last_difference
+            self._last = PythonState(model, self._names, self._code.items())
         number = self._numbers.get(self._last.digest)
         self.number = self._numbers[self._last.digest] = next(self._next) if number is None else number
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from disco_accel.execute.unchanged import ExecutedCode, WatchedContainers, WatchedLayouts
+from disco_accel.integrate.capturing import between_captures
 from disco_accel.integrate.code_names import attribute_names
 from disco_accel.integrate.state_containers import Change, Relevance, content_of, differences, entry_name, own_attribute
 from disco_accel.integrate.state_walk import Walk
@@ -74,7 +75,10 @@ class PythonState:
 
     def returned(self, model: torch.nn.Module) -> bool:
         """Whether ``model`` is in this state by value, whatever states it has been in meanwhile."""
-        return self.same() or PythonState(model, self._relevance.names, self._executed).digest == self.digest
+        if self.same():
+            return True
+        with between_captures():
+            return self.same() or PythonState(model, self._relevance.names, self._executed).digest == self.digest
 
     def _same_values(self) -> bool:
         self.last_difference = "the layout of a parameter or buffer"

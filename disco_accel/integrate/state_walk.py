@@ -254,12 +254,17 @@ class Walk:
                 parts.append(f"{name}:{plain_text(value.__name__)}")
                 inner = vars(value)
                 self._queue.append(functools.partial(self._names_of, inner, names, value.__name__))
-            elif isinstance(value, (types.FunctionType, type)) and is_library(value):
+            elif (isinstance(value, (types.FunctionType, type)) and is_library(value)) or _own_cache(namespace, value):
                 parts.append(f"{name}:{identity(value)}")
             else:
                 parts.append(f"{name}:{self.describe(value, f'{where}.{name}')}")
         container.part = f"NAMES({';'.join(parts)})"
         self.containers.append(container)
+
+
+def _own_cache(namespace: dict[str, Any], value: Any) -> bool:
+    """Whether ``value`` is a container that PyTorch keeps for itself, as parametrisation keeps its cache."""
+    return str(namespace.get("__name__")).startswith("torch.") and isinstance(value, (list, dict, *_COLLECTIONS))
 
 
 def _is_generator(value: Any) -> bool:

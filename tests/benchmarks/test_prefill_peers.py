@@ -71,7 +71,7 @@ def test_a_peer_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> Non
         assert peers.turn("accelerate") != peers.turn("accelerate"), "not a number"
         row = peers.rows(EXPECTED, 2)["accelerate"]
     assert row["error"] == "ImportError: no a|b" and not row["equal"] and row["seconds"] == []
-    assert peer_cell(row, 1.0) == "ImportError: no a/b"
+    assert peer_cell(row, 1.0) == "cannot run (ImportError)"
 
 
 def test_a_cell_says_what_is_not_equal() -> None:

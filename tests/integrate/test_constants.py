@@ -164,6 +164,14 @@ def test_a_constant_that_gets_another_shape_in_place_is_followed() -> None:
     assert stats(model)["plans"] == 2
 
 
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT's BOFT sets CC and CXX, and where its kernel cannot be built it leaves them so."""
+    for name in ("CC", "CXX"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
 _TARGETS = ["q_proj", "v_proj"]
 ADAPTERS: dict[str, Callable[[], Any]] = {
     "FourierFT": lambda: peft.FourierFTConfig(n_frequency=10, target_modules=_TARGETS),

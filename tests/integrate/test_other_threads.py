@@ -163,9 +163,6 @@ def test_another_thread_computes_what_it_computes_alone(work: Callable[[], Any])
 
 def test_draws_of_another_thread_are_neither_undone_nor_taken_for_the_models() -> None:
     """The generator goes on from where the other thread left it."""
-    torch.manual_seed(5)
-    expected = [torch.randn(4), torch.randn(4)]
-    torch.manual_seed(5)
     prepared = prepare(_Paused(), config())
     torch.manual_seed(5)
     drawn: list[torch.Tensor] = []
@@ -177,7 +174,9 @@ def test_draws_of_another_thread_are_neither_undone_nor_taken_for_the_models() -
 
     _inside.append(pure(meanwhile))
     prepared(torch.ones(2, 8)).backward()
-    assert _same([*drawn, torch.randn(4)], expected)
+    drawn.append(torch.randn(4))
+    torch.manual_seed(5)
+    assert len(drawn) > 1 and _same(drawn, [torch.randn(4) for _ in drawn])
 
 
 def test_another_thread_may_seed_the_generator() -> None:
