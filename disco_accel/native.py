@@ -23,6 +23,8 @@ ROOT = (Path(__file__).parent / "runtime_ext").resolve()
 """Where the sources are: in a checkout a link leads out of the package."""
 
 _FLAGS = ("-std=c++20", "-O2", "-shared", "-fPIC")
+_LIBRARIES = ("-ldl", "-lstdc++", "-lm")
+"""PEFT may leave CXX set to gcc, which by itself links none of what C++ needs."""
 
 
 def cache_root() -> Path:
@@ -83,14 +85,13 @@ def load_plain(name: str, source: str, root: Path = ROOT) -> ctypes.CDLL:
 
 def _plain(name: str, source: str, root: Path) -> Library:
     file = root / source
-    directory = cache_root() / f"{name}-{sources_key(root, [file], _FLAGS)}"
+    directory = cache_root() / f"{name}-{sources_key(root, [file], (*_FLAGS, *_LIBRARIES))}"
     return Library(directory, name, functools.partial(_compile, name, file), require_building)
 
 
 def _compile(name: str, file: Path, working: Path) -> Path:
     made = working / f"{name}.so"
-    command = [os.environ.get("CXX", "c++"), *_FLAGS, str(file), "-o", str(made), "-ldl", "-lstdc++", "-lm"]
-    # PEFT may leave CXX set to gcc, which by itself links none of what C++ needs.
+    command = [os.environ.get("CXX", "c++"), *_FLAGS, str(file), "-o", str(made), *_LIBRARIES]
     # Temporary files of the compiler go with the rest when the build is killed.
     environment = os.environ | {"TMPDIR": str(working)}
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment)

@@ -249,13 +249,15 @@ class Walk:
         parts = []
         for name in present:
             value = namespace[name]
-            container.snapshot += (name, value)
+            container.snapshot += (name, ANYTHING if _own_cache(namespace, value) else value)
             if isinstance(value, types.ModuleType):
                 parts.append(f"{name}:{plain_text(value.__name__)}")
                 inner = vars(value)
                 self._queue.append(functools.partial(self._names_of, inner, names, value.__name__))
-            elif (isinstance(value, (types.FunctionType, type)) and is_library(value)) or _own_cache(namespace, value):
+            elif isinstance(value, (types.FunctionType, type)) and is_library(value):
                 parts.append(f"{name}:{identity(value)}")
+            elif _own_cache(namespace, value):
+                continue
             else:
                 parts.append(f"{name}:{self.describe(value, f'{where}.{name}')}")
         container.part = f"NAMES({';'.join(parts)})"
