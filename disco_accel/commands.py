@@ -139,7 +139,7 @@ def plan(options: argparse.Namespace) -> int:
     graph, found, config = _captured(options)
     machine = _machine(options.device, config)
     scratched = with_scratch(graph, device=options.device, compute_threads=config.compute_threads)
-    budget = found.budget(_memory(options, config), scratched.workspaces)
+    budget = found.budget(_memory(options, config), scratched.workspaces, rounds=options.device != "cpu")
     graph = with_memory(scratched.graph, max(budget.arena, graph.devices[0].alignment))
     for line in (config.without_effect, scratched.why):
         say(line)
@@ -149,7 +149,7 @@ def plan(options: argparse.Namespace) -> int:
     try:
         made = make_plan(graph, cyclic=True, work=work, **asked)
     except BudgetTooSmall as error:
-        needed = error.needed + budget.outside
+        needed = budget.total_for(error.needed)
         print(json.dumps({"fits": False, "budget_bytes": budget.total, "needed_bytes": needed} | unknown))
         raise BudgetTooSmall(needed, budget.total, "memory_budget: the step") from None
     verify(graph, made)

@@ -45,6 +45,10 @@ class ExecutionError(DiscoError):
     """A vertex failed while a step ran; parameters and optimizer state are as they were before the step."""
 
 
+class DeviceLost(ExecutionError):
+    """A device has failed in a way that ends all its work in this process; the message names what was in flight."""
+
+
 class Stalled(ExecutionError):
     """A step stopped making progress; the message lists who waits for what."""
 

@@ -31,10 +31,10 @@ class Outline:
     batch: dict[str, torch.Tensor]
     outputs: int = 0
 
-    def budget(self, total: int, workspaces: int = 0) -> Budget:
+    def budget(self, total: int, workspaces: int = 0, *, rounds: bool = False) -> Budget:
         """What ``total`` bytes are made of."""
         trainable = [p for p in self.model.parameters() if p.requires_grad]
-        return split_budget(total, trainable, self.batch, workspaces, self.outputs)
+        return split_budget(total, trainable, self.batch, workspaces, self.outputs, rounds=rounds)
 
     @property
     def names(self) -> dict[int, str]:

@@ -35,6 +35,7 @@ _TORCH = (
     "watch.cpp",
     "python_watch.cpp",
     "rng.cpp",
+    "workspace.cpp",
     "ops.cpp",
     "cuda_side.cpp",
     "runtime_class.cpp",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -56,29 +57,35 @@ def median_seconds(run: Callable[[], object], device: torch.device) -> float:
     return statistics.median(samples)
 
 
+@functools.cache
 def workspace_bytes(device: torch.device) -> int:
     """Bytes of the workspaces that matrix products take on each stream of each thread, measured; 0 on the CPU.
 
-    Releases the workspaces that there are; whoever needs one takes it again at the next product.
+    ``device``: with its index. The calling thread's own workspaces are released; its next product takes them again.
     """
     if device.type != "cuda":
         return 0
     operand = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
     bias = torch.zeros(16, dtype=torch.bfloat16, device=device)
     results = torch.empty_like(operand), torch.empty_like(operand)
-    release_workspaces(device)
+    torch._C._cuda_clearCublasWorkspaces()
     before = torch.cuda.memory_allocated(device)
     torch.mm(operand, operand, out=results[0])
     torch.addmm(bias, operand, operand, out=results[1])
     taken = torch.cuda.memory_allocated(device) - before
-    release_workspaces(device)
+    torch._C._cuda_clearCublasWorkspaces()
     return taken
 
 
 def release_workspaces(device: torch.device) -> None:
-    """Give the workspaces of all threads and streams back; each is taken again at the next product that needs it."""
+    """Give the workspaces of all threads and streams back, the engine's included.
+
+    Each is taken again at the next product that needs it, and by an engine before its next op.
+    """
     if device.type == "cuda":
         torch._C._cuda_clearCublasWorkspaces()
+        load_extension()
+        torch.ops.disco_accel.release_unused_workspaces()
 
 
 def pin(tensor: torch.Tensor) -> Any:

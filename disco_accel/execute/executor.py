@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 
 import torch
 
-from disco_accel.errors import ConfigError, ExecutionError, Stalled
+from disco_accel.errors import ConfigError, DeviceLost, ExecutionError, Stalled
 from disco_accel.execute.arena import alias, device_arena, host_arena, is_arena, touched_bytes
 from disco_accel.execute.build_ext import load_extension
 from disco_accel.execute.cuda import pin, prepare_device, run_device
@@ -26,6 +27,13 @@ _DISPATCH = {"priority": 0, "random": 1, "fixed": 2, "synchronous": 3}
 _DONE, _TIMEOUT, _FAILED, _STALLED, _ABORTED, _IDLE = range(6)
 _SLICE_SECONDS = 0.1
 """A wait returns to Python this often, so that Ctrl-C works."""
+_DRAIN_SECONDS = 5.0
+"""That a step which has stalled is given to end."""
+_HUNG = "the device has not ended that work since, so this process cannot go on: end it and look at the device"
+_LOST = (
+    "after such an error CUDA refuses all further work of this process: start it again, from its last checkpoint. Set "
+    "CUDA_LAUNCH_BLOCKING=1 to learn which op it was, or run it under compute-sanitizer"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +249,8 @@ class Executor:
             self._running = False
         if self._running:
             while not self._engine.abort(_SLICE_SECONDS):
-                pass
+                if self._engine.last_error()[5]:
+                    raise Stalled(f"the step before stopped making progress; {_HUNG}")
             self._finish()
 
     def invalidate(self) -> None:
@@ -309,7 +318,9 @@ class Executor:
     def close(self) -> None:
         """Abandons a running step and frees engine and arenas. Values handed out keep their arena alive."""
         if hasattr(self, "_engine"):
-            self.abandon()
+            # Work that a device never ends was told of when it stalled; the engine leaves its memory behind.
+            with suppress(Stalled):
+                self.abandon()
             del self._engine, self._table, self._memory
             self._values.clear()
 
@@ -384,10 +395,21 @@ class Executor:
             self._fail()
 
     def _fail(self) -> None:
-        status, position, message = self._engine.last_error()
-        self.abandon()
+        status, position, message, _, _, draining = self._engine.last_error()
         if status == _STALLED:
-            raise Stalled(f"the step stopped making progress: {self._describer.stall(message)}")
+            # What hangs may never end: it gets some time, and the user the account in any case.
+            ended = not draining or self._engine.abort(_DRAIN_SECONDS)
+            if ended:
+                self._finish()
+            raise Stalled(
+                f"the step stopped making progress: {self._describer.stall(message)}" + ("" if ended else f"; {_HUNG}")
+            )
+        self.abandon()
+        *_, later, lost, _ = self._engine.last_error()
+        if lost:
+            raise DeviceLost(f"{self._describer.stall(message)}; {_LOST}")
+        if later:
+            raise ExecutionError(f"the step failed on the device: {self._describer.stall(message)}")
         if position < 0:
             raise ExecutionError(f"the step was ended early: {message}")
         vertex = self._graph.vertices[position]

@@ -7,6 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
+_ROUNDING = 22 << 20
+"""Bytes: blocks of up to 1 MiB share pieces of 2 MiB, those of up to 10 MiB pieces of 20 MiB, others are whole pieces
+(c10/core/AllocatorConfig.h). One piece of each kind is only partly used."""
+
+_ROUNDING_SHARE = 64
+"""No more than this part of the budget is set aside for it: one of less than 1.4 GiB may be exceeded by the rest."""
+
 
 @dataclass(frozen=True, slots=True)
 class Budget:
@@ -14,6 +21,7 @@ class Budget:
 
     ``optimizer`` is the state AdamW will hold: two tensors as large as each trainable parameter. ``workspaces`` are
     those of the libraries that multiply matrices. ``outputs``: copies of logits that the user gets, and their gradient.
+    ``rounding``: memory that PyTorch's allocator takes from the driver beyond what is allocated.
     """
 
     total: int
@@ -23,10 +31,21 @@ class Budget:
     batch: int
     workspaces: int = 0
     outputs: int = 0
+    rounding: int = 0
 
     @property
     def outside(self) -> int:
+        """All but the arena."""
+        return self._used + self.rounding
+
+    @property
+    def _used(self) -> int:
         return self.adapters + self.gradients + self.optimizer + self.batch + self.workspaces + self.outputs
+
+    def total_for(self, arena: int) -> int:
+        """The smallest whole budget that leaves ``arena`` bytes."""
+        used = self._used + arena
+        return used + min(_ROUNDING, -(-(used - self.workspaces) // (_ROUNDING_SHARE - 1))) if self.rounding else used
 
     @property
     def arena(self) -> int:
@@ -42,6 +61,7 @@ class Budget:
             "batch": self.batch,
             "workspaces": self.workspaces,
             "outputs": self.outputs,
+            "rounding": self.rounding,
         }
 
 
@@ -56,8 +76,15 @@ def split_budget(
     batch: Mapping[str, torch.Tensor],
     workspaces: int = 0,
     outputs: int = 0,
+    *,
+    rounds: bool = False,
 ) -> Budget:
-    """Split ``total`` bytes for a model with these trainable parameters, this batch, and so many bytes of the rest."""
+    """Split ``total`` bytes for a model with these trainable parameters, this batch, and so many bytes of the rest.
+
+    ``rounds``: the device's memory comes from PyTorch's caching allocator.
+    """
     adapters = _storage_bytes(trainable)
     inputs = _storage_bytes(batch.values())
-    return Budget(total, adapters, adapters, 2 * adapters, inputs, workspaces, outputs)
+    # Workspaces are whole pieces.
+    rounding = min(_ROUNDING, -(-max(0, total - workspaces) // _ROUNDING_SHARE)) if rounds else 0
+    return Budget(total, adapters, adapters, 2 * adapters, inputs, workspaces, outputs, rounding)

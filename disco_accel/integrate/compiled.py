@@ -294,7 +294,7 @@ def _compile(
     trainable = [p for p in model.parameters() if p.requires_grad]
     # Of the thread that measured and of each compute stream.
     workspaces = (1 + options.engine.compute_streams) * workspace_bytes(device)
-    budget = split_budget(options.memory, trainable, batch, workspaces, outputs)
+    budget = split_budget(options.memory, trainable, batch, workspaces, outputs, rounds=device.type == "cuda")
     if device.type == "cuda":
         torch.cuda.empty_cache()
     # A budget that adapters and optimizer state already exceed still gets an answer: what the whole step needs.
@@ -308,7 +308,7 @@ def _compile(
         try:
             plan = _make_plan(sized, options)
         except BudgetTooSmall as error:
-            raise BudgetTooSmall(error.needed + budget.outside, budget.total, "memory_budget: the step") from error
+            raise BudgetTooSmall(budget.total_for(error.needed), budget.total, "memory_budget: the step") from error
     clock.append(time.perf_counter())
     if found != "hit":
         verify(sized, plan)

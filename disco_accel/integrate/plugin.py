@@ -149,6 +149,9 @@ class PreparedModel:
         self.effects.admit(key[0].state, model_state(model).difference)
         self.abandon_active()
         self.placement.gather()
+        if self.device.type == "cuda":
+            # Ops are measured in memory of their own, which the budget covers too.
+            self.unload()
         try:
             watched = functools.partial(self.effects.of_trace, model)
             options = self._compile_options((watched, *contexts()))
@@ -250,8 +253,6 @@ class PreparedModel:
             self.engine_process = os.getpid()
         step.executor.invalidate()
         self.weights_seen = WatchedTensors(step.watched_of(model))
-        # The plan that ran before has its streams' workspaces; the budget is for one plan's.
-        release_workspaces(self.device)
         self.current = step
 
     def trace_wanted(self) -> bool:
@@ -270,6 +271,9 @@ class PreparedModel:
         for step in self.plans.values():
             step.unload()
         self.arena = self.current = None
+        if self.device.type == "cuda":
+            # PyTorch keeps what was freed in pieces of that size, for which the next arena is too large.
+            torch.cuda.empty_cache()
 
 
 def _nothing() -> None:
@@ -421,6 +425,7 @@ def restore(model: torch.nn.Module) -> torch.nn.Module:
     if state is None:
         return model
     state.unload()
+    release_workspaces(state.device)
     forget_state(model)
     state.engine_process = None
     generation.remove(model)

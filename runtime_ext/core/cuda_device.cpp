@@ -2,8 +2,11 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <array>
 #include <utility>
+
+#include "current_device.h"
 
 namespace disco {
 namespace {
@@ -11,20 +14,10 @@ namespace {
 // Values of the CUDA runtime's ABI; the tests compare them with its headers where those are installed.
 constexpr int kSuccess = 0;
 constexpr int kNotReady = 600;
-constexpr unsigned kStreamNonBlocking = 1;
 constexpr unsigned kEventDisableTiming = 2;
 constexpr unsigned kHostRegisterPortable = 1;
 constexpr std::array<int, 3> kMemcpyKind = {1, 2,
                                             4};  // by Direction: host to device, device to host, default
-
-// The text of a failed call. Makes the runtime forget it: PyTorch asks for the thread's last error after
-// every kernel that it launches, and would blame the kernel.
-std::string error_text(const CudartApi& api, const char* call, int code) {
-  if (api.get_last_error != nullptr) api.get_last_error();
-  const char* text = api.error_string != nullptr ? api.error_string(code) : nullptr;
-  return std::string(call) + " failed with error " + std::to_string(code) + ": " +
-         (text != nullptr ? text : "?");
-}
 
 template <typename Function>
 void resolve(void* library, Function*& function, const char* name) {
@@ -44,25 +37,15 @@ void* find_runtime() {
       "no CUDA runtime: tried the running process, libcudart.so.13, libcudart.so.12 and libcudart.so");
 }
 
-// Makes `device` current for the calling thread while it lives.
-class CurrentDevice {
- public:
-  CurrentDevice(const CudartApi& api, int device) : api_(api) {
-    if (const int code = api_.get_device(&previous_); code != kSuccess) {
-      throw CudaError("cudaGetDevice", code, error_text(api_, "cudaGetDevice", code));
-    }
-    if (const int code = api_.set_device(device); code != kSuccess) {
-      throw CudaError("cudaSetDevice", code, error_text(api_, "cudaSetDevice", code));
-    }
-  }
-  ~CurrentDevice() { api_.set_device(previous_); }
-  CurrentDevice(const CurrentDevice&) = delete;
-  CurrentDevice& operator=(const CurrentDevice&) = delete;
+// Codes after which the runtime refuses every further call of the process: a fault of a kernel, memory that
+// cannot be trusted, a device that is gone.
+bool ends_the_context(int code) {
+  constexpr std::array<int, 15> kCodes = {46,  214, 220, 222, 700, 702, 704, 709,
+                                          710, 714, 715, 716, 717, 718, 719};
+  return std::find(kCodes.begin(), kCodes.end(), code) != kCodes.end();
+}
 
- private:
-  const CudartApi& api_;
-  int previous_ = 0;
-};
+constexpr int kNamed = 8;  // vertices listed in the message of a failure
 
 }  // namespace
 
@@ -103,8 +86,9 @@ CudartApi CudartApi::load() {
 
 PinnedRegion::PinnedRegion(const CudartApi& api, void* begin, std::size_t bytes) : api_(api), begin_(begin) {
   if (const int code = api_.host_register(begin, bytes, kHostRegisterPortable); code != kSuccess) {
-    throw CudaError("cudaHostRegister", code,
-                    error_text(api_, "cudaHostRegister", code) + " (" + std::to_string(bytes) + " bytes)");
+    throw CudaError(
+        "cudaHostRegister", code,
+        cuda_error_text(api_, "cudaHostRegister", code) + " (" + std::to_string(bytes) + " bytes)");
   }
 }
 
@@ -114,9 +98,11 @@ CudaDevice::CudaDevice(CudartApi api, CudaDeviceOptions options) : api_(api), op
   if (options_.compute_streams < 1)
     throw std::invalid_argument("cuda device: compute_streams must be at least 1");
   if (options_.window < 1) throw std::invalid_argument("cuda device: window must be at least 1");
+  streams_ = options_.streams;
+  if (streams_ == nullptr) streams_ = std::make_shared<CudaStreams>(api_, options_.ordinal);
   const CurrentDevice current(api_, options_.ordinal);
   try {
-    make_streams();
+    make_lanes();
   } catch (...) {
     destroy();
     throw;
@@ -125,10 +111,13 @@ CudaDevice::CudaDevice(CudartApi api, CudaDeviceOptions options) : api_(api), op
 
 CudaDevice::~CudaDevice() { destroy(); }
 
-void CudaDevice::make_streams() {
+void CudaDevice::make_lanes() {
   lanes_.resize(static_cast<std::size_t>(streams()));
-  for (Lane& lane : lanes_) {
-    check("cudaStreamCreateWithFlags", api_.stream_create(&lane.stream, kStreamNonBlocking));
+  for (int stream = 0; stream < streams(); ++stream) {
+    Lane& lane = lanes_[static_cast<std::size_t>(stream)];
+    const int direction = stream - compute_streams();
+    lane.stream =
+        direction < 0 ? streams_->compute(stream) : streams_->lane(static_cast<Direction>(direction));
     lane.events.assign(static_cast<std::size_t>(options_.window), nullptr);
     lane.vertices.assign(lane.events.size(), -1);
     for (CudaEvent& event : lane.events) {
@@ -144,7 +133,6 @@ void CudaDevice::destroy() noexcept {
     for (CudaEvent event : lane.events) {
       if (event != nullptr) api_.event_destroy(event);
     }
-    if (lane.stream != nullptr) api_.stream_destroy(lane.stream);
   }
   timing_.clear();
   lanes_.clear();
@@ -152,11 +140,20 @@ void CudaDevice::destroy() noexcept {
 
 CudaStream CudaDevice::native_stream(int stream) const { return lanes_[stream].stream; }
 
-std::string CudaDevice::describe(const char* call, int code) const { return error_text(api_, call, code); }
+void CudaDevice::waits_for(CudaEvent event) { caller_.store(event); }
 
-void CudaDevice::check(const char* call, int code) const {
-  if (code != kSuccess) throw CudaError(call, code, describe(call, code));
+bool CudaDevice::waiting_for_caller() const {
+  CudaEvent event = caller_.load();
+  if (event == nullptr) return false;
+  const int code = api_.event_query(event);
+  if (code != kSuccess) api_.get_last_error();  // "not yet" counts as an error there
+  if (code == kNotReady) return true;
+  // Not if the caller has recorded another meanwhile.
+  caller_.compare_exchange_strong(event, nullptr);
+  return false;
 }
+
+void CudaDevice::check(const char* call, int code) const { check_cuda(api_, call, code); }
 
 void CudaDevice::connect(int index, OpRunner& runner, ProgressListener&) {
   index_ = index;
@@ -221,7 +218,7 @@ Token CudaDevice::completed(int stream) {
       break;
     }
     if (code != kSuccess) {
-      fail(lane.vertices[slot], describe("cudaEventQuery", code));
+      fail_all("cudaEventQuery", code);
       lane.finished = lane.enqueued;  // nothing more can be learnt about them
       break;
     }
@@ -234,10 +231,29 @@ bool CudaDevice::failed() const { return failed_; }
 
 DeviceFailure CudaDevice::failure() const { return failure_; }
 
-void CudaDevice::fail(std::int32_t vertex, std::string message) {
+void CudaDevice::fail(std::int32_t vertex, std::string message, bool lost) {
   if (failed_) return;
   failed_ = true;
-  failure_ = {vertex, std::move(message)};
+  failure_ = {vertex, std::move(message), lost, /*later=*/true};
+}
+
+// The runtime tells of a fault at the next call, whatever that asks for: what was in flight may be to blame,
+// kernels sooner than copies.
+void CudaDevice::fail_all(const char* call, int code) {
+  static constexpr std::array<const char*, 4> kKinds = {"kernel", "reload", "offload", "transfer"};
+  std::string message = cuda_error_text(api_, call, code) + "; in flight: ";
+  std::int32_t oldest = -1;
+  int named = 0;
+  for (int stream = 0; stream < streams(); ++stream) {
+    const Lane& lane = lanes_[static_cast<std::size_t>(stream)];
+    const char* kind = kKinds[static_cast<std::size_t>(std::max(0, stream - compute_streams() + 1))];
+    for (Token token = lane.finished + 1; token <= lane.enqueued; ++token) {
+      const std::int32_t vertex = lane.vertices[lane.slot(token)];
+      if (oldest < 0) oldest = vertex;
+      if (++named <= kNamed) message += (named == 1 ? "" : ", ") + std::to_string(vertex) + " (" + kind + ")";
+    }
+  }
+  fail(oldest, std::move(message), ends_the_context(code));
 }
 
 // A launch that threw half-way may have left work that no event follows: wait for the streams themselves.
@@ -246,8 +262,8 @@ void CudaDevice::recover() {
   failure_ = {};
   for (const Lane& lane : lanes_) {
     if (const int code = api_.stream_synchronize(lane.stream); code != kSuccess) {
-      fail(-1,
-           describe("cudaStreamSynchronize", code));  // a sticky error: the next step fails too and says so
+      // One that stays makes the next step fail too, and say so.
+      fail(-1, cuda_error_text(api_, "cudaStreamSynchronize", code), ends_the_context(code));
     }
   }
 }
@@ -267,8 +283,11 @@ void CudaDevice::trace(Span* spans, std::int32_t vertices) {
   timed_.clear();
   if (spans == nullptr) return;
   make_timing_events(1 + 2 * static_cast<std::size_t>(vertices));
-  check("cudaEventRecord", api_.event_record(timing_[0], lanes_[0].stream));
-  base_ns_ = now_ns();
+  // On a stream that waits for nothing: on the others the event would come after the caller's work.
+  const std::int64_t before_ns = now_ns();
+  check("cudaEventRecord", api_.event_record(timing_[0], streams_->clock()));
+  check("cudaStreamSynchronize", api_.stream_synchronize(streams_->clock()));
+  base_ns_ = before_ns + (now_ns() - before_ns) / 2;
   spans_ = spans;
 }
 

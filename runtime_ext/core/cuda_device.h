@@ -1,7 +1,11 @@
 // CudaDevice: streams and events of one GPU. Compiles and loads without CUDA: cudart is found at run time.
 #pragma once
 
+#include <array>
+#include <atomic>
 #include <cstddef>
+#include <memory>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -65,16 +69,49 @@ class PinnedRegion {
   void* begin_;
 };
 
+// The streams of one GPU. The engines of a process share them: memory that PyTorch's allocator holds belongs
+// to a stream, so streams of each plan's own would multiply it. They stay as long as somebody uses them.
+class CudaStreams {
+ public:
+  // Throws CudaError.
+  CudaStreams(const CudartApi& api, int ordinal);
+  ~CudaStreams();
+  CudaStreams(const CudaStreams&) = delete;
+  CudaStreams& operator=(const CudaStreams&) = delete;
+
+  // Those of device `ordinal` that every caller in this process gets; made at the first call, never given
+  // back.
+  static std::shared_ptr<CudaStreams> shared(const CudartApi& api, int ordinal);
+
+  // Compute stream `index`, made when it is first asked for. Throws CudaError.
+  CudaStream compute(int index);
+  CudaStream lane(Direction direction) const { return lanes_[static_cast<std::size_t>(direction)]; }
+  // Carries no work, so an event recorded on it happens at once, whatever the others wait for.
+  CudaStream clock() const { return clock_; }
+
+ private:
+  CudaStream make();
+  void destroy() noexcept;
+
+  CudartApi api_;
+  int ordinal_;
+  std::mutex mutex_;
+  std::vector<CudaStream> compute_;
+  std::array<CudaStream, 3> lanes_{};  // by Direction
+  CudaStream clock_ = nullptr;
+};
+
 struct CudaDeviceOptions {
   int ordinal = 0;  // cuda device number
   int compute_streams = 1;
-  int window = 64;  // events per stream, hence the most work in flight on one
+  int window = 64;                       // events per stream, hence the most work in flight on one
+  std::shared_ptr<CudaStreams> streams;  // none: streams of its own
 };
 
 // Ops are launched by OpRunner on the loop thread; run() must launch on native_stream(stream). The end of
 // every op and copy is an event, from a ring made up front; completed() queries the oldest one. No callbacks,
 // no allocation in a step. An error that the runtime reports later (a kernel's, say) is found by completed()
-// and fails the device; the vertex it names is the oldest one unfinished on that stream.
+// and fails the device; which vertex it was, nobody can tell: the message lists the kernels in flight.
 class CudaDevice final : public Device {
  public:
   // Throws CudaError, or std::invalid_argument on options out of range.
@@ -84,10 +121,14 @@ class CudaDevice final : public Device {
   CudaDevice& operator=(const CudaDevice&) = delete;
 
   CudaStream native_stream(int stream) const;
+  // All streams were told to wait for `event`, which the caller recorded on a stream of its own: until it has
+  // happened, a step without progress waits for the caller and has not stalled. Any thread.
+  void waits_for(CudaEvent event);
 
   void connect(int index, OpRunner& runner, ProgressListener& listener) override;
   void attach_loop_thread() override;
   int compute_streams() const override { return options_.compute_streams; }
+  bool waiting_for_caller() const override;
   Token enqueue_op(int stream, std::int32_t vertex, std::int32_t op) override;
   Token enqueue_copy(int stream, std::int32_t vertex, void* dst, const void* src,
                      std::int64_t bytes) override;
@@ -102,17 +143,19 @@ class CudaDevice final : public Device {
  private:
   struct Lane;
 
-  void make_streams();
+  void make_lanes();
   void destroy() noexcept;
   void make_timing_events(std::size_t count);
   void check(const char* call, int code) const;
-  std::string describe(const char* call, int code) const;
   void before_work(int stream, std::int32_t vertex);
   Token after_work(int stream, std::int32_t vertex);
-  void fail(std::int32_t vertex, std::string message);
+  void fail(std::int32_t vertex, std::string message, bool lost = false);
+  void fail_all(const char* call, int code);
 
   CudartApi api_;
   CudaDeviceOptions options_;
+  std::shared_ptr<CudaStreams> streams_;
+  mutable std::atomic<CudaEvent> caller_{nullptr};  // what waits_for was given, until it has happened
   int index_ = 0;
   OpRunner* runner_ = nullptr;
   std::vector<Lane> lanes_;

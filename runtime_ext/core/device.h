@@ -44,6 +44,8 @@ struct Span {
 struct DeviceFailure {
   std::int32_t vertex = -1;  // -1 if the device cannot tell
   std::string message;
+  bool lost = false;   // the device refuses all further work of this process
+  bool later = false;  // found after the launch: the message does not begin with the op's name
 };
 
 // Told by devices with threads of their own that some stream got further. Called on the device's thread right
@@ -80,6 +82,9 @@ class Device {
   virtual bool notifies() const { return false; }
   // True while an op is being executed by a thread of this process: slow is then not stalled.
   virtual bool computing() const { return false; }
+  // True while the device's work waits for other work of the caller: a step that makes no progress has not
+  // stalled.
+  virtual bool waiting_for_caller() const { return false; }
 
   // Throw std::exception if the work could not be handed over; the engine blames `vertex`.
   virtual Token enqueue_op(int stream, std::int32_t vertex, std::int32_t op) = 0;

@@ -6,19 +6,6 @@
 #include "scope.h"
 
 namespace disco {
-namespace {
-
-// What failed, as far as there is memory to say so: the loop goes on whatever happens.
-DeviceFailure failure_of(const Device& device) noexcept {
-  try {
-    return device.failure();
-  } catch (const std::bad_alloc&) {
-    return {-1, kOutOfMemory};
-  }
-}
-
-}  // namespace
-
 bool Engine::Loop::pump() {
   bool moved = in_flight_ > 0 && poll();
   if (phase_ == Phase::kRunning || phase_ == Phase::kLoading) moved = issue() || moved;
@@ -48,8 +35,7 @@ bool Engine::Loop::poll_stream(StreamState& stream) {
   }
   if (done < stream.front().token) return false;
   if (device.failed() && phase_ != Phase::kDraining) {
-    DeviceFailure failure = failure_of(device);
-    stop(Status::kFailed, failure.vertex, std::move(failure.message));
+    stop(failure_of(device));
   }
   while (stream.count > 0 && stream.front().token <= done) {
     const std::int32_t v = stream.front().vertex;
@@ -308,8 +294,7 @@ void Engine::Loop::run_inline_vertex(Resource& resource, std::int32_t v, Lock& l
   if (!refused.empty()) {
     stop(Status::kFailed, v, std::move(refused));
   } else if (device.failed() && phase_ != Phase::kDraining) {
-    DeviceFailure failure = failure_of(device);
-    stop(Status::kFailed, failure.vertex, std::move(failure.message));
+    stop(failure_of(device));
   }
   finish(v);
 }

@@ -365,9 +365,12 @@ void Engine::Loop::tell_outs() {
 
 void Engine::Loop::end_step() {
   const bool whole = phase_ == Phase::kRunning;
+  bool lost = false;
   for (auto& device : devices_) {
     if (traced_) device->finish_trace();
-    if (!whole) device->recover();
+    if (whole) continue;
+    device->recover();
+    lost = lost || (device->failed() && failure_of(*device).lost);
   }
   residents_valid_ = whole;
   phase_ = Phase::kIdle;
@@ -379,6 +382,7 @@ void Engine::Loop::end_step() {
   const Lock lock(caller_mutex_);
   counters_ = step_;
   error_.draining = false;
+  error_.lost = error_.lost || lost;
   active_ = false;
   ended_ = true;
   caller_wakes_.notify_all();
@@ -390,13 +394,21 @@ void Engine::Loop::stop(Status status, std::int32_t vertex, std::string message)
   phase_ = Phase::kDraining;
   for (auto& device : devices_) device->cancel();
   const Lock lock(caller_mutex_);
-  error_ = {status, vertex, status == Status::kStalled && in_flight_ > 0, std::move(message)};
+  error_ = {status, vertex, status == Status::kStalled && in_flight_ > 0, false, false, std::move(message)};
   if (status == Status::kStalled) caller_wakes_.notify_all();  // what hangs may never drain
 }
 
+void Engine::Loop::stop(DeviceFailure failure) {
+  if (phase_ == Phase::kDraining || phase_ == Phase::kIdle) return;
+  stop(Status::kFailed, failure.vertex, std::move(failure.message));
+  const Lock lock(caller_mutex_);
+  error_.lost = failure.lost;
+  error_.later = failure.later;
+}
+
 bool Engine::Loop::stalled_for(std::int64_t now) {
-  const auto computing = [](const auto& device) { return device->computing(); };
-  if (completions_ != completions_seen_ || std::any_of(devices_.begin(), devices_.end(), computing)) {
+  const auto busy = [](const auto& device) { return device->computing() || device->waiting_for_caller(); };
+  if (completions_ != completions_seen_ || std::any_of(devices_.begin(), devices_.end(), busy)) {
     completions_seen_ = completions_;
     quiet_since_ns_ = now;
   }

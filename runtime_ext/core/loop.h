@@ -12,9 +12,19 @@
 
 #include "engine.h"
 #include "schedule.h"
+#include "scope.h"
 #include "timing.h"
 
 namespace disco {
+
+// What failed, as far as there is memory to say so: the loop goes on whatever happens.
+inline DeviceFailure failure_of(const Device& device) noexcept {
+  try {
+    return device.failure();
+  } catch (const std::bad_alloc&) {
+    return {-1, kOutOfMemory};
+  }
+}
 
 // Three groups of state, each with its own lock, taken in this order if together:
 // 1. the step (state_mutex_): held by the loop thread except while it sleeps and while an inline op runs
@@ -81,6 +91,7 @@ class Engine::Loop final : public ProgressListener {
   void settle();
   void end_step();
   void stop(Status status, std::int32_t vertex, std::string message);
+  void stop(DeviceFailure failure);
   void tell_outs();
   bool stalled_for(std::int64_t now);
   void stall();

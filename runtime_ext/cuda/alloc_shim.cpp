@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "../torch/planned_alloc.h"
+#include "../torch/workspace.h"
 
 namespace disco {
 namespace {
@@ -56,9 +57,14 @@ class CudaDecorator final : public CUDAAllocator {
  public:
   c10::DataPtr allocate(size_t nbytes) override {
     if (nbytes == 0) return base->allocate(0);
+    if (planning()) Workspace::check_watched(nbytes);
     if (void* ptr = planned_address(nbytes)) {
       const c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
       return {ptr, ptr, &free_block, guard.getDevice()};
+    }
+    if (Workspace* workspace = WorkspaceScope::current()) {
+      const c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
+      return workspace->take(nbytes, guard.getDevice(), [](std::size_t n) { return base->allocate(n); });
     }
     c10::DataPtr block = base->allocate(nbytes);
     note_forwarded(block.get(), nbytes);

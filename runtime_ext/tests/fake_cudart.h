@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <deque>
 #include <functional>
@@ -71,6 +72,9 @@ class FakeCudart {
     queues_.at(stream).push_back({std::move(kernel)});
   }
 
+  // While this is on, nothing of `stream` is done.
+  void hold(CudaStream stream) { held_.store(stream); }
+
   int objects() const { return static_cast<int>(queues_.size() + events_.size()); }
 
   int calls = 0;
@@ -135,7 +139,7 @@ class FakeCudart {
   }
   int query(CudaEvent handle) {
     for (auto& [stream, queue] : queues_) {
-      while (!queue.empty() && random_.below(3) != 0 && step(queue)) {
+      while (!queue.empty() && stream != held_.load() && random_.below(3) != 0 && step(queue)) {
       }
     }
     if (const int code = call("cudaEventQuery"); code != 0) return code;
@@ -145,7 +149,7 @@ class FakeCudart {
   int synchronize(CudaStream stream) {
     while (!queues_.at(stream).empty()) {
       for (auto& [handle, queue] : queues_) {
-        if (!queue.empty()) step(queue);
+        if (!queue.empty() && handle != held_.load()) step(queue);
       }
     }
     return call("cudaStreamSynchronize");
@@ -173,6 +177,7 @@ class FakeCudart {
   Random random_;
   std::uintptr_t next_handle_ = 0x1000;
   std::uint64_t clock_ = 0;
+  std::atomic<CudaStream> held_{nullptr};
   std::map<CudaStream, std::deque<Command>> queues_;
   std::map<CudaEvent, std::unique_ptr<Event>> events_;
 };

@@ -85,7 +85,7 @@ TEST(CudaDevice, AStepCreatesNothingAndEverythingIsGivenBack) {
   auto rig = std::make_unique<Rig>(1, 2, 2);
   cudart = &rig->cudart;
   const int created = cudart->created;
-  EXPECT_EQ(created, (2 + 3) * (1 + 8));
+  EXPECT_EQ(created, (2 + 3) * (1 + 8) + 1);  // streams, their events, the clock
   for (std::uint64_t step = 0; step < 3; ++step) ASSERT_EQ(rig->step(step), Status::kDone);
   EXPECT_EQ(cudart->created, created);
   rig->engine.reset();
@@ -106,6 +106,8 @@ TEST(CudaDevice, EveryFailingCallOfTheConstructorIsNamedAndLeaksNothing) {
       CudaDeviceOptions options;
       options.window = 4;
       const CudaDevice device(FakeCudart::api(), options);
+      // Setting the caller's device back may fail; there is nobody to tell.
+      if (cudart.failed_call == "cudaSetDevice") continue;
       EXPECT_GT(at, 4 * 5);
       break;
     } catch (const CudaError& error) {
@@ -146,7 +148,7 @@ TEST(CudaDevice, EveryFailingCallOfAStepFailsThatStepOnly) {
   }
 }
 
-TEST(CudaDevice, AnAsynchronousErrorNamesTheOldestVertexOfItsStream) {
+TEST(CudaDevice, AnAsynchronousErrorListsWhatWasInFlight) {
   Rig rig(8, 1, 2);
   rig.cudart.fail_code = FakeCudart::kLaunchFailure;
   std::int32_t named = 0;
@@ -157,8 +159,11 @@ TEST(CudaDevice, AnAsynchronousErrorNamesTheOldestVertexOfItsStream) {
     if (status == Status::kDone) break;
     const EngineError error = rig.engine->last_error();
     if (rig.cudart.failed_call == "cudaEventQuery") {
-      EXPECT_NE(error.message.find("launch failure"), std::string::npos);
+      EXPECT_NE(error.message.find("launch failure; in flight: " + std::to_string(error.vertex) + " ("),
+                std::string::npos)
+          << error.message;
       EXPECT_GE(error.vertex, 0);
+      EXPECT_TRUE(error.later && error.lost);
       ++named;
     }
   }
@@ -177,6 +182,7 @@ TEST(CudaDevice, AnErrorThatStaysFailsEveryStepAndHangsNone) {
     while (status == Status::kDone && step < 20) status = rig.step(step++);
     ASSERT_EQ(status, Status::kFailed) << "call " << at;
     EXPECT_NE(rig.engine->last_error().message.find("launch failure"), std::string::npos);
+    EXPECT_TRUE(rig.engine->last_error().lost) << "call " << at;
     ASSERT_EQ(rig.step(step), Status::kFailed) << "the next step says so too, call " << at;
     const FakeCudart* cudart = &rig.cudart;
     rig.engine.reset();
@@ -191,7 +197,7 @@ TEST(CudaDevice, AFailureWhereTheLoopThreadStartsIsTheConstructorsAndLeaksNothin
     auto scene = random_scene(2, {.vertices = 20});
     Checker checker(*scene);
     Launcher launcher(cudart, checker);
-    auto device = std::make_unique<CudaDevice>(FakeCudart::api(), CudaDeviceOptions{0, 1, 4});
+    auto device = std::make_unique<CudaDevice>(FakeCudart::api(), CudaDeviceOptions{0, 1, 4, nullptr});
     launcher.target = device.get();
     cudart.calls = 0;
     cudart.fail_at = at;
@@ -286,8 +292,8 @@ TEST(CudaDevice, PinningThatFailsSaysHowMuch) {
 
 TEST(CudaDevice, OptionsOutOfRangeAreRefused) {
   FakeCudart cudart(0);
-  EXPECT_THROW(CudaDevice(FakeCudart::api(), {0, 0, 8}), std::invalid_argument);
-  EXPECT_THROW(CudaDevice(FakeCudart::api(), {0, 1, 0}), std::invalid_argument);
+  EXPECT_THROW(CudaDevice(FakeCudart::api(), {0, 0, 8, nullptr}), std::invalid_argument);
+  EXPECT_THROW(CudaDevice(FakeCudart::api(), {0, 1, 0, nullptr}), std::invalid_argument);
 }
 
 TEST(CudaDevice, AWindowSmallerThanTheLookaheadFailsTheStepInWords) {
@@ -295,7 +301,7 @@ TEST(CudaDevice, AWindowSmallerThanTheLookaheadFailsTheStepInWords) {
   auto scene = random_scene(4, {.vertices = 40, .copies = 0.0, .gate = false});
   Checker checker(*scene);
   Launcher launcher(cudart, checker);
-  auto device = std::make_unique<CudaDevice>(FakeCudart::api(), CudaDeviceOptions{0, 1, 1});
+  auto device = std::make_unique<CudaDevice>(FakeCudart::api(), CudaDeviceOptions{0, 1, 1, nullptr});
   launcher.target = device.get();
   Engine engine(scene->program(), one(std::move(device)), launcher, {});
   ASSERT_EQ(run_step(engine, checker, 0), Status::kFailed);

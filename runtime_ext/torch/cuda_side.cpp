@@ -29,14 +29,15 @@ CallerOrder::~CallerOrder() {
   if (event_ != nullptr) impl_.destroyEvent(event_, device_.index());
 }
 
-void CallerOrder::put_after_caller(const CudaDevice& device) {
+void CallerOrder::put_after_caller(CudaDevice& device) {
   impl_.record(&event_, impl_.getStream(device_), device_.index(), c10::EventFlag::PYTORCH_DEFAULT);
   for (int stream = 0; stream < device.streams(); ++stream) {
     impl_.block(event_, external_stream(device_, device.native_stream(stream)));
   }
+  device.waits_for(event_);
 }
 
-BlasWarmup::BlasWarmup(c10::Device device) {
+BlasWarmup::BlasWarmup(c10::Device device, CudaStream stream) : workspace_(Workspace::of(stream)) {
   constexpr std::int64_t kSize = 16;
   const c10::InferenceMode inference;
   for (const at::ScalarType dtype : {at::kBFloat16, at::kFloat, at::kHalf}) {
@@ -48,14 +49,21 @@ BlasWarmup::BlasWarmup(c10::Device device) {
   }
 }
 
-void BlasWarmup::run(bool first) {
+void BlasWarmup::run() {
+  // Read before the products: what is given back while they run is taken again before the next op.
+  const std::uint64_t returned = workspace_.returned();
+  if (!first_ && returned == seen_) return;
   const c10::InferenceMode inference;
+  const WorkspaceScope scope(workspace_);
   for (Operands& kind : kinds_) {
     at::mm_out(kind.result, kind.matrix, kind.matrix);
     at::addmm_out(kind.result, kind.bias, kind.matrix, kind.matrix);
-    if (!first) return;
+    if (!first_) break;
     at::bmm_out(kind.batch_result, kind.batch, kind.batch);
   }
+  first_ = false;
+  seen_ = returned;
+  workspace_.watch(seen_);
 }
 
 Pinned::Pinned(at::Tensor given) : tensor(std::move(given)) {

@@ -6,10 +6,12 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/custom_class.h>
 
+#include <cstdint>
 #include <memory>
 #include <vector>
 
 #include "../core/cuda_device.h"
+#include "workspace.h"
 
 namespace disco {
 
@@ -38,7 +40,7 @@ class CallerOrder {
   CallerOrder(const CallerOrder&) = delete;
   CallerOrder& operator=(const CallerOrder&) = delete;
   // Waits for nothing. May be called while the loop thread enqueues. Throws c10::Error with CUDA's reason.
-  void put_after_caller(const CudaDevice& device);
+  void put_after_caller(CudaDevice& device);
 
  private:
   c10::impl::VirtualGuardImpl impl_;
@@ -46,19 +48,26 @@ class CallerOrder {
   void* event_ = nullptr;
 };
 
-// Matrix products of a few bytes. cuBLAS takes a workspace at the first product of a thread on a stream: in a
-// planned step that allocation would belong to no schedule, so it is made before.
+// Matrix products of a few bytes on one compute stream. At the first product of a thread on a stream PyTorch
+// takes the libraries' workspace: in a planned step that allocation would belong to no schedule, so it is
+// made before.
 class BlasWarmup {
  public:
-  explicit BlasWarmup(c10::Device device);
-  // On the current stream. All data types at the first call for a stream, later one product of each kind, in
-  // case somebody released the workspaces meanwhile.
-  void run(bool first);
+  BlasWarmup(c10::Device device, CudaStream stream);
+  // Before an op, on the thread and the stream that will run it: takes the workspace unless it is taken. All
+  // data types at the first call, later one product of each kind.
+  void run();
+  // After an op that failed: whether the workspace was given back meanwhile, which explains an allocation
+  // that nobody planned.
+  bool lost() const { return workspace_.returned() != seen_; }
 
  private:
   struct Operands {
     at::Tensor matrix, bias, batch, result, batch_result;
   };
+  Workspace& workspace_;
+  std::uint64_t seen_ = 0;
+  bool first_ = true;
   std::vector<Operands> kinds_;
 };
 

@@ -148,6 +148,8 @@ RecordScope::~RecordScope() { tls.record = nullptr; }
 EngineThreadScope::EngineThreadScope() : before_(tls.engine_thread) { tls.engine_thread = true; }
 EngineThreadScope::~EngineThreadScope() { tls.engine_thread = before_; }
 
+bool planning() { return tls.planned; }
+
 void* planned_address(std::size_t nbytes) {
   if (!tls.planned) return nullptr;
   if (tls.next >= tls.schedule.size()) {

@@ -82,6 +82,8 @@ class EngineThreadScope {
 // What an allocator decorator asks for each allocation: a planned address, or nullptr to forward. Throws
 // ScheduleMismatch. `note_forwarded` and `note_freed` report what the allocator behind did.
 void* planned_address(std::size_t nbytes);
+// Whether this thread is in a PlannedScope.
+bool planning();
 void note_forwarded(void* ptr, std::size_t nbytes);
 void note_freed(void* ptr);
 // Whether this thread records: frees of blocks that it allocates now must be reported too.

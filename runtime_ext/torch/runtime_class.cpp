@@ -34,6 +34,8 @@ namespace {
 
 using Ints = std::vector<std::int64_t>;
 
+constexpr double kDrainSeconds = 5;  // that a device which has stalled is given at the end of its engine
+
 using Watch = void (*)();
 
 Watch watch_function(const char* name) { return reinterpret_cast<Watch>(dlsym(RTLD_DEFAULT, name)); }
@@ -307,11 +309,14 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
       cuda.ordinal = where.index();
       cuda.compute_streams = settings.host.compute_streams;
       cuda.window = std::max(cuda.window, settings.engine.lookahead + 2);
-      auto device = std::make_unique<CudaDevice>(CudartApi::load(), cuda);
+      const CudartApi api = CudartApi::load();
+      cuda.streams = CudaStreams::shared(api, cuda.ordinal);
+      auto device = std::make_unique<CudaDevice>(api, cuda);
       cuda_ = device.get();
       caller_ = std::make_unique<CallerOrder>(where);
-      warmup_ = std::make_unique<BlasWarmup>(where);
-      warmth_.resize(static_cast<std::size_t>(cuda.compute_streams));
+      for (int stream = 0; stream < cuda.compute_streams; ++stream) {
+        warmups_.emplace_back(where, cuda_->native_stream(stream));
+      }
       devices.push_back(std::move(device));
       for (const at::Tensor& tensor : keep_) {
         if (!tensor.device().is_cpu()) {
@@ -337,6 +342,15 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
       planned_ranges_.bases.clear();
       return;
     }
+    // Work that a device never ends may write to its memory for ever: all of that stays.
+    if (cuda_ != nullptr && engine_->last_error().draining && !engine_->abort(kDrainSeconds)) {
+      static_cast<void>(engine_.release());
+      planned_ranges_.bases.clear();
+      new std::vector<at::Tensor>(std::move(keep_));
+      static_cast<void>(ops_.release());
+      static_cast<void>(caller_.release());
+      return;
+    }
     engine_.reset();
   }
 
@@ -344,15 +358,23 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
     if (op == failing_)
       throw std::runtime_error(ops_->table.label(op) + ": failed because a test asked for it");
     if (cuda_ != nullptr) {
-      const StreamScope scope(ops_->table.device(), cuda_->native_stream(stream));
-      Warmth& warmth = warmth_[static_cast<std::size_t>(stream)];
-      if (warmth != Warmth::kThisStep) {
-        warmup_->run(warmth == Warmth::kNever);
-        warmth = Warmth::kThisStep;
-      }
-      ops_->table.run(op);
+      run_on_stream(op, stream);
     } else {
       ops_->table.run(op);
+    }
+  }
+
+  void run_on_stream(std::int32_t op, int stream) {
+    const StreamScope scope(ops_->table.device(), cuda_->native_stream(stream));
+    BlasWarmup& warmup = warmups_[static_cast<std::size_t>(stream)];
+    warmup.run();
+    try {
+      ops_->table.run(op);
+    } catch (const std::exception& error) {
+      if (!warmup.lost()) throw;
+      throw std::runtime_error(std::string(error.what()) +
+                               "; another thread has cleared PyTorch's cuBLAS workspaces while the step ran: "
+                               "clear them between steps");
     }
   }
 
@@ -407,9 +429,6 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
   }
   void start(Next next) {
     allocations_before_ = engine_allocations();
-    for (Warmth& warmth : warmth_) {
-      if (warmth == Warmth::kThisStep) warmth = Warmth::kBefore;
-    }
     if (cuda_ != nullptr) caller_->put_after_caller(*cuda_);
     engine_->begin(next);
   }
@@ -428,9 +447,15 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
   bool abort(double timeout) { return engine_->abort(timeout); }
   void invalidate() { engine_->invalidate(); }
   void set_tracing(bool on) { engine_->set_tracing(on); }
-  std::tuple<std::int64_t, std::int64_t, std::string> last_error() {
+  // Status, position of the vertex, message, and whether the device found it later, is lost, still drains.
+  std::tuple<std::int64_t, std::int64_t, std::string, bool, bool, bool> last_error() {
     const EngineError& error = engine_->last_error();
-    return {static_cast<std::int64_t>(error.status), error.vertex, error.message};
+    return {static_cast<std::int64_t>(error.status),
+            error.vertex,
+            error.message,
+            error.later,
+            error.lost,
+            error.draining};
   }
   // int64 [n, 8]: vertex, device, stream, issue, start, end, bytes, ready; times in nanoseconds from begin.
   at::Tensor events() {
@@ -469,12 +494,15 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
     return static_cast<std::int64_t>(leaving_.size()) - 1;
   }
   // Copies of the values of a group, on the run's device.
-  std::vector<at::Tensor> copies(std::int64_t group) const {
+  std::vector<at::Tensor> copies(std::int64_t group) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     std::vector<at::Tensor> copies;
     for (const at::Tensor& value : leaving_.at(static_cast<std::size_t>(group))) {
       copies.push_back(copy_of(value, ops_->table.device()));
     }
+    // The caller's stream makes them in its own time: what is written to the arena next comes after, whoever
+    // has it written. All engines of a device share its streams.
+    if (cuda_ != nullptr) caller_->put_after_caller(*cuda_);
     return copies;
   }
 
@@ -494,17 +522,13 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
     std::vector<const void*> bases;
   };
 
-  // Whether cuBLAS has its workspace on a compute stream.
-  enum class Warmth : std::uint8_t { kNever, kBefore, kThisStep };
-
   c10::intrusive_ptr<TorchOps> ops_;
   std::vector<at::Tensor> keep_;
   std::vector<std::vector<at::Tensor>> leaving_;
   PlannedRanges planned_ranges_;  // outlived by keep_
   CudaDevice* cuda_ = nullptr;
   std::unique_ptr<CallerOrder> caller_;
-  std::unique_ptr<BlasWarmup> warmup_;
-  std::vector<Warmth> warmth_;           // by compute stream; written by the loop thread within a step
+  std::vector<BlasWarmup> warmups_;      // by compute stream; used by the loop thread alone
   std::vector<ExternalLayout> layouts_;  // by storage
   std::vector<std::pair<std::int64_t, std::int64_t>> copied_;  // storage of an external input, copy of it
   std::int32_t failing_ = -1;
@@ -521,6 +545,7 @@ TORCH_LIBRARY(disco_accel, m) {
   m.def("carve", &carve);
   m.def("touched_bytes", &touched_bytes);
   m.def("is_arena", [](const at::Tensor& tensor) { return in_planned_range(tensor.const_data_ptr()); });
+  m.def("release_unused_workspaces", &Workspace::release_unused);
   m.def("engine_allocations", &engine_allocations);
   m.def("fail_allocation", [](std::int64_t nth) {
     install_cpu_decorator();

@@ -1,0 +1,65 @@
+#include "workspace.h"
+
+#include <map>
+#include <memory>
+#include <stdexcept>
+
+namespace disco {
+namespace {
+
+thread_local Workspace* scope = nullptr;
+thread_local Workspace* watched = nullptr;
+thread_local std::uint64_t watched_seen = 0;
+
+// Leaked on purpose: PyTorch's table gives its blocks back during static destruction.
+struct Table {
+  std::mutex mutex;
+  std::map<const void*, std::unique_ptr<Workspace>> by_stream;
+};
+Table& table() {
+  static auto* made = new Table;
+  return *made;
+}
+
+}  // namespace
+
+Workspace& Workspace::of(const void* stream) {
+  const std::lock_guard lock(table().mutex);
+  std::unique_ptr<Workspace>& entry = table().by_stream[stream];
+  if (entry == nullptr) entry = std::make_unique<Workspace>();
+  return *entry;
+}
+
+void Workspace::release_unused() {
+  const std::lock_guard lock(table().mutex);
+  for (const auto& [stream, workspace] : table().by_stream) {
+    const std::lock_guard pieces(workspace->mutex_);
+    if (workspace->holders_ == 0) workspace->pieces_.clear();
+  }
+}
+
+void Workspace::watch(std::uint64_t seen) {
+  watched = this;
+  watched_seen = seen;
+}
+
+void Workspace::check_watched(std::size_t nbytes) {
+  if (watched == nullptr || watched->returned() == watched_seen) return;
+  const std::lock_guard lock(watched->mutex_);
+  for (const Piece& piece : watched->pieces_) {
+    if (piece.nbytes == nbytes) throw std::runtime_error("a workspace would be taken within the step");
+  }
+}
+
+void Workspace::give_back(void* workspace) {
+  auto* const self = static_cast<Workspace*>(workspace);
+  const std::lock_guard lock(self->mutex_);
+  --self->holders_;
+  self->returned_.fetch_add(1, std::memory_order_release);
+}
+
+WorkspaceScope::WorkspaceScope(Workspace& workspace) { scope = &workspace; }
+WorkspaceScope::~WorkspaceScope() { scope = nullptr; }
+Workspace* WorkspaceScope::current() { return scope; }
+
+}  // namespace disco
