@@ -6,14 +6,14 @@ SHELL := /bin/bash
 VENV := .venv
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
-CPP = $(shell find runtime_ext -name '*.cpp' -o -name '*.h')
+CPP = $(shell find runtime_ext tests/emulated -name '*.cpp' -o -name '*.h')
 
 # The venv's ninja, clang-format and accelerate are the pinned ones.
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export MAX_JOBS ?= $(shell nproc)
 DEVICE ?= cuda
 
-.PHONY: help setup test sanitize safety fuzz lint format demo demo-full gpu gpu-peers outside wheel-check clean
+.PHONY: help setup test sanitize safety fuzz lint format demo demo-full emulated emulated-mutants gpu gpu-peers outside wheel-check clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 11
@@ -65,6 +65,13 @@ demo: setup  ## LoRA under half the memory, with and without us, compared bit fo
 
 demo-full: setup  ## the same with more steps and budgets, and every figure; seven minutes or more
 	@$(PY) -m benchmarks.demo --full
+
+# Needs the package index once, for the CUDA build of torch: 6 GB below out/. TORCH names its version; ONLY some modes.
+emulated: $(INSTALLED)  ## the CUDA path on an emulated GPU, in several modes; TORCH=version, ONLY=mode
+	@.ci/emulated tests.emulated.modes $(if $(ONLY),--only "$(ONLY)")
+
+emulated-mutants: $(INSTALLED)  ## faults planted in the CUDA path, each of which those tests must catch; ONLY=fault
+	@.ci/emulated tests.emulated.mutants $(if $(ONLY),--only "$(ONLY)")
 
 # Installs nothing: the machine's own python3 and packages. OUT names the folder for gpu.json.
 gpu: export PYTHONPATH := $(CURDIR)

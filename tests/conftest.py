@@ -38,6 +38,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         shutil.rmtree(_home, ignore_errors=True)
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what these tests leave to another command."""
+    if os.environ.get("EMULATED_CUDA") != "1":
+        terminalreporter.write_line("not run here: the CUDA path on an emulated GPU (make emulated)")
+
+
 @pytest.fixture(autouse=True)
 def messages_as_before() -> Iterator[None]:
     """What one test has shown to its user (a recipe shows messages, a door does) no other test prints."""

@@ -1,0 +1,82 @@
+"""The faults of ``tests.emulated.mutants``: exact texts of the sources, what stands in their place, and the tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+_STEPS = "tests/gpu/test_steps.py::"
+_ORDER = "tests/emulated/test_order.py"
+_CLASS = "runtime_ext/torch/runtime_class.cpp"
+_DEVICE = "runtime_ext/core/cuda_device.cpp"
+_JITTER = {"EMULATED_JITTER_US": 500, "EMULATED_SEED": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """``old`` is in ``file`` once; with ``new`` in its place one of ``tests`` (pytest's names) must fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    settings: Mapping[str, object] = field(default_factory=dict)
+
+
+MUTANTS = (
+    Mutant(
+        "no wait for the caller",
+        _CLASS,
+        "    if (cuda_ != nullptr) caller_->put_after_caller(*cuda_);\n    engine_->begin(next);",
+        "    engine_->begin(next);",
+        (_ORDER,),
+    ),
+    Mutant(
+        "no workspace warm-up",
+        _CLASS,
+        "warmup_->run(warmth == Warmth::kNever);",
+        "",
+        (_ORDER,),
+    ),
+    Mutant(
+        "wrong stream",
+        _CLASS,
+        "const StreamScope scope(ops_->table.device(), cuda_->native_stream(stream));",
+        "const StreamScope scope(ops_->table.device(), nullptr);",
+        (_ORDER,),
+    ),
+    Mutant("missing event", _DEVICE, "  if (source.finished >= token) return;\n", "  return;\n", (_ORDER,)),
+    Mutant(
+        "event of the ring too early",
+        _DEVICE,
+        'check("cudaEventRecord", api_.event_record(lane.events[lane.slot(token)], lane.stream));',
+        'check("cudaEventRecord", api_.event_record(lane.events[lane.slot(token + 1)], lane.stream));',
+        (_ORDER,),
+        _JITTER,
+    ),
+    Mutant("copy direction", _DEVICE, "kMemcpyKind = {1, 2,", "kMemcpyKind = {2, 1,", (_ORDER,)),
+    Mutant(
+        "unpinned source",
+        "disco_accel/execute/hostmem.py",
+        "            self._pinned = pin(self._arena)\n",
+        "            self._pinned = ()\n",
+        (_ORDER,),
+    ),
+    Mutant(
+        "device guard dropped",
+        _DEVICE,
+        'void CudaDevice::attach_loop_thread() { check("cudaSetDevice", api_.set_device(options_.ordinal)); }',
+        "void CudaDevice::attach_loop_thread() {}",
+        ("tests/emulated/test_second_device.py",),
+        {"EMULATED_DEVICES": 2},
+    ),
+    Mutant(
+        "loss read before its copy",
+        _CLASS,
+        "return static_cast<std::int64_t>(engine_->wait_out(timeout));",
+        "return static_cast<std::int64_t>(Status::kDone);",
+        (_ORDER,),
+        _JITTER,
+    ),
+)

@@ -1,0 +1,36 @@
+"""``pytest -p tests.emulated.plugin``: a test fails on any complaint, race or kernel that was not emulated."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.emulated import device
+
+_SHOWN = 20
+
+
+@pytest.fixture(autouse=True)
+def nothing_to_complain_about() -> Iterator[None]:
+    """Whatever a test leaves running is waited for."""
+    assert device.EMULATED, "start pytest with python -m tests.emulated.run"
+    device.reset()
+    yield
+    device.release()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    found = device.complaints() + device.unemulated() + _of_children()
+    assert not found, "\n".join(found[:_SHOWN])
+
+
+def _of_children() -> list[str]:
+    """What processes that the test started left behind."""
+    reports = sorted(Path(os.environ["EMULATED_REPORTS"]).glob("*.txt"))
+    texts = [path.read_text() for path in reports]
+    for path in reports:
+        path.unlink()
+    return texts

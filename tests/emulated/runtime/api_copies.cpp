@@ -1,0 +1,188 @@
+// Copies. Those between pinned memory and a device say when the host touches the memory meanwhile.
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "calls.h"
+#include "device_memory.h"
+#include "host_memory.h"
+#include "journal.h"
+#include "streams.h"
+
+using namespace emulated;
+
+namespace {
+
+constexpr int kNotArrived = 0xFF;  // what a host buffer holds until its copy arrives
+
+struct Copy {
+  char* to;
+  char* from;
+  std::size_t bytes;
+  std::string name;
+};
+
+std::uint64_t fingerprint(const char* bytes, std::size_t count) {
+  std::uint64_t sum = 14695981039346656037ull;
+  std::size_t at = 0;
+  for (std::uint64_t word = 0; at + sizeof word <= count; at += sizeof word) {
+    std::memcpy(&word, bytes + at, sizeof word);
+    sum = (sum ^ word) * 1099511628211ull;
+  }
+  for (; at < count; ++at) sum = (sum ^ static_cast<unsigned char>(bytes[at])) * 1099511628211ull;
+  return sum;
+}
+
+bool all_not_arrived(const char* bytes, std::size_t count) {
+  return count == 0 || (static_cast<unsigned char>(bytes[0]) == kNotArrived &&
+                        std::memcmp(bytes, bytes + 1, count - 1) == 0);
+}
+
+// In two halves, with the link's time between: who looks meanwhile sees one half new.
+void move_bytes(const Copy& copy) {
+  const std::size_t half = copy.bytes / 2;
+  std::memmove(copy.to, copy.from, half);
+  take_link_time(copy.bytes);
+  std::memmove(copy.to + half, copy.from + half, copy.bytes - half);
+}
+
+// The host must leave the source alone from the call on, or, while an earlier copy still fills it, from the
+// start on.
+void put_from_pinned(Stream& stream, const Copy& copy, const std::vector<Range>& ranges) {
+  std::optional<std::uint64_t> at_call;
+  if (!host_memory().being_written(copy.from, copy.bytes)) at_call = fingerprint(copy.from, copy.bytes);
+  const auto use = host_memory().use(copy.from, copy.bytes, false);
+  const auto run = [copy, at_call, use] {
+    const std::uint64_t before = at_call ? *at_call : fingerprint(copy.from, copy.bytes);
+    move_bytes(copy);
+    if (fingerprint(copy.from, copy.bytes) != before)
+      journal().complain("the host changed " + std::to_string(copy.bytes) +
+                         " pinned bytes while a copy out of them was queued");
+  };
+  stream.put({copy.name, run}, ranges);
+}
+
+// Until the copy arrives its target holds no right bits, unless earlier copies still use it: then from the
+// start on.
+void put_to_pinned(Stream& stream, const Copy& copy, const std::vector<Range>& ranges) {
+  const bool at_call = !host_memory().used(copy.to, copy.bytes);
+  if (at_call) std::memset(copy.to, kNotArrived, copy.bytes);
+  const auto use = host_memory().use(copy.to, copy.bytes, true);
+  const auto run = [copy, at_call, use] {
+    if (at_call && !all_not_arrived(copy.to, copy.bytes))
+      journal().complain("the host wrote into " + std::to_string(copy.bytes) +
+                         " pinned bytes while a copy into them was queued");
+    std::memset(copy.to, kNotArrived, copy.bytes);
+    move_bytes(copy);
+  };
+  stream.put({copy.name, run}, ranges);
+}
+
+bool fits(cudaMemcpyKind kind, bool from_device, bool to_device) {
+  switch (kind) {
+    case cudaMemcpyHostToHost:
+      return !from_device && !to_device;
+    case cudaMemcpyHostToDevice:
+      return !from_device && to_device;
+    case cudaMemcpyDeviceToHost:
+      return from_device && !to_device;
+    case cudaMemcpyDeviceToDevice:
+      return from_device && to_device;
+    default:
+      return true;
+  }
+}
+
+cudaError_t enqueue(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind, cudaStream_t handle) {
+  need_context();
+  RETURN_IF_FAULTED();
+  Stream* stream = streams().find(handle);
+  if (stream == nullptr) return answer(cudaErrorInvalidResourceHandle);
+  if (bytes == 0) return cudaSuccess;
+  const bool from_device = device_memory().owns(from), to_device = device_memory().owns(to);
+  if (!fits(kind, from_device, to_device)) {
+    journal().complain("cudaMemcpy: the kind " + std::to_string(kind) + " does not fit the addresses");
+    return answer(cudaErrorInvalidValue);
+  }
+  if ((from_device && !device_memory().in_block(from, bytes)) ||
+      (to_device && !device_memory().in_block(to, bytes))) {
+    journal().complain("cudaMemcpy: " + std::to_string(bytes) + " bytes reach outside a device block");
+    return answer(cudaErrorInvalidValue);
+  }
+  const char* name =
+      from_device ? (to_device ? "copy d2d" : "copy d2h") : (to_device ? "copy h2d" : "copy h2h");
+  journal().count(name);
+  journal().count(name + std::string(" bytes"), static_cast<long>(bytes));
+  const Copy copy{device_memory().bytes(to), device_memory().bytes(from), bytes, name};
+  const std::vector<Range> ranges{{from, bytes, false}, {to, bytes, true}};
+  if (from_device == to_device) {
+    stream->put({name, [copy] { std::memmove(copy.to, copy.from, copy.bytes); }}, ranges);
+    return cudaSuccess;
+  }
+  if (host_memory().pinned(from_device ? to : from, bytes)) {
+    (from_device ? put_to_pinned : put_from_pinned)(*stream, copy, ranges);
+    return cudaSuccess;
+  }
+  // Pageable memory: what is sent is staged at the call, what is fetched is waited for.
+  journal().count(name + std::string(" pageable"));
+  if (to_device) {
+    const auto staged = std::make_shared<std::vector<char>>(copy.from, copy.from + bytes);
+    stream->put({name, [copy, staged] { move_bytes({copy.to, staged->data(), copy.bytes, {}}); }},
+                {{to, bytes, true}});
+  } else {
+    stream->put({name, [copy] { move_bytes(copy); }}, {{from, bytes, false}});
+    stream->synchronize();
+    RETURN_IF_FAULTED();
+  }
+  return cudaSuccess;
+}
+
+cudaError_t finish() {
+  streams().find(nullptr)->synchronize();
+  RETURN_IF_FAULTED();
+  return cudaSuccess;
+}
+
+}  // namespace
+
+extern "C" {
+
+cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind,
+                            cudaStream_t stream) {
+  return enqueue(to, from, bytes, kind, stream);
+}
+
+cudaError_t cudaMemcpy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind) {
+  const cudaError_t error = enqueue(to, from, bytes, kind, nullptr);
+  return error == cudaSuccess ? finish() : error;
+}
+
+cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, std::size_t bytes,
+                                cudaStream_t stream) {
+  return enqueue(to, from, bytes, cudaMemcpyDeviceToDevice, stream);
+}
+
+cudaError_t cudaMemsetAsync(void* begin, int value, std::size_t bytes, cudaStream_t handle) {
+  need_context();
+  RETURN_IF_FAULTED();
+  Stream* stream = streams().find(handle);
+  if (stream == nullptr) return answer(cudaErrorInvalidResourceHandle);
+  if (!device_memory().in_block(begin, bytes)) {
+    journal().complain("cudaMemset: " + std::to_string(bytes) + " bytes reach outside a device block");
+    return answer(cudaErrorInvalidValue);
+  }
+  char* at = device_memory().bytes(begin);
+  stream->put({"memset", [=] { std::memset(at, value, bytes); }}, {{begin, bytes, true}});
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemset(void* begin, int value, std::size_t bytes) {
+  const cudaError_t error = cudaMemsetAsync(begin, value, bytes, nullptr);
+  return error == cudaSuccess ? finish() : error;
+}
+}

@@ -1,0 +1,45 @@
+#include "faults.h"
+
+#include <algorithm>
+
+namespace emulated {
+
+void Faults::arm(const std::string& text, long nth, int code) {
+  const std::lock_guard lock(mutex_);
+  armed_.push_back({text, nth, code});
+}
+
+void Faults::meet(const std::string& name) {
+  bool hangs = false;
+  {
+    const std::lock_guard lock(mutex_);
+    for (Armed& one : armed_) {
+      if (name.find(one.text) == std::string::npos || --one.left != 0) continue;
+      if (one.code == 0) hangs = true;
+      if (one.code != 0) sticky_ = one.code;
+    }
+    std::erase_if(armed_, [](const Armed& one) { return one.left <= 0; });
+  }
+  if (hangs) hang();
+}
+
+void Faults::hang() {
+  std::unique_lock lock(mutex_);
+  const unsigned long before = releases_;
+  released_.wait(lock, [&] { return releases_ != before; });
+}
+
+void Faults::release() {
+  const std::lock_guard lock(mutex_);
+  armed_.clear();
+  sticky_ = 0;
+  ++releases_;
+  released_.notify_all();
+}
+
+Faults& faults() {
+  static auto* the = new Faults;
+  return *the;
+}
+
+}  // namespace emulated

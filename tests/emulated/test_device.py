@@ -1,0 +1,253 @@
+"""The emulation itself: each thing that it watches is done wrong here once, and it says so."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from tests.emulated import device
+
+N = 1 << 16
+CUDA = torch.device("cuda", 0)
+RUNTIME = ctypes.CDLL(None)
+OUT_OF_MEMORY = 2
+ALL_ONES = -1
+"""Every integer of memory that nothing has written."""
+
+
+def pinned() -> torch.Tensor:
+    return torch.arange(N, dtype=torch.int64).pin_memory()
+
+
+def test_a_product_and_a_sum_have_the_hosts_bits() -> None:
+    a, b = torch.randn(64, 32), torch.randn(32, 16)
+    assert torch.equal((a.to(CUDA) @ b.to(CUDA)).cpu(), a @ b)
+    assert torch.equal(a.to(CUDA).softmax(-1).sum(0).cpu(), a.softmax(-1).sum(0))
+
+
+def test_the_host_cannot_read_device_memory() -> None:
+    """In a process of its own, which ends as on a machine with a GPU."""
+    program = "import ctypes, torch; ctypes.string_at(torch.ones(8, device='cuda').data_ptr(), 8)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == -signal.SIGSEGV
+
+
+def test_fresh_device_memory_holds_nothing_of_use() -> None:
+    torch.cuda.empty_cache()
+    assert torch.empty(N, device=CUDA).isnan().all()
+
+
+def test_a_stream_that_waits_for_none_is_a_race() -> None:
+    value, side = torch.zeros(N, device=CUDA), torch.cuda.Stream()
+    with device.expect_complaints("RACE"), torch.cuda.stream(side):
+        value.add_(1)
+
+
+def test_a_stream_that_waits_is_none() -> None:
+    value, side = torch.zeros(N, device=CUDA), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        value.add_(1)
+    torch.cuda.current_stream().wait_stream(side)
+    value.add_(1)
+    assert value.eq(2).all() and not device.complaints()
+
+
+def test_an_event_orders_what_came_before_its_record_alone() -> None:
+    value, side, event = torch.zeros(N, device=CUDA), torch.cuda.Stream(), torch.cuda.Event()
+    event.record()
+    value.add_(1)
+    side.wait_event(event)
+    with device.expect_complaints("RACE"), torch.cuda.stream(side):
+        value.add_(1)
+
+
+def test_the_host_orders_streams_that_it_has_waited_for() -> None:
+    value, side = torch.zeros(N, device=CUDA), torch.cuda.Stream()
+    torch.cuda.current_stream().synchronize()
+    with torch.cuda.stream(side):
+        value.add_(1)
+    torch.cuda.synchronize()
+    assert not device.complaints()
+
+
+def test_a_result_that_is_read_before_its_copy_is_never_right() -> None:
+    there, here = torch.arange(N, device=CUDA), pinned()
+    torch.cuda.synchronize()
+    device.hang()
+    here.copy_(there, non_blocking=True)
+    early = here.clone()
+    device.release()
+    torch.cuda.synchronize()
+    assert early.eq(ALL_ONES).all() and here.equal(there.cpu())
+
+
+def test_a_source_that_changes_while_its_copy_waits_is_told() -> None:
+    here, there = pinned(), torch.empty(N, dtype=torch.int64, device=CUDA)
+    device.hang()
+    there.copy_(here, non_blocking=True)
+    here.zero_()
+    device.release()
+    with device.expect_complaints("the host changed 524288 pinned bytes while a copy out of them was queued"):
+        pass
+
+
+def test_a_target_that_the_host_writes_while_its_copy_waits_is_told() -> None:
+    there, here = torch.arange(N, device=CUDA), pinned()
+    device.hang()
+    here.copy_(there, non_blocking=True)
+    here[3] = 7
+    device.release()
+    with device.expect_complaints("the host wrote into 524288 pinned bytes"):
+        pass
+
+
+def test_a_buffer_that_goes_out_and_in_again_on_ordered_streams_is_fine() -> None:
+    here, there = pinned(), torch.empty(N, dtype=torch.int64, device=CUDA)
+    side = torch.cuda.Stream()
+    there.copy_(here, non_blocking=True)
+    there.add_(1)
+    here.copy_(there, non_blocking=True)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        there.copy_(here, non_blocking=True)
+    torch.cuda.synchronize()
+    assert there.cpu().equal(torch.arange(N) + 1) and here.equal(there.cpu()) and not device.complaints()
+
+
+def test_memory_that_is_unregistered_under_a_copy_is_told() -> None:
+    cuda = torch.cuda.cudart()
+    here, there = torch.zeros(N, dtype=torch.int64), torch.empty(N, dtype=torch.int64, device=CUDA)
+    assert int(cuda.cudaHostRegister(here.data_ptr(), here.nbytes, 0)) == 0
+    device.hang()
+    there.copy_(here, non_blocking=True)
+    assert int(cuda.cudaHostUnregister(here.data_ptr())) == 0
+    device.release()
+    with device.expect_complaints("cudaHostUnregister: a queued copy still uses this memory"):
+        pass
+
+
+def test_copies_from_memory_that_is_not_pinned_are_counted() -> None:
+    there = torch.empty(N, dtype=torch.int64, device=CUDA)
+    there.copy_(pinned())
+    assert "copy h2d pageable" not in device.counts()
+    there.copy_(torch.arange(N))
+    there.cpu()
+    assert device.counts()["copy h2d pageable"] == device.counts()["copy d2h pageable"] == 1
+
+
+def test_a_copy_in_the_wrong_direction_is_told() -> None:
+    there, here = torch.empty(8, device=CUDA), torch.zeros(8).pin_memory()
+    host_to_device, device_to_host = 1, 2
+
+    def copy(kind: int) -> int:
+        to, source = ctypes.c_void_p(there.data_ptr()), ctypes.c_void_p(here.data_ptr())
+        return int(RUNTIME.cudaMemcpyAsync(to, source, ctypes.c_size_t(32), kind, None))
+
+    assert copy(host_to_device) == 0
+    torch.cuda.synchronize()
+    with device.expect_complaints("the kind 2 does not fit the addresses"):
+        assert copy(device_to_host) != 0
+    assert RUNTIME.cudaGetLastError() != 0
+
+
+def test_work_on_memory_that_was_freed_is_told() -> None:
+    block = ctypes.c_void_p()
+    assert RUNTIME.cudaMalloc(ctypes.byref(block), ctypes.c_size_t(N)) == 0 and RUNTIME.cudaFree(block) == 0
+    with device.expect_complaints("65536 bytes reach outside a device block"):
+        assert RUNTIME.cudaMemset(block, 0, ctypes.c_size_t(N)) != 0
+    assert RUNTIME.cudaGetLastError() != 0
+
+
+def test_the_driver_knows_what_it_gave() -> None:
+    torch.cuda.empty_cache()
+    before = device.live_bytes()
+    device.reset()
+    device.reset_peak()
+    value = torch.empty(40 << 20, dtype=torch.uint8, device=CUDA)
+    del value
+    torch.cuda.empty_cache()
+    assert device.live_bytes() == before and device.live_bytes(peak=True) == before + (40 << 20)
+    assert device.counts()["cudaMalloc 0"] == device.counts()["cudaFree 0"] == 1
+
+
+def test_sleep_keeps_a_stream_busy() -> None:
+    """Of a duration the least is promised, not the most."""
+    begin = time.monotonic()
+    torch.cuda._sleep(50_000_000)
+    assert not torch.cuda.current_stream().query()
+    torch.cuda.synchronize()
+    assert time.monotonic() - begin >= 0.05
+
+
+def test_a_stream_hangs_until_it_is_released() -> None:
+    device.hang()
+    value = torch.ones(4, device=CUDA)
+    assert not torch.cuda.current_stream().query()
+    device.release()
+    assert value.sum().item() == 4
+
+
+def test_a_kernel_that_faults_ends_everything_after_it() -> None:
+    value = torch.ones(4, device=CUDA)
+    torch.cuda.synchronize()
+    device.inject_fault("aten::mul", nth=2)
+    value.mul_(2)
+    torch.cuda.synchronize()
+    value.mul_(2)
+    for call in (torch.cuda.synchronize, value.cpu):
+        with pytest.raises(RuntimeError, match="an illegal memory access was encountered"):
+            call()
+    device.release()
+    assert value.cpu().eq(2).all(), "what comes after a fault does not happen"
+
+
+def test_pinning_can_fail() -> None:
+    memory = torch.zeros(N)
+    with device.pin_limit(1000):
+        assert int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == OUT_OF_MEMORY
+    assert RUNTIME.cudaGetLastError() == OUT_OF_MEMORY
+
+
+def test_dropout_draws_from_cudas_generator() -> None:
+    ones = torch.ones(N, device=CUDA)
+    torch.manual_seed(3)
+    first, second = (torch.nn.functional.dropout(ones, 0.5) for _ in range(2))
+    torch.manual_seed(3)
+    assert torch.nn.functional.dropout(ones, 0.5).equal(first) and not first.equal(second)
+    assert 0.4 < first.count_nonzero().item() / N < 0.6
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_attention_is_that_of_the_host(dtype: torch.dtype, causal: bool) -> None:
+    """Flash attention for bf16, the memory-efficient kernel for fp32, with fewer heads of keys than of queries."""
+    queries, keys, values = (torch.randn(2, heads, 24, 16, dtype=dtype) for heads in (4, 2, 2))
+
+    def attend(*given: torch.Tensor) -> list[torch.Tensor]:
+        inputs = [t.clone().requires_grad_() for t in given]
+        q, k, v = inputs
+        grouped = [t.repeat_interleave(2, 1) for t in (k, v)]
+        result = torch.nn.functional.scaled_dot_product_attention(q, *grouped, is_causal=causal)
+        result.float().square().sum().backward()
+        return [result.detach().cpu(), *(t.grad.cpu() for t in inputs if t.grad is not None)]
+
+    here = attend(queries, keys, values)
+    for ours, theirs in zip(attend(*(t.to(CUDA) for t in (queries, keys, values))), here, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+class Dim3(ctypes.Structure):
+    _fields_ = (("x", ctypes.c_uint), ("y", ctypes.c_uint), ("z", ctypes.c_uint))
+
+
+def test_a_kernel_that_nothing_computes_is_counted() -> None:
+    one, kernel = Dim3(1, 1, 1), ctypes.c_void_p(1)
+    assert RUNTIME.cudaLaunchKernel(kernel, one, one, None, ctypes.c_size_t(0), None) == 0
+    assert device.unemulated() == ["unemulated kernel without a name"]
+    device.reset()
