@@ -20,6 +20,7 @@ TORCH_FREE = (
     "config_keys",
     "deepspeed_keys",
     "errors",
+    "execute.cuda_headers",
     "execute.reference",
     "graphcheck",
     "graphfile",

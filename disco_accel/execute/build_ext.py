@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from disco_accel.execute.cuda_headers import TOOLKITS, cuda_folders
 from disco_accel.library import Library
 from disco_accel.native import ROOT, ExtensionError, cache_root, require_building, sources_key
 
@@ -41,7 +42,8 @@ _TORCH = (
     "runtime_class.cpp",
 )
 _loaded: set[Path] = set()
-_FLAGS = ("-std=c++20", "-O2", "-fopenmp", "-fvisibility-inlines-hidden")
+_FLAGS = ("-std=c++20", "-O2", "-DNDEBUG", "-fopenmp", "-fvisibility-inlines-hidden")
+"""NDEBUG as in PyTorch's own build, whose headers have assertions for debugging. Nothing here asserts."""
 
 
 def sources() -> list[Path]:
@@ -126,26 +128,28 @@ def load_extension() -> Path:
 def load_allocator_shim() -> None:
     """Builds and installs the decorator of the CUDA caching allocator. Raises ExtensionError without CUDA headers."""
     engine = build("disco_runtime", sources())
-    include = cuda_include()
-    if include is None:
-        raise ExtensionError("the CUDA allocator shim needs CUDA's headers (cuda_runtime_api.h): set CUDA_HOME")
     # The shim shares the engine's thread-local schedules, so it links the very library that is loaded.
     libraries = (str(engine), f"-Wl,-rpath,{engine.parent}", "-lc10_cuda")
-    build("disco_alloc_shim", [_ROOT / "cuda" / "alloc_shim.cpp"], cuda_flags(include), libraries)
+    build("disco_alloc_shim", [_ROOT / "cuda" / "alloc_shim.cpp"], cuda_flags(cuda_include()), libraries)
     torch.ops.disco_accel_cuda.install()
 
 
-def cuda_include() -> Path | None:
-    """The folder of cuda_runtime_api.h, from CUDA_HOME, PyTorch's own packages or /usr/local/cuda; None if absent."""
-    roots = [Path(home) / "include" for home in (os.environ.get("CUDA_HOME"),) if home]
-    roots += sorted(Path(torch.__file__).parents[1].glob("nvidia/*/include"))
-    roots.append(Path("/usr/local/cuda/include"))
-    return next((root for root in roots if (root / "cuda_runtime_api.h").exists()), None)
+def cuda_include() -> tuple[Path, ...]:
+    """The folders of CUDA's headers: CUDA_HOME's, else those of PyTorch's own packages, else /usr/local/cuda's.
+
+    Raises:
+        ExtensionError: none has the headers of PyTorch's CUDA version.
+    """
+    packages = list(dict.fromkeys([Path(torch.__file__).parents[1], *map(Path, filter(None, sys.path))]))
+    folders, ignored = cuda_folders(torch.version.cuda, os.environ.get("CUDA_HOME"), packages, TOOLKITS)
+    if ignored:
+        logger.warning("%s; compiling with %s instead", ignored, folders[0])
+    return folders
 
 
-def cuda_flags(include: Path) -> tuple[str, ...]:
+def cuda_flags(include: Sequence[Path]) -> tuple[str, ...]:
     """Compiler flags of CUDA sources; a CPU build of PyTorch lacks the configured header that they would include."""
-    flags = (*_FLAGS, f"-I{include}")
+    flags = (*_FLAGS, *(f"-I{folder}" for folder in include))
     return flags if torch.version.cuda else (*flags, "-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE")
 
 
