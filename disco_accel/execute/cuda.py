@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import statistics
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -31,6 +32,15 @@ def run_device(name: str) -> torch.device:
     if index >= torch.cuda.device_count():
         raise ConfigError(f"device: {name} is not there, this machine has {torch.cuda.device_count()} CUDA devices")
     return torch.device("cuda", index)
+
+
+def current(device: torch.device | None) -> AbstractContextManager[object]:
+    """``device`` is PyTorch's current one inside; nothing for the CPU or None.
+
+    Calls into CUDA that name no device make a context on the current one, some hundred MiB of its memory. PyTorch's
+    guard sets the device from before back without making one there.
+    """
+    return nullcontext() if device is None or device.type != "cuda" else torch.cuda.device(device)
 
 
 def prepare_device(device: torch.device) -> None:
@@ -88,15 +98,17 @@ def release_workspaces(device: torch.device) -> None:
         torch.ops.disco_accel.release_unused_workspaces()
 
 
-def pin(tensor: torch.Tensor) -> Any:
+def pin(tensor: torch.Tensor, device: torch.device | None = None) -> Any:
     """Register the pages under a host tensor with CUDA, so that copies from and to it are asynchronous.
 
-    They stay registered as long as the returned object lives, which keeps the tensor too. Raises ExecutionError with
+    ``device``: one that is used anyway, None for the current one; all devices may copy from the pages then. They stay
+    registered as long as the returned object lives, which keeps the tensor too. Raises ExecutionError with
     CUDA's reason when the system does not allow it.
     """
     load_extension()
     try:
-        return torch.classes.disco_accel.Pinned(tensor)
+        with current(device):
+            return torch.classes.disco_accel.Pinned(tensor)
     except (RuntimeError, ValueError) as error:
         raise ExecutionError(
             f"pinning {tensor.nbytes} bytes of host memory failed: {error}; the limit of locked memory (ulimit -l) or "

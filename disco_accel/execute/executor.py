@@ -13,7 +13,7 @@ import torch
 from disco_accel.errors import ConfigError, DeviceLost, ExecutionError, Stalled
 from disco_accel.execute.arena import alias, device_arena, host_arena, is_arena, touched_bytes
 from disco_accel.execute.build_ext import load_extension
-from disco_accel.execute.cuda import pin, prepare_device, run_device
+from disco_accel.execute.cuda import current, pin, prepare_device, run_device
 from disco_accel.execute.describe import Describer
 from disco_accel.execute.out_of_memory import typed_out_of_memory
 from disco_accel.execute.program import Lowering, Memory, external_dtypes
@@ -163,7 +163,7 @@ class Executor:
         self._graph, self._options, self._pid = memgraph, options, os.getpid()
         self._describer = Describer(memgraph, ops, names or {})
         self._memory = Memory(_arenas(memgraph, arena, device), host_arena(memgraph.host_memory), dict(clean))
-        self._pinned = pin(self._memory.host) if device.type == "cuda" else None
+        self._pinned = pin(self._memory.host, device) if device.type == "cuda" else None
         self._table = torch.classes.disco_accel.Ops(str(device))
         tables = Lowering(memgraph, ops, records, self._memory, self._table).run()
         self._planned = tables.planned
@@ -173,17 +173,18 @@ class Executor:
         memory = self._memory
         arenas = [memory.devices[device.id] for device in memgraph.devices]
         try:
-            self._engine = torch.classes.disco_accel.Engine(
-                self._table,
-                tables.vertices,
-                tables.edges,
-                tables.copied,
-                arenas,
-                memory.host,
-                list(memory.clean.values()),
-                settings,
-                links,
-            )
+            with current(device):
+                self._engine = torch.classes.disco_accel.Engine(
+                    self._table,
+                    tables.vertices,
+                    tables.edges,
+                    tables.copied,
+                    arenas,
+                    memory.host,
+                    list(memory.clean.values()),
+                    settings,
+                    links,
+                )
         except (ValueError, RuntimeError) as error:
             if is_shortage(error):
                 raise

@@ -78,10 +78,13 @@ class HostMemory:
         begin = self._arena.data_ptr()
         return tensor.device.type == "cpu" and begin <= tensor.data_ptr() < begin + self._next
 
-    def pin(self) -> None:
-        """Register the whole arena with CUDA, once: copies from it are then asynchronous. Raises ExecutionError."""
+    def pin(self, device: torch.device | None = None) -> None:
+        """Register the whole arena with CUDA, once: copies from it are then asynchronous. ``device`` as in ``pin``.
+
+        Raises ExecutionError.
+        """
         if self._pinned is None and self.nbytes:
-            self._pinned = pin(self._arena)
+            self._pinned = pin(self._arena, device)
             # A device's copies go by the pages' protection. Its reads are none of its business either.
             torch.ops.disco_accel.expect_device_writes_to(self._arena)
 

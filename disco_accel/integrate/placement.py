@@ -85,7 +85,7 @@ class Placement:
             move_views(views, old, parameter.data)
         if self._device.type != "cpu":
             for memory in self._arenas:
-                memory.pin()
+                memory.pin(self._device)
 
     def _move(self, parameter: torch.nn.Parameter, data: torch.Tensor) -> None:
         self._moved.append((weakref.ref(parameter), parameter.device))

@@ -47,6 +47,17 @@ bool ends_the_context(int code) {
 
 constexpr int kNamed = 8;  // vertices listed in the message of a failure
 
+// Null where the driver does not have it.
+template <typename Function>
+void resolve_driver(Function*& function, const char* name) {
+  void* symbol = dlsym(RTLD_DEFAULT, name);
+  if (symbol == nullptr) {
+    if (void* driver = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL); driver != nullptr)
+      symbol = dlsym(driver, name);
+  }
+  function = reinterpret_cast<Function*>(symbol);
+}
+
 }  // namespace
 
 struct CudaDevice::Lane {
@@ -81,6 +92,7 @@ CudartApi CudartApi::load() {
   resolve(library, api.host_unregister, "cudaHostUnregister");
   resolve(library, api.get_last_error, "cudaGetLastError");
   resolve(library, api.error_string, "cudaGetErrorString");
+  resolve_driver(api.primary_context_state, "cuDevicePrimaryCtxGetState");
   return api;
 }
 
@@ -140,16 +152,19 @@ void CudaDevice::destroy() noexcept {
 
 CudaStream CudaDevice::native_stream(int stream) const { return lanes_[stream].stream; }
 
-void CudaDevice::waits_for(CudaEvent event) { caller_.store(event); }
+void CudaDevice::waits_for(CudaEvent event) {
+  caller_event_.store(event);
+  caller_waits_.fetch_add(1);
+}
 
 bool CudaDevice::waiting_for_caller() const {
-  CudaEvent event = caller_.load();
-  if (event == nullptr) return false;
-  const int code = api_.event_query(event);
+  const std::uint64_t waits = caller_waits_.load();
+  if (waits == caller_seen_) return false;
+  const int code = api_.event_query(caller_event_.load());
   if (code != kSuccess) api_.get_last_error();  // "not yet" counts as an error there
   if (code == kNotReady) return true;
-  // Not if the caller has recorded another meanwhile.
-  caller_.compare_exchange_strong(event, nullptr);
+  // A record that the caller makes meanwhile has a number of its own and is asked about again.
+  caller_seen_ = waits;
   return false;
 }
 

@@ -37,6 +37,9 @@ struct CudartApi {
   // cudaGetLastError: returns and forgets this thread's last error.
   int (*get_last_error)() = nullptr;
   const char* (*error_string)(int) = nullptr;  // cudaGetErrorString
+  // cuDevicePrimaryCtxGetState, of the driver: whether a device has a context, without making one. May be
+  // null.
+  int (*primary_context_state)(int device, unsigned* flags, int* active) = nullptr;
 
   // The runtime already in the process (a CUDA build of torch brings one) or, failing that, the system's.
   // Throws CudaError naming what was looked for and where if there is none or a function is missing.
@@ -155,7 +158,9 @@ class CudaDevice final : public Device {
   CudartApi api_;
   CudaDeviceOptions options_;
   std::shared_ptr<CudaStreams> streams_;
-  mutable std::atomic<CudaEvent> caller_{nullptr};  // what waits_for was given, until it has happened
+  std::atomic<CudaEvent> caller_event_{nullptr};  // what waits_for was given
+  std::atomic<std::uint64_t> caller_waits_{0};    // how often
+  mutable std::uint64_t caller_seen_ = 0;         // of these, how many have happened
   int index_ = 0;
   OpRunner* runner_ = nullptr;
   std::vector<Lane> lanes_;

@@ -9,6 +9,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -41,8 +42,15 @@ class FakeCudart {
     };
     api.set_device = [](int device) {
       const int code = current_->call("cudaSetDevice");
-      if (code == 0) current_->device = device;
+      if (code == 0) {
+        current_->device = device;
+        current_->contexts.insert(device);  // as from CUDA 12 on
+      }
       return code;
+    };
+    api.primary_context_state = [](int device, unsigned*, int* active) {
+      *active = current_->contexts.count(device) > 0 ? 1 : 0;
+      return current_->driver_code;
     };
     api.stream_create = [](CudaStream* stream, unsigned) { return current_->create_stream(stream); };
     api.stream_destroy = [](CudaStream stream) { return current_->destroy_stream(stream); };
@@ -84,6 +92,8 @@ class FakeCudart {
   std::string failed_call;  // its name
   int last_error = 0;       // as cudaGetLastError sees it
   int device = 7;
+  std::set<int> contexts;  // devices that have one
+  int driver_code = 0;     // what the driver's functions answer
   int created = 0;
   std::vector<int> copy_kinds;
 

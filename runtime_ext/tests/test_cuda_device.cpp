@@ -1,9 +1,11 @@
 #include <gtest/gtest.h>
 
+#include <set>
 #include <type_traits>
 #include <utility>
 
 #include "core/cuda_device.h"
+#include "core/current_device.h"
 #include "fake_cudart.h"
 #include "support.h"
 
@@ -94,8 +96,38 @@ TEST(CudaDevice, AStepCreatesNothingAndEverythingIsGivenBack) {
 
 TEST(CudaDevice, TheCallersCurrentDeviceIsLeftAlone) {
   FakeCudart cudart(0);
+  cudart.contexts = {7};
   const CudaDevice device(FakeCudart::api(), {});
   EXPECT_EQ(cudart.device, 7);
+}
+
+TEST(CudaDevice, NoContextIsMadeOnADeviceThatHasNone) {
+  FakeCudart cudart(0);
+  const CudaDevice device(FakeCudart::api(), {});
+  EXPECT_EQ(cudart.contexts, std::set<int>{0});
+}
+
+TEST(CudaDevice, WhereTheDeviceIsCurrentNothingIsSet) {
+  FakeCudart cudart(0);
+  cudart.device = 3;
+  const CudartApi api = FakeCudart::api();
+  {
+    const CurrentDevice current(api, 3);
+  }
+  EXPECT_TRUE(cudart.contexts.empty());
+  EXPECT_EQ(cudart.device, 3);
+}
+
+TEST(CudaDevice, TheDeviceIsSetBackWhereTheDriverCannotBeAsked) {
+  FakeCudart cudart(0);
+  cudart.driver_code = 3;  // not initialised
+  const CudaDevice device(FakeCudart::api(), {});
+  EXPECT_EQ(cudart.device, 7);
+  cudart.device = 5;
+  CudartApi without = FakeCudart::api();
+  without.primary_context_state = nullptr;
+  const CudaDevice other(without, {});
+  EXPECT_EQ(cudart.device, 5);
 }
 
 TEST(CudaDevice, EveryFailingCallOfTheConstructorIsNamedAndLeaksNothing) {

@@ -5,6 +5,7 @@
 #include <ATen/ops/mm.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/InferenceMode.h>
 #include <unistd.h>
 
@@ -74,6 +75,13 @@ Pinned::Pinned(at::Tensor given) : tensor(std::move(given)) {
   const std::uintptr_t first = begin / page * page;
   const std::uintptr_t last = (begin + tensor.nbytes() + page - 1) / page * page;
   region = std::make_unique<PinnedRegion>(CudartApi::load(), reinterpret_cast<void*>(first), last - first);
+  if (c10::impl::hasDeviceGuardImpl(c10::DeviceType::CUDA))
+    device = c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getDevice();
+}
+
+Pinned::~Pinned() {
+  const c10::OptionalDeviceGuard guard(device);
+  region.reset();
 }
 
 }  // namespace disco

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "../core/cuda_device.h"
@@ -76,9 +77,11 @@ class BlasWarmup {
 struct Pinned : torch::CustomClassHolder {
   // Throws CudaError.
   explicit Pinned(at::Tensor tensor);
+  ~Pinned() override;
 
   at::Tensor tensor;
   std::unique_ptr<PinnedRegion> region;
+  std::optional<c10::Device> device;  // PyTorch's current one then: giving back makes no context on another
 };
 
 }  // namespace disco
