@@ -13,6 +13,7 @@ tests/integrate/test_other_threads.py.
 | global module hooks | capture/tags.py | do nothing for modules of other models |
 | twins in the place of parameters and buffers | capture/step.py | its modules wait: tags.py, capturing.py |
 | fake kernel of ``_grouped_mm`` | capture/fakes.py | fall through to torch's own rule |
+| cuDNN's attention switched off | capture/attention.py | ``patched``; off for all, during each call of the capture's |
 | messages of torch's fake tensors | capture/fakes.py | are logged: a filter that asks for the thread |
 | grad mode, autocast, dispatch modes, autograd's threads | capture/step.py | thread-local in PyTorch |
 | draws of random ops that are measured | execute/record.py | the generator is put back after each such op |

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from disco_accel.capture.alias import storage_key, tensor_spec
+from disco_accel.capture.attention import refuse_cudnn_attention, without_cudnn_attention
 from disco_accel.capture.autocast import AutocastState, autocast_region, autocast_state, outside_autocast
 from disco_accel.capture.constants import bind_constants, no_values_read, tracing_mode
 from disco_accel.capture.fakes import fake_kernels, quiet
@@ -234,9 +235,9 @@ def capture_step(
     twins = _Twins.of(mode, model, kwargs, device)
     step = _Step(model, forward if forward is not None else model.forward, autocast_state(), outputs, differentiated)
     call = twins.caller(step, model, kwargs)
-    with _tracing(model, mode, contexts) as log:
+    with _tracing(model, mode, contexts, device) as log:
         tangents = _tangents(lambda: call(*twins.arguments, []), outputs[0], device, log)
-    with _tracing(model, mode, contexts) as log:
+    with _tracing(model, mode, contexts, device) as log:
         trace = _trace(call, (*twins.arguments, tangents), log)
     names = [outputs[0]] * len(tangents) if outputs[0] == "loss" else outputs[:differentiated]
     sources = twins.sources(model) + [("tangent", name) for name in names]
@@ -273,7 +274,7 @@ def capture_forward(
     mode = tracing_mode()
     twins = _Twins.of(mode, model, kwargs, device)
     step = _Forward(model, forward, autocast_state())
-    with _tracing(model, mode, contexts, gradients=False) as log:
+    with _tracing(model, mode, contexts, device, gradients=False) as log:
         trace = _trace(twins.caller(step, model, kwargs), (*twins.arguments, []), log)
     constants = functools.partial(bind_constants, trace, mode, model)
     return _lower(trace, twins.sources(model), constants, log, name, device, step.outputs, outside)
@@ -327,7 +328,12 @@ class _Twins:
 
 @contextmanager
 def _tracing(
-    model: torch.nn.Module, mode: FakeTensorMode, contexts: Contexts, *, gradients: bool = True
+    model: torch.nn.Module,
+    mode: FakeTensorMode,
+    contexts: Contexts,
+    device: torch.device,
+    *,
+    gradients: bool = True,
 ) -> Iterator[TraceLog]:
     """What holds while a step is traced."""
     with ExitStack() as stack:
@@ -338,6 +344,7 @@ def _tracing(
         stack.enter_context(user_generator())
         stack.enter_context(no_values_read(model))
         stack.enter_context(fake_kernels())
+        stack.enter_context(without_cudnn_attention(device))
         stack.enter_context(outside_autocast())
         stack.enter_context(torch.set_grad_enabled(gradients))
         # On CUDA autograd would run the backward in a thread of its own, out of sight of the contexts here.
@@ -412,6 +419,7 @@ def _lower(
     outside: Callable[[str], bool] = lambda _: False,
 ) -> CapturedStep:
     graph = trace.graph
+    refuse_cudnn_attention(graph)
     sites = random_sites(graph, log)
     graph.eliminate_dead_code(is_impure_node=_must_stay)
     source_of = dict(zip(graph.find_nodes(op="placeholder"), sources, strict=True))

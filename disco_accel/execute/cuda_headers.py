@@ -58,9 +58,8 @@ def cuda_folders(
 
 def _include_of(root: Path) -> Path:
     """The include folder of a toolkit; conda's lies below the name of the platform."""
-    return next(
-        (found for found in sorted(root.glob("targets/*/include")) if not _fault(found, None)), root / "include"
-    )
+    folders = (root / "include", *sorted(root.glob("targets/*/include")))
+    return next((found for found in folders if not _fault(found, None)), folders[0])
 
 
 def _fault(include: Path, major: int | None) -> str:

@@ -6,12 +6,13 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from disco_accel.capture.attention import without_cudnn_attention
 from disco_accel.capture.autocast import AutocastState, autocast_region, outside_autocast
 from disco_accel.capture.step import UNREACHED, field_at
 from disco_accel.capture.twins import batch_tensors
@@ -98,8 +99,8 @@ class Again:
         if self.own is None:
             self._check_readable(name)
             # The draws are those of the step's own forward, and the user's generator does not notice.
-            circumstances = self._circumstances()
-            with self.state.gate.eager(), torch.no_grad(), generator_from(self.step, self.generator), circumstances:
+            draws, circumstances = generator_from(self.step, self.generator), self._circumstances()
+            with self.state.gate.eager(), torch.no_grad(), draws, circumstances, self._step_kernels():
                 self.own = self.state.original_forward(**self.batch)
         return self.own
 
@@ -174,11 +175,16 @@ class Again:
         self.state.say_once(f"{names}: gradients are made in eager mode, outside the memory budget: {error}")
         assert self.step.parameters is not None
         with torch.enable_grad(), generator_from(self.step, self.generator), self._circumstances():
-            own = self.state.original_forward(**self.batch)
+            with self._step_kernels():
+                own = self.state.original_forward(**self.batch)
             pairs = [(v, t) for n, t in tangents.items() if (v := field_at(own, n)).requires_grad]
             values, given = [v for v, _ in pairs], [t for _, t in pairs]
             found = torch.autograd.grad(values, list(self.step.parameters.values()), given, allow_unused=True)
         return {n: g for n, g in zip(self.step.parameters, found, strict=True) if g is not None}
+
+    def _step_kernels(self) -> AbstractContextManager[None]:
+        """Attention by the step's kernel, whose dropout is another than cuDNN's."""
+        return without_cudnn_attention(torch.device(self.step.engine.device))
 
     def _check_readable(self, name: str) -> None:
         changed = self._changed()

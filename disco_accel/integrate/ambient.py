@@ -9,6 +9,7 @@ import torch
 from torch.utils import _python_dispatch
 from torch.utils._device import DeviceContext
 
+from disco_accel.capture.attention import cudnn_attention_wanted
 from disco_accel.capture.autocast import autocast_state
 from disco_accel.errors import CaptureError
 
@@ -16,7 +17,6 @@ _READERS = (
     "_get_flash_sdp_enabled",
     "_get_mem_efficient_sdp_enabled",
     "_get_math_sdp_enabled",
-    "_get_cudnn_sdp_enabled",
     "_get_overrideable_sdp_enabled",
     "_get_math_sdp_allow_fp16_bf16_reduction",
     "_get_sdp_priority_order",
@@ -56,6 +56,7 @@ def ambient_state() -> tuple[Hashable, ...]:
     """
     _refuse_modes()
     settings = [reader() for reader in _readers]
+    settings.append(cudnn_attention_wanted())
     precisions = () if _precision is None else tuple([_precision(*which) for which in _PRECISIONS])
     return (
         autocast_state(),

@@ -1,0 +1,93 @@
+"""Attention without cuDNN's kernels: PyTorch prefers those for 16-bit numbers on some GPUs.
+
+cuDNN makes a handle and a workspace of its own for each thread and stream, and builds a plan for each shape when it
+first meets it: memory that no schedule has. Steps are captured with the kernels that PyTorch takes next, flash or the
+memory-efficient ones, whose allocations are all PyTorch's.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+
+from disco_accel.capture.patches import patched
+from disco_accel.errors import CaptureError
+
+_lock = threading.RLock()
+_switched_off = False
+"""The process has it switched off for a call, and the user does not."""
+
+_OTHERS = ("_get_flash_sdp_enabled", "_get_mem_efficient_sdp_enabled", "_get_math_sdp_enabled")
+_OP = "_scaled_dot_product_cudnn_attention"
+
+
+def cudnn_attention_wanted() -> bool:
+    """Whether the user lets PyTorch take cuDNN's attention, whatever a capture has switched off."""
+    with _lock:
+        return _switched_off or bool(torch._C._get_cudnn_sdp_enabled())
+
+
+@contextmanager
+def without_cudnn_attention(device: torch.device) -> Iterator[None]:
+    """Attention that this thread computes on a CUDA ``device`` inside takes another kernel than cuDNN's.
+
+    PyTorch has one switch for the process: it is off during each call of ``scaled_dot_product_attention`` alone.
+
+    Raises:
+        CaptureError: from such a call, where the user allows no other kernel.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    with patched(torch.nn.functional, "scaled_dot_product_attention", _switching):
+        yield
+
+
+def _switching(attention: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(attention)
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        with _switched():
+            return attention(*args, **kwargs)
+
+    return attend
+
+
+@contextmanager
+def _switched() -> Iterator[None]:
+    global _switched_off
+    with _lock:
+        if not torch._C._get_cudnn_sdp_enabled():
+            yield
+            return
+        if not any(getattr(torch._C, reader)() for reader in _OTHERS):
+            raise CaptureError(
+                "sdpa_kernel: cuDNN's attention, the only one allowed, takes memory that a plan does not know; "
+                "allow FLASH_ATTENTION or EFFICIENT_ATTENTION beside it"
+            )
+        _switched_off = True
+        torch._C._set_sdp_use_cudnn(False)
+        try:
+            yield
+        finally:
+            torch._C._set_sdp_use_cudnn(True)
+            _switched_off = False
+
+
+def refuse_cudnn_attention(graph: fx.Graph) -> None:
+    """For what reaches attention otherwise than by ``torch.nn.functional``.
+
+    Raises:
+        CaptureError: cuDNN's attention is in the traced ``graph``.
+    """
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and _OP in node.target._schema.name:
+            raise CaptureError(
+                f"{node.target}: cuDNN's attention takes memory that a plan does not know; call attention as "
+                "torch.nn.functional.scaled_dot_product_attention, or torch.backends.cuda.enable_cudnn_sdp(False)"
+            )
