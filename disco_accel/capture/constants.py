@@ -63,8 +63,8 @@ def bind_constants(trace: fx.GraphModule, mode: FakeTensorMode, model: torch.nn.
     """Name → live tensor of every constant of ``trace`` that something reads; their nodes get their twins.
 
     Raises:
-        CaptureError: a constant that has no bits, wants a gradient, is a trainable parameter's memory or has no
-            layout; names the attribute that holds it.
+        CaptureError: a constant that has no bits, wants a gradient, is on a device, is a trainable parameter's
+            memory or has no layout; names the attribute that holds it.
     """
     converter = mode.fake_tensor_converter
     assert isinstance(converter, _Twins)
@@ -128,6 +128,12 @@ def _check(real: torch.Tensor, model: torch.nn.Module, trainable: dict[int, str]
         )
     if not _is_plain(real):
         raise CaptureError(f"{name_of(model, real)}: a {type(real).__name__} ({real.layout}) cannot be captured")
+    if real.device.type != "cpu":
+        raise CaptureError(
+            f"{name_of(model, real)}: is on {real.device} and neither a parameter nor a buffer, so a planned step "
+            "cannot follow what is written to it; make it a buffer (register_buffer), or keep it on the CPU and take "
+            ".to(x.device) of it in forward"
+        )
     if storage_key(real) in trainable:
         raise CaptureError(
             f"{name_of(model, real)}: is a view of the trainable parameter {trainable[storage_key(real)]}; "

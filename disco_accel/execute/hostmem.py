@@ -37,13 +37,16 @@ def footprint(tensor: torch.Tensor) -> int:
 class HostMemory:
     """An arena of ``nbytes`` bytes that hands out room for tensors from the bottom up and never takes it back."""
 
-    def __init__(self, nbytes: int, *, huge_pages: bool = True) -> None:
-        """``huge_pages`` asks the kernel for them; where it has none to give, pages are small as usual."""
+    def __init__(self, nbytes: int, *, huge_pages: bool = True, watched: bool = True) -> None:
+        """``huge_pages`` asks the kernel for them; where it has none to give, pages are small as usual. ``watched``:
+        the kernel tells which pages are written to, if it can; else what lies here is read to know."""
         self._arena = host_arena(nbytes)
         if huge_pages and nbytes >= _HUGE_PAGE:
             _advise_huge_pages(self._arena)
         # Nothing is protected yet: weights are loaded at full speed, before the first look at them.
-        torch.ops.disco_accel.watch_arena(self._arena)
+        self._watched = watched
+        if watched:
+            torch.ops.disco_accel.watch_arena(self._arena)
         self._next = 0
         self._pinned: Any = None
 
@@ -85,6 +88,8 @@ class HostMemory:
         """
         if self._pinned is None and self.nbytes:
             self._pinned = pin(self._arena, device)
+            if not self._watched:
+                return
             # A device's copies go by the pages' protection. Its reads are none of its business either.
             torch.ops.disco_accel.expect_device_writes_to(self._arena)
 

@@ -7,7 +7,7 @@ import logging
 import math
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -196,7 +196,8 @@ class CompileOptions:
 
     ``plan_seconds``: time for the search, None = as much work as the graph is worth. ``plan_cache``: folder for plans
     of earlier runs; None = always plan. ``say``: told of each stage as it begins.
-    ``captured`` is called when the trace is over.
+    ``captured`` is called when the trace is over. ``gather`` puts host tensors that a step loads, and that no
+    attribute holds, where it loads them from fast.
     """
 
     memory: int
@@ -209,6 +210,7 @@ class CompileOptions:
     contexts: Sequence[Callable[[], Any]] = ()
     say: Callable[[str], None] = lambda _: None
     captured: Callable[[], None] = lambda: None
+    gather: Callable[[Iterable[torch.Tensor]], None] = lambda _: None
 
 
 def compile_step(
@@ -318,6 +320,7 @@ def _compile(
 
     stages = ("capture", "record", "plan", "verify")
     seconds = {name: b - a for name, a, b in zip(stages, clock, clock[1:], strict=False)}
+    options.gather(captured.constants.values())
     clean = _host_bytes(model, captured)
     _check_host_memory(options.host_memory, sum(t.numel() for t in clean.values()), plan.host_memory)
     return CompiledStep(captured, graph, plan, records, clean, budget, options.engine, seconds, found)
@@ -392,7 +395,7 @@ def _host_bytes(model: torch.nn.Module, captured: CapturedStep) -> dict[int, tor
     found = {}
     for binding in captured.bindings:
         if binding.source == "constant":
-            found[binding.vertex] = bytes_of(live_constant(captured, binding).detach().cpu())
+            found[binding.vertex] = bytes_of(live_constant(captured, binding).detach())
         elif binding.source in ("frozen", "buffer"):
             if binding.name not in named:
                 raise CaptureError(f"{binding.name}: captured as a {binding.source}, but the model no longer has it")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from disco_accel.execute.hostmem import HostMemory
 from disco_accel.execute.out_of_memory import typed_out_of_memory
 from disco_accel.integrate.attributes import move_views, plain_tensors
 from disco_accel.integrate.distributed import at_home, check_not_sharded, check_same, leave_home, stay_home
+from disco_accel.integrate.pinned import PinnedTensors
 
 _ARENA = "_disco_host_memory"
 
@@ -32,6 +33,7 @@ class Placement:
         # Held here, because an arena is pinned only as long as somebody holds it.
         self._arenas: list[HostMemory] = [m.__dict__[_ARENA] for m in model.modules() if _ARENA in m.__dict__]
         self._moved: list[tuple[weakref.ref[torch.nn.Parameter], torch.device]] = []
+        self._pinned = PinnedTensors(device)
         self._streamed: StreamedEager | None = None
 
     @property
@@ -40,7 +42,7 @@ class Placement:
         return self._model()
 
     def apply(self) -> None:
-        """Move frozen weights into host arenas and trainable ones to the device.
+        """Move frozen weights into host arenas, trainable ones to the device, and buffers to the host.
 
         Weights that were loaded into an arena stay there. The others are copied one at a time and each old copy is
         given up at once, so that no second copy of the model ever exists. Tied weights stay tied.
@@ -55,6 +57,7 @@ class Placement:
                 self._move(parameter, parameter.data.to(self._device))
         for module in model.modules():
             for name, buffer in module._buffers.items():
+                # What cannot be moved as it is, such as a sparse one.
                 module._buffers[name] = None if buffer is None else buffer.cpu()
         stay_home(model)
         check_same(at_home(model), self._device)
@@ -62,9 +65,9 @@ class Placement:
         model._apply = functools.partial(apply_to_trainable, model)  # type: ignore[method-assign,assignment]
 
     @typed_out_of_memory("moving the frozen weights into one piece of host memory")
-    def gather(self) -> None:
+    def gather(self, constants: Iterable[torch.Tensor] = ()) -> None:
         """Move frozen weights that lie outside the host arenas into one: all of them at first, later those that a cast
-        such as DeepSpeed's has replaced.
+        such as DeepSpeed's has replaced. For a GPU also buffers, tensors in attributes, and ``constants`` of a step.
 
         Raises:
             ConfigError: ZeRO stage 3 has sharded a weight.
@@ -78,7 +81,7 @@ class Placement:
         if homeless:
             self._arenas = [arena for arena in self._arenas if any(arena.holds(p) for p in frozen.values())]
             self._arenas.append(HostMemory(HostMemory.room_for(homeless)))
-        views = plain_tensors(model) if homeless else []
+        views = [*plain_tensors(model), *model.buffers()] if homeless else []
         for parameter in homeless:
             old = parameter.data
             self._move(parameter, self._arenas[-1].adopt(old))
@@ -86,6 +89,12 @@ class Placement:
         if self._device.type != "cpu":
             for memory in self._arenas:
                 memory.pin(self._device)
+            plain = [t for t in (*plain_tensors(model), *constants) if not self._is_weight(t)]
+            self._pinned.gather([b for b in model.buffers() if not self._is_weight(b)], plain)
+
+    def _is_weight(self, tensor: torch.Tensor) -> bool:
+        """Whether it is a view of a frozen weight, where that lies."""
+        return any(arena.holds(tensor) for arena in self._arenas)
 
     def _move(self, parameter: torch.nn.Parameter, data: torch.Tensor) -> None:
         self._moved.append((weakref.ref(parameter), parameter.device))
@@ -100,7 +109,7 @@ class Placement:
             if model is not None:
                 del model.__dict__["_apply"]
                 leave_home(model)
-        views = plain_tensors(model) if model is not None else []
+        views = [*plain_tensors(model), *model.buffers()] if model is not None else []
         for reference, device in self._moved:
             parameter = reference()
             if parameter is not None:
@@ -108,6 +117,7 @@ class Placement:
                 parameter.data = old.to(device, copy=True)
                 move_views(views, old, parameter.data)
         self._moved.clear()
+        self._pinned.undo()
 
 
 def apply_to_trainable(
@@ -185,4 +195,7 @@ def visitor_of(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.device == device else tensor.detach().to(device, non_blocking=True)
+    if tensor.device == device:
+        return tensor
+    # A buffer may be written to as soon as the forward is over.
+    return tensor.detach().to(device, non_blocking=isinstance(tensor, torch.nn.Parameter))

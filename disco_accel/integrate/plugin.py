@@ -196,6 +196,7 @@ class PreparedModel:
             ),
             plan_cache=self.config.plan_cache,
             contexts=contexts,
+            gather=self.placement.gather,
         )
 
     def say_once(self, warning: str) -> None:
@@ -242,7 +243,7 @@ class PreparedModel:
         frozen = step.frozen_of(model)
         if step.moved(frozen):
             # PEFT's merge of some adapters and the user's ``.data = `` put other tensors in the place of weights.
-            self.placement.gather()
+            self.placement.gather(step.captured.constants.values())
             step.follow(model)
         needed = arena_bytes(step.plan)
         if self.arena is None or self.arena.numel() < needed:

@@ -1,0 +1,156 @@
+"""Everything that a step loads from the host lies in page-locked memory, and follows what the user does to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.gpu_models import SMALL, batch_for
+from disco_accel import DiscoConfig, prepare, restore, stats
+from disco_accel.errors import CaptureError
+from disco_accel.integrate.plugin import find_state
+from tests.gpu.test_steps import expect, lora, roomy, step, tight
+
+
+class Scaled(nn.Module):
+    """A trainable layer between frozen ones, with buffers, tied and shared, and tensors in attributes."""
+
+    def __init__(self, scale: torch.Tensor) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.trained = nn.Linear(8, 8)
+        self.register_buffer("scale", scale)
+        self.register_buffer("bias", torch.randn(8))
+        self.last = scale[4:]
+        self.table = torch.randn(8)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        scale = torch.linspace(0.5, 1.5, 8)
+        self.layers = nn.ModuleList(Scaled(scale) for _ in range(2))
+        self.frozen = self.layers[0].frozen
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer.trained(layer.frozen(x)) * layer.scale + layer.bias + layer.table.to(x)
+            x = x + torch.cat([layer.last.to(x)] * 2) * torch.tensor([1.0, 2.0, 3.0, 4.0] * 2).to(x)
+        return x.square().mean()
+
+
+def run(model: Model, x: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    loss = model(x)
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def check(eager: Model, planned: Model, x: torch.Tensor) -> None:
+    for wanted, got in zip(run(eager, x), run(planned, x), strict=True):
+        expect(wanted, got, "loss or gradient")
+
+
+def pageable(model: Any) -> list[str]:
+    """Inputs of the plan that runs whose host bytes a device cannot copy from at once."""
+    state = find_state(model)
+    assert state is not None and state.current is not None
+    clean = state.current.clean
+    assert clean
+    names = {b.vertex: f"{b.source} {b.name}" for b in state.current.captured.bindings}
+    return [names[vertex] for vertex, tensor in clean.items() if tensor.numel() and not tensor.is_pinned()]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_language_model_copies_from_page_locked_memory_alone(cuda: torch.device, dtype: torch.dtype) -> None:
+    batch = batch_for(SMALL["vocab_size"], 2, 16, cuda)
+    model = tight(lora(cuda, dtype, "sdpa", True), batch, cuda)
+    step(model, batch)
+    assert not pageable(model)
+
+
+def test_buffers_attributes_and_constants_are_page_locked_and_followed(cuda: torch.device) -> None:
+    x = torch.randn(4, 8, device=cuda)
+    eager, model = Model(), Model()
+    prepare(model, roomy(cuda))
+    eager.to(cuda)
+    for layer in eager.layers:
+        layer.scale = eager.layers[0].scale  # moving a module unties its buffers
+        layer.last = layer.scale[4:]
+    first, second = model.layers
+    assert first.scale is second.scale and first.last.data_ptr() == first.scale.data_ptr() + 16
+    for _ in range(2):
+        check(eager, model, x)
+    assert not pageable(model)
+    made = stats(model)["steps_compiled"]
+
+    def both(change: Any) -> None:
+        """The same change to both models; the next steps see it."""
+        for one in (eager, model):
+            change(one)
+        for _ in range(2):
+            check(eager, model, x)
+
+    def write(one: Model) -> None:
+        one.layers[0].scale[5] += 1
+        one.layers[0].bias.data[2] = 7
+        one.layers[1].table.mul_(2)
+
+    def replace(one: Model) -> None:
+        old = one.layers[1].bias
+        one.layers[1].bias = torch.full((8,), 0.25, device=old.device)
+
+    def put(one: Model) -> None:
+        one.layers[0].bias.data = torch.full((8,), 0.75, device=one.layers[0].bias.device)
+
+    both(write)
+    both(replace)
+    both(put)
+    assert not pageable(model) and stats(model)["steps_eager"] == 0
+    assert stats(model)["steps_compiled"] > made
+    restore(model)
+    assert first.scale is second.scale and first.last.data_ptr() == first.scale.data_ptr() + 16
+    assert not any(b.is_pinned() for b in model.buffers())
+    for name, buffer in eager.named_buffers():
+        assert torch.equal(buffer.cpu(), model.get_buffer(name)), name
+    assert torch.equal(eager.layers[1].table.cpu(), second.table)
+
+
+def test_buffers_of_a_model_on_the_device_return_there(cuda: torch.device) -> None:
+    """Tied ones as one tensor, views of them as views, with the values that they have by then."""
+    model = Model().to(cuda)
+    first, second = model.layers
+    scale = second.scale = first.scale
+    first.last = second.last = scale[4:]
+    x = torch.randn(4, 8, device=cuda)
+    wanted = run(model, x)
+    prepare(model, roomy(cuda))
+    assert scale is first.scale and scale.device.type == "cpu"
+    for one, other in zip(wanted, run(model, x), strict=True):
+        expect(one, other, "loss or gradient")
+    assert not pageable(model)
+    first.scale[7] = 9.0
+    restore(model)
+    assert scale is first.scale is second.scale and scale.device == cuda
+    assert float(first.last[3]) == 9.0 and first.last.data_ptr() == scale.data_ptr() + 16
+
+
+def test_a_plain_tensor_on_the_device_is_refused_by_name(cuda: torch.device) -> None:
+    """Nothing says when it is written to."""
+    model = prepare(Model(), roomy(cuda))
+    model.layers[1].table = model.layers[1].table.to(cuda)
+    with pytest.raises(CaptureError, match=r"layers.1.table: is on cuda:0 .* make it a buffer"):
+        model(torch.randn(4, 8, device=cuda))
+
+
+def test_eager_steps_use_them_too(cuda: torch.device) -> None:
+    """What has no plan runs with buffers visiting the device."""
+    x = torch.randn(4, 8, device=cuda)
+    eager = Model().to(cuda)
+    model = prepare(Model(), DiscoConfig(memory_budget=roomy(cuda).memory_budget, device="cuda"))
+    with torch.no_grad():
+        expect(eager(x), model(x), "an evaluation")
