@@ -1,14 +1,14 @@
 // CUDA's functions about streams and events.
 #include <cuda_runtime_api.h>
 
-#include <algorithm>
 #include <chrono>
 #include <condition_variable>
-#include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_map>
+#include <utility>
 
 #include "calls.h"
 #include "journal.h"
@@ -21,19 +21,22 @@ namespace {
 
 using Time = std::chrono::steady_clock;
 
-// What records and waits share with the event: it may be destroyed before they are done.
-struct EventState {
+// One record of an event. Each has its own, which waits share with the event: who waits for a record is not
+// released by a later one that another stream gets to first, and the event may be destroyed before either.
+struct Record {
+  explicit Record(Clock before) : clock(std::move(before)) {}
+
   std::mutex mutex;
   std::condition_variable changed;
-  std::uint64_t recorded = 0, reached = 0;  // the last record issued, the last one that its stream got to
-  Clock clock;                              // what comes before the last record
+  bool reached = false;  // by its stream
+  const Clock clock;     // what comes before it
   Time::time_point time;
 };
 
 struct Event {
-  std::shared_ptr<EventState> state = std::make_shared<EventState>();
   int device;
   bool timed;
+  std::shared_ptr<Record> last;  // none: never recorded
 };
 
 std::mutex events_mutex;
@@ -42,15 +45,20 @@ std::unordered_map<const void*, Event*>& events() {
   return *the;
 }
 
-std::shared_ptr<EventState> state_of(cudaEvent_t handle, const Event** event = nullptr) {
+// A copy of the event as it is now; nothing, and a complaint, where there is none.
+std::optional<Event> find(cudaEvent_t handle) {
   const std::lock_guard lock(events_mutex);
   const auto at = events().find(handle);
   if (at == events().end()) {
     journal().complain("an event is used that does not exist");
-    return nullptr;
+    return std::nullopt;
   }
-  if (event != nullptr) *event = at->second;
-  return at->second->state;
+  return *at->second;
+}
+
+void set_last(cudaEvent_t handle, std::shared_ptr<Record> record) {
+  const std::lock_guard lock(events_mutex);
+  if (const auto at = events().find(handle); at != events().end()) at->second->last = std::move(record);
 }
 
 cudaError_t put(cudaStream_t handle, Work work) {
@@ -150,7 +158,7 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
 cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
 
 cudaError_t cudaEventDestroy(cudaEvent_t handle) {
-  if (state_of(handle) == nullptr) return answer(cudaErrorInvalidResourceHandle);
+  if (!find(handle)) return answer(cudaErrorInvalidResourceHandle);
   const std::lock_guard lock(events_mutex);
   const auto at = events().find(handle);
   delete at->second;
@@ -161,23 +169,21 @@ cudaError_t cudaEventDestroy(cudaEvent_t handle) {
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t on, unsigned) {
   need_context();
   RETURN_IF_FAULTED();
-  const Event* event = nullptr;
-  const auto state = state_of(handle, &event);
+  const auto event = find(handle);
   Stream* stream = streams().find(on);
-  if (state == nullptr || stream == nullptr) return answer(cudaErrorInvalidResourceHandle);
+  if (!event || stream == nullptr) return answer(cudaErrorInvalidResourceHandle);
   if (event->device != stream->device) {
     journal().complain("an event of device " + std::to_string(event->device) + " is recorded on device " +
                        std::to_string(stream->device));
     return answer(cudaErrorInvalidResourceHandle);
   }
-  const std::lock_guard lock(state->mutex);
-  const std::uint64_t number = ++state->recorded;
-  state->clock = order().now(stream->number);
-  const auto reach = [state, number] {
-    const std::lock_guard inner(state->mutex);
-    state->reached = std::max(state->reached, number);
-    state->time = Time::now();
-    state->changed.notify_all();
+  const auto record = std::make_shared<Record>(order().now(stream->number));
+  set_last(handle, record);
+  const auto reach = [record] {
+    const std::lock_guard lock(record->mutex);
+    record->reached = true;
+    record->time = Time::now();
+    record->changed.notify_all();
   };
   stream->put({"record", reach, true});
   return cudaSuccess;
@@ -190,17 +196,15 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 cudaError_t cudaStreamWaitEvent(cudaStream_t on, cudaEvent_t handle, unsigned) {
   need_context();
   RETURN_IF_FAULTED();
-  const auto state = state_of(handle);
+  const auto event = find(handle);
   Stream* stream = streams().find(on);
-  if (state == nullptr || stream == nullptr) return answer(cudaErrorInvalidResourceHandle);
-  std::unique_lock lock(state->mutex);
-  const std::uint64_t number = state->recorded;
-  if (number == 0) return cudaSuccess;
-  order().follow(stream->number, state->clock);
-  lock.unlock();
-  const auto wait = [state, number] {
-    std::unique_lock inner(state->mutex);
-    state->changed.wait(inner, [&] { return state->reached >= number; });
+  if (!event || stream == nullptr) return answer(cudaErrorInvalidResourceHandle);
+  const std::shared_ptr<Record> record = event->last;
+  if (record == nullptr) return cudaSuccess;
+  order().follow(stream->number, record->clock);
+  const auto wait = [record] {
+    std::unique_lock lock(record->mutex);
+    record->changed.wait(lock, [&] { return record->reached; });
   };
   stream->put({"wait", wait, true});
   return cudaSuccess;
@@ -208,42 +212,42 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t on, cudaEvent_t handle, unsigned) {
 
 cudaError_t cudaEventQuery(cudaEvent_t handle) {
   RETURN_IF_FAULTED();
-  const auto state = state_of(handle);
-  if (state == nullptr) return answer(cudaErrorInvalidResourceHandle);
-  const std::lock_guard lock(state->mutex);
-  if (state->reached < state->recorded) return answer(cudaErrorNotReady);
-  order().host_learns(state->clock);
+  const auto event = find(handle);
+  if (!event) return answer(cudaErrorInvalidResourceHandle);
+  if (event->last != nullptr) {
+    const std::lock_guard lock(event->last->mutex);
+    if (!event->last->reached) return answer(cudaErrorNotReady);
+    order().host_learns(event->last->clock);
+  }
   RETURN_IF_FAULTED();
   return cudaSuccess;
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
   RETURN_IF_FAULTED();
-  const auto state = state_of(handle);
-  if (state == nullptr) return answer(cudaErrorInvalidResourceHandle);
-  std::unique_lock lock(state->mutex);
-  const std::uint64_t number = state->recorded;
-  const Clock clock = state->clock;
-  state->changed.wait(lock, [&] { return state->reached >= number; });
-  order().host_learns(clock);
+  const auto event = find(handle);
+  if (!event) return answer(cudaErrorInvalidResourceHandle);
+  if (const std::shared_ptr<Record> record = event->last; record != nullptr) {
+    std::unique_lock lock(record->mutex);
+    record->changed.wait(lock, [&] { return record->reached; });
+    order().host_learns(record->clock);
+  }
   RETURN_IF_FAULTED();
   return cudaSuccess;
 }
 
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t from, cudaEvent_t to) {
   RETURN_IF_FAULTED();
-  const Event *first = nullptr, *second = nullptr;
-  const auto start = state_of(from, &first), end = state_of(to, &second);
-  if (start == nullptr || end == nullptr || !first->timed || !second->timed)
-    return answer(cudaErrorInvalidResourceHandle);
-  const auto look = [](EventState& state, Time::time_point* time) {
-    const std::lock_guard lock(state.mutex);
-    *time = state.time;
-    if (state.recorded == 0) return cudaErrorInvalidResourceHandle;
-    return state.reached < state.recorded ? cudaErrorNotReady : cudaSuccess;
+  const auto first = find(from), second = find(to);
+  if (!first || !second || !first->timed || !second->timed) return answer(cudaErrorInvalidResourceHandle);
+  const auto look = [](const std::shared_ptr<Record>& record, Time::time_point* time) {
+    if (record == nullptr) return cudaErrorInvalidResourceHandle;
+    const std::lock_guard lock(record->mutex);
+    *time = record->time;
+    return record->reached ? cudaSuccess : cudaErrorNotReady;
   };
   Time::time_point began, ended;
-  for (const cudaError_t error : {look(*start, &began), look(*end, &ended)}) {
+  for (const cudaError_t error : {look(first->last, &began), look(second->last, &ended)}) {
     if (error != cudaSuccess) return answer(error);
   }
   *milliseconds = std::chrono::duration<float, std::milli>(ended - began).count();

@@ -1,0 +1,229 @@
+"""What engines of one process owe each other, the caller's streams and the budget on a CUDA device."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+from collections.abc import Mapping
+from threading import Timer
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu_models import SMALL, arena_llama, batch_for, with_adapter
+from disco_accel import DiscoConfig, prepare
+from disco_accel.errors import DeviceLost, Stalled
+from disco_accel.execute.cuda import workspace_bytes
+from disco_accel.execute.executor import Event
+from disco_accel.integrate.plugin import PreparedModel, find_state
+from tests.emulated import device
+from tests.emulated.models import CUDA, assert_same, least, step
+
+MIB = 1 << 20
+_ROUNDING = 22 * MIB
+"""What PyTorch's allocator may take from the driver beyond what it hands out."""
+
+
+def llama() -> Any:
+    base, _ = arena_llama(SMALL, dtype=torch.float32, attention="eager", source=CUDA)
+    return with_adapter(base, rank=4, checkpointing=True)
+
+
+def batch(length: int = 16) -> dict[str, torch.Tensor]:
+    return batch_for(SMALL["vocab_size"], 2, length, CUDA)
+
+
+def planned() -> tuple[Any, dict[str, torch.Tensor]]:
+    """A model under its least budget that has run, and what eager makes of a step of it."""
+    model = llama()
+    expected = step(copy.deepcopy(model).to(CUDA), batch())
+    return least(model, lambda m: step(m, batch())), expected
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_step(model: Any, loss: torch.Tensor, expected: Mapping[str, torch.Tensor]) -> None:
+    got = {"loss": loss.detach(), **gradients(model)}
+    assert_same(got, {name: expected[name] for name in got})
+
+
+def state_of(model: Any) -> PreparedModel:
+    state = find_state(model)
+    assert state is not None
+    return state
+
+
+def test_a_forward_of_another_prepared_model_between_forward_and_backward() -> None:
+    """Also where that one makes a plan first, and so measures workspaces."""
+    (first, expected), (second, _) = planned(), planned()
+    for length in (16, 12):
+        first.zero_grad()
+        second.zero_grad()
+        loss, other = first(**batch()).loss, second(**batch(length)).loss
+        loss.backward()
+        assert_step(first, loss, expected)
+        other.backward()
+
+
+def test_workspaces_that_are_cleared_between_forward_and_backward() -> None:
+    model, expected = planned()
+    model.zero_grad()
+    loss = model(**batch()).loss
+    torch._C._cuda_clearCublasWorkspaces()
+    loss.backward()
+    assert_step(model, loss, expected)
+
+
+def test_steps_on_streams_that_nothing_orders() -> None:
+    """Each writes gradients that its own stream copies out in its own time; the next must not overwrite them."""
+    model, expected = planned()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    results = []
+    torch.cuda.synchronize()
+    for number in range(8):
+        with torch.cuda.stream(streams[number % 2]):
+            # The copies of the step before are still to come.
+            torch.cuda._sleep(1 << 20)
+            model.zero_grad(set_to_none=True)
+            loss = model(**batch_on(streams[number % 2])).loss
+            loss.backward()
+            results.append({"loss": loss.detach(), **gradients(model)})
+    torch.cuda.synchronize()
+    for result in results:
+        assert_same(result, {name: expected[name] for name in result})
+
+
+def batch_on(stream: torch.cuda.Stream) -> dict[str, torch.Tensor]:
+    with torch.cuda.stream(stream):
+        return batch()
+
+
+def test_many_batch_shapes_take_no_more_of_the_device_than_one() -> None:
+    """What counts is what the driver gave, at any moment, while plans are made too."""
+    torch.cuda.empty_cache()
+    before = device.live_bytes()
+    model = llama()
+    budget = 2 * workspace_bytes(CUDA) + 8 * MIB
+    prepare(model, DiscoConfig(memory_budget=budget, device="cuda", buckets="off"))
+    device.reset_peak()
+    for length in (8, 12, 16, 20, 24):
+        step(model, batch(length))
+    torch.cuda.synchronize()
+    assert len(state_of(model).plans) == 5
+    assert device.live_bytes(peak=True) - before <= budget + _ROUNDING
+
+
+def test_a_large_budget_is_not_exceeded_by_what_the_driver_gave() -> None:
+    """PyTorch takes memory in pieces: the arena leaves room for what they are rounded up by."""
+    model = llama()
+    prepare(model, DiscoConfig(memory_budget="2GiB", device="cuda"))
+    step(model, batch())
+    current = state_of(model).current
+    assert current is not None and current.budget.rounding == _ROUNDING
+
+
+def test_waiting_for_the_callers_stream_is_not_stalling() -> None:
+    model, expected = planned()
+    short_of_time(model)
+    device.hang(torch.cuda.current_stream())
+    state = state_of(model)
+    timer = Timer(2.0, device.release)
+    timer.start()
+    model.zero_grad(set_to_none=True)
+    loss = model(**batch()).loss
+    loss.backward()
+    timer.join()
+    assert state.current is not None
+    assert_step(model, loss, expected)
+
+
+def short_of_time(model: Any) -> None:
+    """From now on half a second without progress counts as stalled."""
+    state = state_of(model)
+    current = state.current
+    assert current is not None
+    executor = current.make_executor(dataclasses.replace(current.engine, stall_timeout=0.5), arena=state.arena)
+    before = current.use(executor)
+    assert before is not None
+    before.close()
+    executor.invalidate()
+    step(model, batch())
+
+
+def traced(model: Any) -> list[Event]:
+    current = state_of(model).current
+    assert current is not None
+    current.executor.set_tracing(True)
+    model.zero_grad(set_to_none=True)
+    model(**batch()).loss.backward()
+    current.executor.set_tracing(False)
+    return current.executor.events()
+
+
+def test_a_trace_tells_when_things_ran_also_behind_work_of_the_caller() -> None:
+    model, _ = planned()
+    for busy in (False, True):
+        if busy:
+            device.hang(torch.cuda.current_stream())
+            timer = Timer(0.5, device.release)
+            timer.start()
+        events = traced(model)
+        current = state_of(model).current
+        assert current is not None
+        seconds = current.executor.counters()["step_seconds"]
+        assert max(event.end for event in events) <= seconds
+        early = [event for event in events if event.start < event.issue - 1e-3]
+        assert not early, "nothing starts before it is handed over"
+
+
+@pytest.mark.parametrize("streams", [2, 3])
+def test_several_compute_streams_have_workspaces_of_their_own(streams: int) -> None:
+    model, expected = planned()
+    state = state_of(model)
+    current = state.current
+    assert current is not None
+    executor = current.make_executor(dataclasses.replace(current.engine, compute_streams=streams), arena=state.arena)
+    before = current.use(executor)
+    assert before is not None
+    before.close()
+    executor.invalidate()
+    for _ in range(3):
+        got = step(model, batch())
+        assert_same(
+            {k: v for k, v in got.items() if k != "generator"}, {k: expected[k] for k in expected if k != "generator"}
+        )
+
+
+def test_a_fault_of_a_kernel_is_told_with_the_ops_that_were_in_flight() -> None:
+    """The runtime says it at some later call, whatever that asks for."""
+    model, expected = planned()
+    device.inject_fault("aten::mm", nth=30)
+    with pytest.raises(DeviceLost) as caught:
+        step(model, batch())
+    text = str(caught.value)
+    assert "illegal memory access" in text and "CUDA_LAUNCH_BLOCKING=1" in text, text
+    assert re.search(r"in flight: vertex \d+ \(aten::.* in .*layers", text), text
+    with pytest.raises(DeviceLost):
+        step(model, batch())
+    # As no real device does.
+    device.release()
+    got = step(model, batch())
+    assert_same({k: got[k] for k in got if k != "generator"}, {k: expected[k] for k in got if k != "generator"})
+
+
+def test_a_kernel_that_never_ends_is_reported_although_the_step_cannot_drain() -> None:
+    model, expected = planned()
+    short_of_time(model)
+    device.inject_hang("aten::mm", nth=30)
+    with pytest.raises(Stalled, match=r"in flight .*aten::.*; the device has not ended that work"):
+        step(model, batch())
+    with pytest.raises(Stalled, match="the device has not ended that work"):
+        step(model, batch())
+    # It was only slow.
+    device.release()
+    got = step(model, batch())
+    assert_same({k: got[k] for k in got if k != "generator"}, {k: expected[k] for k in got if k != "generator"})
