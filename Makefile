@@ -13,7 +13,8 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export MAX_JOBS ?= $(shell nproc)
 DEVICE ?= cuda
 
-.PHONY: help setup test sanitize safety fuzz lint format demo demo-full emulated emulated-mutants gpu gpu-peers outside wheel-check clean
+.PHONY: help setup test sanitize safety fuzz lint format demo demo-full emulated emulated-mutants gpu gpu-peers \
+  outside wheel-check matrix clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 11
@@ -91,6 +92,12 @@ outside: setup  ## the tests of accelerate, peft and transformers, and TRL's tra
 # Needs the package index and about 10 GB of disk for the newest torch with CUDA; a quarter of an hour.
 wheel-check: setup  ## the wheel in a fresh environment, as pip installs it: doctor, launch, a recipe
 	@.ci/wheel-check out/wheel-check
+
+# Needs the package index; downloads about 1 GB for each version of PyTorch and compiles for some minutes.
+matrix: export PYTHONPATH := $(CURDIR)
+matrix: setup  ## the engine compiled with every PyTorch from 2.11 to the newest, one table
+	@rm -rf out/matrix
+	@$(PY) -m benchmarks.matrix out/matrix
 
 clean:  ## remove what the targets above made, except .venv
 	@rm -rf build out .pytest_cache .mypy_cache .ruff_cache .hypothesis

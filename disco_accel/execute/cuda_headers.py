@@ -39,7 +39,7 @@ def cuda_folders(
         if not fault:
             return (include,), ""
         ignored = f"CUDA_HOME={home} {fault}"
-    # Triton last: it has all headers, perhaps of another minor version than the runtime that PyTorch loads.
+    # Triton last: it has all headers, perhaps of another version than the runtime that PyTorch loads.
     brought = [include for folder in packages for include in sorted(folder.glob("nvidia/*/include"))]
     brought += [folder / "triton" / "backends" / "nvidia" / "include" for folder in packages]
     folders = [*brought, *(_include_of(root) for root in toolkits)]
@@ -47,7 +47,7 @@ def cuda_folders(
     for include in folders:
         fault = _fault(include, major)
         if not fault:
-            rest = _completing(include, [other for other in folders if _goes_with(other, major)])
+            rest = _completing(include, sorted(folders, key=lambda other: not _goes_with(other, major)))
             if rest is not None:
                 return (include, *rest), ignored
             fault = _lack(include)
@@ -81,8 +81,12 @@ def _lack(include: Path) -> str:
 
 
 def _goes_with(include: Path, major: int | None) -> bool:
-    """Whether headers of ``include`` may stand beside the runtime's: the same major version, or a package of the
-    compiler's headers alone, which says no version and is installed beside the runtime's."""
+    """Whether ``include`` is of the runtime's major version, or a package of the compiler's headers alone, which says
+    no version and is installed beside the runtime's.
+
+    Others complete the runtime's headers too, after these: what those include is attributes for compilers; functions
+    and types, whose layouts count, are all the runtime's own.
+    """
     return not (include / RUNTIME).exists() or not _fault(include, major)
 
 

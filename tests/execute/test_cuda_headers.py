@@ -92,17 +92,25 @@ def test_a_cuda_home_that_will_not_do(tmp_path: Path, version: int | None, inter
     assert ignored in str(caught.value) and "pip install 'nvidia-cuda-crt==13.0.*'" in str(caught.value)
 
 
-def test_headers_of_another_version_never_stand_in(tmp_path: Path) -> None:
-    """Neither whole nor beside the right ones; the error says what lies where."""
-    own = headers(tmp_path / "nvidia" / "cuda_runtime" / "include", 12080, internal=False)
-    triton = headers(tmp_path / "triton" / "backends" / "nvidia" / "include", 13010)
+def test_the_runtimes_headers_are_never_of_another_version(tmp_path: Path) -> None:
+    """The error says what lies where. What only completes them may be: PyTorch 2.11 for CUDA 13 has a Triton of 12."""
+    triton = headers(tmp_path / "triton" / "backends" / "nvidia" / "include", 12080)
     with pytest.raises(ExtensionError) as caught:
-        cuda_folders("12.8", None, [tmp_path], [])
-    message = str(caught.value)
-    assert f"{own} lacks" in message and f"{triton} is of CUDA 13, PyTorch of 12" in message
-    assert "nvidia-cuda-nvcc-cu12==12.8.*" in message
+        cuda_folders("13.0", None, [tmp_path], [])
+    assert f"{triton} is of CUDA 12, PyTorch of 13" in str(caught.value)
+    own = headers(tmp_path / "nvidia" / "cu13" / "include", internal=False)
+    toolkit = headers(tmp_path / "cuda" / "include", 13020)
+    assert cuda_folders("13.0", None, [tmp_path], [])[0] == (own, triton)
+    assert cuda_folders("13.0", None, [tmp_path], [tmp_path / "cuda"])[0] == (own, toolkit), "the same version first"
     # A build of PyTorch for CPUs, as for checking that the source compiles, takes any.
     assert cuda_folders(None, None, [tmp_path], [])[0] == (own, triton)
+
+
+def test_without_the_headers_that_they_include_the_error_names_a_package(tmp_path: Path) -> None:
+    own = headers(tmp_path / "nvidia" / "cuda_runtime" / "include", 12080, internal=False)
+    with pytest.raises(ExtensionError) as caught:
+        cuda_folders("12.8", None, [tmp_path], [])
+    assert f"{own} lacks crt/" in str(caught.value) and "nvidia-cuda-nvcc-cu12==12.8.*" in str(caught.value)
 
 
 def test_a_variable_that_is_not_followed_is_told(
