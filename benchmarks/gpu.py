@@ -43,6 +43,7 @@ class Stage:
 
 
 STAGES = (
+    Stage("self_check", "gpu_self_check", 200),
     Stage("build", "gpu_build", 150),
     Stage("allocator", "gpu_allocator", 60),
     Stage("link", "gpu_link", 60),

@@ -139,14 +139,23 @@ def _verify(options: argparse.Namespace) -> int:
     return 0
 
 
-def _no_arguments(parser: argparse.ArgumentParser) -> None:
-    del parser
+def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--selftest", action="store_true", help="try small planned steps against plain PyTorch, ten seconds at most"
+    )
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="of the self-test (default: CUDA if there is)"
+    )
 
 
 def _doctor(options: argparse.Namespace) -> int:
     from disco_accel.observe.doctor import main as doctor
 
-    return doctor()
+    if not options.selftest:
+        return doctor()
+    from disco_accel.selfcheck.command import selftest
+
+    return doctor({"selftest": selftest(options.device)})
 
 
 def _launch(options: argparse.Namespace) -> int:
@@ -198,7 +207,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command("plan", "does a recipe fit its budget, and how fast is it then", commands.plan_arguments, commands.plan),
     Command("capture", "a recipe's training step as a task graph", commands.capture_arguments, commands.capture),
-    Command("doctor", "what this machine has, and what keeps the engine from running", _no_arguments, _doctor),
+    Command("doctor", "what this machine has, and what keeps the engine from running", _doctor_arguments, _doctor),
     Command("launch", "run a script under accelerate and the disco_config section of --config", None, _launch),
     Command("train", "fine-tune a model as a recipe file says", None, _train),
     Command("prefill", "read a recipe's prompts within a budget", commands.prefill_arguments, commands.prefill),

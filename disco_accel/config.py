@@ -73,6 +73,8 @@ class DiscoConfig:
     link_latency: float = 0.0
     compute_threads: int | None = None
     dispatch: str = "priority"
+    self_check: str = "auto"
+    verify_steps: int = 0
     report_dir: str | None = None
     quiet: bool = False
     enabled: bool = True

@@ -133,6 +133,15 @@ def _folder(value: Any) -> str | None:
         raise ValueError(f"{error} Set HOME, or give a path without ~, or null for none") from error
 
 
+def _auto_or_off(value: Any) -> str:
+    # YAML 1.1 reads off as false.
+    if value is False or value == "off":
+        return "off"
+    if value != "auto" or not isinstance(value, str):
+        raise ValueError("use auto or off")
+    return "auto"
+
+
 def _flag(value: Any) -> bool:
     if not isinstance(value, bool):
         raise ValueError("use true or false")
@@ -164,6 +173,8 @@ PARSERS: dict[str, Parser] = {
     "link_latency": _seconds,
     "compute_threads": _count(1, optional=True),
     "dispatch": _one_of("priority", "random", "fixed", "synchronous"),
+    "self_check": _auto_or_off,
+    "verify_steps": _count(0),
     "report_dir": _folder,
     "quiet": _flag,
     "enabled": _flag,

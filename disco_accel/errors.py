@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 
 class DiscoError(Exception):
     """Base of every error this package raises on purpose."""
@@ -17,6 +19,17 @@ class GraphFileError(ConfigError):
 
 class CaptureError(DiscoError):
     """The step cannot be captured; the message names the op or module and the way out."""
+
+
+class SelfCheckFailed(CaptureError):
+    """The device does not compute from a plan what plain PyTorch computes on it, so nothing is planned for it.
+
+    ``report``: the file to attach to a bug report, if one could be written.
+    """
+
+    def __init__(self, message: str, report: Path | None = None) -> None:
+        super().__init__(message)
+        self.report = report
 
 
 class PlanError(DiscoError):
@@ -47,6 +60,10 @@ class ExecutionError(DiscoError):
 
 class DeviceLost(ExecutionError):
     """A device has failed in a way that ends all its work in this process; the message names what was in flight."""
+
+
+class StepsDiffer(ExecutionError):
+    """A planned step that ``verify_steps`` compared is not the unplanned one; the message says what, how far."""
 
 
 class Stalled(ExecutionError):

@@ -70,7 +70,8 @@ MAY_IMPORT = {
     "plan": ("plan",),
     "execute": ("execute",),
     "observe": ("observe", "plan", "execute"),
-    "integrate": ("integrate", "capture", "plan", "execute", "observe"),
+    "selfcheck": ("selfcheck", "capture", "plan", "execute"),
+    "integrate": ("integrate", "capture", "plan", "execute", "observe", "selfcheck"),
 }
 CONTRACTS_MAY_IMPORT = {"config_keys": ("plan",)}
 

@@ -42,6 +42,7 @@ from disco_accel.integrate.output import StepOutput
 from disco_accel.integrate.pending import PendingStep, run_step
 from disco_accel.integrate.placement import Placement
 from disco_accel.integrate.refusals import require_plain_autograd, require_plain_weights
+from disco_accel.integrate.self_check import require_self_check
 from disco_accel.integrate.trainer_log import keep_planning_apart
 from disco_accel.integrate.voice import Voice, batch_text
 from disco_accel.observe.report import write_report
@@ -146,6 +147,7 @@ class PreparedModel:
             self.counts["plan_hits"] += 1
             self.effects.met()
             return found
+        require_self_check(self.device, self.config, self.settings.memory_budget)
         self.effects.admit(key[0].state, model_state(model).difference)
         self.abandon_active()
         self.placement.gather()

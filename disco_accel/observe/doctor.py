@@ -8,7 +8,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,15 @@ _COPY_BYTES = 64 << 20
 _REPEATS = 7
 
 
-def main(argv: Sequence[str] = ()) -> int:
-    """Print the report as JSON; 0 when everything that training needs is there, else 1."""
+def main(more: Mapping[str, Mapping[str, Any]] | None = None) -> int:
+    """Print the report as JSON; 0 when everything that training needs is there, else 1.
+
+    ``more``: further parts of the report, by name; the text under ``problem`` of one is a problem, unless empty.
+    """
     found = report()
+    for name, part in (more or {}).items():
+        found[name] = part
+        found["problems"] += [part["problem"]] if part.get("problem") else []
     print(json.dumps(found, indent=2))
     return 1 if found["problems"] else 0
 

@@ -13,7 +13,6 @@ import hashlib
 import json
 import logging
 import os
-import stat
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from pathlib import Path
 from disco_accel.errors import GraphFileError, VerifyError
 from disco_accel.graphfile import fingerprint, memgraph_from_json, memgraph_to_json, parse_json
 from disco_accel.memgraph import MemGraph
-from disco_accel.plan.cache_folder import ForeignFolder, own_folder, remove_oldest, write_plan
+from disco_accel.plan.cache_folder import ForeignFolder, Unusable, own_folder, read_private, remove_oldest, write_file
 from disco_accel.plan.simulate import Machine
 from disco_accel.sizes import format_size
 from disco_accel.taskgraph import TaskGraph, Vertex, VertexKind
@@ -93,13 +92,13 @@ class PlanCache:
         """The verified plan of ``graph`` that is stored under ``key``; None if there is none that can be used."""
         path = self._path(key)
         try:
-            data = _read_private(path)
+            data = read_private(path, MAX_FILE_BYTES)
             if data is None:
                 return None
             return _usable(parse_json(data), key, graph, cyclic)
         except OSError as error:
             _say(path, f"cannot be read: {error.strerror or error}")
-        except (GraphFileError, VerifyError, _Unusable) as error:
+        except (GraphFileError, VerifyError, Unusable) as error:
             _say(path, str(error))
         return None
 
@@ -110,7 +109,7 @@ class PlanCache:
         data = json.dumps(top, separators=(",", ":")).encode() + b"\n"
         try:
             with own_folder(self.folder) as handle:
-                write_plan(handle, path.name, data)
+                write_file(handle, path.name, data)
                 remove_oldest(handle, MOST_FILES)
         except OSError as error:
             _say(path, f"cannot be written: {error.strerror or error}")
@@ -121,10 +120,6 @@ class PlanCache:
         return self.folder / f"{key}.json"
 
 
-class _Unusable(Exception):
-    """Why a file is left alone."""
-
-
 def _say(path: Path, reason: str) -> None:
     line = f"plan cache: {path}: {reason.splitlines()[0]}; ignored"
     if line not in _said:
@@ -132,36 +127,19 @@ def _say(path: Path, reason: str) -> None:
         logger.warning("%s", line)
 
 
-def _read_private(path: Path) -> bytes | None:
-    """The bytes of a file that only this user can have written; None if there is no such file. Raises _Unusable."""
-    try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    with os.fdopen(handle, "rb") as stream:
-        found = os.fstat(handle)
-        if not stat.S_ISREG(found.st_mode):
-            raise _Unusable("not a plain file")
-        if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
-            raise _Unusable("others than this user can have written it")
-        if found.st_size > MAX_FILE_BYTES:
-            raise _Unusable(f"larger than the {format_size(MAX_FILE_BYTES)} that a plan may have")
-        return stream.read(MAX_FILE_BYTES)
-
-
 def _usable(data: object, key: str, graph: TaskGraph, cyclic: bool) -> MemGraph:
-    """The plan in ``data`` for ``graph``, verified. Raises GraphFileError, VerifyError, _Unusable."""
+    """The plan in ``data`` for ``graph``, verified. Raises GraphFileError, VerifyError, Unusable."""
     mark = data.get(_KEY) if isinstance(data, dict) else None
     if not isinstance(mark, dict) or mark.get("fingerprint") != key:
-        raise _Unusable("made for something else")
+        raise Unusable("made for something else")
     plan = memgraph_from_json(data)
     if plan.devices != graph.devices or plan.cyclic != cyclic:
-        raise _Unusable("made for other devices")
+        raise Unusable("made for other devices")
     offloads = [sum(v.sizes) + plan.host_alignment for v in plan.vertices if v.kind is VertexKind.OFFLOAD]
     if plan.host_memory > sum(offloads):
-        raise _Unusable(f"asks for {format_size(plan.host_memory)} of host memory without need")
+        raise Unusable(f"asks for {format_size(plan.host_memory)} of host memory without need")
     if any(v.kind is VertexKind.OFFLOAD and v.id not in plan.host_offsets for v in plan.vertices):
-        raise _Unusable("an offload has no place in host memory")
+        raise Unusable("an offload has no place in host memory")
     own = {vertex.id: vertex for vertex in graph.vertices}
     plan = replace(plan, name=graph.name, vertices=tuple(_rebuilt(vertex, own) for vertex in plan.vertices))
     verify(graph, plan)

@@ -1,4 +1,4 @@
-"""The plan cache's folder: made or taken over by the cache, marked as such, and the only place where it removes files.
+"""A folder of the plan cache's: made or taken over, marked as the cache's, and the only place where files are removed.
 
 Everything goes through a handle of the folder, so that a folder put in its place meanwhile changes nothing.
 """
@@ -16,9 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from disco_accel.jsonfile import plain
+from disco_accel.sizes import format_size
 
 MARKER = ".disco_accel-plans"
-_NOTE = b"Plans of disco_accel. It adds to them and removes the oldest; it touches no other files.\n"
+_NOTE = b"Plans and checks of disco_accel. It adds to them and removes the oldest; it touches no other files.\n"
 _PLAN = re.compile(r"[0-9a-f]{64}\.json")
 _TEMPORARY = re.compile(r"\.[0-9a-f]{64}\.json\.[0-9a-z_]{8,16}")
 _STALE_SECONDS = 3600
@@ -27,6 +28,10 @@ _STALE_SECONDS = 3600
 
 class ForeignFolder(Exception):
     """Why a folder is left alone."""
+
+
+class Unusable(Exception):
+    """Why a file is left alone."""
 
 
 @contextlib.contextmanager
@@ -80,8 +85,8 @@ def _refuse_others(handle: int) -> None:
             )
 
 
-def write_plan(handle: int, name: str, data: bytes) -> None:
-    """Write the plan file ``name`` so that a reader sees the old one or the whole new one, also after a crash."""
+def write_file(handle: int, name: str, data: bytes) -> None:
+    """Write the file ``name`` so that a reader sees the old one or the whole new one, also after a crash."""
     temporary = f".{name}.{secrets.token_hex(8)}"
     try:
         _write_new(handle, temporary, data)
@@ -90,6 +95,25 @@ def write_plan(handle: int, name: str, data: bytes) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary, dir_fd=handle)
         raise
+
+
+def read_private(path: Path, most: int) -> bytes | None:
+    """The bytes of a file that only this user can have written; None if there is no such file.
+
+    Raises Unusable, and OSError."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    with os.fdopen(handle, "rb") as stream:
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode):
+            raise Unusable("not a plain file")
+        if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
+            raise Unusable("others than this user can have written it")
+        if found.st_size > most:
+            raise Unusable(f"larger than the {format_size(most)} that such a file may have")
+        return stream.read(most)
 
 
 def _write_new(handle: int, name: str, data: bytes) -> None:

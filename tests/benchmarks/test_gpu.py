@@ -23,6 +23,7 @@ def test_all_stages_run_on_the_host_device(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     stages = json.loads((tmp_path / "gpu.json").read_text())["stages"]
     assert {name: found["status"] for name, found in stages.items()} == {
+        "self_check": "ok",
         "build": "ok",
         "allocator": "ok",
         "link": "skipped",
@@ -35,6 +36,9 @@ def test_all_stages_run_on_the_host_device(tmp_path: Path) -> None:
     }
     assert report.section(tmp_path).count("eager in memory") == 2, "each step's result is one for the README"
     assert stages["allocator"]["figures"]["ops"] > 50
+    checked = stages["self_check"]["figures"]
+    assert next(iter(stages)) == "self_check", "whoever sees it fail need not read on"
+    assert checked["compared"] == "bits" and checked["plan"]["offloads"] > 0 and checked["plan"]["reloads"] > 0
     step, prompt = (stages[name]["figures"] for name in ("step_8x1024", "prefill_1x1024"))
     assert [figures["verdict"] for figures in step.values() if isinstance(figures, dict)] == ["bits", "bits"]
     assert [figures["apart"] for figures in prompt.values() if isinstance(figures, dict)] == [0.0]

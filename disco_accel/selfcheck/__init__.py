@@ -1,0 +1,4 @@
+"""The self-check: does a plan compute on this device what plain PyTorch computes on it, whatever the timing?
+
+``subject.py`` is a small training step and its plan, ``run.py`` tries it, ``keep.py`` remembers the answer.
+"""

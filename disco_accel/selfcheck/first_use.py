@@ -1,0 +1,103 @@
+"""The self-check where a device is used for the first time, and what its user hears of it."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+
+from disco_accel.errors import SelfCheckFailed
+from disco_accel.selfcheck import run
+from disco_accel.selfcheck.identity import identity_of, key_of
+from disco_accel.selfcheck.keep import Kept, write_report
+from disco_accel.selfcheck.outcome import Outcome
+from disco_accel.selfcheck.subject import Subject, make_subject
+
+logger = logging.getLogger("disco_accel")
+
+Tracing = Callable[[], AbstractContextManager[Any]]
+
+_lock = threading.Lock()
+_failed: dict[torch.device, SelfCheckFailed | None] = {}
+"""Devices that this process has an answer for. What a device's index means never changes within a process."""
+
+
+def require_passed(
+    device: torch.device,
+    folder: str | None,
+    *,
+    tracing: Tracing = nullcontext,
+    link_bytes: int = run.LINK_BYTES,
+    make: Callable[[torch.device], Subject] | None = None,
+) -> None:
+    """Return at once where ``device`` has passed before, in this process or by a file below ``folder``; else check it.
+
+    ``tracing`` is entered around a capture. ``link_bytes``: of the device memory that measuring the link may take.
+
+    Raises:
+        SelfCheckFailed: now or before in this process.
+        ExtensionError, and shortages of memory: as a step that is prepared does; the next call tries again.
+    """
+    with _lock:
+        if device not in _failed:
+            _failed[device] = _answer(device, folder, make or partial(make_subject, tracing=tracing), link_bytes)
+        error = _failed[device]
+    if error is not None:
+        raise SelfCheckFailed(str(error), error.report)
+
+
+def _answer(
+    device: torch.device, folder: str | None, make: Callable[[torch.device], Subject], link_bytes: int
+) -> SelfCheckFailed | None:
+    key = key_of(identity_of(device))
+    if folder is not None and Kept(folder).passed(key):
+        return None
+    outcome = run.check(device, make, link_bytes)
+    error = conclude(outcome, folder)
+    if error is None:
+        logger.info("%s", passed_line(outcome, folder))
+    return error
+
+
+def conclude(outcome: Outcome, folder: str | None) -> SelfCheckFailed | None:
+    """Keep an ``outcome`` that passed below ``folder``; the error of one that failed, its report written."""
+    key = key_of(outcome.identity)
+    kept = None if folder is None else Kept(folder)
+    if outcome.passed:
+        if kept is not None:
+            kept.store(key, outcome)
+        return None
+    if kept is not None:
+        kept.forget(key)
+    report = write_report(folder, outcome, {"platform": platform.platform()})
+    return SelfCheckFailed(failed_line(outcome, None if report is None else str(report)), report)
+
+
+def passed_line(outcome: Outcome, folder: str | None) -> str:
+    """The result in one line."""
+    rates = ", ".join(f"{name} {rate / 1e9:.3g} GB/s" for name, rate in outcome.figures["link"].items())
+    kept = "not kept, since plan_cache is null" if folder is None else "kept until driver, PyTorch or device change"
+    compared = "bit for bit" if outcome.figures["compared"] == "bits" else outcome.figures["compared"]
+    return (
+        f"self-check of {outcome.identity['device']} passed in {outcome.seconds:.1f} s: planned steps are plain "
+        f"PyTorch's {compared}; link: {rates}; {kept}"
+    )
+
+
+def failed_line(outcome: Outcome, report: str | None) -> str:
+    """What differed and what to do, in one line."""
+    others = len(outcome.differences) - 1
+    more = f", and {others} more difference{'s' if others > 1 else ''}" if others else ""
+    first = str(outcome.differences[0]).splitlines()[0]
+    attach = f"attach {report} to a bug report" if report else "report it as a bug"
+    return (
+        f"self-check: planned steps on {outcome.identity['device']} may be wrong: {first}{more}; {attach}. "
+        "disco-accel doctor --selftest checks again, after another driver or PyTorch, say; on_unsupported: eager "
+        "trains without plans until then; self_check: off uses the device as it is"
+    )

@@ -1,0 +1,75 @@
+"""The link between pinned host memory and the device: are copies right, and how many bytes a second does each way take?
+
+On the host device, whose copies are the processor's: the rate of one copy.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from disco_accel.execute.hostmem import HostMemory
+from disco_accel.selfcheck.outcome import Difference
+
+_REPEATS = 5
+
+
+def link(device: torch.device, nbytes: int) -> tuple[list[Difference], dict[str, float]]:
+    """Differences after a copy there and back of ``nbytes`` bytes, and rates in bytes/s: ``h2d``, ``d2h``, ``both``
+    (each way, while both run); ``copy`` on the CPU."""
+    memory = HostMemory(2 * nbytes, huge_pages=False)
+    if device.type == "cuda":
+        memory.pin()
+    source, back = (memory.allocate((nbytes,), torch.uint8) for _ in range(2))
+    source.view(torch.int32).random_(generator=torch.Generator().manual_seed(nbytes))
+    back.zero_()
+    there = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    if device.type == "cpu":
+        figures = {"copy": _rate(lambda: there.copy_(source), nbytes, lambda: None)}
+        back.copy_(there)
+    else:
+        figures = _rates(device, source, back, there)
+    wrong = int((source != back).sum())
+    if not wrong:
+        return [], figures
+    what = f"a copy of {nbytes} bytes to the device and back"
+    return [Difference("link", what, "every byte", f"{wrong} bytes that differ")], figures
+
+
+def _rates(device: torch.device, source: torch.Tensor, back: torch.Tensor, there: torch.Tensor) -> dict[str, float]:
+    streams = [torch.cuda.Stream(device) for _ in range(2)]  # type: ignore[no-untyped-call]
+    half = source.numel() // 2
+    torch.cuda.synchronize(device)
+
+    def wait() -> None:
+        for stream in streams:
+            stream.synchronize()
+
+    def copy(index: int, target: torch.Tensor, origin: torch.Tensor) -> None:
+        with torch.cuda.stream(streams[index]):
+            target.copy_(origin, non_blocking=True)
+
+    def both() -> None:
+        copy(0, there[:half], source[:half])
+        copy(1, back[half:], there[half:])
+
+    nbytes = source.numel()
+    return {
+        "h2d": _rate(lambda: copy(0, there, source), nbytes, wait),
+        "d2h": _rate(lambda: copy(1, back, there), nbytes, wait),
+        "both": _rate(both, half, wait),
+    }
+
+
+def _rate(run: Callable[[], object], nbytes: int, wait: Callable[[], None]) -> float:
+    seconds = []
+    for _ in range(_REPEATS + 1):
+        began = time.perf_counter()
+        run()
+        wait()
+        seconds.append(time.perf_counter() - began)
+    # The first copy pays for page faults.
+    return nbytes / max(statistics.median(seconds[1:]), 1e-9)

@@ -1,0 +1,141 @@
+"""Does a step wait for what its caller's stream still has to do, and the caller's stream for the step?
+
+Each case puts long work (``torch.cuda._sleep``) where a missing wait would let a step read a value too early, or write
+over one that has not left yet. On the CPU the same calls are made without streams and without delays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from disco_accel.selfcheck.outcome import Difference, compare
+from disco_accel.selfcheck.subject import batch_of
+from disco_accel.selfcheck.trial import Trial, expected_of, one, trained_of
+
+DELAY_SECONDS = 0.03
+"""Longer than a whole step of the subject takes on any GPU."""
+_PROBE_CYCLES = 2_000_000
+_MOST_CYCLES = 400_000_000
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Two streams of the caller's and a delay for the current one; on the CPU all of them do nothing."""
+
+    device: torch.device
+    streams: tuple[Any, ...]
+    delay: Callable[[], object]
+
+    @classmethod
+    def on(cls, device: torch.device) -> Caller:
+        """Two new streams of ``device``."""
+        if device.type == "cpu":
+            return cls(device, (None, None), lambda: None)
+        streams = tuple(torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
+        cycles = _cycles(device, streams[0])
+        return cls(device, streams, lambda: torch.cuda._sleep(cycles))  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def stream(self, index: int = 0) -> Iterator[None]:
+        """Inside, the stream of this index is the current one."""
+        with nullcontext() if self.streams[index] is None else torch.cuda.stream(self.streams[index]):
+            yield
+
+    def synchronize(self) -> None:
+        """Wait for all work on the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _cycles(device: torch.device, stream: torch.cuda.Stream) -> int:
+    """Cycles of ``DELAY_SECONDS``, measured."""
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        torch.cuda._sleep(_PROBE_CYCLES)  # type: ignore[no-untyped-call]
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        torch.cuda._sleep(_PROBE_CYCLES)  # type: ignore[no-untyped-call]
+        end.record()
+        end.synchronize()
+    seconds = max(start.elapsed_time(end) * 1e-3, 1e-6)
+    return min(int(_PROBE_CYCLES * DELAY_SECONDS / seconds), _MOST_CYCLES)
+
+
+def orders(trial: Trial, caller: Caller, tolerance: float) -> list[Difference]:
+    """What differs, over all cases of ``CASES``."""
+    device, subject = caller.device, trial.subject
+    batches: list[Tensors] = [batch_of(seed, device) for seed in (1, 2)]
+    expected = [expected_of(subject, batch, seed) for seed, batch in enumerate(batches)]
+    found: list[Difference] = []
+    for name, case in CASES.items():
+        caller.synchronize()
+        results = case(trial, caller, batches, trained_of(subject))
+        caller.synchronize()
+        for wanted, got in zip(expected, results, strict=False):
+            found += compare(name, wanted, got, tolerance)
+    return found
+
+
+def _late_inputs(trial: Trial, caller: Caller, batches: list[Tensors], trained: Tensors) -> list[Tensors]:
+    """Batch and parameters get their values right before the step, behind a delay."""
+    given = [{name: torch.full_like(tensor, torch.nan) for name, tensor in t.items()} for t in (batches[0], trained)]
+    caller.synchronize()
+    with caller.stream():
+        caller.delay()
+        for target, source in zip(given, (batches[0], trained), strict=True):
+            for name, tensor in target.items():
+                tensor.copy_(source[name])
+        return [trial.step(given[0], given[1], 0).by_name()]
+
+
+def _late_tangent(trial: Trial, caller: Caller, batches: list[Tensors], trained: Tensors) -> list[Tensors]:
+    """The gradient of the loss gets its value right before the backward, behind a delay."""
+    tangent = one(caller.device).fill_(torch.nan)
+    caller.synchronize()
+    with caller.stream():
+        trial.begin(batches[0], trained, 0)
+        loss = trial.loss()
+        caller.delay()
+        tangent.fill_(1)
+        trial.end(tangent)
+        return [{"loss": loss, **_named(trial.gradients())}]
+
+
+def _late_copies(trial: Trial, caller: Caller, batches: list[Tensors], trained: Tensors) -> list[Tensors]:
+    """Results leave behind a delay, and the next step begins at once."""
+    return [_slow_reader(trial, caller, batch, trained, seed, 0) for seed, batch in enumerate(batches)]
+
+
+def _two_streams(trial: Trial, caller: Caller, batches: list[Tensors], trained: Tensors) -> list[Tensors]:
+    """The same, and the next step is called from another stream."""
+    return [_slow_reader(trial, caller, batch, trained, seed, seed) for seed, batch in enumerate(batches)]
+
+
+def _slow_reader(
+    trial: Trial, caller: Caller, batch: Tensors, trained: Tensors, seed: int, stream: int
+) -> dict[str, torch.Tensor]:
+    with caller.stream(stream):
+        trial.begin(batch, trained, seed)
+        caller.delay()
+        loss = trial.loss()
+        trial.end(one(caller.device))
+        caller.delay()
+        return {"loss": loss, **_named(trial.gradients())}
+
+
+def _named(gradients: Tensors) -> dict[str, torch.Tensor]:
+    return {f"gradient of {name}": gradient for name, gradient in gradients.items()}
+
+
+CASES: dict[str, Callable[[Trial, Caller, list[Tensors], Tensors], list[Tensors]]] = {
+    "inputs that arrive late": _late_inputs,
+    "a loss gradient that arrives late": _late_tangent,
+    "results that leave late": _late_copies,
+    "results that leave late, then a step of another stream": _two_streams,
+}

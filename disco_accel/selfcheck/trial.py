@@ -1,0 +1,95 @@
+"""Planned steps of the self-check's subject, with every moment of a step within the caller's reach."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+
+import torch
+
+from disco_accel.execute.executor import EngineOptions
+from disco_accel.selfcheck.subject import Results, Subject, eager_step, seed_generator
+
+
+class Trial:
+    """An executor of ``subject`` between ``__enter__`` and ``__exit__``. A step is ``begin``, ``loss``, ``end`` and
+    ``gradients``, as in a training: the second and the last copy what leaves the arena."""
+
+    def __init__(self, subject: Subject, options: EngineOptions) -> None:
+        self.subject = subject
+        self.executor = subject.executor(options)
+        captured = subject.captured
+        self._loss, self._gradients = (
+            self.executor.add_leaving([(value.ref, value.spec) for value in values])
+            for values in (captured.outputs, captured.gradients)
+        )
+        self._batch, self._trained = subject.vertices("batch"), subject.vertices("trainable")
+        self._tangent = subject.vertices("tangent")["loss"]
+
+    def begin(self, batch: Mapping[str, torch.Tensor], trained: Mapping[str, torch.Tensor], seed: int) -> None:
+        """Start a step from the generator's state after ``seed``; returns when its loss has been launched."""
+        seed_generator(self.subject.device, seed)
+        inputs = {self._batch[name]: tensor for name, tensor in batch.items()}
+        self.executor.run_out(inputs | {self._trained[name]: tensor for name, tensor in trained.items()})
+
+    def loss(self) -> torch.Tensor:
+        """A copy of the loss."""
+        return self.executor.leave(self._loss)[0]
+
+    def end(self, tangent: torch.Tensor) -> None:
+        """Hand in the gradient of the loss and run the rest."""
+        self.executor.run_end({self._tangent: tangent})
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Copies of the gradients, by the parameters' names."""
+        copies = self.executor.leave(self._gradients)
+        return {g.name: copy for g, copy in zip(self.subject.captured.gradients, copies, strict=True)}
+
+    def step(self, batch: Mapping[str, torch.Tensor], trained: Mapping[str, torch.Tensor], seed: int) -> Results:
+        """A whole step."""
+        self.begin(batch, trained, seed)
+        loss = self.loss()
+        self.end(one(self.subject.device))
+        return Results(loss, self.gradients())
+
+    def __enter__(self) -> Trial:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.executor.close()
+
+
+def one(device: torch.device) -> torch.Tensor:
+    """The gradient of a loss that is differentiated as it is."""
+    return torch.ones((), dtype=torch.float32, device=device)
+
+
+def trained_of(subject: Subject) -> dict[str, torch.Tensor]:
+    """The trainable parameters' values, by name."""
+    return {name: parameter.detach() for name, parameter in subject.model.trained().items()}
+
+
+def expected_of(subject: Subject, batch: Mapping[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+    """What plain PyTorch computes on the same device, by name."""
+    return eager_step(subject.eager, batch, subject.device, seed).by_name()
+
+
+@contextmanager
+def circumstances(device: torch.device) -> Iterator[None]:
+    """As in a usual training step, whatever the caller has set; the caller's generators stay where they are."""
+    host = torch.get_rng_state()
+    generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else None
+    drawn = None if generator is None else generator.get_state()
+    try:
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast("cpu", enabled=False),
+            torch.autocast("cuda", enabled=False),
+        ):
+            yield
+    finally:
+        torch.set_rng_state(host)
+        if generator is not None and drawn is not None:
+            generator.set_state(drawn)
