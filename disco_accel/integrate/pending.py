@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,6 +49,9 @@ class PendingStep:
         self.python = model_state(model).for_backward()
         self.generator = generator_state(step)
         self.running = False
+        self.compare: Callable[..., None] | None = None
+        """Called in the backward with outputs by name, the first one's gradient, and gradients by parameter."""
+        self.outputs: dict[str, torch.Tensor] = {}
         self.traced = state.trace_wanted()
 
     def _look(self) -> Seen:
@@ -169,6 +172,10 @@ class _Step(torch.autograd.Function):
         # DDP's node behind a value that no loss depends on passes no gradient on; zeros would cost half a step.
         ctx.set_materialize_grads(False)
         first, *rest = pending.forward()
+        if pending.compare is not None:
+            named = zip(pending.step.captured.outputs, (first, *rest), strict=True)
+            # Copies, because the user may write to what they are given.
+            pending.outputs = {output.name: value.detach().clone() for output, value in named}
         others += rest
         return first
 
@@ -188,6 +195,8 @@ class _Step(torch.autograd.Function):
             )
         pending = ctx.pending
         gradients = pending.backward({pending.step.captured.outputs[0].name: tangent})
+        if pending.compare is not None:
+            pending.compare(pending.outputs, tangent, gradients)
         return (None, None, None, *(gradients.get(name) for name in ctx.names))
 
 
@@ -244,15 +253,20 @@ def _check_gradients(state: PreparedModel, step: CompiledStep, parameters: Mappi
 
 
 def run_step(
-    state: PreparedModel, model: torch.nn.Module, step: CompiledStep, batch: Mapping[str, Any]
+    state: PreparedModel,
+    model: torch.nn.Module,
+    step: CompiledStep,
+    batch: Mapping[str, Any],
+    compare: Callable[..., None] | None = None,
 ) -> tuple[list[torch.Tensor], Seen]:
-    """Run the forward part of ``step``; the first output's backward runs the rest.
+    """Run the forward part of ``step``; the first output's backward runs the rest, then ``compare`` on its results.
 
     Returns the outputs, and what the step was given as it was then.
     """
     externals = externals_of(state, model, step, batch)
     assert step.parameters is not None
     pending = PendingStep(state, model, step, externals)
+    pending.compare = compare
     others: list[torch.Tensor] = []
     first: torch.Tensor = _Step.apply(pending, tuple(step.parameters), others, *step.parameters.values())
     return [first, *others], pending.seen

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -40,6 +40,11 @@ class Placement:
     def model(self) -> torch.nn.Module | None:
         """The model, as long as it is alive."""
         return self._model()
+
+    @property
+    def visitors(self) -> Mapping[int, torch.Tensor]:
+        """As ``StreamedEager.visitors``; empty where nothing visits."""
+        return {} if self._streamed is None else self._streamed.visitors
 
     def apply(self) -> None:
         """Move frozen weights into host arenas, trainable ones to the device, and buffers to the host.
@@ -154,11 +159,14 @@ class StreamedEager:
     def __init__(self, model: torch.nn.Module, visit: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """``visit``: the tensor as a forward needs it, or the same object where it lies right already."""
         self._handles: list[Any] = []
+        self.visitors: dict[int, torch.Tensor] = {}
+        """Address of a visiting tensor's storage → the tensor that it is a copy of."""
         for module in model.modules():
             tensors = [t for table in (module._parameters, module._buffers) for t in table.values() if t is not None]
             if any(not t.requires_grad for t in tensors):
                 home: list[_Home] = []
-                arrive, leave = functools.partial(_arrive, visit, home), functools.partial(_leave, home)
+                arrive = functools.partial(_arrive, visit, self.visitors, home)
+                leave = functools.partial(_leave, self.visitors, home)
                 self._handles.append(module.register_forward_pre_hook(arrive))
                 self._handles.append(module.register_forward_hook(leave, always_call=True))
 
@@ -172,7 +180,13 @@ _Home = tuple[dict[str, Any], str, torch.Tensor]
 """A table of a module, a name in it, and the tensor that belongs there."""
 
 
-def _arrive(visit: Callable[[torch.Tensor], torch.Tensor], home: list[_Home], module: torch.nn.Module, *_: Any) -> None:
+def _arrive(
+    visit: Callable[[torch.Tensor], torch.Tensor],
+    visitors: dict[int, torch.Tensor],
+    home: list[_Home],
+    module: torch.nn.Module,
+    *_: Any,
+) -> None:
     for table in (module._parameters, module._buffers):
         for name, tensor in table.items():
             if tensor is None or tensor.requires_grad:
@@ -180,12 +194,16 @@ def _arrive(visit: Callable[[torch.Tensor], torch.Tensor], home: list[_Home], mo
             visitor = visit(tensor)
             if visitor is not tensor:
                 home.append((table, name, tensor))
+                visitors[visitor.untyped_storage().data_ptr()] = tensor
                 table[name] = visitor  # type: ignore[assignment]
 
 
-def _leave(home: list[_Home], *_: Any) -> None:
+def _leave(visitors: dict[int, torch.Tensor], home: list[_Home], *_: Any) -> None:
     while home:
         table, name, tensor = home.pop()
+        visitor = table.get(name)
+        if visitor is not None:
+            visitors.pop(visitor.untyped_storage().data_ptr(), None)
         table[name] = tensor
 
 

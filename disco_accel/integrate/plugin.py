@@ -44,6 +44,7 @@ from disco_accel.integrate.placement import Placement
 from disco_accel.integrate.refusals import require_plain_autograd, require_plain_weights
 from disco_accel.integrate.self_check import require_self_check
 from disco_accel.integrate.trainer_log import keep_planning_apart
+from disco_accel.integrate.verify_steps import StepVerifier
 from disco_accel.integrate.voice import Voice, batch_text
 from disco_accel.observe.report import write_report
 from disco_accel.shortage import met_shortage
@@ -91,6 +92,7 @@ class PreparedModel:
         self.reports_left = 1 if config.report_dir is not None else 0
         self.buckets = Buckets(config.buckets)
         self.voice = Voice(model)
+        self.verifier = StepVerifier(config.verify_steps)
         self.inner: InnerForwards | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -327,7 +329,8 @@ def _planned(state: PreparedModel, model: torch.nn.Module, fitted: Fitted) -> St
             key = step_key(model, fitted.batch)
         state.make_current(model, step, check_ends_later=True)
         generator = generator_state(step)
-        values, seen = run_step(state, model, step, fitted.batch)
+        compare = state.verifier.comparison(state, model, fitted, step, generator)
+        values, seen = run_step(state, model, step, fitted.batch, compare)
         state.voice.stepped(step, state.settings.link_bandwidth)
     state.counts["steps_compiled"] += 1
     state.buckets.summarise(len(state.plans), state.counts["plan_hits"], state.counts["steps_compiled"])
