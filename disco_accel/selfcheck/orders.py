@@ -17,10 +17,10 @@ from disco_accel.selfcheck.outcome import Difference, compare
 from disco_accel.selfcheck.subject import batch_of
 from disco_accel.selfcheck.trial import Trial, expected_of, one, trained_of
 
-DELAY_SECONDS = 0.03
-"""Longer than a whole step of the subject takes on any GPU."""
+LEAST_DELAY, MOST_DELAY = 0.03, 0.3
+"""Seconds. A delay is as long as a step of the subject takes, within these."""
 _PROBE_CYCLES = 2_000_000
-_MOST_CYCLES = 400_000_000
+_MOST_CYCLES = 1_000_000_000
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -34,12 +34,12 @@ class Caller:
     delay: Callable[[], object]
 
     @classmethod
-    def on(cls, device: torch.device) -> Caller:
-        """Two new streams of ``device``."""
+    def on(cls, device: torch.device, step_seconds: float = 0.0) -> Caller:
+        """Two new streams of ``device``, on which a step of the subject takes ``step_seconds``."""
         if device.type == "cpu":
             return cls(device, (None, None), lambda: None)
         streams = tuple(torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
-        cycles = _cycles(device, streams[0])
+        cycles = _cycles(device, streams[0], min(max(step_seconds, LEAST_DELAY), MOST_DELAY))
         return cls(device, streams, lambda: torch.cuda._sleep(cycles))  # type: ignore[no-untyped-call]
 
     @contextmanager
@@ -54,8 +54,8 @@ class Caller:
             torch.cuda.synchronize(self.device)
 
 
-def _cycles(device: torch.device, stream: torch.cuda.Stream) -> int:
-    """Cycles of ``DELAY_SECONDS``, measured."""
+def _cycles(device: torch.device, stream: torch.cuda.Stream, wanted: float) -> int:
+    """Cycles that take ``wanted`` seconds, measured."""
     with torch.cuda.device(device), torch.cuda.stream(stream):
         torch.cuda._sleep(_PROBE_CYCLES)  # type: ignore[no-untyped-call]
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -64,7 +64,7 @@ def _cycles(device: torch.device, stream: torch.cuda.Stream) -> int:
         end.record()
         end.synchronize()
     seconds = max(start.elapsed_time(end) * 1e-3, 1e-6)
-    return min(int(_PROBE_CYCLES * DELAY_SECONDS / seconds), _MOST_CYCLES)
+    return min(int(_PROBE_CYCLES * wanted / seconds), _MOST_CYCLES)
 
 
 def orders(trial: Trial, caller: Caller, tolerance: float) -> list[Difference]:
