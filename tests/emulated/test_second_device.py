@@ -54,14 +54,15 @@ def test_the_engine_leaves_the_callers_device_current() -> None:
     assert_same(got, expected)
 
 
-def test_the_first_device_gets_no_memory_and_no_context() -> None:
+@pytest.mark.parametrize("how", ["torch.cuda.set_device({0})\nif True:", "with torch.cuda.device({0}):"])
+def test_the_first_device_gets_no_memory_and_no_context(how: str) -> None:
     """In a process of its own, whose first call is about the last device."""
     program = f"""
 import torch
-torch.cuda.set_device({LAST.index})
-from tests.emulated import device, test_second_device as tests
-tests.train(tests.LAST)
-torch.cuda.synchronize()
+{how.format(LAST.index)}
+    from tests.emulated import device, test_second_device as tests
+    tests.train(tests.LAST)
+torch.cuda.synchronize({LAST.index})
 assert device.live_bytes({LAST.index}) > 0 and device.has_context({LAST.index})
 assert device.live_bytes(0, peak=True) == 0, "memory on the first device"
 assert not device.has_context(0), "a context on the first device"

@@ -59,7 +59,7 @@ at::Tensor summed_heads(const at::Tensor& gradient, std::int64_t groups) {
 
 // CUDA's tensors may be padded beyond the host's.
 void put(const at::Tensor& result, const at::Tensor& made) {
-  if (!result.defined()) return;
+  if (!result.defined() || result.numel() == 0) return;
   if (result.sizes() != made.sizes()) result.zero_();
   at::Tensor part = result;
   for (std::int64_t d = 0; d < std::min(result.dim(), made.dim()); ++d)

@@ -1,6 +1,7 @@
 #include "boxed.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/histc.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/InferenceMode.h>
 
@@ -13,6 +14,7 @@ namespace emulated {
 namespace {
 
 constexpr const char* kDropout = "aten::native_dropout";
+constexpr const char* kHistogram = "aten::histc";
 constexpr const char* kEfficient = "aten::_scaled_dot_product_efficient_attention";
 
 Stack arguments_of(const c10::FunctionSchema& schema, const Stack& stack) {
@@ -80,6 +82,21 @@ bool infer(const c10::OperatorHandle& op, const Stack& shapes, Stack& results) {
   } catch (const std::exception&) {
     return false;
   }
+}
+
+// CUDA counts integers too; the host counts them as they are in double precision.
+void count_integers(Job& job) {
+  const at::Tensor counted = at::histc(job.tensor(0).to(at::kDouble), job.arguments[1].toInt(),
+                                       job.arguments[2].toScalar(), job.arguments[3].toScalar());
+  (job.arguments.size() > 4 ? job.tensor(4) : job.results[0]).copy_(counted);
+}
+
+// What computes the op, if not its CPU kernel.
+Job::Body body_of(const std::string& op, const Stack& arguments) {
+  if (op == kDropout) return dropout_body();
+  if (op == kHistogram && at::isIntegralType(arguments[0].toTensor().scalar_type(), false))
+    return count_integers;
+  return attention_body(op);
 }
 
 // Whether the op returns tensors alone.
@@ -159,7 +176,7 @@ void call_op(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   const c10::DataPtr scratch = take_scratch(schema.name(), arguments, job, ranges);
   take_workspace(schema.name(), stream);
   job.arguments = host_arguments(schema, arguments, true);
-  job.body = schema.name() == kDropout ? dropout_body() : attention_body(schema.name());
+  job.body = body_of(schema.name(), arguments);
   launch(std::move(job), stream, ranges);
   torch::jit::drop(*stack, arguments.size());
   for (c10::IValue& value : results) stack->push_back(std::move(value));

@@ -35,12 +35,16 @@ void compute(Job& job) {
 
 void run(Job& job) {
   for (const auto& [begin, bytes] : job.scratch) std::memset(begin, kCanary, bytes);
+  std::string reason;
   try {
     compute(job);
+  } catch (const c10::Error& error) {
+    reason = error.what_without_backtrace();
   } catch (const std::exception& error) {
-    const std::string reason = std::string(error.what()).substr(0, kReasonKept);
-    emuComplain((name_of(job.op) + " failed on its stream: " + reason).c_str());
+    reason = error.what();
   }
+  if (!reason.empty())
+    emuComplain((name_of(job.op) + " failed on its stream: " + reason.substr(0, kReasonKept)).c_str());
   for (const auto& [begin, bytes] : job.scratch) {
     if (!std::all_of(begin, begin + bytes, [](char byte) { return byte == kCanary; }))
       emuComplain(("something else wrote into the scratch of " + name_of(job.op)).c_str());
