@@ -35,7 +35,7 @@ MUTANTS = (
     Mutant(
         "no workspace warm-up",
         _CLASS,
-        "warmup_->run(warmth == Warmth::kNever);",
+        "    warmup.run();\n",
         "",
         (_ORDER,),
     ),
@@ -48,7 +48,7 @@ MUTANTS = (
     ),
     Mutant("missing event", _DEVICE, "  if (source.finished >= token) return;\n", "  return;\n", (_ORDER,)),
     Mutant(
-        "event of the ring too early",
+        "event reused too early",
         _DEVICE,
         'check("cudaEventRecord", api_.event_record(lane.events[lane.slot(token)], lane.stream));',
         'check("cudaEventRecord", api_.event_record(lane.events[lane.slot(token + 1)], lane.stream));',
@@ -62,6 +62,15 @@ MUTANTS = (
         "            self._pinned = pin(self._arena)\n",
         "            self._pinned = ()\n",
         (_ORDER,),
+    ),
+    Mutant(
+        "host buffer freed early",
+        "disco_accel/integrate/plugin.py",
+        "    state.unload()\n    release_workspaces(state.device)\n    forget_state(model)\n",
+        "    for memory in state.placement._arenas:\n        memory._pinned = None\n"
+        "    state.unload()\n    release_workspaces(state.device)\n    forget_state(model)\n",
+        (_ORDER + "::test_a_model_that_is_restored_while_copies_for_its_backward_run",),
+        {"EMULATED_LINK_GB_S": 0.001},
     ),
     Mutant(
         "device guard dropped",

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_models import SMALL, arena_llama, batch_for, with_adapter
-from disco_accel import stats
+from disco_accel import restore, stats
+from disco_accel.testing.models import random_batch, tiny_lora
 from tests.emulated import device
 from tests.emulated.models import CUDA, assert_same, assert_steady, least, step
 
@@ -80,3 +81,16 @@ def test_a_steady_step_takes_nothing_and_ends_within_what_the_driver_gave() -> N
         assert_steady(lambda: step(model, batch))
     # The batch, gradients, and what PyTorch rounds up: no weight of the model's is among it.
     assert device.live_bytes() - before <= stats(model)["budget_bytes"] + (4 << 20)
+
+
+def test_a_model_that_is_restored_while_copies_for_its_backward_run() -> None:
+    """Its weights leave the memory that they are copied from."""
+    batch = {name: tensor.to(CUDA) for name, tensor in random_batch().items()}
+    model = tiny_lora(checkpointing=True, use_cache=False)
+    weights = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
+    planned = least(model, lambda m: step(m, batch))
+    step(planned, batch)
+    planned(**batch).loss.detach()
+    restore(planned)
+    torch.cuda.synchronize()
+    assert all(torch.equal(dict(planned.named_parameters())[name], weight) for name, weight in weights.items())
