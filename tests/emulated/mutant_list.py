@@ -6,7 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 _STEPS = "tests/gpu/test_steps.py::"
-_ORDER = "tests/emulated/test_order.py"
+_ORDER = "tests/emulated/test_order.py::"
+_SIDE = (
+    _ORDER + "test_a_loop_on_a_side_stream",
+    _ORDER + "test_batches_that_a_side_stream_fetches_during_the_step_before",
+)
 _CLASS = "runtime_ext/torch/runtime_class.cpp"
 _DEVICE = "runtime_ext/core/cuda_device.cpp"
 _JITTER = {"EMULATED_JITTER_US": 500, "EMULATED_SEED": 1}
@@ -30,38 +34,38 @@ MUTANTS = (
         _CLASS,
         "    if (cuda_ != nullptr) caller_->put_after_caller(*cuda_);\n    engine_->begin(next);",
         "    engine_->begin(next);",
-        (_ORDER,),
+        _SIDE,
     ),
     Mutant(
         "no workspace warm-up",
         _CLASS,
         "    warmup.run();\n",
         "",
-        (_ORDER,),
+        (_STEPS + "test_a_steady_step_allocates_nothing",),
     ),
     Mutant(
         "wrong stream",
         _CLASS,
         "const StreamScope scope(ops_->table.device(), cuda_->native_stream(stream));",
         "const StreamScope scope(ops_->table.device(), nullptr);",
-        (_ORDER,),
+        _SIDE,
     ),
-    Mutant("missing event", _DEVICE, "  if (source.finished >= token) return;\n", "  return;\n", (_ORDER,)),
+    Mutant("missing event", _DEVICE, "  if (source.finished >= token) return;\n", "  return;\n", _SIDE),
     Mutant(
         "event reused too early",
         _DEVICE,
         'check("cudaEventRecord", api_.event_record(lane.events[lane.slot(token)], lane.stream));',
         'check("cudaEventRecord", api_.event_record(lane.events[lane.slot(token + 1)], lane.stream));',
-        (_ORDER,),
+        _SIDE,
         _JITTER,
     ),
-    Mutant("copy direction", _DEVICE, "kMemcpyKind = {1, 2,", "kMemcpyKind = {2, 1,", (_ORDER,)),
+    Mutant("copy direction", _DEVICE, "kMemcpyKind = {1, 2,", "kMemcpyKind = {2, 1,", _SIDE),
     Mutant(
         "unpinned source",
         "disco_accel/execute/hostmem.py",
         "            self._pinned = pin(self._arena)\n",
         "            self._pinned = ()\n",
-        (_ORDER,),
+        (_STEPS + "test_weights_stay_on_the_host_and_the_adapter_goes_to_the_device",),
     ),
     Mutant(
         "host buffer freed early",
@@ -69,7 +73,7 @@ MUTANTS = (
         "    state.unload()\n    release_workspaces(state.device)\n    forget_state(model)\n",
         "    for memory in state.placement._arenas:\n        memory._pinned = None\n"
         "    state.unload()\n    release_workspaces(state.device)\n    forget_state(model)\n",
-        (_ORDER + "::test_a_model_that_is_restored_while_copies_for_its_backward_run",),
+        (_ORDER + "test_a_model_that_is_restored_while_copies_for_its_backward_run",),
         {"EMULATED_LINK_GB_S": 0.001},
     ),
     Mutant(
@@ -85,7 +89,7 @@ MUTANTS = (
         _CLASS,
         "return static_cast<std::int64_t>(engine_->wait_out(timeout));",
         "return static_cast<std::int64_t>(Status::kDone);",
-        (_ORDER,),
+        _SIDE,
         _JITTER,
     ),
 )

@@ -48,7 +48,8 @@ Stack host_arguments(const c10::FunctionSchema& schema, const Stack& arguments, 
   const auto on_host = [later](const at::Tensor& tensor) {
     if (!tensor.defined() || tensor.is_cuda() || !later) return host_view(tensor);
     at::Tensor copy = tensor.clone();
-    copy.unsafeGetTensorImpl()->set_wrapped_number(tensor.unsafeGetTensorImpl()->is_wrapped_number());
+    if (tensor.unsafeGetTensorImpl()->is_wrapped_number())
+      copy.unsafeGetTensorImpl()->set_wrapped_number(true);
     return copy;
   };
   Stack changed;
