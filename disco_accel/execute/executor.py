@@ -245,14 +245,23 @@ class Executor:
         self._finish()
 
     def abandon(self) -> None:
-        """Stops launching and waits for what runs. Does nothing when no step is running."""
+        """Stops launching and waits for what runs. Does nothing when no step is running.
+
+        Raises Stalled when a device does not end its work; a later call finds out whether it has.
+        """
+        if not self._end():
+            raise Stalled(f"the step before stopped making progress; {_HUNG}")
+
+    def _end(self) -> bool:
+        """Whether the step that runs could be ended; if there is none, it could."""
         if self._running and self._pid != os.getpid():
             self._running = False
-        if self._running:
-            while not self._engine.abort(_SLICE_SECONDS):
-                if self._engine.last_error()[5]:
-                    raise Stalled(f"the step before stopped making progress; {_HUNG}")
-            self._finish()
+        while self._running:
+            if self._engine.abort(_SLICE_SECONDS):
+                self._finish()
+            elif self._engine.last_error()[5]:
+                return False
+        return True
 
     def invalidate(self) -> None:
         """The host bytes of clean inputs changed: residents are copied again before the next step."""
@@ -390,22 +399,19 @@ class Executor:
             while status == _TIMEOUT:
                 status = poll(_SLICE_SECONDS)
         except BaseException:
-            self.abandon()
+            self._end()
             raise
         if status != _DONE:
             self._fail()
 
     def _fail(self) -> None:
-        status, position, message, _, _, draining = self._engine.last_error()
+        status, position, message, *_ = self._engine.last_error()
         if status == _STALLED:
             # What hangs may never end: it gets some time, and the user the account in any case.
-            ended = not draining or self._engine.abort(_DRAIN_SECONDS)
-            if ended:
-                self._finish()
-            raise Stalled(
-                f"the step stopped making progress: {self._describer.stall(message)}" + ("" if ended else f"; {_HUNG}")
-            )
-        self.abandon()
+            ended = self._engine.abort(_DRAIN_SECONDS) and self._end()
+            hung = "" if ended else f"; {_HUNG}"
+            raise Stalled(f"the step stopped making progress: {self._describer.stall(message)}{hung}")
+        self._end()
         *_, later, lost, _ = self._engine.last_error()
         if lost:
             raise DeviceLost(f"{self._describer.stall(message)}; {_LOST}")

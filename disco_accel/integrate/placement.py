@@ -213,7 +213,5 @@ def visitor_of(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.device == device:
-        return tensor
-    # A buffer may be written to as soon as the forward is over.
-    return tensor.detach().to(device, non_blocking=isinstance(tensor, torch.nn.Parameter))
+    # At once: the host's tensor may be written to as soon as the forward is over, and pinned memory is read later.
+    return tensor if tensor.device == device else tensor.detach().to(device)

@@ -49,10 +49,10 @@ enum class Next : std::uint8_t {
 struct EngineError {
   Status status = Status::kDone;  // kFailed, kStalled or kAborted
   std::int32_t vertex = -1;       // index in the Program; -1 if none can be named
-  bool draining = false;          // kStalled: something is still in flight; begin() is refused until it ends
-  bool lost = false;              // kFailed: a device refuses all further work of this process
-  bool later = false;   // kFailed: found by a device after the launch; the message lists vertices in flight
-  std::string message;  // the op's own message; for kStalled the vertices in flight and who waits for them
+  bool draining = false;  // something is still in flight and does not end; begin() is refused until it does
+  bool lost = false;      // kFailed: a device refuses all further work of this process
+  bool later = false;     // kFailed: found by a device after the launch; the message lists vertices in flight
+  std::string message;    // the op's own message; for kStalled the vertices in flight and who waits for them
 };
 
 // One vertex of a traced step, nanoseconds since Engine::begin(). Inputs have no event, except residents

@@ -235,7 +235,7 @@ bool Engine::Loop::launch(std::int32_t v, int index) {
         kernel ? device.enqueue_op(stream.stream, v, program_.op[v])
                : device.enqueue_copy(stream.stream, v, program_.dst[v], program_.src[v], program_.bytes[v]);
   } catch (const std::exception& error) {
-    stop(Status::kFailed, v, what_of(error));
+    refuse(device, v, what_of(error));
     return false;
   }
   stream.push({v, token_of_[v], kernel ? kNever : device.expected_end(stream.stream)});
@@ -250,6 +250,24 @@ bool Engine::Loop::launch(std::int32_t v, int index) {
     if (schedule_.resource_of[s] == schedule_.resource_of[v] && --unissued_[s] == 0) make_candidate(s);
   }
   return true;
+}
+
+// A launch was refused. A device that has failed meanwhile says so at whatever is asked of it next: then it
+// is not this vertex that is to blame.
+void Engine::Loop::refuse(Device& device, std::int32_t v, std::string message) {
+  for (const StreamState& stream : schedule_.streams) {
+    if (devices_[stream.device].get() != &device || stream.count == 0) continue;
+    try {
+      device.completed(stream.stream);
+    } catch (const std::exception&) {
+      continue;  // the message at hand will do
+    }
+  }
+  if (device.failed()) {
+    stop(failure_of(device));
+  } else {
+    stop(Status::kFailed, v, std::move(message));
+  }
 }
 
 bool Engine::Loop::run_inline(Lock& lock) {

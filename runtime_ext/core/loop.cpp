@@ -192,12 +192,12 @@ void Engine::Loop::park(Lock& lock, std::int64_t deadline_ns) {
   } else if (phase_ == Phase::kRunning && in_flight_ == 0) {
     stall();
     return;
-  } else if (phase_ != Phase::kDraining && stalled_for(now)) {
+  } else if (!drain_told_ && stalled_for(now)) {
     stall();
     return;
   } else if (notified_) {
     const auto timeout = static_cast<std::int64_t>(std::min(options_.stall_timeout, 1e9) * 1e9);
-    const std::int64_t stalled = phase_ == Phase::kDraining ? kNever : quiet_since_ns_ + timeout;
+    const std::int64_t stalled = drain_told_ ? kNever : quiet_since_ns_ + timeout;
     sleep(lock, std::min(deadline_ns, stalled), next_due(now));
   } else {
     poll_later(lock);
@@ -309,7 +309,7 @@ void Engine::Loop::start_step() {
   left_ = schedule_.runnable + static_cast<std::int32_t>(schedule_.late.size());
   outs_left_ = schedule_.outs;
   gate_open_ = schedule_.late.empty();
-  outs_told_ = false;
+  outs_told_ = drain_told_ = false;
   gate_since_ns_ = 0;
   quiet_since_ns_ = begin_ns_;
   completions_seen_ = completions_;
@@ -395,7 +395,17 @@ void Engine::Loop::stop(Status status, std::int32_t vertex, std::string message)
   for (auto& device : devices_) device->cancel();
   const Lock lock(caller_mutex_);
   error_ = {status, vertex, status == Status::kStalled && in_flight_ > 0, false, false, std::move(message)};
+  drain_told_ = error_.draining;
+  quiet_since_ns_ = now_ns();
   if (status == Status::kStalled) caller_wakes_.notify_all();  // what hangs may never drain
+}
+
+// A step that was ended early does not drain either.
+void Engine::Loop::tell_of_drain() {
+  drain_told_ = true;
+  const Lock lock(caller_mutex_);
+  error_.draining = true;
+  caller_wakes_.notify_all();
 }
 
 void Engine::Loop::stop(DeviceFailure failure) {
@@ -416,6 +426,10 @@ bool Engine::Loop::stalled_for(std::int64_t now) {
 }
 
 void Engine::Loop::stall() {
+  if (phase_ == Phase::kDraining) {
+    tell_of_drain();
+    return;
+  }
   std::int32_t oldest = -1;
   for (std::int32_t v = 0; v < program_.size() && oldest < 0; ++v) {
     if (state_[v] == State::kIssued) oldest = v;

@@ -92,7 +92,9 @@ class Engine::Loop final : public ProgressListener {
   void end_step();
   void stop(Status status, std::int32_t vertex, std::string message);
   void stop(DeviceFailure failure);
+  void refuse(Device& device, std::int32_t v, std::string message);
   void tell_outs();
+  void tell_of_drain();
   bool stalled_for(std::int64_t now);
   void stall();
   std::string describe_stall() const;
@@ -137,6 +139,7 @@ class Engine::Loop final : public ProgressListener {
   std::atomic<bool> driven_{false};  // a caller runs the loop; changes under state_mutex_
   bool gate_open_ = false;
   bool outs_told_ = false;
+  bool drain_told_ = false;  // that what is in flight does not end
   bool residents_valid_ = false;
   bool traced_ = false;
   std::vector<State> state_;
