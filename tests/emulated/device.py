@@ -87,6 +87,11 @@ def hang(stream: torch.cuda.Stream | None = None) -> None:
     _cuda.emuHang(ctypes.c_void_p((stream or torch.cuda.current_stream()).cuda_stream))
 
 
+def hanging() -> int:
+    """How many streams hang now."""
+    return int(_cuda.emuHanging())
+
+
 def release() -> None:
     """End all hangs, forget the fault and what was injected and has not happened."""
     _cuda.emuRelease()

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-_STEPS = "tests/gpu/test_steps.py::"
 _ORDER = "tests/emulated/test_order.py::"
 _SIDE = (
     _ORDER + "test_a_loop_on_a_side_stream",
     _ORDER + "test_batches_that_a_side_stream_fetches_during_the_step_before",
 )
+_STEADY = (_ORDER + "test_a_steady_step_takes_nothing_and_ends_within_what_the_driver_gave",)
 _CLASS = "runtime_ext/torch/runtime_class.cpp"
 _DEVICE = "runtime_ext/core/cuda_device.cpp"
 _JITTER = {"EMULATED_JITTER_US": 500, "EMULATED_SEED": 1}
+_LATE = {**_JITTER, "EMULATED_LINK_GB_S": 0.01}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ MUTANTS = (
         _CLASS,
         "    warmup.run();\n",
         "",
-        (_STEPS + "test_a_steady_step_allocates_nothing",),
+        _STEADY,
     ),
     Mutant(
         "wrong stream",
@@ -50,7 +51,7 @@ MUTANTS = (
         "const StreamScope scope(ops_->table.device(), nullptr);",
         _SIDE,
     ),
-    Mutant("missing event", _DEVICE, "  if (source.finished >= token) return;\n", "  return;\n", _SIDE),
+    Mutant("missing event", _DEVICE, "  if (source.finished >= token) return;\n", "  return;\n", _SIDE, _LATE),
     Mutant(
         "event reused too early",
         _DEVICE,
@@ -63,25 +64,23 @@ MUTANTS = (
     Mutant(
         "unpinned source",
         "disco_accel/execute/hostmem.py",
-        "            self._pinned = pin(self._arena)\n",
+        "            self._pinned = pin(self._arena, device)\n",
         "            self._pinned = ()\n",
-        (_STEPS + "test_weights_stay_on_the_host_and_the_adapter_goes_to_the_device",),
+        _STEADY,
     ),
     Mutant(
         "host buffer freed early",
-        "disco_accel/integrate/plugin.py",
-        "    state.unload()\n    release_workspaces(state.device)\n    forget_state(model)\n",
-        "    for memory in state.placement._arenas:\n        memory._pinned = None\n"
-        "    state.unload()\n    release_workspaces(state.device)\n    forget_state(model)\n",
-        (_ORDER + "test_a_model_that_is_restored_while_copies_for_its_backward_run",),
-        {"EMULATED_LINK_GB_S": 0.001},
+        "disco_accel/execute/executor.py",
+        "            while not self._engine.abort(_SLICE_SECONDS):\n",
+        "            self._pinned = None\n            while not self._engine.abort(_SLICE_SECONDS):\n",
+        (_ORDER + "test_an_interrupted_step_waits_for_its_copies_before_their_memory_goes",),
     ),
     Mutant(
         "device guard dropped",
         _DEVICE,
         'void CudaDevice::attach_loop_thread() { check("cudaSetDevice", api_.set_device(options_.ordinal)); }',
         "void CudaDevice::attach_loop_thread() {}",
-        ("tests/emulated/test_second_device.py",),
+        ("tests/emulated/test_second_device.py::test_the_first_device_gets_no_memory_and_no_context",),
         {"EMULATED_DEVICES": 2},
     ),
     Mutant(

@@ -24,7 +24,8 @@ from tests.emulated.run import run
 _OUT = ROOT / "out" / "emulated"
 _TREE = _OUT / "mutants" / "tree"
 """The same for every mutant: an object is kept for the folder that its source lies in."""
-_FAILURE, _TOLD = "FAILED ", "E   "
+_FAILURES, _TOLD = ("FAILED ", "ERROR "), "E   "
+"""How pytest's summary names a test that failed, or whose fixture found a complaint; and what it says of either."""
 _TIMEOUT_S = 300
 _FAILED_TESTS = 1
 """pytest's exit status."""
@@ -80,14 +81,14 @@ def run_tests(mutant: Mutant, libraries: Libraries, log: Path) -> tuple[int, str
     with log.open("w") as output:
         if run([sys.executable, "-c", BUILD_ENGINE], libraries, settings, output, _TREE) != 0:
             raise MutantError(f"{mutant.name}: the engine does not build; see {log}")
-        words = [sys.executable, *PYTEST, "-x", "-rf", "--show-capture=no", f"--timeout={_TIMEOUT_S}", *mutant.tests]
+        words = [sys.executable, *PYTEST, "-x", "-rfE", "--show-capture=no", f"--timeout={_TIMEOUT_S}", *mutant.tests]
         status = run(words, libraries, settings, output, _TREE)
     return status, log.read_text(errors="replace")
 
 
 def caught(mutant: Mutant, libraries: Libraries) -> Catch:
     """What caught the mutant. Raises MutantError if nothing did, or if it cannot be tried."""
-    original = (ROOT / mutant.file).read_bytes()
+    original = (_TREE / mutant.file).read_bytes()
     plant(mutant)
     try:
         log = _OUT / "mutants" / (mutant.name.replace(" ", "-") + ".log")
@@ -97,7 +98,7 @@ def caught(mutant: Mutant, libraries: Libraries) -> Catch:
     if status == 0:
         raise MutantError(f"{mutant.name}: NOT CAUGHT; see {log}")
     lines = text.splitlines()
-    test = next((line.removeprefix(_FAILURE) for line in lines if line.startswith(_FAILURE)), "")
+    test = next((line.partition(" ")[2] for line in lines if line.startswith(_FAILURES) and "::" in line), "")
     said = next((line.removeprefix(_TOLD).strip() for line in lines if line.startswith(_TOLD)), "")
     if status != _FAILED_TESTS or not test:
         test, said = "the process ended", f"exit status {status}: {next((x for x in lines if 'atal' in x), '')}"

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import signal
+import threading
+import time
 from typing import Any
 
+import pytest
 import torch
 
 from benchmarks.gpu_models import SMALL, arena_llama, batch_for, with_adapter
@@ -83,14 +87,38 @@ def test_a_steady_step_takes_nothing_and_ends_within_what_the_driver_gave() -> N
     assert device.live_bytes() - before <= stats(model)["budget_bytes"] + (4 << 20)
 
 
-def test_a_model_that_is_restored_while_copies_for_its_backward_run() -> None:
-    """Its weights leave the memory that they are copied from."""
+def test_an_interrupted_step_waits_for_its_copies_before_their_memory_goes() -> None:
+    """Ctrl-C while an offload hangs; the model is restored right after it."""
     batch = {name: tensor.to(CUDA) for name, tensor in random_batch().items()}
     model = tiny_lora(checkpointing=True, use_cache=False)
     weights = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
     planned = least(model, lambda m: step(m, batch))
     step(planned, batch)
-    planned(**batch).loss.detach()
+    interrupted = threading.Event()
+
+    def handler(*_: object) -> None:
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    def interrupt() -> None:
+        while not device.hanging():
+            time.sleep(0.01)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        interrupted.wait()
+        # So long the step must wait for it.
+        time.sleep(0.2)
+        device.release()
+
+    before = signal.signal(signal.SIGINT, handler)
+    device.inject_hang("copy d2h", nth=2)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            step(planned, batch)
+    finally:
+        thread.join()
+        signal.signal(signal.SIGINT, before)
     restore(planned)
-    torch.cuda.synchronize()
-    assert all(torch.equal(dict(planned.named_parameters())[name], weight) for name, weight in weights.items())
+    named = dict(planned.named_parameters())
+    assert all(torch.equal(named[name], weight) for name, weight in weights.items())

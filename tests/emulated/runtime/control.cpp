@@ -32,5 +32,6 @@ std::size_t emuComplaints(char* text, std::size_t room) {
 void emuReset() { journal().reset(); }
 int emuHasContext(int device) { return has_context(device) ? 1 : 0; }
 void emuArm(const char* text, long nth, int code) { faults().arm(text, nth, code); }
+int emuHanging() { return faults().hanging(); }
 void emuRelease() { faults().release(); }
 }

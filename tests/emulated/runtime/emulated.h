@@ -44,5 +44,6 @@ void emuPinLimit(std::size_t bytes);  // cudaHostRegister of more fails; 0: no l
 // with the sticky error `code`, or hangs if `code` is 0.
 void emuArm(const char* text, long nth, int code);
 void emuHang(void* stream);  // the stream's next piece of work is one that does not end
+int emuHanging();            // how many streams hang now
 void emuRelease();           // ends all that hangs, disarms, and forgets the sticky error
 }

@@ -26,7 +26,9 @@ void Faults::meet(const std::string& name) {
 void Faults::hang() {
   std::unique_lock lock(mutex_);
   const unsigned long before = releases_;
+  ++hanging_;
   released_.wait(lock, [&] { return releases_ != before; });
+  --hanging_;
 }
 
 void Faults::release() {

@@ -18,6 +18,7 @@ class Faults {
   void hang();     // returns after release()
   void release();  // everything goes on, as if nothing had happened
   int sticky() const { return sticky_; }
+  int hanging() const { return hanging_; }  // streams
 
  private:
   struct Armed {
@@ -29,7 +30,7 @@ class Faults {
   std::condition_variable released_;
   unsigned long releases_ = 0;
   std::vector<Armed> armed_;
-  std::atomic<int> sticky_{0};
+  std::atomic<int> sticky_{0}, hanging_{0};
 };
 
 Faults& faults();
