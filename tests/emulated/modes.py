@@ -21,7 +21,7 @@ from tests.emulated.run import run
 
 _LINES_SHOWN = 60
 PYTEST = ("-m", "pytest", "-p", "tests.emulated.plugin", "-p", "no:cacheprovider", "-q", "--tb=short", "--durations=5")
-_STEPS = ("tests/gpu", "tests/emulated/test_order.py")
+_STEPS = ("tests/gpu", "tests/emulated/test_order.py", "tests/emulated/test_engine.py")
 """Run in every mode: what goes wrong when pieces of work come in another order."""
 _JITTER_US = 2000.0
 

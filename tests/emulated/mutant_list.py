@@ -11,6 +11,7 @@ _SIDE = (
     _ORDER + "test_batches_that_a_side_stream_fetches_during_the_step_before",
 )
 _STEADY = (_ORDER + "test_a_steady_step_takes_nothing_and_ends_within_what_the_driver_gave",)
+_STREAMS = ("tests/emulated/test_engine.py::test_several_compute_streams_have_workspaces_of_their_own",)
 _CLASS = "runtime_ext/torch/runtime_class.cpp"
 _DEVICE = "runtime_ext/core/cuda_device.cpp"
 _JITTER = {"EMULATED_JITTER_US": 500, "EMULATED_SEED": 1}
@@ -51,7 +52,7 @@ MUTANTS = (
         "const StreamScope scope(ops_->table.device(), nullptr);",
         _SIDE,
     ),
-    Mutant("missing event", _DEVICE, "  if (source.finished >= token) return;\n", "  return;\n", _SIDE, _LATE),
+    Mutant("missing event", _DEVICE, "  if (source.finished >= token) return;\n", "  return;\n", _STREAMS, _LATE),
     Mutant(
         "event reused too early",
         _DEVICE,
