@@ -128,7 +128,8 @@ def _check(real: torch.Tensor, model: torch.nn.Module, trainable: dict[int, str]
         )
     if not _is_plain(real):
         raise CaptureError(f"{name_of(model, real)}: a {type(real).__name__} ({real.layout}) cannot be captured")
-    if real.device.type != "cpu":
+    # One without elements, such as a cache starts with, has nothing to follow.
+    if real.device.type != "cpu" and real.numel():
         raise CaptureError(
             f"{name_of(model, real)}: is on {real.device} and neither a parameter nor a buffer, so a planned step "
             "cannot follow what is written to it; make it a buffer (register_buffer), or keep it on the CPU and take "

@@ -168,7 +168,8 @@ class CompiledStep:
     def watched_of(self, model: torch.nn.Module) -> list[torch.Tensor]:
         """All that the step loads from the host: ``frozen_of`` and tensors that a forward reads from elsewhere, such as
         plain attributes."""
-        return [*self.frozen_of(model), *self.captured.constants.values()]
+        constants = self.captured.constants.values()
+        return [*self.frozen_of(model), *(tensor for tensor in constants if tensor.device.type == "cpu")]
 
     def moved(self, frozen: Sequence[torch.Tensor]) -> bool:
         """Whether a tensor of ``frozen_of`` the model lies elsewhere than where the plan loads it from."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from disco_accel.capture.twins import batch_tensors
-from disco_accel.errors import ExecutionError
+from disco_accel.errors import ExecutionError, Stalled
 from disco_accel.integrate.compiled import CompiledStep
 from disco_accel.integrate.dynamo import not_compiled
 from disco_accel.integrate.generator import generator_from, generator_state, kept_on_failure
@@ -88,7 +89,9 @@ class PendingStep:
             try:
                 self.step.executor.run_out(self.externals)
             except BaseException:
-                self.suspend()
+                # A device that does not end its work is what this error tells of already.
+                with suppress(Stalled):
+                    self.suspend()
                 raise
 
     def backward(self, tangents: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -110,7 +113,8 @@ class PendingStep:
                     self._require(self.seen.finish_check())
                     leaving = executor.leave(self.step.groups[1])
                 except BaseException:
-                    self.suspend()
+                    with suppress(Stalled):
+                        self.suspend()
                     # Nothing reads the weights behind the caller's back.
                     self.seen.finish_check()
                     raise

@@ -45,14 +45,22 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
     return native._plain("tiny", "tiny.cpp", tmp_path)
 
 
+def replace_with(library: Library, data: bytes) -> None:
+    """Another file in its place: this process has the one from before loaded, and runs its code when it ends."""
+    mode = library.path.stat().st_mode
+    library.path.unlink()
+    library.path.write_bytes(data)
+    library.path.chmod(mode)
+
+
 def truncated(library: Library) -> None:
-    os.truncate(library.path, 4096)
+    replace_with(library, library.path.read_bytes()[:4096])
 
 
 def flipped(library: Library) -> None:
     data = bytearray(library.path.read_bytes())
     data[len(data) // 2] ^= 1
-    library.path.write_bytes(data)
+    replace_with(library, bytes(data))
 
 
 def without_record(library: Library) -> None:
@@ -64,12 +72,12 @@ def with_odd_record(library: Library) -> None:
 
 
 def another_library(library: Library) -> None:
-    library.path.write_bytes(b"")
+    replace_with(library, b"")
 
 
 def not_loadable(library: Library) -> None:
     """Whole, and no library: what another machine's loader takes."""
-    library.path.write_text("int main")
+    replace_with(library, b"int main")
     library.record.write_text(f"8 {hashlib.sha256(b'int main').hexdigest()}\n")
 
 

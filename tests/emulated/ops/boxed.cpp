@@ -188,6 +188,7 @@ void call_op_at_once(const c10::OperatorHandle& op, Stack* stack) {
   const Stack arguments = arguments_of(schema, *stack);
   const c10::OptionalDeviceGuard guard = guard_of(arguments);
   c10::cuda::getCurrentCUDAStream().synchronize();
+  emuCount(("computed at once " + schema.name()).c_str());
   std::vector<at::Tensor> written;
   for (std::size_t i = 0; i < arguments.size(); ++i) {
     if (writes(schema, i) && arguments[i].isTensor()) written.push_back(arguments[i].toTensor());

@@ -22,9 +22,16 @@ inline at::Tensor host_view(const at::Tensor& tensor) {
                        tensor.options().device(at::kCPU));
 }
 
-// A tensor of the same shape without memory.
+// A tensor of the same shape without memory. Of the host's tensors a number alone, which kernels of a device
+// take beside its tensors: one that stands for a Python number stays one, of a type that Python has.
 inline at::Tensor shape_of(const at::Tensor& tensor) {
-  if (!on_device(tensor)) return tensor;
+  if (!tensor.defined() || (!tensor.is_cuda() && tensor.dim() != 0)) return tensor;
+  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
+    const bool real = at::isFloatingType(tensor.scalar_type());
+    const at::Tensor number = real ? tensor.to(at::kDouble) : tensor.clone();
+    number.unsafeGetTensorImpl()->set_wrapped_number(true);
+    return number;
+  }
   return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta));
 }
 
@@ -47,7 +54,7 @@ c10::IValue map_tensors(const c10::IValue& value, Change change) {
   if (value.isTensor()) return change(value.toTensor());
   if (value.isTensorList()) {
     c10::List<at::Tensor> changed;
-    for (const at::Tensor tensor : value.toTensorList()) changed.push_back(change(tensor));
+    for (const at::Tensor& tensor : value.toTensorVector()) changed.push_back(change(tensor));
     return changed;
   }
   if (value.isOptionalTensorList()) {

@@ -24,6 +24,7 @@ std::size_t write_out(const std::string& from, char* text, std::size_t room) {
 
 extern "C" {
 
+void emuCount(const char* what) { journal().count(what); }
 void emuComplain(const char* text) { journal().complain(text); }
 std::size_t emuCounts(char* text, std::size_t room) { return write_out(journal().counts(), text, room); }
 std::size_t emuComplaints(char* text, std::size_t room) {

@@ -26,6 +26,8 @@ void* emuBytes(const void* address);
 // unrun.
 void emuLaunch(void* stream, const std::string& name, std::function<void()> run,
                const std::vector<emulated::Range>& ranges);
+// Counts something that happened.
+void emuCount(const char* what);
 // Books something that no correct program does; tests fail on it.
 void emuComplain(const char* text);
 
