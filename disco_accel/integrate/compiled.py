@@ -396,7 +396,8 @@ def _host_bytes(model: torch.nn.Module, captured: CapturedStep) -> dict[int, tor
     found = {}
     for binding in captured.bindings:
         if binding.source == "constant":
-            found[binding.vertex] = bytes_of(live_constant(captured, binding).detach())
+            # One on a device has no elements.
+            found[binding.vertex] = bytes_of(live_constant(captured, binding).detach().cpu())
         elif binding.source in ("frozen", "buffer"):
             if binding.name not in named:
                 raise CaptureError(f"{binding.name}: captured as a {binding.source}, but the model no longer has it")

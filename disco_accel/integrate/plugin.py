@@ -258,6 +258,8 @@ class PreparedModel:
             self.engine_process = os.getpid()
         step.executor.invalidate()
         self.weights_seen = WatchedTensors(step.watched_of(model))
+        # Products in eager mode have left workspaces on other streams and threads.
+        release_workspaces(self.device)
         self.current = step
 
     def trace_wanted(self) -> bool:

@@ -57,15 +57,18 @@ class CudaDecorator final : public CUDAAllocator {
  public:
   c10::DataPtr allocate(size_t nbytes) override {
     if (nbytes == 0) return base->allocate(0);
-    if (planning()) Workspace::check_watched(nbytes);
+    if (planning()) {
+      // Between an op's start and its product; of a block that the op allocates itself it differs in size.
+      Workspace* const cleared = Workspace::cleared(nbytes);
+      if (cleared != nullptr && may_be_planned(nbytes))
+        throw ScheduleMismatch("a workspace and a block of the op have one size");
+      if (cleared != nullptr) return take(*cleared, nbytes);
+    }
     if (void* ptr = planned_address(nbytes)) {
       const c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
       return {ptr, ptr, &free_block, guard.getDevice()};
     }
-    if (Workspace* workspace = WorkspaceScope::current()) {
-      const c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
-      return workspace->take(nbytes, guard.getDevice(), [](std::size_t n) { return base->allocate(n); });
-    }
+    if (Workspace* workspace = WorkspaceScope::current()) return take(*workspace, nbytes);
     c10::DataPtr block = base->allocate(nbytes);
     note_forwarded(block.get(), nbytes);
     if (!recording()) return block;
@@ -204,6 +207,10 @@ class CudaDecorator final : public CUDAAllocator {
   }
 
  private:
+  static c10::DataPtr take(Workspace& workspace, std::size_t nbytes) {
+    const c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
+    return workspace.take(nbytes, guard.getDevice(), [](std::size_t n) { return base->allocate(n); });
+  }
   template <typename Call>
   static void on_base(Call call) {
     if constexpr (std::is_invocable_v<Call, CUDAAllocator&>) call(*base);

@@ -150,6 +150,11 @@ EngineThreadScope::~EngineThreadScope() { tls.engine_thread = before_; }
 
 bool planning() { return tls.planned; }
 
+bool may_be_planned(std::size_t nbytes) {
+  if (tls.next < tls.schedule.size()) return tls.schedule[tls.next].nbytes == nbytes;
+  return tls.loose.nbytes > 0;
+}
+
 void* planned_address(std::size_t nbytes) {
   if (!tls.planned) return nullptr;
   if (tls.next >= tls.schedule.size()) {

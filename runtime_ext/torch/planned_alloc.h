@@ -84,6 +84,8 @@ class EngineThreadScope {
 void* planned_address(std::size_t nbytes);
 // Whether this thread is in a PlannedScope.
 bool planning();
+// Whether planned_address would serve `nbytes` now.
+bool may_be_planned(std::size_t nbytes);
 void note_forwarded(void* ptr, std::size_t nbytes);
 void note_freed(void* ptr);
 // Whether this thread records: frees of blocks that it allocates now must be reported too.

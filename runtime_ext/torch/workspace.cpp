@@ -1,8 +1,8 @@
 #include "workspace.h"
 
+#include <algorithm>
 #include <map>
 #include <memory>
-#include <stdexcept>
 
 namespace disco {
 namespace {
@@ -43,12 +43,11 @@ void Workspace::watch(std::uint64_t seen) {
   watched_seen = seen;
 }
 
-void Workspace::check_watched(std::size_t nbytes) {
-  if (watched == nullptr || watched->returned() == watched_seen) return;
+Workspace* Workspace::cleared(std::size_t nbytes) {
+  if (watched == nullptr || watched->returned() == watched_seen) return nullptr;
   const std::lock_guard lock(watched->mutex_);
-  for (const Piece& piece : watched->pieces_) {
-    if (piece.nbytes == nbytes) throw std::runtime_error("a workspace would be taken within the step");
-  }
+  const auto fits = [nbytes](const Piece& piece) { return piece.nbytes == nbytes; };
+  return std::any_of(watched->pieces_.begin(), watched->pieces_.end(), fits) ? watched : nullptr;
 }
 
 void Workspace::give_back(void* workspace) {

@@ -28,10 +28,9 @@ class Workspace {
 
   // From now on this thread runs ops that count on what was returned `seen` times being taken.
   void watch(std::uint64_t seen);
-  // For the allocator's decorator, before it serves an op of this thread from a plan: throws where the block
-  // may be a workspace, because somebody has cleared PyTorch's table since watch(). Of an op's own blocks of
-  // just that size it cannot be told.
-  static void check_watched(std::size_t nbytes);
+  // For the allocator's decorator: the workspace that an op of this thread may be asking for within a step,
+  // because somebody has cleared PyTorch's table since watch(); else nullptr.
+  static Workspace* cleared(std::size_t nbytes);
 
   // A block of `nbytes` bytes that all holders share, made by `allocate` where there is none so large. For
   // the allocator's decorator, with the stream current.

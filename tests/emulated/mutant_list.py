@@ -72,8 +72,8 @@ MUTANTS = (
     Mutant(
         "host buffer freed early",
         "disco_accel/execute/executor.py",
-        "            while not self._engine.abort(_SLICE_SECONDS):\n",
-        "            self._pinned = None\n            while not self._engine.abort(_SLICE_SECONDS):\n",
+        "            if self._engine.abort(_SLICE_SECONDS):\n",
+        "            self._pinned = None\n            if self._engine.abort(_SLICE_SECONDS):\n",
         (_ORDER + "test_an_interrupted_step_waits_for_its_copies_before_their_memory_goes",),
     ),
     Mutant(

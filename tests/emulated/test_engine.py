@@ -6,7 +6,8 @@ import copy
 import dataclasses
 import re
 from collections.abc import Mapping
-from threading import Timer
+from threading import Event as Flag
+from threading import Thread, Timer
 from typing import Any
 
 import pytest
@@ -76,6 +77,28 @@ def test_workspaces_that_are_cleared_between_forward_and_backward() -> None:
     torch._C._cuda_clearCublasWorkspaces()
     loss.backward()
     assert_step(model, loss, expected)
+
+
+def test_workspaces_that_another_thread_clears_all_the_time() -> None:
+    """As another model does, whenever it takes up another plan."""
+    model, expected = planned()
+    over = Flag()
+
+    def clear() -> None:
+        while not over.wait(1e-4):
+            torch._C._cuda_clearCublasWorkspaces()
+
+    thread = Thread(target=clear)
+    thread.start()
+    try:
+        for _ in range(4):
+            model.zero_grad(set_to_none=True)
+            loss = model(**batch()).loss
+            loss.backward()
+            assert_step(model, loss, expected)
+    finally:
+        over.set()
+        thread.join()
 
 
 def test_steps_on_streams_that_nothing_orders() -> None:

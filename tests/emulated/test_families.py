@@ -47,6 +47,10 @@ def test_prompts_and_decoding_are_eagers(family: str) -> None:
     want, got = (m.generate(**inputs, **options) for m in (eager, planned))
     assert torch.equal(got, want)
     with torch.no_grad():
-        logits = eager(**inputs).logits[:, -1]
+        # Of the last position alone: of all positions the product has another shape, and other bits. Padding has no
+        # positions, as in generation.
+        mask = inputs["attention_mask"]
+        positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 0)
+        logits = eager(**inputs, position_ids=positions, use_cache=True, logits_to_keep=1).logits[:, -1]
     assert torch.equal(prefill(planned, **inputs).logits[:, -1], logits)
     assert stats(planned)["prefills"] >= 2 and stats(planned)["fallbacks"] == []
