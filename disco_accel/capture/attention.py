@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -46,6 +46,13 @@ def without_cudnn_attention(device: torch.device) -> Iterator[None]:
         yield
         return
     with patched(torch.nn.functional, "scaled_dot_product_attention", _switching):
+        yield
+
+
+@contextmanager
+def cudnn_attention_off(device: torch.device) -> Iterator[None]:
+    """The same for all threads of the process: a backward on a GPU, which recomputes, runs in PyTorch's own."""
+    with _switched() if device.type == "cuda" else nullcontext():
         yield
 
 

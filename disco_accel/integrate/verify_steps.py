@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from disco_accel.capture.attention import cudnn_attention_off
 from disco_accel.capture.autocast import AutocastState, autocast_region, autocast_state, outside_autocast
 from disco_accel.capture.step import field_at
 from disco_accel.errors import StepsDiffer
@@ -154,6 +155,7 @@ class Comparison:
             stack.enter_context(without_hooks(parameters))
             stack.enter_context(self.state.gate.eager())
             stack.enter_context(own_forward_runs())
+            stack.enter_context(cudnn_attention_off(self._device))
             if self._device.type == "cuda":
                 visitors = self.state.placement.visitors
                 stack.enter_context(saved_at_home(self._device, visitors, parameters.values()))

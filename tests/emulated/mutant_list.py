@@ -11,6 +11,7 @@ _SIDE = (
     _ORDER + "test_batches_that_a_side_stream_fetches_during_the_step_before",
 )
 _STEADY = (_ORDER + "test_a_steady_step_takes_nothing_and_ends_within_what_the_driver_gave",)
+_SECOND = "tests/emulated/test_second_device.py::"
 _STREAMS = ("tests/emulated/test_engine.py::test_several_compute_streams_have_workspaces_of_their_own",)
 _CLASS = "runtime_ext/torch/runtime_class.cpp"
 _DEVICE = "runtime_ext/core/cuda_device.cpp"
@@ -20,7 +21,10 @@ _LATE = {**_JITTER, "EMULATED_LINK_GB_S": 0.01}
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """``old`` is in ``file`` once; with ``new`` in its place one of ``tests`` (pytest's names) must fail."""
+    """``old`` is in ``file`` once; with ``new`` in its place one of ``tests`` (pytest's names) must fail.
+
+    ``also``: further replacements of the same kind, for what two places guard: file, old text, new text.
+    """
 
     name: str
     file: str
@@ -28,6 +32,7 @@ class Mutant:
     new: str
     tests: tuple[str, ...]
     settings: Mapping[str, object] = field(default_factory=dict)
+    also: tuple[tuple[str, str, str], ...] = ()
 
 
 MUTANTS = (
@@ -78,11 +83,13 @@ MUTANTS = (
     ),
     Mutant(
         "device guard dropped",
-        _DEVICE,
-        'void CudaDevice::attach_loop_thread() { check("cudaSetDevice", api_.set_device(options_.ordinal)); }',
-        "void CudaDevice::attach_loop_thread() {}",
-        ("tests/emulated/test_second_device.py::test_the_first_device_gets_no_memory_and_no_context",),
+        "runtime_ext/core/current_device.h",
+        'if (previous_ != device_) check_cuda(api_, "cudaSetDevice", api_.set_device(device_));',
+        "",
+        (_SECOND + "test_a_plan_that_is_made_while_another_device_is_current",),
         {"EMULATED_DEVICES": 2},
+        # PyTorch's guard around the engine's constructor does the same.
+        (("disco_accel/execute/executor.py", "            with current(device):\n", "            if True:\n"),),
     ),
     Mutant(
         "loss read before its copy",

@@ -61,12 +61,19 @@ def copy_sources() -> None:
 
 
 def plant(mutant: Mutant) -> None:
-    """Replace the mutant's text. Raises MutantError unless it is there exactly once."""
-    path = _TREE / mutant.file
-    text = path.read_text()
-    if text.count(mutant.old) != 1:
-        raise MutantError(f"{mutant.name}: {mutant.file} has {text.count(mutant.old)} of {mutant.old!r}, not one")
-    path.write_text(text.replace(mutant.old, mutant.new))
+    """Replace the mutant's texts. Raises MutantError unless each is there exactly once."""
+    for file, old, new in ((mutant.file, mutant.old, mutant.new), *mutant.also):
+        path = _TREE / file
+        text = path.read_text()
+        if text.count(old) != 1:
+            raise MutantError(f"{mutant.name}: {file} has {text.count(old)} of {old!r}, not one")
+        path.write_text(text.replace(old, new))
+
+
+def restore(mutant: Mutant) -> None:
+    """The sources as they are in the checkout."""
+    for file in (mutant.file, *(file for file, _, _ in mutant.also)):
+        (_TREE / file).write_bytes((ROOT / file).read_bytes())
 
 
 def run_tests(mutant: Mutant, libraries: Libraries, log: Path) -> tuple[int, str]:
@@ -88,13 +95,12 @@ def run_tests(mutant: Mutant, libraries: Libraries, log: Path) -> tuple[int, str
 
 def caught(mutant: Mutant, libraries: Libraries) -> Catch:
     """What caught the mutant. Raises MutantError if nothing did, or if it cannot be tried."""
-    original = (_TREE / mutant.file).read_bytes()
-    plant(mutant)
     try:
+        plant(mutant)
         log = _OUT / "mutants" / (mutant.name.replace(" ", "-") + ".log")
         status, text = run_tests(mutant, libraries, log)
     finally:
-        (_TREE / mutant.file).write_bytes(original)
+        restore(mutant)
     if status == 0:
         raise MutantError(f"{mutant.name}: NOT CAUGHT; see {log}")
     lines = text.splitlines()

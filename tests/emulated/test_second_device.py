@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from benchmarks.gpu_models import SMALL, arena_llama, batch_for, with_adapter
-from disco_accel import stats
+from disco_accel import DiscoConfig, prepare, stats
+from disco_accel.execute.cuda import workspace_bytes
 from tests.emulated.build import ROOT
 from tests.emulated.models import assert_same, least, step
 
@@ -48,6 +49,18 @@ def test_the_engine_leaves_the_callers_device_current() -> None:
     batch = batch_for(SMALL["vocab_size"], 2, 16, LAST)
     planned = least(llama(LAST), lambda m: step(m, batch), LAST)
     expected = step(planned, batch)
+    with torch.cuda.device(0):
+        got = step(planned, batch)
+        assert torch.cuda.current_device() == 0
+    assert_same(got, expected)
+
+
+def test_a_plan_that_is_made_while_another_device_is_current() -> None:
+    """Its streams, events and pages are those of the device that the model was prepared for."""
+    batch = batch_for(SMALL["vocab_size"], 2, 16, LAST)
+    expected = step(llama(LAST).to(LAST), batch)
+    budget = 2 * workspace_bytes(LAST) + (8 << 20)
+    planned = prepare(llama(LAST), DiscoConfig(memory_budget=budget, device="cuda"))
     with torch.cuda.device(0):
         got = step(planned, batch)
         assert torch.cuda.current_device() == 0
