@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from disco_accel.capture.attention import without_cudnn_attention
+from disco_accel.capture.attention import cudnn_attention_off
 from disco_accel.capture.autocast import AutocastState, autocast_region, outside_autocast
 from disco_accel.capture.step import UNREACHED, field_at
 from disco_accel.capture.twins import batch_tensors
@@ -174,9 +174,10 @@ class Again:
             ) from error
         self.state.say_once(f"{names}: gradients are made in eager mode, outside the memory budget: {error}")
         assert self.step.parameters is not None
-        with torch.enable_grad(), generator_from(self.step, self.generator), self._circumstances():
-            with self._step_kernels():
-                own = self.state.original_forward(**self.batch)
+        draws, circumstances = generator_from(self.step, self.generator), self._circumstances()
+        # The step's kernels in the backward too, which may recompute.
+        with torch.enable_grad(), draws, circumstances, self._step_kernels():
+            own = self.state.original_forward(**self.batch)
             pairs = [(v, t) for n, t in tangents.items() if (v := field_at(own, n)).requires_grad]
             values, given = [v for v, _ in pairs], [t for _, t in pairs]
             found = torch.autograd.grad(values, list(self.step.parameters.values()), given, allow_unused=True)
@@ -184,7 +185,7 @@ class Again:
 
     def _step_kernels(self) -> AbstractContextManager[None]:
         """Attention by the step's kernel, whose dropout is another than cuDNN's."""
-        return without_cudnn_attention(torch.device(self.step.engine.device))
+        return cudnn_attention_off(torch.device(self.step.engine.device))
 
     def _check_readable(self, name: str) -> None:
         changed = self._changed()

@@ -20,7 +20,8 @@ class Workspace {
  public:
   // That of `stream`, a native handle; made at the first call, and never destroyed.
   static Workspace& of(const void* stream);
-  // Frees the memory of all of them that PyTorch's table does not hold. Only while no thread is in a scope.
+  // Frees the memory of all of them that PyTorch's table does not hold. What streams still do comes before
+  // its reuse.
   static void release_unused();
 
   // Goes up whenever PyTorch gives a piece back: then it must be taken again before the next op.
