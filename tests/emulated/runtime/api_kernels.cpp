@@ -87,7 +87,9 @@ void emuLaunch(void* handle, const std::string& name, std::function<void()> run,
 }
 
 void emuHang(void* handle) {
-  streams().find(static_cast<cudaStream_t>(handle))->put({"hang", [] { faults().hang(); }});
+  // A release that comes before the stream gets there counts.
+  const unsigned long releases = faults().releases();
+  streams().find(static_cast<cudaStream_t>(handle))->put({"hang", [=] { faults().hang(releases); }});
 }
 
 void** __cudaRegisterFatBinary(void*) {

@@ -11,8 +11,10 @@ void Faults::arm(const std::string& text, long nth, int code) {
 
 void Faults::meet(const std::string& name) {
   bool hangs = false;
+  unsigned long releases = 0;
   {
     const std::lock_guard lock(mutex_);
+    releases = releases_;
     for (Armed& one : armed_) {
       if (name.find(one.text) == std::string::npos || --one.left != 0) continue;
       if (one.code == 0) hangs = true;
@@ -20,14 +22,18 @@ void Faults::meet(const std::string& name) {
     }
     std::erase_if(armed_, [](const Armed& one) { return one.left <= 0; });
   }
-  if (hangs) hang();
+  if (hangs) hang(releases);
 }
 
-void Faults::hang() {
+unsigned long Faults::releases() {
+  const std::lock_guard lock(mutex_);
+  return releases_;
+}
+
+void Faults::hang(unsigned long releases) {
   std::unique_lock lock(mutex_);
-  const unsigned long before = releases_;
   ++hanging_;
-  released_.wait(lock, [&] { return releases_ != before; });
+  released_.wait(lock, [&] { return releases_ != releases; });
   --hanging_;
 }
 

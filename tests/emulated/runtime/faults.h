@@ -15,8 +15,9 @@ class Faults {
   void arm(const std::string& text, long nth, int code);
   // Called by a stream's thread before each piece of work; returns when nothing holds it.
   void meet(const std::string& name);
-  void hang();     // returns after release()
-  void release();  // everything goes on, as if nothing had happened
+  unsigned long releases();           // how often release() was called
+  void hang(unsigned long releases);  // returns once it was called more often
+  void release();                     // everything goes on, as if nothing had happened
   int sticky() const { return sticky_; }
   int hanging() const { return hanging_; }  // streams
 
