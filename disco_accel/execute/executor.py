@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
+from typing import NamedTuple
 
 import torch
 
@@ -34,6 +35,21 @@ _LOST = (
     "after such an error CUDA refuses all further work of this process: start it again, from its last checkpoint. Set "
     "CUDA_LAUNCH_BLOCKING=1 to learn which op it was, or run it under compute-sanitizer"
 )
+
+
+class _EngineError(NamedTuple):
+    """Why a step ended early. ``position`` of the vertex, -1 if none can be named.
+
+    ``later``: the device found it after the launch; ``lost``: it refuses all further work; ``draining``: something is
+    in flight that does not end.
+    """
+
+    status: int
+    position: int
+    message: str
+    later: bool
+    lost: bool
+    draining: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +275,7 @@ class Executor:
         while self._running:
             if self._engine.abort(_SLICE_SECONDS):
                 self._finish()
-            elif self._engine.last_error()[5]:
+            elif self._last_error().draining:
                 return False
         return True
 
@@ -404,24 +420,30 @@ class Executor:
         if status != _DONE:
             self._fail()
 
+    def _last_error(self) -> _EngineError:
+        return _EngineError(*self._engine.last_error())
+
     def _fail(self) -> None:
-        status, position, message, *_ = self._engine.last_error()
-        if status == _STALLED:
+        error = self._last_error()
+        told = self._describer.stall(error.message)
+        if error.status == _STALLED:
             # What hangs may never end: it gets some time, and the user the account in any case.
             ended = self._engine.abort(_DRAIN_SECONDS) and self._end()
             hung = "" if ended else f"; {_HUNG}"
-            raise Stalled(f"the step stopped making progress: {self._describer.stall(message)}{hung}")
+            raise Stalled(f"the step stopped making progress: {told}{hung}")
         self._end()
-        *_, later, lost, _ = self._engine.last_error()
-        if lost:
-            raise DeviceLost(f"{self._describer.stall(message)}; {_LOST}")
-        if later:
-            raise ExecutionError(f"the step failed on the device: {self._describer.stall(message)}")
-        if position < 0:
-            raise ExecutionError(f"the step was ended early: {message}")
-        vertex = self._graph.vertices[position]
+        # Whether the device is lost is known when the step has drained.
+        error = self._last_error()
+        if error.lost:
+            raise DeviceLost(f"{told}; {_LOST}")
+        if error.later:
+            raise ExecutionError(f"the step failed on the device: {told}")
+        if error.position < 0:
+            raise ExecutionError(f"the step was ended early: {error.message}")
+        vertex = self._graph.vertices[error.position]
         # The op's own message already begins with its name and module.
-        detail = message if vertex.kind is VertexKind.KERNEL else f"{self._describer.what(vertex)}: {message}"
+        is_kernel = vertex.kind is VertexKind.KERNEL
+        detail = error.message if is_kernel else f"{self._describer.what(vertex)}: {error.message}"
         raise ExecutionError(f"vertex {vertex.id} failed: {detail}")
 
 

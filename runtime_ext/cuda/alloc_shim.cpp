@@ -61,7 +61,9 @@ class CudaDecorator final : public CUDAAllocator {
       // Between an op's start and its product; of a block that the op allocates itself it differs in size.
       Workspace* const cleared = Workspace::cleared(nbytes);
       if (cleared != nullptr && may_be_planned(nbytes))
-        throw ScheduleMismatch("a workspace and a block of the op have one size");
+        throw ScheduleMismatch(
+            "somebody has cleared PyTorch's cuBLAS workspaces while the step ran, and this op has a "
+            "block of a workspace's size: clear them between steps");
       if (cleared != nullptr) return take(*cleared, nbytes);
     }
     if (void* ptr = planned_address(nbytes)) {

@@ -6,6 +6,7 @@
 
 #include "core/cuda_device.h"
 #include "core/current_device.h"
+#include "cuda_launcher.h"
 #include "fake_cudart.h"
 #include "support.h"
 
@@ -29,25 +30,6 @@ static_assert(cudaMemcpyHostToDevice == 1 && cudaMemcpyDeviceToHost == 2 && cuda
 
 namespace disco::testing {
 namespace {
-
-// Launches the Checker's kernels on the fake's streams; an op may throw when it is launched.
-class Launcher final : public OpRunner {
- public:
-  Launcher(FakeCudart& cudart, Checker& checker) : cudart_(cudart), checker_(checker) {}
-  void run(std::int32_t op, int device, int stream) override {
-    if (op == throw_at) throw std::runtime_error("no launch of " + std::to_string(op));
-    // As PyTorch does around every launch.
-    if (const int code = std::exchange(cudart_.last_error, 0); code != 0)
-      throw std::runtime_error("a kernel was blamed for error " + std::to_string(code));
-    cudart_.launch(target->native_stream(stream), [=, this] { checker_.run(op, device, stream); });
-  }
-  CudaDevice* target = nullptr;
-  std::int32_t throw_at = -1;
-
- private:
-  FakeCudart& cudart_;
-  Checker& checker_;
-};
 
 struct Rig {
   Rig(std::uint64_t seed, int streams, int lookahead, const SceneOptions& size = {})

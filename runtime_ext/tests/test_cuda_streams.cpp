@@ -2,24 +2,12 @@
 #include <gtest/gtest.h>
 
 #include "core/cuda_device.h"
+#include "cuda_launcher.h"
 #include "fake_cudart.h"
 #include "support.h"
 
 namespace disco::testing {
 namespace {
-
-class Launcher final : public OpRunner {
- public:
-  Launcher(FakeCudart& cudart, Checker& checker) : cudart_(cudart), checker_(checker) {}
-  void run(std::int32_t op, int device, int stream) override {
-    cudart_.launch(target->native_stream(stream), [=, this] { checker_.run(op, device, stream); });
-  }
-  CudaDevice* target = nullptr;
-
- private:
-  FakeCudart& cudart_;
-  Checker& checker_;
-};
 
 // An engine on streams that it shares, which counts as stalled after 50 ms without progress.
 struct Shared {

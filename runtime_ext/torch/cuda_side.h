@@ -58,9 +58,6 @@ class BlasWarmup {
   // Before an op, on the thread and the stream that will run it: takes the workspace unless it is taken. All
   // data types at the first call, later one product of each kind.
   void run();
-  // After an op that failed: whether the workspace was given back meanwhile, which explains an allocation
-  // that nobody planned.
-  bool lost() const { return workspace_.returned() != seen_; }
 
  private:
   struct Operands {

@@ -358,23 +358,11 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
     if (op == failing_)
       throw std::runtime_error(ops_->table.label(op) + ": failed because a test asked for it");
     if (cuda_ != nullptr) {
-      run_on_stream(op, stream);
+      const StreamScope scope(ops_->table.device(), cuda_->native_stream(stream));
+      warmups_[static_cast<std::size_t>(stream)].run();
+      ops_->table.run(op);
     } else {
       ops_->table.run(op);
-    }
-  }
-
-  void run_on_stream(std::int32_t op, int stream) {
-    const StreamScope scope(ops_->table.device(), cuda_->native_stream(stream));
-    BlasWarmup& warmup = warmups_[static_cast<std::size_t>(stream)];
-    warmup.run();
-    try {
-      ops_->table.run(op);
-    } catch (const std::exception& error) {
-      if (!warmup.lost()) throw;
-      throw std::runtime_error(std::string(error.what()) +
-                               "; another thread has cleared PyTorch's cuBLAS workspaces while the step ran: "
-                               "clear them between steps");
     }
   }
 

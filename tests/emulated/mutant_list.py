@@ -46,7 +46,7 @@ MUTANTS = (
     Mutant(
         "no workspace warm-up",
         _CLASS,
-        "    warmup.run();\n",
+        "      warmups_[static_cast<std::size_t>(stream)].run();\n",
         "",
         _STEADY,
     ),
