@@ -177,6 +177,7 @@ class Executor:
         if device.type == "cuda":
             prepare_device(device)
         self._graph, self._options, self._pid = memgraph, options, os.getpid()
+        self._device = device
         self._describer = Describer(memgraph, ops, names or {})
         self._memory = Memory(_arenas(memgraph, arena, device), host_arena(memgraph.host_memory), dict(clean))
         self._pinned = pin(self._memory.host, device) if device.type == "cuda" else None
@@ -345,8 +346,12 @@ class Executor:
         """Abandons a running step and frees engine and arenas. Values handed out keep their arena alive."""
         if hasattr(self, "_engine"):
             # Work that a device never ends was told of when it stalled; the engine leaves its memory behind.
-            with suppress(Stalled):
-                self.abandon()
+            ended = self._end()
+            if ended and self._device.type == "cuda":
+                # The caller's copies out of the arena, whose memory is others' from now on. Here, where other threads
+                # can run meanwhile; a device that is lost makes none.
+                with suppress(torch.AcceleratorError):
+                    torch.cuda.synchronize(self._device)
             del self._engine, self._table, self._memory
             self._values.clear()
 

@@ -141,12 +141,8 @@ void CudaDevice::make_lanes() {
   }
 }
 
-// The streams wait for the caller's copies out of the arena, which may be freed as soon as this is over. What
-// cannot be given back is lost with the process; there is nobody left to tell.
+// What cannot be given back is lost with the process; there is nobody left to tell.
 void CudaDevice::destroy() noexcept {
-  for (const Lane& lane : lanes_) {
-    if (lane.stream != nullptr && api_.stream_synchronize(lane.stream) != kSuccess) api_.get_last_error();
-  }
   for (CudaEvent event : timing_) api_.event_destroy(event);
   for (Lane& lane : lanes_) {
     for (CudaEvent event : lane.events) {

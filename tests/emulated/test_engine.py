@@ -120,6 +120,19 @@ def test_steps_on_streams_that_nothing_orders() -> None:
         assert_same(result, {name: expected[name] for name in result})
 
 
+def test_an_engine_ends_after_the_copies_of_its_results() -> None:
+    """Whoever gets the arena's memory next would write under them."""
+    model, _ = planned()
+    current = state_of(model).current
+    assert current is not None
+    device.hang(torch.cuda.current_stream())
+    timer = Timer(1.0, device.release)
+    timer.start()
+    current.executor.leave(current.groups[1])
+    current.unload()
+    assert not timer.is_alive(), "the copies wait until then"
+
+
 def batch_on(stream: torch.cuda.Stream) -> dict[str, torch.Tensor]:
     with torch.cuda.stream(stream):
         return batch()
