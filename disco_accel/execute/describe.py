@@ -10,7 +10,6 @@ from disco_accel.memgraph import MemGraph
 from disco_accel.taskgraph import OpCall, Ref, Vertex, VertexKind
 
 _VERTEX = re.compile(r"\b(\d+) \((?:input|kernel|transfer|offload|reload)\)")
-_WAITED_FOR = re.compile(r"\bfor (\d+)\b")
 
 
 class Describer:
@@ -42,10 +41,12 @@ class Describer:
             return f"input {self._names.get(vertex.id, vertex.op)}".strip()
         return f"{vertex.kind.name.lower()} of {self._value(vertex.inputs[0])}"
 
-    def stall(self, message: str) -> str:
-        """The engine's account of a stall, which names vertices by position, with their names."""
-        named = _VERTEX.sub(lambda m: self.at(int(m[1])), message)
-        return _WAITED_FOR.sub(lambda m: f"for {self.at(int(m[1]))}", named)
+    def account(self, message: str) -> str:
+        """The engine's own account of a step that hangs or of a device that fails: vertices by name, not position.
+
+        Not for the message of an op, whose numbers are its own.
+        """
+        return _VERTEX.sub(lambda m: self.at(int(m[1])) if int(m[1]) < len(self._order) else m[0], message)
 
     def _value(self, ref: Ref) -> str:
         """The value that a chain of copies carries, by who made it."""

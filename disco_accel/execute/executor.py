@@ -430,8 +430,8 @@ class Executor:
 
     def _fail(self) -> None:
         error = self._last_error()
-        told = self._describer.stall(error.message)
         if error.status == _STALLED:
+            told = self._describer.account(error.message)
             # What hangs may never end: it gets some time, and the user the account in any case.
             ended = self._engine.abort(_DRAIN_SECONDS) and self._end()
             hung = "" if ended else f"; {_HUNG}"
@@ -440,9 +440,9 @@ class Executor:
         # Whether the device is lost is known when the step has drained.
         error = self._last_error()
         if error.lost:
-            raise DeviceLost(f"{told}; {_LOST}")
+            raise DeviceLost(f"{self._describer.account(error.message)}; {_LOST}")
         if error.later:
-            raise ExecutionError(f"the step failed on the device: {told}")
+            raise ExecutionError(f"the step failed on the device: {self._describer.account(error.message)}")
         if error.position < 0:
             raise ExecutionError(f"the step was ended early: {error.message}")
         vertex = self._graph.vertices[error.position]

@@ -171,7 +171,7 @@ std::string Engine::Loop::describe_stall() const {
     std::string on;
     for (const std::int32_t p : schedule_.predecessors_of(v)) {
       if (state_[p] != State::kDone) {
-        on = " for " + std::to_string(p);
+        on = " for " + name(p);
         break;
       }
     }

@@ -195,7 +195,8 @@ TEST(Faults, AVertexThatNeverCompletesIsAStallThatNamesWhoWaits) {
     ASSERT_EQ(run_step(engine, checker, 0), Status::kStalled);
     const EngineError error = engine.last_error();
     EXPECT_EQ(error.vertex, 1);
-    EXPECT_NE(error.message.find("in flight 1: 1 (offload); waiting 1: 2 (kernel) for 1"), std::string::npos)
+    EXPECT_NE(error.message.find("in flight 1: 1 (offload); waiting 1: 2 (kernel) for 1 (offload)"),
+              std::string::npos)
         << error.message;
     if (!release) {
       EXPECT_TRUE(engine.last_error().draining);

@@ -210,7 +210,8 @@ TEST(Link, ACopyThatNeverCompletesIsAStall) {
     ASSERT_EQ(engine.wait_end(kPatience), Status::kStalled);
     const EngineError error = engine.last_error();
     EXPECT_EQ(error.vertex, 1);
-    EXPECT_NE(error.message.find("in flight 1: 1 (reload); waiting 2: 2 (kernel) for 1, 3 (kernel) for 2"),
+    EXPECT_NE(error.message.find(
+                  "in flight 1: 1 (reload); waiting 2: 2 (kernel) for 1 (reload), 3 (kernel) for 2 (kernel)"),
               std::string::npos)
         << error.message;
     if (hook) {
