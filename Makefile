@@ -21,7 +21,7 @@ help:  ## list the targets
 
 setup: $(INSTALLED)  ## .venv with pinned packages, system packages for the C++ tests, the compiled engine
 	@.ci/system-packages
-	@$(PY) -m disco_accel.execute.build_ext
+	@$(PY) -m disco_accel.native.extension
 
 $(INSTALLED): pyproject.toml constraints.txt .ci/venv
 	@.ci/venv $(VENV)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 
-from disco_accel.integrate.compiled import CompiledStep, with_memory
+from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.plan.bound import bound_of
-from disco_accel.plan.simulate import Machine
-from disco_accel.taskgraph import VertexKind
+from disco_accel.simulate.simulator import Machine
+from disco_accel.step.compile import CompiledStep, with_memory
 
 
 def kernel_seconds(step: CompiledStep, run: Callable[[], object]) -> dict[int, float]:

@@ -18,12 +18,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.shapes import PRESETS, Shape, llama
 from disco_accel.capture.step import capture_forward
-from disco_accel.graphfile import write_taskgraph
-from disco_accel.integrate.hf import hf_contexts
-from disco_accel.plan.roofline import SPEEDS, with_estimates
+from disco_accel.graph.files import write_taskgraph
+from disco_accel.graph.taskgraph import TaskGraph
+from disco_accel.integrate.hf.tracing import hf_contexts
 from disco_accel.recipes.outline import Outline, outline
 from disco_accel.recipes.settings import read_recipe
-from disco_accel.taskgraph import TaskGraph
+from disco_accel.simulate.roofline import SPEEDS, with_estimates
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,17 +16,16 @@ import os
 import shutil
 import sys
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.compare import Sameness, compare_runs, read_metrics
-from benchmarks.demo_report import Check, first_comparison, limits, print_report
+from benchmarks.compare import compare_runs, read_metrics
+from benchmarks.demo_report import BudgetRun, Check, first_comparison, limits, print_report
 from benchmarks.running import announce, run
-from disco_accel.config import DiscoConfig
-from disco_accel.execute import watch
-from disco_accel.graphfile import write_atomically
+from disco_accel.config.settings import DiscoConfig
+from disco_accel.graph.files import write_atomically
+from disco_accel.native import malloc_watch
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = "configs/lora_demo.yaml"
@@ -34,18 +33,6 @@ CONFIG = "configs/disco.yaml"
 OUT = Path("out/demo")
 BUDGETS = ("half", "least", "all")
 PICTURES = tuple(OUT / name for name in ("plan.json", "trace.json", "step.png"))
-
-
-@dataclass
-class BudgetRun:
-    """One budget: its training run against the run without a plan, and its steps timed in turn with others."""
-
-    name: str
-    budget: int
-    metrics: dict[str, Any]
-    sameness: Sameness
-    seconds: float
-    steps: dict[str, Any] = field(default_factory=dict)
 
 
 def start(command: list[str], log: Path, extra: dict[str, str] | None = None) -> float:
@@ -58,7 +45,7 @@ def start(command: list[str], log: Path, extra: dict[str, str] | None = None) ->
 
 def measure(module: str, log: Path, *arguments: str) -> dict[str, Any]:
     """Run a measuring module with its large allocations counted; return the JSON object that it prints last."""
-    start([sys.executable, "-m", module, *arguments], log, {"LD_PRELOAD": str(watch.library())})
+    start([sys.executable, "-m", module, *arguments], log, {"LD_PRELOAD": str(malloc_watch.library())})
     result: dict[str, Any] = json.loads(log.read_text().splitlines()[-1])
     return result
 

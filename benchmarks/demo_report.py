@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from benchmarks.compare import Sameness
 from disco_accel.observe.report import table
 from disco_accel.sizes import format_size
-
-if TYPE_CHECKING:
-    from benchmarks.demo import BudgetRun
 
 STEP_OVER_BOUND = 1.15
 FASTER_THAN_SYNCHRONOUS = 1.25
 ENGINE_SECONDS_PER_VERTEX = 1e-6
 CAPTURE_AND_PLAN_SECONDS = 15.0
 TRAINING_SECONDS = 120.0
+
+
+@dataclass
+class BudgetRun:
+    """One budget: its training run against the run without a plan, and its steps timed in turn with others."""
+
+    name: str
+    budget: int
+    metrics: dict[str, Any]
+    sameness: Sameness
+    seconds: float
+    steps: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

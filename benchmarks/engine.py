@@ -29,11 +29,11 @@ import torch
 
 from benchmarks.any_plan import any_plan_of
 from benchmarks.subjects import Pair, Shape, Times, Variant, lora_llama
-from disco_accel.config import DiscoConfig
+from disco_accel.config.settings import DiscoConfig
 from disco_accel.execute.executor import Executor
-from disco_accel.graphfile import write_atomically
-from disco_accel.plan.simulate import Link, Machine
-from disco_accel.taskgraph import VertexKind
+from disco_accel.graph.files import write_atomically
+from disco_accel.graph.taskgraph import VertexKind
+from disco_accel.simulate.simulator import Link, Machine
 
 OVERHEAD = (
     Shape(hidden=32, layers=4, tokens=8),

@@ -10,10 +10,10 @@ import torch
 from benchmarks.gpu_models import SMALL, arena_llama, batch_for, with_adapter
 from disco_accel.capture.step import capture_step
 from disco_accel.errors import DiscoError
-from disco_accel.execute.cuda import prepare_device, run_device
-from disco_accel.execute.record import record
-from disco_accel.integrate.hf import hf_contexts
-from disco_accel.taskgraph import TaskGraph, VertexKind
+from disco_accel.graph.taskgraph import TaskGraph, VertexKind
+from disco_accel.integrate.hf.tracing import hf_contexts
+from disco_accel.measure.record import record
+from disco_accel.native.cuda import prepare_device, run_device
 
 _KINDS = ((torch.bfloat16, "sdpa"), (torch.float32, "sdpa"), (torch.float32, "eager"))
 

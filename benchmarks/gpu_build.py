@@ -11,8 +11,8 @@ import peft
 import torch
 import transformers
 
-from disco_accel.execute.build_ext import load_extension
-from disco_accel.execute.cuda import prepare_device, run_device, workspace_bytes
+from disco_accel.native.cuda import prepare_device, run_device, workspace_bytes
+from disco_accel.native.extension import load_extension
 
 
 def measure(device: str, small: bool, stage: str) -> dict[str, Any]:

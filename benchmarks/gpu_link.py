@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import NOT_HERE
-from disco_accel.execute.hostmem import HostMemory
+from disco_accel.native.host_memory import HostMemory
 
 _REPEATS = 7
 _CALLS = 500

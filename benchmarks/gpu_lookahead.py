@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from disco_accel.execute.cuda import median_seconds, run_device
 from disco_accel.execute.executor import EngineOptions, Executor
-from disco_accel.execute.hostmem import bytes_of
-from disco_accel.execute.record import apply, record
+from disco_accel.graph.taskgraph import Device, OpCall, OpResult, TaskGraph, TensorArg, TensorSpec, Vertex, VertexKind
+from disco_accel.measure.record import apply, record
+from disco_accel.native.cuda import median_seconds, run_device
+from disco_accel.native.host_memory import bytes_of
 from disco_accel.plan import make_plan
-from disco_accel.taskgraph import Device, OpCall, OpResult, TaskGraph, TensorArg, TensorSpec, Vertex, VertexKind
 
 _KS = (0, 1, 2, 4, 8)
 _STEPS = 7

@@ -12,8 +12,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.shapes import PRESETS, Shape
-from disco_accel.execute.hostmem import HostMemory
-from disco_accel.integrate.placement import keep_arena
+from disco_accel.native.host_memory import HostMemory
+from disco_accel.step.placement import keep_arena
 
 SMALL, SEVEN_B = PRESETS["tiny"], PRESETS["7b"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from disco_accel.execute.cuda import prepare_device, run_device
-from disco_accel.selfcheck.run import LINK_BYTES, check
+from disco_accel.native.cuda import prepare_device, run_device
+from disco_accel.selfcheck.self_check import LINK_BYTES, check
 
 
 def measure(device: str, small: bool, stage: str) -> dict[str, Any]:

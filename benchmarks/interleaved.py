@@ -1,6 +1,6 @@
 """Times of one training step, taken in turn: eager, planned, the same plan one vertex after another, and all resident.
 
-    export LD_PRELOAD=$(python -m disco_accel.execute.watch)
+    export LD_PRELOAD=$(python -m disco_accel.native.malloc_watch)
     python -m benchmarks.interleaved configs/lora_demo.yaml --config configs/disco.yaml --rounds 5 -o out/step
 
 Prints one JSON object: a list of seconds for each variant, the sizes of the plan, and what the engine counted. With
@@ -21,14 +21,14 @@ from typing import Any
 from benchmarks.compare import same_bits
 from benchmarks.training import Workload, load_workload
 from disco_accel import prepare, stats
-from disco_accel.config import DiscoConfig
-from disco_accel.execute import watch
+from disco_accel.config.settings import DiscoConfig
 from disco_accel.execute.executor import Event, Executor
-from disco_accel.integrate.compiled import CompiledStep
+from disco_accel.graph.taskgraph import VertexKind
+from disco_accel.native import malloc_watch
 from disco_accel.observe.report import write_report
 from disco_accel.plan import make_plan
 from disco_accel.sizes import parse_size
-from disco_accel.taskgraph import VertexKind
+from disco_accel.step.compile import CompiledStep
 
 
 def synchronous_twin(step: CompiledStep) -> Executor:
@@ -109,9 +109,9 @@ def measure(variants: Variants, rounds: int) -> dict[str, Any]:
         losses = {"eager": variants.eager.timed_step(number)[0]}
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
-            watch.reset()
+            malloc_watch.reset()
             losses[name], taken = variants.run(name, number)
-            large += watch.count() if name == "planned" else 0
+            large += malloc_watch.count() if name == "planned" else 0
             seconds[name].append(taken)
             same = same and (name == "eager" or variants.same_gradients())
         same = same and len({loss.hex() for loss in losses.values()}) == 1
@@ -151,8 +151,10 @@ def main(argv: list[str] | None = None) -> int:
     config = dataclasses.replace(DiscoConfig.from_yaml(args.config), plan_cache=None)
     if args.budget is not None:
         config = dataclasses.replace(config, memory_budget=parse_size(args.budget))
-    if not watch.active():
-        parser.error("run it as LD_PRELOAD=$(python -m disco_accel.execute.watch) python -m benchmarks.interleaved ...")
+    if not malloc_watch.active():
+        parser.error(
+            "run it as LD_PRELOAD=$(python -m disco_accel.native.malloc_watch) python -m benchmarks.interleaved ..."
+        )
     variants = Variants(args.recipe, config)
     result = measure(variants, args.rounds)
     if args.output is not None:

@@ -17,11 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from disco_accel.memgraph import MemGraph
+from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.plan import Machine, make_plan
-from disco_accel.taskgraph import TaskGraph, VertexKind
 from disco_accel.testing.tensor_parallel import PrefillShape, tensor_parallel_prefill
-from disco_accel.verify import verify
+from disco_accel.verify.static import verify
 
 _SOURCE = Path(__file__).resolve().parent.parent / "runtime_ext"
 _SHARE = 0.4

@@ -20,9 +20,9 @@ from email.parser import HeaderParser
 from importlib import util
 from pathlib import Path
 
-from disco_accel.execute import build_ext
-from disco_accel.execute.cuda_headers import cuda_folders
-from disco_accel.native import ROOT, ExtensionError
+from disco_accel.native import extension
+from disco_accel.native.cuda_headers import cuda_folders
+from disco_accel.native.plain_library import ROOT, ExtensionError
 
 OLDEST = (2, 11)
 """As in ``pyproject.toml``."""
@@ -106,9 +106,9 @@ def compile_all(unpacked: Unpacked, jobs: int) -> dict[str, str]:
     except ExtensionError as error:
         return {_SHIM.name: str(error)}
     for_cuda = [f"-I{folder}" for folder in folders[0]]
-    sources = [source for source in build_ext.sources() if source.parent.name == "torch"]
-    commands = {source: [*build_ext._FLAGS, *common] for source in sources}
-    commands[_SHIM] = [*build_ext._FLAGS, *common, *for_cuda]
+    sources = [source for source in extension.sources() if source.parent.name == "torch"]
+    commands = {source: [*extension._FLAGS, *common] for source in sources}
+    commands[_SHIM] = [*extension._FLAGS, *common, *for_cuda]
 
     def compile_one(source: Path) -> str:
         command = [os.environ.get("CXX", "c++"), *commands[source], str(source)]

@@ -19,17 +19,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from disco_accel.errors import BudgetTooSmall
-from disco_accel.graphfile import read_taskgraph, write_atomically
+from disco_accel.graph.files import read_taskgraph, write_atomically
+from disco_accel.graph.taskgraph import TaskGraph, VertexKind, with_memory
 from disco_accel.plan import make_plan
 from disco_accel.plan.bound import Bound, bound_of
-from disco_accel.plan.demand import demand_of
-from disco_accel.plan.needed import with_memory
-from disco_accel.plan.simulate import Link, Machine, simulate
 from disco_accel.plan.summary import copied_bytes
+from disco_accel.plan.timed.requirements import demand_of
+from disco_accel.simulate.simulator import Link, Machine, simulate
 from disco_accel.sizes import format_size, parse_size
-from disco_accel.taskgraph import TaskGraph, VertexKind
 from disco_accel.testing.lora_graph import LoraShape, lora_graph, prefill_graph
-from disco_accel.verify import verify
+from disco_accel.verify.static import verify
 
 ROOT = Path(__file__).resolve().parent.parent
 GRAPHS = ROOT / "tests" / "data" / "graphs"

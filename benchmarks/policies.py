@@ -21,15 +21,14 @@ from statistics import geometric_mean
 
 from benchmarks.planner import ROOT, graphs, weights
 from disco_accel.errors import BudgetTooSmall
-from disco_accel.graphfile import read_taskgraph, write_atomically
+from disco_accel.graph.files import read_taskgraph, write_atomically
+from disco_accel.graph.taskgraph import TaskGraph, VertexKind, with_memory
 from disco_accel.plan import POLICIES, make_plan
 from disco_accel.plan.bound import bound_of
-from disco_accel.plan.needed import with_memory
-from disco_accel.plan.simulate import Link, Machine, simulate
 from disco_accel.plan.summary import copied_bytes
+from disco_accel.simulate.simulator import Link, Machine, simulate
 from disco_accel.sizes import format_size
-from disco_accel.taskgraph import TaskGraph, VertexKind
-from disco_accel.verify import verify
+from disco_accel.verify.static import verify
 
 SHARES = (0.25, 0.5, 0.85)
 

@@ -37,15 +37,15 @@ from benchmarks.step_options import count, names_of
 from benchmarks.step_table import cell_text
 from benchmarks.subjects import Times
 from disco_accel import prefill, stats
-from disco_accel.config import DiscoConfig
+from disco_accel.config.settings import DiscoConfig
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.execute.executor import Executor
-from disco_accel.graphfile import write_atomically
-from disco_accel.integrate.placement import StreamedEager
-from disco_accel.integrate.plugin import current_step
+from disco_accel.graph.files import write_atomically
+from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.plan import make_plan
 from disco_accel.sizes import format_size, parse_size
-from disco_accel.taskgraph import VertexKind
+from disco_accel.step.placement import StreamedEager
+from disco_accel.step.session import current_step
 
 PEERS_SAY = (
     "The peers' weights are in the device's memory already: no link is there to throttle, and theirs costs nothing."

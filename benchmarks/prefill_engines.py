@@ -18,8 +18,8 @@ from benchmarks.gpu_models import arena_llama, batch_for, draw_weights, meta_lla
 from benchmarks.step_engines import Job, link_rates
 from benchmarks.step_peers import one_process
 from disco_accel import prefill, stats
-from disco_accel.integrate.plugin import current_step
-from disco_accel.plan.simulate import Link, Machine
+from disco_accel.simulate.simulator import Link, Machine
+from disco_accel.step.session import current_step
 
 
 def outputs_of(output: Any) -> dict[str, torch.Tensor]:

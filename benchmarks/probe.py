@@ -18,11 +18,11 @@ import torch
 
 from benchmarks.training import Workload, load_workload
 from disco_accel import prepare
-from disco_accel.config import DiscoConfig
+from disco_accel.config.settings import DiscoConfig
 from disco_accel.errors import BudgetTooSmall
-from disco_accel.execute.build_ext import load_extension
-from disco_accel.integrate.compiled import CompiledStep
+from disco_accel.native.extension import load_extension
 from disco_accel.plan import make_plan
+from disco_accel.step.compile import CompiledStep
 
 
 def in_memory_peak(workload: Workload, steps: int = 3) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks import prefill, prefill_peers, simulated, step_table
 from disco_accel.errors import ConfigError
-from disco_accel.graphfile import write_atomically
+from disco_accel.graph.files import write_atomically
 from disco_accel.sizes import format_size
 
 ROOT = Path(__file__).resolve().parent.parent

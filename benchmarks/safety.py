@@ -20,17 +20,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from disco_accel.errors import BudgetTooSmall, Stalled, VerifyError
-from disco_accel.execute.reference import run_reference
-from disco_accel.memgraph import MemGraph
+from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.plan import POLICIES, make_plan
-from disco_accel.plan.build import build
-from disco_accel.plan.resident import Residents
-from disco_accel.plan.sim_malloc import Infeasible
-from disco_accel.taskgraph import TaskGraph
+from disco_accel.plan.buildmemgraph.builder import build
+from disco_accel.plan.buildmemgraph.residents import Residents
+from disco_accel.plan.infeasible import Infeasible
 from disco_accel.testing.faults import FAULTS
 from disco_accel.testing.plans import tight_plans
 from disco_accel.testing.strategies import Shape, held, random_taskgraph, with_memory, with_room, working_set
-from disco_accel.verify import verify
+from disco_accel.verify.adversary import run_reference
+from disco_accel.verify.static import verify
 
 FACTORS = (1.0, 1.1, 1.3, 1.6, 2.0, 3.0, 8.0)
 SHAPES = (Shape(), Shape(vertices=48, devices=3), Shape(gate=False, keep=0.3), Shape(vertices=12, inplace=0.4))

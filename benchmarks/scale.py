@@ -20,17 +20,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from disco_accel.graphcheck import check_taskgraph
-from disco_accel.graphfile import write_atomically
+from disco_accel.graph.check import check_taskgraph
+from disco_accel.graph.files import write_atomically
+from disco_accel.graph.order import data_edges
+from disco_accel.graph.taskgraph import TaskGraph, VertexKind, with_memory
 from disco_accel.plan import make_plan
-from disco_accel.plan.finish import data_edges
-from disco_accel.plan.needed import with_memory
-from disco_accel.plan.prune import prune
+from disco_accel.plan.common.transitive_reduction import prune
 from disco_accel.sizes import format_size, parse_size
-from disco_accel.taskgraph import TaskGraph, VertexKind
 from disco_accel.testing.lora_graph import LoraShape, lora_graph
 from disco_accel.testing.tensor_parallel import PrefillShape, layers_for, tensor_parallel_prefill
-from disco_accel.verify import verify
+from disco_accel.verify.static import verify
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = (10_000, 30_000, 100_000, 300_000, 1_000_000)

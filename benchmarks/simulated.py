@@ -20,17 +20,17 @@ from benchmarks.planner import limit, live_peak, weights
 from benchmarks.provenance import provenance
 from benchmarks.shapes import PRESETS
 from disco_accel.errors import BudgetTooSmall
-from disco_accel.graphfile import write_atomically
-from disco_accel.integrate.compiled import with_memory
-from disco_accel.memgraph import MemGraph
+from disco_accel.graph.files import write_atomically
+from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.plan import make_plan
 from disco_accel.plan.bound import bound_of
-from disco_accel.plan.roofline import Speed, with_estimates
-from disco_accel.plan.simulate import Link, Machine, Simulator
 from disco_accel.plan.summary import copied_bytes
+from disco_accel.simulate.roofline import Speed, with_estimates
+from disco_accel.simulate.simulator import Link, Machine, Simulator
 from disco_accel.sizes import format_size, parse_size
-from disco_accel.taskgraph import TaskGraph, VertexKind
-from disco_accel.verify import verify
+from disco_accel.step.compile import with_memory
+from disco_accel.verify.static import verify
 
 H200 = Speed(
     name="an H200",

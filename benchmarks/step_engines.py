@@ -16,10 +16,10 @@ from benchmarks.any_plan import any_plan_of, kernel_seconds
 from benchmarks.gpu_link import rate
 from benchmarks.gpu_models import arena_llama, batch_for, draw_weights, meta_llama, with_adapter
 from disco_accel import DiscoConfig, prepare, stats
-from disco_accel.execute.cuda import run_device
-from disco_accel.integrate.placement import StreamedEager
-from disco_accel.integrate.plugin import current_step
-from disco_accel.plan.simulate import Link, Machine
+from disco_accel.native.cuda import run_device
+from disco_accel.simulate.simulator import Link, Machine
+from disco_accel.step.placement import StreamedEager
+from disco_accel.step.session import current_step
 
 LEARNING_RATE = 1e-4
 _RATE_BYTES = 512 << 20

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from disco_accel.config import DiscoConfig
-from disco_accel.graphfile import write_atomically
+from disco_accel.config.settings import DiscoConfig
+from disco_accel.graph.files import write_atomically
 
 
 def names_of(known: Sequence[str], text: str, *, none: bool = False) -> list[str]:

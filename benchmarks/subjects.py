@@ -15,13 +15,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.compare import same_bits
 from disco_accel import prepare
-from disco_accel.config import DiscoConfig
+from disco_accel.config.settings import DiscoConfig
 from disco_accel.execute.executor import Event, Executor
-from disco_accel.integrate.compiled import CompiledStep
-from disco_accel.integrate.plugin import current_step
-from disco_accel.memgraph import MemGraph
+from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.plan import make_plan
-from disco_accel.taskgraph import VertexKind
+from disco_accel.step.compile import CompiledStep
+from disco_accel.step.session import current_step
 
 
 @dataclass(frozen=True, slots=True)

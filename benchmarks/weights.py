@@ -16,22 +16,21 @@ import time
 from collections.abc import Sequence
 
 from disco_accel.errors import ConfigError, PlanError
-from disco_accel.graphcheck import check_taskgraph
-from disco_accel.graphfile import read_taskgraph
+from disco_accel.graph.check import check_taskgraph
+from disco_accel.graph.files import read_taskgraph
+from disco_accel.graph.taskgraph import TaskGraph, with_memory
 from disco_accel.observe.report import table
 from disco_accel.plan import make_plan
+from disco_accel.plan.beaumont.chain import chain_of, residents_of
+from disco_accel.plan.beaumont.selection import Instance, Layer
+from disco_accel.plan.beaumont.solve import solve
 from disco_accel.plan.bound import bound_of
-from disco_accel.plan.build import build
-from disco_accel.plan.evict import policy_named
-from disco_accel.plan.needed import with_memory
-from disco_accel.plan.sim_malloc import Infeasible
-from disco_accel.plan.simulate import Link, Machine, simulate
-from disco_accel.plan.weights import Instance, Layer
-from disco_accel.plan.weights_graph import chain_of, residents_of
-from disco_accel.plan.weights_solve import solve
+from disco_accel.plan.buildmemgraph.builder import build
+from disco_accel.plan.buildmemgraph.eviction import policy_named
+from disco_accel.plan.infeasible import Infeasible
+from disco_accel.simulate.simulator import Link, Machine, simulate
 from disco_accel.sizes import format_size, parse_size
-from disco_accel.taskgraph import TaskGraph
-from disco_accel.verify import verify
+from disco_accel.verify.static import verify
 
 MIB = float(1 << 20)
 GIB = float(1 << 30)

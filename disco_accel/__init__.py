@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from disco_accel.version import __version__
 
 __all__ = [
     "DiscoCallback",
@@ -19,22 +19,22 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from disco_accel.config import DiscoConfig
-    from disco_accel.integrate.accelerate_plugin import DiscoPlugin
-    from disco_accel.integrate.callback import DiscoCallback
-    from disco_accel.integrate.plugin import prepare, restore, stats
-    from disco_accel.integrate.prefill import prefill
-    from disco_accel.integrate.pure import pure
+    from disco_accel.config.settings import DiscoConfig
+    from disco_accel.integrate.accelerate.callback import DiscoCallback
+    from disco_accel.integrate.accelerate.plugin import DiscoPlugin
+    from disco_accel.integrate.hf.prefill import prefill
+    from disco_accel.integrate.prepare import prepare, restore, stats
+    from disco_accel.step.state.pure import pure
 
 _HOME = {
-    "DiscoConfig": "disco_accel.config",
-    "DiscoCallback": "disco_accel.integrate.callback",
-    "DiscoPlugin": "disco_accel.integrate.accelerate_plugin",
-    "prefill": "disco_accel.integrate.prefill",
-    "prepare": "disco_accel.integrate.plugin",
-    "pure": "disco_accel.integrate.pure",
-    "restore": "disco_accel.integrate.plugin",
-    "stats": "disco_accel.integrate.plugin",
+    "DiscoConfig": "disco_accel.config.settings",
+    "DiscoCallback": "disco_accel.integrate.accelerate.callback",
+    "DiscoPlugin": "disco_accel.integrate.accelerate.plugin",
+    "prefill": "disco_accel.integrate.hf.prefill",
+    "prepare": "disco_accel.integrate.prepare",
+    "pure": "disco_accel.step.state.pure",
+    "restore": "disco_accel.integrate.prepare",
+    "stats": "disco_accel.integrate.prepare",
 }
 
 

@@ -1,6 +1,6 @@
-"""``accelerate launch ... -m disco_accel.run --config disco.yaml script.py``; see ``integrate/run.py``."""
+"""``accelerate launch ... -m disco_accel.run --config disco.yaml script.py``; see ``run_script``."""
 
-from disco_accel.integrate.run import main
+from disco_accel.integrate.launch.run_script import main
 
 if __name__ == "__main__":
     main()

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from disco_accel.errors import ConfigError
-from disco_accel.integrate.weights import load_into_arena
+from disco_accel.integrate.hf.checkpoint import load_into_arena
 from disco_accel.recipes.settings import LoraRecipe, PrefillRecipe
 
 _INDEX = "model.safetensors.index.json"

@@ -29,9 +29,9 @@ import transformers
 from transformers import TrainingArguments, default_data_collator, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
-from disco_accel.config import DiscoConfig
+from disco_accel.config.settings import DiscoConfig
 from disco_accel.errors import ConfigError, DiscoError, ExecutionError
-from disco_accel.integrate.messages import AboveTheBar
+from disco_accel.observe.log_to_stderr import AboveTheBar
 from disco_accel.recipes.corpus import build_blocks
 from disco_accel.recipes.loading import load_model, load_tokenizer
 from disco_accel.recipes.metrics import (

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from disco_accel.graphfile import write_atomically
+from disco_accel.graph.files import write_atomically
 
 METRICS_NAME = "metrics.json"
 
@@ -75,5 +75,5 @@ def peak_resident_set_bytes() -> int:
 
 def plan_stats(model: torch.nn.Module) -> dict[str, Any]:
     """``disco_accel.stats(model)``; empty in a run that uses no plan, which then loads no planner either."""
-    plugin = sys.modules.get("disco_accel.integrate.plugin")
+    plugin = sys.modules.get("disco_accel.integrate.prepare")
     return {} if plugin is None else plugin.stats(model)

@@ -9,17 +9,18 @@ import torch
 from peft import PeftConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from disco_accel.capture.step import CapturedStep, capture_forward, capture_step
+from disco_accel.capture.captured_step import CapturedStep
+from disco_accel.capture.step import capture_forward, capture_step
 from disco_accel.errors import ConfigError
-from disco_accel.integrate.budget import Budget, split_budget
-from disco_accel.integrate.cache import room_to_fill
-from disco_accel.integrate.compiled import leaving_bytes
-from disco_accel.integrate.forward import outside_arena, prefill_batch, traced_forward
-from disco_accel.integrate.generation import generating_model
-from disco_accel.integrate.hf import hf_contexts
+from disco_accel.integrate.hf.generate_prefill import generating_model
+from disco_accel.integrate.hf.kv_cache import room_to_fill
+from disco_accel.integrate.hf.planned_prefill import outside_arena, prefill_batch, traced_forward
+from disco_accel.integrate.hf.tracing import hf_contexts
 from disco_accel.recipes.corpus import IGNORED
 from disco_accel.recipes.loading import add_adapter
 from disco_accel.recipes.settings import LoraRecipe, PrefillRecipe
+from disco_accel.step.budget import Budget, split_budget
+from disco_accel.step.compile import leaving_bytes
 
 
 @dataclass(frozen=True)

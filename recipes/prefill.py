@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from disco_accel import prefill, stats
-from disco_accel.config import DiscoConfig
+from disco_accel.config.settings import DiscoConfig
 from disco_accel.errors import ConfigError
-from disco_accel.integrate.plugin import find_state
 from disco_accel.recipes.corpus import read_prompts
 from disco_accel.recipes.loading import load_adapter, load_base, load_tokenizer
 from disco_accel.recipes.settings import PrefillRecipe, read_prefill_recipe
 from disco_accel.sizes import parse_size
+from disco_accel.step.session import find_state
 
 
 def run(path: str, memory: str | None = None) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from disco_accel.native import cache_root
+from disco_accel.native.plain_library import cache_root
 
 _home = ""
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import combinations
 
-from disco_accel.memgraph import MemGraph
-from disco_accel.taskgraph import Ref, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 
 INPUT, KERNEL, TRANSFER, OFFLOAD, RELOAD = VertexKind
 

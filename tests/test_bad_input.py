@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from disco_accel.cli import main
+from disco_accel.cli.main import main
 
 DATA = Path(__file__).parent / "data"
 BAD = DATA / "bad"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from disco_accel.cli import main
+from disco_accel.cli.main import main
 
 GRAPHS = Path(__file__).parent / "data" / "graphs"
 LORA = str(GRAPHS / "lora_small.taskgraph.json")
@@ -85,7 +85,7 @@ def test_the_same_graph_gives_the_same_bytes_whatever_the_hash_seed(tmp_path: Pa
     plans = []
     for seed in ("1", "2"):
         path = tmp_path / f"{seed}.json"
-        command = [sys.executable, "-m", "disco_accel.cli", "compile", LORA, "-o", str(path), "--memory", "64MiB"]
+        command = [sys.executable, "-m", "disco_accel.cli.main", "compile", LORA, "-o", str(path), "--memory", "64MiB"]
         root = str(Path(__file__).parent.parent)
         subprocess.run(
             command, check=True, capture_output=True, env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": root}

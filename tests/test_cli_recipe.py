@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from disco_accel.cli import main
-from disco_accel.graphfile import read_memgraph, read_taskgraph
-from disco_accel.taskgraph import VertexKind
-from disco_accel.verify import verify
+from disco_accel.cli.main import main
+from disco_accel.graph.files import read_memgraph, read_taskgraph
+from disco_accel.graph.taskgraph import VertexKind
+from disco_accel.verify.static import verify
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

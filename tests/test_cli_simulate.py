@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from disco_accel.cli import main
+from disco_accel.cli.main import main
 
 GRAPHS = Path(__file__).parent / "data" / "graphs"
 INTRO = ["simulate", str(GRAPHS / "intro_n10.memgraph.json"), "--machine", str(GRAPHS / "intro.machine.json")]

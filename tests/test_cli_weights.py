@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from disco_accel.cli import main
+from disco_accel.cli.main import main
 
 LAYER = {"u_f": 0.1, "u_b": 0.2, "w": 1000, "a": 10, "repeat": 6}
 INSTANCE: dict[str, Any] = {"memory": 4000, "bandwidth": 20000.0, "a0": 10, "layers": [LAYER]}

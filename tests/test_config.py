@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from disco_accel import config as module
-from disco_accel.config import DiscoConfig, host_memory_bytes, read_yaml, split_yaml
-from disco_accel.config_keys import PARSERS
+from disco_accel.config import settings as module
+from disco_accel.config.keys import PARSERS
+from disco_accel.config.settings import DiscoConfig, host_memory_bytes, read_yaml, split_yaml
 from disco_accel.errors import ConfigError
 
 ACCELERATE = "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nnum_processes: 1\nmixed_precision: bf16\n"

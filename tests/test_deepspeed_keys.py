@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from disco_accel.config import DiscoConfig
-from disco_accel.deepspeed_keys import migrate, read_ds_config
+from disco_accel.config.deepspeed_keys import migrate, read_ds_config
+from disco_accel.config.settings import DiscoConfig
 from disco_accel.errors import ConfigError
 
 OFFLOADED: dict[str, Any] = {

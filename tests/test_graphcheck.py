@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 from disco_accel.errors import BudgetTooSmall
-from disco_accel.graphcheck import largest_need
+from disco_accel.graph.check import largest_need
+from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
 from disco_accel.plan import make_plan
-from disco_accel.taskgraph import Device, TaskGraph, Vertex, VertexKind
 from disco_accel.testing.strategies import Shape, random_taskgraph, with_memory
 
 

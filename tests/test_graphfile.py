@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from disco_accel import graphfile
 from disco_accel.errors import GraphFileError
-from disco_accel.graphfile import (
+from disco_accel.graph import files
+from disco_accel.graph.files import (
     fingerprint,
     memgraph_from_json,
     memgraph_to_json,
@@ -23,8 +23,8 @@ from disco_accel.graphfile import (
     write_memgraph,
     write_taskgraph,
 )
+from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.plan import make_plan
-from disco_accel.taskgraph import TaskGraph
 from disco_accel.testing.strategies import Shape, taskgraphs
 
 GRAPHS = Path(__file__).parent / "data" / "graphs"
@@ -211,7 +211,7 @@ def test_bad_texts_are_refused_with_the_file(name: str, tmp_path: Path) -> None:
 def test_a_missing_file_and_a_huge_one_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(GraphFileError, match="cannot be read"):
         read_taskgraph(tmp_path / "absent.json")
-    monkeypatch.setattr(graphfile, "MAX_FILE_BYTES", 10)
+    monkeypatch.setattr(files, "MAX_FILE_BYTES", 10)
     with pytest.raises(GraphFileError, match="larger than"):
         read_taskgraph(GRAPHS / "toy.taskgraph.json")
 
@@ -232,7 +232,7 @@ def test_writing_leaves_the_old_file_if_it_fails(tmp_path: Path, monkeypatch: py
     def broken(handle: int) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(graphfile.os, "fsync", broken)
+    monkeypatch.setattr(files.os, "fsync", broken)
     with pytest.raises(OSError, match="disk full"):
         write_taskgraph(taskgraph_from_json(task()), path)
     assert path.read_text() == "old"

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from disco_accel import jsonfile
-from disco_accel.cli import main
+from disco_accel.cli.main import main
 from disco_accel.errors import DiscoError, GraphFileError, VerifyError
-from disco_accel.execute.reference import run_reference
-from disco_accel.graphfile import read_memgraph, read_taskgraph, taskgraph_from_json
-from disco_accel.jsonfile import MAX_TOKEN, parse_json
+from disco_accel.graph import strict_json
+from disco_accel.graph.files import read_memgraph, read_taskgraph, taskgraph_from_json
+from disco_accel.graph.strict_json import MAX_TOKEN, parse_json
 from disco_accel.plan import make_plan
-from disco_accel.verify import verify
+from disco_accel.verify.adversary import run_reference
+from disco_accel.verify.static import verify
 
 LONG = 20_000_000
 
@@ -71,8 +71,8 @@ def test_what_has_no_end_is_refused_before_it_is_parsed(what: str, monkeypatch: 
         raise AssertionError("the file was parsed")
 
     data = ENDLESS[what]()
-    monkeypatch.setattr(jsonfile.json, "loads", parsed)
-    monkeypatch.setattr(jsonfile, "MAX_KEYS", LONG // 10)
+    monkeypatch.setattr(strict_json.json, "loads", parsed)
+    monkeypatch.setattr(strict_json, "MAX_KEYS", LONG // 10)
     tracemalloc.start()
     try:
         with pytest.raises(GraphFileError) as refused:
@@ -97,7 +97,7 @@ def test_the_command_line_names_the_file(what: str, tmp_path: Path, capsys: pyte
 
 
 def test_an_object_of_many_keys_is_refused_wherever_it_is() -> None:
-    many = {f"k{i}": {} for i in range(jsonfile.MAX_KEYS_OF_ONE + 1)}
+    many = {f"k{i}": {} for i in range(strict_json.MAX_KEYS_OF_ONE + 1)}
     with pytest.raises(GraphFileError, match="keys"):
         parse_json(json.dumps({"a": [many]}).encode())
     many.popitem()
@@ -116,7 +116,7 @@ def test_texts_and_numbers_up_to_the_limit_are_read() -> None:
 
 def test_long_tokens_are_found_wherever_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against a lexer, in random JSON of quotes, backslashes and delimiters."""
-    monkeypatch.setattr(jsonfile, "MAX_TOKEN", 8)
+    monkeypatch.setattr(strict_json, "MAX_TOKEN", 8)
     token = re.compile(rb'"((?:[^"\\]|\\.)*)"|([^,:\[\]{}"\s]+)')
     rng = random.Random(3)
     parts = (b"a", b",", b"]", b":", b" ", b'\\"', b"\\\\", b"\\n", b"[")
@@ -132,7 +132,7 @@ def test_long_tokens_are_found_wherever_they_are(monkeypatch: pytest.MonkeyPatch
         json.loads(data)
         longest = max(len(m[1] if m[1] is not None else m[2]) for m in token.finditer(data))
         # Nobody is refused without need, and nobody over the limit gets through.
-        assert (jsonfile._long_token(data) is not None) == (longest > 8), data
+        assert (strict_json._long_token(data) is not None) == (longest > 8), data
         answers.add(longest > 8)
     assert answers == {True, False}
 

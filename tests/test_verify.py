@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from disco_accel.errors import VerifyError
-from disco_accel.graphfile import read_memgraph, read_taskgraph
-from disco_accel.memgraph import MemGraph, Slot
-from disco_accel.plan.build import build
-from disco_accel.plan.evict import belady
-from disco_accel.plan.resident import Residents
-from disco_accel.plan.sim_malloc import Infeasible
-from disco_accel.taskgraph import Device, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.files import read_memgraph, read_taskgraph
+from disco_accel.graph.memgraph import MemGraph, Slot
+from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
+from disco_accel.plan.buildmemgraph.builder import build
+from disco_accel.plan.buildmemgraph.eviction import belady
+from disco_accel.plan.buildmemgraph.residents import Residents
+from disco_accel.plan.infeasible import Infeasible
 from disco_accel.testing.faults import FAULTS
 from disco_accel.testing.plans import tight_plans
-from disco_accel.verify import verify
+from disco_accel.verify.static import verify
 
 GRAPHS = Path(__file__).parent / "data" / "graphs"
 

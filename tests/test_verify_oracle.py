@@ -10,13 +10,13 @@ from dataclasses import replace
 import pytest
 
 from disco_accel.errors import PlanError, VerifyError
-from disco_accel.memgraph import MemGraph
+from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.plan import make_plan
-from disco_accel.taskgraph import TaskGraph, VertexKind
 from disco_accel.testing.faults import FAULTS
 from disco_accel.testing.plans import tight_plans
 from disco_accel.testing.strategies import Shape, random_taskgraph, with_memory
-from disco_accel.verify import verify
+from disco_accel.verify.static import verify
 from tests.naive_judge import is_safe
 
 PLANS = int(os.environ.get("DISCO_ORACLE_PLANS", "50"))

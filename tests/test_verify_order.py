@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from disco_accel import verify_order
-from disco_accel.verify_order import Claim, first_unfounded
+from disco_accel.verify import happens_before
+from disco_accel.verify.happens_before import Claim, first_unfounded
 
 GRAPHS = 300
 
@@ -42,8 +42,8 @@ def no_reason() -> str:
 @pytest.mark.parametrize("paths", [0, 1, 4])
 def test_claims_hold_or_not_as_the_closure_says(span: int, paths: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each claim by itself; ``paths`` long paths to cut the search short with."""
-    monkeypatch.setattr(verify_order, "_SPAN", span)
-    monkeypatch.setattr(verify_order, "_LONG_PATHS", paths)
+    monkeypatch.setattr(happens_before, "_SPAN", span)
+    monkeypatch.setattr(happens_before, "_LONG_PATHS", paths)
     rng = random.Random(100 * span + paths)
     held = far = 0
     for _ in range(GRAPHS // 3):
@@ -64,7 +64,7 @@ def test_claims_hold_or_not_as_the_closure_says(span: int, paths: int, monkeypat
 @pytest.mark.parametrize("span", [1, 3, 8])
 def test_many_claims_at_once_are_right_if_each_is(span: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that hold are accepted together; with one more that does not, that one is named, wherever it stands."""
-    monkeypatch.setattr(verify_order, "_SPAN", span)
+    monkeypatch.setattr(happens_before, "_SPAN", span)
     rng = random.Random(span)
     for _ in range(GRAPHS):
         predecessors = random_predecessors(rng)

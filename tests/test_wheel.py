@@ -67,27 +67,27 @@ def test_an_unpacked_wheel_is_whole(unpacked: Path, tmp_path: Path) -> None:
     program = (
         "import json, sys\n"
         f"sys.path.insert(0, {str(unpacked)!r})\n"
-        "from disco_accel import cli, native\n"
-        "from disco_accel.execute import build_ext\n"
+        "from disco_accel.cli import main\n"
+        "from disco_accel.native import extension, plain_library\n"
         "from disco_accel.recipes import lora\n"
-        "files = [str(p) for p in (cli.__file__, lora.__file__, native.ROOT)]\n"
-        "status = cli.main(['bench', 'engine'])\n"
-        "print(json.dumps([files, build_ext._key(build_ext.sources(), ()), status]))\n"
+        "files = [str(p) for p in (main.__file__, lora.__file__, plain_library.ROOT)]\n"
+        "status = main.main(['bench', 'engine'])\n"
+        "print(json.dumps([files, extension._key(extension.sources(), ()), status]))\n"
     )
     printed = run([sys.executable, "-I", "-c", program], tmp_path)
     files, key, status = json.loads(printed.splitlines()[-1])
     assert all(Path(file).is_relative_to(unpacked) for file in files), files
     assert status == 2, "benchmarks are not in the wheel"
-    from disco_accel.execute import build_ext
+    from disco_accel.native import extension
 
-    assert key == build_ext._key(build_ext.sources(), ())
+    assert key == extension._key(extension.sources(), ())
 
 
 def test_benchmarks_start_in_a_checkout_whatever_is_on_the_path(tmp_path: Path) -> None:
     """An editable install finds the package alone: neither its neighbours nor the working folder are on the path."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "disco_accel").symlink_to(ROOT / "disco_accel")
-    program = "import sys; from disco_accel.cli import main; sys.exit(main())"
+    program = "import sys; from disco_accel.cli.main import main; sys.exit(main())"
     command = [sys.executable, "-c", program, "bench", "scale", "--help"]
     assert "--vertices" in run(command, tmp_path, PYTHONPATH=str(tmp_path / "site"), PYTHONSAFEPATH="1")
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from disco_accel.capture.patches import patched
+from disco_accel.capture.thread_patches import patched
 from disco_accel.errors import CaptureError
 
 _lock = threading.RLock()

@@ -15,12 +15,12 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter
 
-from disco_accel.capture.alias import storage_key
-from disco_accel.capture.patches import patched
+from disco_accel.capture.storages import storage_key
+from disco_accel.capture.thread_patches import patched
 from disco_accel.errors import CaptureError
 
 if TYPE_CHECKING:
-    from disco_accel.capture.step import CapturedStep, InputBinding
+    from disco_accel.capture.captured_step import CapturedStep, InputBinding
 
 _LIFT = torch.ops.aten.lift_fresh_copy.default
 _AS_STRIDED = torch.ops.aten.as_strided.default

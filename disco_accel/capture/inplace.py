@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from disco_accel.taskgraph import OpCall, Ref, TensorSpec, Vertex, tensor_args
+from disco_accel.graph.taskgraph import OpCall, Ref, TensorSpec, Vertex, tensor_args
 
 # Each either computes an element from the same elements of its inputs, or (softmax) finishes reading a row
 # before it writes there. tests/capture/test_inplace.py runs every one of them over its own input.

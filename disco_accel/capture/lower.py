@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from disco_accel.capture.alias import storage_bytes, storage_key, tensor_spec, tensors_of
+from disco_accel.capture.fx_nodes import arguments_of, nodes_in
 from disco_accel.capture.inplace import overwritable
-from disco_accel.capture.nodes import arguments_of, nodes_in
-from disco_accel.capture.tags import RECOMPUTE, NodeInfo, node_info
+from disco_accel.capture.storages import storage_bytes, storage_key, tensor_spec, tensors_of
+from disco_accel.capture.trace_log import RECOMPUTE, NodeInfo, node_info
 from disco_accel.errors import CaptureError
-from disco_accel.taskgraph import Arg, EnumArg, OpCall, OpResult, Ref, RngSite, TensorArg, Vertex, VertexKind
+from disco_accel.graph.taskgraph import Arg, EnumArg, OpCall, OpResult, Ref, RngSite, TensorArg, Vertex, VertexKind
 
 # ATen implements each of these by calling the other, whose out variant is native: for the Scalar overloads by
 # wrapping the number.

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from disco_accel.capture.fx_nodes import arguments_of
 from disco_accel.capture.lower import Lowering
-from disco_accel.capture.nodes import arguments_of
-from disco_accel.capture.patches import patched
-from disco_accel.capture.tags import FORWARD, RECOMPUTE, TraceLog, node_info
+from disco_accel.capture.thread_patches import patched
+from disco_accel.capture.trace_log import FORWARD, RECOMPUTE, TraceLog, node_info
 from disco_accel.errors import CaptureError
-from disco_accel.taskgraph import Ref, RngSite
+from disco_accel.graph.taskgraph import Ref, RngSite
 
 
 @contextmanager

@@ -14,11 +14,13 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from disco_accel.capture.alias import storage_key, tensor_spec
 from disco_accel.capture.attention import refuse_cudnn_attention, without_cudnn_attention
 from disco_accel.capture.autocast import AutocastState, autocast_region, autocast_state, outside_autocast
+from disco_accel.capture.captured_step import CapturedStep, InputBinding, ValueBinding
+from disco_accel.capture.code_location import code_line
 from disco_accel.capture.constants import bind_constants, no_values_read, tracing_mode
-from disco_accel.capture.fakes import fake_kernels, quiet
+from disco_accel.capture.fake_inputs import batch_tensors, model_twins, replace_tensors, tables_kept, twin
+from disco_accel.capture.fake_kernels import fake_kernels, quiet
 from disco_accel.capture.lower import (
     InputFlags,
     Lowering,
@@ -28,12 +30,11 @@ from disco_accel.capture.lower import (
     used_inputs,
 )
 from disco_accel.capture.rng import chain_draws, draws, random_sites, user_generator
-from disco_accel.capture.tags import TraceLog, logging_trace
-from disco_accel.capture.twins import batch_tensors, model_twins, replace_tensors, tables_kept, twin
-from disco_accel.capture.where import code_line
+from disco_accel.capture.storages import storage_key, tensor_spec
+from disco_accel.capture.trace_log import TraceLog, logging_trace
 from disco_accel.errors import CaptureError
+from disco_accel.graph.taskgraph import Device, TaskGraph, VertexKind
 from disco_accel.shortage import met_shortage
-from disco_accel.taskgraph import Device, Ref, TaskGraph, TensorSpec, VertexKind
 
 Contexts = Sequence[Callable[[], AbstractContextManager[Any]]]
 Forward = Callable[..., Mapping[str, torch.Tensor]]
@@ -52,48 +53,6 @@ _FLAGS = {
     "tangent": InputFlags("tangent", external=True, late=True),
     "outside": InputFlags("outside", external=True),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class InputBinding:
-    """What INPUT ``vertex`` holds. ``source``: frozen, buffer, trainable, batch, tangent, outside or constant.
-
-    ``name``: the parameter's or buffer's as in ``model.named_parameters()``, the batch key (dotted inside
-    containers), the output whose tangent it is or that is written there, or a key of ``CapturedStep.constants``.
-    ``spec`` has offset 0: the vertex's bytes start at the tensor's first element.
-    """
-
-    vertex: int
-    source: str
-    name: str
-    spec: TensorSpec
-
-
-@dataclass(frozen=True, slots=True)
-class ValueBinding:
-    """An output or the gradient of the trainable parameter ``name``: value ``ref`` seen through ``spec``."""
-
-    name: str
-    ref: Ref
-    spec: TensorSpec
-
-
-@dataclass(frozen=True)
-class CapturedStep:
-    """A step as a graph. ``constants``: the live tensors behind the INPUTs whose source is ``constant``.
-
-    A forward alone has neither ``gradients`` nor a late input. In a training step the first ``differentiated`` of
-    ``outputs`` are. A trainable parameter that they do not reach has no entry in ``gradients``: eager leaves it None.
-    ``bare``: the model returns the first output itself, not something that has it as a field.
-    """
-
-    graph: TaskGraph
-    bindings: tuple[InputBinding, ...]
-    outputs: tuple[ValueBinding, ...]
-    gradients: tuple[ValueBinding, ...]
-    constants: Mapping[str, torch.Tensor]
-    bare: bool = False
-    differentiated: int = 1
 
 
 class _Step(torch.nn.Module):

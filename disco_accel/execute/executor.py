@@ -12,17 +12,17 @@ from typing import NamedTuple
 import torch
 
 from disco_accel.errors import ConfigError, DeviceLost, ExecutionError, Stalled
-from disco_accel.execute.arena import alias, device_arena, host_arena, is_arena, touched_bytes
-from disco_accel.execute.build_ext import load_extension
-from disco_accel.execute.cuda import current, pin, prepare_device, run_device
-from disco_accel.execute.describe import Describer
-from disco_accel.execute.out_of_memory import typed_out_of_memory
+from disco_accel.execute.final_location import Residence, final_residence
 from disco_accel.execute.program import Lowering, Memory, external_dtypes
-from disco_accel.execute.record import OpRecord
-from disco_accel.execute.residence import Residence, final_residence
-from disco_accel.memgraph import MemGraph
+from disco_accel.execute.vertex_names import Describer
+from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.taskgraph import OpCall, Ref, TensorSpec, VertexKind
+from disco_accel.measure.record import OpRecord
+from disco_accel.native.arena import alias, device_arena, host_arena, is_arena, touched_bytes
+from disco_accel.native.cuda import current, pin, prepare_device, run_device
+from disco_accel.native.extension import load_extension
+from disco_accel.native.out_of_memory import typed_out_of_memory
 from disco_accel.shortage import is_shortage
-from disco_accel.taskgraph import OpCall, Ref, TensorSpec, VertexKind
 
 _DISPATCH = {"priority": 0, "random": 1, "fixed": 2, "synchronous": 3}
 _DONE, _TIMEOUT, _FAILED, _STALLED, _ABORTED, _IDLE = range(6)

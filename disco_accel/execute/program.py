@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from disco_accel.errors import ExecutionError
-from disco_accel.execute.encode import dispatcher_overload, encode_args, encode_out_call, encode_spec, label
-from disco_accel.execute.hostmem import ALIGNMENT
-from disco_accel.execute.record import OpRecord
-from disco_accel.memgraph import MemGraph
-from disco_accel.taskgraph import OpCall, Ref, Vertex, VertexKind, tensor_args
+from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.taskgraph import OpCall, Ref, Vertex, VertexKind, tensor_args
+from disco_accel.measure.record import OpRecord
+from disco_accel.native.host_memory import ALIGNMENT
+from disco_accel.native.op_encoding import dispatcher_overload, encode_args, encode_out_call, encode_spec, label
 
 _LATE, _OUT = 1, 2
 _PLACED, _COPIED, _IGNORED = 0, 1, 2

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from disco_accel import config
-from disco_accel.execute import build_ext
-from disco_accel.native import ExtensionError
+from disco_accel.config import settings
+from disco_accel.native import extension
+from disco_accel.native.plain_library import ExtensionError
 
 _REQUIRED = ("torch", "transformers", "accelerate", "peft", "numpy", "pyyaml", "safetensors")
 _OPTIONAL = ("deepspeed", "matplotlib", "scipy")
@@ -57,7 +57,7 @@ def report() -> dict[str, Any]:
         "host": {
             "cores": len(os.sched_getaffinity(0)),
             "threads": torch.get_num_threads(),
-            "memory": config.host_memory_bytes(),
+            "memory": settings.host_memory_bytes(),
             "load_average": round(os.getloadavg()[0], 2),
         },
         "device": _device(),
@@ -77,7 +77,7 @@ def _version(name: str) -> str | None:
 
 def _device() -> dict[str, Any]:
     if not torch.cuda.is_available():
-        return {"kind": "cpu", "name": _cpu_name(), "memory": config.host_memory_bytes()}
+        return {"kind": "cpu", "name": _cpu_name(), "memory": settings.host_memory_bytes()}
     properties = torch.cuda.get_device_properties(0)
     free, total = torch.cuda.mem_get_info()
     capability = f"{properties.major}.{properties.minor}"
@@ -127,7 +127,7 @@ def _median(copy: Callable[[], object]) -> float:
 def _extension() -> dict[str, Any]:
     start = time.perf_counter()
     try:
-        library = build_ext.build("disco_runtime", build_ext.sources())
+        library = extension.build("disco_runtime", extension.sources())
     except ExtensionError as error:
         return {"built": False, "why": str(error)}
     return {"built": True, "library": str(library), "seconds": round(time.perf_counter() - start, 3)}
@@ -140,8 +140,8 @@ def _doors() -> dict[str, Any]:
         why = "disco-accel is not installed in this environment, only importable; pip install it"
     elif not torch._is_device_backend_autoload_enabled():
         why = "switched off by TORCH_DEVICE_BACKEND_AUTOLOAD"
-    elif not config.autoload_wanted():
-        why = f"switched off by {config.AUTOLOAD_VARIABLE}"
+    elif not settings.autoload_wanted():
+        why = f"switched off by {settings.AUTOLOAD_VARIABLE}"
     else:
         return {"accelerate_launch_config": True}
     return {"accelerate_launch_config": False, "why": f"{why}; use disco-accel launch --config instead"}

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from disco_accel.errors import ConfigError
-from disco_accel.graphfile import write_atomically, write_memgraph, write_taskgraph
-from disco_accel.memgraph import MemGraph
+from disco_accel.graph.files import write_atomically, write_memgraph, write_taskgraph
+from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.observe.report import table
 from disco_accel.observe.timeline import write_chrome_trace
 from disco_accel.plan.bound import bound_of
-from disco_accel.plan.simulate import Machine, simulate
 from disco_accel.plan.summary import copied_bytes, staying
+from disco_accel.simulate.simulator import Machine, simulate
 from disco_accel.sizes import format_size
-from disco_accel.taskgraph import TaskGraph, VertexKind
 
 _LANES = {VertexKind.RELOAD: "h2d", VertexKind.OFFLOAD: "d2h", VertexKind.TRANSFER: "p2p"}
 

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from disco_accel.graphfile import write_atomically
-from disco_accel.memgraph import MemGraph
+from disco_accel.graph.files import write_atomically
+from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.taskgraph import Vertex, VertexKind
 from disco_accel.observe.timeline import Content, TracedEvent, lane_order, occupancy
-from disco_accel.taskgraph import Vertex, VertexKind
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

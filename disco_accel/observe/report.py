@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from disco_accel.graphfile import write_atomically, write_memgraph
-from disco_accel.memgraph import MemGraph
+from disco_accel.graph.files import write_atomically, write_memgraph
+from disco_accel.graph.memgraph import MemGraph
 from disco_accel.observe.timeline import TracedEvent, write_chrome_trace
 from disco_accel.sizes import format_size
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from disco_accel.graphfile import write_atomically
-from disco_accel.memgraph import MemGraph
+from disco_accel.graph.files import write_atomically
+from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.taskgraph import Ref, Vertex, VertexKind
 from disco_accel.plan.summary import staying
-from disco_accel.taskgraph import Ref, Vertex, VertexKind
 
 
 class TracedEvent(Protocol):

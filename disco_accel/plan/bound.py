@@ -15,10 +15,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from disco_accel.graphcheck import dependencies
-from disco_accel.plan.build import serial_order
-from disco_accel.plan.simulate import Machine
-from disco_accel.taskgraph import Ref, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.check import dependencies
+from disco_accel.graph.order import serial_order
+from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
+from disco_accel.simulate.simulator import Machine
 
 
 @dataclass(frozen=True, slots=True)

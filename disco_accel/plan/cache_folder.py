@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from disco_accel.jsonfile import plain
+from disco_accel.graph.strict_json import plain
 from disco_accel.sizes import format_size
 
 MARKER = ".disco_accel-plans"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from disco_accel.memgraph import MemGraph
+from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.plan.bound import bound_of
-from disco_accel.plan.simulate import Machine, lower_bound, simulate
-from disco_accel.plan.work import Work
-from disco_accel.taskgraph import TaskGraph, VertexKind
+from disco_accel.plan.search_work import Work
+from disco_accel.simulate.simulator import Machine, lower_bound, simulate
 
 
 def summary(plan: MemGraph, machine: Machine | None = None) -> dict[str, int | float | str]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from disco_accel.config import DiscoConfig
+from disco_accel.config.settings import DiscoConfig
 from disco_accel.errors import DiscoError
-from disco_accel.execute.cuda import run_device
+from disco_accel.native.cuda import run_device
 from disco_accel.selfcheck.first_use import conclude
-from disco_accel.selfcheck.run import check
+from disco_accel.selfcheck.self_check import check
 
 
 def selftest(device: str) -> dict[str, Any]:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from disco_accel.errors import SelfCheckFailed
-from disco_accel.selfcheck import run
+from disco_accel.selfcheck import self_check
 from disco_accel.selfcheck.identity import identity_of, key_of
-from disco_accel.selfcheck.keep import Kept, write_report
 from disco_accel.selfcheck.outcome import Outcome
+from disco_accel.selfcheck.outcome_files import Kept, write_report
 from disco_accel.selfcheck.subject import Subject, make_subject
 
 logger = logging.getLogger("disco_accel")
@@ -33,7 +33,7 @@ def require_passed(
     folder: str | None,
     *,
     tracing: Tracing = nullcontext,
-    link_bytes: int = run.LINK_BYTES,
+    link_bytes: int = self_check.LINK_BYTES,
     make: Callable[[torch.device], Subject] | None = None,
 ) -> None:
     """Return at once where ``device`` has passed before, in this process or by a file below ``folder``; else check it.
@@ -58,7 +58,7 @@ def _answer(
     key = key_of(identity_of(device))
     if folder is not None and Kept(folder).passed(key):
         return None
-    outcome = run.check(device, make, link_bytes)
+    outcome = self_check.check(device, make, link_bytes)
     error = conclude(outcome, folder)
     if error is None:
         logger.info("%s", passed_line(outcome, folder))

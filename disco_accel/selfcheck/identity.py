@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-from disco_accel import __version__
+from disco_accel.version import __version__
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-_PARTS = ("capture", "execute", "plan", "selfcheck", "runtime_ext")
+_PARTS = ("capture", "execute", "graph", "measure", "native", "plan", "runtime_ext", "selfcheck", "simulate", "verify")
 _KINDS = (".py", ".cpp", ".h", ".cu")
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from disco_accel.execute.hostmem import HostMemory
+from disco_accel.native.host_memory import HostMemory
 from disco_accel.selfcheck.outcome import Difference
 
 _REPEATS = 5

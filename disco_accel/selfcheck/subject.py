@@ -14,16 +14,17 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from disco_accel.capture.step import CapturedStep, capture_step
-from disco_accel.capture.tags import checkpointed
+from disco_accel.capture.captured_step import CapturedStep
+from disco_accel.capture.step import capture_step
+from disco_accel.capture.trace_log import checkpointed
 from disco_accel.errors import BudgetTooSmall, PlanError
 from disco_accel.execute.executor import EngineOptions, Executor
-from disco_accel.execute.hostmem import HostMemory, bytes_of
-from disco_accel.execute.record import OpRecord, apply, record
-from disco_accel.memgraph import MemGraph
+from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.taskgraph import TaskGraph, VertexKind
+from disco_accel.measure.record import OpRecord, apply, record
+from disco_accel.native.host_memory import HostMemory, bytes_of
 from disco_accel.plan import make_plan
-from disco_accel.taskgraph import TaskGraph, VertexKind
-from disco_accel.verify import verify
+from disco_accel.verify.static import verify
 
 _WIDTH = 256
 _ROWS = 256

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from disco_accel.execute.executor import Executor
-from disco_accel.memgraph import MemGraph
-from disco_accel.taskgraph import VertexKind
+from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.taskgraph import VertexKind
 
 
 def kernels(plan: MemGraph) -> list[int]:

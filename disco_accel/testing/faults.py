@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from disco_accel.memgraph import Edge, MemGraph, Slot
-from disco_accel.taskgraph import Ref, Vertex, VertexKind
+from disco_accel.graph.memgraph import Edge, MemGraph, Slot
+from disco_accel.graph.taskgraph import Ref, Vertex, VertexKind
 
 Fault = Callable[[MemGraph, random.Random], MemGraph | None]
 

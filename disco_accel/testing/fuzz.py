@@ -25,12 +25,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from disco_accel.cli import main as disco_accel
+from disco_accel.cli.main import main as disco_accel
 from disco_accel.errors import Stalled, VerifyError
-from disco_accel.execute.reference import run_reference
-from disco_accel.graphfile import read_memgraph, read_taskgraph
+from disco_accel.graph.files import read_memgraph, read_taskgraph
 from disco_accel.sizes import parse_size
 from disco_accel.testing.mutate import mutate
+from disco_accel.verify.adversary import run_reference
 
 SECONDS = 20
 """A command that takes longer on a file of a few thousand bytes hangs."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from disco_accel.errors import ExecutionError
-from disco_accel.taskgraph import (
+from disco_accel.graph.taskgraph import (
     Arg,
     EnumArg,
     OpCall,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from disco_accel.taskgraph import Device, Ref, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.taskgraph import Device, Ref, TaskGraph, Vertex, VertexKind
 
 
 @dataclass(frozen=True, slots=True)

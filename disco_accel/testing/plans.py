@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 
-from disco_accel.memgraph import MemGraph
-from disco_accel.plan.build import build
-from disco_accel.plan.evict import belady
-from disco_accel.plan.resident import Residents
-from disco_accel.plan.sim_malloc import Infeasible
-from disco_accel.taskgraph import TaskGraph
+from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.taskgraph import TaskGraph
+from disco_accel.plan.buildmemgraph.builder import build
+from disco_accel.plan.buildmemgraph.eviction import belady
+from disco_accel.plan.buildmemgraph.residents import Residents
+from disco_accel.plan.infeasible import Infeasible
 from disco_accel.testing.strategies import Shape, random_taskgraph, with_memory
 
 

@@ -22,10 +22,12 @@ from typing import Any
 import pytest
 import torch
 
-from disco_accel import config as configuration
-from disco_accel.config import DiscoConfig
+from disco_accel.config import settings as configuration
+from disco_accel.config.settings import DiscoConfig
 from disco_accel.errors import ConfigError
-from disco_accel.integrate import hook, pending, plugin
+from disco_accel.integrate import prepare
+from disco_accel.integrate.launch import import_hook
+from disco_accel.step import pending
 
 
 @dataclass
@@ -49,7 +51,7 @@ class Judge:
 
     def count(self) -> None:
         """Watch the planned steps and the fallbacks of this process."""
-        run, backward, eager = pending.PendingStep.forward, pending.PendingStep.backward, plugin._eager
+        run, backward, eager = pending.PendingStep.forward, pending.PendingStep.backward, prepare._eager
 
         def counted_forward(step: pending.PendingStep) -> list[torch.Tensor]:
             values = run(step)
@@ -68,7 +70,7 @@ class Judge:
 
         pending.PendingStep.forward = counted_forward  # type: ignore[method-assign]
         pending.PendingStep.backward = counted_backward  # type: ignore[method-assign]
-        plugin._eager = counted_eager
+        prepare._eager = counted_eager
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
@@ -125,8 +127,8 @@ class Router:
 
     def _prepare(self, module: torch.nn.Module) -> None:
         wrapper = isinstance(getattr(module, "module", None), torch.nn.Module)
-        if not wrapper and plugin.find_state(module) is None and any(p.requires_grad for p in module.parameters()):
-            plugin.prepare(module, self._config)
+        if not wrapper and prepare.find_state(module) is None and any(p.requires_grad for p in module.parameters()):
+            prepare.prepare(module, self._config)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -155,7 +157,7 @@ def pytest_configure(config: pytest.Config) -> None:
         if mode == "door":
             configuration.set_door_config_file(file)
             configuration.door_config()
-            hook.activate()
+            import_hook.activate()
         else:
             Router(DiscoConfig.from_yaml(file)).install()
     except ConfigError as error:

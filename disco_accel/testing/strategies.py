@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
-from disco_accel.graphcheck import after_gate, check_taskgraph
-from disco_accel.taskgraph import Device, Ref, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.check import after_gate, check_taskgraph
+from disco_accel.graph.taskgraph import Device, Ref, TaskGraph, Vertex, VertexKind
 
 _SIZES = (0, 1, 256, 300, 512, 512, 1024, 1024, 2048, 3000)
 

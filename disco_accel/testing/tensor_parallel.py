@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from disco_accel.taskgraph import Device, Ref, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.taskgraph import Device, Ref, TaskGraph, Vertex, VertexKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@
 
 namespace disco {
 
-// What a vertex does when it runs. The values are those of VertexKind in disco_accel/taskgraph.py.
+// What a vertex does when it runs. The values are those of VertexKind in disco_accel/graph/taskgraph.py.
 enum class Kind : std::uint8_t { kInput = 0, kKernel = 1, kTransfer = 2, kOffload = 3, kReload = 4 };
 
 // Bits of Program::flags.

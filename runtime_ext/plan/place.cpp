@@ -1,4 +1,4 @@
-// Addresses for the planner: the loop of disco_accel/plan/place.py, which says what it does and why, as a
+// Addresses for the planner: the loop of disco_accel/plan/timed/packing.py, which says what it does and why, as a
 // library without PyTorch. Both give the same addresses for the same pieces.
 
 #include <algorithm>

@@ -91,7 +91,7 @@ class OpTable {
   void release_externals();
   void* address(std::int64_t storage) const { return storages_[storage].data_ptr().get(); }
 
-  // Adds the call `name.overload` with `args` encoded as in disco_accel/execute/encode.py. Throws
+  // Adds the call `name.overload` with `args` encoded as in disco_accel/native/op_encoding.py. Throws
   // std::invalid_argument naming the argument that does not fit the schema.
   std::int32_t add_op(const std::string& name, const std::string& overload, const c10::IValue& args,
                       const std::string& label);

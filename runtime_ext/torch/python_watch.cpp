@@ -31,7 +31,7 @@ void PyEval_SetProfile(int (*function)(PyObject*, PyObject*, int, PyObject*), Py
 
 namespace {
 
-// As in execute/unchanged.py.
+// As in native/change_watch.py.
 enum class Kind : std::int64_t {
   kAttributes = 0,  // an object's own __dict__: keys and values in order
   kDict = 1,        // keys and values in order

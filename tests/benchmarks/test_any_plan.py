@@ -8,8 +8,8 @@ from benchmarks.any_plan import any_plan_of, kernel_seconds
 from benchmarks.engine import any_plan_seconds
 from benchmarks.subjects import Pair, Shape
 from disco_accel import DiscoConfig
-from disco_accel.plan.simulate import Link, Machine
-from disco_accel.taskgraph import VertexKind
+from disco_accel.graph.taskgraph import VertexKind
+from disco_accel.simulate.simulator import Link, Machine
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import engine
 from benchmarks.subjects import Shape, Times
-from disco_accel.cli import main
+from disco_accel.cli.main import main
 
 TINY = Shape(hidden=64, layers=3, tokens=8, vocabulary=64)
 

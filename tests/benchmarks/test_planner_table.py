@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from benchmarks.planner import live_peak
-from disco_accel.cli import main
-from disco_accel.taskgraph import Device, TaskGraph, Vertex, VertexKind
+from disco_accel.cli.main import main
+from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
 
 GRAPH = Path(__file__).parent.parent / "data" / "graphs" / "chain8.taskgraph.json"
 

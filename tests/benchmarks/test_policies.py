@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from disco_accel.cli import main
+from disco_accel.cli.main import main
 from disco_accel.plan import POLICIES
 
 GRAPH = Path(__file__).parent.parent / "data" / "graphs" / "chain8.taskgraph.json"

@@ -12,7 +12,7 @@ import torch
 from benchmarks.engine import Differs
 from benchmarks.prefill import PromptPair, PromptShape, main
 from benchmarks.report import section
-from disco_accel.cli import main as cli
+from disco_accel.cli.main import main as cli
 
 TINY = PromptShape(hidden=64, layers=2, tokens=24, batch=1, vocabulary=128, kv_heads=1, dtype=torch.float32)
 

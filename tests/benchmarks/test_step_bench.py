@@ -18,7 +18,7 @@ from benchmarks.step_engines import Job
 from benchmarks.step_process import Worker
 from benchmarks.step_table import HEADER, TITLES, judge, line
 from benchmarks.step_worker import first_line
-from disco_accel.cli import main as cli
+from disco_accel.cli.main import main as cli
 from disco_accel.errors import ConfigError
 
 JOB = Job("disco", PRESETS["tiny"], 1, 8, "float32", 4, "cpu", 1 << 20, 1e9, "timed", "")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from disco_accel.cli import main
-from disco_accel.graphfile import write_taskgraph
+from disco_accel.cli.main import main
+from disco_accel.graph.files import write_taskgraph
 from disco_accel.testing.lora_graph import LoraShape, lora_graph, prefill_graph
 
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from disco_accel.capture.step import CapturedStep, capture_step
-from disco_accel.capture.twins import batch_tensors
-from disco_accel.integrate.hf import hf_contexts
-from disco_accel.taskgraph import Ref, TaskGraph, VertexKind
+from disco_accel.capture.captured_step import CapturedStep
+from disco_accel.capture.fake_inputs import batch_tensors
+from disco_accel.capture.step import capture_step
+from disco_accel.graph.taskgraph import Ref, TaskGraph, VertexKind
+from disco_accel.integrate.hf.tracing import hf_contexts
 from disco_accel.testing.interpret import interpret, view
 from disco_accel.testing.models import random_batch, tiny_lora
 

@@ -11,11 +11,11 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from disco_accel.capture.step import capture_forward
 from disco_accel.errors import CaptureError
-from disco_accel.integrate.forward import outside_arena, prefill_batch, traced_forward
-from disco_accel.integrate.hf import hf_contexts
+from disco_accel.graph.taskgraph import VertexKind
+from disco_accel.integrate.hf.planned_prefill import outside_arena, prefill_batch, traced_forward
+from disco_accel.integrate.hf.tracing import hf_contexts
 from disco_accel.plan import make_plan
-from disco_accel.taskgraph import VertexKind
-from disco_accel.verify import verify
+from disco_accel.verify.static import verify
 from tests.capture.steps import assert_well_formed
 
 

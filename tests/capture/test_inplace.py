@@ -7,7 +7,7 @@ import torch
 
 from disco_accel.capture.inplace import _POINTWISE, _ROWWISE
 from disco_accel.capture.step import capture_step
-from disco_accel.taskgraph import VertexKind
+from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.testing.interpret import interpret, view
 from tests.capture.steps import Case, assert_same_bits, capture, feeds, run_eager
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from disco_accel.errors import CaptureError
-from disco_accel.taskgraph import TaskGraph
+from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.testing.interpret import serial_peak
 from disco_accel.testing.models import random_batch, tiny_lora
 from tests.capture.steps import assert_same_bits, capture, run_captured, run_eager

@@ -58,7 +58,7 @@ MODES = (
 # Compiled before the modes start, which would all wait for it.
 BUILD_ENGINE = """
 import torch
-from disco_accel.execute.cuda import prepare_device
+from disco_accel.native.cuda import prepare_device
 prepare_device(torch.device("cuda", 0))
 """
 

@@ -69,7 +69,7 @@ MUTANTS = (
     Mutant("copy direction", _DEVICE, "kMemcpyKind = {1, 2,", "kMemcpyKind = {2, 1,", _SIDE),
     Mutant(
         "unpinned source",
-        "disco_accel/execute/hostmem.py",
+        "disco_accel/native/host_memory.py",
         "            self._pinned = pin(self._arena, device)\n",
         "            self._pinned = ()\n",
         _STEADY,

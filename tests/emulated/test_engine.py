@@ -16,9 +16,9 @@ import torch
 from benchmarks.gpu_models import SMALL, arena_llama, batch_for, with_adapter
 from disco_accel import DiscoConfig, prepare
 from disco_accel.errors import DeviceLost, Stalled
-from disco_accel.execute.cuda import workspace_bytes
 from disco_accel.execute.executor import Event
-from disco_accel.integrate.plugin import PreparedModel, find_state
+from disco_accel.native.cuda import workspace_bytes
+from disco_accel.step.session import Session, find_state
 from tests.emulated import device
 from tests.emulated.models import CUDA, assert_same, least, step
 
@@ -52,7 +52,7 @@ def assert_step(model: Any, loss: torch.Tensor, expected: Mapping[str, torch.Ten
     assert_same(got, {name: expected[name] for name in got})
 
 
-def state_of(model: Any) -> PreparedModel:
+def state_of(model: Any) -> Session:
     state = find_state(model)
     assert state is not None
     return state

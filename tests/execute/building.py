@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from disco_accel import native
+from disco_accel.native import plain_library
 
 ANSWER = 42
 COMPILER = """#!/bin/sh
@@ -49,12 +49,12 @@ class Builder:
         self.source.write_text(f'extern "C" int disco_tiny() {{ return {ANSWER}; }}\n')
         os.environ["TORCH_EXTENSIONS_DIR"] = str(folder / "cache")
         if kind == "torch":
-            from disco_accel.execute import build_ext
+            from disco_accel.native import extension
 
-            build_ext._ROOT = self.root
-            self.build: Callable[[], Path] = lambda: build_ext.build("tiny", [self.source])
+            extension._ROOT = self.root
+            self.build: Callable[[], Path] = lambda: extension.build("tiny", [self.source])
         else:
-            self.build = lambda: native.build_plain("tiny", "tiny.cpp", self.root)
+            self.build = lambda: plain_library.build_plain("tiny", "tiny.cpp", self.root)
 
     def attempt(self) -> None:
         """Raises AssertionError where the library gives another answer than the source."""
@@ -158,7 +158,7 @@ def never_broken(builder: Builder) -> None:
     os.environ["DISCO_BUILD_EXT"] = "0"
     try:
         builder.attempt()
-    except native.ExtensionError:
+    except plain_library.ExtensionError:
         return
 
 

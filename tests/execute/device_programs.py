@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from disco_accel.execute.hostmem import footprint
-from disco_accel.memgraph import MemGraph
-from disco_accel.taskgraph import Device, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
+from disco_accel.native.host_memory import footprint
 from tests.execute.programs import Builder, Value, bump_plan
 
 ROWS = 12

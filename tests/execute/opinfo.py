@@ -22,21 +22,20 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from disco_accel.capture.alias import storage_key, tensor_spec
 from disco_accel.capture.constants import bind_constants, tracing_mode
+from disco_accel.capture.fake_inputs import twin
+from disco_accel.capture.fx_nodes import arguments_of
 from disco_accel.capture.lower import InputFlags, Lowering, lower_ops, mark, used_inputs
-from disco_accel.capture.nodes import arguments_of
-from disco_accel.capture.twins import twin
+from disco_accel.capture.storages import storage_key, tensor_spec
 from disco_accel.errors import BudgetTooSmall, CaptureError, ExecutionError
-from disco_accel.execute.arena import host_arena
 from disco_accel.execute.executor import EngineOptions, Executor, arena_bytes
-from disco_accel.execute.hostmem import bytes_of
-from disco_accel.execute.record import apply, record
-from disco_accel.memgraph import MemGraph
+from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.taskgraph import Device, Ref, TaskGraph, TensorSpec, VertexKind, with_memory
+from disco_accel.measure.record import apply, record
+from disco_accel.native.arena import host_arena
+from disco_accel.native.host_memory import bytes_of
 from disco_accel.plan import make_plan
-from disco_accel.plan.needed import with_memory
-from disco_accel.taskgraph import Device, Ref, TaskGraph, TensorSpec, VertexKind
-from disco_accel.verify import verify
+from disco_accel.verify.static import verify
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 

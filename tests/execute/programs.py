@@ -9,10 +9,8 @@ from typing import Any
 import torch
 
 from disco_accel.execute.executor import EngineOptions, Executor
-from disco_accel.execute.hostmem import bytes_of, footprint
-from disco_accel.execute.record import OpRecord, apply, record
-from disco_accel.memgraph import MemGraph, Slot
-from disco_accel.taskgraph import (
+from disco_accel.graph.memgraph import MemGraph, Slot
+from disco_accel.graph.taskgraph import (
     Arg,
     Device,
     EnumArg,
@@ -25,6 +23,8 @@ from disco_accel.taskgraph import (
     Vertex,
     VertexKind,
 )
+from disco_accel.measure.record import OpRecord, apply, record
+from disco_accel.native.host_memory import bytes_of, footprint
 
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:

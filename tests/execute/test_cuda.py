@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from disco_accel.errors import ConfigError, ExecutionError
-from disco_accel.execute.cuda import pin, release_workspaces, run_device, workspace_bytes
-from disco_accel.execute.hostmem import HostMemory
-from disco_accel.execute.record import record
-from disco_accel.taskgraph import Device, OpCall, OpResult, TaskGraph, TensorArg, TensorSpec, Vertex, VertexKind
+from disco_accel.graph.taskgraph import Device, OpCall, OpResult, TaskGraph, TensorArg, TensorSpec, Vertex, VertexKind
+from disco_accel.measure.record import record
+from disco_accel.native.cuda import pin, release_workspaces, run_device, workspace_bytes
+from disco_accel.native.host_memory import HostMemory
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: tests/gpu covers this")
 

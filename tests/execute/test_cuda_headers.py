@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.utils.cpp_extension import include_paths
 
-from disco_accel.execute import build_ext
-from disco_accel.execute.cuda_headers import INTERNAL, RUNTIME, TOOLKITS, cuda_folders
-from disco_accel.native import ExtensionError
+from disco_accel.native import extension
+from disco_accel.native.cuda_headers import INTERNAL, RUNTIME, TOOLKITS, cuda_folders
+from disco_accel.native.plain_library import ExtensionError
 
-SHIM = Path(build_ext.__file__).parents[2] / "runtime_ext" / "cuda" / "alloc_shim.cpp"
+SHIM = Path(extension.__file__).parents[2] / "runtime_ext" / "cuda" / "alloc_shim.cpp"
 
 
 def headers(include: Path, version: int | None = 13000, *, internal: bool = True) -> Path:
@@ -121,12 +121,12 @@ def test_a_variable_that_is_not_followed_is_told(
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch, "__file__", str(tmp_path / "site" / "torch" / "__init__.py"))
     monkeypatch.setattr("sys.path", [])
-    monkeypatch.setattr(build_ext, "TOOLKITS", (tmp_path / "cuda",))
-    assert build_ext.cuda_include() == (tmp_path / "cuda" / "include",)
+    monkeypatch.setattr(extension, "TOOLKITS", (tmp_path / "cuda",))
+    assert extension.cuda_include() == (tmp_path / "cuda" / "include",)
     assert f"CUDA_HOME={tmp_path / 'gone'} has no include" in caplog.text
     monkeypatch.delenv("CUDA_HOME")
     caplog.clear()
-    assert build_ext.cuda_include() and not caplog.text
+    assert extension.cuda_include() and not caplog.text
 
 
 @pytest.mark.parametrize("way", ["packages", "toolkit", "CUDA_HOME"])
@@ -142,6 +142,6 @@ def test_the_shim_compiles(way: str, tmp_path: Path) -> None:
     if ignored:
         pytest.skip(ignored)
     paths = [f"-I{path}" for path in include_paths()]
-    command = ["c++", "-fsyntax-only", *build_ext.cuda_flags(folders), *paths, str(SHIM)]
+    command = ["c++", "-fsyntax-only", *extension.cuda_flags(folders), *paths, str(SHIM)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]

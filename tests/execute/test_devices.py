@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from disco_accel.errors import BudgetTooSmall, ConfigError, ExecutionError
-from disco_accel.execute.arena import device_arena
 from disco_accel.execute.executor import EngineOptions, Executor, HostLink, arena_bytes
-from disco_accel.execute.record import OpRecord
-from disco_accel.memgraph import MemGraph
+from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.taskgraph import TaskGraph, VertexKind
+from disco_accel.measure.record import OpRecord
+from disco_accel.native.arena import device_arena
 from disco_accel.plan import make_plan
-from disco_accel.taskgraph import TaskGraph, VertexKind
-from disco_accel.verify import verify
+from disco_accel.verify.static import verify
 from tests.execute.device_programs import DeviceBuilder, RandomProgram
 from tests.execute.programs import assert_bits, bump_plan, measured, step
 

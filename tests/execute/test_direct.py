@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from disco_accel.execute.build_ext import load_extension
-from disco_accel.execute.encode import dispatcher_overload, encode_spec
 from disco_accel.execute.executor import Executor
+from disco_accel.native.extension import load_extension
+from disco_accel.native.op_encoding import dispatcher_overload, encode_spec
 from tests.execute.programs import Builder, assert_bits, build, bump_plan, measured, spec_of, step
 
 _SPECIAL = (0.0, -0.0, 1e-42, -1e-42, 3e38, -3e38, float("inf"), -float("inf"), float("nan"), 1.0, -2.5)

@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from disco_accel.errors import BudgetTooSmall, ConfigError, ExecutionError
 from disco_accel.execute.executor import EngineOptions, Executor
-from disco_accel.execute.record import OpRecord, apply, record
-from disco_accel.memgraph import MemGraph
+from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.taskgraph import OpCall, TaskGraph, VertexKind
+from disco_accel.measure.record import OpRecord, apply, record
 from disco_accel.plan import make_plan
-from disco_accel.taskgraph import OpCall, TaskGraph, VertexKind
 from disco_accel.testing.interrupts import interrupt_when_waiting
 from tests.execute import samples
 from tests.execute.programs import (

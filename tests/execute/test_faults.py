@@ -11,9 +11,9 @@ import torch
 
 from disco_accel.errors import BudgetTooSmall, ExecutionError, Stalled
 from disco_accel.execute.executor import EngineOptions, Executor, HostLink
-from disco_accel.memgraph import MemGraph
+from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.plan import make_plan
-from disco_accel.taskgraph import TaskGraph
 from disco_accel.testing.engine_faults import failing, kernels
 from tests.execute import samples
 from tests.execute.device_programs import RELOAD, DeviceBuilder, reloading_plan

@@ -10,11 +10,11 @@ import torch
 
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.execute.executor import EngineOptions, Executor
-from disco_accel.execute.record import OpRecord
-from disco_accel.graphcheck import after_gate
-from disco_accel.memgraph import MemGraph
+from disco_accel.graph.check import after_gate
+from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.taskgraph import TaskGraph, VertexKind
+from disco_accel.measure.record import OpRecord
 from disco_accel.plan import make_plan
-from disco_accel.taskgraph import TaskGraph, VertexKind
 from tests.execute import samples
 from tests.execute.device_programs import reloading_plan
 from tests.execute.programs import Builder, assert_bits, build, measured, step

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from disco_accel import native
-from disco_accel.library import Library
-from disco_accel.native import ExtensionError, load_plain
+from disco_accel.native import plain_library
+from disco_accel.native.library_file import Library
+from disco_accel.native.plain_library import ExtensionError, load_plain
 
 ROOT = Path(__file__).resolve().parents[2]
 RACES = int(os.environ.get("DISCO_BUILD_RACES", "8"))
@@ -42,7 +42,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
     (tmp_path / "tiny.cpp").write_text('extern "C" int disco_tiny() { return 42; }\n')
     assert load_plain("tiny", "tiny.cpp", tmp_path).disco_tiny() == 42
-    return native._plain("tiny", "tiny.cpp", tmp_path)
+    return plain_library._plain("tiny", "tiny.cpp", tmp_path)
 
 
 def replace_with(library: Library, data: bytes) -> None:
@@ -106,7 +106,7 @@ def answer(library: Library) -> str:
     root = str(library.directory.parents[1])
     program = f"""
         from pathlib import Path
-        from disco_accel.native import ExtensionError, load_plain
+        from disco_accel.native.plain_library import ExtensionError, load_plain
         try:
             print(load_plain("tiny", "tiny.cpp", Path({root!r})).disco_tiny())
         except ExtensionError as error:
@@ -269,7 +269,7 @@ def test_a_process_without_a_home_gets_a_typed_error() -> None:
         os.environ.pop("TORCH_EXTENSIONS_DIR", None)
         def missing(uid): raise KeyError(uid)
         pwd.getpwuid = missing
-        from disco_accel.native import ExtensionError, cache_root
+        from disco_accel.native.plain_library import ExtensionError, cache_root
         try:
             cache_root()
         except ExtensionError as error:

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import save
 
 from disco_accel.errors import ExecutionError
-from disco_accel.execute import watch
-from disco_accel.execute.arena import alias, host_arena, touched_bytes
-from disco_accel.execute.build_ext import load_extension
-from disco_accel.execute.hostmem import ALIGNMENT, HostMemory, bytes_of
-from disco_accel.taskgraph import TensorSpec
+from disco_accel.graph.taskgraph import TensorSpec
+from disco_accel.native import malloc_watch
+from disco_accel.native.arena import alias, host_arena, touched_bytes
+from disco_accel.native.extension import load_extension
+from disco_accel.native.host_memory import ALIGNMENT, HostMemory, bytes_of
 
 
 def _run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -28,7 +28,7 @@ def _run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 def test_an_access_outside_the_arena_faults(offset: int) -> None:
     """Guard pages: the bytes right before an arena of whole pages and right after it are not mapped."""
     done = _run(
-        "import ctypes; from disco_accel.execute.arena import host_arena\n"
+        "import ctypes; from disco_accel.native.arena import host_arena\n"
         "arena = host_arena(8192); ctypes.memset(arena.data_ptr(), 1, 8192); print('inside ok', flush=True)\n"
         f"ctypes.memset(arena.data_ptr() + {offset}, 1, 1); print('survived')"
     )
@@ -130,11 +130,11 @@ def greedy(b, g):
     b.call("topk", b.input(torch.randn(4096, generator=g)), 8, keep="top")
 
 def counted(executor, inputs):
-    watch.reset()
+    malloc_watch.reset()
     step(executor, inputs)
     # On some CPUs the library below ATen's product takes memory to pack its operands, in eager mode as well.
-    packing = [line for line in watch.describe(limit=watch.count()) if "structured_mm_out_cpu::impl" in line]
-    return watch.count() - len(packing)
+    packing = [line for line in malloc_watch.describe(limit=1 << 20) if "structured_mm_out_cpu::impl" in line]
+    return malloc_watch.count() - len(packing)
 
 def steady(program):
     # Which thread runs a kernel is a matter of chance, and the first time it may take memory for good.
@@ -144,10 +144,10 @@ def steady(program):
         counts.append(counted(executor, build(program, len(counts))))
     return max(counts[-3:])
 
-assert watch.active()
+assert malloc_watch.active()
 for program in samples.ALL:
-    assert steady(program) == 0, (program.__name__, watch.describe())
-assert steady(greedy) == 1 and "disco::OpTable::run" in watch.describe()[0]
+    assert steady(program) == 0, (program.__name__, malloc_watch.describe())
+assert steady(greedy) == 1 and "disco::OpTable::run" in malloc_watch.describe()[0]
 print("watched")
 """
 
@@ -166,25 +166,25 @@ def parallel(b, g):
     b.call("mm", x.view(lambda t: t.view(512, 512)), x.view(lambda t: t.view(512, 512)), keep="product")
 
 torch.set_num_threads(2)
-before = watch.threads()
+before = malloc_watch.threads()
 executor = executor_of(build(parallel), options=EngineOptions(compute_threads=2))
 quiet = 0
 for seed in range(200):
     # Which thread runs a kernel is a matter of chance, and one that never ran a product before takes memory for it.
     inputs = build(parallel, seed)
-    watch.reset()
+    malloc_watch.reset()
     step_in_two(executor, inputs)
-    quiet = 0 if watch.count() else quiet + 1
-    if quiet >= 3 and watch.threads() - before == 4:
+    quiet = 0 if malloc_watch.count() else quiet + 1
+    if quiet >= 3 and malloc_watch.threads() - before == 4:
         break
-assert quiet >= 3, watch.describe()
-print(watch.threads() - before)
+assert quiet >= 3, malloc_watch.describe()
+print(malloc_watch.threads() - before)
 """
 
 
 def test_openmp_workers_are_watched_too() -> None:
     """With two intra-op threads, the teams of the engine's thread and of a caller that runs kernels are watched."""
-    done = _run(_WATCHED_TEAM, LD_PRELOAD=str(watch.library()), OMP_NUM_THREADS="2")
+    done = _run(_WATCHED_TEAM, LD_PRELOAD=str(malloc_watch.library()), OMP_NUM_THREADS="2")
     assert done.stdout == "4\n", done.stderr[-2000:]
 
 
@@ -192,5 +192,5 @@ def test_a_steady_step_makes_no_large_allocation() -> None:
     """No malloc, posix_memalign or mmap of 4 KiB or more on the engine's thread; an op known to make one is caught.
 
     Not counted: what a BLAS takes to pack its operands, which depends on the CPU."""
-    done = _run(_WATCHED, LD_PRELOAD=str(watch.library()))
+    done = _run(_WATCHED, LD_PRELOAD=str(malloc_watch.library()))
     assert done.stdout == "watched\n", done.stderr[-2000:]

@@ -10,11 +10,10 @@ import torch
 
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.execute.executor import EngineOptions, Executor
-from disco_accel.plan import cache as module
+from disco_accel.graph.taskgraph import TaskGraph, VertexKind, with_memory
 from disco_accel.plan import make_plan
-from disco_accel.plan.cache import PlanCache
-from disco_accel.plan.needed import with_memory
-from disco_accel.taskgraph import TaskGraph, VertexKind
+from disco_accel.plan import plan_cache as module
+from disco_accel.plan.plan_cache import PlanCache
 from tests.execute.programs import Builder, assert_bits, build, measured, step
 
 KEY = "5" * 64

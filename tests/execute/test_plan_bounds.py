@@ -11,13 +11,12 @@ import torch
 
 from disco_accel.errors import ExecutionError
 from disco_accel.execute import executor as module
-from disco_accel.execute.arena import host_arena
-from disco_accel.execute.build_ext import load_extension
 from disco_accel.execute.executor import Executor
-from disco_accel.memgraph import MemGraph
+from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.taskgraph import VertexKind, with_memory
+from disco_accel.native.arena import host_arena
+from disco_accel.native.extension import load_extension
 from disco_accel.plan import make_plan
-from disco_accel.plan.needed import with_memory
-from disco_accel.taskgraph import VertexKind
 from tests.execute.programs import Builder, assert_bits, build, measured, step
 
 BIG = (1 << 63) - 1

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from disco_accel.errors import CaptureError, ExecutionError
-from disco_accel.execute.encode import out_overload
 from disco_accel.execute.executor import Executor
-from disco_accel.execute.record import Allocation, OpRecord, apply, record
-from disco_accel.taskgraph import VertexKind
+from disco_accel.graph.taskgraph import VertexKind
+from disco_accel.measure.record import Allocation, OpRecord, apply, record
+from disco_accel.native.op_encoding import out_overload
 from tests.execute import samples
 from tests.execute.programs import Builder, assert_bits, build, bump_plan, measured, step
 

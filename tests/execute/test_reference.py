@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from disco_accel.errors import Stalled, VerifyError
-from disco_accel.execute.reference import run_reference
-from disco_accel.memgraph import MemGraph, Slot
-from disco_accel.taskgraph import Device, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.memgraph import MemGraph, Slot
+from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
 from disco_accel.testing.faults import FAULTS
 from disco_accel.testing.plans import tight_plans
+from disco_accel.verify.adversary import run_reference
 
 PLANS = tight_plans(120, first_seed=10_000)
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from disco_accel.capture.twins import batch_tensors
+from disco_accel.capture.fake_inputs import batch_tensors
 from disco_accel.errors import BudgetTooSmall
-from disco_accel.execute.arena import device_arena
 from disco_accel.execute.executor import EngineOptions, Executor, arena_bytes
-from disco_accel.integrate.compiled import CompiledStep, CompileOptions, compile_step
-from disco_accel.integrate.hf import hf_contexts
+from disco_accel.integrate.hf.tracing import hf_contexts
+from disco_accel.native.arena import device_arena
+from disco_accel.step.compile import CompiledStep, CompileOptions, compile_step
 from disco_accel.testing.models import random_batch, tiny_lora
 
 STEPS = int(os.environ.get("DISCO_SOAK_STEPS", "100"))

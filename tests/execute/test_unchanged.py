@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from disco_accel.execute.unchanged import (
+from disco_accel.native.change_watch import (
     ABSENT,
     ANYTHING,
     Kind,

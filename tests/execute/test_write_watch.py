@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from disco_accel.execute.hostmem import HostMemory, WatchedTensors, without_watching_writes, writes_are_watched
+from disco_accel.native.host_memory import HostMemory, WatchedTensors, without_watching_writes, writes_are_watched
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -265,7 +265,7 @@ rules = ctypes.create_string_buffer(b"".join(rules))
 program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", 4, ctypes.addressof(rules)))
 prctl = ctypes.CDLL(None, use_errno=True).prctl
 assert prctl(38, 1, 0, 0, 0) == 0 and prctl(22, 2, program, 0, 0) == 0
-from disco_accel.execute.hostmem import HostMemory, WatchedTensors, writes_are_watched
+from disco_accel.native.host_memory import HostMemory, WatchedTensors, writes_are_watched
 import torch
 tensor = HostMemory(1 << 23).adopt(torch.zeros(1 << 20))
 watched = WatchedTensors([tensor])

@@ -14,15 +14,15 @@ import torch
 from benchmarks.gpu_models import SMALL, arena_llama, batch_for, with_adapter
 from disco_accel import DiscoConfig, prepare, stats
 from disco_accel.errors import SelfCheckFailed
-from disco_accel.execute.cuda import workspace_bytes
-from disco_accel.integrate import self_check
+from disco_accel.native.cuda import workspace_bytes
 from disco_accel.selfcheck import first_use
 from disco_accel.selfcheck.identity import identity_of, key_of
-from disco_accel.selfcheck.keep import Kept
 from disco_accel.selfcheck.orders import CASES
-from disco_accel.selfcheck.run import check
+from disco_accel.selfcheck.outcome_files import Kept
+from disco_accel.selfcheck.self_check import check
 from disco_accel.selfcheck.subject import Subject, make_subject
 from disco_accel.selfcheck.trial import Trial
+from disco_accel.step import device_check
 
 LINK = 4 << 20
 
@@ -31,8 +31,8 @@ LINK = 4 << 20
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process that has checked nothing yet, and that checks the host device as it would a GPU."""
     monkeypatch.setattr(first_use, "_failed", {})
-    monkeypatch.setattr(self_check, "CHECKED", ("cpu", "cuda"))
-    monkeypatch.setattr(self_check, "LINK_BYTES", LINK)
+    monkeypatch.setattr(device_check, "CHECKED", ("cpu", "cuda"))
+    monkeypatch.setattr(device_check, "LINK_BYTES", LINK)
     yield
 
 

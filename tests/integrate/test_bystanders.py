@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from disco_accel import config
+from disco_accel.config import settings
 from disco_accel.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,7 +61,7 @@ def test_a_users_own_disco_accel_does_not_break_import_torch(
 
 def test_the_entry_point_reaches_the_hook(installed: dict[str, str], tmp_path: Path) -> None:
     """With nothing in the way, a launched process gets its patches as before."""
-    text = "import sys, torch\nprint('disco_accel.integrate.accelerate_patch' in sys.modules)\n"
+    text = "import sys, torch\nprint('disco_accel.integrate.accelerate.patches' in sys.modules)\n"
     for variables, loaded in (({}, "False\n"), ({"DISCO_CONFIG_FILE": "/nowhere/disco.yaml"}, "True\n")):
         done = run(tmp_path / "script.py", text, installed | variables)
         assert (done.stdout, done.stderr) == (loaded, "")
@@ -110,14 +110,14 @@ def test_a_launched_process_whose_config_is_gone_says_so(installed: dict[str, st
 
 def test_doors_note_who_launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """This process and its children count as launched by it."""
-    for name in (config.CONFIG_FILE_VARIABLE, config.DS_CONFIG_VARIABLE, config.LAUNCHER_VARIABLE):
+    for name in (settings.CONFIG_FILE_VARIABLE, settings.DS_CONFIG_VARIABLE, settings.LAUNCHER_VARIABLE):
         monkeypatch.setenv(name, "")
-    config.set_door_config_file(tmp_path / "gone.yaml")
-    assert os.environ[config.LAUNCHER_VARIABLE] == str(os.getpid()) and config.inherited_file_gone() is None
-    monkeypatch.setenv(config.LAUNCHER_VARIABLE, str(os.getppid()))
-    assert config.inherited_file_gone() is None
-    monkeypatch.setenv(config.LAUNCHER_VARIABLE, "0")
-    assert config.inherited_file_gone() == str(tmp_path / "gone.yaml")
+    settings.set_door_config_file(tmp_path / "gone.yaml")
+    assert os.environ[settings.LAUNCHER_VARIABLE] == str(os.getpid()) and settings.inherited_file_gone() is None
+    monkeypatch.setenv(settings.LAUNCHER_VARIABLE, str(os.getppid()))
+    assert settings.inherited_file_gone() is None
+    monkeypatch.setenv(settings.LAUNCHER_VARIABLE, "0")
+    assert settings.inherited_file_gone() == str(tmp_path / "gone.yaml")
 
 
 HOMELESS = """
@@ -130,7 +130,7 @@ if sys.argv[1] == "plan_cache":
     from disco_accel import DiscoConfig
     DiscoConfig()
 else:
-    from disco_accel.native import load_plain
+    from disco_accel.native.plain_library import load_plain
     load_plain("disco_place", "plan/place.cpp")
 """
 
@@ -177,13 +177,13 @@ def test_aliases_that_expand_without_end_are_refused(text: str, tmp_path: Path) 
     file = tmp_path / "bomb.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match="aliases"):
-        config.DiscoConfig.from_yaml(file)
+        settings.DiscoConfig.from_yaml(file)
     with pytest.raises(ConfigError, match="aliases"):
-        config.split_yaml(file)
+        settings.split_yaml(file)
 
 
 def test_a_few_aliases_are_read(tmp_path: Path) -> None:
     """What YAML files of people use."""
     file = tmp_path / "few.yaml"
     file.write_text("x: &budget 1GiB\ndisco_config: &ours\n  memory_budget: *budget\ny: {<<: *ours, z: 1}\n")
-    assert config.DiscoConfig.from_yaml(file).memory_budget == 1 << 30
+    assert settings.DiscoConfig.from_yaml(file).memory_budget == 1 << 30

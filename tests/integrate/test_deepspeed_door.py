@@ -13,14 +13,14 @@ import torch
 from accelerate.utils import DistributedType
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from disco_accel.config import CONFIG_FILE_VARIABLE, DS_CONFIG_VARIABLE
+from disco_accel.config.settings import CONFIG_FILE_VARIABLE, DS_CONFIG_VARIABLE
 from disco_accel.errors import ConfigError
-from disco_accel.execute.hostmem import HostMemory
-from disco_accel.integrate import launch
-from disco_accel.integrate.deepspeed_config import patch_ds_config
-from disco_accel.integrate.distributed import check_engine, check_same, leave_home, stay_home
-from disco_accel.integrate.exit_status import child_status
-from disco_accel.integrate.placement import Placement
+from disco_accel.integrate.accelerate.deepspeed_patch import patch_ds_config
+from disco_accel.integrate.launch import launcher
+from disco_accel.integrate.launch.exit_status import child_status
+from disco_accel.native.host_memory import HostMemory
+from disco_accel.step.distributed import check_engine, check_same, leave_home, stay_home
+from disco_accel.step.placement import Placement
 from disco_accel.testing.models import tiny_lora
 
 
@@ -128,7 +128,7 @@ def test_a_wrong_launch_ends_with_status_2_and_one_line(
     Path("zenflow.json").write_text('{"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}')
     Path("ds.json").write_text('{"disco_config": {"memory_budget": "1GiB"}}')
     Path("disco.yaml").write_text("disco_config:\n  memory_budget: 1GiB\n")
-    assert launch.main(arguments) == 2
+    assert launcher.main(arguments) == 2
     errors = capsys.readouterr().err
     assert errors.count("\n") == 1
     with pytest.raises(ConfigError, match=said):

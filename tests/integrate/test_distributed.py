@@ -49,7 +49,7 @@ ALONE_CASES = ("stage 0", "stage 1 resumed", "stage 2 resumed")
 
 
 def environment() -> dict[str, str]:
-    from disco_accel.native import cache_root
+    from disco_accel.native.plain_library import cache_root
 
     ours = ("DISCO_", "ACCELERATE_")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}

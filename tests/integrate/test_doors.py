@@ -46,7 +46,7 @@ def environment() -> dict[str, str]:
 
 
 def extensions() -> str:
-    from disco_accel.native import cache_root
+    from disco_accel.native.plain_library import cache_root
 
     return str(cache_root())
 

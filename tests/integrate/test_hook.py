@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from disco_accel import config
+from disco_accel.config import settings
 from disco_accel.errors import ConfigError
-from disco_accel.integrate import accelerate_patch, exit_status, hook, launch, run
+from disco_accel.integrate.accelerate import patches
+from disco_accel.integrate.launch import exit_status, import_hook, launcher, run_script
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def mark(module: ModuleType) -> None:
 
 def test_a_module_imported_later_is_patched_once(package: Callable[[str, str], str]) -> None:
     name = package("later_module", "class Thing: pass\n")
-    waiting = hook.AfterImport()
+    waiting = import_hook.AfterImport()
     waiting.add(name, "Thing", mark)
     module = __import__(name)
     assert module.patched == 1
@@ -51,7 +52,7 @@ def test_a_module_imported_later_is_patched_once(package: Callable[[str, str], s
 
 def test_a_module_imported_before_is_patched_at_once(package: Callable[[str, str], str]) -> None:
     module = __import__(package("earlier_module", "class Thing: pass\n"))
-    waiting = hook.AfterImport()
+    waiting = import_hook.AfterImport()
     waiting.add("earlier_module", "Thing", mark)
     assert module.patched == 1
     assert waiting not in sys.meta_path
@@ -59,7 +60,7 @@ def test_a_module_imported_before_is_patched_at_once(package: Callable[[str, str
 
 def test_a_module_under_way_is_patched_once_its_class_exists(package: Callable[[str, str], str]) -> None:
     """As when a script's first import is accelerate, which imports torch, which calls us, before Accelerator exists."""
-    waiting = hook.AfterImport()
+    waiting = import_hook.AfterImport()
     fake_torch = ModuleType("fake_torch_that_autoloads")
     fake_torch.start = lambda: waiting.add("half_module", "Thing", mark)  # type: ignore[attr-defined]
     sys.modules[fake_torch.__name__] = fake_torch
@@ -74,7 +75,7 @@ def test_a_module_under_way_is_patched_once_its_class_exists(package: Callable[[
 
 
 def test_a_missing_module_stays_missing(package: Callable[[str, str], str]) -> None:
-    waiting = hook.AfterImport()
+    waiting = import_hook.AfterImport()
     waiting.add("module_that_is_nowhere", "Thing", mark)
     with pytest.raises(ModuleNotFoundError, match="module_that_is_nowhere"):
         __import__("module_that_is_nowhere")
@@ -113,15 +114,15 @@ def test_only_launches_that_name_our_section_are_touched(
     Path("plain.json").write_text(json.dumps(accelerates))
     Path("one_line.json").write_text(json.dumps(accelerates | {"disco_config": {"memory_budget": "1GiB"}}))
     Path("flow.yaml").write_text("{distributed_type: 'NO', disco_config: {memory_budget: 1GiB}}\n")
-    assert hook.is_our_launch(argv) is ours
+    assert import_hook.is_our_launch(argv) is ours
 
 
 def test_python_m_is_known_by_its_original_arguments(tmp_path: Path) -> None:
     file = tmp_path / "disco.yaml"
     file.write_text("disco_config: {}\n")
     argv = ["-m", "--config", str(file), "t.py"]
-    assert hook.is_our_launch(argv, ["python", "-m", "accelerate.commands.launch", *argv[1:]])
-    assert not hook.is_our_launch(argv, ["python", "-m", "somebody.else", *argv[1:]])
+    assert import_hook.is_our_launch(argv, ["python", "-m", "accelerate.commands.launch", *argv[1:]])
+    assert not import_hook.is_our_launch(argv, ["python", "-m", "somebody.else", *argv[1:]])
 
 
 def test_a_fault_of_ours_does_not_break_import_torch(
@@ -130,8 +131,8 @@ def test_a_fault_of_ours_does_not_break_import_torch(
     def broken() -> bool:
         raise RuntimeError("boom")
 
-    monkeypatch.setattr(config, "autoload_wanted", broken)
-    hook.autoload()
+    monkeypatch.setattr(settings, "autoload_wanted", broken)
+    import_hook.autoload()
     assert "not loaded with torch: RuntimeError: boom" in capsys.readouterr().err
 
 
@@ -145,7 +146,7 @@ def test_a_fault_of_ours_does_not_break_import_torch(
     ],
 )
 def test_import_torch_loads_the_patches_only_for_a_launched_process(variables: dict[str, str], loaded: bool) -> None:
-    program = "import torch, sys; print('disco_accel.integrate.accelerate_patch' in sys.modules)"
+    program = "import torch, sys; print('disco_accel.integrate.accelerate.patches' in sys.modules)"
     clean = {k: v for k, v in os.environ.items() if not k.startswith("DISCO_")}
     done = subprocess.run(
         [sys.executable, "-c", program], env=clean | variables, capture_output=True, text=True, timeout=500
@@ -171,15 +172,15 @@ class FakeTrainer:
 
 
 @pytest.fixture
-def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.nn.Module, config.DiscoConfig]]:
-    """Collects what the patches hand to ``plugin.prepare``, under a config file as a launcher leaves it."""
-    from disco_accel.integrate import plugin
+def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.nn.Module, settings.DiscoConfig]]:
+    """Collects what the patches hand to ``prepare.prepare``, under a config file as a launcher leaves it."""
+    from disco_accel.integrate import prepare
 
     file = tmp_path / "disco.yaml"
     file.write_text("disco_config:\n  memory_budget: 1GiB\n")
-    monkeypatch.setenv(config.CONFIG_FILE_VARIABLE, str(file))
-    calls: list[tuple[torch.nn.Module, config.DiscoConfig]] = []
-    monkeypatch.setattr(plugin, "prepare", lambda model, settings: calls.append((model, settings)))
+    monkeypatch.setenv(settings.CONFIG_FILE_VARIABLE, str(file))
+    calls: list[tuple[torch.nn.Module, settings.DiscoConfig]] = []
+    monkeypatch.setattr(prepare, "prepare", lambda model, settings: calls.append((model, settings)))
     return calls
 
 
@@ -192,24 +193,24 @@ def adapter_model() -> torch.nn.Module:
 def patched_accelerator() -> FakeAccelerator:
     cls = type("Accelerator", (FakeAccelerator,), dict(vars(FakeAccelerator)))
     module: Any = SimpleNamespace(Accelerator=cls)
-    accelerate_patch.patch_accelerator(module)
+    patches.patch_accelerator(module)
     once = cls.prepare
-    accelerate_patch.patch_accelerator(module)
+    patches.patch_accelerator(module)
     assert cls.prepare is once, "patching twice would prepare twice"
     return cls()  # type: ignore[no-any-return]
 
 
 def test_prepare_gets_every_adapter_model_and_the_file_with_environment(
-    prepared: list[tuple[torch.nn.Module, config.DiscoConfig]], monkeypatch: pytest.MonkeyPatch
+    prepared: list[tuple[torch.nn.Module, settings.DiscoConfig]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DISCO_LOOKAHEAD", "5")
     model = adapter_model()
     assert patched_accelerator().prepare("loader", model) == ("loader", model)
-    assert prepared == [(model, config.DiscoConfig(memory_budget="1GiB", lookahead=5))]
+    assert prepared == [(model, settings.DiscoConfig(memory_budget="1GiB", lookahead=5))]
 
 
 def test_prepare_model_is_a_way_in_but_evaluation_models_are_left_alone(
-    prepared: list[tuple[torch.nn.Module, config.DiscoConfig]],
+    prepared: list[tuple[torch.nn.Module, settings.DiscoConfig]],
 ) -> None:
     accelerator, model = patched_accelerator(), adapter_model()
     accelerator.prepare_model(model, evaluation_mode=True)
@@ -219,7 +220,7 @@ def test_prepare_model_is_a_way_in_but_evaluation_models_are_left_alone(
 
 
 def test_a_model_without_frozen_or_without_trainable_parameters_runs_as_it_is_and_says_so(
-    prepared: list[tuple[torch.nn.Module, config.DiscoConfig]],
+    prepared: list[tuple[torch.nn.Module, settings.DiscoConfig]],
 ) -> None:
     with pytest.warns(UserWarning, match="all parameters of Linear are trainable"):
         patched_accelerator().prepare(torch.nn.Linear(2, 2))
@@ -229,7 +230,7 @@ def test_a_model_without_frozen_or_without_trainable_parameters_runs_as_it_is_an
 
 
 def test_enabled_false_switches_everything_off(
-    prepared: list[tuple[torch.nn.Module, config.DiscoConfig]], monkeypatch: pytest.MonkeyPatch
+    prepared: list[tuple[torch.nn.Module, settings.DiscoConfig]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DISCO_ENABLED", "false")
     patched_accelerator().prepare(adapter_model())
@@ -237,11 +238,11 @@ def test_enabled_false_switches_everything_off(
 
 
 def test_trainer_prepares_before_it_moves_a_model_to_another_device(
-    prepared: list[tuple[torch.nn.Module, config.DiscoConfig]],
+    prepared: list[tuple[torch.nn.Module, settings.DiscoConfig]],
 ) -> None:
     cls: Any = type("Trainer", (FakeTrainer,), dict(vars(FakeTrainer)))
     module: Any = SimpleNamespace(Trainer=cls)
-    accelerate_patch.patch_trainer(module)
+    patches.patch_trainer(module)
     model: Any = adapter_model()
     cls()._move_model_to_device(model, torch.device("cpu"))
     assert (prepared, model.moved) == ([], "cpu")
@@ -267,7 +268,7 @@ def test_the_names_that_we_patch_exist_with_the_signatures_we_expect() -> None:
 
 def test_user_errors_end_with_status_2_and_one_line() -> None:
     program = (
-        "from disco_accel.integrate import exit_status; exit_status.install()\n"
+        "from disco_accel.integrate.launch import exit_status; exit_status.install()\n"
         "from disco_accel.errors import BudgetTooSmall; raise BudgetTooSmall(3, 2)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=500)
@@ -282,7 +283,7 @@ def test_a_child_that_spoke_is_not_repeated_and_other_errors_keep_their_tracebac
     error: str, status: int, quiet: bool
 ) -> None:
     program = (
-        "from disco_accel.integrate import exit_status; exit_status.install()\n"
+        "from disco_accel.integrate.launch import exit_status; exit_status.install()\n"
         f"from subprocess import CalledProcessError; raise {error}"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=500)
@@ -293,10 +294,10 @@ def test_a_child_that_spoke_is_not_repeated_and_other_errors_keep_their_tracebac
 def test_disco_accel_launch_runs_the_script_through_our_module(tmp_path: Path) -> None:
     file = tmp_path / "disco.yaml"
     file.write_text("disco_config: {}\n")
-    args = launch._parse(["--config", str(file), "--cpu", "train.py", "--config", "theirs.yaml"])
+    args = launcher._parse(["--config", str(file), "--cpu", "train.py", "--config", "theirs.yaml"])
     assert (args.module, args.training_script, args.config_file) == (True, "disco_accel.run", str(file))
     assert args.training_script_args == ["train.py", "--config", "theirs.yaml"]
-    args = launch._parse(["--config", str(file), "-m", "package.train", "-x"])
+    args = launcher._parse(["--config", str(file), "-m", "package.train", "-x"])
     assert args.training_script_args == ["-m", "package.train", "-x"]
 
 
@@ -319,7 +320,7 @@ def test_disco_accel_launch_refuses_in_one_line(
     monkeypatch.chdir(tmp_path)
     Path("plain.yaml").write_text("distributed_type: 'NO'\n")
     Path("disco.yaml").write_text("disco_config: {}\n")
-    assert launch.main(argv) == exit_status.BAD_INPUT
+    assert launcher.main(argv) == exit_status.BAD_INPUT
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
 
@@ -329,16 +330,16 @@ def test_accelerates_own_complaint_names_the_users_file(tmp_path: Path) -> None:
 
     file = tmp_path / "disco.yaml"
     with pytest.raises(ConfigError, match="unknown keys") as caught:
-        launch._load_rest(load_config_from_file, str(file), {"distributed_type": "NO", "num_proceses": 2})
+        launcher._load_rest(load_config_from_file, str(file), {"distributed_type": "NO", "num_proceses": 2})
     assert str(file) in str(caught.value) and "num_proceses" in str(caught.value)
 
 
 def test_run_refuses_a_missing_script_and_a_missing_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-    monkeypatch.setenv(config.CONFIG_FILE_VARIABLE, "")
+    monkeypatch.setenv(settings.CONFIG_FILE_VARIABLE, "")
     with pytest.raises(ConfigError, match="names no config file"):
-        run.main(["train.py"])
+        run_script.main(["train.py"])
     file = tmp_path / "disco.yaml"
     file.write_text("disco_config: {}\n")
     with pytest.raises(ConfigError, match=r"script 'none.py' does not exist"):
-        run.main(["--config", str(file), "none.py"])
+        run_script.main(["--config", str(file), "none.py"])

@@ -12,8 +12,8 @@ from peft import LoraConfig, get_peft_model
 
 from disco_accel import DiscoConfig, prepare, restore, stats
 from disco_accel.errors import CaptureError, ConfigError
-from disco_accel.integrate.pending import externals_of
-from disco_accel.integrate.plugin import current_step, find_state
+from disco_accel.step.pending import externals_of
+from disco_accel.step.session import current_step, find_state
 from disco_accel.testing.models import tiny_lora
 from tests.integrate.twins import SMALL, assert_same, assert_same_step, batch, config, pair, step
 

@@ -1,7 +1,7 @@
 """What other threads do while one thread captures a step is what they do alone, to the bit.
 
-Every change that a capture makes outside of itself is listed in disco_accel/capture/patches.py; each row has a case
-here. The other thread works while the capturing one stands still in the middle of the traced forward.
+Every change that a capture makes outside of itself is listed in disco_accel/capture/thread_patches.py; each row has a
+case here. The other thread works while the capturing one stands still in the middle of the traced forward.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from disco_accel import prepare, pure, stats
-from disco_accel.integrate.capturing import Gate
+from disco_accel.step.capture_lock import Gate
 from disco_accel.testing.models import random_batch, tiny_lora
 from tests.integrate.twins import SMALL, config
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from disco_accel.execute.hostmem import WatchedTensors, without_watching_writes
-from disco_accel.integrate.pinned import PinnedTensors
+from disco_accel.native.host_memory import WatchedTensors, without_watching_writes
+from disco_accel.step.pinned_tensors import PinnedTensors
 
 CPU = torch.device("cpu")
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from disco_accel.errors import ConfigError
-from disco_accel.execute.hostmem import HostMemory
-from disco_accel.integrate.placement import Placement, StreamedEager, apply_to_trainable, visitor_of
+from disco_accel.native.host_memory import HostMemory
+from disco_accel.step.placement import Placement, StreamedEager, apply_to_trainable, visitor_of
 from disco_accel.testing.models import random_batch, tiny_lora
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from disco_accel import DiscoConfig, prepare, restore, stats
-from disco_accel.plan import cache as module
+from disco_accel.plan import plan_cache as module
 from disco_accel.testing.models import random_batch, tiny_lora
 
 ROOT = Path(__file__).parents[2]

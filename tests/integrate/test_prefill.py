@@ -11,10 +11,10 @@ from transformers import DynamicCache, StaticCache
 
 from disco_accel import DiscoConfig, prefill, prepare, restore, stats
 from disco_accel.errors import BudgetTooSmall, CaptureError, ConfigError, ExecutionError
-from disco_accel.integrate.cache import fill
-from disco_accel.integrate.plugin import current_step
+from disco_accel.graph.taskgraph import VertexKind
+from disco_accel.integrate.hf.kv_cache import fill
 from disco_accel.plan.summary import resident_bytes
-from disco_accel.taskgraph import VertexKind
+from disco_accel.step.session import current_step
 from disco_accel.testing.models import TEN_FAMILIES, family_lora, random_batch, tiny_lora
 
 SMALL = {"layers": 2, "hidden": 32, "vocabulary": 96}

@@ -14,9 +14,9 @@ import torch
 from disco_accel import DiscoConfig, prepare, stats
 from disco_accel.errors import ExecutionError
 from disco_accel.execute.executor import EngineOptions, Executor
-from disco_accel.integrate.compiled import CompiledStep
-from disco_accel.integrate.plugin import current_step
-from disco_accel.taskgraph import OpCall
+from disco_accel.graph.taskgraph import OpCall
+from disco_accel.step.compile import CompiledStep
+from disco_accel.step.session import current_step
 from disco_accel.testing.models import family_lora, random_batch
 from tests.execute.programs import bump_plan
 from tests.integrate.generators import assert_same, assert_same_step, gradients, run

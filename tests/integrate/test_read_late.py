@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from disco_accel.errors import ExecutionError
-from disco_accel.integrate import pending
-from disco_accel.integrate.seen import _Norms
+from disco_accel.step import pending
+from disco_accel.step.input_snapshot import _Norms
 from tests.integrate.twins import batch, pair
 
 Change = Callable[[Any, dict[str, torch.Tensor]], object]

@@ -17,9 +17,11 @@ import torch
 from disco_accel import DiscoConfig, prepare, stats
 from disco_accel.capture import step as capture
 from disco_accel.errors import CaptureError, DiscoError
-from disco_accel.execute import executor, hostmem, record
-from disco_accel.integrate import compiled, placement, plugin
+from disco_accel.execute import executor
+from disco_accel.measure import record
+from disco_accel.native import host_memory
 from disco_accel.shortage import met_shortage
+from disco_accel.step import compile, placement, session
 from disco_accel.testing.models import random_batch, tiny_lora
 
 CPU = "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
@@ -70,10 +72,10 @@ STAGES: dict[str, tuple[object, str]] = {
     "tracing": (capture, "make_fx"),
     "lowering": (capture, "used_inputs"),
     "measuring": (record, "_measure"),
-    "planning": (compiled, "make_plan"),
-    "verifying": (compiled, "verify"),
-    "host copies": (compiled, "bytes_of"),
-    "the arena": (plugin, "device_arena"),
+    "planning": (compile, "make_plan"),
+    "verifying": (compile, "verify"),
+    "host copies": (compile, "bytes_of"),
+    "the arena": (session, "device_arena"),
     "the host's arena": (executor, "host_arena"),
 }
 
@@ -148,7 +150,7 @@ def test_a_model_whose_weights_do_not_fit_is_left_whole(monkeypatch: pytest.Monk
     """``prepare`` raises a typed error, the model still runs, and preparing it later works."""
     expected = gradients(tiny_lora(layers=1, hidden=32))
     model: Any = tiny_lora(layers=1, hidden=32)
-    for where, name in ((placement.HostMemory, "adopt"), (hostmem, "host_arena")):
+    for where, name in ((placement.HostMemory, "adopt"), (host_memory, "host_arena")):
         with failing(monkeypatch, where, name, RuntimeError(CPU)), pytest.raises(DiscoError, match="frozen weights"):
             prepare(model, config())
         assert stats(model) == {}
@@ -170,7 +172,7 @@ LIMITED = """
 import os, resource, torch
 from disco_accel import DiscoConfig, prepare
 from disco_accel.errors import DiscoError
-from disco_accel.execute.build_ext import load_extension
+from disco_accel.native.extension import load_extension
 from disco_accel.testing.models import random_batch, tiny_lora
 
 torch.set_num_threads(1)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from disco_accel import prepare, stats
 from disco_accel.errors import CaptureError, ExecutionError
-from disco_accel.execute import record as recording
+from disco_accel.measure import record as recording
 from tests.integrate.twins import config
 
 Call = Callable[[Any, torch.Tensor], Any]

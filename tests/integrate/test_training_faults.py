@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader
 
 from disco_accel import prepare, restore
 from disco_accel.errors import DiscoError, ExecutionError
-from disco_accel.execute.encode import label
-from disco_accel.integrate.plugin import current_step
+from disco_accel.native.op_encoding import label
+from disco_accel.step.session import current_step
 from disco_accel.testing.engine_faults import failing, kernels
 from disco_accel.testing.models import tiny_lora
 from tests.integrate.twins import SMALL, Grads, assert_same, assert_same_step, batch, config, pair, step

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from disco_accel import DiscoConfig, prepare, stats
-from disco_accel.config import split_yaml
+from disco_accel.config.settings import split_yaml
 from disco_accel.errors import ConfigError, StepsDiffer
 from disco_accel.execute.executor import Executor
-from disco_accel.integrate.verify_steps import StepVerifier, distance
+from disco_accel.step.step_comparison import distance
+from disco_accel.step.verify_steps import StepVerifier
 from disco_accel.testing.models import random_batch, tiny_lora
 
 TIGHT = 400_000

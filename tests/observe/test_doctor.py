@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from disco_accel.cli import main
-from disco_accel.execute import build_ext
-from disco_accel.native import ExtensionError
+from disco_accel.cli.main import main
+from disco_accel.native import extension
+from disco_accel.native.plain_library import ExtensionError
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def test_an_extension_that_cannot_be_built_is_a_problem_with_its_reason(
     def fail(*_: object) -> None:
         raise ExtensionError("no C++ compiler")
 
-    monkeypatch.setattr(build_ext, "build", fail)
+    monkeypatch.setattr(extension, "build", fail)
     assert main(["doctor"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert report["extension"] == {"built": False, "why": "no C++ compiler"}

@@ -12,8 +12,8 @@ from tests.observe import traced_step as small
 
 pytest.importorskip("matplotlib")
 
+from disco_accel.graph.taskgraph import Vertex, VertexKind
 from disco_accel.observe.plots import color_of, draw_step
-from disco_accel.taskgraph import Vertex, VertexKind
 
 
 def size_of(png: bytes) -> tuple[int, int]:

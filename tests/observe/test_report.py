@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from disco_accel.graphfile import read_memgraph
+from disco_accel.graph.files import read_memgraph
 from disco_accel.observe.report import budget_table, first_step_text, table, write_report
 from tests.observe import traced_step as small
 

@@ -8,8 +8,9 @@ import json
 import pytest
 
 from disco_accel.errors import BudgetTooSmall
-from disco_accel.graphfile import read_taskgraph
-from disco_accel.memgraph import Slot
+from disco_accel.graph.files import read_taskgraph
+from disco_accel.graph.memgraph import Slot
+from disco_accel.graph.taskgraph import Vertex, VertexKind
 from disco_accel.observe.timeline import (
     Content,
     chrome_trace,
@@ -21,8 +22,7 @@ from disco_accel.observe.timeline import (
 )
 from disco_accel.plan import make_plan
 from disco_accel.plan.summary import staying_bytes
-from disco_accel.taskgraph import Vertex, VertexKind
-from disco_accel.verify import verify
+from disco_accel.verify.static import verify
 from tests.observe import traced_step as small
 
 

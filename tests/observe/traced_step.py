@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from disco_accel.memgraph import MemGraph, Slot
-from disco_accel.taskgraph import Device, Vertex, VertexKind
+from disco_accel.graph.memgraph import MemGraph, Slot
+from disco_accel.graph.taskgraph import Device, Vertex, VertexKind
 
 W0, W1, A, L, B, C, SAVE, BACK, LOSS = range(9)
 

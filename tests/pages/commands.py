@@ -11,7 +11,7 @@ import re
 import shlex
 from pathlib import Path
 
-from disco_accel import cli
+from disco_accel.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 _ASSIGNMENT = re.compile(r"[A-Z_]+=\S*")
@@ -47,19 +47,19 @@ def targets() -> frozenset[str]:
 def _of_ours(command: str, words: list[str]) -> str | None:
     if not words:
         return None
-    known = {made.name: made for made in cli.COMMANDS}
+    known = {made.name: made for made in main.COMMANDS}
     if words[0] not in known:
         return f"{command}: no sub-command {words[0]}"
     if words[0] == "bench":
         names = [word for word in words[1:2] if re.fullmatch(r"[a-z]+", word)]
-        if names and names[0] not in cli.BENCHMARKS:
+        if names and names[0] not in main.BENCHMARKS:
             return f"{command}: no benchmark {names[0]}"
         return _of_module(command, f"benchmarks.{names[0]}", words[2:]) if names else None
     if known[words[0]].arguments is None:
         return None
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        cli.main([words[0], "--help"])
+        main.main([words[0], "--help"])
     missing = [option for option in _options(words) if option not in printed.getvalue()]
     return f"{command}: no option {missing[0]}" if missing else None
 

@@ -29,7 +29,7 @@ PRELOAD = (
     "disco_accel.recipes.prefill",
 )
 PROGRAMS = {
-    "disco-accel": ("disco_accel.cli", "main"),
+    "disco-accel": ("disco_accel.cli.main", "main"),
     "python": ("", ""),
 }
 _CLIENT = """#!{python} -IS

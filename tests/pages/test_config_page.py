@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from disco_accel.config import DiscoConfig
+from disco_accel.config.settings import DiscoConfig
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "config.md"
 KEYS = [field.name for field in dataclasses.fields(DiscoConfig)]

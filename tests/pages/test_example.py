@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from disco_accel.cli import main
-from disco_accel.graphfile import read_memgraph
-from disco_accel.memgraph import MemGraph
-from disco_accel.taskgraph import VertexKind
+from disco_accel.cli.main import main
+from disco_accel.graph.files import read_memgraph
+from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.taskgraph import VertexKind
 from tests.pages.blocks import blocks_of
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from disco_accel.config import DiscoConfig, split_yaml
+from disco_accel.config.settings import DiscoConfig, split_yaml
 from tests.pages import workspace
 from tests.pages.blocks import Block, blocks_of, fault, inline_commands
 from tests.pages.commands import command_fault, commands_of

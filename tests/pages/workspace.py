@@ -59,7 +59,7 @@ trainer.train()
 model.save_pretrained("out/trained")
 
 import sys
-if "disco_accel.integrate.plugin" in sys.modules:
+if "disco_accel.integrate.prepare" in sys.modules:
     from disco_accel import stats
     steps = {name: stats(model).get(name, 0) for name in ("steps_compiled", "steps_eager")}
     with open("planned.txt", "a") as file:

@@ -8,13 +8,14 @@ from dataclasses import replace
 import pytest
 
 from disco_accel.errors import PlanError, VerifyError
-from disco_accel.graphcheck import check_taskgraph
-from disco_accel.memgraph import Edge, MemGraph, Slot
+from disco_accel.graph.carried_values import carried_values, taskgraph_of
+from disco_accel.graph.check import check_taskgraph
+from disco_accel.graph.memgraph import Edge, MemGraph, Slot
+from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.plan import make_plan
-from disco_accel.plan.border import Border, border_of, carried_values, taskgraph_of
-from disco_accel.taskgraph import Ref, TaskGraph, Vertex, VertexKind
+from disco_accel.simulate.step_boundary import Border, border_of
 from disco_accel.testing.strategies import Shape, random_taskgraph, with_memory
-from disco_accel.verify import verify
+from disco_accel.verify.static import verify
 
 FAR = 1000
 """Added to the ids of the second step."""

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from disco_accel.errors import BudgetTooSmall
+from disco_accel.graph.carried_values import taskgraph_of
+from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
 from disco_accel.plan import make_plan
-from disco_accel.plan.border import taskgraph_of
 from disco_accel.plan.bound import bound_of
-from disco_accel.plan.simulate import Link, Machine, simulate
 from disco_accel.plan.summary import copied_bytes
-from disco_accel.taskgraph import Device, TaskGraph, Vertex, VertexKind
+from disco_accel.simulate.simulator import Link, Machine, simulate
 from disco_accel.testing.strategies import Shape, random_taskgraph, with_memory
 
 MACHINE = Machine(h2d=Link(1000.0, 0.0), d2h=Link(1000.0, 0.0))

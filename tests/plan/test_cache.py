@@ -15,15 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from disco_accel.graphfile import read_memgraph, read_taskgraph
-from disco_accel.memgraph import MemGraph
+from disco_accel.graph.files import read_memgraph, read_taskgraph
+from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.taskgraph import EnumArg, OpCall, TaskGraph
 from disco_accel.plan import Machine, make_plan
-from disco_accel.plan import cache as module
-from disco_accel.plan.cache import PlanCache, plan_fingerprint
+from disco_accel.plan import plan_cache as module
 from disco_accel.plan.cache_folder import MARKER
-from disco_accel.plan.simulate import Link
-from disco_accel.taskgraph import EnumArg, OpCall, TaskGraph
-from disco_accel.verify import verify
+from disco_accel.plan.plan_cache import PlanCache, plan_fingerprint
+from disco_accel.simulate.simulator import Link
+from disco_accel.verify.static import verify
 
 GRAPHS = Path(__file__).parent.parent / "data" / "graphs"
 ENVIRONMENT = {"torch": "2.13.0", "device": "cpu x86_64"}

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from disco_accel.execute.reference import run_reference
-from disco_accel.graphfile import read_taskgraph
-from disco_accel.memgraph import MemGraph
-from disco_accel.plan import cache as module
+from disco_accel.graph.files import read_taskgraph
+from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.plan import make_plan
-from disco_accel.plan.cache import PlanCache
-from disco_accel.taskgraph import TaskGraph, VertexKind
-from disco_accel.verify import verify
+from disco_accel.plan import plan_cache as module
+from disco_accel.plan.plan_cache import PlanCache
+from disco_accel.verify.adversary import run_reference
+from disco_accel.verify.static import verify
 
 GRAPHS = Path(__file__).parent.parent / "data" / "graphs"
 KEY = "5" * 64

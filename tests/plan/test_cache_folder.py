@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from disco_accel.graphfile import read_taskgraph
-from disco_accel.memgraph import MemGraph
-from disco_accel.plan import cache as module
+from disco_accel.graph.files import read_taskgraph
+from disco_accel.graph.memgraph import MemGraph
 from disco_accel.plan import cache_folder, make_plan
-from disco_accel.plan.cache import PlanCache
+from disco_accel.plan import plan_cache as module
 from disco_accel.plan.cache_folder import MARKER
+from disco_accel.plan.plan_cache import PlanCache
 
 GRAPHS = Path(__file__).parent.parent / "data" / "graphs"
 KEY = "5" * 64

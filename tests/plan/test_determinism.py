@@ -12,18 +12,18 @@ from pathlib import Path
 import pytest
 
 from disco_accel.errors import BudgetTooSmall
+from disco_accel.graph.taskgraph import TaskGraph, VertexKind
+from disco_accel.graph.taskgraph import with_memory as with_bytes
 from disco_accel.plan import make_plan
-from disco_accel.plan.needed import with_memory as with_bytes
-from disco_accel.taskgraph import TaskGraph, VertexKind
 from disco_accel.testing.lora_graph import LoraShape, lora_graph
 from disco_accel.testing.strategies import random_taskgraph, with_memory
 from disco_accel.testing.tensor_parallel import PrefillShape, tensor_parallel_prefill
-from disco_accel.verify import verify
+from disco_accel.verify.static import verify
 
 SCRIPT = """
 import hashlib, sys
 from pathlib import Path
-from disco_accel.graphfile import write_memgraph
+from disco_accel.graph.files import write_memgraph
 from disco_accel.plan import make_plan
 from disco_accel.testing.lora_graph import LoraShape, lora_graph
 from disco_accel.testing.tensor_parallel import PrefillShape, tensor_parallel_prefill

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from disco_accel.cli import main
-from disco_accel.config import DiscoConfig
+from disco_accel.cli.main import main
+from disco_accel.config.settings import DiscoConfig
 from disco_accel.errors import ConfigError
-from disco_accel.plan import resident
-from disco_accel.plan.evict import AUTO, POLICIES, Candidate, policy_named
+from disco_accel.plan.buildmemgraph import residents
+from disco_accel.plan.buildmemgraph.eviction import AUTO, POLICIES, Candidate, policy_named
 
 MIB = 1 << 20
 BASE = Candidate(size=MIB, born=10, last_use=20, next_use=60, now=40, clean=True)
@@ -65,7 +65,7 @@ def test_the_command_line_and_the_config_take_every_policy_and_they_differ(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the planner that evicts by policy, that is; who leaves it to the planner gets belady."""
-    monkeypatch.setattr(resident, "EFFORT", 0)
+    monkeypatch.setattr(residents, "EFFORT", 0)
     plans = {}
     for name in (*POLICIES, AUTO):
         assert DiscoConfig(policy=name, planner="build").without_effect == ""

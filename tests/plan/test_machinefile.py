@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from disco_accel.cli import main
+from disco_accel.cli.main import main
 from disco_accel.errors import ConfigError
-from disco_accel.plan.machinefile import read_machine
-from disco_accel.plan.simulate import Link
+from disco_accel.simulate.machine_file import read_machine
+from disco_accel.simulate.simulator import Link
 
 GRAPHS = Path(__file__).parent.parent / "data" / "graphs"
 

@@ -10,12 +10,12 @@ import pytest
 
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.plan import make_plan
-from disco_accel.plan import needed as needed_module
-from disco_accel.plan.needed import boundary, lowered, working_set
+from disco_accel.plan.buildmemgraph import min_memory as needed_module
+from disco_accel.plan.buildmemgraph.min_memory import boundary, lowered, working_set
 from disco_accel.testing.lora_graph import LoraShape, lora_graph
 from disco_accel.testing.strategies import random_taskgraph, with_memory
 from disco_accel.testing.tensor_parallel import PrefillShape, tensor_parallel_prefill
-from disco_accel.verify import verify
+from disco_accel.verify.static import verify
 
 
 def refusals(planner: str, seeds: range) -> Iterator[None]:

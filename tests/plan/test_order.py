@@ -7,18 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from disco_accel.execute.reference import run_reference
-from disco_accel.graphcheck import dependencies
+from disco_accel.graph.check import dependencies
+from disco_accel.graph.order import serial_order
+from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
 from disco_accel.plan import make_plan
-from disco_accel.plan.build import serial_order
-from disco_accel.plan.order import dispatched, hoist, live_peak, lower_order, sink
-from disco_accel.plan.sim_malloc import Infeasible
-from disco_accel.plan.simulate import Machine, simulate
-from disco_accel.plan.timed import build_timed
-from disco_accel.taskgraph import Device, TaskGraph, Vertex, VertexKind
+from disco_accel.plan.common.serial_orders import dispatched, hoist, live_peak, lower_order, sink
+from disco_accel.plan.infeasible import Infeasible
+from disco_accel.plan.timed.search import build_timed
+from disco_accel.simulate.simulator import Machine, simulate
 from disco_accel.testing.strategies import Shape, random_taskgraph, with_memory
 from disco_accel.testing.tensor_parallel import PrefillShape, tensor_parallel_prefill
-from disco_accel.verify import verify
+from disco_accel.verify.adversary import run_reference
+from disco_accel.verify.static import verify
 
 
 def _kernel(id: int, *inputs: int, size: int = 256) -> Vertex:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from disco_accel.plan import place as module
-from disco_accel.plan.place import CompiledPacking, Piece, SlowPacking, packing_of, place
+from disco_accel.plan.timed import packing as module
+from disco_accel.plan.timed.packing import CompiledPacking, Piece, SlowPacking, packing_of, place
 
 
 def random_pieces(seed: int, count: int = 120, ticks: int = 60) -> list[Piece]:

@@ -9,18 +9,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from disco_accel.errors import BudgetTooSmall
-from disco_accel.execute.reference import run_reference
-from disco_accel.memgraph import MemGraph
+from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.taskgraph import TaskGraph
+from disco_accel.graph.taskgraph import with_memory as sized
 from disco_accel.plan import make_plan
-from disco_accel.plan.build import build
-from disco_accel.plan.evict import POLICIES
-from disco_accel.plan.needed import with_memory as sized
-from disco_accel.plan.resident import Residents
-from disco_accel.plan.sim_malloc import Infeasible
-from disco_accel.plan.simulate import simulate
-from disco_accel.taskgraph import TaskGraph
+from disco_accel.plan.buildmemgraph.builder import build
+from disco_accel.plan.buildmemgraph.eviction import POLICIES
+from disco_accel.plan.buildmemgraph.residents import Residents
+from disco_accel.plan.infeasible import Infeasible
+from disco_accel.simulate.simulator import simulate
 from disco_accel.testing.strategies import Shape, random_taskgraph, taskgraphs, with_memory
-from disco_accel.verify import verify
+from disco_accel.verify.adversary import run_reference
+from disco_accel.verify.static import verify
 
 FACTORS = (1.0, 1.2, 1.5, 2.0, 3.0, 10.0)
 

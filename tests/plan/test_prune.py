@@ -10,10 +10,10 @@ from itertools import product
 
 import pytest
 
-from disco_accel.memgraph import Edge
-from disco_accel.plan import prune as module
-from disco_accel.plan.prune import prune
-from disco_accel.taskgraph import Vertex, VertexKind
+from disco_accel.graph.memgraph import Edge
+from disco_accel.graph.taskgraph import Vertex, VertexKind
+from disco_accel.plan.common import transitive_reduction as module
+from disco_accel.plan.common.transitive_reduction import prune
 from tests.test_verify_order import closure, random_predecessors
 
 GRAPHS = 150

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from disco_accel.errors import ConfigError
-from disco_accel.graphfile import read_taskgraph
+from disco_accel.graph.files import read_taskgraph
+from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.plan import make_plan
-from disco_accel.plan.evict import POLICIES
-from disco_accel.plan.simulate import Link, Machine, lower_bound, simulate
+from disco_accel.plan.buildmemgraph.eviction import POLICIES
 from disco_accel.plan.summary import copied_bytes, resident_bytes, summary
-from disco_accel.taskgraph import TaskGraph, VertexKind
+from disco_accel.simulate.simulator import Link, Machine, lower_bound, simulate
 from disco_accel.testing.lora_graph import LoraShape, lora_graph
-from disco_accel.verify import verify
+from disco_accel.verify.static import verify
 
 GRAPHS = Path(__file__).parent.parent / "data" / "graphs"
 SMALL_STEP = LoraShape(layers=8, hidden=1024, ffn=2816, vocabulary=4096, tokens=1024, flops=2e13)

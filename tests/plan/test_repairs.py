@@ -8,14 +8,15 @@ from collections import Counter
 import pytest
 
 from disco_accel.errors import BudgetTooSmall, VerifyError
-from disco_accel.plan.build import build
-from disco_accel.plan.evict import POLICIES, belady
-from disco_accel.plan.make import plan_build
-from disco_accel.plan.sim_malloc import Infeasible, Repairs
-from disco_accel.plan.simulate import Machine
-from disco_accel.taskgraph import Device, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
+from disco_accel.plan.buildmemgraph.builder import build
+from disco_accel.plan.buildmemgraph.eviction import POLICIES, belady
+from disco_accel.plan.buildmemgraph.sim_malloc import Repairs
+from disco_accel.plan.infeasible import Infeasible
+from disco_accel.plan.select import plan_build
+from disco_accel.simulate.simulator import Machine
 from disco_accel.testing.strategies import Shape, random_taskgraph, with_memory
-from disco_accel.verify import verify
+from disco_accel.verify.static import verify
 
 
 def faults(repairs: Repairs, seeds: range) -> Counter[str]:

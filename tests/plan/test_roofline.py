@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from disco_accel.plan.roofline import SPEEDS, estimate, flops, with_estimates
-from disco_accel.taskgraph import Device, OpCall, OpResult, TaskGraph, TensorArg, TensorSpec, Vertex, VertexKind
+from disco_accel.graph.taskgraph import Device, OpCall, OpResult, TaskGraph, TensorArg, TensorSpec, Vertex, VertexKind
+from disco_accel.simulate.roofline import SPEEDS, estimate, flops, with_estimates
 
 SPEED = SPEEDS["cuda"]
 

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 
 from disco_accel.errors import ConfigError, PlanError, Stalled
-from disco_accel.graphfile import memgraph_from_json, read_memgraph
-from disco_accel.memgraph import MemGraph
+from disco_accel.graph.carried_values import taskgraph_of
+from disco_accel.graph.files import memgraph_from_json, read_memgraph
+from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.plan import make_plan
-from disco_accel.plan.border import taskgraph_of
 from disco_accel.plan.bound import bound_of
-from disco_accel.plan.machine import Link, Machine
-from disco_accel.plan.machinefile import machine_from_json, read_machine
-from disco_accel.plan.simulate import DISPATCHES, Simulator, lower_bound, simulate
-from disco_accel.taskgraph import TaskGraph, VertexKind
+from disco_accel.simulate.machine import Link, Machine
+from disco_accel.simulate.machine_file import machine_from_json, read_machine
+from disco_accel.simulate.simulator import DISPATCHES, Simulator, lower_bound, simulate
 from disco_accel.testing.lora_graph import LoraShape, lora_graph
 from disco_accel.testing.strategies import Shape, random_taskgraph, with_memory
-from disco_accel.verify import verify
+from disco_accel.verify.static import verify
 
 GRAPHS = Path(__file__).parent.parent / "data" / "graphs"
 WORK_CONSERVING = ("priority", "fifo", "random")

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from disco_accel.plan.space import FreeSpace, Piece, Window
+from disco_accel.plan.common.device_copy import Piece
+from disco_accel.plan.common.free_list import FreeSpace, Window
 
 SIZE = 400
 

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 
 import pytest
 
-from disco_accel.execute.reference import run_reference
-from disco_accel.plan import timed
-from disco_accel.plan.demand import Profile
-from disco_accel.plan.machine import Machine
-from disco_accel.plan.stays import Stays
-from disco_accel.plan.timed import build_timed
+from disco_accel.plan.timed import search
+from disco_accel.plan.timed.live_ranges import Stays
+from disco_accel.plan.timed.requirements import Profile
+from disco_accel.plan.timed.search import build_timed
+from disco_accel.simulate.machine import Machine
 from disco_accel.testing.lora_graph import LoraShape, lora_graph
-from disco_accel.verify import verify
+from disco_accel.verify.adversary import run_reference
+from disco_accel.verify.static import verify
 
 
 def test_a_step_that_does_not_fit_as_drafted_fits_with_later_loads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,7 +34,7 @@ def test_a_step_that_does_not_fit_as_drafted_fits_with_later_loads(monkeypatch: 
         return over
 
     monkeypatch.setattr(Stays, "postpone", watched)
-    monkeypatch.setattr(timed, "EFFORT", 4_000)
+    monkeypatch.setattr(search, "EFFORT", 4_000)
     graph = lora_graph(shape, 220 << 20)
     plan = build_timed(graph, Machine(), cyclic=True)
     assert fitted, "the case has become too easy: find one whose draft does not fit"

@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 
 from disco_accel.errors import BudgetTooSmall
-from disco_accel.execute.reference import run_reference
-from disco_accel.graphfile import read_taskgraph
+from disco_accel.graph.files import read_taskgraph
+from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.plan import make_plan
 from disco_accel.plan.bound import bound_of
-from disco_accel.plan.demand import demand_of
-from disco_accel.plan.sim_malloc import Infeasible
-from disco_accel.plan.simulate import Link, Machine, simulate
-from disco_accel.plan.timed import build_timed
-from disco_accel.taskgraph import TaskGraph, VertexKind
+from disco_accel.plan.infeasible import Infeasible
+from disco_accel.plan.timed.requirements import demand_of
+from disco_accel.plan.timed.search import build_timed
+from disco_accel.simulate.simulator import Link, Machine, simulate
 from disco_accel.testing.lora_graph import LoraShape, lora_graph, prefill_graph
 from disco_accel.testing.strategies import Shape, random_taskgraph, with_memory
-from disco_accel.verify import verify
+from disco_accel.verify.adversary import run_reference
+from disco_accel.verify.static import verify
 
 GRAPHS = Path(__file__).parent.parent / "data" / "graphs"
 FACTORS = (1.0, 1.2, 1.5, 2.0, 3.0, 10.0)

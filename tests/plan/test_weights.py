@@ -12,11 +12,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from disco_accel.errors import ConfigError, VerifyError
-from disco_accel.plan.weights import Gap, Instance, Layer, select, without_idlers
-from disco_accel.plan.weights_judge import check_schedule
-from disco_accel.plan.weights_milp import lower_bound
-from disco_accel.plan.weights_schedule import Copy, Schedule, best_schedule
-from disco_accel.plan.weights_solve import solve
+from disco_accel.plan.beaumont.judge import check_schedule
+from disco_accel.plan.beaumont.milp import lower_bound
+from disco_accel.plan.beaumont.schedule import Copy, Schedule, best_schedule
+from disco_accel.plan.beaumont.selection import Gap, Instance, Layer, select, without_idlers
+from disco_accel.plan.beaumont.solve import solve
 
 MIB = float(1 << 20)
 BANDWIDTH = 12000 * MIB

@@ -7,17 +7,16 @@ from dataclasses import replace
 import pytest
 
 from disco_accel.errors import ConfigError, PlanError
-from disco_accel.plan.build import build
-from disco_accel.plan.demand import demand_of
-from disco_accel.plan.evict import belady
-from disco_accel.plan.needed import with_memory
-from disco_accel.plan.simulate import Machine, simulate
-from disco_accel.plan.weights import Gap, select, without_idlers
-from disco_accel.plan.weights_graph import Chain, chain_of, residents_of
-from disco_accel.plan.weights_solve import solve
-from disco_accel.taskgraph import Device, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind, with_memory
+from disco_accel.plan.beaumont.chain import Chain, chain_of, residents_of
+from disco_accel.plan.beaumont.selection import Gap, select, without_idlers
+from disco_accel.plan.beaumont.solve import solve
+from disco_accel.plan.buildmemgraph.builder import build
+from disco_accel.plan.buildmemgraph.eviction import belady
+from disco_accel.plan.timed.requirements import demand_of
+from disco_accel.simulate.simulator import Machine, simulate
 from disco_accel.testing.lora_graph import LoraShape, lora_graph, prefill_graph
-from disco_accel.verify import verify
+from disco_accel.verify.static import verify
 
 MIB = 1 << 20
 SHAPE = LoraShape(layers=6, hidden=1024, ffn=2816, vocabulary=4096, tokens=256, flops=2e13)

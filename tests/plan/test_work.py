@@ -10,17 +10,18 @@ from pathlib import Path
 import pytest
 
 from disco_accel.errors import BudgetTooSmall
-from disco_accel.graphfile import read_taskgraph
-from disco_accel.plan import make_plan, resident
-from disco_accel.plan import needed as needed_module
-from disco_accel.plan import work as module
-from disco_accel.plan.needed import working_set
-from disco_accel.plan.simulate import simulate
+from disco_accel.graph.files import read_taskgraph
+from disco_accel.graph.taskgraph import TaskGraph
+from disco_accel.plan import make_plan
+from disco_accel.plan import search_work as module
+from disco_accel.plan.buildmemgraph import min_memory as needed_module
+from disco_accel.plan.buildmemgraph import residents
+from disco_accel.plan.buildmemgraph.min_memory import working_set
+from disco_accel.plan.search_work import Work, enough
 from disco_accel.plan.summary import cut_short
-from disco_accel.plan.work import Work, enough
-from disco_accel.taskgraph import TaskGraph
+from disco_accel.simulate.simulator import simulate
 from disco_accel.testing.lora_graph import LoraShape, lora_graph
-from disco_accel.verify import verify
+from disco_accel.verify.static import verify
 
 GRAPH = Path(__file__).parent.parent / "data" / "graphs" / "lora_small.taskgraph.json"
 TIGHT = 80 << 20
@@ -36,7 +37,7 @@ def graph() -> TaskGraph:
 @pytest.fixture(autouse=True)
 def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """BUILDMEMGRAPH's own search, which is bounded by vertices, is kept short."""
-    monkeypatch.setattr(resident, "EFFORT", 2000)
+    monkeypatch.setattr(residents, "EFFORT", 2000)
 
 
 def noisy(graph: TaskGraph, seed: int) -> TaskGraph:

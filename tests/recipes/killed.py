@@ -26,7 +26,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-import disco_accel.integrate.plugin  # noqa: F401, or each run would import it
+import disco_accel.integrate.prepare  # noqa: F401, or each run would import it
 from disco_accel.recipes.lora import main as run_recipe
 from disco_accel.recipes.metrics import METRICS_NAME
 from disco_accel.recipes.saving import STAGING

@@ -11,8 +11,8 @@ from transformers.models.llama import modeling_llama  # noqa: F401  (what its im
 from transformers.utils.logging import disable_progress_bar
 
 from disco_accel import DiscoConfig, prepare
-from disco_accel.execute.build_ext import load_extension
-from disco_accel.integrate.weights import load_into_arena
+from disco_accel.integrate.hf.checkpoint import load_into_arena
+from disco_accel.native.extension import load_extension
 from disco_accel.recipes.loading import add_adapter
 from disco_accel.recipes.settings import parse_recipe
 

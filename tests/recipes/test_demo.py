@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks import demo
 from benchmarks.compare import compare_runs, same_bits
-from benchmarks.demo import BudgetRun
-from benchmarks.demo_report import first_comparison, limits, print_report, ratios
+from benchmarks.demo_report import BudgetRun, first_comparison, limits, print_report, ratios
 
 MIB = 1 << 20
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from benchmarks.make_checkpoint import Shape, write_checkpoint
 from disco_accel import DiscoConfig, prepare, restore
 from disco_accel.errors import ConfigError
-from disco_accel.integrate.weights import load_into_arena
+from disco_accel.integrate.hf.checkpoint import load_into_arena
 from disco_accel.recipes.loading import load_model
 from disco_accel.recipes.settings import parse_recipe
 

@@ -13,14 +13,14 @@ import torch
 
 from disco_accel import DiscoConfig, prepare
 from disco_accel.capture.step import capture_step
-from disco_accel.cli import main
+from disco_accel.cli.main import main
 from disco_accel.errors import BudgetTooSmall
-from disco_accel.integrate.compiled import with_memory
-from disco_accel.integrate.hf import hf_contexts
-from disco_accel.integrate.scratch import with_scratch
+from disco_accel.integrate.hf.tracing import hf_contexts
+from disco_accel.measure.estimated_scratch import with_scratch
 from disco_accel.plan import make_plan
 from disco_accel.recipes.lora import main as train
 from disco_accel.recipes.outline import Outline
+from disco_accel.step.compile import with_memory
 from disco_accel.testing.models import TEN_FAMILIES, family_lora, random_batch
 
 KINDS = list(itertools.product((torch.float32, torch.bfloat16), (False, True)))
@@ -82,9 +82,9 @@ def test_what_only_a_gpu_can_tell_is_said(
 
 
 def test_ops_too_large_to_be_tried_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    from disco_accel.integrate import scratch
+    from disco_accel.measure import estimated_scratch
 
-    monkeypatch.setattr(scratch, "_LARGEST", 6000)
+    monkeypatch.setattr(estimated_scratch, "_LARGEST", 6000)
     model, batch = family_lora("llama", **one_layer("llama")), random_batch(length=20)
     graph = capture_step(model, batch, contexts=hf_contexts(model, batch)).graph
     found = with_scratch(graph, device="cpu")

@@ -12,8 +12,8 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from disco_accel.cli import main
-from disco_accel.graphfile import read_taskgraph
+from disco_accel.cli.main import main
+from disco_accel.graph.files import read_taskgraph
 from disco_accel.recipes.loading import load_model
 from disco_accel.recipes.settings import parse_recipe
 

@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from disco_accel import DiscoConfig, prepare, stats
-from disco_accel.cli import main
+from disco_accel.cli.main import main
 from disco_accel.errors import ConfigError, SelfCheckFailed
-from disco_accel.integrate import self_check
-from disco_accel.selfcheck import command, first_use, identity, keep, run
+from disco_accel.selfcheck import command, first_use, identity, outcome_files, self_check
 from disco_accel.selfcheck.outcome import Difference, Outcome
 from disco_accel.selfcheck.subject import Subject, make_subject
+from disco_accel.step import device_check
 from disco_accel.testing.models import random_batch, tiny_lora
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +41,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def passed() -> Outcome:
     """Of a real check of the host device."""
-    outcome = run.check(CPU, link_bytes=1 << 20)
+    outcome = self_check.check(CPU, link_bytes=1 << 20)
     assert outcome.passed, outcome.differences
     return outcome
 
@@ -53,19 +53,19 @@ def checks(monkeypatch: pytest.MonkeyPatch, passed: Outcome) -> list[torch.devic
 
     def counting(device: torch.device, *_: Any) -> Outcome:
         seen.append(device)
-        return replace(passed, identity=run.identity_of(device))
+        return replace(passed, identity=self_check.identity_of(device))
 
-    monkeypatch.setattr(run, "check", counting)
-    monkeypatch.setattr(self_check, "CHECKED", ("cpu", "cuda"))
-    monkeypatch.setattr(self_check, "LINK_BYTES", 1 << 20)
+    monkeypatch.setattr(self_check, "check", counting)
+    monkeypatch.setattr(device_check, "CHECKED", ("cpu", "cuda"))
+    monkeypatch.setattr(device_check, "LINK_BYTES", 1 << 20)
     return seen
 
 
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device on which a weight arrives with a flipped bit, and which is really checked."""
-    monkeypatch.setattr(self_check, "CHECKED", ("cpu", "cuda"))
-    monkeypatch.setattr(self_check, "LINK_BYTES", 1 << 20)
+    monkeypatch.setattr(device_check, "CHECKED", ("cpu", "cuda"))
+    monkeypatch.setattr(device_check, "LINK_BYTES", 1 << 20)
 
     def corrupted(device: torch.device, **options: Any) -> Subject:
         subject = make_subject(device, **options)
@@ -94,7 +94,7 @@ def step(folder: Path | None, **changes: Any) -> tuple[Any, torch.Tensor]:
 
 def use(folder: Path | None, **changes: Any) -> None:
     """What making a plan begins with."""
-    self_check.require_self_check(CPU, config(folder, **changes), 64 << 20)
+    device_check.require_self_check(CPU, config(folder, **changes), 64 << 20)
 
 
 def files(folder: Path) -> list[Path]:
@@ -119,9 +119,9 @@ def test_the_host_device_is_not_checked_and_off_is_off(tmp_path: Path, monkeypat
     def never(*_: Any) -> None:
         raise AssertionError("checked")
 
-    monkeypatch.setattr(run, "check", never)
+    monkeypatch.setattr(self_check, "check", never)
     use(tmp_path)
-    monkeypatch.setattr(self_check, "CHECKED", ("cpu",))
+    monkeypatch.setattr(device_check, "CHECKED", ("cpu",))
     use(tmp_path, self_check="off")
     with pytest.raises(AssertionError, match="checked"):
         use(tmp_path)
@@ -141,7 +141,7 @@ def test_what_changes_between_check_and_use_asks_for_another(
     """Another driver or PyTorch, another card behind the same number, other sources: each has an answer of its own."""
     use(tmp_path)
     real = identity.identity_of
-    for module in (first_use, run):
+    for module in (first_use, self_check):
         monkeypatch.setattr(module, "identity_of", lambda device: {**real(device), changed: "another"})
     another_process(monkeypatch)
     use(tmp_path)
@@ -163,7 +163,7 @@ def test_a_folder_that_was_removed_or_renamed_for_another_device_asks_for_a_chec
     assert len(checks) == 2
     (kept,) = files(tmp_path)
     real = identity.identity_of
-    for module in (first_use, run):
+    for module in (first_use, self_check):
         monkeypatch.setattr(module, "identity_of", lambda device: {**real(device), "uuid": "of another machine"})
     other = kept.with_name(identity.key_of(first_use.identity_of(CPU)) + ".json")
     other.write_bytes(content)
@@ -175,7 +175,7 @@ def test_a_folder_that_was_removed_or_renamed_for_another_device_asks_for_a_chec
 
 def test_any_flipped_bit_makes_the_file_as_good_as_absent(tmp_path: Path) -> None:
     outcome = Outcome({"device": "a device"}, figures={"link": {"h2d": 2.5e10}}, seconds=1.5)
-    kept, key = keep.Kept(tmp_path), identity.key_of(outcome.identity)
+    kept, key = outcome_files.Kept(tmp_path), identity.key_of(outcome.identity)
     assert kept.store(key, outcome) and kept.passed(key)
     path = kept.path(key)
     sound = path.read_bytes()
@@ -184,7 +184,7 @@ def test_any_flipped_bit_makes_the_file_as_good_as_absent(tmp_path: Path) -> Non
         damaged[position] ^= 1 << position % 8
         path.write_bytes(damaged)
         assert not kept.passed(key), f"byte {position} is {damaged[position : position + 1]!r}"
-    for short in (b"", sound[:-1], sound + b"\n", b"[]", b"{}", b"\xff", b"1" * (keep.MOST_BYTES + 1)):
+    for short in (b"", sound[:-1], sound + b"\n", b"[]", b"{}", b"\xff", b"1" * (outcome_files.MOST_BYTES + 1)):
         path.write_bytes(short)
         assert not kept.passed(key)
     path.write_bytes(sound)
@@ -193,7 +193,7 @@ def test_any_flipped_bit_makes_the_file_as_good_as_absent(tmp_path: Path) -> Non
 
 def test_a_file_that_others_can_write_or_that_is_a_link_does_not_count(tmp_path: Path) -> None:
     outcome = Outcome({"device": "a device"})
-    kept, key = keep.Kept(tmp_path), identity.key_of(outcome.identity)
+    kept, key = outcome_files.Kept(tmp_path), identity.key_of(outcome.identity)
     kept.store(key, outcome)
     path = kept.path(key)
     path.chmod(0o666)
@@ -281,7 +281,7 @@ def test_processes_that_check_at_the_same_time_do_not_hurt_each_other(tmp_path: 
         out, errors = process.communicate(timeout=500)
         assert process.returncode == 0 and out == "passed\n" and "checked again" not in errors, errors
     (kept,) = files(tmp_path)
-    assert keep.Kept(tmp_path).passed(kept.stem)
+    assert outcome_files.Kept(tmp_path).passed(kept.stem)
 
 
 def test_doctor_checks_again_and_ends_with_1_where_that_fails(

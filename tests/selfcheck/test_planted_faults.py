@@ -11,13 +11,13 @@ import torch
 
 from disco_accel.errors import ExecutionError
 from disco_accel.execute.executor import EngineOptions, Executor
-from disco_accel.memgraph import MemGraph
-from disco_accel.selfcheck import orders, run
+from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.taskgraph import VertexKind
+from disco_accel.selfcheck import orders, self_check
 from disco_accel.selfcheck.outcome import Outcome
-from disco_accel.selfcheck.run import check
+from disco_accel.selfcheck.self_check import check
 from disco_accel.selfcheck.subject import Subject, make_subject
 from disco_accel.selfcheck.trial import Trial
-from disco_accel.taskgraph import VertexKind
 
 CPU = torch.device("cpu")
 LINK = 1 << 20
@@ -100,7 +100,7 @@ def test_an_op_with_another_result_is_found(subject: Subject) -> None:
 def test_a_copy_that_loses_a_byte_is_found(monkeypatch: pytest.MonkeyPatch, subject: Subject) -> None:
     """The link's own part: what comes back from the device is compared byte by byte."""
     rate = "disco_accel.selfcheck.link._rate"
-    real = run.link.__globals__["_rate"]
+    real = self_check.link.__globals__["_rate"]
 
     def losing(copy: Callable[[], Any], nbytes: int, wait: Callable[[], None]) -> float:
         measured: float = real(copy, nbytes, wait)

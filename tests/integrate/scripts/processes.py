@@ -20,7 +20,7 @@ from transformers import Trainer, TrainingArguments, default_data_collator
 
 from disco_accel import stats
 from disco_accel.errors import ConfigError
-from disco_accel.integrate.distributed import at_home, check_same, stay_home
+from disco_accel.step.distributed import at_home, check_same, stay_home
 from disco_accel.testing.models import random_batch, tiny_lora
 
 STEPS, ACCUMULATE = 2, 2

@@ -80,7 +80,7 @@ raw_model, trainer_model = make_model(), make_model()
 result = {"arguments": sys.argv[1:], "steps": STEPS}
 result |= {"raw": raw_loop(raw_model), "trainer": with_trainer(trainer_model)}
 result |= {"adapters": [digest(raw_model), digest(trainer_model)]}
-if "disco_accel.integrate.plugin" in sys.modules:
+if "disco_accel.integrate.prepare" in sys.modules:
     from disco_accel import stats
 
     result["planned_steps"] = [stats(m)["steps_compiled"] for m in (raw_model, trainer_model)]

@@ -1,0 +1,52 @@
+"""A captured step as data: its graph, what its inputs hold, what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from disco_accel.graph.taskgraph import Ref, TaskGraph, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class InputBinding:
+    """What INPUT ``vertex`` holds. ``source``: frozen, buffer, trainable, batch, tangent, outside or constant.
+
+    ``name``: the parameter's or buffer's as in ``model.named_parameters()``, the batch key (dotted inside
+    containers), the output whose tangent it is or that is written there, or a key of ``CapturedStep.constants``.
+    ``spec`` has offset 0: the vertex's bytes start at the tensor's first element.
+    """
+
+    vertex: int
+    source: str
+    name: str
+    spec: TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ValueBinding:
+    """An output or the gradient of the trainable parameter ``name``: value ``ref`` seen through ``spec``."""
+
+    name: str
+    ref: Ref
+    spec: TensorSpec
+
+
+@dataclass(frozen=True)
+class CapturedStep:
+    """A step as a graph. ``constants``: the live tensors behind the INPUTs whose source is ``constant``.
+
+    A forward alone has neither ``gradients`` nor a late input. In a training step the first ``differentiated`` of
+    ``outputs`` are. A trainable parameter that they do not reach has no entry in ``gradients``: eager leaves it None.
+    ``bare``: the model returns the first output itself, not something that has it as a field.
+    """
+
+    graph: TaskGraph
+    bindings: tuple[InputBinding, ...]
+    outputs: tuple[ValueBinding, ...]
+    gradients: tuple[ValueBinding, ...]
+    constants: Mapping[str, torch.Tensor]
+    bare: bool = False
+    differentiated: int = 1

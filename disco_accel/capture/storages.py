@@ -1,0 +1,50 @@
+"""Which tensors of a trace share a storage.
+
+The identity of the fake storage decides, never an op's schema: ``_unsafe_view`` claims a new tensor but
+aliases, and in-place ops look like views of themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from disco_accel.errors import CaptureError
+from disco_accel.graph.taskgraph import TensorSpec
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """The same number for two live tensors exactly when they share a storage."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def storage_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the whole storage behind ``tensor``."""
+    return int(tensor.untyped_storage().nbytes())
+
+
+def tensor_spec(tensor: torch.Tensor) -> TensorSpec:
+    """How ``tensor`` lies in its storage.
+
+    Raises:
+        CaptureError: a lazy conjugate or negation, which no layout describes.
+    """
+    if tensor.is_conj() or tensor.is_neg():
+        raise CaptureError("a lazily conjugated or negated tensor cannot be captured; call .resolve_conj() on it")
+    return TensorSpec(
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        shape=tuple(int(n) for n in tensor.shape),
+        stride=tuple(int(n) for n in tensor.stride()),
+        offset=int(tensor.storage_offset()),
+    )
+
+
+def tensors_of(value: Any) -> list[torch.Tensor | None]:
+    """The tensors that an op returned, in order; ``None`` for each undefined one."""
+    if isinstance(value, torch.Tensor) or value is None:
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [tensor for item in value for tensor in tensors_of(item)]
+    return []

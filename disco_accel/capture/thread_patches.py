@@ -1,0 +1,63 @@
+"""What a capture changes outside of itself, each for the capturing thread alone.
+
+Other threads train, evaluate and draw meanwhile, and must notice nothing. A new change goes into this table and into
+tests/integrate/test_other_threads.py.
+
+| what | where | other threads |
+| --- | --- | --- |
+| mask functions of transformers | integrate/hf/tracing.py | get the original: ``patched`` |
+| checkpoint function of modules | integrate/hf/tracing.py | get the original: ``patched`` |
+| ``fx.Graph.create_node`` | capture/trace_log.py | get the original: ``patched`` |
+| ``torch.manual_seed`` and its kin | capture/rng.py | get the original: ``patched``; the generator is never set |
+| ``Tensor.tolist``, ``Tensor.numpy`` | capture/constants.py | get the original: ``patched`` |
+| global module hooks | capture/trace_log.py | do nothing for modules of other models |
+| twins in the place of parameters and buffers | capture/step.py | its modules wait: trace_log.py, capture_lock.py |
+| fake kernel of ``_grouped_mm`` | capture/fake_kernels.py | fall through to torch's own rule |
+| cuDNN's attention switched off | capture/attention.py | ``patched``; off for all, during each call of the capture's |
+| messages of torch's fake tensors | capture/fake_kernels.py | are logged: a filter that asks for the thread |
+| grad mode, autocast, dispatch modes, autograd's threads | capture/step.py | thread-local in PyTorch |
+| draws of random ops that are measured | measure/record.py | the generator is put back after each such op |
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def patched(
+    owner: Any,
+    name: str,
+    make: Callable[[Callable[..., Any]], Callable[..., Any]],
+    elsewhere: Callable[[], None] = lambda: None,
+) -> Iterator[None]:
+    """``owner.name`` replaced by ``make(original)`` for this thread; ``elsewhere`` is told of another one's calls.
+
+    Where somebody else has replaced it meanwhile, that stays; what they put back later only passes calls on.
+    """
+    original = getattr(owner, name)
+    ours, thread = make(original), threading.get_ident()
+    active = True
+
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        if active and threading.get_ident() == thread:
+            return ours(*args, **kwargs)
+        elsewhere()
+        return original(*args, **kwargs)
+
+    chosen = functools.update_wrapper(chosen, original) if hasattr(original, "__name__") else chosen
+    own = name in vars(owner)
+    setattr(owner, name, chosen)
+    try:
+        yield
+    finally:
+        active = False
+        if vars(owner).get(name) is chosen:
+            if own:
+                setattr(owner, name, original)
+            else:
+                delattr(owner, name)

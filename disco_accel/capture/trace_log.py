@@ -1,0 +1,241 @@
+"""What tracing alone cannot see: which phase and layer, and which module, each traced op belongs to.
+
+A ``TraceLog`` is active while a step is traced. Every node of the trace gets a ``NodeInfo``; ``checkpointed``
+runs a segment under non-reentrant activation checkpointing and marks its forward, its recomputation and the
+backward that starts at its output.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from disco_accel.capture.thread_patches import patched
+from disco_accel.errors import CaptureError
+
+FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
+_INFO_KEY = "disco_accel"
+
+
+# Autograd rounds these gradients otherwise for a tensor without values than for one with.
+_OTHER_FORMULA = frozenset(("ProdBackward0", "ProdBackward1", "CumprodBackward0"))
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """``phase`` is "" outside checkpointed segments; ``layer`` counts those segments in forward order.
+
+    ``in_backward``: issued while autograd ran a backward.
+    """
+
+    phase: str = ""
+    layer: int = -1
+    module: str = ""
+    in_backward: bool = False
+
+
+@dataclass
+class TraceLog:
+    """State of one trace. ``output_grads`` keeps the gradient of each checkpointed segment's outputs, by layer.
+
+    ``redrawn``: segments whose recomputation draws new random numbers (``preserve_rng_state=False``). ``nested``:
+    segments inside other segments.
+    """
+
+    module_names: Mapping[int, str]
+    modules: list[str] = field(default_factory=list)
+    phase: str = ""
+    layer: int = -1
+    layers: int = 0
+    output_grads: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    layer_modules: dict[int, str] = field(default_factory=dict)
+    redrawn: set[int] = field(default_factory=set)
+    nested: set[int] = field(default_factory=set)
+    by_sequence: dict[int, str] = field(default_factory=dict)
+    formulas: dict[str, str] = field(default_factory=dict)
+    """Autograd nodes of ``_OTHER_FORMULA`` that ran, with the module of each."""
+    around: Any = field(default_factory=torch._C._current_autograd_node)
+    """The node whose backward a trace was started from, which is none of its own."""
+
+    @property
+    def module(self) -> str:
+        """Dotted path of the module that is running."""
+        return self.modules[-1] if self.modules else ""
+
+    def info(self) -> NodeInfo:
+        """What to note on a node created now."""
+        return NodeInfo(self.phase, self.layer, self._issuer(), self._node() is not None)
+
+    def _node(self) -> Any:
+        node = torch._C._current_autograd_node()
+        return None if node is self.around else node
+
+    def _issuer(self) -> str:
+        node = self._node()
+        if node is None:
+            # Autograd numbers its nodes in the order they are made, and makes an op's node just before the op runs.
+            self.by_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, self.module)
+            return self.module
+        issuer = self.module or self.by_sequence.get(node._sequence_nr()) or self.layer_modules.get(self.layer, "")
+        if node.name() in _OTHER_FORMULA:
+            self.formulas.setdefault(node.name(), issuer)
+        return issuer
+
+
+_active = threading.local()
+
+
+def active_log() -> TraceLog | None:
+    """The log of the trace that this thread runs, if any."""
+    log: TraceLog | None = getattr(_active, "log", None)
+    return log
+
+
+def node_info(node: fx.Node) -> NodeInfo:
+    """What was noted on ``node`` when it was traced."""
+    info: NodeInfo = node.meta.get(_INFO_KEY, NodeInfo())
+    return info
+
+
+@contextmanager
+def logging_trace(model: torch.nn.Module) -> Iterator[TraceLog]:
+    """Note phase, layer and module on every FX node that this thread creates inside."""
+    log = TraceLog({id(module): name for name, module in model.named_modules()})
+
+    def noting(create_node: Callable[..., fx.Node]) -> Callable[..., fx.Node]:
+        def create_noted(graph: fx.Graph, *args: Any, **kwargs: Any) -> fx.Node:
+            node = create_node(graph, *args, **kwargs)
+            node.meta[_INFO_KEY] = log.info()
+            return node
+
+        return create_noted
+
+    with ExitStack() as stack:
+        for handle in (
+            register_module_forward_pre_hook(_enter_module),
+            register_module_forward_hook(_leave_module),
+        ):
+            stack.callback(handle.remove)
+        stack.enter_context(patched(fx.Graph, "create_node", noting))
+        _active.log = log
+        stack.callback(setattr, _active, "log", None)
+        turn = _Turn(frozenset(log.module_names))
+        _turns.append(turn)
+        stack.callback(turn.end)
+        yield log
+
+
+class _Turn:
+    """The time in which the modules of a model hold twins, by the identities of those modules."""
+
+    def __init__(self, modules: frozenset[int]) -> None:
+        self.modules = modules
+        self.over = threading.Event()
+
+    def end(self) -> None:
+        """Let the threads go on that wait for it."""
+        _turns.remove(self)
+        self.over.set()
+
+
+_turns: list[_Turn] = []
+
+
+def _enter_module(module: torch.nn.Module, _args: Any) -> None:
+    log = active_log()
+    if log is not None:
+        log.modules.append(log.module_names.get(id(module), log.module))
+        return
+    # Another thread runs a module that is being captured: until that is over there are no weights in it.
+    for turn in tuple(_turns):
+        if id(module) in turn.modules:
+            turn.over.wait()
+
+
+def _leave_module(_module: torch.nn.Module, _args: Any, _output: Any) -> None:
+    # Not called when the module raised: the stack then still names it, which is what the error needs.
+    log = active_log()
+    if log is not None and log.modules:
+        log.modules.pop()
+
+
+class _Tag(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sets phase and layer. A dispatch mode in type alone, since torch takes nothing else as context under tracing."""
+
+    def __init__(self, log: TraceLog, phase: str, layer: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._log = log
+        self._tag = (phase, layer)
+        self._before: list[tuple[str, int, list[str]]] = []
+
+    def __enter__(self) -> _Tag:
+        log = self._log
+        self._before.append((log.phase, log.layer, list(log.modules)))
+        log.phase, log.layer = self._tag
+        return self
+
+    def __exit__(self, kind: Any, _value: Any, _traceback: Any) -> None:
+        # Recomputation ends by an exception, so modules that it entered were never left.
+        phase, layer, modules = self._before.pop()
+        if self._tag[0] == RECOMPUTE or kind is None:
+            self._log.phase, self._log.layer, self._log.modules = phase, layer, modules
+
+
+def checkpointed(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Run a segment as ``torch.utils.checkpoint.checkpoint(use_reentrant=False)`` does, marking its three phases.
+
+    ``options`` are the keyword arguments of the user's own checkpoint function and of the segment. Outside a
+    trace it is plain checkpointing.
+
+    Raises:
+        CaptureError: ``use_reentrant=True`` (also torch's default when it is left out).
+    """
+    if options.pop("use_reentrant", None) is not False:
+        raise CaptureError(
+            "use_reentrant: activation checkpointing with use_reentrant=True cannot be captured; "
+            'pass gradient_checkpointing_kwargs={"use_reentrant": False}'
+        )
+    log = active_log()
+    if log is None:
+        return checkpoint(function, *args, use_reentrant=False, **options)
+    layer = log.layers
+    log.layers += 1
+    log.layer_modules[layer] = log.module
+    options.pop("context_fn", None)
+    if not options.get("preserve_rng_state", True):
+        log.redrawn.add(layer)
+    if log.phase in (FORWARD, RECOMPUTE):
+        log.nested.add(layer)
+    # The capture itself pairs what draws with its replay; saving generator states would only break tracing.
+    options["preserve_rng_state"] = False
+    tags = (_Tag(log, FORWARD, layer), _Tag(log, RECOMPUTE, layer))
+    output = checkpoint(function, *args, use_reentrant=False, context_fn=lambda: tags, **options)
+    for tensor in _tensors(output):
+        if tensor.requires_grad:
+            tensor.register_hook(_mark_backward(log, layer))  # type: ignore[no-untyped-call]
+    return output
+
+
+def _mark_backward(log: TraceLog, layer: int) -> Callable[[torch.Tensor], None]:
+    def mark(grad: torch.Tensor) -> None:
+        log.phase, log.layer = BACKWARD, layer
+        log.output_grads.setdefault(layer, []).append(grad)
+
+    return mark
+
+
+def _tensors(output: Any) -> list[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        return [output]
+    if isinstance(output, (tuple, list)):
+        return [tensor for item in output for tensor in _tensors(item)]
+    return []

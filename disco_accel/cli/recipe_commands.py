@@ -1,0 +1,210 @@
+"""Commands about recipes and weights: ``weights``, ``capture`` and ``plan`` run nothing, ``prefill`` does."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from disco_accel.errors import BudgetTooSmall, ConfigError
+
+if TYPE_CHECKING:
+    from disco_accel.config.settings import DiscoConfig
+    from disco_accel.graph.taskgraph import TaskGraph
+
+
+def weights_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``weights``."""
+    parser.add_argument("instance", metavar="INSTANCE.json", help="memory, bandwidth, a0 and layers")
+    parser.add_argument("--milp", metavar="SECONDS", default="30", help="time for the lower bound (default: 30)")
+
+
+def weights(options: argparse.Namespace) -> int:
+    """Which layers' weights leave the device, how long the step takes, and how long it must take at least."""
+    from disco_accel.plan.beaumont.instance_file import read_instance
+    from disco_accel.plan.beaumont.solve import solve
+
+    seconds = _seconds("--milp", options.milp)
+    print(json.dumps(solve(read_instance(options.instance), seconds).as_dict()))
+    return 0
+
+
+def _seconds(option: str, text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not (0 <= seconds < math.inf):
+        raise ConfigError(f"{option}: {text!r} does not work; give seconds, 0 or more")
+    return seconds
+
+
+def prefill_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``prefill``."""
+    parser.add_argument("recipe", metavar="RECIPE.yaml", help="model, prompts and disco_config")
+    parser.add_argument("--memory", metavar="SIZE", help="the budget, such as 12GiB (default: the recipe's)")
+
+
+def prefill(options: argparse.Namespace) -> int:
+    """Read each prompt of a recipe within its budget; one JSON line each."""
+    from disco_accel.recipes.prefill import run
+
+    return run(options.recipe, options.memory)
+
+
+def capture_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``capture``."""
+    _recipe_arguments(parser)
+    parser.add_argument("-o", "--output", metavar="TASK.json", required=True, help="where the task graph goes")
+
+
+def plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``plan``."""
+    _recipe_arguments(parser)
+    parser.add_argument("--memory", metavar="SIZE", help="the budget, such as 12GiB (default: the recipe's)")
+    plan_seconds_argument(parser)
+    parser.add_argument("-o", "--output", metavar="DIR", help="folder for the plan, its figures and pictures")
+
+
+def plan_seconds_argument(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--plan-seconds``."""
+    works = "seconds after which the best plan so far is taken, or auto: work enough for the graph (default: auto)"
+    parser.add_argument("--plan-seconds", metavar="SECONDS", help=works)
+
+
+def deadline(options: argparse.Namespace, default: float | None = None) -> float | None:
+    """What ``--plan-seconds`` says; None for auto. Raises ConfigError."""
+    from disco_accel.config.keys import seconds_or_auto
+
+    if options.plan_seconds is None:
+        return default
+    try:
+        seconds = seconds_or_auto(options.plan_seconds)
+    except ValueError as error:
+        raise ConfigError(f"--plan-seconds: {options.plan_seconds!r} does not work; {error}") from None
+    return None if isinstance(seconds, str) else seconds
+
+
+def say(line: str) -> None:
+    """Tell the user something beside the result, if there is anything to tell."""
+    if line:
+        print(f"disco-accel: {line}", file=sys.stderr)
+
+
+def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "recipe", metavar="RECIPE.yaml", help="a training or a prefill; of the model only its config is read"
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="whose speed is estimated: cuda is an A100 behind PCIe 4",
+    )
+
+
+def capture(options: argparse.Namespace) -> int:
+    """Write the task graph of a recipe's training step, with estimated durations."""
+    from disco_accel.graph.files import write_taskgraph
+
+    graph, found, _ = _captured(options)
+    try:
+        write_taskgraph(graph, options.output)
+    except OSError as error:
+        raise ConfigError(f"{options.output}: cannot be written: {error.strerror}") from None
+    kernels = len(graph.ops)
+    seconds = sum(v.duration or 0.0 for v in graph.vertices)
+    frozen = sum(v.sizes[0] for v in graph.vertices if v.clean)
+    adapters = found.budget(0).adapters
+    print(json.dumps({"kernels": kernels, "compute_seconds": seconds, "frozen_bytes": frozen, "adapters": adapters}))
+    return 0
+
+
+def plan(options: argparse.Namespace) -> int:
+    """Say whether a recipe's training step fits its budget, what stays on the device, and how long it takes."""
+    from dataclasses import replace
+
+    from disco_accel.measure.estimated_scratch import with_scratch
+    from disco_accel.observe.forecast import forecast, forecast_text, write_forecast
+    from disco_accel.plan import make_plan
+    from disco_accel.plan.search_work import Work
+    from disco_accel.plan.summary import cut_short
+    from disco_accel.simulate.roofline import SPEEDS
+    from disco_accel.step.compile import with_memory
+    from disco_accel.verify.static import verify
+
+    graph, found, config = _captured(options)
+    machine = _machine(options.device, config)
+    scratched = with_scratch(graph, device=options.device, compute_threads=config.compute_threads)
+    budget = found.budget(_memory(options, config), scratched.workspaces, rounds=options.device != "cpu")
+    graph = with_memory(scratched.graph, max(budget.arena, graph.devices[0].alignment))
+    for line in (config.without_effect, scratched.why):
+        say(line)
+    work = Work(deadline(options, config.deadline))
+    asked = {"policy": config.policy, "planner": config.planner, "machine": machine}
+    unknown = {"without_scratch_of": scratched.unknown}
+    try:
+        made = make_plan(graph, cyclic=True, work=work, **asked)
+    except BudgetTooSmall as error:
+        needed = budget.total_for(error.needed)
+        print(json.dumps({"fits": False, "budget_bytes": budget.total, "needed_bytes": needed} | unknown))
+        raise BudgetTooSmall(needed, budget.total, "memory_budget: the step") from None
+    verify(graph, made)
+    if work.cut:
+        say(cut_short(graph, made, work, machine))
+    result = forecast(graph, made, machine, budget.as_dict(), found.names, SPEEDS[options.device].name)
+    result = replace(result, figures={**result.figures, **unknown, "cut_short": work.cut})
+    print(json.dumps(result.figures))
+    # The same for people, who may have sent the line of JSON elsewhere.
+    print(forecast_text(result.figures), end="", file=sys.stderr)
+    if options.output is not None:
+        write_forecast(options.output, result)
+    return 0
+
+
+def _captured(options: argparse.Namespace) -> tuple[TaskGraph, Any, DiscoConfig]:
+    """The recipe's step with estimated durations, its outline, and its ``disco_config``."""
+    from disco_accel.config.settings import DiscoConfig
+    from disco_accel.recipes.outline import outline
+    from disco_accel.recipes.settings import read_any_recipe
+    from disco_accel.simulate.roofline import SPEEDS, with_estimates
+
+    # transformers warns about its own calls from inside PEFT; nobody here can act on that.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+    recipe = read_any_recipe(options.recipe)
+    config = DiscoConfig.from_env(DiscoConfig.from_dict(recipe.disco_config or {}))
+    found = outline(recipe)
+    return with_estimates(found.captured.graph, SPEEDS[options.device]), found, config
+
+
+def _machine(device: str, config: DiscoConfig) -> Any:
+    """The device's links, or the throttled one that the recipe asks for."""
+    from disco_accel.plan import Machine
+    from disco_accel.simulate.roofline import SPEEDS
+    from disco_accel.simulate.simulator import Link
+
+    if device == "cuda" or config.link_bandwidth is None:
+        return SPEEDS[device].machine
+    link = Link(float(config.link_bandwidth), config.link_latency)
+    return Machine(h2d=link, d2h=link)
+
+
+def _memory(options: argparse.Namespace, config: DiscoConfig) -> int:
+    """The budget in bytes. A size is taken as it is: this machine need not be the one that trains."""
+    from dataclasses import replace
+
+    from disco_accel.sizes import parse_size
+
+    if options.memory is not None:
+        return parse_size(options.memory)
+    if isinstance(config.memory_budget, int):
+        return config.memory_budget
+    try:
+        return replace(config, device=options.device, link_bandwidth=None, link_latency=0.0).resolve().memory_budget
+    except ConfigError as error:
+        raise ConfigError(
+            f"memory_budget: {config.memory_budget} of a device that is not here; give --memory"
+        ) from error

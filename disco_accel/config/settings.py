@@ -1,0 +1,440 @@
+"""DiscoConfig: what a user can set, where it comes from, and what is wrong with it.
+
+The only reader of YAML files and of environment variables in this package. No torch is imported until
+``DiscoConfig.resolve`` asks what the machine has, and no YAML parser until a file is read, because this module is
+loaded whenever torch is (see ``integrate/launch/import_hook.py``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from disco_accel.config.keys import PARSERS, unused_policy
+from disco_accel.errors import ConfigError
+
+logger = logging.getLogger("disco_accel")
+
+SECTION = "disco_config"
+CONFIG_FILE_VARIABLE = "DISCO_CONFIG_FILE"
+DS_CONFIG_VARIABLE = "DISCO_DS_CONFIG"
+LAUNCHER_VARIABLE = "DISCO_LAUNCHER"
+AUTOLOAD_VARIABLE = "DISCO_AUTOLOAD"
+
+_OTHER_VARIABLES = (CONFIG_FILE_VARIABLE, DS_CONFIG_VARIABLE, LAUNCHER_VARIABLE, AUTOLOAD_VARIABLE, "DISCO_BUILD_EXT")
+_PREFIX = "DISCO_"
+_MOST_NODES = 1 << 20
+"""Of a YAML file, aliases expanded; a file of 1 MiB without any has no more."""
+_GENERATIONS = 4
+_AUTO_SHARE = {"cpu": 0.5, "cuda": 0.9}
+_LOCAL_PROCESSES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
+"""As torchrun, DeepSpeed's launcher and two MPIs call the number of processes on this machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a config comes to on this machine: ``device`` is cpu or cuda, sizes in bytes, bandwidth in bytes/s."""
+
+    device: str
+    memory_budget: int
+    host_memory: int
+    link_bandwidth: float | None
+    link_latency: float
+
+
+@dataclass(frozen=True)
+class DiscoConfig:
+    """The keys of the ``disco_config`` section. Values are checked and normalised when an instance is made.
+
+    Sizes are bytes (int) once parsed; ``memory_budget`` and ``host_memory`` may stay ``"auto"`` or ``"80%"`` until
+    ``resolve``. ``plan_seconds``: the time that a search for a plan may take; ``auto``: an amount of work that depends
+    on the graph alone. ``link_bandwidth`` (bytes/s) and ``link_latency`` (seconds) apply to the host device only.
+
+    Raises:
+        ConfigError: a value has the wrong type or is out of range; the message names the key and what works.
+    """
+
+    memory_budget: int | str = "auto"
+    host_memory: int | str = "auto"
+    planner: str = "timed"
+    policy: str = "auto"
+    plan_seconds: float | str = "auto"
+    lookahead: int = 2
+    buckets: str | tuple[int, ...] = "auto"
+    plan_cache: str | None = "~/.cache/disco_accel"
+    on_unsupported: str = "error"
+    device: str = "auto"
+    link_bandwidth: float | str | None = None
+    link_latency: float = 0.0
+    compute_threads: int | None = None
+    dispatch: str = "priority"
+    self_check: str = "auto"
+    verify_steps: int = 0
+    report_dir: str | None = None
+    quiet: bool = False
+    enabled: bool = True
+
+    def __post_init__(self) -> None:
+        for key, parse in PARSERS.items():
+            given = getattr(self, key)
+            try:
+                object.__setattr__(self, key, parse(given))
+            except ValueError as error:
+                raise ConfigError(f"{key}: {given!r} does not work; {error}") from error
+
+    @classmethod
+    def from_dict(cls, section: Mapping[str, Any], where: str = SECTION) -> DiscoConfig:
+        """A config from the keys of a ``disco_config`` section.
+
+        Raises:
+            ConfigError: an unknown key (with the nearest known one) or a wrong value; ``where`` leads the message.
+        """
+        if not isinstance(section, Mapping):
+            raise ConfigError(f"{where}: expected keys and values, got {section!r}")
+        for key in section:
+            if key not in PARSERS:
+                raise ConfigError(f"{where}: unknown key {str(key)!r}{_nearest(str(key), PARSERS)}")
+        try:
+            return cls(**section)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
+
+    @classmethod
+    def from_yaml(cls, path: str | os.PathLike[str]) -> DiscoConfig:
+        """The ``disco_config`` section of an accelerate or recipe YAML; the file may also be that section alone.
+
+        Raises:
+            ConfigError: the file is missing or malformed, has no such section, or a key of it is wrong.
+        """
+        _, config = split_yaml(path)
+        if config is None:
+            raise ConfigError(f"{path}: no {SECTION} section; add one with at least memory_budget")
+        return config
+
+    @classmethod
+    def from_deepspeed(cls, source: str | os.PathLike[str] | Mapping[str, Any]) -> DiscoConfig:
+        """The config that stands in for the offloading of a DeepSpeed config (path of its JSON file, or its content).
+
+        A ``disco_config`` object in it is ours and may set any key. What is planned instead of being done by DeepSpeed
+        is logged, a line for each.
+
+        Raises:
+            ConfigError: the file is malformed, or a key of it asks for what cannot be planned (ZenFlow, SuperOffload,
+                DeepCompile, weights on NVMe, ...).
+        """
+        from disco_accel.config.deepspeed_keys import migrate, read_ds_config
+
+        where = "DeepSpeed config" if isinstance(source, Mapping) else str(source)
+        migration = migrate(source if isinstance(source, Mapping) else read_ds_config(source), where)
+        for line in migration.planned:
+            logger.warning("%s", line)
+        return cls.from_dict(migration.section, f"{where}: {SECTION}")
+
+    @classmethod
+    def from_env(cls, base: DiscoConfig | None = None, environ: Mapping[str, str] | None = None) -> DiscoConfig:
+        """``base`` (default: all defaults) with each ``DISCO_<KEY>`` variable put over it.
+
+        Values are written as in YAML: ``DISCO_MEMORY_BUDGET=12GiB``, ``DISCO_BUCKETS='[256, 512]'``. Variables that
+        are far from any known name are not ours and are ignored.
+
+        Raises:
+            ConfigError: a variable is misspelt or its value is wrong.
+        """
+        environ = os.environ if environ is None else environ
+        known = {_PREFIX + key.upper(): key for key in PARSERS}
+        changes: dict[str, Any] = {}
+        for name in sorted(environ):
+            if name in known:
+                try:
+                    value = _parse_yaml(environ[name], name)
+                    changes[known[name]] = value
+                    cls(**{known[name]: value})
+                except ConfigError as error:
+                    raise ConfigError(f"environment variable {name}: {error}") from error
+            elif name.startswith(_PREFIX) and name not in _OTHER_VARIABLES:
+                hint = _nearest(name, [*known, *_OTHER_VARIABLES], cutoff=0.85)
+                if hint:
+                    raise ConfigError(f"environment variable {name} is unknown{hint}")
+        return dataclasses.replace(base or cls(), **changes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All keys with their normalised values, ready for JSON."""
+        return {
+            field.name: list(value) if isinstance(value := getattr(self, field.name), tuple) else value
+            for field in dataclasses.fields(self)
+        }
+
+    @property
+    def deadline(self) -> float | None:
+        """``plan_seconds`` as a number; None for ``auto``."""
+        return None if isinstance(self.plan_seconds, str) else self.plan_seconds
+
+    @property
+    def without_effect(self) -> str:
+        """One line for the user if a key is set that the planner does not look at, else ""."""
+        return unused_policy(self.planner, self.policy)
+
+    def resolve(self) -> Settings:
+        """The values that depend on the machine.
+
+        ``auto`` is half of the RAM on the host device (the weights share it) and nine tenths of a CUDA device. Each
+        process has a budget of its own: ``auto`` and shares of the RAM are divided by the processes on this machine.
+
+        Raises:
+            ConfigError: the device is not there, or a size is larger than the machine, its other processes counted.
+        """
+        device = _resolve_device(self.device)
+        bandwidth = self.link_bandwidth
+        assert not isinstance(bandwidth, str)
+        if device == "cuda" and (bandwidth is not None or self.link_latency):
+            raise ConfigError("link_bandwidth and link_latency throttle the host device only; leave them out on cuda")
+        return Settings(
+            device=device,
+            memory_budget=_resolve_size(
+                "memory_budget", self.memory_budget, _device_memory(device), device, _AUTO_SHARE[device]
+            ),
+            host_memory=_resolve_size("host_memory", self.host_memory, host_memory_bytes(), "cpu", 1.0),
+            link_bandwidth=bandwidth,
+            link_latency=self.link_latency,
+        )
+
+
+def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The keys and values of a YAML (or JSON) file; nothing in it can run code, and no key may appear twice.
+
+    Raises:
+        ConfigError: the file is missing, larger than 1 MiB, not UTF-8, malformed, or not a mapping of names.
+    """
+    file = Path(path)
+    try:
+        if file.stat().st_size > 1 << 20:
+            raise ConfigError(f"{path}: larger than 1 MiB, which no config is")
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"{path}: cannot be read: {reason}") from error
+    content = _parse_yaml(text, str(path))
+    if content is None:
+        raise ConfigError(f"{path}: the file is empty")
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ConfigError(f"{path}: expected lines of the form key: value")
+    return content
+
+
+def split_yaml(path: str | os.PathLike[str]) -> tuple[dict[str, Any], DiscoConfig | None]:
+    """What is not ours in a YAML file, and our section of it (None if it has none).
+
+    A file without a ``disco_config`` key whose keys are ours is taken as the section itself.
+
+    Raises:
+        ConfigError: as ``read_yaml`` and ``DiscoConfig.from_dict``; a section name that is nearly ours; keys of ours
+            outside the section.
+    """
+    content = read_yaml(path)
+    ours = [key for key in content if key in PARSERS]
+    if SECTION in content:
+        rest = {key: value for key, value in content.items() if key != SECTION}
+        # Recipes have keys of their own, of which none is ours.
+        if ours:
+            raise ConfigError(f"{path}: {ours[0]!r} belongs under {SECTION}")
+        return rest, DiscoConfig.from_dict(content[SECTION], f"{path}: {SECTION}")
+    if ours and "distributed_type" not in content:
+        return {}, DiscoConfig.from_dict(content, str(path))
+    for key in content:
+        if key.startswith("disco") or _nearest(key, [SECTION], cutoff=0.8):
+            raise ConfigError(f"{path}: unknown key {key!r}; did you mean {SECTION!r}?")
+    if ours:
+        raise ConfigError(f"{path}: {ours[0]!r} belongs under {SECTION}")
+    return content, None
+
+
+def host_memory_bytes() -> int:
+    """RAM that this process may use: the machine's, or its control group's limit where that is lower."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit_file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            limit = Path(limit_file).read_text(encoding="ascii").strip()
+        except OSError:
+            continue
+        if limit.isdigit():
+            total = min(total, int(limit))
+    return total
+
+
+def door_config_file() -> str | None:
+    """The YAML file that a launcher left for this process, or None."""
+    return os.environ.get(CONFIG_FILE_VARIABLE) or None
+
+
+def set_door_config_file(path: str | os.PathLike[str]) -> None:
+    """Make this process and its children train under the ``disco_config`` of ``path``."""
+    os.environ[CONFIG_FILE_VARIABLE] = str(Path(path).resolve())
+    os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
+
+
+def ds_config_file() -> str | None:
+    """The DeepSpeed config that a launcher was given, whose offloading this process's plans replace; or None."""
+    return os.environ.get(DS_CONFIG_VARIABLE) or None
+
+
+def set_ds_config_file(path: str | os.PathLike[str]) -> None:
+    """Make this process and its children plan what the DeepSpeed config in ``path`` would offload."""
+    os.environ[DS_CONFIG_VARIABLE] = str(Path(path).resolve())
+    os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
+
+
+def launched() -> bool:
+    """Whether one of our launchers started this process."""
+    return door_config_file() is not None or ds_config_file() is not None
+
+
+def inherited_file_gone() -> str | None:
+    """The launcher's file where it is gone and this process is not of that launch, but inherited its environment."""
+    path = door_config_file() or ds_config_file()
+    if path is None or os.path.exists(path) or os.environ.get(LAUNCHER_VARIABLE) in _ancestors():
+        return None
+    return path
+
+
+def _ancestors() -> list[str]:
+    """This process, its parent, and so on: DeepSpeed's launcher puts two between accelerate's and a script."""
+    line = [str(os.getpid()), str(os.getppid())]
+    while len(line) < _GENERATIONS:
+        try:
+            # The name, in parentheses, may hold anything; state and parent follow it.
+            line.append(Path(f"/proc/{line[-1]}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+        except (OSError, IndexError):
+            break
+    return line
+
+
+def door_config() -> DiscoConfig:
+    """The launcher's config file, else what its DeepSpeed config comes to, with environment overrides.
+
+    Raises:
+        ConfigError: as ``from_yaml``, ``from_deepspeed`` and ``from_env``; or no launcher set a file.
+    """
+    path, ds_path = door_config_file(), ds_config_file()
+    if path is not None:
+        return DiscoConfig.from_env(DiscoConfig.from_yaml(path))
+    if ds_path is not None:
+        from disco_accel.config.deepspeed_keys import migrate, read_ds_config
+
+        # The launcher has said what is planned instead.
+        section = migrate(read_ds_config(ds_path), ds_path).section
+        return DiscoConfig.from_env(DiscoConfig.from_dict(section, f"{ds_path}: {SECTION}"))
+    raise ConfigError(f"environment variable {CONFIG_FILE_VARIABLE} names no config file")
+
+
+def local_processes() -> int:
+    """Processes of this run on this machine, as its launcher says; 1 without a launcher."""
+    for name in _LOCAL_PROCESSES:
+        given = os.environ.get(name, "")
+        if given.isdigit() and int(given) > 0:
+            return int(given)
+    return 1
+
+
+def process_rank() -> int:
+    """This process's number in its run, as its launcher says; 0 without a launcher."""
+    given = os.environ.get("RANK", "")
+    return int(given) if given.isdigit() else 0
+
+
+def autoload_wanted() -> bool:
+    """Whether importing torch may install our import hook."""
+    return os.environ.get(AUTOLOAD_VARIABLE, "1") != "0"
+
+
+def _nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _parse_yaml(text: str, where: str) -> Any:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """Safe, and refuses a key that appears twice, of which YAML would keep the last without a word."""
+
+    def mapping(loader: Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen and isinstance(key, yaml.ScalarNode):
+                raise ConfigError(f"{where}: line {key.start_mark.line + 1}: key {key.value!r} appears twice")
+            if isinstance(key, yaml.ScalarNode):
+                seen.add(key.value)
+        loader.flatten_mapping(node)
+        return loader.construct_mapping(node, deep=True)
+
+    def expanded(node: yaml.Node | None, sizes: dict[int, int]) -> int:
+        """Nodes below and with ``node``, each alias counted as what it stands for."""
+        if not isinstance(node, yaml.CollectionNode):
+            return 1
+        if id(node) not in sizes:
+            sizes[id(node)] = _MOST_NODES  # what holds itself has no end
+            parts = node.value if isinstance(node, yaml.SequenceNode) else [n for pair in node.value for n in pair]
+            sizes[id(node)] = 1 + sum(expanded(part, sizes) for part in parts)
+        return sizes[id(node)]
+
+    Loader.add_constructor("tag:yaml.org,2002:map", mapping)
+    try:
+        loader = Loader(text)
+        try:
+            root = loader.get_single_node()
+            if expanded(root, {}) >= _MOST_NODES:
+                raise ConfigError(f"{where}: aliases (*name) make it larger than {_MOST_NODES} entries; write less")
+            return None if root is None else loader.construct_document(root)
+        finally:
+            loader.dispose()
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f"line {mark.line + 1}: " if mark is not None else ""
+        raise ConfigError(f"{where}: {line}not valid YAML: {getattr(error, 'problem', None) or error}") from error
+    except (RecursionError, ValueError, TypeError) as error:
+        raise ConfigError(f"{where}: not valid YAML: {error}") from error
+
+
+def _resolve_device(device: str) -> str:
+    if device == "cpu":
+        return device
+    import torch
+
+    there = torch.cuda.is_available()
+    if device == "cuda" and not there:
+        raise ConfigError("device: 'cuda' does not work here, torch sees no CUDA device; use cpu or auto")
+    # accelerate's launcher tells its children in this way that the user asked for the CPU.
+    on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+    return "cuda" if there and not (device == "auto" and on_cpu) else "cpu"
+
+
+def _device_memory(device: str) -> int:
+    if device == "cpu":
+        return host_memory_bytes()
+    import torch
+
+    return int(torch.cuda.mem_get_info()[1])
+
+
+def _resolve_size(key: str, value: int | str, total: int, device: str, auto_share: float) -> int:
+    from disco_accel.sizes import format_size
+
+    processes = local_processes() if device == "cpu" else 1
+    if value == "auto":
+        return int(total * auto_share) // processes
+    if isinstance(value, str):
+        return int(total * float(value.removesuffix("%")) / 100) // processes
+    if value * processes > total:
+        each = f" for each of {processes} processes" if processes > 1 else ""
+        raise ConfigError(
+            f"{key}: {format_size(value)}{each} is larger than the machine: {device} has {format_size(total)}; "
+            f"use at most {format_size(total // processes) if processes > 1 else 'that'}, a share such as 80%, or auto"
+        )
+    return value

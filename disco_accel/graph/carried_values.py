@@ -1,0 +1,47 @@
+"""From a plan back to its task graph: which value each copy holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from disco_accel.errors import PlanError
+from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.taskgraph import Ref, TaskGraph, VertexKind
+
+_COPIES = (VertexKind.OFFLOAD, VertexKind.RELOAD)
+
+
+def carried_values(plan: MemGraph) -> dict[Ref, Ref]:
+    """Return for each value of ``plan``, copies included, the task graph's value that it holds.
+
+    Raises PlanError naming a vertex if copies only copy each other.
+    """
+    by_id = {vertex.id: vertex for vertex in plan.vertices}
+    carried: dict[Ref, Ref] = {}
+    for vertex in plan.vertices:
+        for k in range(len(vertex.sizes)):
+            path = [(vertex.id, k)]
+            passed = set(path)
+            while path[-1] not in carried and by_id[path[-1][0]].kind in _COPIES:
+                source = by_id[path[-1][0]].inputs[0]
+                if source in passed:
+                    raise PlanError(f"vertex {source[0]} copies what is made of its own copy")
+                path.append(source)
+                passed.add(source)
+            value = carried.get(path[-1], path[-1])
+            carried.update(dict.fromkeys(path, value))
+    return carried
+
+
+def taskgraph_of(plan: MemGraph) -> TaskGraph:
+    """Return the task graph that ``plan`` plans: without copies, every vertex reading the values themselves."""
+    carried = carried_values(plan)
+    copies = {vertex.id for vertex in plan.vertices if vertex.kind in _COPIES}
+    vertices = []
+    for v in plan.vertices:
+        if v.id not in copies:
+            inputs = tuple(carried[ref] for ref in v.inputs)
+            after = tuple(other for other in v.after if other not in copies)
+            same = inputs == v.inputs and after == v.after
+            vertices.append(v if same else replace(v, inputs=inputs, after=after))
+    return TaskGraph(plan.name, plan.devices, tuple(vertices))

@@ -1,0 +1,217 @@
+"""What makes a TaskGraph meaningful: the rules a file must obey and a captured graph obeys by construction."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+
+from disco_accel.errors import GraphFileError
+from disco_accel.graph.memgraph import Edge
+from disco_accel.graph.strict_json import plain
+from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
+
+_INPUT_ONLY = ("clean", "late", "external")
+
+
+def dependencies(vertex: Vertex) -> list[int]:
+    """Ids of the vertices that ``vertex`` waits for: producers of its inputs, then ``after``, each once, in order."""
+    return list(dict.fromkeys([producer for producer, _ in vertex.inputs] + list(vertex.after)))
+
+
+def stable_topological_order(vertices: Sequence[Vertex], edges: Iterable[Edge] = ()) -> list[Vertex] | None:
+    """Return ``vertices`` so that each follows what it depends on, moving none without need; None if there is a cycle.
+
+    The result is the first topological order in terms of the given positions, so an order that is already
+    topological comes back unchanged. ``edges`` are further pairs of ids; all ids must exist.
+    """
+    position = {vertex.id: index for index, vertex in enumerate(vertices)}
+    successors: list[list[int]] = [[] for _ in vertices]
+    waiting = [0] * len(vertices)
+    pairs = [(dep, vertex.id) for vertex in vertices for dep in dependencies(vertex)]
+    for before, then in [*pairs, *edges]:
+        successors[position[before]].append(position[then])
+        waiting[position[then]] += 1
+    ready = [index for index, count in enumerate(waiting) if count == 0]
+    order: list[Vertex] = []
+    while ready:
+        index = heapq.heappop(ready)
+        order.append(vertices[index])
+        for successor in successors[index]:
+            waiting[successor] -= 1
+            if waiting[successor] == 0:
+                heapq.heappush(ready, successor)
+    return order if len(order) == len(vertices) else None
+
+
+def after_gate(vertices: Sequence[Vertex], edges: Iterable[Edge] = ()) -> set[int]:
+    """Ids of ``late`` inputs and of all that comes after one, by value, ``after`` or ``edges``.
+
+    ``vertices`` must be in a topological order of all of these.
+    """
+    predecessors: dict[int, list[int]] = {}
+    for before, then in edges:
+        predecessors.setdefault(then, []).append(before)
+    behind: set[int] = set()
+    for vertex in vertices:
+        if (
+            vertex.late
+            or any(p in behind for p in dependencies(vertex))
+            or any(p in behind for p in predecessors.get(vertex.id, ()))
+        ):
+            behind.add(vertex.id)
+    return behind
+
+
+def _fail(vertex: Vertex, key: str, message: str) -> GraphFileError:
+    return GraphFileError(f"{called(vertex)}: {key}: {message}")
+
+
+def called(vertex: Vertex) -> str:
+    """Return how messages call ``vertex``."""
+    return f"vertex {vertex.id} ({plain(vertex.op) or vertex.kind.name.lower()})"
+
+
+def _some(ids: set[int]) -> str:
+    return ", ".join(map(str, sorted(ids)[:8])) + (", ..." if len(ids) > 8 else "")
+
+
+def check_taskgraph(graph: TaskGraph) -> TaskGraph:
+    """Return ``graph`` with its vertices in a topological order, or raise GraphFileError naming vertex and key."""
+    devices = {device.id for device in graph.devices}
+    by_id: dict[int, Vertex] = {}
+    for vertex in graph.vertices:
+        if vertex.id in by_id:
+            raise _fail(vertex, "id", "used by two vertices")
+        by_id[vertex.id] = vertex
+    for vertex in graph.vertices:
+        if vertex.device not in devices:
+            raise _fail(vertex, "device", f"{vertex.device} is not one of the devices {_some(devices)}")
+        if vertex.kind in (VertexKind.OFFLOAD, VertexKind.RELOAD):
+            raise _fail(vertex, "kind", f"{vertex.kind.name.lower()} belongs to a memgraph, not to a taskgraph")
+        _check_references(vertex, by_id)
+        _check_flags(vertex)
+        _check_inplace(vertex, by_id)
+    order = stable_topological_order(graph.vertices)
+    if order is None:
+        raise GraphFileError(f"inputs/after: the vertices depend on each other in a cycle: {_some_cycle(graph)}")
+    behind = after_gate(order)
+    for vertex in order:
+        if vertex.out and vertex.id in behind:
+            raise _fail(vertex, "out", "depends on a late input, which arrives only after every out vertex")
+    return TaskGraph(graph.name, graph.devices, tuple(order), graph.ops)
+
+
+def _check_references(vertex: Vertex, by_id: dict[int, Vertex]) -> None:
+    for position, (producer, output) in enumerate(vertex.inputs):
+        source = by_id.get(producer)
+        if source is None:
+            raise _fail(vertex, f"inputs[{position}]", f"there is no vertex {producer}")
+        if producer == vertex.id:
+            raise _fail(vertex, f"inputs[{position}]", "a vertex cannot read its own output")
+        if not 0 <= output < len(source.sizes):
+            raise _fail(vertex, f"inputs[{position}]", f"vertex {producer} has no output {output}")
+        if vertex.kind is VertexKind.KERNEL and source.device != vertex.device:
+            raise _fail(
+                vertex, f"inputs[{position}]", f"vertex {producer} lives on device {source.device}: add a transfer"
+            )
+    for other in vertex.after:
+        if other not in by_id:
+            raise _fail(vertex, "after", f"there is no vertex {other}")
+        if other == vertex.id:
+            raise _fail(vertex, "after", "a vertex cannot wait for itself")
+    if vertex.kind is VertexKind.TRANSFER:
+        if len(vertex.inputs) != 1 or len(vertex.sizes) != 1:
+            raise _fail(vertex, "inputs", "a transfer copies exactly one value into one output")
+        producer, output = vertex.inputs[0]
+        if vertex.sizes[0] > by_id[producer].sizes[output]:
+            raise _fail(vertex, "size", "a transfer cannot be larger than its source")
+
+
+def _check_flags(vertex: Vertex) -> None:
+    if vertex.kind is not VertexKind.INPUT:
+        for key in _INPUT_ONLY:
+            if getattr(vertex, key):
+                raise _fail(vertex, key, "only an input can be so marked")
+        return
+    if vertex.inputs or vertex.after:
+        raise _fail(
+            vertex, "inputs" if vertex.inputs else "after", "an input exists before the step and waits for nothing"
+        )
+    if len(vertex.sizes) != 1:
+        raise _fail(vertex, "outputs", "an input has exactly one output")
+    if vertex.late and vertex.clean:
+        raise _fail(vertex, "late", "a value that the host holds from the start (clean) cannot arrive late")
+    if vertex.late and vertex.out:
+        raise _fail(vertex, "late", "a late input arrives only after every out vertex, so it cannot be one")
+
+
+def _check_inplace(vertex: Vertex, by_id: dict[int, Vertex]) -> None:
+    for position in vertex.may_inplace:
+        if not 0 <= position < len(vertex.inputs):
+            raise _fail(vertex, "may_inplace", f"there is no input position {position}")
+    if vertex.inplace is None:
+        return
+    if vertex.kind is not VertexKind.KERNEL:
+        raise _fail(vertex, "inplace", "only a kernel can write over its input")
+    if not 0 <= vertex.inplace < len(vertex.inputs):
+        raise _fail(vertex, "inplace", f"there is no input position {vertex.inplace}")
+    producer, output = vertex.inputs[vertex.inplace]
+    source = by_id[producer]
+    if vertex.sizes[0] > source.sizes[output]:
+        raise _fail(
+            vertex, "inplace", f"output 0 is larger than the value of vertex {producer} it must be written over"
+        )
+    if source.external:
+        raise _fail(vertex, "inplace", f"vertex {producer} is external: its memory is not the plan's to overwrite")
+
+
+def _some_cycle(graph: TaskGraph) -> str:
+    """Name the vertices of one cycle, at most eight of them."""
+    by_id = {vertex.id: vertex for vertex in graph.vertices}
+    readers: dict[int, list[int]] = {vertex.id: [] for vertex in graph.vertices}
+    waiting = {vertex.id: len(dependencies(vertex)) for vertex in graph.vertices}
+    for vertex in graph.vertices:
+        for dep in dependencies(vertex):
+            readers[dep].append(vertex.id)
+    done = [vertex for vertex, count in waiting.items() if not count]
+    for vertex_id in done:
+        for reader in readers[vertex_id]:
+            waiting[reader] -= 1
+            if not waiting[reader]:
+                done.append(reader)
+    alive = set(by_id).difference(done)
+    # What is left depends on something that is left, so walking that way comes round.
+    walk, place = [min(alive)], {min(alive): 0}
+    while True:
+        following = min(dep for dep in dependencies(by_id[walk[-1]]) if dep in alive)
+        if following in place:
+            break
+        place[following] = len(walk)
+        walk.append(following)
+    cycle = [*walk[place[following] :], following][::-1]
+    return " -> ".join(map(str, cycle[:8])) + (" -> ..." if len(cycle) > 8 else "")
+
+
+def largest_need(graph: TaskGraph, device: int) -> tuple[int, Vertex | None]:
+    """Return the most bytes that one vertex needs on ``device`` by itself, and the vertex.
+
+    Inputs and outputs together, rounded up to the alignment; output 0 costs nothing where it may lie on an input.
+    """
+    unit = next(each.alignment for each in graph.devices if each.id == device)
+    by_id = {vertex.id: vertex for vertex in graph.vertices}
+    most, culprit = 0, None
+    for vertex in graph.vertices:
+        sizes = {}
+        for producer, output in vertex.inputs:
+            source = by_id[producer]
+            if source.device == device and not source.external:
+                sizes[producer, output] = source.sizes[output]
+        over = (*vertex.may_inplace, *(() if vertex.inplace is None else (vertex.inplace,)))
+        reuses = any(vertex.inputs[position] in sizes for position in over)
+        # A clean input that nobody reads stays on the host.
+        if vertex.device == device and not vertex.external and not vertex.clean:
+            sizes |= {(vertex.id, k): size for k, size in enumerate(vertex.sizes) if k or not reuses}
+        need = sum(-(-size // unit) * unit for size in sizes.values())
+        if need > most:
+            most, culprit = need, vertex
+    return most, culprit

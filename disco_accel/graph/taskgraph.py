@@ -1,0 +1,153 @@
+"""TaskGraph: one training step or prefill as a dataflow graph of kernels and transfers, before memory is planned.
+
+Plain frozen data, no torch: the planner, the verifier and the simulator read nothing else. A vertex's
+outputs are *storages*; views of them cost no vertex and appear only as ``TensorSpec`` in the arguments of an op.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+Ref = tuple[int, int]
+"""``(vertex id, output index)``: one value, that is, one storage with one content."""
+
+
+class VertexKind(enum.IntEnum):
+    INPUT = 0
+    KERNEL = 1
+    TRANSFER = 2
+    OFFLOAD = 3
+    RELOAD = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One memory arena. ``memory`` in bytes is what a plan may use; addresses are multiples of ``alignment``."""
+
+    id: int
+    memory: int
+    alignment: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Vertex:
+    """A value that exists at the start (INPUT), a kernel, or a copy. Field meanings follow docs/schema.md.
+
+    ``sizes`` are the bytes of each output's storage (0 = no memory); ``duration`` is in seconds.
+    For an OFFLOAD ``device`` is the device copied from; everywhere else it is where the outputs live.
+    """
+
+    id: int
+    kind: VertexKind
+    device: int
+    op: str = ""
+    inputs: tuple[Ref, ...] = ()
+    sizes: tuple[int, ...] = (0,)
+    duration: float | None = None
+    clean: bool = False
+    late: bool = False
+    external: bool = False
+    out: bool = False
+    keep: bool = False
+    after: tuple[int, ...] = ()
+    inplace: int | None = None
+    may_inplace: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """How a tensor lies in its storage: ``dtype`` is torch's name; ``stride`` and ``offset`` count elements."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TensorArg:
+    """A tensor argument: the value at position ``input`` of the vertex's ``inputs``, seen through ``spec``."""
+
+    input: int
+    spec: TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class EnumArg:
+    """A dtype, layout, device or memory format by torch's name, such as ``bfloat16`` or ``contiguous_format``."""
+
+    kind: str
+    value: str
+
+
+Arg = TensorArg | EnumArg | None | bool | int | float | str | tuple["Arg", ...]
+
+
+def tensor_args(args: tuple[Arg, ...]) -> Iterator[TensorArg]:
+    """The tensors among ``args`` in order, those inside lists included."""
+    for arg in args:
+        if isinstance(arg, TensorArg):
+            yield arg
+        elif isinstance(arg, tuple):
+            yield from tensor_args(arg)
+
+
+@dataclass(frozen=True, slots=True)
+class OpResult:
+    """A tensor that the op returns: output ``output`` of the vertex, laid out as ``spec``."""
+
+    output: int
+    spec: TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class RngSite:
+    """Where random numbers are drawn. ``slot`` numbers a place for one state of the generator; -1 = none.
+
+    A live site draws from the user's generator and, if it has a slot, first notes there the state it starts from. A
+    ``replay`` starts from the state in its slot and leaves the generator as it found it. ``after`` edges order the live
+    sites as eager execution draws, and each replay behind the live site of its slot.
+    """
+
+    slot: int = -1
+    replay: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OpCall:
+    """The call behind a KERNEL: the functional overload as captured, its arguments in schema order, defaults filled in.
+
+    ``name`` is ``aten::mm``, ``overload`` is torch's Python spelling (``default``, ``Tensor``, ``dim_IntList``). A
+    number where the schema wants a Tensor is a wrapped number, as in ``x * 2``: it takes part in type promotion
+    as a Python scalar does. ``results`` has one entry per returned tensor in order; ``None`` where nobody reads it
+    and it owns no output.
+    ``module`` is the dotted path of the module that issued the op ("" if unknown), for messages. ``rng``: the op draws
+    random numbers.
+    """
+
+    name: str
+    overload: str
+    args: tuple[Arg, ...]
+    results: tuple[OpResult | None, ...]
+    module: str = ""
+    rng: RngSite | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TaskGraph:
+    """``vertices`` in a topological order, which is the serial order V of the paper.
+
+    ``ops`` maps KERNEL ids to their calls; it is empty for graphs that come from files.
+    """
+
+    name: str
+    devices: tuple[Device, ...]
+    vertices: tuple[Vertex, ...]
+    ops: Mapping[int, OpCall] = field(default_factory=dict)
+
+
+def with_memory(graph: TaskGraph, size: Callable[[Device], int]) -> TaskGraph:
+    """Return ``graph`` with arenas of ``size(device)`` bytes."""
+    return replace(graph, devices=tuple(replace(device, memory=size(device)) for device in graph.devices))

@@ -1,0 +1,1 @@
+"""Trainer, Accelerate and DeepSpeed: entry points and patches."""

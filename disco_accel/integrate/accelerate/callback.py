@@ -1,0 +1,35 @@
+"""``DiscoCallback``: the second door, for scripts built on the transformers Trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate.state import AcceleratorState
+from transformers import TrainerCallback
+
+from disco_accel.config.settings import DiscoConfig
+from disco_accel.integrate.accelerate.dynamo_setting import leave_to_plans
+from disco_accel.integrate.prepare import prepare
+from disco_accel.step.distributed import check_engine
+from disco_accel.step.session import find_state
+
+
+class DiscoCallback(TrainerCallback):  # type: ignore[misc]
+    """``Trainer(..., callbacks=[DiscoCallback(config)])`` prepares the model before Accelerate wraps it."""
+
+    def __init__(self, config: DiscoConfig) -> None:
+        self.config = config
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        # The Trainer has made its Accelerator by now.
+        accelerate_state = AcceleratorState()
+        check_engine(accelerate_state)
+        prepare(kwargs["model"], self.config)
+        if find_state(kwargs["model"]) is not None:
+            leave_to_plans(accelerate_state)
+        return control
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        # Covers a callback added after the Trainer was built; harmless where the model is prepared already.
+        prepare(kwargs["model"], self.config)
+        return control

@@ -1,0 +1,115 @@
+"""The patches of a training process that a launcher started: every model with an adapter is prepared on its way through
+``Accelerator.prepare``, whether the script is a raw Accelerate loop or uses transformers' Trainer."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import warnings
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from disco_accel.config import settings as configuration
+
+logger = logging.getLogger("disco_accel")
+
+if TYPE_CHECKING:
+    # Importing torch here would, through its autoload, import this module while it is half done.
+    import torch
+
+
+def patch_accelerator(module: ModuleType) -> None:
+    """Wrap ``prepare`` and ``prepare_model`` of the ``Accelerator`` in ``module`` (accelerate.accelerator)."""
+    cls = module.Accelerator
+    if hasattr(cls.prepare, "_disco"):
+        return
+    prepare, prepare_model = cls.prepare, cls.prepare_model
+
+    # prepare as well as prepare_model: under DeepSpeed and FSDP models do not go through the latter.
+    @functools.wraps(prepare)
+    def prepare_all(self: Any, *args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        for arg in args:
+            if isinstance(arg, torch.nn.Module):
+                prepare_launched(arg, self.state)
+        return prepare(self, *args, **kwargs)
+
+    @functools.wraps(prepare_model)
+    def prepare_one(
+        self: Any, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False, **kwargs: Any
+    ) -> Any:
+        if not evaluation_mode:
+            prepare_launched(model, self.state)
+        return prepare_model(self, model, device_placement, evaluation_mode, **kwargs)
+
+    prepare_all._disco = True  # type: ignore[attr-defined]
+    cls.prepare, cls.prepare_model = prepare_all, prepare_one
+
+
+def patch_trainer(module: ModuleType) -> None:
+    """Prepare a Trainer's model before its constructor moves the model, base weights and all, to the device."""
+    cls = module.Trainer
+    if hasattr(cls._move_model_to_device, "_disco"):
+        return
+    move = cls._move_model_to_device
+
+    @functools.wraps(move)
+    def move_prepared(self: Any, model: Any, device: torch.device) -> Any:
+        if not str(device).startswith("cpu"):
+            prepare_launched(model)
+        return move(self, model, device)
+
+    move_prepared._disco = True  # type: ignore[attr-defined]
+    cls._move_model_to_device = move_prepared
+
+
+def prepare_launched(model: torch.nn.Module, state: Any = None) -> None:
+    """Prepare ``model`` under the launcher's config, as ``prepare_for_training`` does.
+
+    A process that is not of the launch, but inherited its environment, may find the file gone: that is one warning.
+
+    Raises:
+        ConfigError: the config file or an environment override is wrong; or as ``prepare_for_training``.
+    """
+    gone = configuration.inherited_file_gone()
+    if gone is not None:
+        _say_gone(gone)
+        return
+    config = configuration.door_config()
+    if config.enabled:
+        prepare_for_training(model, config, state)
+
+
+@functools.cache
+def _say_gone(path: str) -> None:
+    logger.warning("%s, which another run left in the environment, is gone: this one runs without a plan", path)
+
+
+def prepare_for_training(model: torch.nn.Module, config: configuration.DiscoConfig, state: Any = None) -> None:
+    """Prepare ``model``; one that has no frozen or no trainable parameters is left alone, with a warning.
+
+    ``state``: accelerate's, of the run, where there is one yet.
+
+    Raises:
+        ConfigError: the config does not fit this machine, or the run's engine shards weights.
+    """
+    trainable = [p.requires_grad for p in model.parameters()]
+    if all(trainable) or not any(trainable):
+        what = "trainable" if trainable and all(trainable) else "frozen"
+        warnings.warn(
+            f"disco_accel: all parameters of {type(model).__name__} are {what}, so it runs as it is; "
+            "plans are for frozen weights with a trained adapter",
+            stacklevel=3,
+        )
+        return
+    from disco_accel.integrate import prepare
+    from disco_accel.integrate.accelerate.dynamo_setting import leave_to_plans
+    from disco_accel.step.distributed import check_engine
+    from disco_accel.step.session import find_state
+
+    if state is not None:
+        check_engine(state)
+    prepare.prepare(model, config)
+    if state is not None and find_state(model) is not None:
+        leave_to_plans(state)

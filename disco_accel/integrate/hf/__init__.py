@@ -1,0 +1,1 @@
+"""Hugging Face models: their traces, outputs, caches and checkpoints."""

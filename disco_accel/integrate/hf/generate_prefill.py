@@ -1,0 +1,143 @@
+"""``generate`` on a prepared model: its first step, which reads the whole prompt, runs from a plan."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from disco_accel.errors import CaptureError
+from disco_accel.integrate.hf.planned_prefill import planned_forward
+from disco_accel.step.state.containers import OWN_MARK
+
+if TYPE_CHECKING:
+    from disco_accel.step.session import Session
+
+logger = logging.getLogger("disco_accel")
+
+_DOOR = "_disco_generation"
+_PREFILL = "_prefill"
+_CANDIDATES = "_get_candidate_generator"
+"""What transformers' assisted and prompt-lookup decoding call first."""
+
+
+class _Door:
+    """What the patched method of a model needs to know; a copy of the model gets none."""
+
+    def __init__(self, state: Session, model: torch.nn.Module, forward: Callable[..., Any]) -> None:
+        self.state = state
+        self.model = weakref.ref(model)
+        self.forward = forward
+        self.lock = threading.Lock()
+        self.before: Callable[..., Any] | None = None
+        self.threads: Counter[int] = Counter()
+        """Those inside ``_prefill``, for which alone the instance's forward is another one."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_nothing, ())
+
+
+def _nothing() -> None:
+    return None
+
+
+def generating_model(model: torch.nn.Module) -> torch.nn.Module:
+    """The one whose ``generate`` does the work: PEFT's calls that of its base model, past its own forward."""
+    base = getattr(model, "get_base_model", None)
+    found: torch.nn.Module = model if base is None else base()
+    return found
+
+
+def own_forward(state: Session, model: torch.nn.Module) -> Callable[..., Any]:
+    """The unpatched forward of ``generating_model(model)``."""
+    inner = generating_model(model)
+    return state.original_forward if inner is model else inner.forward
+
+
+def install(state: Session, model: torch.nn.Module) -> None:
+    """Patch the instance that generates; does nothing for a model that cannot."""
+    inner = generating_model(model)
+    if hasattr(inner, _PREFILL):
+        inner.__dict__[_DOOR] = _Door(state, model, own_forward(state, model))
+        inner.__dict__[_PREFILL] = functools.partial(_prefill, inner)
+    if hasattr(inner, _CANDIDATES):
+        inner.__dict__[_CANDIDATES] = functools.partial(_candidates, inner)
+
+
+def remove(model: torch.nn.Module) -> None:
+    """Undo ``install``."""
+    inner = generating_model(model)
+    inner.__dict__.pop(_DOOR, None)
+    inner.__dict__.pop(_PREFILL, None)
+    inner.__dict__.pop(_CANDIDATES, None)
+
+
+def _prefill(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """As GenerationMixin's, every forward in it planned."""
+    door: _Door | None = self.__dict__.get(_DOOR)
+    model = None if door is None else door.model()
+    if door is None or model is None:
+        return type(self)._prefill(self, *args, **kwargs)
+    thread = threading.get_ident()
+
+    def forward(*positional: Any, **named: Any) -> Any:
+        # Another thread may evaluate the same model.
+        if threading.get_ident() not in door.threads or positional:
+            return door.forward(*positional, **named)
+        return _planned_or_own(door, model, named)
+
+    with door.lock:
+        if not door.threads:
+            door.before = self.__dict__.get("forward")
+            own = functools.update_wrapper(forward, door.forward)
+            setattr(own, OWN_MARK, True)
+            self.__dict__["forward"] = own
+        door.threads[thread] += 1
+    try:
+        return type(self)._prefill(self, *args, **kwargs)
+    finally:
+        with door.lock:
+            door.threads[thread] -= 1
+            if not door.threads[thread]:
+                del door.threads[thread]
+            if not door.threads:
+                if door.before is None:
+                    self.__dict__.pop("forward", None)
+                else:
+                    self.__dict__["forward"] = door.before
+
+
+def _planned_or_own(door: _Door, model: torch.nn.Module, kwargs: dict[str, Any]) -> Any:
+    """A prefill that cannot be planned runs as the decoding steps do, and says so once."""
+    try:
+        return planned_forward(door.state, model, door.forward, kwargs)
+    except CaptureError as error:
+        _say_once(door.state, str(error))
+        return door.forward(**kwargs)
+
+
+def _candidates(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """As GenerationMixin's. Decoding that guesses tokens has no first step of its own that could be planned."""
+    door: _Door | None = self.__dict__.get(_DOOR)
+    if door is not None:
+        _say_once(
+            door.state,
+            "assistant_model, prompt_lookup_num_tokens: decoding that guesses tokens reads the prompt together with "
+            "its first guess; leave them out to read it from a plan",
+        )
+    return type(self)._get_candidate_generator(self, *args, **kwargs)
+
+
+def _say_once(state: Session, reason: str) -> None:
+    if reason not in state.fallbacks:
+        state.fallbacks.append(reason)
+        logger.warning("generate's first step runs without a plan: %s", reason)

@@ -1,0 +1,47 @@
+"""Hugging Face's side of a session."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from disco_accel.integrate.accelerate.trainer_speed import keep_planning_apart
+from disco_accel.integrate.hf.buckets import Buckets
+from disco_accel.integrate.hf.tracing import training_contexts
+from disco_accel.step.fitted_batch import FittedBatch
+from disco_accel.step.frontend import ContextFactory
+from disco_accel.step.session import find_state
+
+
+class HuggingFace:
+    """Traces of Hugging Face models, and the lengths that their batches are padded to."""
+
+    def __init__(self, buckets: str | tuple[int, ...]) -> None:
+        """``buckets``: as in ``disco_config``."""
+        self.buckets = Buckets(buckets)
+
+    def contexts(self, model: torch.nn.Module, batch: Mapping[str, Any]) -> list[ContextFactory]:
+        """As ``training_contexts``."""
+        return training_contexts(model, batch)
+
+    def fit(self, model: torch.nn.Module, batch: Mapping[str, Any]) -> FittedBatch:
+        """``batch`` padded to its bucket, or as it is."""
+        return self.buckets.fit(model, batch)
+
+    def give_up(self, fitted: FittedBatch, batch: Mapping[str, Any]) -> FittedBatch:
+        """``batch`` as it is: its bucket does not fit the budget."""
+        return self.buckets.give_up(fitted, batch)
+
+    def on_step(self, plans: int, hits: int, steps: int) -> None:
+        """Say once, after enough steps, what bucketing does."""
+        self.buckets.summarise(plans, hits, steps)
+
+    def on_plan(self) -> None:
+        """Keep the time that the plan took out of a Trainer's speed."""
+        keep_planning_apart(find_state)
+
+    def stats(self) -> dict[str, Any]:
+        """What came of bucketing."""
+        return {"buckets": self.buckets.as_dict()}

@@ -1,0 +1,181 @@
+"""A forward without gradients that fills a key/value cache, from a plan: prefill, whole or a chunk at a time."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import DynamicCache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from disco_accel.errors import CaptureError
+from disco_accel.integrate.hf.kv_cache import TracedCache, check_cache, fill, past_of, room_to_fill, windows_of
+from disco_accel.integrate.hf.tracing import hf_contexts
+from disco_accel.step.compile import CompiledStep, CompileOptions, compile_forward, leaving_bytes
+from disco_accel.step.pending import externals_of
+from disco_accel.step.progress import batch_text
+from disco_accel.step.rng_state import generator_from, generator_state, kept_on_failure
+from disco_accel.step.step_key import step_key
+
+if TYPE_CHECKING:
+    from disco_accel.capture.captured_step import CapturedStep, InputBinding
+    from disco_accel.capture.step import Forward
+    from disco_accel.step.session import Session
+
+_KIND = "prefill"
+_CACHE = ("past", "windows", "length")
+_INTEGERS = ("input_ids", "attention_mask", "position_ids")
+_UNPLANNED = ("labels", "output_attentions", "output_hidden_states", "output_router_logits")
+
+
+def planned_forward(
+    state: Session, model: torch.nn.Module, forward: Callable[..., Any], kwargs: Mapping[str, Any]
+) -> CausalLMOutputWithPast:
+    """What ``forward(**kwargs)`` returns, run from a plan of its shapes. ``model``: the one that was prepared.
+
+    ``kwargs`` are those of a Hugging Face causal language model, a DynamicCache in ``past_key_values`` among them,
+    which gets the keys and values; ``logits`` are (batch, 1, vocabulary), of the last position.
+
+    Raises:
+        CaptureError: an argument, the cache or an op cannot be planned.
+        BudgetTooSmall: with ``needed`` and ``given`` as whole budgets.
+    """
+    batch = prefill_batch(forward, kwargs)
+    cache: DynamicCache = kwargs["past_key_values"]
+    found = _run(state, model, forward, batch)
+    tokens = _tokens(batch)
+    # The old tensors go layer by layer while the cache takes the new ones.
+    del batch
+    logits = found.pop("logits")
+    fill(cache, found, tokens)
+    return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+
+
+def prefill_batch(forward: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """``kwargs`` as a plan gets them: the cache as tensors, and logits of the last position alone.
+
+    Raises:
+        CaptureError: an argument or the cache cannot be planned.
+    """
+    cache = kwargs.get("past_key_values")
+    if cache is None or kwargs.get("use_cache") is False:
+        raise CaptureError("use_cache: a planned prefill fills a key/value cache; pass use_cache=True")
+    check_cache(cache)
+    for name in _UNPLANNED:
+        if kwargs.get(name) is not None and kwargs[name] is not False:
+            raise CaptureError(f"{name}: a planned prefill returns the last logits and the cache alone; leave it out")
+    batch = {k: v for k, v in kwargs.items() if k not in ("past_key_values", "return_dict") and v is not None}
+    batch |= {"use_cache": True}
+    if "logits_to_keep" in inspect.signature(forward).parameters:
+        batch["logits_to_keep"] = 1
+    # In one order and layout, because a plan is for one: prefill() and generate, which cuts chunks, share plans.
+    batch = {k: v.contiguous() if k in _INTEGERS and isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+    return dict(sorted(batch.items())) | {
+        "past": past_of(cache),
+        "windows": windows_of(cache),
+        "length": int(cache.get_seq_length()),
+    }
+
+
+def _tokens(batch: Mapping[str, Any]) -> int:
+    given = batch.get("input_ids", batch.get("inputs_embeds"))
+    if not isinstance(given, torch.Tensor):
+        raise CaptureError("input_ids: a planned prefill needs input_ids or inputs_embeds")
+    return int(given.shape[1])
+
+
+def traced_forward(forward: Callable[..., Any]) -> Forward:
+    """``forward`` in terms of tensors: from ``prefill_batch`` to the last logits and what the cache gets."""
+
+    def traced(**batch: Any) -> dict[str, torch.Tensor]:
+        cache = TracedCache(*(batch.pop(name) for name in _CACHE))
+        output = forward(**batch, past_key_values=cache, return_dict=True)
+        if not cache.added:
+            raise CaptureError(
+                "use_cache: the model filled no cache, as in training mode with gradient checkpointing; "
+                "call model.eval()"
+            )
+        return {"logits": output.logits[:, -1:], **cache.added}
+
+    return traced
+
+
+def outside_arena(name: str) -> bool:
+    """Which outputs of ``traced_forward`` are written to memory of their own as soon as they are made: the cache."""
+    return name != "logits"
+
+
+def _run(
+    state: Session, model: torch.nn.Module, forward: Callable[..., Any], batch: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    state.require_own_process()
+    with torch.no_grad(), state.lock:
+        _refuse_hooks(model)
+        step = _compiled(state, model, forward, batch)
+        state.make_current(model, step, check_ends_later=True)
+        executor = step.executor
+        placed = {b: _empty(b, state.device) for b in step.vertices_of("outside")}
+        # The last run may still bring the residents home, for this very run.
+        step.settle()
+        externals = externals_of(state, model, step, batch) | {b.vertex: tensor for b, tensor in placed.items()}
+        with kept_on_failure(step):
+            _run_on_current_weights(state, model, step, externals)
+            values = executor.leave(step.groups[0])
+        if any(batch["past"]):
+            # The run would hold the old keys and values until its last copy, and the next chunk has another plan.
+            executor.abandon()
+        state.counts["prefills"] += 1
+        found = {o.name: value for o, value in zip(step.captured.outputs, values, strict=True)}
+        return found | {b.name: tensor for b, tensor in placed.items()}
+
+
+def _run_on_current_weights(
+    state: Session, model: torch.nn.Module, step: CompiledStep, externals: dict[int, torch.Tensor]
+) -> None:
+    generator = generator_state(step)
+    try:
+        step.executor.run_out(externals)
+    finally:
+        written = state.weights_seen.finish_check()
+    if written:
+        # Residents are older than a write that came before this forward.
+        step.executor.abandon()
+        state.make_current(model, step)
+        with generator_from(step, generator):
+            step.executor.run_out(externals)
+
+
+def _empty(binding: InputBinding, device: torch.device) -> torch.Tensor:
+    spec = binding.spec
+    return torch.empty_strided(spec.shape, spec.stride, dtype=getattr(torch, spec.dtype), device=device)
+
+
+def _compiled(
+    state: Session, model: torch.nn.Module, forward: Callable[..., Any], batch: Mapping[str, Any]
+) -> CompiledStep:
+    def beside(captured: CapturedStep) -> int:
+        return room_to_fill(batch["past"], leaving_bytes(captured))
+
+    def compiler(options: CompileOptions) -> CompiledStep:
+        return compile_forward(
+            model,
+            batch,
+            forward=traced_forward(forward),
+            options=options,
+            beside=beside,
+            outside=outside_arena,
+        )
+
+    what = f"the reading of {batch_text(batch)}"
+    key = step_key(model, batch), _KIND
+    return state.plan_of(model, key, lambda: hf_contexts(model, batch), compiler, what)
+
+
+def _refuse_hooks(model: torch.nn.Module) -> None:
+    for name, module in model.named_modules():
+        if module._forward_pre_hooks_with_kwargs:
+            raise CaptureError(
+                f"{name}: has a forward pre-hook, as adapter_names gives to each layer, which no plan knows; remove it"
+            )

@@ -1,0 +1,203 @@
+"""``prepare(model, config)``: patch a model's forward on the instance so that training steps run from a plan."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import types
+from typing import Any
+
+import torch
+
+from disco_accel.capture.autocast import autocast_state
+from disco_accel.config.settings import DiscoConfig
+from disco_accel.errors import BudgetTooSmall, CaptureError, ConfigError
+from disco_accel.integrate.hf import generate_prefill
+from disco_accel.integrate.hf.hf_frontend import HuggingFace
+from disco_accel.integrate.hf.step_output import StepOutput
+from disco_accel.native.cuda import release_workspaces
+from disco_accel.native.out_of_memory import typed_out_of_memory
+from disco_accel.shortage import met_shortage
+from disco_accel.step.capture_lock import in_capture
+from disco_accel.step.dynamo import not_compiled, plain_model
+from disco_accel.step.fitted_batch import FittedBatch
+from disco_accel.step.inner_forwards import InnerForwards, own_forward_runs
+from disco_accel.step.pending import run_step
+from disco_accel.step.planned_field import compiled_for_use, uses_of
+from disco_accel.step.refusals import require_plain_autograd, require_plain_weights
+from disco_accel.step.rerun import Again
+from disco_accel.step.rng_state import generator_state
+from disco_accel.step.session import STATE, Session, find_state
+from disco_accel.step.step_comparison import Comparison
+from disco_accel.step.step_key import forget_state, step_key
+
+logger = logging.getLogger("disco_accel")
+
+
+@not_compiled
+def _forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The patched forward: planned for training steps with a loss, the model's own for everything else."""
+    state: Session | None = self.__dict__.get(STATE)
+    if state is None:
+        return type(self).forward(self, *args, **kwargs)
+    if not torch.is_grad_enabled() or state.frozen_here is not None or in_capture():
+        with state.gate.eager(), own_forward_runs():
+            return state.original_forward(*args, **kwargs)
+    state.require_own_process()
+    try:
+        require_plain_autograd()
+        batch = state.arguments.bind(args, kwargs)
+        if batch.get("return_dict") is False:
+            raise CaptureError("return_dict: False is not supported in a planned step; leave it out")
+        fitted = state.frontend.fit(self, batch)
+        try:
+            return _planned(state, self, fitted)
+        except BudgetTooSmall:
+            if fitted.length is None:
+                raise
+            return _planned(state, self, state.frontend.give_up(fitted, batch))
+    except CaptureError as error:
+        return _eager(state, error, args, kwargs)
+
+
+def _planned(state: Session, model: torch.nn.Module, fitted: FittedBatch) -> StepOutput | torch.Tensor:
+    """The forward of a planned step on ``fitted``."""
+    with state.lock:
+        key = step_key(model, fitted.batch)
+        reason = state.last_fallback.reason_of(key)
+        if reason is not None:
+            raise CaptureError(reason)
+        uses = uses_of(state, key, fitted)
+        try:
+            step = compiled_for_use(state, model, fitted, uses, key)
+        except CaptureError as error:
+            if state.config.on_unsupported == "eager" and not met_shortage(error):
+                state.last_fallback.keep(key, str(error))
+            raise
+        if state.effects.lasting:
+            key = step_key(model, fitted.batch)
+        state.make_current(model, step, check_ends_later=True)
+        generator = generator_state(step)
+        compare = Comparison.of(state, model, fitted, step, generator)
+        values, seen = run_step(state, model, step, fitted.batch, compare)
+        state.voice.stepped(step, state.settings.link_bandwidth)
+    state.counts["steps_compiled"] += 1
+    state.frontend.on_step(len(state.plans), state.counts["plan_hits"], state.counts["steps_compiled"])
+    if step.captured.bare:
+        return values[0]
+    again = Again(state, model, fitted, step, uses, generator, autocast_state(), key, seen)
+    first, *others = ((output.name, value) for output, value in zip(step.captured.outputs, values, strict=True))
+    outputs = dict([first, *((n, again.differentiable(n, v)) for n, v in others)])
+    return StepOutput({n: fitted.cut(n, v) for n, v in outputs.items()}, again)
+
+
+def _eager(state: Session, error: CaptureError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if state.config.on_unsupported != "eager":
+        raise error
+    if str(error) not in state.fallbacks:
+        state.fallbacks.append(str(error))
+    state.say_once(f"this step runs in eager mode, outside the memory budget: {error}")
+    state.counts["steps_eager"] += 1
+    with state.gate.eager(), own_forward_runs():
+        return state.original_forward(*args, **kwargs)
+
+
+@typed_out_of_memory("preparing the model")
+def prepare(model: torch.nn.Module, config: DiscoConfig) -> torch.nn.Module:
+    """Patch ``model`` in place so that its training steps run from a memory plan; returns the same object.
+
+    The frozen weights move into one host arena (names, ``state_dict`` and saving keep working), the trainable ones to
+    the device that steps run on. Nothing is captured until the first training step. Preparing twice is harmless; a
+    different config replaces the first.
+
+    Raises:
+        ConfigError: a key of ``config`` does not fit this machine; no parameter can be trained; or weights are
+            quantised (with ``on_unsupported: eager`` such a model is left as it is).
+    """
+    if not config.enabled:
+        return model
+    if plain_model(model) is not model:
+        prepare(plain_model(model), config)
+        return model
+    state: Session | None = model.__dict__.get(STATE)
+    if state is not None:
+        if state.config == config and state.frozen_here is None:
+            return model
+        restore(model)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ConfigError(
+            "the model has no trainable parameter; add a LoRA adapter (peft.get_peft_model) before prepare()"
+        )
+    try:
+        require_plain_weights(model)
+    except ConfigError as error:
+        if config.on_unsupported != "eager":
+            raise
+        logger.warning("the model is left as it is, outside the memory budget: %s", error)
+        return model
+    _attach(Session(model, config, HuggingFace(config.buckets)), model)
+    return model
+
+
+def prepare_frozen(model: torch.nn.Module, config: DiscoConfig) -> Session:
+    """As ``prepare``, for a model that is not going to be trained: all its parameters are frozen until ``restore``.
+
+    Raises:
+        ConfigError: a key of ``config`` does not fit this machine, or weights are quantised.
+    """
+    require_plain_weights(model)
+    state = Session(model, config, HuggingFace(config.buckets))
+    state.frozen_here = [p for p in model.parameters() if p.requires_grad]
+    for parameter in state.frozen_here:
+        parameter.requires_grad_(False)
+    _attach(state, model)
+    return state
+
+
+def _drop_copied_patch(model: torch.nn.Module) -> None:
+    """A copy of a prepared model has its patched forward, which must not be taken for the model's own."""
+    forward = model.__dict__.get("forward")
+    if isinstance(forward, functools.partial) and forward.func is _forward:
+        del model.__dict__["forward"]
+
+
+def _attach(state: Session, model: torch.nn.Module) -> None:
+    state.voice.prepared(model, state.settings.memory_budget, state.device)
+    state.placement.apply()
+    model.__dict__[STATE] = state
+    generate_prefill.install(state, model)
+    state.on_restore.append(InnerForwards(state, model).remove)
+    patched = functools.update_wrapper(functools.partial(_forward, model), state.original_forward)
+    model.forward = patched  # type: ignore[method-assign]
+
+
+def restore(model: torch.nn.Module) -> torch.nn.Module:
+    """Undo ``prepare``: the model's own forward and ordinary storages for its weights, values kept."""
+    if plain_model(model) is not model:
+        restore(plain_model(model))
+        return model
+    state: Session | None = model.__dict__.pop(STATE, None)
+    if state is None:
+        return model
+    state.unload()
+    release_workspaces(state.device)
+    forget_state(model)
+    state.engine_process = None
+    generate_prefill.remove(model)
+    for undo in state.on_restore:
+        undo()
+    state.placement.undo()
+    for parameter in state.frozen_here or ():
+        parameter.requires_grad_(True)
+    original = state.original_forward
+    if isinstance(original, types.MethodType) and original.__func__ is type(model).forward:
+        model.__dict__.pop("forward", None)
+    else:
+        model.forward = original  # type: ignore[method-assign]
+    return model
+
+
+def stats(model: torch.nn.Module) -> dict[str, Any]:
+    """Counts, sizes (bytes) and times (seconds) of a prepared model; ``{}`` if it is not prepared."""
+    state = find_state(model)
+    return {} if state is None else state.stats()

@@ -1,0 +1,82 @@
+"""The scratch of ops that nobody is about to run: what a plan made from a model's config alone has to leave room for.
+
+On the host device an op's scratch is measured here, from its signature, as before a run. What is too large to be tried
+in passing, and everything on a CUDA device that is not there, is counted and said, not guessed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
+from disco_accel.measure.record import record
+from disco_accel.native.cuda import run_device, workspace_bytes
+from disco_accel.native.plain_library import ExtensionError
+from disco_accel.simulate.roofline import SPEEDS, estimate
+from disco_accel.sizes import format_size
+
+_LARGEST = 256 << 20
+"""Bytes of the inputs and outputs of an op that is tried."""
+
+_LONGEST = 0.1
+"""Seconds of one run, by estimate; an op is run about ten times."""
+
+_WORKSPACE = 32 << 20
+"""Bytes that matrix products take on a stream of the newest GPUs; older ones take less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scratched:
+    """``graph`` with the scratch that is known, as one more output of an op. ``workspaces``: bytes outside the arena.
+
+    ``unknown``: kernels whose scratch is not in the graph; ``why``: one line for the user about them, "" if there are
+    none.
+    """
+
+    graph: TaskGraph
+    workspaces: int
+    unknown: int
+    why: str
+
+
+def with_scratch(graph: TaskGraph, *, device: str, compute_threads: int | None = None, streams: int = 1) -> Scratched:
+    """Return ``graph``, which nobody has recorded, with the scratch that its ops take on ``device`` (cpu or cuda).
+
+    ``compute_threads`` as in ``record``; ``streams``: of the engine that will run it. Raises ExecutionError for an op
+    that no run could plan.
+    """
+    kernels = [v for v in graph.vertices if v.kind is VertexKind.KERNEL]
+    if device != "cpu":
+        return _on_cuda(graph, len(kernels), streams)
+    vertices = {v.id: v for v in graph.vertices}
+    small = frozenset(v.id for v in kernels if _is_small(v, graph, vertices))
+    try:
+        records = record(graph, compute_threads=compute_threads, only=small)
+    except ExtensionError as error:
+        reason = str(error).splitlines()[0]
+        why = f"without the scratch of {len(kernels)} ops: the engine that would measure it cannot be built ({reason})"
+        return Scratched(graph, 0, len(kernels), why)
+    found = {v: r.scratch_bytes for v, r in records.items() if r.scratch_bytes}
+    scratched = tuple(replace(v, sizes=(*v.sizes, found[v.id])) if v.id in found else v for v in graph.vertices)
+    unknown = len(kernels) - len(small)
+    why = f"without the scratch of {unknown} ops, which are too large to be tried here" if unknown else ""
+    return Scratched(replace(graph, vertices=scratched), 0, unknown, why)
+
+
+def _on_cuda(graph: TaskGraph, kernels: int, streams: int) -> Scratched:
+    import torch
+
+    why = f"without the scratch of {kernels} ops, which only a run on the GPU can tell"
+    if torch.cuda.is_available():
+        return Scratched(graph, (1 + streams) * workspace_bytes(run_device("cuda")), kernels, why)
+    most = format_size((1 + streams) * _WORKSPACE)
+    why = (
+        f"without the scratch of {kernels} ops and the workspaces of matrix products (up to {most}), which only a GPU "
+        "can tell"
+    )
+    return Scratched(graph, 0, kernels, why)
+
+
+def _is_small(vertex: Vertex, graph: TaskGraph, vertices: dict[int, Vertex]) -> bool:
+    moved = sum(vertex.sizes) + sum(vertices[producer].sizes[k] for producer, k in dict.fromkeys(vertex.inputs))
+    return moved <= _LARGEST and estimate(vertex, graph.ops[vertex.id], SPEEDS["cpu"]) <= _LONGEST

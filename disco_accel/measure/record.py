@@ -1,0 +1,428 @@
+"""Measures ops once before a plan is made: what they allocate, whether they can write in place, how long they take.
+
+The engine then serves the n-th allocation of a call from the address that the plan chose for it, so a step allocates
+nothing. Ops with equal signatures are measured once.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from disco_accel.errors import CaptureError, DiscoError
+from disco_accel.graph.taskgraph import Arg, OpCall, TaskGraph, TensorArg, TensorSpec, Vertex, VertexKind, tensor_args
+from disco_accel.measure.dynamic_scratch import BY_VALUE, loose_bytes
+from disco_accel.native.cuda import median_seconds, prepare_device, run_device
+from disco_accel.native.op_encoding import MOVES, dispatcher_overload, encode_args, encode_out_call, label, op_overload
+from disco_accel.native.out_of_memory import typed_out_of_memory
+from disco_accel.shortage import is_shortage
+
+_ALIGNMENT = 64
+_ENOUGH_SECONDS = 0.1
+_SHORT_SECONDS = 1e-3
+_SHORT_RUNS = 15
+"""Ops of a few microseconds are run so often: there one run in five is disturbed on a busy machine, and 15 of them
+take less time than the five of an op of 50 us."""
+_HINTS = {"aten::mkldnn_rnn_layer": "; torch.backends.mkldnn.set_flags(False) before training lets an LSTM be planned"}
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """One allocation of a call: ``nbytes`` for output ``output``, or at ``offset`` in the scratch if that is None."""
+
+    nbytes: int
+    output: int | None
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OpRecord:
+    """What was measured of one op signature.
+
+    ``native_out``: the out overload writes the outputs directly, with the same bits as the functional call.
+    ``allocations``: of the call that will run, in order. ``scratch_bytes``: room for those that are no output.
+    ``loose_bytes``: the end of the scratch, for an op whose further temporaries depend on the values it is given.
+    ``seconds``: median of a few runs. ``elsewhere``: outputs that are made on another device, which nobody needs.
+    """
+
+    native_out: bool
+    allocations: tuple[Allocation, ...]
+    scratch_bytes: int
+    seconds: float
+    loose_bytes: int = 0
+    elsewhere: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class _Signature:
+    """All that a measurement depends on: the call over distinct input storages, and every storage's size in bytes.
+
+    ``kinds``: the types of the numbers, because 0, 0.0 and False are equal but not treated alike by an op.
+    """
+
+    call: OpCall
+    kinds: tuple[type, ...]
+    input_sizes: tuple[int, ...]
+    output_sizes: tuple[int, ...]
+    inplace: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One recorded run. ``blocks`` are (nbytes, born, freed); ``results`` pairs each returned tensor with its block."""
+
+    blocks: tuple[tuple[int, int, int], ...]
+    results: tuple[tuple[torch.Tensor | None, int], ...]
+
+    def sequence(self) -> tuple[Any, ...]:
+        return self.blocks, tuple(block for _, block in self.results)
+
+
+@typed_out_of_memory("measuring ops")
+def record(
+    graph: TaskGraph,
+    *,
+    device: str = "cpu",
+    compute_threads: int | None = None,
+    only: frozenset[int] | None = None,
+) -> dict[int, OpRecord]:
+    """KERNEL id to its record; equal signatures share one. ``only``: ids of those to measure (None: all).
+
+    ``compute_threads`` is the number of intra-op threads that the engine will use (temporaries depend on it);
+    None = torch.get_num_threads().
+
+    Raises:
+        CaptureError: names an op and its module that fails, or that does not allocate the same from run to run.
+        ExecutionError: memory ran out, which says nothing about the graph.
+    """
+    where = run_device(device)
+    prepare_device(where)
+    vertices = {v.id: v for v in graph.vertices}
+    known: dict[_Signature, OpRecord] = {}
+    records: dict[int, OpRecord] = {}
+    # The engine runs ops outside any autocast region; the casts of the captured one are ops of the graph.
+    outside = torch.autocast(where.type, enabled=False)
+    with _threads(compute_threads), outside:
+        for vertex in graph.vertices:
+            if vertex.kind is not VertexKind.KERNEL or (only is not None and vertex.id not in only):
+                continue
+            call = graph.ops[vertex.id]
+            signature = _signature(vertex, call, vertices)
+            if signature not in known:
+                # Others may draw meanwhile, so the generator is set back around those ops alone that draw themselves.
+                with _generator_kept(torch.device(device)) if call.rng is not None else nullcontext():
+                    known[signature] = _measure(signature, label(call), where)
+            records[vertex.id] = known[signature]
+    return records
+
+
+def apply(graph: TaskGraph, records: Mapping[int, OpRecord]) -> TaskGraph:
+    """The graph with durations, to two digits, and, where an op needs scratch, one more output that nobody reads."""
+    vertices = []
+    for vertex in graph.vertices:
+        measured = records.get(vertex.id)
+        if measured is None:
+            vertices.append(vertex)
+            continue
+        scratch = (measured.scratch_bytes,) if measured.scratch_bytes else ()
+        vertices.append(replace(vertex, sizes=vertex.sizes + scratch, duration=rounded(measured.seconds)))
+    return replace(graph, vertices=tuple(vertices))
+
+
+@contextmanager
+def _generator_kept(device: torch.device) -> Iterator[None]:
+    """Random ops draw while they are measured: the user's generator is put back."""
+    if device.type == "cpu":
+        with torch.random.fork_rng(devices=[]):
+            yield
+    else:
+        index = torch.get_device_module(device).current_device() if device.index is None else device.index
+        with torch.random.fork_rng(devices=[index], device_type=device.type):
+            yield
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if count is None or count == before:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _signature(vertex: Vertex, call: OpCall, vertices: Mapping[int, Vertex]) -> _Signature:
+    """Positions that carry the same value become one input: an op may do something else when its operands alias."""
+    order: dict[tuple[int, int], int] = {}
+    for ref in vertex.inputs:
+        order.setdefault(ref, len(order))
+
+    def canonical(arg: Arg) -> Arg:
+        if isinstance(arg, TensorArg):
+            return TensorArg(order[vertex.inputs[arg.input]], arg.spec)
+        return tuple(canonical(item) for item in arg) if isinstance(arg, tuple) else arg
+
+    return _Signature(
+        replace(call, args=tuple(canonical(arg) for arg in call.args), module="", rng=None),
+        tuple(_kinds(call.args)),
+        tuple(vertices[producer].sizes[k] for producer, k in order),
+        vertex.sizes,
+        None if vertex.inplace is None else order[vertex.inputs[vertex.inplace]],
+    )
+
+
+def _kinds(args: tuple[Arg, ...]) -> Iterator[type]:
+    for arg in args:
+        yield type(arg)
+        if isinstance(arg, tuple):
+            yield from _kinds(arg)
+
+
+def _sample_inputs(signature: _Signature, device: torch.device, ones: bool = False) -> list[torch.Tensor]:
+    """A buffer per input storage: normal numbers, random booleans, zeros for integers (valid as any index).
+
+    With ``ones``, for ops that refuse those: numbers from 0 to 1, and ones for integers (valid as any divisor).
+    """
+    dtypes: dict[int, torch.dtype] = {}
+    for arg in tensor_args(signature.call.args):
+        dtypes.setdefault(arg.input, getattr(torch, arg.spec.dtype))
+    generator = torch.Generator(device).manual_seed(0)
+    buffers = []
+    for position, nbytes in enumerate(signature.input_sizes):
+        buffer = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        dtype = dtypes.get(position, torch.uint8)
+        values = buffer[: nbytes // dtype.itemsize * dtype.itemsize].view(dtype)
+        if dtype.is_floating_point and dtype.itemsize > 1:
+            values.uniform_(generator=generator) if ones else values.normal_(generator=generator)
+        elif dtype is torch.bool:
+            values.random_(0, 2, generator=generator)
+        elif ones:
+            values.fill_(1)
+        buffers.append(buffer)
+    return buffers
+
+
+def _make_small(signature: _Signature, buffers: list[torch.Tensor]) -> None:
+    """Scale the floating-point numbers in ``buffers`` down, and make the booleans there False."""
+    dtypes = {a.input: getattr(torch, a.spec.dtype) for a in tensor_args(signature.call.args)}
+    for position, dtype in dtypes.items():
+        nbytes = buffers[position].numel() // dtype.itemsize * dtype.itemsize
+        if dtype.is_floating_point and dtype.itemsize > 1:
+            buffers[position][:nbytes].view(dtype).mul_(2**-10)
+        elif dtype is torch.bool:
+            buffers[position].zero_()
+
+
+def _run_recorded(ops: Any, op: int) -> _Call:
+    sizes, born, freed, tensors, where = ops.record(op)
+    defined = iter(tensors)
+    results = tuple((None if block == -2 else next(defined), block) for block in where)
+    return _Call(tuple(zip(sizes, born, freed, strict=True)), results)
+
+
+def _steady(ops: Any, op: int, name: str) -> _Call:
+    """A run whose allocations repeat. The first run is not counted: libraries set up caches in it."""
+    _run_recorded(ops, op)
+    first, second = _run_recorded(ops, op), _run_recorded(ops, op)
+    if first.sequence() != second.sequence():
+        raise CaptureError(
+            f"{name} does not allocate the same memory from run to run ({first.blocks} then {second.blocks}): "
+            "it cannot be planned; keep it out of the captured step"
+        )
+    held = {block for _, block in second.results}
+    leaked = [size for i, (size, _, freed) in enumerate(second.blocks) if freed < 0 and i not in held]
+    if leaked:
+        raise CaptureError(f"{name} keeps {sum(leaked)} bytes allocated after every call: it cannot be planned")
+    return second
+
+
+def _measure(signature: _Signature, name: str, device: torch.device) -> OpRecord:
+    try:
+        return _measure_on(_sample_inputs(signature, device), signature, name, device)
+    except DiscoError:
+        raise
+    except Exception as first:
+        if is_shortage(first):
+            raise
+        try:
+            return _measure_on(_sample_inputs(signature, device, ones=True), signature, name, device)
+        except DiscoError:
+            raise
+        except Exception as second:
+            if is_shortage(second):
+                raise
+            summary = str(first).strip().split("\n")[0]
+            raise CaptureError(f"measuring {name} failed: {summary}; it cannot be planned") from first
+
+
+def _measure_on(inputs: list[torch.Tensor], signature: _Signature, name: str, device: torch.device) -> OpRecord:
+    call = signature.call
+    ops = torch.classes.disco_accel.Ops(str(device))
+    outputs = [torch.zeros(size, dtype=torch.uint8, device=device) for size in signature.output_sizes]
+    storages = [ops.add_fixed(buffer.data_ptr(), buffer.numel()) for buffer in inputs]
+    functional = ops.add_op(
+        call.name, dispatcher_overload(call.overload), encode_args(call, storages.__getitem__), name
+    )
+    reference = _steady(ops, functional, name)
+    chosen, native_out = functional, False
+    placed = _allocations(signature, reference, name)
+    if signature.inplace is None:
+        out = _try_out(ops, signature, storages, outputs, reference, name)
+        if out is not None and out[1][1] <= placed[1]:
+            chosen, native_out, placed = out[0], True, out[1]
+    loose = 0
+    if call.name in BY_VALUE:
+        loose = loose_bytes(call, inputs, lambda: _run_recorded(ops, functional).blocks, reference.blocks, name)
+    seconds = _median_seconds(ops, chosen, device)
+    if placed[1] and call.name not in BY_VALUE:
+        _check_other_values(ops, chosen, signature, inputs, name)
+    elsewhere = _elsewhere(signature, reference, name, device)
+    return OpRecord(native_out, placed[0], placed[1] + loose, seconds, loose, elsewhere)
+
+
+def _check_other_values(ops: Any, op: int, signature: _Signature, inputs: list[torch.Tensor], name: str) -> None:
+    """Raises CaptureError for an op whose temporaries are others for small numbers, as those of matrix_exp are, or for
+    an empty mask."""
+    usual = _run_recorded(ops, op).sequence()
+    _make_small(signature, inputs)
+    try:
+        small = _run_recorded(ops, op).sequence()
+    except RuntimeError as error:
+        if is_shortage(error):
+            raise
+        return
+    if small != usual:
+        raise CaptureError(f"{name} allocates memory according to the values that it is given: it cannot be planned")
+
+
+def _median_seconds(ops: Any, op: int, device: torch.device) -> float:
+    if device.type == "cuda":
+        return median_seconds(lambda: ops.run(op), device)
+    samples: list[float] = ops.time(op, 1)
+    while len(samples) < 5 and sum(samples) < _ENOUGH_SECONDS:
+        samples += ops.time(op, 1)
+    if sum(samples) < _SHORT_SECONDS:
+        samples += ops.time(op, _SHORT_RUNS - len(samples))
+    return statistics.median(samples)
+
+
+def rounded(seconds: float) -> float:
+    """``seconds`` to two significant digits: what is measured again within a few percent gives the same search."""
+    return float(f"{seconds:.1e}")
+
+
+def _try_out(
+    ops: Any,
+    signature: _Signature,
+    storages: list[int],
+    outputs: list[torch.Tensor],
+    reference: _Call,
+    name: str,
+) -> tuple[int, tuple[tuple[Allocation, ...], int]] | None:
+    """The op number and allocations of the native out overload, if it gives the functional call's bits."""
+    out_storages = {k: ops.add_fixed(buffer.data_ptr(), buffer.numel()) for k, buffer in enumerate(outputs)}
+    encoded = encode_out_call(signature.call, storages.__getitem__, out_storages)
+    if encoded is None:
+        return None
+    overload, args = encoded
+    op = ops.add_op(signature.call.name, dispatcher_overload(overload), args, name)
+    if signature.call.name in MOVES and not ops.is_direct(op):
+        return None
+    try:
+        call = _steady(ops, op, name)
+    except (RuntimeError, IndexError, TypeError, ValueError, CaptureError) as error:
+        if is_shortage(error):
+            raise
+        # Not every out overload takes the captured layout; the functional call always does.
+        return None
+    layouts = [(r.spec.shape, r.spec.stride) for r in signature.call.results if r is not None]
+    if [(tuple(t.shape), tuple(t.stride())) for t, _ in call.results if t is not None] not in ([], layouts):
+        # It resized an output, which the functional call's result never needs.
+        return None
+    for (expected, _), result in zip(reference.results, signature.call.results, strict=True):
+        if expected is None or result is None or not _same_bits(expected, _view(outputs[result.output], result.spec)):
+            return None
+    return op, _pack({}, call)
+
+
+def _view(buffer: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    dtype = getattr(torch, spec.dtype)
+    flat = torch.empty(0, dtype=dtype, device=buffer.device)
+    return flat.set_(buffer.untyped_storage(), spec.offset, spec.shape, spec.stride)
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    with torch.no_grad():
+        left, right = (t.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8) for t in (a, b))
+    return torch.equal(left, right)
+
+
+def _allocations(signature: _Signature, call: _Call, name: str) -> tuple[tuple[Allocation, ...], int]:
+    """Which block of a functional call becomes which output; the rest is scratch."""
+    outputs: dict[int, int] = {}
+    results = signature.call.results
+    if len(results) != len(call.results):
+        raise CaptureError(f"{name} returned {len(call.results)} tensors where {len(results)} were captured")
+    for result, (got, block) in zip(results, call.results, strict=True):
+        if result is None:
+            continue
+        if got is None:
+            hint = _HINTS.get(signature.call.name, "")
+            raise CaptureError(f"{name} left a result undefined that the captured step reads{hint}")
+        dtype = str(got.dtype).removeprefix("torch.")
+        if (dtype, tuple(got.shape)) != (result.spec.dtype, result.spec.shape):
+            raise CaptureError(
+                f"{name} returned {dtype}{list(got.shape)}, "
+                f"but {result.spec.dtype}{list(result.spec.shape)} was captured"
+            )
+        same_layout = tuple(got.stride()) == result.spec.stride and got.storage_offset() == result.spec.offset
+        fits = block >= 0 and call.blocks[block][0] <= signature.output_sizes[result.output]
+        if same_layout and fits and result.output not in outputs.values():
+            outputs[block] = result.output
+    return _pack(outputs, call)
+
+
+def _elsewhere(signature: _Signature, call: _Call, name: str, device: torch.device) -> frozenset[int]:
+    """Outputs on another device: fused attention returns its seed and offset there, undefined when it drops nothing."""
+    pairs = zip(signature.call.results, call.results, strict=True)
+    found = {r.output for r, (got, _) in pairs if r is not None and got is not None and got.device.type != device.type}
+    if found:
+        schema = op_overload(signature.call.name, signature.call.overload)._schema
+        given = dict(zip((a.name for a in schema.arguments), signature.call.args, strict=True))
+        if given.get("dropout_p") != 0:
+            raise CaptureError(
+                f"{name} returns result {min(found)} outside {device}, which cannot be planned; "
+                "where this is attention with dropout, set attention_dropout: 0 or attn_implementation: eager"
+            )
+    return frozenset(found)
+
+
+def _pack(outputs: Mapping[int, int], call: _Call) -> tuple[tuple[Allocation, ...], int]:
+    """Places the blocks that are no output in a scratch: largest first, lowest offset that is free for their life."""
+    lives: list[tuple[int, int, int, int]] = []
+    offsets: dict[int, int] = {}
+    scratch = [i for i in range(len(call.blocks)) if i not in outputs]
+    for i in sorted(scratch, key=lambda i: (-call.blocks[i][0], i)):
+        nbytes, born, freed = call.blocks[i]
+        end = freed if freed >= 0 else 1 << 62
+        offset = 0
+        for lo, hi, other_born, other_end in sorted(lives):
+            if born < other_end and other_born < end and offset + nbytes > lo and offset < hi:
+                offset = -(-hi // _ALIGNMENT) * _ALIGNMENT
+        offsets[i] = offset
+        lives.append((offset, offset + nbytes, born, end))
+    allocations = tuple(
+        Allocation(nbytes, outputs.get(i), offsets.get(i, 0)) for i, (nbytes, _, _) in enumerate(call.blocks)
+    )
+    size = max((hi for _, hi, _, _ in lives), default=0)
+    return allocations, -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,206 @@
+"""Host memory of the frozen weights: one anonymous arena that the parameters are moved into."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from disco_accel.errors import ExecutionError
+from disco_accel.graph.taskgraph import TensorSpec
+from disco_accel.native.arena import alias, host_arena, touched_bytes
+from disco_accel.native.cuda import pin
+from disco_accel.native.extension import load_extension
+
+ALIGNMENT = 64
+"""Bytes. ATen's CPU kernels give other bits for less aligned fp32 operands."""
+
+
+_HUGE_PAGE = 2 << 20
+_MADV_HUGEPAGE = 14
+"""Linux, madvise(2)."""
+
+
+def footprint(tensor: torch.Tensor) -> int:
+    """Bytes from the first to the last element of ``tensor``, holes of a strided layout included."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+class HostMemory:
+    """An arena of ``nbytes`` bytes that hands out room for tensors from the bottom up and never takes it back."""
+
+    def __init__(self, nbytes: int, *, huge_pages: bool = True, watched: bool = True) -> None:
+        """``huge_pages`` asks the kernel for them; where it has none to give, pages are small as usual. ``watched``:
+        the kernel tells which pages are written to, if it can; else what lies here is read to know."""
+        self._arena = host_arena(nbytes)
+        if huge_pages and nbytes >= _HUGE_PAGE:
+            _advise_huge_pages(self._arena)
+        # Nothing is protected yet: weights are loaded at full speed, before the first look at them.
+        self._watched = watched
+        if watched:
+            torch.ops.disco_accel.watch_arena(self._arena)
+        self._next = 0
+        self._pinned: Any = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HostMemory:
+        # A copied model's weights are ordinary tensors; the arena itself is never copied.
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HostMemory, (0,)
+
+    @staticmethod
+    def room_for(tensors: list[torch.Tensor]) -> int:
+        """Bytes that an arena needs to adopt all of ``tensors``."""
+        return sum(-(-footprint(t) // ALIGNMENT) * ALIGNMENT for t in tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the arena in bytes."""
+        return self._arena.numel()
+
+    @property
+    def used(self) -> int:
+        """Bytes handed out."""
+        return self._next
+
+    def touched(self) -> int:
+        """Bytes of the arena that are in memory."""
+        return touched_bytes(self._arena)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's first byte lies in what this arena has handed out."""
+        begin = self._arena.data_ptr()
+        return tensor.device.type == "cpu" and begin <= tensor.data_ptr() < begin + self._next
+
+    def pin(self, device: torch.device | None = None) -> None:
+        """Register the whole arena with CUDA, once: copies from it are then asynchronous. ``device`` as in ``pin``.
+
+        Raises ExecutionError.
+        """
+        if self._pinned is None and self.nbytes:
+            self._pinned = pin(self._arena, device)
+            if not self._watched:
+                return
+            # A device's copies go by the pages' protection. Its reads are none of its business either.
+            torch.ops.disco_accel.expect_device_writes_to(self._arena)
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype, stride: Sequence[int] | None = None) -> torch.Tensor:
+        """A tensor with any content in a storage of its own inside the arena; contiguous unless ``stride`` is given.
+
+        It needs no gradient and keeps the arena alive. Raises ExecutionError when the arena is full.
+        """
+        like = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        if stride is not None:
+            like = torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="meta")
+        nbytes = footprint(like)
+        if self._next + nbytes > self.nbytes:
+            raise ExecutionError(
+                f"the host arena of {self.nbytes} bytes has {self.nbytes - self._next} left, a tensor needs {nbytes}"
+            )
+        spec = TensorSpec(str(dtype).removeprefix("torch."), tuple(like.shape), tuple(like.stride()))
+        made = alias(self._arena, self._next, nbytes, spec)
+        self._next += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return made
+
+    def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor with the bits, shape, strides and dtype of ``tensor`` in a storage of its own inside the arena.
+
+        The result needs no gradient and keeps the arena alive. Raises ExecutionError when the arena is full or the
+        tensor has no bits (``meta``).
+        """
+        if tensor.device.type == "meta":
+            raise ExecutionError("only tensors with bits can move into host memory, this one is on meta; load it first")
+        moved = self.allocate(tensor.shape, tensor.dtype, tensor.stride())
+        with torch.no_grad():
+            moved.copy_(tensor)
+        return moved
+
+
+def _advise_huge_pages(arena: torch.Tensor) -> None:
+    begin = -(-arena.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (arena.data_ptr() + arena.numel()) // mmap.PAGESIZE * mmap.PAGESIZE
+    # An advice only: a kernel without huge pages refuses it and nothing is lost.
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), ctypes.c_int(_MADV_HUGEPAGE))
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A 1-d uint8 view of the memory from the first to the last element of ``tensor``, which it keeps alive."""
+    nbytes = footprint(tensor)
+    offset = tensor.storage_offset() * tensor.element_size()
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), offset, (nbytes,), (1,))
+
+
+class WatchedTensors:
+    """CPU tensors as they were when this was made.
+
+    Of those in a ``HostMemory`` whose pages the kernel watches for writes, nothing is read: asking costs tens of
+    microseconds for each GiB. All others are read whole, each time.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._library = _library()
+        self._native = torch.classes.disco_accel.WatchedTensors(list(tensors))
+        self._address = self._native.address()
+
+    def moved(self) -> bool:
+        """Whether one of them lies elsewhere now."""
+        return bool(self._native.moved())
+
+    def changed(self) -> bool:
+        """Whether one of them was moved or written to, were it one bit, by whatever way.
+
+        A page that was written to counts as changed even where it was given the bits that it had. In a process forked
+        since, and where the kernel has stopped watching, all count as changed. Not noticed are writes of devices and,
+        through memory that they share with it, of other processes, unless the tensors are read.
+        """
+        return self.begin_check() or self.finish_check()
+
+    def begin_check(self) -> bool:
+        """Whether a change shows at once. If none does, what must be read of large tensors is read in threads of its
+        own from now on, until ``finish_check`` or the next ``begin_check``."""
+        answer = self._library.disco_begin_check(self._address)
+        return bool(self._native.begin_check()) if answer < 0 else bool(answer)
+
+    def finish_check(self) -> bool:
+        """Whether the reading that ``begin_check`` began shows a change, of what was written before ``begin_check``."""
+        answer = self._library.disco_finish_check(self._address)
+        return bool(self._native.finish_check()) if answer < 0 else bool(answer)
+
+    @property
+    def hashed_bytes(self) -> int:
+        """Bytes that ``changed`` reads."""
+        return int(self._native.hashed_bytes())
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    # Releases the GIL, as torchbind does; a call by way of TorchScript takes longer than most answers.
+    library = ctypes.CDLL(str(load_extension()))
+    library.disco_begin_check.argtypes = library.disco_finish_check.argtypes = [ctypes.c_int64]
+    return library
+
+
+def writes_are_watched() -> bool:
+    """Whether this kernel tells which pages of new arenas are written to (Linux 6.7, and the right to userfaultfd)."""
+    load_extension()
+    return bool(torch.ops.disco_accel.can_watch_writes())
+
+
+@contextmanager
+def without_watching_writes() -> Iterator[None]:
+    """Arenas made meanwhile are read whole instead, as where the kernel does not tell. For tests."""
+    load_extension()
+    torch.ops.disco_accel.allow_watching_writes(False)
+    try:
+        yield
+    finally:
+        torch.ops.disco_accel.allow_watching_writes(True)

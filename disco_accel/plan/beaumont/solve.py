@@ -1,0 +1,92 @@
+"""Everything about one instance of weight offloading: the greedy answers, the baseline, the bound."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from disco_accel.plan.beaumont.judge import check_schedule
+from disco_accel.plan.beaumont.milp import Bound, lower_bound
+from disco_accel.plan.beaumont.schedule import EFFORT, Schedule, best_schedule
+from disco_accel.plan.beaumont.selection import Gap, Instance, select, without_idlers
+
+_ROUNDING = 1e-9
+_MOST = 4
+"""Choices that are scheduled with all cuts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Greedy:
+    """``chosen`` in the order of choice, and its best schedule, which the judge has accepted."""
+
+    chosen: tuple[Gap, ...]
+    schedule: Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """``star`` follows Beaumont's greedy without the discount, ``greedy`` is the best found; ``bound``: no step of any
+    choice of gaps is shorter."""
+
+    instance: Instance
+    greedy: Greedy
+    star: Greedy
+    bound: Bound
+
+    def as_dict(self) -> dict[str, Any]:
+        """What ``disco-accel weights`` prints: seconds; in ``chosen`` layers count from 1, and the second number is 1
+        for a gap across steps, 0 for one inside a step."""
+        chosen = [[gap.layer + 1, int(gap.across)] for gap in self.greedy.chosen]
+        return {
+            "sum_u": self.instance.sum_u,
+            "l2l": self.instance.l2l,
+            "greedy": {"time": self.greedy.schedule.period, "chosen": chosen},
+            "greedy_star": self.star.schedule.period,
+            "lower_bound": min(self.bound.seconds, self.greedy.schedule.period),
+            "optimal": self.bound.optimal,
+        }
+
+
+def solve(instance: Instance, milp_seconds: float) -> Solution:
+    """Choose and schedule, and spend up to ``milp_seconds`` on the bound."""
+    star = _scheduled(instance, _fitting(instance, select(instance, discount=False)))
+    best = star
+    choices = _choices(instance)
+    if len(choices) > _MOST:
+        # At first with few cuts: no choice gains much more by the others.
+        brief = [best_schedule(instance, choice, EFFORT // 50).period for choice in choices]
+        choices = [choices[i] for i in sorted(range(len(choices)), key=brief.__getitem__)[:_MOST]]
+    for choice in choices:
+        if best.schedule.period <= instance.sum_u * (1 + _ROUNDING):
+            break
+        found = _scheduled(instance, choice)
+        if found.schedule.period < best.schedule.period * (1 - _ROUNDING):
+            best = found
+    for answer in (star, best):
+        check_schedule(instance, answer.schedule)
+    return Solution(instance, best, star, lower_bound(instance, milp_seconds, best.schedule.period))
+
+
+def _choices(instance: Instance) -> list[list[Gap]]:
+    """Choices of gaps worth a schedule: with room for what arrives while a layer runs, which keeps the compute busy,
+    and without, which moves fewer bytes; with writes priced, and as if they cost nothing, which holds when the other
+    direction of the link is the busier one; and all gaps, which moves most but never waits for room."""
+    found = []
+    for priced in (instance,) if instance.frozen else (instance, replace(instance, frozen=True)):
+        for spare in (1.0, 0.5, 0.0):
+            chosen = _fitting(instance, select(priced, spare=spare))
+            found += [chosen, without_idlers(instance, chosen, spare)]
+    found.append(instance.gaps())
+    return list(map(list, dict.fromkeys(map(tuple, found))))
+
+
+def _fitting(instance: Instance, chosen: Sequence[Gap]) -> list[Gap]:
+    """``chosen`` and, where that leaves an op without room, all other gaps that help."""
+    if not (instance.excess(chosen) > instance.memory * _ROUNDING).any():
+        return list(chosen)
+    return [*chosen, *(gap for gap in instance.gaps() if gap not in set(chosen))]
+
+
+def _scheduled(instance: Instance, chosen: Sequence[Gap]) -> Greedy:
+    return Greedy(tuple(chosen), best_schedule(instance, chosen))

@@ -1,0 +1,121 @@
+"""Other serial orders of a graph with the same results: what enlarges memory runs late, what frees memory runs early.
+
+Every dependency is kept, accumulations are chained by data, and draws of random numbers by ``after``; so any of these
+orders gives the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from disco_accel.graph.check import dependencies
+from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.order import data_edges, serial_order
+from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
+from disco_accel.simulate.machine import Machine
+from disco_accel.simulate.simulator import simulate
+
+
+def lower_order(graph: TaskGraph) -> TaskGraph | None:
+    """Return ``graph`` in the order with the fewest bytes alive at the peak, None if none has fewer than its own."""
+    order = serial_order(graph)
+    orders = (sink(order), hoist(order), hoist(sink(order)), sink(hoist(order)))
+    best = min(orders, key=live_peak)
+    return replace(graph, vertices=best) if live_peak(best) < live_peak(order) else None
+
+
+def dispatched(graph: TaskGraph, machine: Machine) -> tuple[TaskGraph, float]:
+    """Return ``graph`` in the order in which its vertices start on ``machine`` with memory for everything, and the
+    seconds that this takes. On several devices a serial order may make one wait for what another need not do yet."""
+    order = serial_order(graph)
+    before = tuple((order[reader].id, order[writer].id) for reader, writer in _overwritings(order))
+    unlimited = MemGraph(graph.name, graph.devices, order, {}, data_edges(order), before, {})
+    run = simulate(unlimited, machine)
+    vertices = sorted(order, key=lambda vertex: (vertex.kind is not VertexKind.INPUT, run.starts.get(vertex.id, 0.0)))
+    return replace(graph, vertices=tuple(vertices)), run.makespan
+
+
+def sink(order: Sequence[Vertex]) -> tuple[Vertex, ...]:
+    """Return ``order`` with each kernel that makes more bytes than it frees right before the first to wait for it."""
+    growth = _growth(order)
+    behind = _successors(order)
+    place = list(range(len(order)))
+    for v in reversed(range(len(order))):
+        vertex = order[v]
+        moves = vertex.kind is VertexKind.KERNEL and not (vertex.keep or vertex.out)
+        if moves and growth[v] > 0 and behind[v]:
+            place[v] = min(place[s] for s in behind[v])
+    return tuple(order[v] for v in sorted(range(len(order)), key=lambda v: (place[v], v)))
+
+
+def hoist(order: Sequence[Vertex]) -> tuple[Vertex, ...]:
+    """Return ``order`` with each kernel that frees more bytes than it makes right behind the last that it waits for."""
+    growth = _growth(order)
+    behind = _successors(order)
+    place = list(range(len(order)))
+    latest = [-1] * len(order)
+    for v, vertex in enumerate(order):
+        if vertex.kind is VertexKind.KERNEL and growth[v] < 0 and latest[v] >= 0:
+            place[v] = latest[v]
+        for s in behind[v]:
+            latest[s] = max(latest[s], place[v])
+    # What stays comes before what moves behind it.
+    return tuple(order[v] for v in sorted(range(len(order)), key=lambda v: (place[v], place[v] != v, v)))
+
+
+def live_peak(order: Sequence[Vertex]) -> int:
+    """Return the largest sum over devices, at any vertex, of the bytes of made values that are still to be read."""
+    last = _last_readers(order)
+    change = np.zeros(len(order) + 1, np.int64)
+    for v, vertex in enumerate(order):
+        if vertex.kind is VertexKind.INPUT:
+            continue
+        for k, size in enumerate(vertex.sizes):
+            change[v] += size
+            change[len(order) if vertex.keep or vertex.out else last.get((vertex.id, k), v) + 1 :][:1] -= size
+    return int(np.cumsum(change).max(initial=0))
+
+
+def _last_readers(order: Sequence[Vertex]) -> Mapping[Ref, int]:
+    return {ref: v for v, vertex in enumerate(order) for ref in vertex.inputs}
+
+
+def _growth(order: Sequence[Vertex]) -> list[int]:
+    """Return, for each vertex, the bytes that it makes less those of made values that nobody reads after it."""
+    last = _last_readers(order)
+    made = {
+        (vertex.id, k): 0 if vertex.keep or vertex.out or vertex.kind is VertexKind.INPUT else size
+        for vertex in order
+        for k, size in enumerate(vertex.sizes)
+    }
+    return [
+        sum(size for k, size in enumerate(vertex.sizes) if (vertex.id, k) in last)
+        - sum(made[ref] for ref in dict.fromkeys(vertex.inputs) if last[ref] == v)
+        for v, vertex in enumerate(order)
+    ]
+
+
+def _successors(order: Sequence[Vertex]) -> list[list[int]]:
+    """Return the positions of those that have to run behind each vertex: dependents and who writes over its inputs."""
+    position = {vertex.id: v for v, vertex in enumerate(order)}
+    behind: list[list[int]] = [[] for _ in order]
+    for v, vertex in enumerate(order):
+        for source in dependencies(vertex):
+            behind[position[source]].append(v)
+    for reader, writer in _overwritings(order):
+        behind[reader].append(writer)
+    return behind
+
+
+def _overwritings(order: Sequence[Vertex]) -> Iterator[tuple[int, int]]:
+    """Yield positions of a reader and of the vertex behind it that writes in place over what it read."""
+    readers: dict[Ref, list[int]] = {}
+    for v, vertex in enumerate(order):
+        if vertex.inplace is not None:
+            for reader in readers.get(vertex.inputs[vertex.inplace], ()):
+                yield reader, v
+        for ref in dict.fromkeys(vertex.inputs):
+            readers.setdefault(ref, []).append(v)

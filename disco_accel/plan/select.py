@@ -1,0 +1,238 @@
+"""``make_plan``: planner and policy by name, more modest attempts when one fails, and the budget that would do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Protocol
+
+from disco_accel.errors import BudgetTooSmall, ConfigError
+from disco_accel.gc_pause import collector_paused
+from disco_accel.graph.check import check_taskgraph
+from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.strict_json import plain
+from disco_accel.graph.taskgraph import TaskGraph, VertexKind, with_memory
+from disco_accel.plan.buildmemgraph.builder import build
+from disco_accel.plan.buildmemgraph.eviction import AUTO, Policy, policy_named
+from disco_accel.plan.buildmemgraph.min_memory import Attempt, first_fitting, smallest
+from disco_accel.plan.buildmemgraph.residents import Residents, first_choices, improve, plain_choices
+from disco_accel.plan.buildmemgraph.sim_malloc import Repairs
+from disco_accel.plan.common.serial_orders import dispatched
+from disco_accel.plan.infeasible import Infeasible
+from disco_accel.plan.search_work import Work
+from disco_accel.plan.timed.search import build_timed
+from disco_accel.simulate.simulator import Machine, simulate
+
+_SHORTER = (16, 0)
+
+_GOOD = 1.002
+"""A plan that takes at most so many times what its kernels take is not compared with another planner's."""
+
+_NEAR = 1.02
+"""On several devices, where the timed planner takes far longer than BUILDMEMGRAPH, it is not asked to better what takes
+at most so many times what it takes with memory for everything."""
+
+_SLACK = 0.3
+"""Share of the memory that look-ahead leaves free where devices work side by side: with it, what one of them writes
+seldom has to wait for another."""
+
+_BOTH_UP_TO = 200_000
+"""Vertices of a graph for which both planners are tried."""
+
+_SEARCH_UP_TO = 12_000
+"""Vertices of a graph for which BUILDMEMGRAPH tries several sets of residents."""
+
+
+class Planner(Protocol):
+    """Plans ``graph``. Raises BudgetTooSmall, or, where ``repairs`` are not all allowed, Infeasible."""
+
+    def __call__(
+        self,
+        graph: TaskGraph,
+        policy: Policy,
+        cyclic: bool,
+        lookahead: int | None,
+        machine: Machine,
+        repairs: Repairs | None = None,
+        work: Work | None = None,
+    ) -> MemGraph: ...
+
+
+@collector_paused()
+def make_plan(
+    graph: TaskGraph,
+    *,
+    memory: int | None = None,
+    policy: str = AUTO,
+    planner: str = "build",
+    cyclic: bool = False,
+    lookahead: int | None = None,
+    machine: Machine | None = None,
+    work: Work | None = None,
+) -> MemGraph:
+    """Return a plan of ``graph``.
+
+    ``memory``: bytes of every device's arena (None: what the graph's devices say). ``planner``: ``build``, the paper's,
+    or ``timed``, which plans in simulated time and leaves to ``build`` what it cannot plan. ``cyclic``: the plan is run
+    step after step. ``machine``: what candidates are compared on. ``work``: what the search may cost, and what it has
+    cost. For ``build`` alone: ``policy``, who is evicted first (auto: belady), and ``lookahead``, vertices ahead of
+    execution for which copies may be placed (None: as many as fit).
+    Raises ConfigError for unknown names, GraphFileError for a graph that makes no sense, BudgetTooSmall.
+    """
+    if planner not in PLANNERS:
+        raise ConfigError(f"planner: {planner!r} is unknown; known planners: {', '.join(sorted(PLANNERS))}")
+    chosen = policy_named(policy)
+    if lookahead is not None and lookahead < 0:
+        raise ConfigError(f"lookahead: {lookahead} is negative; 0 turns it off")
+    graph = _inputs_by_use(check_taskgraph(graph))
+    if memory is not None:
+        graph = with_memory(graph, lambda device: memory)
+    return PLANNERS[planner](graph, chosen, cyclic, lookahead, machine or Machine(), work=work)
+
+
+def _inputs_by_use(graph: TaskGraph) -> TaskGraph:
+    """Return ``graph`` with its inputs in front, by first reader: where a file lists them makes no difference then."""
+    rest = [vertex for vertex in graph.vertices if vertex.kind is not VertexKind.INPUT]
+    first: dict[int, int] = {}
+    for position, vertex in enumerate(rest):
+        for producer, _ in vertex.inputs:
+            first.setdefault(producer, position)
+    inputs = [vertex for vertex in graph.vertices if vertex.kind is VertexKind.INPUT]
+    inputs.sort(key=lambda vertex: (first.get(vertex.id, len(rest)), vertex.id))
+    return replace(graph, vertices=(*inputs, *rest))
+
+
+def plan_build(
+    graph: TaskGraph,
+    policy: Policy,
+    cyclic: bool,
+    lookahead: int | None,
+    machine: Machine,
+    repairs: Repairs | None = None,
+    work: Work | None = None,
+) -> MemGraph:
+    """Plan with BUILDMEMGRAPH: as much look-ahead as fits, less if it must be. Raises BudgetTooSmall."""
+    repairs, work = repairs or Repairs(), work or Work()
+    for attempt in _attempts(graph, lookahead, repairs):
+        planned = partial(_built, graph, policy, cyclic, repairs, attempt)
+        try:
+            plan = planned(attempt.residents)
+        except Infeasible:
+            continue
+        if len(graph.vertices) > _SEARCH_UP_TO:
+            return plan
+        return improve(graph, plan, attempt.residents, planned, machine, work)
+    if not repairs.shorten_lookahead:
+        raise Infeasible(0)
+    raise _too_small(graph, policy, cyclic, lookahead, work)
+
+
+def _too_small(graph: TaskGraph, policy: Policy, cyclic: bool, lookahead: int | None, work: Work) -> BudgetTooSmall:
+    given = max(device.memory for device in graph.devices)
+    needed = smallest(graph, policy, cyclic, partial(_attempts, lookahead=lookahead), work)
+    return BudgetTooSmall(needed, given, f"the plan of '{plain(graph.name)}'")
+
+
+def _built(
+    graph: TaskGraph, policy: Policy, cyclic: bool, repairs: Repairs, attempt: Attempt, residents: Residents
+) -> MemGraph:
+    plan = build(
+        graph,
+        policy,
+        lookahead=attempt.lookahead,
+        residents=residents,
+        cyclic=cyclic,
+        repairs=repairs,
+        outs_apart=attempt.outs_apart,
+        slack=attempt.slack,
+    )
+    return replace(plan, planner="build")
+
+
+def plan_timed(
+    graph: TaskGraph,
+    policy: Policy,
+    cyclic: bool,
+    lookahead: int | None,
+    machine: Machine,
+    repairs: Repairs | None = None,
+    work: Work | None = None,
+) -> MemGraph:
+    """Plan in simulated time; where that finds no plan or a slower one, with BUILDMEMGRAPH. Raises BudgetTooSmall.
+
+    A memory is too small if it is for BUILDMEMGRAPH, which can tell in a fraction of the time, and which always ends.
+    """
+    del repairs
+    work = work or Work()
+    if first_fitting(graph, policy, cyclic, partial(_attempts, lookahead=lookahead)) is None:
+        raise _too_small(graph, policy, cyclic, lookahead, work)
+    enough = _GOOD * _compute(graph, machine)
+    given = graph
+    if len(graph.devices) > 1:
+        graph, seconds = dispatched(graph, machine)
+        enough = _NEAR * seconds
+    best: MemGraph | None = None
+    makespan = float("inf")
+    for plan in _candidates(graph, policy, cyclic, lookahead, machine, work):
+        seconds = simulate(plan, machine).makespan
+        if seconds < makespan:
+            best, makespan = plan, seconds
+        if makespan <= enough or len(graph.vertices) > _BOTH_UP_TO or work.late():
+            break
+    return best or plan_build(given, policy, cyclic, lookahead, machine, work=work)
+
+
+def _candidates(
+    graph: TaskGraph, policy: Policy, cyclic: bool, lookahead: int | None, machine: Machine, work: Work
+) -> Iterator[MemGraph]:
+    """Yield plans of both planners, the more promising first."""
+    timed = partial(_timed, graph, cyclic, machine, work)
+    built = partial(plan_build, graph, policy, cyclic, lookahead, machine, Repairs(shorten_lookahead=False), work)
+    for way in (built, timed) if len(graph.devices) > 1 else (timed, built):
+        with suppress(Infeasible):
+            yield way()
+
+
+def _timed(graph: TaskGraph, cyclic: bool, machine: Machine, work: Work) -> MemGraph:
+    return replace(build_timed(graph, machine, cyclic=cyclic, work=work), planner="timed")
+
+
+def _compute(graph: TaskGraph, machine: Machine) -> float:
+    """Return the seconds that the busiest device's kernels take."""
+    busy: dict[int, float] = {}
+    for vertex in graph.vertices:
+        if vertex.kind is VertexKind.KERNEL:
+            busy[vertex.device] = busy.get(vertex.device, 0.0) + machine.seconds(vertex)
+    return max(busy.values(), default=0.0) / machine.compute_streams
+
+
+PLANNERS: dict[str, Planner] = {
+    "build": plan_build,
+    "timed": plan_timed,
+}
+
+
+def _lookaheads(lookahead: int | None, repairs: Repairs) -> Iterator[int | None]:
+    yield lookahead
+    if repairs.shorten_lookahead:
+        yield from (ahead for ahead in _SHORTER if lookahead is None or ahead < lookahead)
+
+
+def _attempts(graph: TaskGraph, lookahead: int | None, repairs: Repairs | None = None) -> Iterator[Attempt]:
+    """Yield what is tried in turn: first as much look-ahead and as many residents as can be, last none of both."""
+    repairs = repairs or Repairs()
+    choices = plain_choices(graph) if len(graph.vertices) <= _SEARCH_UP_TO else first_choices(graph)
+    if repairs.shorten_lookahead and any(vertex.out for vertex in graph.vertices):
+        modest = [Attempt(0, Residents(), outs_apart=True), Attempt(0, Residents())]
+    else:
+        modest = []
+    if len(graph.devices) > 1:
+        yield Attempt(lookahead, choices[0], slack=_SLACK)
+    for ahead in _lookaheads(lookahead, repairs):
+        for residents in choices:
+            attempt = Attempt(ahead, residents)
+            if attempt not in modest:
+                yield attempt
+    yield from modest

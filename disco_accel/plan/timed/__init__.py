@@ -1,0 +1,1 @@
+"""The timed planner: when each copy runs is decided first, addresses follow."""

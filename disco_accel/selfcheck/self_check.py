@@ -1,0 +1,150 @@
+"""The self-check itself: every part in turn, what differs, what was measured."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from disco_accel.errors import DiscoError, ExtensionError
+from disco_accel.execute.executor import EngineOptions
+from disco_accel.graph.taskgraph import VertexKind
+from disco_accel.native.cuda import prepare_device, release_workspaces
+from disco_accel.selfcheck.identity import identity_of
+from disco_accel.selfcheck.link import link
+from disco_accel.selfcheck.orders import CASES, Caller, orders
+from disco_accel.selfcheck.outcome import Difference, Outcome, compare
+from disco_accel.selfcheck.subject import Subject, batch_of, make_subject
+from disco_accel.selfcheck.trial import Trial, circumstances, expected_of, trained_of
+from disco_accel.shortage import met_shortage
+
+LINK_BYTES = 32 << 20
+"""Of the copies whose rate is measured; ``Checks`` may ask for less."""
+_STALLED_SECONDS = 5.0
+_STEPS = 3
+_ATTEMPTS = 3
+_TOLERANCE = 1e-5
+"""Of the norm, where plain PyTorch itself does not repeat its bits."""
+
+VARIANTS = {
+    "as planned": EngineOptions(stall_timeout=_STALLED_SECONDS),
+    "in random order": EngineOptions(dispatch="random", seed=1, stall_timeout=_STALLED_SECONDS),
+    "without look-ahead": EngineOptions(lookahead=0, stall_timeout=_STALLED_SECONDS),
+}
+"""Ways to run the same plan, whose results must not depend on them."""
+
+
+def check(
+    device: torch.device,
+    make: Callable[[torch.device], Subject] = make_subject,
+    link_bytes: int = LINK_BYTES,
+) -> Outcome:
+    """Run the self-check on ``device``, which has its index. ``make``: the subject, for tests that plant faults.
+
+    What goes wrong inside is a difference of the outcome. Raises ExtensionError where there is no engine to check, and
+    what is a shortage of memory for the moment (see ``shortage.py``).
+    """
+    # What is built at first is none of the check's seconds.
+    prepare_device(device)
+    outcome = Outcome(identity_of(device))
+    began = time.perf_counter()
+    try:
+        with circumstances(device):
+            _parts(device, make, link_bytes, outcome)
+    except ExtensionError:
+        raise
+    except (DiscoError, RuntimeError) as error:
+        if met_shortage(error):
+            raise
+        outcome.figures["traceback"] = traceback.format_exc()
+        outcome.differences.append(
+            Difference(
+                str(outcome.figures["part"]), "the run", "an end without errors", f"{type(error).__name__}: {error}"
+            )
+        )
+    finally:
+        if device.type == "cuda":
+            release_workspaces(device)
+            torch.cuda.empty_cache()
+    outcome.seconds = time.perf_counter() - began
+    return outcome
+
+
+def _parts(device: torch.device, make: Callable[[torch.device], Subject], link_bytes: int, outcome: Outcome) -> None:
+    figures, differences = outcome.figures, outcome.differences
+    figures["part"] = "link"
+    wrong, figures["link"] = link(device, link_bytes)
+    differences += wrong
+    figures["part"] = "plan"
+    subject = make(device)
+    figures["plan"] = {
+        f"{kind.name.lower()}s": subject.copies(kind)
+        for kind in (VertexKind.KERNEL, VertexKind.OFFLOAD, VertexKind.RELOAD)
+    } | {"memory": subject.plan.devices[0].memory}
+    tolerance = _tolerance(subject)
+    figures["compared"] = f"to {tolerance:g} of the norm" if tolerance else "bits"
+    for name, options in VARIANTS.items():
+        figures["part"] = f"steps {name}"
+        with Trial(subject, options) as trial:
+            began = time.perf_counter()
+            differences += _steps(trial, figures["part"], tolerance)
+            if name == "as planned" and not differences:
+                step_seconds = (time.perf_counter() - began) / _STEPS
+                figures["part"] = "memory inside a step"
+                differences += _allocations(trial)
+                figures["part"] = "order"
+                differences += orders(trial, Caller.on(device, step_seconds), tolerance)
+                figures["orders"] = list(CASES) if device.type == "cuda" else "without streams, which GPUs have"
+    del figures["part"]
+
+
+def _tolerance(subject: Subject) -> float:
+    batch = batch_of(0, subject.device)
+    first, second = (expected_of(subject, batch, 0) for _ in range(2))
+    return _TOLERANCE if compare("plain PyTorch", first, second) else 0.0
+
+
+def _steps(trial: Trial, part: str, tolerance: float) -> list[Difference]:
+    """Steps one after another, each with a batch and random numbers of its own."""
+    found: list[Difference] = []
+    for seed in range(_STEPS):
+        batch = batch_of(seed, trial.subject.device)
+        expected = expected_of(trial.subject, batch, seed)
+        got = trial.step(batch, trained_of(trial.subject), seed).by_name()
+        found += compare(f"{part}, step {seed + 1}", expected, got, tolerance)
+    return found
+
+
+def _allocations(trial: Trial) -> list[Difference]:
+    """Whether a step takes memory from PyTorch's allocator or, beneath it, from the driver."""
+    device = trial.subject.device
+    batch, trained = batch_of(0, device), trained_of(trial.subject)
+    for _ in range(_ATTEMPTS):
+        tangent = torch.ones((), dtype=torch.float32, device=device)
+        before = _taken(device)
+        trial.begin(batch, trained, 0)
+        trial.end(tangent)
+        after = _taken(device)
+        after["by the engine"] = int(trial.executor.counters()["c10_allocations"])
+        found = [
+            Difference("memory inside a step", f"allocations {name}", str(before.get(name, 0)), str(count))
+            for name, count in after.items()
+            if count != before.get(name, 0)
+        ]
+        if not found:
+            return []
+    # Once might have been another thread of this process.
+    return found
+
+
+def _taken(device: torch.device) -> dict[str, int]:
+    if device.type == "cpu":
+        return {}
+    stats: dict[str, Any] = torch.cuda.memory_stats(device)
+    return {
+        "from PyTorch's allocator": int(stats["allocation.all.allocated"]),
+        "from the driver": int(stats["num_device_alloc"]),
+    }

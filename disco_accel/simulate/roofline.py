@@ -1,0 +1,137 @@
+"""Durations of kernels that nobody has measured: the longer of arithmetic and memory traffic on a named device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from disco_accel.graph.taskgraph import OpCall, TaskGraph, TensorSpec, Vertex, VertexKind, tensor_args
+from disco_accel.simulate.simulator import Link, Machine
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """What a device sustains: FLOP/s of matrix products in 16 and in 32 bits, bytes/s of its memory, seconds that any
+    kernel takes, and the links that go with it. ``name`` says which device that is."""
+
+    name: str
+    half: float
+    single: float
+    memory: float
+    kernel: float
+    machine: Machine
+
+
+SPEEDS: Mapping[str, Speed] = {
+    # About six tenths of an A100's peaks behind PCIe 4.
+    "cuda": Speed(
+        name="an A100 (40 GB) behind PCIe 4", half=1.8e14, single=1.2e13, memory=1.2e12, kernel=5e-6, machine=Machine()
+    ),
+    # One core with AVX2; its link is a copy in memory.
+    "cpu": Speed(
+        name="one CPU core, its link a copy in memory",
+        half=3e10,
+        single=6e10,
+        memory=1e10,
+        kernel=2e-6,
+        machine=Machine(h2d=Link(4e9, 0), d2h=Link(4e9, 0)),
+    ),
+}
+_BYTES = {
+    "float64": 8,
+    "int64": 8,
+    "float32": 4,
+    "int32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+}
+_CAUSAL = 0.5
+_BACKWARD = 2.5
+"""Attention's backward multiplies five pairs of matrices where the forward multiplies two."""
+
+
+def with_estimates(graph: TaskGraph, speed: Speed) -> TaskGraph:
+    """``graph`` with an estimated duration for every kernel; it needs the calls that capture notes (``graph.ops``)."""
+    vertices = tuple(
+        replace(v, duration=estimate(v, graph.ops[v.id], speed)) if v.kind is VertexKind.KERNEL else v
+        for v in graph.vertices
+    )
+    return replace(graph, vertices=vertices)
+
+
+def estimate(vertex: Vertex, call: OpCall, speed: Speed) -> float:
+    """Seconds of one kernel."""
+    specs = [arg.spec for arg in tensor_args(call.args)]
+    moved = sum(vertex.sizes) + sum(_traffic(spec) for spec in dict.fromkeys(specs))
+    if call.name in _GATHERS:
+        # Of the table only the rows that are asked for.
+        moved = 2 * sum(vertex.sizes)
+    single = any(spec.dtype in ("float32", "float64") for spec in specs[:2])
+    arithmetic = flops(call) / (speed.single if single else speed.half)
+    return speed.kernel + max(arithmetic, moved / speed.memory)
+
+
+def flops(call: OpCall) -> float:
+    """Additions and multiplications of a matrix product or attention; 0 for all else, which memory bounds."""
+    count = _FLOPS.get(call.name)
+    return 0.0 if count is None else count(call, [arg.spec.shape for arg in tensor_args(call.args)])
+
+
+Shapes = list[tuple[int, ...]]
+
+
+def _product(call: OpCall, shapes: Shapes) -> float:
+    """(.., m, k) times (.., k, n); what is added comes first and weighs nothing."""
+    del call
+    left, right = shapes[-2:]
+    return 2.0 * math.prod(left) * right[-1]
+
+
+def _linear(call: OpCall, shapes: Shapes) -> float:
+    """(.., k) times the transpose of (n, k)."""
+    del call
+    return 2.0 * math.prod(shapes[0]) * shapes[1][0]
+
+
+def _attention(call: OpCall, shapes: Shapes) -> float:
+    """Queries (.., s, d) against keys (.., t, d), and their weights against the values."""
+    del call
+    query, key = shapes[:2]
+    return 4.0 * math.prod(query) * key[-2] * _CAUSAL
+
+
+def _attention_backward(call: OpCall, shapes: Shapes) -> float:
+    # The gradient of the output comes first.
+    return _attention(call, shapes[1:]) * _BACKWARD
+
+
+def _grouped(call: OpCall, shapes: Shapes) -> float:
+    """(tokens, k) times (experts, k, n): each token goes to one expert."""
+    del call
+    return 2.0 * math.prod(shapes[0]) * shapes[1][-1]
+
+
+_GATHERS = ("aten::embedding", "aten::index", "aten::index_select", "aten::gather")
+_FLOPS: Mapping[str, Callable[[OpCall, Shapes], float]] = {
+    **dict.fromkeys(("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::matmul"), _product),
+    "aten::linear": _linear,
+    "aten::_grouped_mm": _grouped,
+    **{
+        f"aten::_scaled_dot_product_{kind}": _attention
+        for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+    },
+    **{
+        f"aten::_scaled_dot_product_{kind}_backward": _attention_backward
+        for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+    },
+}
+
+
+def _traffic(spec: TensorSpec) -> int:
+    """Bytes that are read of a tensor; what is expanded along an axis is there once."""
+    there = math.prod(size for size, stride in zip(spec.shape, spec.stride, strict=True) if stride)
+    return there * _BYTES.get(spec.dtype, 4)

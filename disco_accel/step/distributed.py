@@ -1,0 +1,125 @@
+"""Several processes: the engines that planned steps run in, and what of a model those engines leave alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from disco_accel.config.deepspeed_keys import REPLACED
+from disco_accel.config.settings import local_processes
+from disco_accel.errors import ConfigError
+from disco_accel.native.host_memory import bytes_of
+
+_DDP = "_ddp_params_and_buffers_to_ignore"
+_DEEPSPEED = "ds_optim_param"
+"""DeepSpeed 0.19 broadcasts no parameter that has this attribute."""
+
+_PLAIN_ENGINES = ("NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED")
+_WAYS_OUT = (
+    "use ZeRO stage 0, 1 or 2, or start the script with `disco-accel launch --ds_config`, which plans what stage 3 does"
+)
+
+
+def check_engine(state: Any) -> None:
+    """Refuse what shards the weights that plans load. ``state``: accelerate's, of the run.
+
+    Raises:
+        ConfigError: ZeRO stage 3, its parameter offload, FSDP, Megatron-LM or a device that is no CPU or CUDA device.
+    """
+    kind = str(getattr(state.distributed_type, "value", state.distributed_type))
+    if kind not in _PLAIN_ENGINES:
+        raise ConfigError(
+            f"distributed_type: {kind} does not work under plans; use MULTI_GPU, or DEEPSPEED stage 0 to 2"
+        )
+    if kind != "DEEPSPEED":
+        return
+    plugin = state.deepspeed_plugin
+    zero = plugin.deepspeed_config.get("zero_optimization", {})
+    if zero.get("stage") == 3:
+        raise ConfigError(f"zero_optimization.stage: 3 shards the frozen weights; {REPLACED}; {_WAYS_OUT}")
+    if (zero.get("offload_param") or {}).get("device", "none") != "none":
+        raise ConfigError(f"zero_optimization.offload_param: leave it out; {REPLACED}")
+
+
+def check_not_sharded(name: str, parameter: torch.nn.Parameter) -> None:
+    """Raises ConfigError when ZeRO stage 3 has taken this weight apart."""
+    if hasattr(parameter, "ds_id"):
+        raise ConfigError(f"{name}: ZeRO stage 3 has sharded this weight; {REPLACED}; {_WAYS_OUT}")
+
+
+def stay_home(model: torch.nn.Module) -> None:
+    """Mark frozen weights and buffers so that neither DDP nor DeepSpeed broadcasts or reduces them.
+
+    For weights on the host beside adapters on a device, which no collective takes together. Each process has read the
+    same weights itself; ``check_same`` makes sure of it.
+    """
+    model.__dict__[_DDP] = [*getattr(model, _DDP, ()), *(name for name, _ in at_home(model))]
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            setattr(parameter, _DEEPSPEED, True)
+
+
+def leave_home(model: torch.nn.Module) -> None:
+    """Undo ``stay_home``."""
+    ours = {name for name, _ in at_home(model)}
+    kept = [name for name in model.__dict__.pop(_DDP, ()) if name not in ours]
+    if kept:
+        model.__dict__[_DDP] = kept
+    for parameter in model.parameters():
+        parameter.__dict__.pop(_DEEPSPEED, None)
+
+
+def at_home(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Frozen weights and buffers of ``model`` by every name they have."""
+    yield from ((n, p) for n, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def check_same(named: Iterable[tuple[str, torch.Tensor]], device: torch.device) -> None:
+    """Make sure that tensors which nobody broadcasts are the same in all processes: one pass over their bytes.
+
+    ``device``: where collectives of this run take their tensors from.
+
+    Raises:
+        ConfigError: a tensor differs, named; or this is one of several processes without a process group.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        if local_processes() > 1:
+            raise ConfigError(
+                "prepare: this is one of several processes, but they have no process group yet; "
+                "create the Accelerator, or call torch.distributed.init_process_group, before prepare"
+            )
+        return
+    if dist.get_world_size() == 1:
+        return
+    names, sums = [], []
+    for name, tensor in named:
+        names.append(name)
+        sums.append(_checksum(tensor))
+    if not _equal_everywhere(torch.tensor([len(sums)], device=device)).all():
+        raise ConfigError("prepare: the processes' models differ in their number of tensors; load the same in all")
+    equal = _equal_everywhere(torch.tensor(sums, dtype=torch.int64, device=device))
+    if not equal.all():
+        first = names[int(equal.logical_not().nonzero()[0])]
+        raise ConfigError(
+            f"{first}: this frozen tensor differs between processes, and frozen weights are not broadcast; "
+            "load the same checkpoint in all, or seed all before the model is made"
+        )
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    data = bytes_of(tensor.detach().cpu())
+    words = data[: data.numel() // 8 * 8]
+    # A storage may begin at any byte.
+    words = words if words.data_ptr() % 8 == 0 else words.clone()
+    return int(words.view(torch.int64).sum()) ^ int(data[words.numel() :].sum(dtype=torch.int64))
+
+
+def _equal_everywhere(values: torch.Tensor) -> torch.Tensor:
+    low, high = values.clone(), values.clone()
+    dist.all_reduce(low, op=dist.ReduceOp.MIN)
+    dist.all_reduce(high, op=dist.ReduceOp.MAX)
+    return (low == high).cpu()

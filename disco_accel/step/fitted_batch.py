@@ -1,0 +1,36 @@
+"""A batch as its step gets it: as the user gave it, or padded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from disco_accel.errors import ExecutionError
+
+
+@dataclass(frozen=True, slots=True)
+class FittedBatch:
+    """A ``batch`` as its step gets it. ``length``: that of the user's rows, if they were padded, else None."""
+
+    batch: Mapping[str, Any]
+    length: int | None = None
+
+    def cut(self, name: str, value: Any) -> Any:
+        """Field ``name`` of the model's output as the batch without padding has it, contiguous as eager's is.
+
+        Raises:
+            ExecutionError: a field whose padding cannot be told from the rest.
+        """
+        if self.length is None or value is None or name == "loss":
+            return value
+        if name == "logits":
+            return value[:, : self.length].contiguous()
+        if name == "hidden_states":
+            return tuple(layer[:, : self.length].contiguous() for layer in value)
+        if name == "attentions":
+            return tuple(layer[..., : self.length, : self.length].contiguous() for layer in value)
+        raise ExecutionError(
+            f"{name}: this batch was padded from {self.length} tokens to a bucket, and padding cannot be taken out of "
+            f"{name}; set buckets: off to read it"
+        )

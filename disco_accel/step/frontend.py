@@ -1,0 +1,36 @@
+"""What a step asks of the library that its model comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from disco_accel.step.fitted_batch import FittedBatch
+
+ContextFactory = Callable[[], AbstractContextManager[Any]]
+"""Makes a context that a trace runs in."""
+
+
+class Frontend(Protocol):
+    """The side of a session that knows the model's library."""
+
+    def contexts(self, model: torch.nn.Module, batch: Mapping[str, Any]) -> Sequence[ContextFactory]:
+        """What the trace of a training step runs in. Raises CaptureError for what cannot be planned."""
+
+    def fit(self, model: torch.nn.Module, batch: Mapping[str, Any]) -> FittedBatch:
+        """``batch``, padded where that saves plans and changes nothing."""
+
+    def give_up(self, fitted: FittedBatch, batch: Mapping[str, Any]) -> FittedBatch:
+        """``batch`` as it is: ``fitted`` does not fit the budget."""
+
+    def on_step(self, plans: int, hits: int, steps: int) -> None:
+        """Told after each planned step: plans made, steps that had theirs already, steps so far."""
+
+    def on_plan(self) -> None:
+        """Told whenever a plan has been made."""
+
+    def stats(self) -> dict[str, Any]:
+        """What ``stats(model)`` shows of this side."""

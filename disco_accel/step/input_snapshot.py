@@ -1,0 +1,70 @@
+"""What a forward read, so that whoever runs it once more can tell whether it would read the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from disco_accel.native.host_memory import WatchedTensors
+
+_FROZEN = "a frozen weight"
+
+
+class _Norms:
+    """Tensors of any device as they were when this was made, by a norm of each. Making it waits for nothing."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = list(tensors)
+        self._norms = self._look()
+
+    def _look(self) -> torch.Tensor:
+        with torch.no_grad():
+            norms = torch._foreach_norm(self._tensors, 2, dtype=torch.float32)
+            # As words: a NaN is equal to itself.
+            return torch.stack(norms).view(torch.int32)
+
+    def changed(self) -> bool:
+        return not torch.equal(self._look(), self._norms)
+
+
+def versions_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Name → version, as autograd counts them; tensors made in inference mode have none."""
+    return {name: 0 if tensor.is_inference() else tensor._version for name, tensor in tensors.items()}
+
+
+class Seen:
+    """The tensors that a step was given, and the frozen weights, as they are when this is made.
+
+    ``trainable``: the model's own parameters by name. ``batch``: what the step got, by name. Versions are autograd's:
+    exact, and as cheap as an integer. They miss writes through ``.data``, which is how DeepSpeed's optimizers and
+    averages of weights write; those are looked for by content.
+    """
+
+    def __init__(
+        self, trainable: Mapping[str, torch.Tensor], batch: Mapping[str, torch.Tensor], frozen: WatchedTensors
+    ) -> None:
+        self._given = {**batch, **trainable}
+        self._versions = versions_of(self._given)
+        # Replaced, not changed, when the weights are looked at again: what this forward saw stays here.
+        self._frozen = frozen
+        weights = [t for t in trainable.values() if t.numel()]
+        host = all(t.device.type == "cpu" for t in weights)
+        self._content = (WatchedTensors(weights) if host else _Norms(weights)) if weights else None
+
+    def changed(self, *, content: bool) -> str | None:
+        """What was changed since, for a message; ``content``: look for writes that versions miss as well."""
+        return self.begin_check(content=content) or self.finish_check()
+
+    def begin_check(self, *, content: bool) -> str | None:
+        """As ``changed``, but for frozen weights that must be read to know: that goes on until ``finish_check``."""
+        for name, version in versions_of(self._given).items():
+            if version != self._versions[name]:
+                return name
+        if content and self._content is not None and self._content.changed():
+            return "a trainable parameter"
+        return _FROZEN if self._frozen.begin_check() else None
+
+    def finish_check(self) -> str | None:
+        """What is left of ``begin_check``."""
+        return _FROZEN if self._frozen.finish_check() else None

@@ -1,0 +1,276 @@
+"""A step between its forward and its backward, and the autograd node that ties it to the user's graph.
+
+A step is *pending* from forward until its backward ends or its autograd node is freed. Another run may take the
+engine meanwhile: the pending step is then suspended and rerun from its own inputs if its backward comes.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from disco_accel.capture.fake_inputs import batch_tensors
+from disco_accel.errors import ExecutionError, Stalled
+from disco_accel.step.compile import CompiledStep
+from disco_accel.step.dynamo import not_compiled
+from disco_accel.step.input_snapshot import Seen
+from disco_accel.step.rng_state import generator_from, generator_state, kept_on_failure
+from disco_accel.step.step_key import model_state
+
+if TYPE_CHECKING:
+    from disco_accel.step.session import Session
+
+
+logger = logging.getLogger("disco_accel")
+
+
+class PendingStep:
+    """One step in flight. ``externals`` are the caller's tensors by INPUT vertex id, ``seen`` notes how they were.
+
+    ``generator``: where the user's random generator stood when the forward began.
+    """
+
+    def __init__(
+        self,
+        state: Session,
+        model: torch.nn.Module,
+        step: CompiledStep,
+        externals: Mapping[int, torch.Tensor],
+    ) -> None:
+        self.state = state
+        self.model = model
+        self.step = step
+        self.externals = dict(externals)
+        self.seen = self._look()
+        self.python = model_state(model).for_backward()
+        self.generator = generator_state(step)
+        self.running = False
+        self.compare: Callable[..., None] | None = None
+        """Called in the backward with outputs by name, the first one's gradient, and gradients by parameter."""
+        self.outputs: dict[str, torch.Tensor] = {}
+        self.traced = state.trace_wanted()
+
+    def _look(self) -> Seen:
+        assert self.step.parameters is not None
+        trainable = {b.name: self.step.parameters[b.name] for b in self.step.vertices_of("trainable")}
+        batch = {b.name: self.externals[b.vertex] for b in self.step.vertices_of("batch")}
+        return Seen(trainable, batch, self.state.weights_seen)
+
+    def forward(self) -> list[torch.Tensor]:
+        """Start the step and return copies of its outputs once they are ready; the rest waits at the gate."""
+        with kept_on_failure(self.step):
+            try:
+                self._take_engine()
+            finally:
+                written = self.state.weights_seen.finish_check()
+            if written:
+                # Residents are older than a write that came before this forward.
+                self.suspend()
+                self.state.make_current(self.model, self.step)
+                self.seen = self._look()
+                with generator_from(self.step, self.generator):
+                    self._take_engine()
+        outputs, _ = self.step.groups
+        return self.step.executor.leave(outputs)
+
+    def _take_engine(self) -> None:
+        self.state.abandon_active()
+        # Weak: the autograd graph alone keeps a step alive, so that dropping the loss frees the engine.
+        self.state.active = weakref.ref(self)
+        self.running = True
+        if self.traced:
+            self.step.executor.set_tracing(True)
+        with kept_on_failure(self.step):
+            try:
+                self.step.executor.run_out(self.externals)
+            except BaseException:
+                # A device that does not end its work is what this error tells of already.
+                with suppress(Stalled):
+                    self.suspend()
+                raise
+
+    def backward(self, tangents: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Deliver the gradients of the differentiated outputs, by name; returns copies of those of the parameters."""
+        self.state.require_own_process()
+        with self.state.lock:
+            # A step that still runs has read what it needs, as eager has; one that is run again reads all of it again.
+            self._require(self._python_change() or self.seen.begin_check(content=not self.running))
+            if not self.running:
+                self._require(self.seen.finish_check())
+                self.state.make_current(self.model, self.step)
+                with generator_from(self.step, self.generator):
+                    self._take_engine()
+            executor = self.step.executor
+            late = {b.vertex: tangents[b.name].contiguous() for b in self.step.vertices_of("tangent")}
+            with kept_on_failure(self.step):
+                try:
+                    executor.run_end(late)
+                    self._require(self.seen.finish_check())
+                    leaving = executor.leave(self.step.groups[1])
+                except BaseException:
+                    with suppress(Stalled):
+                        self.suspend()
+                    # Nothing reads the weights behind the caller's back.
+                    self.seen.finish_check()
+                    raise
+            self._release()
+            if self.traced:
+                self.traced = False
+                self.state.report(self.step)
+                executor.set_tracing(False)
+            return {g.name: copy for g, copy in zip(self.step.captured.gradients, leaving, strict=True)}
+
+    def suspend(self) -> None:
+        """Stop what is left of this step; its inputs stay so that it can be rerun."""
+        if self.running:
+            self._release()
+            self.step.executor.abandon()
+
+    def _release(self) -> None:
+        self.running = False
+        if self.state.active is not None and self.state.active() is self:
+            self.state.active = None
+
+    def _python_change(self) -> str | None:
+        """What a backward's own Python code would read otherwise than the capture did, for a message."""
+        if self.python is None or self.python.returned(self.model):
+            return None
+        return f"{self.python.last_difference}, which Python code that runs in the backward may read,"
+
+    def _require(self, changed: str | None) -> None:
+        """As eager mode does for what it saved: the backward must see the values that the forward saw."""
+        if changed is not None:
+            self.suspend()
+            raise ExecutionError(
+                f"{changed} was changed in place between this step's forward and its backward; "
+                "call backward() before changing it"
+            )
+
+    def __del__(self) -> None:
+        # Never waits: this may run in any thread at any time. Whoever holds the lock ends what still runs.
+        if self.state.lock.acquire(blocking=False):
+            try:
+                self.suspend()
+            finally:
+                self.state.lock.release()
+
+
+class _Step(torch.autograd.Function):
+    """Forward returns the first output; backward returns the gradient of each trainable parameter, in order."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        pending: PendingStep,
+        names: tuple[str, ...],
+        others: list[torch.Tensor],
+        *parameters: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.pending = pending
+        ctx.names = names
+        # DDP's node behind a value that no loss depends on passes no gradient on; zeros would cost half a step.
+        ctx.set_materialize_grads(False)
+        first, *rest = pending.forward()
+        if pending.compare is not None:
+            named = zip(pending.step.captured.outputs, (first, *rest), strict=True)
+            # Copies, because the user may write to what they are given.
+            pending.outputs = {output.name: value.detach().clone() for output, value in named}
+        others += rest
+        return first
+
+    @staticmethod
+    @not_compiled
+    def backward(ctx: Any, tangent: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        if tangent is None:
+            return (None, None, None, *(None for _ in ctx.names))
+        if torch.is_grad_enabled():
+            raise ExecutionError(
+                "create_graph=True: a planned step has no second derivative; use the unprepared model for it"
+            )
+        if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+            ctx.pending.state.say_once(
+                "backward() was called inside autocast, against PyTorch's advice: a planned step's runs outside of it, "
+                "as if it had been called after the region; eager mode may round differently there"
+            )
+        pending = ctx.pending
+        gradients = pending.backward({pending.step.captured.outputs[0].name: tangent})
+        if pending.compare is not None:
+            pending.compare(pending.outputs, tangent, gradients)
+        return (None, None, None, *(gradients.get(name) for name in ctx.names))
+
+
+def externals_of(
+    state: Session, model: torch.nn.Module, step: CompiledStep, batch: Mapping[str, Any]
+) -> dict[int, torch.Tensor]:
+    """What ``step`` is given, by INPUT vertex: the model's trainable parameters and the tensors of ``batch``.
+
+    Raises:
+        ExecutionError: a token id outside the vocabulary; a gradient that has no parameter.
+    """
+    if step.parameters is None:
+        # A parameter that is added, removed or replaced changes the step's key, so these stay the model's own.
+        step.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        # Part of a field, a hidden state say, need not be reached by all that the loss is.
+        if step.captured.gradients and "." not in step.captured.outputs[0].name:
+            _check_gradients(state, step, step.parameters)
+    given = batch_tensors(batch)
+    _check_rows(step, given)
+    inputs = {name: t.to(state.device, non_blocking=True) for name, t in given.items()}
+    tensors = {"trainable": step.parameters, "batch": inputs}
+    return {b.vertex: tensors[b.source][b.name].detach() for b in step.externals}
+
+
+def _check_rows(step: CompiledStep, given: Mapping[str, torch.Tensor]) -> None:
+    """Token ids outside the vocabulary are named here; the engine knows the op alone, and a GPU not even that."""
+    for name, rows in step.row_limits.items():
+        tensor = given[name]
+        # Elsewhere a look would wait for the device.
+        if tensor.device.type != "cpu" or not tensor.numel():
+            continue
+        low, high = (int(value) for value in torch.aminmax(tensor))
+        if low < 0 or high >= rows:
+            raise ExecutionError(
+                f"{name}: holds {low if low < 0 else high}, and the model looks it up in a table of {rows} rows, 0 to "
+                f"{rows - 1}; check the tokenizer, or call resize_token_embeddings() before prepare()"
+            )
+
+
+def _check_gradients(state: Session, step: CompiledStep, parameters: Mapping[str, torch.Tensor]) -> None:
+    """Nothing trains silently without its gradient: what eager leaves out too is told, anything else an error."""
+    given = {gradient.name for gradient in step.captured.gradients}
+    if not given <= parameters.keys():
+        raise ExecutionError(f"{sorted(given - parameters.keys())[0]}: its gradient has no parameter to go to")
+    without = sorted(parameters.keys() - given)
+    if without and without != state.without_gradient:
+        state.without_gradient = without
+        logger.warning(
+            "%d of %d trainable parameters do not reach the loss and get no gradient, as in eager mode: %s",
+            len(without),
+            len(parameters),
+            ", ".join(without[:3]) + (", ..." if len(without) > 3 else ""),
+        )
+
+
+def run_step(
+    state: Session,
+    model: torch.nn.Module,
+    step: CompiledStep,
+    batch: Mapping[str, Any],
+    compare: Callable[..., None] | None = None,
+) -> tuple[list[torch.Tensor], Seen]:
+    """Run the forward part of ``step``; the first output's backward runs the rest, then ``compare`` on its results.
+
+    Returns the outputs, and what the step was given as it was then.
+    """
+    externals = externals_of(state, model, step, batch)
+    assert step.parameters is not None
+    pending = PendingStep(state, model, step, externals)
+    pending.compare = compare
+    others: list[torch.Tensor] = []
+    first: torch.Tensor = _Step.apply(pending, tuple(step.parameters), others, *step.parameters.values())
+    return [first, *others], pending.seen

@@ -1,0 +1,217 @@
+"""Where a prepared model's tensors live: frozen ones on the host, trainable ones on the device that steps run on."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from disco_accel.errors import ConfigError
+from disco_accel.native.host_memory import HostMemory
+from disco_accel.native.out_of_memory import typed_out_of_memory
+from disco_accel.step.distributed import at_home, check_not_sharded, check_same, leave_home, stay_home
+from disco_accel.step.pinned_tensors import PinnedTensors
+from disco_accel.step.state.plain_tensors import move_views, plain_tensors
+
+_ARENA = "_disco_host_memory"
+
+
+def keep_arena(model: torch.nn.Module, memory: HostMemory) -> None:
+    """Note on ``model`` that its weights were loaded into ``memory``, so that ``prepare`` uses them where they are."""
+    model.__dict__[_ARENA] = memory
+
+
+class Placement:
+    """Puts the tensors of ``model`` where planned steps on ``device`` need them, and back."""
+
+    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
+        self._model = weakref.ref(model)
+        self._device = device
+        # Held here, because an arena is pinned only as long as somebody holds it.
+        self._arenas: list[HostMemory] = [m.__dict__[_ARENA] for m in model.modules() if _ARENA in m.__dict__]
+        self._moved: list[tuple[weakref.ref[torch.nn.Parameter], torch.device]] = []
+        self._pinned = PinnedTensors(device)
+        self._streamed: StreamedEager | None = None
+
+    @property
+    def model(self) -> torch.nn.Module | None:
+        """The model, as long as it is alive."""
+        return self._model()
+
+    @property
+    def visitors(self) -> Mapping[int, torch.Tensor]:
+        """As ``StreamedEager.visitors``; empty where nothing visits."""
+        return {} if self._streamed is None else self._streamed.visitors
+
+    def apply(self) -> None:
+        """Move frozen weights into host arenas, trainable ones to the device, and buffers to the host.
+
+        Weights that were loaded into an arena stay there. The others are copied one at a time and each old copy is
+        given up at once, so that no second copy of the model ever exists. Tied weights stay tied.
+        """
+        model = self._model()
+        assert model is not None
+        self.gather()
+        if self._device.type == "cpu":
+            return
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter.device != self._device:
+                self._move(parameter, parameter.data.to(self._device))
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                # What cannot be moved as it is, such as a sparse one.
+                module._buffers[name] = None if buffer is None else buffer.cpu()
+        stay_home(model)
+        check_same(at_home(model), self._device)
+        self._streamed = StreamedEager(model, visitor_of(self._device))
+        model._apply = functools.partial(apply_to_trainable, model)  # type: ignore[method-assign,assignment]
+
+    @typed_out_of_memory("moving the frozen weights into one piece of host memory")
+    def gather(self, constants: Iterable[torch.Tensor] = ()) -> None:
+        """Move frozen weights that lie outside the host arenas into one: all of them at first, later those that a cast
+        such as DeepSpeed's has replaced. For a GPU also buffers, tensors in attributes, and ``constants`` of a step.
+
+        Raises:
+            ConfigError: ZeRO stage 3 has sharded a weight.
+        """
+        model = self._model()
+        assert model is not None
+        frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+        for name, parameter in frozen.items():
+            check_not_sharded(name, parameter)
+        homeless = [p for p in frozen.values() if not any(arena.holds(p) for arena in self._arenas)]
+        if homeless:
+            self._arenas = [arena for arena in self._arenas if any(arena.holds(p) for p in frozen.values())]
+            self._arenas.append(HostMemory(HostMemory.room_for(homeless)))
+        views = [*plain_tensors(model), *model.buffers()] if homeless else []
+        for parameter in homeless:
+            old = parameter.data
+            self._move(parameter, self._arenas[-1].adopt(old))
+            move_views(views, old, parameter.data)
+        if self._device.type != "cpu":
+            for memory in self._arenas:
+                memory.pin(self._device)
+            plain = [t for t in (*plain_tensors(model), *constants) if not self._is_weight(t)]
+            self._pinned.gather([b for b in model.buffers() if not self._is_weight(b)], plain)
+
+    def _is_weight(self, tensor: torch.Tensor) -> bool:
+        """Whether it is a view of a frozen weight, where that lies."""
+        return any(arena.holds(tensor) for arena in self._arenas)
+
+    def _move(self, parameter: torch.nn.Parameter, data: torch.Tensor) -> None:
+        self._moved.append((weakref.ref(parameter), parameter.device))
+        parameter.data = data
+
+    def undo(self) -> None:
+        """Give what ``apply`` moved a storage of its own where it was, values kept."""
+        model = self._model()
+        if self._streamed is not None:
+            self._streamed.remove()
+            self._streamed = None
+            if model is not None:
+                del model.__dict__["_apply"]
+                leave_home(model)
+        views = [*plain_tensors(model), *model.buffers()] if model is not None else []
+        for reference, device in self._moved:
+            parameter = reference()
+            if parameter is not None:
+                old = parameter.data
+                parameter.data = old.to(device, copy=True)
+                move_views(views, old, parameter.data)
+        self._moved.clear()
+        self._pinned.undo()
+
+
+def apply_to_trainable(
+    model: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+) -> torch.nn.Module:
+    """What ``Module._apply`` does for ``.to(device)`` and its kin, with the frozen weights and buffers left at home.
+
+    Raises:
+        ConfigError: ``fn`` changes the dtype of frozen weights.
+    """
+    for dtype in {p.dtype for p in model.parameters() if not p.requires_grad}:
+        changed = fn(torch.empty(0, dtype=dtype)).dtype
+        if changed is not dtype:
+            raise ConfigError(
+                f"the frozen weights of a prepared model cannot become {changed}; "
+                "call restore(model), convert it, then prepare(model) again"
+            )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = fn(parameter.data)
+                if parameter.grad is not None:
+                    parameter.grad.data = fn(parameter.grad.data)
+    return model
+
+
+class StreamedEager:
+    """Makes a model whose frozen weights are on the host computable in eager mode on another device.
+
+    Each module's weights and buffers visit the device while that module's forward runs, recomputation in a backward
+    included. Slower than a plan; meant for what has none, such as evaluation and generation.
+    """
+
+    def __init__(self, model: torch.nn.Module, visit: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """``visit``: the tensor as a forward needs it, or the same object where it lies right already."""
+        self._handles: list[Any] = []
+        self.visitors: dict[int, torch.Tensor] = {}
+        """Address of a visiting tensor's storage → the tensor that it is a copy of."""
+        for module in model.modules():
+            tensors = [t for table in (module._parameters, module._buffers) for t in table.values() if t is not None]
+            if any(not t.requires_grad for t in tensors):
+                home: list[_Home] = []
+                arrive = functools.partial(_arrive, visit, self.visitors, home)
+                leave = functools.partial(_leave, self.visitors, home)
+                self._handles.append(module.register_forward_pre_hook(arrive))
+                self._handles.append(module.register_forward_hook(leave, always_call=True))
+
+    def remove(self) -> None:
+        """Take the hooks off again."""
+        for handle in self._handles:
+            handle.remove()
+
+
+_Home = tuple[dict[str, Any], str, torch.Tensor]
+"""A table of a module, a name in it, and the tensor that belongs there."""
+
+
+def _arrive(
+    visit: Callable[[torch.Tensor], torch.Tensor],
+    visitors: dict[int, torch.Tensor],
+    home: list[_Home],
+    module: torch.nn.Module,
+    *_: Any,
+) -> None:
+    for table in (module._parameters, module._buffers):
+        for name, tensor in table.items():
+            if tensor is None or tensor.requires_grad:
+                continue
+            visitor = visit(tensor)
+            if visitor is not tensor:
+                home.append((table, name, tensor))
+                visitors[visitor.untyped_storage().data_ptr()] = tensor
+                table[name] = visitor  # type: ignore[assignment]
+
+
+def _leave(visitors: dict[int, torch.Tensor], home: list[_Home], *_: Any) -> None:
+    while home:
+        table, name, tensor = home.pop()
+        visitor = table.get(name)
+        if visitor is not None:
+            visitors.pop(visitor.untyped_storage().data_ptr(), None)
+        table[name] = tensor
+
+
+def visitor_of(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    """For ``StreamedEager``: a copy on ``device`` of what lives elsewhere."""
+    return functools.partial(_on, device)
+
+
+def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    # At once: the host's tensor may be written to as soon as the forward is over, and pinned memory is read later.
+    return tensor if tensor.device == device else tensor.detach().to(device)

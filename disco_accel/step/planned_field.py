@@ -1,0 +1,64 @@
+"""Which field of a model's output a step is planned for, where it has neither a loss nor logits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from disco_accel.capture.step import NoSuchOutput
+from disco_accel.errors import CaptureError
+from disco_accel.step.advice import advised
+from disco_accel.step.compile import CompiledStep
+from disco_accel.step.fitted_batch import FittedBatch
+from disco_accel.step.output_usage import OutputUsage
+from disco_accel.step.step_key import StepKey
+
+if TYPE_CHECKING:
+    import torch
+
+    from disco_accel.step.session import Session
+
+
+def uses_of(state: Session, key: StepKey, fitted: FittedBatch) -> OutputUsage:
+    """What the user does with the outputs of steps of ``key``; at first what was done with those of other shapes."""
+    usual = state.usual_field if fitted.batch.get("labels") is None else None
+    return state.uses.setdefault(key, OutputUsage(differentiated=usual))
+
+
+def compiled_for_use(
+    state: Session, model: torch.nn.Module, fitted: FittedBatch, uses: OutputUsage, key: StepKey
+) -> CompiledStep:
+    """The plan of this step for what is differentiated: of outputs without loss and logits the first field that can be,
+    as models that make embeddings return them. Who differentiates another one gets it planned at the first backward.
+
+    Raises:
+        CaptureError: no field can be, or the step cannot be captured; says what would work, where that is known.
+    """
+    try:
+        return _compiled(state, model, fitted, uses, key)
+    except NoSuchOutput:
+        raise
+    except CaptureError as error:
+        advice = advised(model, error)
+        if advice is error:
+            # Raised from itself it would lose its cause, which tells a shortage of memory.
+            raise
+        raise advice from error
+
+
+def _compiled(
+    state: Session, model: torch.nn.Module, fitted: FittedBatch, uses: OutputUsage, key: StepKey
+) -> CompiledStep:
+    try:
+        return state.compiled(model, fitted, uses.outputs(fitted.batch), key)
+    except NoSuchOutput as error:
+        first, before = error, uses.differentiated
+    for name in first.fields:
+        uses.differentiated = name
+        try:
+            step = state.compiled(model, fitted, uses.outputs(fitted.batch), key)
+        except NoSuchOutput:
+            continue
+        state.usual_field = name
+        return step
+    uses.differentiated = before
+    raise first

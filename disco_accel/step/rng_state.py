@@ -1,0 +1,54 @@
+"""The user's default random generator around a step: put back when it fails, replayed when it is run again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from disco_accel.step.compile import CompiledStep
+
+
+def generator_state(step: CompiledStep) -> torch.Tensor | None:
+    """Where the generator that ``step`` draws from is now; None for a step that draws nothing."""
+    if not step.draws:
+        return None
+    device = torch.device(step.engine.device)
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def set_generator(step: CompiledStep, state: torch.Tensor | None) -> None:
+    """Set the generator of ``step`` to what ``generator_state`` returned."""
+    if state is None:
+        return
+    device = torch.device(step.engine.device)
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
+@contextmanager
+def generator_from(step: CompiledStep, state: torch.Tensor | None) -> Iterator[None]:
+    """Draw again from ``state`` on; afterwards the generator is where it was."""
+    live = generator_state(step)
+    set_generator(step, state)
+    try:
+        yield
+    finally:
+        set_generator(step, live)
+
+
+@contextmanager
+def kept_on_failure(step: CompiledStep) -> Iterator[None]:
+    """What fails inside has drawn nothing, as far as the user's generator goes."""
+    before = generator_state(step)
+    try:
+        yield
+    except BaseException:
+        set_generator(step, before)
+        raise

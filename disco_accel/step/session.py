@@ -1,0 +1,331 @@
+"""All that is remembered of a prepared model from step to step: its plans, their memory, the step that runs."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+
+from disco_accel.config.settings import DiscoConfig
+from disco_accel.errors import CaptureError, ExecutionError
+from disco_accel.execute.executor import EngineOptions, arena_bytes
+from disco_accel.graph.taskgraph import VertexKind
+from disco_accel.native.arena import device_arena
+from disco_accel.native.cuda import release_workspaces, run_device
+from disco_accel.native.host_memory import WatchedTensors
+from disco_accel.native.out_of_memory import typed_out_of_memory
+from disco_accel.observe.log_to_stderr import show_messages
+from disco_accel.observe.report import write_report
+from disco_accel.shortage import met_shortage
+from disco_accel.step.arguments import Arguments, signature_of
+from disco_accel.step.capture_lock import Gate, capturing
+from disco_accel.step.compile import CompiledStep, CompileOptions, compile_step
+from disco_accel.step.device_check import require_self_check
+from disco_accel.step.dynamo import compiled_note
+from disco_accel.step.fallback import LastFallback
+from disco_accel.step.fitted_batch import FittedBatch
+from disco_accel.step.frontend import ContextFactory, Frontend
+from disco_accel.step.output_usage import Outputs, OutputUsage
+from disco_accel.step.placement import Placement
+from disco_accel.step.progress import Voice, batch_text
+from disco_accel.step.state.side_effects import Effects
+from disco_accel.step.step_key import StepKey, model_state, step_key
+from disco_accel.step.verify_steps import StepVerifier
+
+logger = logging.getLogger("disco_accel")
+
+STATE = "_disco_state"
+"""The attribute of a prepared model that holds its session."""
+_WARM_STEPS = 2
+PlanKey = tuple[Hashable, ...]
+"""All that a plan depends on."""
+
+
+class Suspendable(Protocol):
+    """A step that runs, and that can give the engine up: it runs again from its inputs if its backward comes."""
+
+    def suspend(self) -> None:
+        """End the run."""
+
+
+class Session:
+    """All that ``prepare`` keeps for one model: its original forward, host weights, plans and the pending step."""
+
+    def __init__(self, model: torch.nn.Module, config: DiscoConfig, frontend: Frontend) -> None:
+        show_messages(config.quiet)
+        self.config, self.frontend = config, frontend
+        self.settings = config.resolve()
+        self.device = run_device(self.settings.device)
+        self.placement = Placement(model, self.device)
+        self.original_forward = model.forward
+        self.arguments = Arguments(signature_of(model))
+        self.plans: dict[PlanKey, CompiledStep] = {}
+        self.refused: dict[PlanKey, str] = {}
+        self.effects = Effects()
+        self.last_fallback = LastFallback()
+        self.uses: dict[StepKey, OutputUsage] = {}
+        self.usual_field: str | None = None
+        self.active: weakref.ref[Suspendable] | None = None
+        self.current: CompiledStep | None = None
+        self.arena: torch.Tensor | None = None
+        self.lock = threading.RLock()
+        self.gate = Gate()
+        self.engine_process: int | None = None
+        self.weights_seen = WatchedTensors([])
+        self.counts = {"steps_compiled": 0, "steps_eager": 0, "plan_hits": 0, "prefills": 0, "inner_forwards": 0}
+        self.fallbacks: list[str] = []
+        self.without_gradient: list[str] = []
+        self.said: set[str] = set()
+        self.frozen_here: list[torch.nn.Parameter] | None = None
+        """What ``prepare_frozen`` froze; None in training."""
+        self.reports_left = 1 if config.report_dir is not None else 0
+        self.voice = Voice(model)
+        self.verifier = StepVerifier(config.verify_steps)
+        self.on_restore: list[Callable[[], None]] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        # A copy of a prepared model is an unprepared model: it must never train the original.
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_nothing, ())
+
+    def compiled(
+        self,
+        model: torch.nn.Module,
+        fitted: FittedBatch,
+        outputs: Outputs,
+        seen: StepKey | None = None,
+        differentiated: int = 1,
+    ) -> CompiledStep:
+        """The plan for this batch, made on first sight of its key, which is ``seen`` if that is known already."""
+        batch, cut = fitted.batch, fitted.length is not None and outputs != ("loss",)
+        return self.plan_of(
+            model,
+            (seen or step_key(model, batch), outputs, differentiated, cut),
+            lambda: self._training_contexts(model, batch),
+            lambda options: compile_step(
+                model,
+                batch,
+                forward=self.original_forward,
+                options=options,
+                outputs=outputs,
+                differentiated=differentiated,
+                cut=cut,
+            ),
+            f"a training step on {batch_text(batch, fitted.length)}",
+        )
+
+    def _training_contexts(self, model: torch.nn.Module, batch: Mapping[str, Any]) -> Sequence[ContextFactory]:
+        if (note := compiled_note(model)) is not None:
+            self.say_once(note)
+        return self.frontend.contexts(model, batch)
+
+    def plan_of(
+        self,
+        model: torch.nn.Module,
+        key: tuple[StepKey, *PlanKey],
+        contexts: Callable[[], Sequence[ContextFactory]],
+        compiler: Callable[[CompileOptions], CompiledStep],
+        what: str,
+    ) -> CompiledStep:
+        """The plan under ``key``, made by ``compiler`` on first sight. ``what`` it is for is told to the user."""
+        if key in self.refused:
+            raise CaptureError(self.refused[key])
+        found = self.plans.get(key)
+        if found is not None:
+            self.counts["plan_hits"] += 1
+            self.effects.met()
+            return found
+        require_self_check(self.device, self.config, self.settings.memory_budget)
+        self.effects.admit(key[0].state, model_state(model).difference)
+        self.abandon_active()
+        self.placement.gather()
+        if self.device.type == "cuda":
+            # Ops are measured in memory of their own, which the budget covers too.
+            self.unload()
+        try:
+            watched = functools.partial(self.effects.of_trace, model)
+            options = self._compile_options((watched, *contexts()))
+            # In this order: whoever waits for forwards of other threads must not hold what those may wait for.
+            with typed_out_of_memory("preparing the step"), self.voice.making(what) as stage, ExitStack() as gates:
+                for gate in self.gates():
+                    gates.enter_context(gate.tracing())
+                with capturing(), self.effects.of_capture():
+                    step = compiler(replace(options, say=stage, captured=gates.close))
+        except CaptureError as error:
+            if not met_shortage(error):
+                self.refused[key] = str(error)
+            raise
+        # What the forward changed it has changed: this plan was for the state before.
+        self.plans[(*key, len(self.plans)) if self.effects.lasting else key] = step
+        self.voice.planned(step)
+        self.frontend.on_plan()
+        return step
+
+    def gates(self) -> list[Gate]:
+        """Of the model and of prepared models inside it, whose weights a trace replaces too."""
+        model = self.placement.model
+        states = [m.__dict__[STATE] for m in model.modules() if STATE in m.__dict__] if model is not None else []
+        return [state.gate for state in states]
+
+    def _compile_options(self, contexts: Sequence[ContextFactory]) -> CompileOptions:
+        if self.config.without_effect:
+            self.say_once(self.config.without_effect)
+        return CompileOptions(
+            memory=self.settings.memory_budget,
+            host_memory=self.settings.host_memory,
+            planner=self.config.planner,
+            policy=self.config.policy,
+            plan_seconds=self.config.deadline,
+            engine=EngineOptions(
+                device=str(self.device),
+                lookahead=self.config.lookahead,
+                dispatch=self.config.dispatch,
+                link_bandwidth=self.settings.link_bandwidth,
+                link_latency=self.config.link_latency,
+                compute_threads=self.config.compute_threads,
+            ),
+            plan_cache=self.config.plan_cache,
+            contexts=contexts,
+            gather=self.placement.gather,
+        )
+
+    def say_once(self, warning: str) -> None:
+        """Log ``warning`` the first time."""
+        if warning not in self.said:
+            self.said.add(warning)
+            logger.warning("%s", warning)
+
+    def abandon_active(self) -> None:
+        """Let another run take the engine; the pending step reruns from its inputs if its backward comes."""
+        pending = self.active() if self.active is not None else None
+        if pending is not None:
+            pending.suspend()
+        self.active = None
+        # A step whose owner was interrupted, or freed by another thread, may still run.
+        if self.current is not None and self.current.loaded is not None:
+            self.current.executor.abandon()
+
+    def require_own_process(self) -> None:
+        """Raises ExecutionError in a process that was forked after the engine had started."""
+        # Before any lock is taken: a thread that held it may not exist here.
+        if self.engine_process not in (None, os.getpid()):
+            raise ExecutionError(
+                f"this model's engine runs in process {self.engine_process}, from which this process was forked; "
+                "call restore(model) to use the model here, or start workers with 'spawn'"
+            )
+
+    @typed_out_of_memory("giving the step its memory")
+    def make_current(self, model: torch.nn.Module, step: CompiledStep, *, check_ends_later: bool = False) -> None:
+        """Give ``step`` the arena, its residents as the host holds them now.
+
+        All plans share one arena, because the budget holds for the model and not for each plan. ``check_ends_later``:
+        the caller asks ``weights_seen.finish_check`` before what ``step`` has made leaves it.
+        """
+        if self.current is step:
+            check = self.weights_seen.begin_check if check_ends_later else self.weights_seen.changed
+            if not check():
+                return
+            if not self.weights_seen.moved():
+                step.executor.invalidate()
+                self.weights_seen = WatchedTensors(step.watched_of(model))
+                return
+        self.abandon_active()
+        frozen = step.frozen_of(model)
+        if step.moved(frozen):
+            # PEFT's merge of some adapters and the user's ``.data = `` put other tensors in the place of weights.
+            self.placement.gather(step.captured.constants.values())
+            step.follow(model)
+        needed = arena_bytes(step.plan)
+        if self.arena is None or self.arena.numel() < needed:
+            self.unload()
+            self.arena = device_arena(needed, self.device)
+        if step.loaded is None:
+            step.load(self.arena)
+            self.engine_process = os.getpid()
+        step.executor.invalidate()
+        self.weights_seen = WatchedTensors(step.watched_of(model))
+        # Products in eager mode have left workspaces on other streams and threads.
+        release_workspaces(self.device)
+        self.current = step
+
+    def trace_wanted(self) -> bool:
+        """Whether the step about to start is the one that ``report_dir`` shows: the first in steady state."""
+        return self.reports_left > 0 and self.counts["steps_compiled"] >= _WARM_STEPS
+
+    def report(self, step: CompiledStep) -> None:
+        """Write plan, trace, numbers and picture of the step that just ran into ``report_dir``."""
+        self.reports_left -= 1
+        assert self.config.report_dir is not None
+        write_report(self.config.report_dir, step.plan, step.executor.events(), self.stats())
+
+    def unload(self) -> None:
+        """Free every executor and the arena; the plans stay."""
+        self.abandon_active()
+        for step in self.plans.values():
+            step.unload()
+        self.arena = self.current = None
+        if self.device.type == "cuda":
+            # PyTorch keeps what was freed in pieces of that size, for which the next arena is too large.
+            torch.cuda.empty_cache()
+
+    def stats(self) -> dict[str, Any]:
+        """Counts, sizes (bytes) and times (seconds)."""
+        result: dict[str, Any] = dict(self.counts)
+        result |= {"fallbacks": list(self.fallbacks), "plans": len(self.plans)}
+        result["without_gradient"] = list(self.without_gradient)
+        result |= self.frontend.stats()
+        result["budget_bytes"] = self.settings.memory_budget
+        step = self.current
+        if step is None:
+            return result
+        step.settle()
+        counters = step.executor.counters()
+        result |= {
+            "arena_bytes": counters["arena_bytes"],
+            "peak_bytes": step.budget.outside + int(counters["touched_bytes"]),
+            "resident_weight_bytes": step.resident_bytes,
+            "offload_bytes": counters["offload_bytes"],
+            "reload_bytes": counters["reload_bytes"],
+            "step_seconds": counters["step_seconds"],
+            "bound_seconds": step.bound_seconds(self.settings.link_bandwidth),
+            "compute_seconds": step.compute_seconds,
+            "compile_seconds": dict(step.seconds),
+            "plan_cache": step.plan_cache,
+            "budget": step.budget.as_dict(),
+            "kernels": sum(v.kind is VertexKind.KERNEL for v in step.plan.vertices),
+            "engine": counters,
+        }
+        return result
+
+
+def _nothing() -> None:
+    return None
+
+
+def find_state(model: torch.nn.Module) -> Session | None:
+    """The state of ``model`` or of the module that DDP, ``torch.compile`` or another wrapper holds."""
+    seen = model
+    while True:
+        state: Session | None = seen.__dict__.get(STATE)
+        if state is not None:
+            return state
+        inner = seen._modules.get("module", seen._modules.get("_orig_mod"))
+        if inner is None:
+            return None
+        seen = inner
+
+
+def current_step(model: torch.nn.Module) -> CompiledStep | None:
+    """The captured step, plan and executor behind the last planned step of ``model``; None before the first."""
+    state = find_state(model)
+    return None if state is None else state.current

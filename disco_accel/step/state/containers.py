@@ -1,0 +1,228 @@
+"""Containers of Python state: what they hold, how two looks at one differ, and how messages call an entry."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import itertools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from disco_accel.native.change_watch import ABSENT, ANYTHING, Kind
+
+PLAIN = (type(None), bool, int, float, complex, str, bytes)
+ATOMS = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, enum.Enum, range, slice)
+"""Immutable values, which are compared by what they say."""
+
+TABLES = ("_parameters", "_buffers", "_modules")
+HOOKS = {
+    "_forward_hooks": "forward hooks",
+    "_forward_pre_hooks": "forward pre-hooks",
+    "_backward_hooks": "backward hooks",
+    "_backward_pre_hooks": "backward pre-hooks",
+}
+NOT_READ = frozenset(
+    [
+        "_state_dict_hooks",
+        "_state_dict_pre_hooks",
+        "_load_state_dict_pre_hooks",
+        "_load_state_dict_post_hooks",
+        "_non_persistent_buffers_set",
+        "_forward_hooks_with_kwargs",
+        "_forward_hooks_always_called",
+        "_forward_pre_hooks_with_kwargs",
+    ]
+)
+"""Attributes of each module that no forward reads, or that change only together with a table of hooks."""
+
+CLASS_NOTES = frozenset(
+    [
+        "__annotations__",
+        "__dataclass_fields__",
+        "__dataclass_params__",
+        "__orig_bases__",
+        "__parameters__",
+        "__dict__",
+        "__weakref__",
+        "__static_attributes__",
+        "_abc_impl",
+        "__slotnames__",
+        "__abstractmethods__",
+        "__doc__",
+    ]
+)
+"""What Python notes on a class when it likes, and no forward reads."""
+OWN_MARK = "_disco_own"
+"""On functions that this package puts on a model for a while."""
+OWN_PREFIX = "_disco"
+"""Of attributes that this package keeps on a model."""
+
+
+@dataclass(slots=True)
+class Container:
+    """One container of the walk. ``where`` names it in messages; ``part`` is its share of the digest."""
+
+    kind: Kind
+    owner: Any
+    where: str
+    snapshot: list[Any]
+    part: str
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A container that differs from its snapshot, and the new values by key: name, index, or what a message says."""
+
+    container: Container
+    values: dict[Any, Any]
+
+    @property
+    def place(self) -> str:
+        """Names the first entry that differs."""
+        return entry_name(self.container, next(iter(self.values)))
+
+
+def below(container: Container, key: Any) -> str:
+    if container.kind is Kind.ATTRIBUTES:
+        if key in HOOKS:
+            return f"the {HOOKS[key]} of {container.where}"
+        return str(key) if container.where == "the model" else f"{container.where}.{key}"
+    return container.where
+
+
+def entry_name(container: Container, key: Any) -> str:
+    if container.kind is Kind.ATTRIBUTES:
+        return below(container, key)
+    if container.kind is Kind.NAMES:
+        return f"global {key} of {container.where}"
+    if container.kind is Kind.DICT and isinstance(key, str) and key.isidentifier():
+        return f"{container.where}, {key}"
+    return container.where
+
+
+def own_attribute(owner: Any, name: str) -> Any:
+    """What ``owner`` itself holds under ``name``, or ``ABSENT``: a ``__getattr__`` of its class is not asked, which may
+    do anything."""
+    try:
+        return object.__getattribute__(owner, name)
+    except AttributeError:
+        return ABSENT
+
+
+def own_attributes(owner: Any) -> dict[str, Any] | None:
+    """The dict of the instance's own attributes, if it has one."""
+    attributes = own_attribute(owner, "__dict__")
+    return attributes if isinstance(attributes, dict) else None
+
+
+def content_of(container: Container) -> list[Any]:
+    """What a container holds now, as ``WatchedContainers`` wants it."""
+    kind, owner = container.kind, container.owner
+    if kind is Kind.ATTRIBUTES:
+        return list(itertools.chain.from_iterable(dict.items(own_attributes(owner) or {})))
+    if kind is Kind.DICT:
+        return list(itertools.chain.from_iterable(dict.items(owner)))
+    if kind is Kind.NAMES:
+        return [part for name in container.snapshot[::2] for part in (name, owner.get(name, ABSENT))]
+    if kind is Kind.LIST:
+        return list.copy(owner)
+    if kind is Kind.CELL:
+        try:
+            return [owner.cell_contents]
+        except ValueError:
+            return [ABSENT]
+    return [owner.copy() if hasattr(owner, "copy") else owner[:]]
+
+
+def as_dict(kind: Kind, content: list[Any]) -> dict[Any, Any]:
+    if kind in (Kind.ATTRIBUTES, Kind.DICT, Kind.NAMES):
+        # By identity: keys of any kind, in order.
+        return dict(zip(content[::2], content[1::2], strict=True))
+    return dict(enumerate(content))
+
+
+def differences(container: Container, content: list[Any]) -> dict[Any, Any]:
+    """Keys (names, indices) whose values are others than in the snapshot, with their new values."""
+    if container.kind is Kind.EQUAL:
+        return dict(enumerate(content[0])) or {"": None}
+    before, now = as_dict(container.kind, container.snapshot), as_dict(container.kind, content)
+    changed = {k: now.get(k) for k in before if before[k] is not ANYTHING and before[k] is not now.get(k, ABSENT)}
+    changed |= {k: v for k, v in now.items() if k not in before}
+    return changed if changed or list(before) == list(now) else {"its order": None}
+
+
+class Relevance:
+    """Which attributes of modules count: those under ``names``, or all for None."""
+
+    def __init__(self, names: frozenset[str] | None) -> None:
+        self.names = names
+
+    def ignores(self, container: Container, key: Any) -> bool:
+        """Whether the entry ``key`` of ``container`` makes no difference to a forward."""
+        if container.kind is Kind.DICT:
+            return isinstance(key, str) and key in CLASS_NOTES
+        if container.kind is not Kind.ATTRIBUTES or not isinstance(container.owner, torch.nn.Module):
+            return False
+        if not isinstance(key, str) or key in NOT_READ or key.startswith(OWN_PREFIX):
+            return True
+        if key == "forward" and hasattr(container.owner.__dict__.get(key), OWN_MARK):
+            return True
+        return self.names is not None and key not in self.names and key not in TABLES and key not in HOOKS
+
+    def masked(self, container: Container, content: list[Any]) -> list[Any]:
+        """``content`` with ``ANYTHING`` for the values that make no difference."""
+        if container.kind not in (Kind.ATTRIBUTES, Kind.DICT):
+            return content
+        pairs = zip(content[::2], content[1::2], strict=True)
+        return [x for k, v in pairs for x in (k, ANYTHING if self.ignores(container, k) else v)]
+
+    def harmful_key(self, container: Container, content: list[Any]) -> Any:
+        """The first key of an entry that counts and has changed by value; None if there is none."""
+        if container.kind is Kind.EQUAL:
+            return ""
+        before, now = as_dict(container.kind, container.snapshot), as_dict(container.kind, content)
+        for key in differences(container, content):
+            old, new = before.get(key, ABSENT), now.get(key, ABSENT)
+            equal = type(old) is type(new) and isinstance(new, (*PLAIN, *ATOMS)) and plain_text(old) == plain_text(new)
+            if not equal and not self.ignores(container, key):
+                return key
+        # What made no difference before may be gone by now.
+        masked = {k for k, v in before.items() if v is ANYTHING}
+        counting = ([k for k in e if k not in masked and not self.ignores(container, k)] for e in (before, now))
+        return None if next(counting) == next(counting) else "its order"
+
+
+def plain_text(value: Any) -> str:
+    return f"{type(value).__name__} {value!r}"
+
+
+_identities: dict[int, tuple[Callable[[], Any], int]] = {}
+_numbers = itertools.count()
+
+
+def identity(value: Any) -> int:
+    """A number that no other object of this process ever has."""
+    known = _identities.get(id(value))
+    if known is not None and known[0]() is value:
+        return known[1]
+    try:
+        reference: Callable[[], Any] = weakref.ref(value, functools.partial(_forget, id(value)))
+    except TypeError:
+        # It cannot tell when it is gone, so it stays.
+        reference = functools.partial(_itself, value)
+    number = next(_numbers)
+    _identities[id(value)] = (reference, number)
+    return number
+
+
+def _forget(address: int, reference: Any) -> None:
+    if _identities.get(address, (None, 0))[0] is reference:
+        del _identities[address]
+
+
+def _itself(value: Any) -> Any:
+    return value

@@ -1,0 +1,192 @@
+"""A planned step beside the model's own forward and backward.
+
+The comparison is made in the step's backward, from what the step was given: the same batch, parameters, random numbers
+and autocast. Nothing of the training changes by it: gradients are computed beside ``.grad``, the generators are put
+back. The plan's memory is given up meanwhile, and what autograd saves goes to the host, so that the budget holds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from disco_accel.capture.attention import cudnn_attention_off
+from disco_accel.capture.autocast import AutocastState, autocast_region, autocast_state, outside_autocast
+from disco_accel.capture.step import field_at
+from disco_accel.errors import StepsDiffer
+from disco_accel.graph.taskgraph import tensor_args
+from disco_accel.step.compile import CompiledStep
+from disco_accel.step.fitted_batch import FittedBatch
+from disco_accel.step.inner_forwards import own_forward_runs
+from disco_accel.step.rng_state import generator_from
+from disco_accel.step.saved_on_host import saved_at_home
+from disco_accel.step.session import Session
+
+REORDERED = ("attention_backward", "index_add", "index_put", "scatter", "embedding_dense_backward", "grouped_mm")
+"""Parts of the names of ops whose CUDA kernels may add in another order at each run."""
+_FINE, _COARSE = 1e-4, 2e-2
+"""Tolerated distance as a part of the norm, in fp32 and in 16 bits."""
+
+
+@dataclass
+class Comparison:
+    """One planned step to be compared, as its forward was given it. ``values``: its outputs, in the plan's order."""
+
+    state: Session
+    model: torch.nn.Module
+    fitted: FittedBatch
+    step: CompiledStep
+    generator: torch.Tensor | None
+    autocast: AutocastState
+
+    @classmethod
+    def of(
+        cls,
+        state: Session,
+        model: torch.nn.Module,
+        fitted: FittedBatch,
+        step: CompiledStep,
+        generator: torch.Tensor | None,
+    ) -> Comparison | None:
+        """Of the step that begins now, from ``generator``'s state on; None where enough have been compared."""
+        if not state.verifier.active:
+            return None
+        return cls(state, model, fitted, step, generator, autocast_state())
+
+    def __call__(
+        self, values: Mapping[str, torch.Tensor], tangent: torch.Tensor, gradients: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Compare outputs, by name, and ``gradients`` for ``tangent`` of the first of them. Raises StepsDiffer."""
+        verifier = self.state.verifier
+        with self.state.lock:
+            if not verifier.active:
+                return
+            began = time.perf_counter()
+            # Both at once might not fit the budget.
+            self.state.unload()
+            planned = {**values, **{f"gradient of {name}": g for name, g in gradients.items()}}
+            tolerance = self._tolerance()
+            expected = self._unplanned(tuple(values), tangent)
+            apart = {n: distance(t, planned.get(n)) for n, t in expected.items()}
+            apart |= {name: float("inf") for name in planned.keys() - expected.keys()}
+            wrong = {name: far for name, far in apart.items() if not far <= tolerance}
+            if wrong and not tolerance and self._device.type == "cuda":
+                # An op that this file does not know may add in any order: then plain PyTorch differs from itself.
+                again = self._unplanned(tuple(values), tangent)
+                if any(distance(t, again.get(n)) for n, t in expected.items()):
+                    tolerance = self._rounding()
+                    wrong = {name: far for name, far in apart.items() if not far <= tolerance}
+            if wrong:
+                raise StepsDiffer(self._message(wrong, len(apart), tolerance))
+            spent = time.perf_counter() - began
+            verifier.agreed(self.state.voice.name, spent, max(apart.values(), default=0.0), len(gradients))
+
+    @property
+    def _device(self) -> torch.device:
+        return self.state.device
+
+    def _tolerance(self) -> float:
+        """0: the same bits."""
+        names = {call.name for call in self.step.graph.ops.values()}
+        if self._device.type == "cpu" or not any(part in name for name in names for part in REORDERED):
+            return 0.0
+        return self._rounding()
+
+    def _rounding(self) -> float:
+        dtypes = {argument.spec.dtype for call in self.step.graph.ops.values() for argument in tensor_args(call.args)}
+        return _COARSE if dtypes & {"bfloat16", "float16"} else _FINE
+
+    def _unplanned(self, outputs: tuple[str, ...], tangent: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Outputs and gradients of the model's own forward and backward."""
+        parameters = self.step.parameters
+        assert parameters is not None
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(host_generator_kept())
+            stack.enter_context(generator_from(self.step, self.generator))
+            stack.enter_context(buffers_kept(self.model))
+            stack.enter_context(without_hooks(parameters))
+            stack.enter_context(self.state.gate.eager())
+            stack.enter_context(own_forward_runs())
+            stack.enter_context(cudnn_attention_off(self._device))
+            if self._device.type == "cuda":
+                visitors = self.state.placement.visitors
+                stack.enter_context(saved_at_home(self._device, visitors, parameters.values()))
+            with outside_autocast(), autocast_region(self.autocast):
+                own = self.state.original_forward(**self.fitted.batch)
+            values = {name: own if isinstance(own, torch.Tensor) else field_at(own, name) for name in outputs}
+            found = torch.autograd.grad(values[outputs[0]], list(parameters.values()), tangent, allow_unused=True)
+        gradients = {f"gradient of {n}": g for n, g in zip(parameters, found, strict=True) if g is not None}
+        return {name: value.detach() for name, value in values.items()} | gradients
+
+    def _message(self, wrong: Mapping[str, float], compared: int, tolerance: float) -> str:
+        first = next(iter(wrong))
+        asked = f"at most {tolerance:g}" if tolerance else "the same bits"
+        more = (
+            f" (and {len(wrong) - 1} more of {compared} compared)" if len(wrong) > 1 else f" (of {compared} compared)"
+        )
+        return (
+            f"verify_steps: planned step {self.state.verifier.number} is not the unplanned one: {first} is "
+            f"{wrong[first]:.3g} of its norm apart{more}, where {asked} was asked for. No parameter has been updated "
+            "from it. This is a fault of the plan, the engine or the device (disco-accel doctor --selftest looks at "
+            "the last two); please report it with this message. enabled: false trains without plans"
+        )
+
+
+def distance(expected: torch.Tensor, got: torch.Tensor | None) -> float:
+    """The norm of the difference as a part of the norm; 0 for the same bits, infinite where no distance makes sense."""
+    if got is None or (expected.shape, expected.dtype, expected.device) != (got.shape, got.dtype, got.device):
+        return float("inf")
+    a, b = expected.detach(), got.detach()
+    if torch.equal(_bytes(a), _bytes(b)):
+        return 0.0
+    a, b = a.double(), b.double()
+    found = float((a - b).norm() / a.norm().clamp_min(1e-300))
+    # Zeros of two signs are no distance apart, and yet not the same bits.
+    return float("inf") if found != found else max(found, 1e-300)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+@contextmanager
+def host_generator_kept() -> Iterator[None]:
+    """The CPU's generator is where it was, also where the step runs and draws elsewhere."""
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+
+
+@contextmanager
+def buffers_kept(model: torch.nn.Module) -> Iterator[None]:
+    """A forward inside changes no buffer, as a planned step does not."""
+    before = [(buffer, buffer._version, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, version, value in before:
+                if buffer._version != version:
+                    buffer.copy_(value)
+
+
+@contextmanager
+def without_hooks(parameters: Mapping[str, torch.nn.Parameter]) -> Iterator[None]:
+    """Hooks on the gradients of ``parameters`` are not called inside: they belong to the planned step's."""
+    hooks: dict[torch.nn.Parameter, Any] = {p: p._backward_hooks for p in parameters.values() if p._backward_hooks}
+    try:
+        for parameter in hooks:
+            parameter._backward_hooks = None
+        yield
+    finally:
+        for parameter, own in hooks.items():
+            parameter._backward_hooks = own

@@ -1,0 +1,257 @@
+"""The dynamic judge: runs a MemGraph on tokens instead of tensors, in the most hostile order its edges allow.
+
+Memory starts poisoned; a vertex scribbles over all its outputs when it starts, reads its inputs when it starts and
+again when it finishes, and takes as long as the adversary likes. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from disco_accel.errors import Stalled, VerifyError
+from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.strict_json import plain
+from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
+
+_POISON = -1
+_Cells = np.ndarray[Any, np.dtype[np.int64]]
+
+
+def run_reference(graph: TaskGraph, memgraph: MemGraph, seed: int) -> None:
+    """Run one step of ``memgraph``, two if it is cyclic, in a random order drawn from ``seed``.
+
+    Raises VerifyError if a vertex reads wrong data or a value that must survive does not; Stalled if nothing can go on.
+    """
+    rng = random.Random(seed)
+    memory = _Memory(graph, memgraph)
+    for step in range(2 if memgraph.cyclic else 1):
+        _Step(graph, memgraph, memory, rng, first=step == 0).run()
+
+
+class _Memory:
+    """Arenas and host as cells between all addresses that occur; each cell holds the token of a value."""
+
+    def __init__(self, graph: TaskGraph, memgraph: MemGraph) -> None:
+        self.token: dict[Ref, int] = {}
+        for vertex in graph.vertices:
+            for k in range(len(vertex.sizes)):
+                self.token[vertex.id, k] = len(self.token)
+        places: dict[Ref, tuple[int | str, int, int]] = {}
+        for ref, slot in memgraph.slots.items():
+            if slot.size:
+                places[ref] = (slot.device, slot.addr, slot.addr + slot.size)
+        for vertex in memgraph.vertices:
+            if vertex.kind is VertexKind.OFFLOAD and vertex.sizes[0]:
+                start = memgraph.host_offsets.get(vertex.id)
+                # Without a planned offset the runtime gives each offload memory of its own.
+                own = "host" if start is not None else f"host{vertex.id}"
+                places[vertex.id, 0] = (own, start or 0, (start or 0) + vertex.sizes[0])
+        bounds: dict[int | str, set[int]] = defaultdict(set)
+        for where, begin, end in places.values():
+            bounds[where] |= {begin, end}
+        cells = {where: {address: i for i, address in enumerate(sorted(b))} for where, b in bounds.items()}
+        self.arena = {where: np.full(len(index), _POISON, np.int64) for where, index in cells.items()}
+        self.view: dict[Ref, _Cells] = {
+            ref: self.arena[where][cells[where][begin] : cells[where][end]]
+            for ref, (where, begin, end) in places.items()
+        }
+
+    def poison(self, spared: Iterable[Ref]) -> None:
+        """Forget everything but the copies ``spared``."""
+        saved = [(self.view[ref], self.view[ref].copy()) for ref in spared if ref in self.view]
+        for cells in self.arena.values():
+            cells.fill(_POISON)
+        for view, content in saved:
+            view[:] = content
+
+
+class _Step:
+    def __init__(
+        self, graph: TaskGraph, memgraph: MemGraph, memory: _Memory, rng: random.Random, *, first: bool
+    ) -> None:
+        self.task = {vertex.id: vertex for vertex in graph.vertices}
+        self.vertices = {vertex.id: vertex for vertex in memgraph.vertices}
+        self.memgraph = memgraph
+        self.memory = memory
+        self.rng = rng
+        self.first = first
+        self.waiting: dict[int, int] = {}
+        self.successors: dict[int, list[int]] = defaultdict(list)
+        self.ready: list[int] = []
+        self.running: dict[int, dict[Ref, int]] = {}
+        self.outs_left = sum(vertex.out for vertex in graph.vertices if vertex.kind is not VertexKind.INPUT)
+        self.finished = 0
+        self.content: dict[Ref, int] = {}
+        """Values outside all arenas (foreign memory, zero bytes): ref → token."""
+
+    def run(self) -> None:
+        """Run until everything has finished, then look at what must be left."""
+        self._connect()
+        self.ready = [v.id for v in self.vertices.values() if v.kind is not VertexKind.INPUT and not self.waiting[v.id]]
+        self._fill_inputs()
+        self._open_gate_if_due()
+        choose = self._temper()
+        while self.ready or self.running:
+            if self.ready and (not self.running or choose()):
+                self._start(self.ready.pop(self.rng.randrange(len(self.ready))))
+            else:
+                self._finish(self.rng.choice(list(self.running)))
+        if self.finished < len(self.vertices):
+            stuck = [vertex for vertex, count in self.waiting.items() if count > 0][:8]
+            raise Stalled(f"nothing can go on; these vertices still wait: {stuck}")
+        self._look_at_the_end()
+
+    def _temper(self) -> Callable[[], bool]:
+        """How eager this run is to start things before it finishes others."""
+        eagerness = self.rng.choice((0.1, 0.5, 0.9, 1.0))
+        return lambda: self.rng.random() < eagerness
+
+    def _connect(self) -> None:
+        predecessors: dict[int, set[int]] = defaultdict(set)
+        for u, v in (*self.memgraph.data_edges, *self.memgraph.memory_edges):
+            predecessors[v].add(u)
+        for vertex in self.memgraph.vertices:
+            for producer, _ in vertex.inputs:
+                if self.vertices[producer].kind is VertexKind.INPUT:
+                    predecessors[vertex.id].add(producer)
+            self.waiting[vertex.id] = len(predecessors[vertex.id])
+            for predecessor in sorted(predecessors[vertex.id]):
+                self.successors[predecessor].append(vertex.id)
+
+    def _fill_inputs(self) -> None:
+        clean = [(vertex.id, 0) for vertex in self.task.values() if vertex.clean]
+        self.memory.poison([] if self.first else clean)
+        for vertex in self.task.values():
+            if vertex.kind is not VertexKind.INPUT:
+                continue
+            if vertex.clean and not self.first:
+                self._expect(vertex.id, (vertex.id, 0), (vertex.id, 0), "is resident but not back")
+            if not vertex.late:
+                self._arrive(vertex)
+
+    def _arrive(self, vertex: Vertex) -> None:
+        self._write((vertex.id, 0), self.memory.token[vertex.id, 0])
+        self._release(vertex.id)
+
+    def _open_gate_if_due(self) -> None:
+        if self.outs_left:
+            return
+        self.outs_left = -1
+        for vertex in self.task.values():
+            if vertex.out and vertex.kind is not VertexKind.INPUT:
+                self._expect_value(vertex, "is handed out")
+        late = [vertex for vertex in self.task.values() if vertex.late]
+        self.rng.shuffle(late)
+        for vertex in late:
+            self._arrive(vertex)
+
+    def _release(self, vertex: int) -> None:
+        self.finished += 1
+        self.waiting[vertex] = -1
+        for successor in self.successors[vertex]:
+            self.waiting[successor] -= 1
+            if self.waiting[successor] == 0:
+                self.ready.append(successor)
+
+    def _start(self, vertex_id: int) -> None:
+        vertex = self.vertices[vertex_id]
+        task = self.task.get(vertex_id)
+        self._check_inputs(vertex)
+        reused = set()
+        if task is not None:
+            positions = (*task.may_inplace, *(() if task.inplace is None else (task.inplace,)))
+            reused = {vertex.inputs[position] for position in positions}
+        if vertex.kind in (VertexKind.OFFLOAD, VertexKind.RELOAD):
+            outputs = {(vertex_id, 0): self._held(vertex)}
+        else:
+            outputs = {(vertex_id, k): self.memory.token[vertex_id, k] for k in range(len(vertex.sizes))}
+        for ref, token in outputs.items():
+            self._write(ref, token)
+        for ref in reused:
+            if (vertex_id, 0) in self.memory.view and ref in self.memory.view:
+                mine, theirs = self.memory.view[vertex_id, 0], self.memory.view[ref]
+                if np.shares_memory(mine, theirs):
+                    outputs[ref] = _POISON
+        self.running[vertex_id] = outputs
+
+    def _finish(self, vertex_id: int) -> None:
+        vertex = self.vertices[vertex_id]
+        outputs = self.running.pop(vertex_id)
+        overwritten = {ref for ref, token in outputs.items() if token == _POISON}
+        self._check_inputs(vertex, overwritten)
+        for ref, token in outputs.items():
+            if token != _POISON and not self._holds(ref, token):
+                raise VerifyError(f"the output of vertex {vertex_id} ({plain(vertex.op)}) was overwritten while it ran")
+        self._release(vertex_id)
+        task = self.task.get(vertex_id)
+        if task is not None and task.out:
+            self.outs_left -= 1
+            self._open_gate_if_due()
+
+    def _held(self, copy: Vertex) -> int:
+        """The token that a copy carries: whatever its source holds, right or wrong."""
+        source = copy.inputs[0]
+        if copy.kind is VertexKind.RELOAD and self.vertices[source[0]].kind is VertexKind.INPUT:
+            return self.memory.token[source]
+        view = self.memory.view.get(source)
+        return self.content.get(source, _POISON) if view is None else int(view[0])
+
+    def _check_inputs(self, vertex: Vertex, overwritten: set[Ref] | None = None) -> None:
+        task = self.task.get(vertex.id)
+        for position, ref in enumerate(vertex.inputs):
+            if overwritten and ref in overwritten:
+                continue
+            if task is not None:
+                self._expect(vertex.id, ref, task.inputs[position], f"reads inputs[{position}]")
+            elif not (vertex.kind is VertexKind.RELOAD and self.vertices[ref[0]].kind is VertexKind.INPUT):
+                view = self.memory.view.get(ref)
+                if view is not None and (view[0] == _POISON or not bool((view == view[0]).all())):
+                    raise VerifyError(f"vertex {vertex.id} ({plain(vertex.op)}) copies bytes that are not one value")
+
+    def _expect_value(self, vertex: Vertex, what: str) -> None:
+        for k in range(len(vertex.sizes)):
+            self._expect(vertex.id, (vertex.id, k), (vertex.id, k), what)
+
+    def _expect(self, vertex: int, ref: Ref, value: Ref, what: str) -> None:
+        if ref not in self.memory.view and self.vertices[ref[0]].clean and what.startswith("is resident"):
+            return
+        if not self._holds(ref, self.memory.token[value]):
+            op = plain(self.vertices[vertex].op)
+            raise VerifyError(f"vertex {vertex} ({op}) {what} as {ref}, which does not hold value {value}")
+
+    def _holds(self, ref: Ref, token: int) -> bool:
+        view = self.memory.view.get(ref)
+        if view is None:
+            return self.content.get(ref) == token
+        return bool((view == token).all())
+
+    def _write(self, ref: Ref, token: int) -> None:
+        view = self.memory.view.get(ref)
+        if view is not None:
+            view[:] = token
+            return
+        vertex = self.vertices[ref[0]]
+        host_only = vertex.kind is VertexKind.INPUT and not vertex.external and vertex.sizes[0] > 0
+        if not host_only:
+            self.content[ref] = token
+
+    def _look_at_the_end(self) -> None:
+        copies: dict[int, list[Ref]] = defaultdict(list)
+        for ref, view in self.memory.view.items():
+            if view.size and bool((view == view[0]).all()):
+                copies[int(view[0])].append(ref)
+        for vertex in self.task.values():
+            if not vertex.keep or vertex.clean or vertex.external:
+                continue
+            for k, size in enumerate(vertex.sizes):
+                if size and not copies[self.memory.token[vertex.id, k]]:
+                    raise VerifyError(f"vertex {vertex.id} ({plain(vertex.op)}): output {k} must be kept but is gone")
+        if self.memgraph.cyclic:
+            for vertex in self.task.values():
+                if vertex.clean and (vertex.id, 0) in self.memory.view:
+                    self._expect(vertex.id, (vertex.id, 0), (vertex.id, 0), "is resident but not back")

@@ -1,0 +1,115 @@
+"""Is a plan one of this graph, and of no more memory than the graph's devices have? What the static judge asks first.
+
+A plan may say where values lie, when they are copied and what waits for what. All else that it says must be what the
+graph says: nothing that runs a plan has to ask which of the two to believe.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import fields
+from operator import attrgetter
+
+from disco_accel.errors import VerifyError
+from disco_accel.graph.check import called
+from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
+from disco_accel.sizes import MAX_SIZE
+
+_COPIES = (VertexKind.OFFLOAD, VertexKind.RELOAD)
+_FIRST = ("kind", "device", "op", "sizes")
+SAME = (*_FIRST, *(f.name for f in fields(Vertex) if f.name not in (*_FIRST, "id", "inputs")))
+"""The fields of a task graph's vertex that its plan repeats: all but the inputs, which may be read from reloads."""
+
+_repeated = attrgetter(*SAME)
+
+_BARE = ("late", "external", "out", "keep", "after", "inplace", "may_inplace")
+"""What only a vertex of the task graph can have."""
+
+_bare = attrgetter(*_BARE)
+_PLAIN = Vertex(0, VertexKind.OFFLOAD, 0)
+
+
+def check_same(graph: TaskGraph, plan: MemGraph) -> None:
+    """Raise VerifyError unless ``plan`` has ``graph``'s devices and vertices, and besides them only plain copies."""
+    planned = {vertex.id: vertex for vertex in plan.vertices}
+    if len(planned) != len(plan.vertices):
+        raise VerifyError("two vertices of the plan have the same id")
+    for vertex in graph.vertices:
+        _check_vertex(vertex, planned.get(vertex.id))
+    _check_devices(graph, plan)
+    _check_host(plan)
+    known = {vertex.id for vertex in graph.vertices}
+    devices = {device.id for device in plan.devices}
+    for vertex in plan.vertices:
+        if vertex.device not in devices:
+            raise VerifyError(f"{called(vertex)}: the plan has no device {vertex.device}")
+        if vertex.id not in known and vertex.kind not in _COPIES:
+            raise VerifyError(f"{called(vertex)} is not in the task graph and neither offload nor reload")
+        for producer, output in vertex.inputs:
+            if producer not in planned or not 0 <= output < len(planned[producer].sizes):
+                raise VerifyError(f"{called(vertex)}: reads [{producer}, {output}], which does not exist")
+    _check_copies(plan, known, planned)
+
+
+def _check_devices(graph: TaskGraph, plan: MemGraph) -> None:
+    own = {device.id: device for device in graph.devices}
+    planned = {device.id: device for device in plan.devices}
+    if len(planned) != len(plan.devices) or planned.keys() != own.keys():
+        raise VerifyError(f"the plan is for devices {_some(plan.devices)}, the task graph for {_some(graph.devices)}")
+    for device in plan.devices:
+        given = own[device.id]
+        if device.memory > given.memory:
+            raise VerifyError(
+                f"device {device.id}: the plan counts on {device.memory} bytes of memory, the task graph has"
+                f" {given.memory}; if it was planned for more, give that (on the command line --memory {device.memory})"
+            )
+        if device.alignment < 1 or given.alignment < 1 or device.alignment % given.alignment:
+            raise VerifyError(
+                f"device {device.id}: the plan aligns to {device.alignment} bytes, which is not a multiple of the"
+                f" task graph's {given.alignment}"
+            )
+
+
+def _some(devices: tuple[object, ...]) -> str:
+    ids = [str(getattr(device, "id", device)) for device in devices]
+    return ", ".join(ids[:8]) + (", ..." if len(ids) > 8 else "")
+
+
+def _check_host(plan: MemGraph) -> None:
+    if not 0 <= plan.host_memory <= MAX_SIZE:
+        raise VerifyError(f"host: memory is {plan.host_memory}, but must be from 0 to {MAX_SIZE} bytes")
+    if plan.host_alignment < 1:
+        raise VerifyError(f"host: alignment is {plan.host_alignment}, but must be 1 or more bytes")
+
+
+def _check_vertex(vertex: Vertex, planned: Vertex | None) -> None:
+    if planned is None:
+        raise VerifyError(f"{called(vertex)} of the task graph is missing from the plan")
+    if _repeated(planned) != _repeated(vertex):
+        key = next(key for key in SAME if getattr(planned, key) != getattr(vertex, key))
+        raise VerifyError(f"{called(vertex)}: {key} differs from the task graph's")
+    if len(planned.inputs) != len(vertex.inputs):
+        raise VerifyError(f"{called(vertex)}: has {len(planned.inputs)} inputs, not {len(vertex.inputs)}")
+
+
+def _check_copies(plan: MemGraph, known: set[int], planned: Mapping[int, Vertex]) -> None:
+    """A vertex that the plan adds is a copy and no more; a reload marked clean shares what it reads."""
+    reloads: Counter[Ref] = Counter()
+    for vertex in plan.vertices:
+        if vertex.kind is VertexKind.RELOAD:
+            reloads.update(vertex.inputs)
+    for vertex in plan.vertices:
+        if vertex.id in known:
+            continue
+        if _bare(vertex) != _bare(_PLAIN):
+            key = next(key for key in _BARE if getattr(vertex, key) != getattr(_PLAIN, key))
+            raise VerifyError(f"{called(vertex)}: {key}: only a vertex of the task graph can have it, not a copy")
+        if not vertex.clean:
+            continue
+        if vertex.kind is VertexKind.OFFLOAD:
+            raise VerifyError(f"{called(vertex)}: clean: an offload cannot be so marked")
+        shared = any(planned[ref[0]].kind is VertexKind.INPUT or reloads[ref] > 1 for ref in vertex.inputs)
+        if not shared:
+            raise VerifyError(f"{called(vertex)}: clean: it is the only reload of its offload")

@@ -1,0 +1,427 @@
+"""The static judge: does a MemGraph compute its TaskGraph without races in any order that its edges allow?
+
+Deliberately naive, and shares nothing with the planner but the data classes. Checks what docs/schema.md demands.
+Overlaps are examined byte range by byte range in a topological order: if each occupant is done with before the next
+one is written, so is every earlier one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from disco_accel.errors import VerifyError
+from disco_accel.gc_pause import collector_paused
+from disco_accel.graph.check import called
+from disco_accel.graph.memgraph import MemGraph, Slot
+from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
+from disco_accel.verify.happens_before import Claim, first_unfounded
+from disco_accel.verify.same_graph import check_same
+
+
+@collector_paused()
+def verify(graph: TaskGraph, memgraph: MemGraph) -> None:
+    """Raise VerifyError, naming the vertices, unless ``memgraph`` is a safe plan of ``graph`` on its devices."""
+    check_same(graph, memgraph)
+    plan = _Plan(graph, memgraph)
+    _check_edges(plan)
+    order = _topological_order(plan)
+    before = _Before(plan, order)
+    _check_values(plan, order)
+    _check_after(plan, before)
+    gate = _behind_gate(plan, order)
+    _check_slots(plan)
+    device_ends = _check_device_memory(plan, order, before, gate)
+    host_ends = _check_host_memory(plan, order, before)
+    before.resolve()
+    _check_kept(plan, device_ends, host_ends)
+    if memgraph.cyclic:
+        _check_cyclic(plan, device_ends)
+
+
+@dataclass
+class _Plan:
+    graph: TaskGraph
+    mem: MemGraph
+    task: dict[int, Vertex] = field(init=False)
+    vertex: dict[int, Vertex] = field(init=False)
+    carried: dict[Ref, Ref] = field(init=False, default_factory=dict)
+    """Value of the plan (also of offloads) → the task graph's value that it holds."""
+    predecessors: dict[int, set[int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.task = {vertex.id: vertex for vertex in self.graph.vertices}
+        self.vertex = {vertex.id: vertex for vertex in self.mem.vertices}
+
+    def name(self, vertex: int) -> str:
+        """How messages call a vertex."""
+        named = self.vertex.get(vertex)
+        return f"vertex {vertex}" if named is None else called(named)
+
+    def size(self, ref: Ref) -> int:
+        """Bytes of a value of the plan."""
+        return self.vertex[ref[0]].sizes[ref[1]]
+
+
+def _check_edges(plan: _Plan) -> None:
+    data = set(plan.mem.data_edges)
+    plan.predecessors = {vertex: set() for vertex in plan.vertex}
+    for u, v in (*data, *plan.mem.memory_edges):
+        if u not in plan.vertex or v not in plan.vertex:
+            raise VerifyError(f"edge [{u}, {v}] names a vertex that does not exist")
+        if plan.vertex[v].kind is VertexKind.INPUT:
+            raise VerifyError(f"edge [{u}, {v}] points into an input, which exists before the step")
+        if u == v:
+            raise VerifyError(f"edge [{u}, {v}] makes {plan.name(v)} wait for itself")
+        plan.predecessors[v].add(u)
+    for vertex in plan.mem.vertices:
+        for producer, _ in vertex.inputs:
+            if plan.vertex[producer].kind is VertexKind.INPUT:
+                plan.predecessors[vertex.id].add(producer)
+            elif (producer, vertex.id) not in data:
+                raise VerifyError(f"{plan.name(vertex.id)} reads {plan.name(producer)} without a data edge")
+
+
+def _topological_order(plan: _Plan) -> dict[int, int]:
+    """Return vertex id → position in an order that respects all edges: the plan's own if it does."""
+    order: dict[int, int] = {}
+    for vertex in plan.vertex:
+        if not order.keys() >= plan.predecessors[vertex]:
+            return _some_order(plan)
+        order[vertex] = len(order)
+    return order
+
+
+def _some_order(plan: _Plan) -> dict[int, int]:
+    successors: dict[int, list[int]] = defaultdict(list)
+    waiting = {}
+    for vertex, predecessors in plan.predecessors.items():
+        waiting[vertex] = len(predecessors)
+        for predecessor in predecessors:
+            successors[predecessor].append(vertex)
+    queue = [vertex for vertex in plan.vertex if waiting[vertex] == 0]
+    for vertex in queue:
+        for successor in successors[vertex]:
+            waiting[successor] -= 1
+            if waiting[successor] == 0:
+                queue.append(successor)
+    if len(queue) < len(plan.vertex):
+        stuck = sorted(set(plan.vertex) - set(queue))[:8]
+        raise VerifyError(f"the edges form a cycle; among the vertices that could never start: {stuck}")
+    return {vertex: position for position, vertex in enumerate(queue)}
+
+
+class _Before:
+    """Collects claims that one vertex finishes before another starts, and checks them all at once."""
+
+    def __init__(self, plan: _Plan, order: Mapping[int, int]) -> None:
+        self.plan = plan
+        self.order = order
+        self.claims: list[Claim] = []
+
+    def claim(self, first: int, then: int, why: Callable[[], str]) -> None:
+        """Demand that ``first`` finishes before ``then`` starts."""
+        if first not in self.plan.predecessors[then]:
+            self.claims.append((self.order[first], self.order[then], why))
+
+    def resolve(self) -> None:
+        """Check every claim. Raises VerifyError at the first that does not hold."""
+        order = self.order
+        predecessors = [[order[p] for p in self.plan.predecessors[vertex]] for vertex in order]
+        wrong = first_unfounded(predecessors, self.claims)
+        if wrong is not None:
+            by_position = list(order)
+            first, then = by_position[wrong[0]], by_position[wrong[1]]
+            name = self.plan.name
+            raise VerifyError(f"{name(first)} need not finish before {name(then)} starts: {wrong[2]()}")
+
+
+def _check_values(plan: _Plan, order: Mapping[int, int]) -> None:
+    for vertex in plan.graph.vertices:
+        for k in range(len(vertex.sizes)):
+            plan.carried[vertex.id, k] = (vertex.id, k)
+    for vertex in sorted(plan.mem.vertices, key=lambda v: order[v.id]):
+        if vertex.kind in (VertexKind.OFFLOAD, VertexKind.RELOAD):
+            _check_copy(plan, vertex)
+            continue
+        for position, (ref, wanted) in enumerate(zip(vertex.inputs, plan.task[vertex.id].inputs, strict=True)):
+            got = plan.carried[ref]
+            source = plan.vertex[ref[0]]
+            if source.kind is VertexKind.OFFLOAD:
+                raise VerifyError(f"{plan.name(vertex.id)}: inputs[{position}] is an offload, which is on the host")
+            if got != wanted:
+                raise VerifyError(f"{plan.name(vertex.id)}: inputs[{position}] holds value {got}, not {wanted}")
+            if source.device != plan.task[wanted[0]].device:
+                raise VerifyError(f"{plan.name(vertex.id)}: inputs[{position}] is on device {source.device}")
+            _check_on_device(plan, ref, vertex.id)
+
+
+def _check_on_device(plan: _Plan, ref: Ref, reader: int) -> None:
+    source = plan.task.get(ref[0], plan.vertex[ref[0]])
+    host_only = source.kind is VertexKind.INPUT and not source.external and ref not in plan.mem.slots
+    if host_only and plan.size(ref):
+        raise VerifyError(f"{plan.name(reader)} reads {plan.name(ref[0])}, which is only on the host: reload it first")
+
+
+def _check_copy(plan: _Plan, vertex: Vertex) -> None:
+    if len(vertex.inputs) != 1 or len(vertex.sizes) != 1:
+        raise VerifyError(f"{plan.name(vertex.id)} must copy exactly one value")
+    ref = vertex.inputs[0]
+    source = plan.vertex[ref[0]]
+    if vertex.sizes[0] != plan.size(ref):
+        raise VerifyError(f"{plan.name(vertex.id)} copies {vertex.sizes[0]} bytes of a value of {plan.size(ref)}")
+    if vertex.kind is VertexKind.OFFLOAD:
+        if source.kind is VertexKind.OFFLOAD:
+            raise VerifyError(f"{plan.name(vertex.id)} offloads {plan.name(ref[0])}, which is on the host already")
+        if source.device != vertex.device:
+            raise VerifyError(f"{plan.name(vertex.id)} offloads from device {vertex.device}, not {source.device}")
+        _check_on_device(plan, ref, vertex.id)
+    else:
+        clean = source.kind is VertexKind.INPUT and plan.task[source.id].clean
+        if source.kind is not VertexKind.OFFLOAD and not clean:
+            raise VerifyError(f"{plan.name(vertex.id)} reloads {plan.name(ref[0])}, of which the host has no copy")
+    plan.carried[vertex.id, 0] = plan.carried[ref]
+
+
+def _check_after(plan: _Plan, before: _Before) -> None:
+    for vertex in plan.graph.vertices:
+        for other in vertex.after:
+            if plan.vertex[other].kind is not VertexKind.INPUT or plan.task[other].late:
+                before.claim(other, vertex.id, lambda: "the task graph says after")
+
+
+def _behind_gate(plan: _Plan, order: Mapping[int, int]) -> set[int]:
+    """Return the vertices that start after a late value has arrived; no ``out`` vertex may be among them."""
+    behind: set[int] = set()
+    for vertex in sorted(order, key=order.__getitem__):
+        task = plan.task.get(vertex)
+        if (task is not None and task.late) or any(p in behind for p in plan.predecessors[vertex]):
+            behind.add(vertex)
+            if task is not None and task.out:
+                raise VerifyError(f"{plan.name(vertex)} is out but waits for a late input: the step would never end")
+    return behind
+
+
+def _check_slots(plan: _Plan) -> None:
+    devices = {device.id: device for device in plan.mem.devices}
+    for ref, slot in plan.mem.slots.items():
+        vertex = plan.vertex.get(ref[0])
+        if vertex is None or not 0 <= ref[1] < len(vertex.sizes):
+            raise VerifyError(f"there is an address for [{ref[0]}, {ref[1]}], which does not exist")
+        device = devices[vertex.device]
+        if vertex.kind is VertexKind.OFFLOAD or (vertex.id in plan.task and plan.task[vertex.id].external):
+            raise VerifyError(f"{plan.name(ref[0])} has an address in the arena but does not live there")
+        if slot.device != vertex.device or slot.size != vertex.sizes[ref[1]]:
+            raise VerifyError(f"{plan.name(ref[0])}: the slot of output {ref[1]} contradicts its device or size")
+        if slot.addr < 0 or slot.addr + slot.size > device.memory:
+            raise VerifyError(
+                f"{plan.name(ref[0])}: [{slot.addr}, {slot.addr + slot.size}) is outside the {device.memory} bytes"
+                f" of device {device.id}"
+            )
+        if slot.addr % device.alignment:
+            raise VerifyError(f"{plan.name(ref[0])}: addr {slot.addr} is not a multiple of {device.alignment}")
+    for vertex in plan.mem.vertices:
+        task = plan.task.get(vertex.id)
+        if vertex.kind is VertexKind.OFFLOAD or (task is not None and (task.clean or task.external)):
+            continue
+        for k, size in enumerate(vertex.sizes):
+            if size and (vertex.id, k) not in plan.mem.slots:
+                raise VerifyError(f"{plan.name(vertex.id)}: output {k} has no address")
+
+
+_Range = tuple[int, int, Ref]
+
+
+class _Occupants:
+    """Who wrote last to each byte range of one arena."""
+
+    def __init__(self) -> None:
+        self.ranges: list[_Range] = []
+
+    def replace(self, start: int, end: int, ref: Ref) -> list[Ref]:
+        """Make ``ref`` the occupant of ``[start, end)`` and return the former ones."""
+        ranges = self.ranges
+        at = bisect_right(ranges, start, key=lambda r: r[0])
+        first = at - 1 if at and ranges[at - 1][1] > start else at
+        last = first
+        kept: list[_Range] = []
+        former: list[Ref] = []
+        while last < len(ranges) and ranges[last][0] < end:
+            begin, stop, occupant = ranges[last]
+            former.append(occupant)
+            if begin < start:
+                kept.append((begin, start, occupant))
+            if stop > end:
+                kept.append((end, stop, occupant))
+            last += 1
+        ranges[first:last] = sorted([*kept, (start, end, ref)])
+        return list(dict.fromkeys(former))
+
+    def at(self, start: int, end: int) -> set[Ref]:
+        """Return the occupants of ``[start, end)``."""
+        first = max(0, bisect_right(self.ranges, start, key=lambda r: r[0]) - 1)
+        found = set()
+        for begin, stop, occupant in self.ranges[first:]:
+            if begin >= end:
+                break
+            if stop > start:
+                found.add(occupant)
+        return found
+
+
+def _readers(plan: _Plan) -> dict[Ref, list[int]]:
+    """Return who reads each copy where it is: a reload of an input reads the host's copy, not the device's."""
+    readers: dict[Ref, list[int]] = defaultdict(list)
+    for vertex in plan.mem.vertices:
+        for ref in dict.fromkeys(vertex.inputs):
+            if vertex.kind is not VertexKind.RELOAD or plan.vertex[ref[0]].kind is VertexKind.OFFLOAD:
+                readers[ref].append(vertex.id)
+    return readers
+
+
+def _check_device_memory(
+    plan: _Plan, order: Mapping[int, int], before: _Before, gate: set[int]
+) -> dict[int, _Occupants]:
+    readers = _readers(plan)
+    has_gate = any(vertex.late for vertex in plan.graph.vertices)
+    memory: dict[int, _Occupants] = defaultdict(_Occupants)
+    # Written over a late input, an output lives in its reserved place.
+    reserved = {(vertex.id, 0) for vertex in plan.graph.vertices if vertex.late}
+
+    def turn(ref: Ref) -> tuple[bool, int, int]:
+        return plan.vertex[ref[0]].kind is not VertexKind.INPUT, order[ref[0]], ref[1]
+
+    for ref in sorted((ref for ref, slot in plan.mem.slots.items() if slot.size), key=turn):
+        slot = plan.mem.slots[ref]
+        for former in memory[slot.device].replace(slot.addr, slot.addr + slot.size, ref):
+            _check_overwrite(plan, former, ref, readers[former], before)
+            if former in reserved:
+                if ref[0] not in readers[former]:
+                    raise VerifyError(f"{plan.name(ref[0])} is put where a late input has its place for the whole step")
+                reserved.add(ref)
+            task = plan.task.get(former[0])
+            if task is not None and task.out and has_gate and ref[0] not in gate:
+                raise VerifyError(f"{plan.name(ref[0])} overwrites {plan.name(former[0])} before it is handed out")
+        _check_inplace(plan, ref, slot)
+    return memory
+
+
+def _check_overwrite(plan: _Plan, former: Ref, ref: Ref, readers: Sequence[int], before: _Before) -> None:
+    writer = ref[0]
+
+    def both() -> str:
+        names = (f"{plan.name(vertex)} output {output}" for vertex, output in (former, ref))
+        return f"{' and '.join(names)} share memory"
+
+    if plan.vertex[writer].kind is VertexKind.INPUT:
+        raise VerifyError(f"{both()} and both are there at the start")
+    if former[0] == writer:
+        raise VerifyError(both())
+    if writer in readers:
+        _check_reuse(plan, former, ref, both)
+    if not readers and plan.vertex[former[0]].kind is not VertexKind.INPUT:
+        before.claim(former[0], writer, both)
+    # Each reader has a data edge from the producer, which is thus done as well.
+    for reader in readers:
+        if reader != writer:
+            before.claim(reader, writer, both)
+
+
+def _check_reuse(plan: _Plan, former: Ref, ref: Ref, both: Callable[[], str]) -> None:
+    """Allow ``ref`` to be written over an input of its own vertex only as ``inplace`` or ``may_inplace`` says."""
+    writer = plan.task.get(ref[0])
+    allowed: set[int] = set()
+    if writer is not None:
+        allowed = set(writer.may_inplace) | ({writer.inplace} if writer.inplace is not None else set())
+    named = any(plan.vertex[ref[0]].inputs[position] == former for position in allowed)
+    if not named or ref[1] != 0:
+        raise VerifyError(f"{both()}, but the second reads the first and may not be written over it")
+    if plan.mem.slots[former].addr != plan.mem.slots[ref].addr or plan.size(ref) > plan.size(former):
+        raise VerifyError(f"{both()}: writing over an input needs the same address and no larger an output")
+
+
+def _check_inplace(plan: _Plan, ref: Ref, slot: Slot) -> None:
+    task = plan.task.get(ref[0])
+    if task is None or task.inplace is None or ref[1] != 0:
+        return
+    target = plan.mem.slots.get(plan.vertex[ref[0]].inputs[task.inplace])
+    if target is None or target.device != slot.device or target.addr != slot.addr:
+        raise VerifyError(f"{plan.name(ref[0])}: output 0 must be written over inputs[{task.inplace}]")
+
+
+def _share_host(plan: _Plan, first: int, then: int) -> str:
+    return f"{plan.name(first)} and {plan.name(then)} share host memory"
+
+
+def _check_host_memory(plan: _Plan, order: Mapping[int, int], before: _Before) -> _Occupants:
+    readers = _readers(plan)
+    memory = _Occupants()
+    offsets = plan.mem.host_offsets
+    for offload in offsets:
+        if offload not in plan.vertex or plan.vertex[offload].kind is not VertexKind.OFFLOAD:
+            raise VerifyError(f"there is a host offset for {plan.name(offload)}, which is not an offload")
+    for offload in sorted(offsets, key=order.__getitem__):
+        start, size = offsets[offload], plan.vertex[offload].sizes[0]
+        if start < 0 or start + size > plan.mem.host_memory:
+            raise VerifyError(
+                f"{plan.name(offload)}: [{start}, {start + size}) is outside the {plan.mem.host_memory} bytes of the"
+                f" host's arena (host: memory)"
+            )
+        if start % plan.mem.host_alignment:
+            raise VerifyError(
+                f"{plan.name(offload)}: host_offset {start} is not a multiple of {plan.mem.host_alignment}"
+            )
+        if size == 0:
+            continue
+        for former in memory.replace(start, start + size, (offload, 0)):
+            why = partial(_share_host, plan, former[0], offload)
+            before.claim(former[0], offload, why)
+            for reader in readers[former]:
+                before.claim(reader, offload, why)
+    return memory
+
+
+def _copies(plan: _Plan) -> dict[Ref, list[Ref]]:
+    copies: dict[Ref, list[Ref]] = defaultdict(list)
+    for copy, value in plan.carried.items():
+        copies[value].append(copy)
+    return copies
+
+
+def _intact(plan: _Plan, copy: Ref, devices: Mapping[int, _Occupants], host: _Occupants) -> bool:
+    """Whether the bytes of ``copy`` are still there when everything has run."""
+    if plan.vertex[copy[0]].kind is VertexKind.OFFLOAD:
+        if copy[0] not in plan.mem.host_offsets:
+            return True
+        start = plan.mem.host_offsets[copy[0]]
+        return host.at(start, start + plan.size(copy)) == {copy}
+    slot = plan.mem.slots.get(copy)
+    if slot is None:
+        return False
+    return devices[slot.device].at(slot.addr, slot.addr + slot.size) == {copy}
+
+
+def _check_kept(plan: _Plan, devices: Mapping[int, _Occupants], host: _Occupants) -> None:
+    copies = _copies(plan)
+    has_gate = any(vertex.late for vertex in plan.graph.vertices)
+    for vertex in plan.graph.vertices:
+        if not (vertex.keep or (vertex.out and not has_gate)) or vertex.clean or vertex.external:
+            continue
+        for k, size in enumerate(vertex.sizes):
+            if size and not any(_intact(plan, copy, devices, host) for copy in copies[vertex.id, k]):
+                raise VerifyError(f"{plan.name(vertex.id)}: output {k} must be kept but is overwritten")
+
+
+def _check_cyclic(plan: _Plan, devices: Mapping[int, _Occupants]) -> None:
+    for vertex in plan.graph.vertices:
+        slot = plan.mem.slots.get((vertex.id, 0))
+        if vertex.kind is not VertexKind.INPUT or not vertex.clean or slot is None or not slot.size:
+            continue
+        holders = devices[slot.device].at(slot.addr, slot.addr + slot.size)
+        holder = next(iter(holders))
+        back = len(holders) == 1 and plan.carried[holder] == (vertex.id, 0) and plan.mem.slots[holder].addr == slot.addr
+        if not back:
+            raise VerifyError(f"{plan.name(vertex.id)} is resident but not back at its address when the step ends")
