@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from disco_accel.cli import recipe_commands, simulate_command
+from disco_accel.cli import convert_command, recipe_commands, simulate_command
 from disco_accel.errors import BudgetTooSmall, ConfigError, DiscoError, VerifyError
 from disco_accel.sizes import parse_size
 
@@ -45,18 +45,19 @@ def _compile_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--planner", default="timed", help="timed, or build (the paper's)")
     parser.add_argument("--policy", default="auto", help=_POLICIES)
     recipe_commands.plan_seconds_argument(parser)
+    convert_command.schema_argument(parser, "that of the task graph's file")
 
 
 def _compile(options: argparse.Namespace) -> int:
     from disco_accel.config.keys import unused_policy
-    from disco_accel.graph.files import read_taskgraph, write_memgraph
+    from disco_accel.graph.files import read_taskgraph_version, write_memgraph
     from disco_accel.plan import make_plan
     from disco_accel.plan.search_work import Work
     from disco_accel.plan.summary import cut_short, summary
 
     memory = None if options.memory is None else parse_size(options.memory)
     names = options.names
-    graph = read_taskgraph(options.task, names)
+    graph, version = read_taskgraph_version(options.task, names)
     asked = {"policy": options.policy, "planner": options.planner, "cyclic": options.cyclic}
     recipe_commands.say(unused_policy(options.planner, options.policy))
     work = Work(recipe_commands.deadline(options))
@@ -67,7 +68,7 @@ def _compile(options: argparse.Namespace) -> int:
         raise _with_culprit(error, graph) from None
     seconds = time.perf_counter() - started
     try:
-        write_memgraph(plan, options.output, names)
+        write_memgraph(plan, options.output, names, options.schema or version)
     except OSError as error:
         raise ConfigError(f"{options.output}: cannot be written: {error.strerror}") from None
     print(json.dumps({**summary(plan), "seconds": round(seconds, 3), "drafts": work.drafts, "cut_short": work.cut}))
@@ -193,6 +194,12 @@ COMMANDS: tuple[Command, ...] = (
     Command("compile", "plan a task graph within a memory budget", _compile_arguments, _compile),
     Command("bound", "the seconds that no repeating plan of a task graph can beat", _bound_arguments, _bound),
     Command("verify", "check that a plan is safe in any order its edges allow", _verify_arguments, _verify),
+    Command(
+        "convert",
+        "a graph or a plan from one version of its file to the other",
+        convert_command.convert_arguments,
+        convert_command.convert,
+    ),
     Command(
         "simulate",
         "a plan in simulated time, beside what no plan can beat",

@@ -15,7 +15,9 @@ from typing import Any
 
 from disco_accel.errors import GraphFileError
 from disco_accel.graph.check import called, check_taskgraph, stable_topological_order
+from disco_accel.graph.convert import graph_to_1, graph_to_2, plan_to_1, plan_to_2
 from disco_accel.graph.memgraph import Edge, MemGraph, Slot
+from disco_accel.graph.schema2_files import graph_from_json, graph_to_json, lines, plan_from_json, plan_to_json
 from disco_accel.graph.strict_json import a_list, an_object, flag, integer, number, plain, shown, text
 from disco_accel.graph.strict_json import parse_json as parse_json
 from disco_accel.graph.taskgraph import Device, Ref, TaskGraph, Vertex, VertexKind
@@ -24,7 +26,7 @@ from disco_accel.sizes import MAX_SIZE
 MAX_FILE_BYTES = 1 << 30
 """A larger file is refused before it is read."""
 
-VERSION = 1
+VERSIONS = (1, 2)
 MAX_DEVICES = 1024
 _MAX_ID = 1 << 62
 _HASHED = re.compile(r"\b1[0-9]{18}\b")
@@ -42,8 +44,25 @@ def read_taskgraph(path: str | os.PathLike[str], names: IdNames | None = None) -
     Vertices come back in a topological order (the file's own where it is one). Raises GraphFileError, which names the
     file, the vertex and the key.
     """
+    return read_taskgraph_version(path, names)[0]
+
+
+def read_taskgraph_version(path: str | os.PathLike[str], names: IdNames | None = None) -> tuple[TaskGraph, int]:
+    """As ``read_taskgraph``, with the version of the file."""
     with _naming(path):
-        return taskgraph_from_json(_load(path), names)
+        data = _load(path)
+        graph = taskgraph_from_json(data, names)
+        return graph, an_object(data, "the file")["version"]
+
+
+def read_either(path: str | os.PathLike[str], names: IdNames | None = None) -> tuple[TaskGraph | MemGraph, int]:
+    """Read a file of either format, with its version. Raises GraphFileError."""
+    with _naming(path):
+        data = _load(path)
+        top = an_object(data, "the file")
+        plan = top.get("format") == "memgraph"
+        graph = memgraph_from_json(data, names) if plan else taskgraph_from_json(data, names)
+        return graph, top["version"]
 
 
 def read_memgraph(path: str | os.PathLike[str], names: IdNames | None = None) -> MemGraph:
@@ -52,14 +71,23 @@ def read_memgraph(path: str | os.PathLike[str], names: IdNames | None = None) ->
         return memgraph_from_json(_load(path), names)
 
 
-def write_taskgraph(graph: TaskGraph, path: str | os.PathLike[str], names: Mapping[int, str] | None = None) -> None:
-    """Write ``graph`` atomically; equal graphs give equal bytes. ``ops`` have no place in the file."""
-    write_atomically(path, _lines(taskgraph_to_json(graph, names)))
+def write_taskgraph(
+    graph: TaskGraph, path: str | os.PathLike[str], names: Mapping[int, str] | None = None, version: int = 1
+) -> None:
+    """Write ``graph`` atomically; equal graphs give equal bytes. ``ops`` have no place in the file.
+
+    Raises GraphFileError for what ``version`` cannot say; ids of version 2 are numbers, whatever ``names`` are.
+    """
+    data = _lines(taskgraph_to_json(graph, names)) if version == 1 else lines(graph_to_json(graph_to_2(graph)))
+    write_atomically(path, data)
 
 
-def write_memgraph(graph: MemGraph, path: str | os.PathLike[str], names: Mapping[int, str] | None = None) -> None:
-    """Write ``graph`` atomically; equal plans give equal bytes."""
-    write_atomically(path, _lines(memgraph_to_json(graph, names)))
+def write_memgraph(
+    graph: MemGraph, path: str | os.PathLike[str], names: Mapping[int, str] | None = None, version: int = 1
+) -> None:
+    """As ``write_taskgraph``, for a plan."""
+    data = _lines(memgraph_to_json(graph, names)) if version == 1 else lines(plan_to_json(plan_to_2(graph)))
+    write_atomically(path, data)
 
 
 def fingerprint(graph: TaskGraph) -> str:
@@ -88,6 +116,8 @@ def write_atomically(path: str | os.PathLike[str], data: bytes, mode: int = 0o64
 def taskgraph_from_json(data: object, names: IdNames | None = None) -> TaskGraph:
     """Build the TaskGraph that ``data`` (parsed JSON) describes. Raises GraphFileError."""
     top = _header(data, "taskgraph")
+    if top["version"] == 2:
+        return graph_to_1(graph_from_json(top))
     vertices = [_vertex(raw, names, _KINDS)[0] for raw in a_list(top.get("vertices"), "vertices")]
     _check_total(vertices)
     return check_taskgraph(TaskGraph(text(top, "name", "graph"), _devices(top), tuple(vertices)))
@@ -96,6 +126,8 @@ def taskgraph_from_json(data: object, names: IdNames | None = None) -> TaskGraph
 def memgraph_from_json(data: object, names: IdNames | None = None) -> MemGraph:
     """Build the MemGraph that ``data`` (parsed JSON) describes; references must exist. Raises GraphFileError."""
     top = _header(data, "memgraph")
+    if top["version"] == 2:
+        return plan_to_1(plan_from_json(top))
     vertices: list[Vertex] = []
     slots: dict[Ref, Slot] = {}
     host_offsets: dict[int, int] = {}
@@ -190,8 +222,8 @@ def _header(data: object, kind: str) -> dict[str, Any]:
     if top.get("format") != kind:
         raise GraphFileError(f"format: expected {kind!r}, got {shown(top.get('format'))}")
     version = top.get("version")
-    if version != VERSION or isinstance(version, bool):
-        raise GraphFileError(f"version: expected {VERSION}, got {shown(version)}")
+    if version not in VERSIONS or isinstance(version, bool | float):
+        raise GraphFileError(f"version: expected 1 or 2, got {shown(version)}")
     return top
 
 
@@ -362,7 +394,7 @@ def _ref(raw: object, where: str, names: IdNames | None) -> Ref:
 
 def _top(kind: str, name: str, devices: tuple[Device, ...], vertices: list[dict[str, Any]]) -> dict[str, Any]:
     listed = [{"id": device.id, "memory": device.memory, "alignment": device.alignment} for device in devices]
-    return {"format": kind, "version": VERSION, "name": name, "devices": listed, "vertices": vertices}
+    return {"format": kind, "version": 1, "name": name, "devices": listed, "vertices": vertices}
 
 
 def _vertex_to_json(vertex: Vertex, names: Mapping[int, str]) -> dict[str, Any]:

@@ -1,0 +1,384 @@
+"""Graphs and plans from version 1 to version 2 and back, where both can say it. Raises GraphFileError where not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+
+from disco_accel.errors import GraphFileError
+from disco_accel.graph import schema2
+from disco_accel.graph.carried_values import carried_values, taskgraph_of
+from disco_accel.graph.check import called, check_taskgraph
+from disco_accel.graph.memgraph import Edge, MemGraph, Slot
+from disco_accel.graph.schema2 import GATE, Access, Arrival, Lifetime, Space, SpaceKind, Value, Version, Work
+from disco_accel.graph.schema2_check import check_graph
+from disco_accel.graph.taskgraph import Device, Ref, TaskGraph, Vertex, VertexKind
+
+_COPIES = (VertexKind.OFFLOAD, VertexKind.RELOAD)
+
+
+def graph_to_2(graph: TaskGraph) -> schema2.Graph:
+    """``graph`` in version 2: inputs become values with their ids, outputs values with ids of their own.
+
+    Raises GraphFileError for an ``inplace`` that is not a new version of a value (over a clean input, of fewer bytes,
+    or where another vertex is written too) and for ids below 0.
+    """
+    return _To2(graph).graph()
+
+
+def graph_to_1(graph: schema2.Graph) -> TaskGraph:
+    """``graph`` in version 1, which has no storage and no values that live over steps and change."""
+    return _To1(graph).graph()
+
+
+def plan_to_2(plan: MemGraph) -> schema2.Plan:
+    """``plan`` in version 2. Raises GraphFileError also for an offload without a place in the host's memory."""
+    host = Space(_host_id(plan.devices), SpaceKind.HOST, plan.host_memory, plan.host_alignment)
+    to2 = _To2(taskgraph_of(plan))
+    graph = to2.graph(host)
+    carried = carried_values(plan)
+    buffers = _Buffers(graph)
+    external = {vertex.id for vertex in plan.vertices if vertex.external}
+    held: dict[Ref, int] = {}
+    for vertex in plan.vertices:
+        for k, size in enumerate(vertex.sizes):
+            ref = (vertex.id, k)
+            slot = plan.slots.get(ref)
+            version = to2.version[carried[ref]]
+            if vertex.kind is VertexKind.OFFLOAD:
+                offset = plan.host_offsets.get(vertex.id)
+                if offset is None and size:
+                    raise GraphFileError(f"{called(vertex)}: host_offset: missing, so its place is not the plan's")
+                held[ref] = buffers.add(version, host.id, offset)
+            elif slot is not None:
+                held[ref] = buffers.add(version, slot.device, slot.addr)
+            elif not size or vertex.id in external:
+                held[ref] = buffers.add(version, vertex.device, None)
+    order = []
+    by_id = {vertex.id: vertex for vertex in plan.vertices}
+    for vertex in plan.vertices:
+        if vertex.kind is VertexKind.INPUT:
+            continue
+        reads = []
+        for ref in vertex.inputs:
+            from_home = vertex.kind is VertexKind.RELOAD and by_id[ref[0]].kind is VertexKind.INPUT
+            reads.append(buffers.home(to2.version[ref]) if from_home else held[ref])
+        writes = tuple(held[vertex.id, k] for k in range(len(vertex.sizes)))
+        order.append(schema2.Planned(vertex.id, tuple(reads), writes))
+    data, memory = (_edges_to_2(edges, by_id) for edges in (plan.data_edges, plan.memory_edges))
+    return schema2.Plan(graph, tuple(buffers.all), tuple(order), data, memory, plan.cyclic)
+
+
+def plan_to_1(plan: schema2.Plan) -> MemGraph:
+    """``plan`` in version 1. Raises GraphFileError as ``graph_to_1`` does."""
+    to1 = _To1(plan.graph)
+    graph = to1.graph()
+    kinds = {space.id: space.kind for space in plan.graph.spaces}
+    buffers = {buffer.id: buffer for buffer in plan.buffers}
+    written = {number for planned in plan.order for number in planned.writes}
+    slots: dict[Ref, Slot] = {}
+    offsets: dict[int, int] = {}
+    ref_of: dict[int, Ref] = {}
+    for buffer in plan.buffers:
+        if buffer.id not in written:
+            ref_of[buffer.id] = to1.ref[buffer.version]
+    for planned in plan.order:
+        for k, number in enumerate(planned.writes):
+            ref_of[number] = (planned.id, k)
+    for buffer in plan.buffers:
+        ref, size = ref_of[buffer.id], plan.graph.value[buffer.version[0]].bytes
+        if buffer.offset is not None and kinds[buffer.space] is SpaceKind.DEVICE:
+            slots[ref] = Slot(buffer.space, buffer.offset, size)
+        elif buffer.offset is not None:
+            offsets[ref[0]] = buffer.offset
+    by_id = {vertex.id: vertex for vertex in graph.vertices}
+    vertices = [vertex for vertex in graph.vertices if vertex.kind is VertexKind.INPUT]
+    for planned in plan.order:
+        inputs = tuple(ref_of[number] for number in planned.reads)
+        if planned.id in by_id:
+            vertices.append(replace(by_id[planned.id], inputs=inputs))
+        else:
+            vertices.append(_copy_to_1(planned, inputs, buffers, plan, kinds))
+    shared = _sources(vertices)
+    vertices = [
+        replace(v, clean=True) if v.kind is VertexKind.RELOAD and v.inputs[0] in shared else v for v in vertices
+    ]
+    host = next((space for space in plan.graph.spaces if space.kind is SpaceKind.HOST), None)
+    gate = next((v.id for v in vertices if v.late), None)
+    data, memory = (_edges_to_1(edges, gate) for edges in (plan.data_edges, plan.memory_edges))
+    late = {v.id for v in vertices if v.late}
+    arrived = [(ref[0], v.id) for v in vertices for ref in dict.fromkeys(v.inputs) if ref[0] in late]
+    return MemGraph(
+        plan.graph.name,
+        graph.devices,
+        tuple(vertices),
+        slots,
+        tuple(dict.fromkeys([*data, *arrived])),
+        memory,
+        offsets,
+        (host.bytes or 0) if host else 0,
+        host.alignment if host else 1,
+        plan.cyclic,
+    )
+
+
+def _host_id(devices: Iterable[Device]) -> int:
+    return max(device.id for device in devices) + 1
+
+
+class _To2:
+    """``version``: the version-2 name of each value of a version-1 graph."""
+
+    def __init__(self, graph: TaskGraph) -> None:
+        self._source = graph
+        self._by_id = {vertex.id: vertex for vertex in graph.vertices}
+        self.version: dict[Ref, Version] = {}
+
+    def graph(self, host: Space | None = None) -> schema2.Graph:
+        source = self._source
+        host = host or Space(_host_id(source.devices), SpaceKind.HOST, None, 1)
+        spaces = tuple(Space(d.id, SpaceKind.DEVICE, d.memory, d.alignment) for d in source.devices)
+        if any(vertex.id < 0 for vertex in source.vertices):
+            raise GraphFileError("id: version 2 counts vertices from 0 on; give them other numbers")
+        fresh = max((vertex.id for vertex in source.vertices), default=-1) + 1
+        values: list[Value] = []
+        taken: dict[Version, int] = {}
+        for vertex in source.vertices:
+            if vertex.kind is VertexKind.INPUT:
+                values.append(_input_to_2(vertex, host.id))
+                self.version[vertex.id, 0] = (vertex.id, 0)
+                continue
+            for k, size in enumerate(vertex.sizes):
+                if k == 0 and vertex.inplace is not None:
+                    self.version[vertex.id, 0] = self._next_version(vertex, taken)
+                else:
+                    values.append(Value(fresh, size, vertex.device))
+                    self.version[vertex.id, k] = (fresh, 0)
+                    fresh += 1
+        return check_graph(
+            schema2.Graph(
+                source.name,
+                (*spaces, host),
+                tuple(values),
+                tuple(self._vertex(v) for v in source.vertices if v.kind is not VertexKind.INPUT),
+                self._outputs("out"),
+                self._outputs("keep"),
+                source.ops,
+            )
+        )
+
+    def _next_version(self, vertex: Vertex, taken: dict[Version, int]) -> Version:
+        assert vertex.inplace is not None
+        ref = vertex.inputs[vertex.inplace]
+        source = self._by_id[ref[0]]
+        if source.clean:
+            raise GraphFileError(
+                f"{called(vertex)}: inplace: over {called(source)}, which is clean: the host's copy stays"
+            )
+        if vertex.sizes[0] != source.sizes[ref[1]]:
+            raise GraphFileError(
+                f"{called(vertex)}: inplace: over a value of more bytes, which is no new version of it"
+            )
+        value, version = self.version[ref]
+        following = (value, version + 1)
+        if following in taken:
+            raise GraphFileError(f"{called(vertex)}: inplace: over the same value as vertex {taken[following]}")
+        taken[following] = vertex.id
+        return following
+
+    def _vertex(self, vertex: Vertex) -> schema2.Vertex:
+        after = []
+        for other in vertex.after:
+            if self._by_id[other].kind is not VertexKind.INPUT:
+                after.append(other)
+            elif self._by_id[other].late:
+                after.append(GATE)
+        return schema2.Vertex(
+            vertex.id,
+            Work.COPY if vertex.kind is VertexKind.TRANSFER else Work.KERNEL,
+            vertex.device,
+            vertex.op,
+            tuple(self.version[ref] for ref in vertex.inputs),
+            tuple(self.version[vertex.id, k] for k in range(len(vertex.sizes))),
+            vertex.duration,
+            tuple(dict.fromkeys(after)),
+            vertex.may_inplace,
+        )
+
+    def _outputs(self, flag: str) -> tuple[Version, ...]:
+        marked = [vertex for vertex in self._source.vertices if getattr(vertex, flag)]
+        return tuple(self.version[vertex.id, k] for vertex in marked for k in range(len(vertex.sizes)))
+
+
+def _input_to_2(vertex: Vertex, host: int) -> Value:
+    value = Value(vertex.id, vertex.sizes[0], vertex.device, name=vertex.op)
+    if vertex.external:
+        if vertex.clean:
+            raise GraphFileError(f"{called(vertex)}: clean: foreign memory has no copy that a plan could load")
+        lifetime = Lifetime.STEP if vertex.late else Lifetime.STEPS
+        arrival = Arrival.GATE if vertex.late else Arrival.START
+        return replace(value, access=Access.FOREIGN, lifetime=lifetime, arrival=arrival)
+    if vertex.clean:
+        return replace(value, access=Access.READ, lifetime=Lifetime.STEPS, home=host, arrival=Arrival.START)
+    return replace(value, arrival=Arrival.GATE if vertex.late else Arrival.START)
+
+
+class _Buffers:
+    def __init__(self, graph: schema2.Graph) -> None:
+        self._graph = graph
+        self._homes: dict[Version, int] = {}
+        self.all: list[schema2.Buffer] = []
+
+    def add(self, version: Version, space: int, offset: int | None) -> int:
+        self.all.append(schema2.Buffer(len(self.all), version, space, offset))
+        return len(self.all) - 1
+
+    def home(self, version: Version) -> int:
+        """The buffer at the home of a value that lives from step to step."""
+        if version not in self._homes:
+            home = self._graph.value[version[0]].home
+            assert home is not None
+            self._homes[version] = self.add(version, home, None)
+        return self._homes[version]
+
+
+def _edges_to_2(edges: Iterable[Edge], by_id: Mapping[int, Vertex]) -> tuple[Edge, ...]:
+    """Edges from what arrives at the gate wait for the gate; from other inputs they say nothing."""
+    converted = []
+    for u, v in edges:
+        if by_id[u].kind is not VertexKind.INPUT:
+            converted.append((u, v))
+        elif by_id[u].late:
+            converted.append((GATE, v))
+    return tuple(dict.fromkeys(converted))
+
+
+def _edges_to_1(edges: Iterable[Edge], gate: int | None) -> tuple[Edge, ...]:
+    converted = []
+    for u, v in edges:
+        if u != GATE:
+            converted.append((u, v))
+        elif gate is not None:
+            converted.append((gate, v))
+    return tuple(converted)
+
+
+def _sources(vertices: Iterable[Vertex]) -> set[Ref]:
+    """What reloads read without an offload of their own: inputs, and offloads that several of them read."""
+    inputs = {(v.id, 0) for v in vertices if v.kind is VertexKind.INPUT}
+    read = Counter(v.inputs[0] for v in vertices if v.kind is VertexKind.RELOAD)
+    return inputs | {ref for ref, times in read.items() if times > 1}
+
+
+def _copy_to_1(
+    planned: schema2.Planned,
+    inputs: tuple[Ref, ...],
+    buffers: Mapping[int, schema2.Buffer],
+    plan: schema2.Plan,
+    kinds: Mapping[int, SpaceKind],
+) -> Vertex:
+    source, target = buffers[planned.reads[0]], buffers[planned.writes[0]]
+    pair = (kinds[source.space], kinds[target.space])
+    if pair == (SpaceKind.DEVICE, SpaceKind.HOST):
+        kind, device = VertexKind.OFFLOAD, source.space
+    elif pair == (SpaceKind.HOST, SpaceKind.DEVICE):
+        kind, device = VertexKind.RELOAD, target.space
+    else:
+        raise GraphFileError(f"vertex {planned.id}: a copy from {pair[0]} to {pair[1]} has no word in version 1")
+    return Vertex(planned.id, kind, device, kind.name.lower(), inputs, (plan.graph.value[source.version[0]].bytes,))
+
+
+class _To1:
+    """``ref``: the version-1 name of each version of a version-2 graph."""
+
+    def __init__(self, graph: schema2.Graph) -> None:
+        self._source = graph
+        self.ref: dict[Version, Ref] = {}
+
+    def graph(self) -> TaskGraph:
+        source = self._source
+        devices = []
+        for space in source.spaces:
+            if space.kind is SpaceKind.STORAGE:
+                raise GraphFileError(f"space {space.id}: version 1 has no storage")
+            if space.kind is SpaceKind.DEVICE:
+                assert space.bytes is not None
+                devices.append(Device(space.id, space.bytes, space.alignment))
+        arriving = [value for value in source.values if value.arrival is not Arrival.MADE]
+        ids = _input_ids(arriving, {vertex.id for vertex in source.vertices})
+        for value in arriving:
+            self.ref[value.id, 0] = (ids[value.id], 0)
+        for vertex in source.vertices:
+            for k, version in enumerate(vertex.writes):
+                self.ref[version] = (vertex.id, k)
+        inputs = [self._input(value, ids[value.id]) for value in arriving]
+        gate = next((vertex.id for vertex in inputs if vertex.late), None)
+        kernels = [self._vertex(vertex, gate) for vertex in source.vertices]
+        return check_taskgraph(TaskGraph(source.name, tuple(devices), (*inputs, *kernels), source.ops))
+
+    def _input(self, value: Value, number: int) -> Vertex:
+        if value.lifetime is Lifetime.STEPS and value.access is Access.READ_WRITE:
+            raise GraphFileError(f"value {value.id}: access: version 1 has no values that live over steps and change")
+        if value.access is Access.READ and value.lifetime is Lifetime.STEP:
+            raise GraphFileError(f"value {value.id}: access: in version 1 only what the host has (steps) is read alone")
+        return Vertex(
+            number,
+            VertexKind.INPUT,
+            value.space,
+            value.name,
+            (),
+            (value.bytes,),
+            clean=value.access is Access.READ,
+            late=value.arrival is Arrival.GATE,
+            external=value.access is Access.FOREIGN,
+            out=self._marked([(value.id, 0)], self._source.gate_outputs, f"value {value.id}"),
+            keep=self._marked([(value.id, 0)], self._source.end_outputs, f"value {value.id}"),
+        )
+
+    def _vertex(self, vertex: schema2.Vertex, gate: int | None) -> Vertex:
+        changed = [k for k, version in enumerate(vertex.writes) if version[1]]
+        if changed and changed != [0]:
+            raise GraphFileError(f"vertex {vertex.id}: writes: version 1 changes output 0 in place, and no other")
+        inplace = None
+        if changed:
+            value, version = vertex.writes[0]
+            inplace = vertex.reads.index((value, version - 1))
+        if GATE in vertex.after and gate is None:
+            raise GraphFileError(f"vertex {vertex.id}: after: nothing arrives at the gate, which version 1 cannot name")
+        sizes = tuple(self._source.value[value].bytes for value, _ in vertex.writes)
+        where = f"vertex {vertex.id}"
+        return Vertex(
+            vertex.id,
+            VertexKind.TRANSFER if vertex.work is Work.COPY else VertexKind.KERNEL,
+            vertex.space,
+            vertex.op,
+            tuple(self.ref[version] for version in vertex.reads),
+            sizes,
+            vertex.duration,
+            out=self._marked(vertex.writes, self._source.gate_outputs, where),
+            keep=self._marked(vertex.writes, self._source.end_outputs, where),
+            after=tuple(gate if other == GATE and gate is not None else other for other in vertex.after),
+            inplace=inplace,
+            may_inplace=vertex.may_overwrite,
+        )
+
+    def _marked(self, versions: Iterable[Version], outputs: Collection[Version], where: str) -> bool:
+        """Whether a vertex's outputs are handed out: in version 1 all that have bytes, or none."""
+        marks = {v in outputs for v in versions if self._source.value[v[0]].bytes}
+        if len(marks) > 1:
+            raise GraphFileError(f"{where}: version 1 hands out all outputs of a vertex, or none")
+        return marks == {True} or (not marks and any(v in outputs for v in versions))
+
+
+def _input_ids(arriving: Iterable[Value], vertices: set[int]) -> dict[int, int]:
+    """Ids of the vertices that stand for values: the values' own, where no vertex has them."""
+    ids: dict[int, int] = {}
+    used = {value.id for value in arriving} | vertices
+    fresh = max(used, default=-1) + 1
+    for value in arriving:
+        if value.id in vertices:
+            ids[value.id], fresh = fresh, fresh + 1
+        else:
+            ids[value.id] = value.id
+    return ids

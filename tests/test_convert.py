@@ -1,0 +1,253 @@
+"""Graphs and plans go from version 1 to version 2 and back without a loss; version 2 is read strictly."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from disco_accel.cli.main import main
+from disco_accel.errors import BudgetTooSmall, GraphFileError
+from disco_accel.graph.check import check_taskgraph
+from disco_accel.graph.convert import graph_to_1, graph_to_2, plan_to_1, plan_to_2
+from disco_accel.graph.files import read_memgraph, read_taskgraph, write_taskgraph
+from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.schema2 import (
+    GATE,
+    handed_out_at_gate,
+    host_copy_exists,
+    may_leave,
+    must_survive_step,
+    overwrites,
+    read_by,
+)
+from disco_accel.graph.schema2_files import graph_from_json, graph_to_json, plan_from_json, plan_to_json
+from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
+from disco_accel.plan import make_plan
+from disco_accel.testing.strategies import random_taskgraph, with_room
+from disco_accel.verify.static import verify
+
+UPDATE: dict[str, Any] = {
+    "format": "taskgraph",
+    "version": 2,
+    "name": "update",
+    "spaces": [{"id": 0, "kind": "device", "bytes": 4096}, {"id": 1, "kind": "host"}],
+    "outputs": {"gate": [3], "end": [4]},
+    "values": [
+        {"id": 0, "name": "w", "bytes": 512, "space": 0, "lifetime": "steps", "home": 1, "arrival": "start"},
+        {"id": 1, "name": "x", "bytes": 256, "space": 0, "lifetime": "steps", "access": "foreign", "arrival": "start"},
+        {"id": 2, "name": "t", "bytes": 256, "space": 0, "arrival": "gate"},
+        {"id": 3, "bytes": 256, "space": 0},
+        {"id": 4, "bytes": 512, "space": 0},
+    ],
+    "vertices": [
+        {"id": 5, "kind": "kernel", "space": 0, "op": "mm", "reads": [0, 1], "writes": [3], "duration": 0.5},
+        {"id": 6, "kind": "kernel", "space": 0, "op": "grad", "reads": [3, 2], "writes": [4], "may_overwrite": [1]},
+        {"id": 7, "kind": "kernel", "space": 0, "op": "sgd", "reads": [0, 4], "writes": [[0, 1]], "after": ["gate", 6]},
+    ],
+}
+"""A weight that each step changes: y = w x; the gate; g = grad(y, t); w' = sgd(w, g)."""
+
+
+def normal(vertices: tuple[Vertex, ...]) -> tuple[Vertex, ...]:
+    """``vertices`` without what says nothing, as version 2 has them: inputs first and without durations, no waiting for
+    inputs that are there from the start, and one name for the gate."""
+    inputs = [replace(v, duration=None) for v in vertices if v.kind is VertexKind.INPUT]
+    late = [v.id for v in inputs if v.late]
+    silent = {v.id for v in inputs if not v.late}
+    others = []
+    for v in vertices:
+        if v.kind is not VertexKind.INPUT:
+            after = [late[0] if other in late else other for other in v.after if other not in silent]
+            others.append(replace(v, after=tuple(dict.fromkeys(after))))
+    return (*inputs, *others)
+
+
+def normal_graph(graph: TaskGraph) -> TaskGraph:
+    return check_taskgraph(replace(graph, vertices=normal(graph.vertices)))
+
+
+def convertible(seed: int) -> TaskGraph | None:
+    graph = random_taskgraph(random.Random(seed))
+    try:
+        graph_to_2(graph)
+    except GraphFileError as error:
+        assert "inplace: over" in str(error), error
+        return None
+    return graph
+
+
+def test_random_graphs_come_back_as_they_were_also_through_a_file() -> None:
+    converted = 0
+    for seed in range(300):
+        graph = convertible(seed)
+        if graph is not None:
+            converted += 1
+            second = graph_to_2(graph)
+            assert graph_to_1(second) == normal_graph(graph), seed
+            assert graph_from_json(json.loads(json.dumps(graph_to_json(second)))) == second
+    assert converted > 200
+
+
+def test_plans_of_both_planners_come_back_as_good_as_they_were() -> None:
+    tried = 0
+    for seed in range(80):
+        graph = convertible(seed)
+        for planner in ("build", "timed") if graph is not None else ():
+            assert graph is not None
+            sized = normal_graph(with_room(graph, 1.1))
+            try:
+                plan = make_plan(sized, planner=planner, cyclic=seed % 2 == 0)
+            except BudgetTooSmall:
+                continue
+            second = plan_to_2(plan)
+            back = plan_to_1(plan_from_json(json.loads(json.dumps(plan_to_json(second)))))
+            verify(sized, back)
+            for name in ("devices", "slots", "host_offsets", "host_memory", "host_alignment", "cyclic"):
+                assert getattr(back, name) == getattr(plan, name), (seed, name)
+            assert back.vertices == normal(plan.vertices), seed
+            assert waits(back) == waits(plan), seed
+            tried += 1
+    assert tried > 60
+
+
+def waits(plan: MemGraph) -> set[tuple[int, int]]:
+    """Edges but those from inputs that are there at the start; one late input stands for all."""
+    late = [v.id for v in plan.vertices if v.late]
+    inputs = {v.id for v in plan.vertices if v.kind is VertexKind.INPUT}
+    edges = (*plan.data_edges, *plan.memory_edges)
+    return {(late[0] if u in late else u, v) for u, v in edges if u not in inputs or u in late}
+
+
+def test_what_is_asked_of_values_is_answered_in_one_place() -> None:
+    graph = graph_from_json(UPDATE)
+    assert [host_copy_exists(graph, v) for v in ((0, 0), (0, 1), (1, 0), (3, 0))] == [True, False, False, False]
+    assert [must_survive_step(graph, v) for v in ((0, 0), (0, 1), (3, 0), (4, 0))] == [False, True, False, True]
+    assert [may_leave(graph, v) for v in ((0, 0), (1, 0), (2, 0), (3, 0))] == [True, False, False, True]
+    assert [handed_out_at_gate(graph, (n, 0)) for n in (3, 4)] == [True, False]
+    assert [list(read_by(graph, v)) for v in ((0, 0), (0, 1), (3, 0))] == [[5, 7], [], [6]]
+    assert [list(overwrites(v)) for v in graph.vertices] == [[], [], [((0, 0), (0, 1))]]
+    assert graph.vertices[2].after == (GATE, 6)
+    assert graph_from_json(json.loads(json.dumps(graph_to_json(graph)))) == graph
+
+
+def test_a_graph_whose_values_change_is_read_and_has_no_words_in_version_1() -> None:
+    with pytest.raises(
+        GraphFileError, match="value 0: access: version 1 has no values that .* change"
+    ):
+        graph_to_1(graph_from_json(UPDATE))
+
+
+def value(number: int, **changes: object) -> Callable[[dict[str, Any]], None]:
+    return lambda top: next(v for v in top["values"] if v["id"] == number).update(changes)
+
+
+def vertex(number: int, **changes: object) -> Callable[[dict[str, Any]], None]:
+    return lambda top: next(v for v in top["vertices"] if v["id"] == number).update(changes)
+
+
+REFUSED = {
+    r"spaces: there is no device": lambda top: top["spaces"].pop(0),
+    r"spaces: two have the same id": lambda top: top["spaces"][1].update(id=0),
+    r"spaces\[1\]: kind: expected one of device, host, storage": lambda top: top["spaces"][1].update(kind="disk"),
+    r"space 0: bytes: a device's memory has a size": lambda top: top["spaces"][0].pop("bytes"),
+    r"value 0 \(w\): home: 0 is not a space of the host": value(0, home=0),
+    r"value 0 \(w\): home: missing": value(0, home=None),
+    r"value 0 \(w\): arrival: .*is there when one starts": value(0, arrival="gate"),
+    r"value 3: home: a value of one step has none": value(3, home=1),
+    r"value 1 \(x\): home: foreign memory has no home": value(1, home=1),
+    r"value 3: bytes: expected an integer": value(3, bytes=-1),
+    r"value 3: space: 1 is not one of the devices": value(3, space=1),
+    r"value 3: lifetime: expected one of step, steps, got 'ever'": value(3, lifetime="ever"),
+    r"value 3: arrival: made, but no vertex writes it": vertex(5, writes=[]),
+    r"vertex 5 \(mm\): writes: value 1 arrives at start; write its version 1": vertex(5, writes=[3, 1]),
+    r"vertex 7 \(sgd\): writes: value 1 is foreign: no vertex may change it": vertex(7, reads=[1], writes=[[1, 1]]),
+    r"vertex 7 \(sgd\): writes: \[0, 1\] takes the place of \[0, 0\], which must be in reads": vertex(7, reads=[4]),
+    r"vertex 7 \(sgd\): writes: .*nothing writes|vertex 7 \(sgd\): writes: \[0, 2\]": vertex(7, writes=[[0, 2]]),
+    r"vertex 6 \(grad\): writes: \[3, 0\] is written by vertex 5 too": vertex(6, writes=[4, 3]),
+    r"vertex 6 \(grad\): reads: nothing writes \[0, 5\]": vertex(6, reads=[[0, 5]], may_overwrite=[]),
+    r"vertex 6 \(grad\): reads: there is no version \[9, 0\]": vertex(6, reads=[9]),
+    r"vertex 6 \(grad\): may_overwrite: there is no position 2": vertex(6, may_overwrite=[2]),
+    r"vertex 7 \(sgd\): after: there is no vertex 99": vertex(7, after=[99]),
+    r"reads/writes/after: .*in a cycle": vertex(5, after=[6]),
+    r"at_gate: \[4, 0\] comes after the gate": lambda top: top.update(outputs={"gate": [4]}),
+    r"at_end: nothing writes \[8, 0\]": lambda top: top.update(outputs={"end": [8]}),
+    r"vertex 5 \(mm\): writes: a copy reads one version": vertex(5, kind="copy"),
+    r"vertex 5: duration: expected 0 or more seconds": vertex(5, duration=float("nan")),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_is_wrong_with_a_version_2_graph_is_named(message: str) -> None:
+    top = json.loads(json.dumps(UPDATE))
+    REFUSED[message](top)
+    with pytest.raises(GraphFileError, match=message):
+        graph_from_json(top)
+
+
+def damaged(rng: random.Random, data: object) -> object:
+    """``data`` with one entry, anywhere, removed or replaced."""
+    at = data
+    while isinstance(at, dict | list) and at:
+        key = rng.choice(list(at) if isinstance(at, dict) else range(len(at)))
+        if not isinstance(at[key], dict | list) or not at[key] or rng.random() < 0.15:
+            if rng.random() < 0.3:
+                del at[key]
+            else:
+                at[key] = rng.choice([None, -1, 0, 1, 3, 1 << 70, 0.5, "", "gate", True, [], {}, [0, 1], [[0, 1]]])
+            return data
+        at = at[key]
+    return data
+
+
+def test_damaged_plans_are_refused_by_name_or_mean_something() -> None:
+    graph = convertible(3) or convertible(4)
+    assert graph is not None
+    plan = plan_to_json(plan_to_2(make_plan(normal_graph(with_room(graph, 1.1)), cyclic=True)))
+    rng, refused = random.Random(0), 0
+    for _ in range(1500):
+        try:
+            plan_to_1(plan_from_json(damaged(rng, json.loads(json.dumps(plan)))))  # type: ignore[arg-type]
+        except GraphFileError as error:
+            refused += 1
+            assert len(str(error)) < 400
+    assert refused > 700
+
+
+def test_the_command_line_reads_both_versions_and_writes_the_one_that_it_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    vertices = (
+        Vertex(0, VertexKind.INPUT, 0, "w", sizes=(512,), clean=True),
+        Vertex(1, VertexKind.INPUT, 0, "x", sizes=(512,), external=True),
+        Vertex(2, VertexKind.KERNEL, 0, "mm", ((0, 0), (1, 0)), (512,), 0.001, keep=True),
+    )
+    one, two = tmp_path / "one.json", tmp_path / "two.json"
+    write_taskgraph(TaskGraph("g", (Device(0, 2048),), vertices), one)
+    assert main(["convert", str(one), "-o", str(two)]) == 0
+    assert json.loads(capsys.readouterr().out) == {"format": "taskgraph", "from": 1, "to": 2, "vertices": 3}
+    assert read_taskgraph(two) == read_taskgraph(one)
+    for source, asked, written in (
+        (one, [], 1),
+        (two, [], 2),
+        (one, ["--schema", "2"], 2),
+        (two, ["--schema", "1"], 1),
+    ):
+        plan = tmp_path / "plan.json"
+        assert main(["compile", str(source), "-o", str(plan), *asked]) == 0
+        assert json.loads(plan.read_text())["version"] == written
+        for graph in (one, two):
+            assert main(["verify", str(graph), str(plan)]) == 0
+        back = tmp_path / "back.json"
+        assert main(["convert", str(plan), "-o", str(back)]) == 0
+        assert read_memgraph(back) == read_memgraph(plan)
+    capsys.readouterr()
+    changing = tmp_path / "changing.json"
+    changing.write_text(json.dumps(UPDATE))
+    assert main(["convert", str(changing), "-o", str(back)]) == 2
+    assert "changing.json: value 0: access: version 1 has no values" in capsys.readouterr().err
