@@ -137,9 +137,7 @@ def test_what_is_asked_of_values_is_answered_in_one_place() -> None:
 
 
 def test_a_graph_whose_values_change_is_read_and_has_no_words_in_version_1() -> None:
-    with pytest.raises(
-        GraphFileError, match="value 0: access: version 1 has no values that .* change"
-    ):
+    with pytest.raises(GraphFileError, match=r"value 0: access: version 1 has no values that .* change"):
         graph_to_1(graph_from_json(UPDATE))
 
 
