@@ -1,0 +1,377 @@
+"""The static judge of version-2 plans: does a plan compute its graph without races in any order that its edges allow?
+
+One rule for memory of every kind: whatever has the same bytes of a space, or the same value's home, is written one after
+the other, each when its readers have ended. Deliberately naive; shares nothing with planners but the data classes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from disco_accel.errors import VerifyError
+from disco_accel.graph.schema2 import (
+    GATE,
+    Access,
+    Arrival,
+    Buffer,
+    Graph,
+    Lifetime,
+    Plan,
+    Planned,
+    Value,
+    Version,
+    Vertex,
+    Work,
+)
+from disco_accel.verify.happens_before import Claim, first_unfounded
+
+_Memory = tuple[str, int]
+"""A space by its id, or the home of a value by the value's id."""
+
+
+def verify_buffers(graph: Graph, plan: Plan) -> None:
+    """Raise VerifyError, naming the vertices, unless ``plan`` is a safe plan of ``graph`` in its spaces."""
+    _check_graph(graph, plan.graph)
+    judged = _Judged(graph, plan)
+    _check_order(judged)
+    order = _topological(judged)
+    _check_buffers(judged)
+    for planned in plan.order:
+        _check_planned(judged, planned)
+    _check_arrivals(judged)
+    behind = _behind_gate(judged, order)
+    memories = _check_memory(judged, order, behind)
+    _check_after(judged, behind)
+    _resolve(judged, order)
+    _check_end(judged, memories)
+
+
+@dataclass
+class _Judged:
+    graph: Graph
+    plan: Plan
+    buffers: dict[int, Buffer] = field(init=False)
+    planned: dict[int, Planned] = field(init=False)
+    vertices: dict[int, Vertex] = field(init=False)
+    writer: dict[int, int] = field(init=False)
+    """Buffer → the id that writes it."""
+    readers: dict[int, list[int]] = field(init=False)
+    waits: dict[int, set[int]] = field(init=False)
+    """Id → what it waits for by an edge, the gate included."""
+    claims: list[tuple[int, int, Callable[[], str]]] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.buffers = {buffer.id: buffer for buffer in self.plan.buffers}
+        self.planned = {planned.id: planned for planned in self.plan.order}
+        self.vertices = {vertex.id: vertex for vertex in self.graph.vertices}
+        self.writer, self.readers = {}, defaultdict(list)
+        self.waits = {number: set() for number in self.planned}
+
+    def name(self, number: int) -> str:
+        """How messages call a vertex or a copy."""
+        vertex = self.vertices.get(number)
+        return f"vertex {number} ({vertex.op or vertex.work})" if vertex else f"copy {number}"
+
+    def value(self, buffer: Buffer) -> Value:
+        return self.graph.value[buffer.version[0]]
+
+    def memory(self, buffer: Buffer) -> _Memory | None:
+        """The memory that ``buffer`` shares with others; None for foreign memory and for no bytes at all."""
+        value = self.value(buffer)
+        if not value.bytes or value.access is Access.FOREIGN:
+            return None
+        return ("home", value.id) if buffer.offset is None else ("space", buffer.space)
+
+    def extent(self, buffer: Buffer) -> tuple[int, int]:
+        begin = buffer.offset or 0
+        return begin, begin + self.value(buffer).bytes
+
+
+def _check_graph(graph: Graph, repeated: Graph) -> None:
+    if replace(repeated, spaces=(), ops={}, name="") != replace(graph, spaces=(), ops={}, name=""):
+        raise VerifyError("the plan is of another graph: values, vertices and outputs must be those of the graph")
+    if repeated.space.keys() != graph.space.keys():
+        raise VerifyError(f"the plan is for spaces {sorted(repeated.space)}, the graph has {sorted(graph.space)}")
+    for space in repeated.spaces:
+        own = graph.space[space.id]
+        if space.kind is not own.kind:
+            raise VerifyError(f"space {space.id}: is {own.kind} in the graph and {space.kind} in the plan")
+        if own.bytes is not None and (space.bytes is None or space.bytes > own.bytes):
+            raise VerifyError(f"space {space.id}: the plan counts on {space.bytes} bytes, the graph gives {own.bytes}")
+        if space.alignment % own.alignment:
+            raise VerifyError(f"space {space.id}: alignment {space.alignment} is not a multiple of {own.alignment}")
+
+
+def _check_order(judged: _Judged) -> None:
+    plan = judged.plan
+    if len(judged.planned) != len(plan.order) or len(judged.buffers) != len(plan.buffers):
+        raise VerifyError("two entries of the order, or two buffers, have the same id")
+    for vertex in judged.graph.vertices:
+        if vertex.id not in judged.planned:
+            raise VerifyError(f"{judged.name(vertex.id)} of the graph is missing from the plan")
+    for planned in plan.order:
+        for number in (*planned.reads, *planned.writes):
+            if number not in judged.buffers:
+                raise VerifyError(f"{judged.name(planned.id)}: there is no buffer {number}")
+        for number in planned.writes:
+            if judged.writer.setdefault(number, planned.id) != planned.id or planned.writes.count(number) > 1:
+                raise VerifyError(f"{judged.name(planned.id)}: buffer {number} is written more than once")
+        for number in dict.fromkeys(planned.reads):
+            judged.readers[number].append(planned.id)
+    for u, v in (*plan.data_edges, *plan.memory_edges):
+        if v not in judged.planned or (u != GATE and u not in judged.planned) or u == v:
+            raise VerifyError(f"edge [{u}, {v}] names no two vertices of the plan")
+        judged.waits[v].add(u)
+    data = set(plan.data_edges)
+    for planned in plan.order:
+        for number in planned.reads:
+            producer = judged.writer.get(number)
+            if producer is not None and (producer, planned.id) not in data:
+                raise VerifyError(f"{judged.name(planned.id)} reads {judged.name(producer)} without a data edge")
+            if producer is None and judged.value(judged.buffers[number]).arrival is Arrival.GATE:
+                judged.waits[planned.id].add(GATE)
+
+
+def _topological(judged: _Judged) -> dict[int, int]:
+    """Id → position in an order of all edges: the plan's own where it is one."""
+    followers: dict[int, list[int]] = defaultdict(list)
+    waiting = {}
+    for number, waits in judged.waits.items():
+        waiting[number] = len(waits - {GATE})
+        for other in waits - {GATE}:
+            followers[other].append(number)
+    queue = [planned.id for planned in judged.plan.order if not waiting[planned.id]]
+    for number in queue:
+        for follower in followers[number]:
+            waiting[follower] -= 1
+            if not waiting[follower]:
+                queue.append(follower)
+    if len(queue) < len(judged.planned):
+        raise VerifyError(
+            f"the edges form a cycle; among what never starts: {sorted(set(judged.planned) - set(queue))[:8]}"
+        )
+    return {number: position for position, number in enumerate(queue)}
+
+
+def _check_buffers(judged: _Judged) -> None:
+    for buffer in judged.plan.buffers:
+        value = judged.graph.value.get(buffer.version[0])
+        if value is None or not 0 <= buffer.version[1] <= judged.graph.last_version[value.id]:
+            raise VerifyError(f"buffer {buffer.id} is of version {list(buffer.version)}, which does not exist")
+        if buffer.offset is None:
+            at_home = value.lifetime is Lifetime.STEPS and buffer.space == value.home
+            foreign = value.access is Access.FOREIGN and buffer.space == value.space
+            if value.bytes and not (at_home or foreign):
+                raise VerifyError(f"buffer {buffer.id} of value {value.id} has no offset in space {buffer.space}")
+            continue
+        if value.access is Access.FOREIGN:
+            raise VerifyError(f"buffer {buffer.id}: value {value.id} is foreign, so that its place is not the plan's")
+        space = judged.plan.graph.space.get(buffer.space)
+        if space is None:
+            raise VerifyError(f"buffer {buffer.id}: there is no space {buffer.space}")
+        begin, end = judged.extent(buffer)
+        if begin < 0 or (space.bytes is not None and end > space.bytes):
+            raise VerifyError(
+                f"buffer {buffer.id}: [{begin}, {end}) is outside the {space.bytes} bytes of space {space.id}"
+            )
+        if begin % space.alignment:
+            raise VerifyError(f"buffer {buffer.id}: offset {begin} is not a multiple of {space.alignment}")
+
+
+def _check_planned(judged: _Judged, planned: Planned) -> None:
+    vertex = judged.vertices.get(planned.id)
+    name = judged.name(planned.id)
+    reads, writes = ([judged.buffers[number] for number in side] for side in (planned.reads, planned.writes))
+    if vertex is None:
+        if len(reads) != 1 or len(writes) != 1 or reads[0].version != writes[0].version:
+            raise VerifyError(f"{name} must copy one buffer to another of the same version")
+        return
+    for key, buffers, versions in (("reads", reads, vertex.reads), ("writes", writes, vertex.writes)):
+        if [buffer.version for buffer in buffers] != list(versions):
+            raise VerifyError(f"{name} {key} {[b.version for b in buffers]}, where the graph says {list(versions)}")
+        for buffer in buffers:
+            space = judged.value(buffer).space if vertex.work is Work.COPY and key == "reads" else vertex.space
+            if buffer.space != space:
+                raise VerifyError(f"{name}: {key} buffer {buffer.id} in space {buffer.space}, not in {space}")
+    for written in writes:
+        value, version = written.version
+        lost = [buffer for buffer in reads if buffer.version == (value, version - 1)]
+        if version and all((b.space, b.offset) != (written.space, written.offset) for b in lost):
+            raise VerifyError(f"{name} changes value {value} in place, but buffer {written.id} is elsewhere")
+
+
+def _check_arrivals(judged: _Judged) -> None:
+    """What no vertex writes is there: at home, at the start, or from the gate on; one place for what is brought."""
+    arriving: dict[Version, list[int]] = defaultdict(list)
+    for buffer in judged.plan.buffers:
+        if buffer.id in judged.writer:
+            continue
+        value = judged.value(buffer)
+        if buffer.version[1] or value.arrival is Arrival.MADE:
+            raise VerifyError(f"buffer {buffer.id} of version {list(buffer.version)} is written by nobody")
+        if value.bytes and buffer.offset is not None:
+            if buffer.space != value.space:
+                raise VerifyError(f"buffer {buffer.id}: nothing brings value {value.id} to space {buffer.space}")
+            arriving[buffer.version].append(buffer.id)
+    for value in judged.graph.values:
+        brought = value.lifetime is Lifetime.STEP and value.arrival is not Arrival.MADE
+        count = len(arriving[value.id, 0])
+        if value.bytes and value.access is not Access.FOREIGN and (count > 1 or (brought and count != 1)):
+            raise VerifyError(f"value {value.id} arrives in {count} buffers, not in one")
+
+
+def _behind_gate(judged: _Judged, order: dict[int, int]) -> set[int]:
+    behind: set[int] = set()
+    for number in sorted(order, key=order.__getitem__):
+        vertex = judged.vertices.get(number)
+        if GATE in judged.waits[number] or judged.waits[number] & behind:
+            behind.add(number)
+            for version in vertex.writes if vertex else ():
+                if version in judged.graph.gate_outputs:
+                    raise VerifyError(f"{judged.name(number)} is handed out at the gate but waits for it")
+    return behind
+
+
+class _Occupants:
+    """The buffer that was written last to each byte range of one memory."""
+
+    def __init__(self) -> None:
+        self.ranges: list[tuple[int, int, int]] = []
+
+    def replace(self, begin: int, end: int, buffer: int) -> list[int]:
+        """Make ``buffer`` the occupant of ``[begin, end)``; return the former ones."""
+        former = [each for each in self.ranges if each[0] < end and each[1] > begin]
+        rest = [each for each in self.ranges if each not in former]
+        for low, high, other in former:
+            rest += [(low, begin, other)] if low < begin else []
+            rest += [(end, high, other)] if high > end else []
+        self.ranges = sorted([*rest, (begin, end, buffer)])
+        return list(dict.fromkeys(other for _, _, other in former))
+
+    def at(self, begin: int, end: int) -> set[int]:
+        """The occupants of ``[begin, end)``."""
+        return {other for low, high, other in self.ranges if low < end and high > begin}
+
+
+def _check_memory(judged: _Judged, order: dict[int, int], behind: set[int]) -> dict[_Memory, _Occupants]:
+    memories: dict[_Memory, _Occupants] = defaultdict(_Occupants)
+    has_gate = any(value.arrival is Arrival.GATE for value in judged.graph.values)
+    reserved: set[int] = set()
+
+    def turn(buffer: Buffer) -> tuple[int, int]:
+        return order[judged.writer[buffer.id]] if buffer.id in judged.writer else -1, buffer.id
+
+    for buffer in sorted(judged.plan.buffers, key=turn):
+        memory = judged.memory(buffer)
+        if memory is None:
+            continue
+        writer = judged.writer.get(buffer.id)
+        if writer is None and judged.value(buffer).arrival is Arrival.GATE:
+            reserved.add(buffer.id)
+        for number in memories[memory].replace(*judged.extent(buffer), buffer.id):
+            former = judged.buffers[number]
+            _check_reuse(judged, former, buffer, writer)
+            if former.id in reserved:
+                if writer not in judged.readers[former.id]:
+                    raise VerifyError(
+                        f"buffer {buffer.id} is where what arrives at the gate has its place all the time"
+                    )
+                reserved.add(buffer.id)
+            handed_out = former.version in judged.graph.gate_outputs and judged.writer.get(former.id) in judged.vertices
+            if has_gate and writer not in behind and (handed_out or _brought_out(judged, former)):
+                raise VerifyError(f"{judged.name(writer or 0)} overwrites buffer {former.id} before it is handed out")
+    return memories
+
+
+def _brought_out(judged: _Judged, buffer: Buffer) -> bool:
+    """Whether the user gets at the gate what he brought at the start."""
+    return buffer.version in judged.graph.gate_outputs and buffer.id not in judged.writer
+
+
+def _check_reuse(judged: _Judged, former: Buffer, buffer: Buffer, writer: int | None) -> None:
+    def both() -> str:
+        return f"buffers {former.id} and {buffer.id} share memory"
+
+    if writer is None or judged.writer.get(former.id) == writer:
+        raise VerifyError(f"{both()} and are {'there at the start' if writer is None else 'written by one vertex'}")
+    readers = judged.readers[former.id]
+    if writer in readers:
+        _check_overwrite(judged, former, buffer, writer)
+    first = judged.writer.get(former.id)
+    if first is not None and not readers:
+        judged.claims.append((first, writer, both))
+    judged.claims += [(reader, writer, both) for reader in readers if reader != writer]
+
+
+def _check_overwrite(judged: _Judged, former: Buffer, buffer: Buffer, writer: int) -> None:
+    """A vertex may write over what it reads only as a new version, or where ``may_overwrite`` says so."""
+    vertex, planned = judged.vertices.get(writer), judged.planned[writer]
+    same = former.offset == buffer.offset and judged.value(buffer).bytes <= judged.value(former).bytes
+    if vertex is not None and same:
+        if buffer.version == (former.version[0], former.version[1] + 1):
+            return
+        taken_over = [planned.reads[position] for position in vertex.may_overwrite]
+        if former.id in taken_over and planned.writes[0] == buffer.id:
+            return
+    raise VerifyError(f"{judged.name(writer)} reads buffer {former.id} and may not write buffer {buffer.id} over it")
+
+
+def _check_after(judged: _Judged, behind: set[int]) -> None:
+    for vertex in judged.graph.vertices:
+        for other in vertex.after:
+            if other != GATE:
+                judged.claims.append((other, vertex.id, lambda: "the graph says after"))
+            elif vertex.id not in behind:
+                raise VerifyError(f"{judged.name(vertex.id)} need not wait for the gate, where the graph says after")
+
+
+def _resolve(judged: _Judged, order: dict[int, int]) -> None:
+    numbers = sorted(order, key=order.__getitem__)
+    before: list[Sequence[int]] = [[order[p] for p in judged.waits[number] - {GATE}] for number in numbers]
+    claims: list[Claim] = [(order[first], order[then], why) for first, then, why in judged.claims]
+    wrong = first_unfounded(before, claims)
+    if wrong is not None:
+        first, then = (judged.name(numbers[position]) for position in wrong[:2])
+        raise VerifyError(f"{first} need not finish before {then} starts: {wrong[2]()}")
+
+
+def _check_end(judged: _Judged, memories: dict[_Memory, _Occupants]) -> None:
+    def holds(buffer: Buffer) -> bool:
+        memory = judged.memory(buffer)
+        return memory is None or memories[memory].at(*judged.extent(buffer)) == {buffer.id}
+
+    copies: dict[Version, list[Buffer]] = defaultdict(list)
+    for buffer in judged.plan.buffers:
+        copies[buffer.version].append(buffer)
+    has_gate = any(value.arrival is Arrival.GATE for value in judged.graph.values)
+    wanted = {*judged.graph.at_end, *(() if has_gate else judged.graph.at_gate)}
+    for version in sorted(wanted):
+        value = judged.graph.value[version[0]]
+        at_home = value.lifetime is Lifetime.STEPS and version[1] == judged.graph.last_version[value.id] == 0
+        if value.bytes and not at_home and not any(holds(buffer) for buffer in copies[version]):
+            raise VerifyError(f"version {list(version)} is handed out at the end but overwritten by then")
+    for value in judged.graph.values:
+        if value.lifetime is Lifetime.STEPS and value.access is not Access.FOREIGN and value.bytes:
+            _check_lasting(judged, value, copies, holds)
+
+
+def _check_lasting(
+    judged: _Judged, value: Value, copies: dict[Version, list[Buffer]], holds: Callable[[Buffer], bool]
+) -> None:
+    """The next step finds a value that lives over steps where this one did: on the device, or at its home."""
+    last = (value.id, judged.graph.last_version[value.id])
+    ends = [(buffer.space, buffer.offset) for buffer in copies[last] if holds(buffer)]
+    start = [b for b in copies[value.id, 0] if b.id not in judged.writer]
+    resident = [buffer for buffer in start if buffer.offset is not None]
+    if judged.plan.cyclic:
+        for buffer in resident:
+            if (buffer.space, buffer.offset) not in ends:
+                raise VerifyError(f"value {value.id} is resident but not back in its place when the step ends")
+    read_at_home = any(judged.readers[buffer.id] for buffer in start if buffer.offset is None)
+    needs_home = last[1] > 0 and (read_at_home or not resident or not judged.plan.cyclic)
+    if needs_home and (value.home, None) not in ends:
+        raise VerifyError(
+            f"value {value.id} is changed, and its home does not have its last version when the step ends"
+        )
