@@ -63,7 +63,7 @@ class Suite:
 
 _TRL_PARTS = {"SFTTrainer": "SFT and not cuda", "DPOTrainer": "DPO and not cuda", "as on CUDA": "cuda"}
 SUITES = (
-    Suite("accelerate", tuple(f"tests/test_{name}.py" for name in _ACCELERATE.split()), ("door", "models")),
+    Suite("accelerate", tuple(f"tests/test_{name}.py" for name in _ACCELERATE.split()), ("launch", "models")),
     # The joined form: an expression that starts with a dash is no option.
     Suite("peft", ("tests/test_custom_models.py",), ("models",), ("-k-LoraConfig-",)),
     Suite(

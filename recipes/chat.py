@@ -60,7 +60,7 @@ def chat_tokens(
             "{% generation %} and {% endgeneration %} around it in chat_template.jinja, or set the key to false"
         )
     try:
-        encoded = tokenizer.apply_chat_template(
+        encoded: Any = tokenizer.apply_chat_template(
             chat.messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=assistant_only
         )
     except (TemplateError, ValueError, TypeError, NotImplementedError) as error:
@@ -70,8 +70,8 @@ def chat_tokens(
 
 
 def _template(chat: Chat, tokenizer: PreTrainedTokenizerBase) -> str:
-    given = tokenizer.chat_template
-    if not given:
+    template = tokenizer.chat_template
+    if not template:
         raise ConfigError(
             f"{chat.where}: has messages, but the tokenizer of {tokenizer.name_or_path} has no chat template; put the "
             "model's chat_template.jinja into its folder, take a model that was trained on chats, or give records with "

@@ -69,10 +69,10 @@ def read_prompts(path: str | Path) -> Iterator[tuple[int, str]]:
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             record = _json(line, f"prompts: {file}: line {number}")
-            found = record.get("prompt", record.get("text")) if isinstance(record, dict) else None
-            if not isinstance(found, str) or not found:
+            prompt = record.get("prompt", record.get("text")) if isinstance(record, dict) else None
+            if not isinstance(prompt, str) or not prompt:
                 raise ConfigError(f'prompts: {file}: line {number}: give an object with text "prompt", or "text"')
-            yield number, found
+            yield number, prompt
 
 
 def _read(path: str | Path, key: str) -> tuple[Path, str]:

@@ -90,7 +90,7 @@ def load_base(recipe: LoraRecipe | PrefillRecipe) -> Any:
             arena_model = load_into_arena(name, dtype=recipe.dtype, attn_implementation=recipe.attn_implementation)
             if arena_model is not None:
                 return arena_model
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             name,
             dtype=recipe.dtype,
             attn_implementation=recipe.attn_implementation,
@@ -99,6 +99,7 @@ def load_base(recipe: LoraRecipe | PrefillRecipe) -> Any:
         )
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"model_name_or_path: {name}: cannot be loaded ({_first(error)})") from error
+    model, info = loaded
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise ConfigError(f"model_name_or_path: {name}: lacks {len(missing)} tensors, the first is {missing[0]}")

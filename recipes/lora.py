@@ -60,6 +60,7 @@ class RecordingTrainer(WholeCheckpoints):
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         # PEFT loads every adapter as float32; the optimizer's state, loaded next, takes the dtype of its parameter.
+        assert self.model is not None
         dtypes = {name: p.dtype for name, p in self.model.named_parameters() if p.requires_grad}
         super()._load_from_checkpoint(*args, **kwargs)
         for name, parameter in self.model.named_parameters():
@@ -258,6 +259,7 @@ def _save(recipe: LoraRecipe, trainer: RecordingTrainer, first: int, seconds: fl
     if by is None:
         clear(output / STAGING)
         model.save_pretrained(output / STAGING, safe_serialization=True)
+        assert trainer.processing_class is not None
         trainer.processing_class.save_pretrained(output / STAGING)
         publish(output / STAGING, output)
     planned = plan_stats(model)

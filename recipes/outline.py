@@ -9,7 +9,7 @@ import torch
 from peft import PeftConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from disco_accel.capture.captured_step import CapturedStep
+from disco_accel.capture.captured_step import CapturedStep, InputSource
 from disco_accel.capture.step import capture_forward, capture_step
 from disco_accel.errors import ConfigError
 from disco_accel.integrate.hf.generate_prefill import generating_model
@@ -21,6 +21,8 @@ from disco_accel.recipes.loading import add_adapter
 from disco_accel.recipes.settings import LoraRecipe, PrefillRecipe
 from disco_accel.step.budget import Budget, split_budget
 from disco_accel.step.compile import leaving_bytes
+
+_WEIGHTS = (InputSource.FROZEN, InputSource.BUFFER, InputSource.TRAINABLE)
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Outline:
     @property
     def names(self) -> dict[int, str]:
         """INPUT vertex → name of the parameter or buffer that it holds."""
-        return {b.vertex: b.name for b in self.captured.bindings if b.source in ("frozen", "buffer", "trainable")}
+        return {b.vertex: b.name for b in self.captured.bindings if b.source in _WEIGHTS}
 
 
 def outline(recipe: LoraRecipe | PrefillRecipe) -> Outline:

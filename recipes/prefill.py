@@ -66,7 +66,9 @@ def _read(model: Any, ids: torch.Tensor, recipe: PrefillRecipe, config: DiscoCon
     """What one prompt gave. ``seconds`` is without ``plan_seconds``, which a plan that exists already takes none of."""
     planned = _plan_seconds(model)
     began = time.perf_counter()
-    token = int(prefill(model, ids, config=config, chunk=recipe.chunk).logits[0, -1].argmax())
+    logits = prefill(model, ids, config=config, chunk=recipe.chunk).logits
+    assert logits is not None
+    token = int(logits[0, -1].argmax())
     seconds = time.perf_counter() - began
     planned = _plan_seconds(model) - planned
     figures = stats(model)

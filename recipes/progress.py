@@ -29,7 +29,7 @@ def memory_text(model: torch.nn.Module) -> str:
     return f"rss {format_size(resident_set_bytes())}"
 
 
-class Progress(TrainerCallback):  # type: ignore[misc]
+class Progress(TrainerCallback):
     """A bar on stderr of the main process; closes each step's entry in the ledger everywhere."""
 
     def __init__(self, ledger: Ledger) -> None:
@@ -73,7 +73,7 @@ class Progress(TrainerCallback):  # type: ignore[misc]
             self._bar = None
 
 
-class StopAtStepEnd(TrainerCallback):  # type: ignore[misc]
+class StopAtStepEnd(TrainerCallback):
     """Turns the first Ctrl-C (or SIGTERM) into: finish this step, save a checkpoint, stop. The second one kills.
 
     A step is never cut in two: optimizer, scheduler and random state in the checkpoint belong to one step.

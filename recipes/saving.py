@@ -14,7 +14,7 @@ STAGING = ".saving"
 """Where files are written before they get their place; what a killed process leaves in it is removed."""
 
 
-class WholeCheckpoints(Trainer):  # type: ignore[misc]
+class WholeCheckpoints(Trainer):
     """A Trainer that writes each checkpoint to a folder beside the others and then renames it.
 
     All processes of a run must share its output folder, as Trainer wants it anyway.
@@ -26,8 +26,8 @@ class WholeCheckpoints(Trainer):  # type: ignore[misc]
         return str(self._staging or super()._get_output_dir(trial))
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        home = Path(super()._get_output_dir(trial))
-        staging = home / STAGING
+        folder = Path(super()._get_output_dir(trial))
+        staging = folder / STAGING
         if self.args.should_save:
             clear(staging)
         self.accelerator.wait_for_everyone()
@@ -38,19 +38,19 @@ class WholeCheckpoints(Trainer):  # type: ignore[misc]
             self._staging = None
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            publish(staging, home)
-            self._drop_oldest(home)
+            publish(staging, folder)
+            self._drop_oldest(folder)
 
-    def _drop_oldest(self, home: Path) -> None:
+    def _drop_oldest(self, folder: Path) -> None:
         limit = self.args.save_total_limit
         if not limit:
             return
-        found = sorted(home.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), key=lambda c: int(c.name.rpartition("-")[2]))
-        for checkpoint in found[:-limit]:
+        checkpoints = sorted(folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), key=lambda c: int(c.name.rpartition("-")[2]))
+        for checkpoint in checkpoints[:-limit]:
             # A folder that is being deleted is no checkpoint any more.
-            (home / STAGING).mkdir(exist_ok=True)
-            clear(checkpoint.rename(home / STAGING / checkpoint.name))
-        clear(home / STAGING)
+            (folder / STAGING).mkdir(exist_ok=True)
+            clear(checkpoint.rename(folder / STAGING / checkpoint.name))
+        clear(folder / STAGING)
 
 
 def clear(staging: Path) -> None:
@@ -58,17 +58,17 @@ def clear(staging: Path) -> None:
     shutil.rmtree(staging, ignore_errors=True)
 
 
-def publish(staging: Path, home: Path) -> None:
-    """Move everything in ``staging`` to ``home``, once it is on disk; what has the same name there is replaced."""
+def publish(staging: Path, folder: Path) -> None:
+    """Move everything in ``staging`` to ``folder``, once it is on disk; what has the same name there is replaced."""
     files = [path for path in staging.rglob("*") if path.is_file()]
     for path in [*files, *(p for p in staging.rglob("*") if p.is_dir()), staging]:
         _flush(path)
     for path in sorted(staging.iterdir()):
-        target = home / path.name
+        target = folder / path.name
         if target.is_dir():
             clear(target.rename(staging / f"{path.name}.replaced"))
         path.replace(target)
-    _flush(home)
+    _flush(folder)
     clear(staging)
 
 

@@ -46,7 +46,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(autouse=True)
 def messages_as_before() -> Iterator[None]:
-    """What one test has shown to its user (a recipe shows messages, a door does) no other test prints."""
+    """What one test has shown to its user (a recipe shows messages, an entry point does) no other test prints."""
     ours = logging.getLogger("disco_accel")
     level = ours.level
     # Fixtures of whole files may have left some.

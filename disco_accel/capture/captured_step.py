@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,9 +11,28 @@ import torch
 from disco_accel.graph.taskgraph import Ref, TaskGraph, TensorSpec
 
 
+class InputSource(enum.StrEnum):
+    """Where the bytes of an input come from."""
+
+    FROZEN = "frozen"
+    """A weight that is not trained."""
+    BUFFER = "buffer"
+    """A buffer of the model."""
+    TRAINABLE = "trainable"
+    """A parameter that is trained."""
+    BATCH = "batch"
+    """A tensor of the batch."""
+    TANGENT = "tangent"
+    """The gradient of an output, which arrives with the backward."""
+    OUTSIDE = "outside"
+    """Memory of the caller's that an output is written to."""
+    CONSTANT = "constant"
+    """A tensor that the forward reads from elsewhere, such as a plain attribute."""
+
+
 @dataclass(frozen=True, slots=True)
 class InputBinding:
-    """What INPUT ``vertex`` holds. ``source``: frozen, buffer, trainable, batch, tangent, outside or constant.
+    """What INPUT ``vertex`` holds, which comes from ``source``.
 
     ``name``: the parameter's or buffer's as in ``model.named_parameters()``, the batch key (dotted inside
     containers), the output whose tangent it is or that is written there, or a key of ``CapturedStep.constants``.
@@ -20,7 +40,7 @@ class InputBinding:
     """
 
     vertex: int
-    source: str
+    source: InputSource
     name: str
     spec: TensorSpec
 
@@ -36,7 +56,7 @@ class ValueBinding:
 
 @dataclass(frozen=True)
 class CapturedStep:
-    """A step as a graph. ``constants``: the live tensors behind the INPUTs whose source is ``constant``.
+    """A step as a graph. ``constants``: the live tensors behind the INPUTs from CONSTANT.
 
     A forward alone has neither ``gradients`` nor a late input. In a training step the first ``differentiated`` of
     ``outputs`` are. A trainable parameter that they do not reach has no entry in ``gradients``: eager leaves it None.

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from disco_accel.capture.attention import refuse_cudnn_attention, without_cudnn_attention
 from disco_accel.capture.autocast import AutocastState, autocast_region, autocast_state, outside_autocast
-from disco_accel.capture.captured_step import CapturedStep, InputBinding, ValueBinding
+from disco_accel.capture.captured_step import CapturedStep, InputBinding, InputSource, ValueBinding
 from disco_accel.capture.code_location import code_line
 from disco_accel.capture.constants import bind_constants, no_values_read, tracing_mode
 from disco_accel.capture.fake_inputs import batch_tensors, model_twins, replace_tensors, tables_kept, twin
@@ -45,13 +45,13 @@ UNREACHED = "requires_grad: no trainable parameter reaches the"
 _CPU = torch.device("cpu")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _FLAGS = {
-    "frozen": InputFlags("frozen", clean=True),
-    "buffer": InputFlags("buffer", clean=True),
-    "constant": InputFlags("constant", clean=True),
-    "trainable": InputFlags("trainable", external=True),
-    "batch": InputFlags("batch", external=True),
-    "tangent": InputFlags("tangent", external=True, late=True),
-    "outside": InputFlags("outside", external=True),
+    InputSource.FROZEN: InputFlags("frozen", clean=True),
+    InputSource.BUFFER: InputFlags("buffer", clean=True),
+    InputSource.CONSTANT: InputFlags("constant", clean=True),
+    InputSource.TRAINABLE: InputFlags("trainable", external=True),
+    InputSource.BATCH: InputFlags("batch", external=True),
+    InputSource.TANGENT: InputFlags("tangent", external=True, late=True),
+    InputSource.OUTSIDE: InputFlags("outside", external=True),
 }
 
 
@@ -199,7 +199,7 @@ def capture_step(
     with _tracing(model, mode, contexts, device) as log:
         trace = _trace(call, (*twins.arguments, tangents), log)
     names = [outputs[0]] * len(tangents) if outputs[0] == "loss" else outputs[:differentiated]
-    sources = twins.sources(model) + [("tangent", name) for name in names]
+    sources = twins.sources(model) + [(InputSource.TANGENT, name) for name in names]
     constants = functools.partial(bind_constants, trace, mode, model)
     captured = _lower(trace, sources, constants, log, name, device, outputs)
     return replace(captured, bare=step.bare, differentiated=differentiated)
@@ -278,11 +278,11 @@ class _Twins:
 
         return call
 
-    def sources(self, model: torch.nn.Module) -> list[tuple[str, str]]:
+    def sources(self, model: torch.nn.Module) -> list[tuple[InputSource, str]]:
         """Source and name, as in ``InputBinding``, of each of ``arguments``."""
         buffers = {name for name, _ in model.named_buffers()}
         found = [_source(name, tensor, buffers) for name, tensor in self.parameters.items()]
-        return found + [("batch", key) for key in self.batch]
+        return found + [(InputSource.BATCH, key) for key in self.batch]
 
 
 @contextmanager
@@ -328,10 +328,10 @@ def _tangents(
     return [torch.empty(value.shape, dtype=value.dtype, device=device) for value in values]
 
 
-def _source(name: str, tensor: torch.Tensor, buffers: set[str]) -> tuple[str, str]:
+def _source(name: str, tensor: torch.Tensor, buffers: set[str]) -> tuple[InputSource, str]:
     if tensor.requires_grad:
-        return "trainable", name
-    return ("buffer" if name in buffers else "frozen"), name
+        return InputSource.TRAINABLE, name
+    return (InputSource.BUFFER if name in buffers else InputSource.FROZEN), name
 
 
 def _trace(call: Callable[..., Any], arguments: tuple[Any, ...], log: TraceLog) -> fx.GraphModule:
@@ -369,7 +369,7 @@ def _errors_named(log: TraceLog) -> Iterator[None]:
 
 def _lower(
     trace: fx.GraphModule,
-    sources: Sequence[tuple[str, str]],
+    sources: Sequence[tuple[InputSource, str]],
     bind: Callable[[], Mapping[str, torch.Tensor]],
     log: TraceLog,
     name: str,
@@ -386,7 +386,7 @@ def _lower(
     low = Lowering(device=str(where))
     bindings: list[InputBinding] = []
     for node in used_inputs(graph):
-        source, key = source_of.get(node, ("constant", str(node.target)))
+        source, key = source_of.get(node, (InputSource.CONSTANT, str(node.target)))
         tensor = node.meta["val"]
         if storage_key(tensor) in low.owner:
             continue  # A constant that is read in several places.
@@ -397,8 +397,8 @@ def _lower(
     named = list(zip(wanted, returned, strict=False))
     for key, node in named:
         if outside(key):
-            low.outside[node] = vertex = low.add_input(node.meta["val"], _FLAGS["outside"])
-            bindings.append(InputBinding(vertex, "outside", key, tensor_spec(node.meta["val"])))
+            low.outside[node] = vertex = low.add_input(node.meta["val"], _FLAGS[InputSource.OUTSIDE])
+            bindings.append(InputBinding(vertex, InputSource.OUTSIDE, key, tensor_spec(node.meta["val"])))
     lower_ops(graph, low, sites)
     hold_back(low, log.output_grads)
 
@@ -408,7 +408,7 @@ def _lower(
             raise CaptureError(f"{output.name}: is an input of the step, returned as it is; return a copy")
     # By then the forward has run, which is what the user's generator has to show.
     chain_draws(low, max(output.ref for output in outputs))
-    trainable = [key for source, key in sources if source == "trainable"]
+    trainable = [key for source, key in sources if source is InputSource.TRAINABLE]
     if grads and len(grads) != len(trainable):
         raise CaptureError("the model's forward adds or removes trainable parameters, or freezes some, while it runs")
     pairs = zip(trainable, grads, strict=True) if grads else ()

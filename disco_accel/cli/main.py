@@ -82,7 +82,7 @@ def _with_culprit(error: BudgetTooSmall, graph: TaskGraph) -> BudgetTooSmall:
     from disco_accel.graph.check import called, largest_need
     from disco_accel.graph.strict_json import plain
 
-    need, vertex = max((largest_need(graph, device.id) for device in graph.devices), key=lambda found: found[0])
+    need, vertex = max((largest_need(graph, device.id) for device in graph.devices), key=lambda need: need[0])
     if vertex is None or need <= error.given:
         return error
     what = f"the plan of '{plain(graph.name)}', whose {called(vertex)} takes {need} bytes by itself,"
@@ -107,9 +107,9 @@ def _bound(options: argparse.Namespace) -> int:
     graph = read_taskgraph(options.task, options.names)
     for device in graph.devices:
         need, vertex = largest_need(graph, device.id)
-        given = device.memory if memory is None else memory
-        if vertex is not None and need > given:
-            raise BudgetTooSmall(need, given, called(vertex))
+        memory_given = device.memory if memory is None else memory
+        if vertex is not None and need > memory_given:
+            raise BudgetTooSmall(need, memory_given, called(vertex))
     machine = None if options.machine is None else read_machine(options.machine)
     bound = bound_of(graph, machine, memory)
     print(json.dumps({**asdict(bound), "bound": bound.bound}))

@@ -110,7 +110,7 @@ def capture(options: argparse.Namespace) -> int:
     """Write the task graph of a recipe's training step, with estimated durations."""
     from disco_accel.graph.files import write_taskgraph
 
-    graph, found, _ = _captured(options)
+    graph, outlined, _ = _captured(options)
     try:
         write_taskgraph(graph, options.output)
     except OSError as error:
@@ -118,7 +118,7 @@ def capture(options: argparse.Namespace) -> int:
     kernels = len(graph.ops)
     seconds = sum(v.duration or 0.0 for v in graph.vertices)
     frozen = sum(v.sizes[0] for v in graph.vertices if v.clean)
-    adapters = found.budget(0).adapters
+    adapters = outlined.budget(0).adapters
     print(json.dumps({"kernels": kernels, "compute_seconds": seconds, "frozen_bytes": frozen, "adapters": adapters}))
     return 0
 
@@ -136,10 +136,10 @@ def plan(options: argparse.Namespace) -> int:
     from disco_accel.step.compile import with_memory
     from disco_accel.verify.static import verify
 
-    graph, found, config = _captured(options)
+    graph, outlined, config = _captured(options)
     machine = _machine(options.device, config)
     scratched = with_scratch(graph, device=options.device, compute_threads=config.compute_threads)
-    budget = found.budget(_memory(options, config), scratched.workspaces, rounds=options.device != "cpu")
+    budget = outlined.budget(_memory(options, config), scratched.workspaces, rounds=options.device != "cpu")
     graph = with_memory(scratched.graph, max(budget.arena, graph.devices[0].alignment))
     for line in (config.without_effect, scratched.why):
         say(line)
@@ -155,7 +155,7 @@ def plan(options: argparse.Namespace) -> int:
     verify(graph, made)
     if work.cut:
         say(cut_short(graph, made, work, machine))
-    result = forecast(graph, made, machine, budget.as_dict(), found.names, SPEEDS[options.device].name)
+    result = forecast(graph, made, machine, budget.as_dict(), outlined.names, SPEEDS[options.device].name)
     result = replace(result, figures={**result.figures, **unknown, "cut_short": work.cut})
     print(json.dumps(result.figures))
     # The same for people, who may have sent the line of JSON elsewhere.
@@ -176,8 +176,8 @@ def _captured(options: argparse.Namespace) -> tuple[TaskGraph, Any, DiscoConfig]
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     recipe = read_any_recipe(options.recipe)
     config = DiscoConfig.from_env(DiscoConfig.from_dict(recipe.disco_config or {}))
-    found = outline(recipe)
-    return with_estimates(found.captured.graph, SPEEDS[options.device]), found, config
+    outlined = outline(recipe)
+    return with_estimates(outlined.captured.graph, SPEEDS[options.device]), outlined, config
 
 
 def _machine(device: str, config: DiscoConfig) -> Any:

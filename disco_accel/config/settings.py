@@ -266,12 +266,12 @@ def host_memory_bytes() -> int:
     return total
 
 
-def door_config_file() -> str | None:
+def launch_config_file() -> str | None:
     """The YAML file that a launcher left for this process, or None."""
     return os.environ.get(CONFIG_FILE_VARIABLE) or None
 
 
-def set_door_config_file(path: str | os.PathLike[str]) -> None:
+def set_launch_config_file(path: str | os.PathLike[str]) -> None:
     """Make this process and its children train under the ``disco_config`` of ``path``."""
     os.environ[CONFIG_FILE_VARIABLE] = str(Path(path).resolve())
     os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
@@ -290,12 +290,12 @@ def set_ds_config_file(path: str | os.PathLike[str]) -> None:
 
 def launched() -> bool:
     """Whether one of our launchers started this process."""
-    return door_config_file() is not None or ds_config_file() is not None
+    return launch_config_file() is not None or ds_config_file() is not None
 
 
 def inherited_file_gone() -> str | None:
     """The launcher's file where it is gone and this process is not of that launch, but inherited its environment."""
-    path = door_config_file() or ds_config_file()
+    path = launch_config_file() or ds_config_file()
     if path is None or os.path.exists(path) or os.environ.get(LAUNCHER_VARIABLE) in _ancestors():
         return None
     return path
@@ -313,13 +313,13 @@ def _ancestors() -> list[str]:
     return line
 
 
-def door_config() -> DiscoConfig:
+def launch_config() -> DiscoConfig:
     """The launcher's config file, else what its DeepSpeed config comes to, with environment overrides.
 
     Raises:
         ConfigError: as ``from_yaml``, ``from_deepspeed`` and ``from_env``; or no launcher set a file.
     """
-    path, ds_path = door_config_file(), ds_config_file()
+    path, ds_path = launch_config_file(), ds_config_file()
     if path is not None:
         return DiscoConfig.from_env(DiscoConfig.from_yaml(path))
     if ds_path is not None:

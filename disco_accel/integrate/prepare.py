@@ -15,17 +15,17 @@ from disco_accel.errors import BudgetTooSmall, CaptureError, ConfigError
 from disco_accel.integrate.hf import generate_prefill
 from disco_accel.integrate.hf.hf_frontend import HuggingFace
 from disco_accel.integrate.hf.step_output import StepOutput
-from disco_accel.native.cuda import release_workspaces
 from disco_accel.native.out_of_memory import typed_out_of_memory
 from disco_accel.shortage import met_shortage
 from disco_accel.step.capture_lock import in_capture
 from disco_accel.step.dynamo import not_compiled, plain_model
 from disco_accel.step.fitted_batch import FittedBatch
 from disco_accel.step.inner_forwards import InnerForwards, own_forward_runs
+from disco_accel.step.observer import Fallback
 from disco_accel.step.pending import run_step
-from disco_accel.step.planned_field import compiled_for_use, uses_of
+from disco_accel.step.planned_field import compiled_for_use
 from disco_accel.step.refusals import require_plain_autograd, require_plain_weights
-from disco_accel.step.rerun import Again
+from disco_accel.step.rerun import Rerun
 from disco_accel.step.rng_state import generator_state
 from disco_accel.step.session import STATE, Session, find_state
 from disco_accel.step.step_comparison import Comparison
@@ -40,7 +40,7 @@ def _forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     state: Session | None = self.__dict__.get(STATE)
     if state is None:
         return type(self).forward(self, *args, **kwargs)
-    if not torch.is_grad_enabled() or state.frozen_here is not None or in_capture():
+    if not torch.is_grad_enabled() or state.frozen_for_prefill is not None or in_capture():
         with state.gate.eager(), own_forward_runs():
             return state.original_forward(*args, **kwargs)
     state.require_own_process()
@@ -64,40 +64,36 @@ def _planned(state: Session, model: torch.nn.Module, fitted: FittedBatch) -> Ste
     """The forward of a planned step on ``fitted``."""
     with state.lock:
         key = step_key(model, fitted.batch)
-        reason = state.last_fallback.reason_of(key)
+        reason = state.last_fallback.known_reason(key)
         if reason is not None:
             raise CaptureError(reason)
-        uses = uses_of(state, key, fitted)
+        usage = state.usage.of(key, fitted.batch)
         try:
-            step = compiled_for_use(state, model, fitted, uses, key)
+            step = compiled_for_use(state, model, fitted, usage, key)
         except CaptureError as error:
             if state.config.on_unsupported == "eager" and not met_shortage(error):
-                state.last_fallback.keep(key, str(error))
+                state.last_fallback.note(key, str(error))
             raise
         if state.effects.lasting:
             key = step_key(model, fitted.batch)
         state.make_current(model, step, check_ends_later=True)
         generator = generator_state(step)
         compare = Comparison.of(state, model, fitted, step, generator)
-        values, seen = run_step(state, model, step, fitted.batch, compare)
-        state.voice.stepped(step, state.settings.link_bandwidth)
-    state.counts["steps_compiled"] += 1
-    state.frontend.on_step(len(state.plans), state.counts["plan_hits"], state.counts["steps_compiled"])
+        values, inputs = run_step(state, model, step, fitted.batch, compare)
+        state.observers.on_step(step)
     if step.captured.bare:
         return values[0]
-    again = Again(state, model, fitted, step, uses, generator, autocast_state(), key, seen)
+    rerun = Rerun(state, model, fitted, step, usage, generator, autocast_state(), key, inputs)
     first, *others = ((output.name, value) for output, value in zip(step.captured.outputs, values, strict=True))
-    outputs = dict([first, *((n, again.differentiable(n, v)) for n, v in others)])
-    return StepOutput({n: fitted.cut(n, v) for n, v in outputs.items()}, again)
+    outputs = dict([first, *((n, rerun.differentiable(n, v)) for n, v in others)])
+    return StepOutput({n: fitted.cut(n, v) for n, v in outputs.items()}, rerun)
 
 
 def _eager(state: Session, error: CaptureError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if state.config.on_unsupported != "eager":
         raise error
-    if str(error) not in state.fallbacks:
-        state.fallbacks.append(str(error))
+    state.observers.on_fallback(Fallback.STEP, str(error))
     state.say_once(f"this step runs in eager mode, outside the memory budget: {error}")
-    state.counts["steps_eager"] += 1
     with state.gate.eager(), own_forward_runs():
         return state.original_forward(*args, **kwargs)
 
@@ -121,7 +117,7 @@ def prepare(model: torch.nn.Module, config: DiscoConfig) -> torch.nn.Module:
         return model
     state: Session | None = model.__dict__.get(STATE)
     if state is not None:
-        if state.config == config and state.frozen_here is None:
+        if state.config == config and state.frozen_for_prefill is None:
             return model
         restore(model)
     if not any(p.requires_grad for p in model.parameters()):
@@ -147,8 +143,8 @@ def prepare_frozen(model: torch.nn.Module, config: DiscoConfig) -> Session:
     """
     require_plain_weights(model)
     state = Session(model, config, HuggingFace(config.buckets))
-    state.frozen_here = [p for p in model.parameters() if p.requires_grad]
-    for parameter in state.frozen_here:
+    state.frozen_for_prefill = [p for p in model.parameters() if p.requires_grad]
+    for parameter in state.frozen_for_prefill:
         parameter.requires_grad_(False)
     _attach(state, model)
     return state
@@ -162,13 +158,13 @@ def _drop_copied_patch(model: torch.nn.Module) -> None:
 
 
 def _attach(state: Session, model: torch.nn.Module) -> None:
-    state.voice.prepared(model, state.settings.memory_budget, state.device)
+    state.messages.prepared(model, state.settings.memory_budget, state.device)
     state.placement.apply()
     model.__dict__[STATE] = state
     generate_prefill.install(state, model)
     state.on_restore.append(InnerForwards(state, model).remove)
     patched = functools.update_wrapper(functools.partial(_forward, model), state.original_forward)
-    model.forward = patched  # type: ignore[method-assign]
+    model.forward = patched
 
 
 def restore(model: torch.nn.Module) -> torch.nn.Module:
@@ -179,21 +175,19 @@ def restore(model: torch.nn.Module) -> torch.nn.Module:
     state: Session | None = model.__dict__.pop(STATE, None)
     if state is None:
         return model
-    state.unload()
-    release_workspaces(state.device)
+    state.close()
     forget_state(model)
-    state.engine_process = None
     generate_prefill.remove(model)
     for undo in state.on_restore:
         undo()
     state.placement.undo()
-    for parameter in state.frozen_here or ():
+    for parameter in state.frozen_for_prefill or ():
         parameter.requires_grad_(True)
     original = state.original_forward
     if isinstance(original, types.MethodType) and original.__func__ is type(model).forward:
         model.__dict__.pop("forward", None)
     else:
-        model.forward = original  # type: ignore[method-assign]
+        model.forward = original
     return model
 
 

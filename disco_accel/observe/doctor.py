@@ -29,16 +29,16 @@ def main(more: Mapping[str, Mapping[str, Any]] | None = None) -> int:
 
     ``more``: further parts of the report, by name; the text under ``problem`` of one is a problem, unless empty.
     """
-    found = report()
+    answer = report()
     for name, part in (more or {}).items():
-        found[name] = part
-        found["problems"] += [part["problem"]] if part.get("problem") else []
-    print(json.dumps(found, indent=2))
-    return 1 if found["problems"] else 0
+        answer[name] = part
+        answer["problems"] += [part["problem"]] if part.get("problem") else []
+    print(json.dumps(answer, indent=2))
+    return 1 if answer["problems"] else 0
 
 
 def report() -> dict[str, Any]:
-    """Versions, device, measured link, extension and doors; ``problems`` lists, in words, what stops training.
+    """Versions, device, measured link, extension and entry points; ``problems`` lists, in words, what stops training.
 
     Bandwidths are bytes/s, latencies and times seconds, memory bytes. Builds the extension if it is not built yet.
     """
@@ -48,7 +48,7 @@ def report() -> dict[str, Any]:
     extension = _extension()
     if not extension["built"]:
         problems.append(f"the engine's extension is not built: {extension['why']}")
-    doors = _doors()
+    entry_points = _entry_points()
     return {
         "disco_accel": _version("disco-accel"),
         "python": platform.python_version(),
@@ -63,7 +63,7 @@ def report() -> dict[str, Any]:
         "device": _device(),
         "link": _link(),
         "extension": extension,
-        "doors": doors,
+        "entry_points": entry_points,
         "problems": problems,
     }
 
@@ -103,12 +103,12 @@ def _link() -> dict[str, float]:
             "copy_latency": _median(lambda: tiny_target.copy_(tiny)),
         }
     pinned, tiny_pinned = source.pin_memory(), tiny.pin_memory()
-    there, tiny_there = pinned.cuda(), tiny_pinned.cuda()
+    on_device, tiny_on_device = pinned.cuda(), tiny_pinned.cuda()
     return {
-        "h2d_bandwidth": _COPY_BYTES / _median(lambda: there.copy_(pinned, non_blocking=True)),
-        "d2h_bandwidth": _COPY_BYTES / _median(lambda: pinned.copy_(there, non_blocking=True)),
-        "pageable_h2d_bandwidth": _COPY_BYTES / _median(lambda: there.copy_(source)),
-        "h2d_latency": _median(lambda: tiny_there.copy_(tiny_pinned, non_blocking=True)),
+        "h2d_bandwidth": _COPY_BYTES / _median(lambda: on_device.copy_(pinned, non_blocking=True)),
+        "d2h_bandwidth": _COPY_BYTES / _median(lambda: pinned.copy_(on_device, non_blocking=True)),
+        "pageable_h2d_bandwidth": _COPY_BYTES / _median(lambda: on_device.copy_(source)),
+        "h2d_latency": _median(lambda: tiny_on_device.copy_(tiny_pinned, non_blocking=True)),
     }
 
 
@@ -133,8 +133,8 @@ def _extension() -> dict[str, Any]:
     return {"built": True, "library": str(library), "seconds": round(time.perf_counter() - start, 3)}
 
 
-def _doors() -> dict[str, Any]:
-    """Whether the literal ``accelerate launch --config`` works; the other two doors need nothing."""
+def _entry_points() -> dict[str, Any]:
+    """Whether the literal ``accelerate launch --config`` works; the other two entry points need nothing."""
     registered = any(point.name == "disco_accel" for point in importlib.metadata.entry_points(group="torch.backends"))
     if not registered:
         why = "disco-accel is not installed in this environment, only importable; pip install it"

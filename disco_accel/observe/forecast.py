@@ -118,7 +118,7 @@ def forecast_text(figures: Mapping[str, Any]) -> str:
     )
 
 
-def write_forecast(folder: str | os.PathLike[str], found: Forecast) -> list[Path]:
+def write_forecast(folder: str | os.PathLike[str], forecast: Forecast) -> list[Path]:
     """Write task.json, plan.json, forecast.json, report.txt, trace.json and, with matplotlib, step.png.
 
     Raises:
@@ -126,26 +126,26 @@ def write_forecast(folder: str | os.PathLike[str], found: Forecast) -> list[Path
     """
     target = Path(folder)
     names = ["task.json", "plan.json", "forecast.json", "report.txt", "trace.json"]
-    whole = {**found.figures, "resident": list(found.resident), "streamed": list(found.streamed)}
+    whole = {**forecast.figures, "resident": list(forecast.resident), "streamed": list(forecast.streamed)}
     try:
         target.mkdir(parents=True, exist_ok=True)
-        write_taskgraph(found.graph, target / names[0])
-        write_memgraph(found.plan, target / names[1])
+        write_taskgraph(forecast.graph, target / names[0])
+        write_memgraph(forecast.plan, target / names[1])
         write_atomically(target / names[2], json.dumps(whole, indent=1).encode() + b"\n")
-        write_atomically(target / names[3], forecast_text(found.figures).encode())
-        write_chrome_trace(target / names[4], found.plan, found.events)
+        write_atomically(target / names[3], forecast_text(forecast.figures).encode())
+        write_chrome_trace(target / names[4], forecast.plan, forecast.events)
         if importlib.util.find_spec("matplotlib") is not None:
-            _draw(target / "step.png", found)
+            _draw(target / "step.png", forecast)
             names.append("step.png")
     except OSError as error:
         raise ConfigError(f"{target}: cannot be written: {error.strerror or error}") from None
     return [target / name for name in names]
 
 
-def _draw(path: Path, found: Forecast) -> None:
+def _draw(path: Path, forecast: Forecast) -> None:
     from disco_accel.observe.plots import draw_step
 
-    budget = found.figures["budget"]
+    budget = forecast.figures["budget"]
     outside = budget["total"] - budget["arena"]
-    title = f"One training step as planned, times estimated for {found.figures['estimated_for']}"
-    draw_step(path, found.plan, found.events, budget=budget["total"], outside=outside, title=title)
+    title = f"One training step as planned, times estimated for {forecast.figures['estimated_for']}"
+    draw_step(path, forecast.plan, forecast.events, budget=budget["total"], outside=outside, title=title)

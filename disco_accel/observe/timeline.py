@@ -102,7 +102,7 @@ def stays(plan: MemGraph, events: Sequence[TracedEvent]) -> list[Stay]:
     by_id = {v.id: v for v in plan.vertices}
     last_read = _last_reads(plan, ran)
     what = contents(plan)
-    found: list[Stay] = []
+    stays: list[Stay] = []
     lasting: list[Stay] = []
     for ref, slot in plan.slots.items():
         vertex = by_id[ref[0]]
@@ -113,10 +113,10 @@ def stays(plan: MemGraph, events: Sequence[TracedEvent]) -> list[Stay]:
         end = max(last_read.get(ref, 0.0), produced)
         stay = Stay(ref, what[ref], slot.device, slot.addr, slot.size, start, end)
         lasts = vertex.keep or vertex.kind is VertexKind.INPUT or _comes_home(vertex, plan)
-        (lasting if lasts else found).append(stay)
-    taken = _Places([*found, *lasting])
-    found += [s if taken.later(s) else replace(s, end=finish) for s in lasting]
-    return sorted(found, key=lambda s: (s.start, s.addr, s.ref))
+        (lasting if lasts else stays).append(stay)
+    taken = _Places([*stays, *lasting])
+    stays += [s if taken.later(s) else replace(s, end=finish) for s in lasting]
+    return sorted(stays, key=lambda s: (s.start, s.addr, s.ref))
 
 
 def _comes_home(vertex: Vertex, plan: MemGraph) -> bool:
@@ -142,8 +142,8 @@ def _last_reads(plan: MemGraph, ran: Mapping[int, TracedEvent]) -> dict[Ref, flo
 class _Places:
     """Finds the values that use a place after another value has."""
 
-    def __init__(self, found: Iterable[Stay]) -> None:
-        self._sorted = sorted(found, key=lambda s: (s.device, s.addr))
+    def __init__(self, stays: Iterable[Stay]) -> None:
+        self._sorted = sorted(stays, key=lambda s: (s.device, s.addr))
         self._keys = [(s.device, s.addr) for s in self._sorted]
         self._widest = max((s.size for s in self._sorted), default=0)
 
@@ -170,10 +170,10 @@ def occupancy(plan: MemGraph, events: Sequence[TracedEvent], device: int = 0) ->
     return Occupancy(tuple(times), {content: tuple(column) for content, column in held.items()})
 
 
-def _merged(found: Iterable[Stay]) -> Iterable[tuple[Content, float, float, int]]:
+def _merged(stays: Iterable[Stay]) -> Iterable[tuple[Content, float, float, int]]:
     # Two stays overlap at one address only where a result was written over its own input: count those bytes once.
     by_addr: dict[int, list[Stay]] = defaultdict(list)
-    for stay in found:
+    for stay in stays:
         by_addr[stay.addr].append(stay)
     for group in by_addr.values():
         reach = -1.0

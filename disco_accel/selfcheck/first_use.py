@@ -16,7 +16,7 @@ from disco_accel.errors import SelfCheckFailed
 from disco_accel.selfcheck import self_check
 from disco_accel.selfcheck.identity import identity_of, key_of
 from disco_accel.selfcheck.outcome import Outcome
-from disco_accel.selfcheck.outcome_files import Kept, write_report
+from disco_accel.selfcheck.outcome_files import PassedChecks, write_report
 from disco_accel.selfcheck.subject import Subject, make_subject
 
 logger = logging.getLogger("disco_accel")
@@ -56,7 +56,7 @@ def _answer(
     device: torch.device, folder: str | None, make: Callable[[torch.device], Subject], link_bytes: int
 ) -> SelfCheckFailed | None:
     key = key_of(identity_of(device))
-    if folder is not None and Kept(folder).passed(key):
+    if folder is not None and PassedChecks(folder).passed(key):
         return None
     outcome = self_check.check(device, make, link_bytes)
     error = conclude(outcome, folder)
@@ -68,13 +68,13 @@ def _answer(
 def conclude(outcome: Outcome, folder: str | None) -> SelfCheckFailed | None:
     """Keep an ``outcome`` that passed below ``folder``; the error of one that failed, its report written."""
     key = key_of(outcome.identity)
-    kept = None if folder is None else Kept(folder)
+    checks = None if folder is None else PassedChecks(folder)
     if outcome.passed:
-        if kept is not None:
-            kept.store(key, outcome)
+        if checks is not None:
+            checks.store(key, outcome)
         return None
-    if kept is not None:
-        kept.forget(key)
+    if checks is not None:
+        checks.forget(key)
     report = write_report(folder, outcome, {"platform": platform.platform()})
     return SelfCheckFailed(failed_line(outcome, None if report is None else str(report)), report)
 
@@ -82,11 +82,11 @@ def conclude(outcome: Outcome, folder: str | None) -> SelfCheckFailed | None:
 def passed_line(outcome: Outcome, folder: str | None) -> str:
     """The result in one line."""
     rates = ", ".join(f"{name} {rate / 1e9:.3g} GB/s" for name, rate in outcome.figures["link"].items())
-    kept = "not kept, since plan_cache is null" if folder is None else "kept until driver, PyTorch or device change"
+    lifetime = "not kept, since plan_cache is null" if folder is None else "kept until driver, PyTorch or device change"
     compared = "bit for bit" if outcome.figures["compared"] == "bits" else outcome.figures["compared"]
     return (
         f"self-check of {outcome.identity['device']} passed in {outcome.seconds:.1f} s: planned steps are plain "
-        f"PyTorch's {compared}; link: {rates}; {kept}"
+        f"PyTorch's {compared}; link: {rates}; {lifetime}"
     )
 
 

@@ -25,7 +25,7 @@ _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 def identity_of(device: torch.device) -> dict[str, str]:
     """What a check on ``device`` is about, for people to read and for ``key_of``."""
-    found = {
+    software = {
         "disco_accel": __version__,
         "sources": _sources(),
         "torch": f"{torch.__version__} {torch.version.git_version}",
@@ -33,7 +33,7 @@ def identity_of(device: torch.device) -> dict[str, str]:
         "python": platform.python_version(),
     }
     if device.type == "cpu":
-        return {"device": f"cpu {platform.processor() or platform.machine()}", **found}
+        return {"device": f"cpu {platform.processor() or platform.machine()}", **software}
     properties = torch.cuda.get_device_properties(device)
     return {
         "device": properties.name,
@@ -44,7 +44,7 @@ def identity_of(device: torch.device) -> dict[str, str]:
         "driver": _driver(),
         "cuda": str(torch.version.cuda),
         "allocator": _allocator(),
-        **found,
+        **software,
     }
 
 

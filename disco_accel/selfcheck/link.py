@@ -26,12 +26,12 @@ def link(device: torch.device, nbytes: int) -> tuple[list[Difference], dict[str,
     source, back = (memory.allocate((nbytes,), torch.uint8) for _ in range(2))
     source.view(torch.int32).random_(generator=torch.Generator().manual_seed(nbytes))
     back.zero_()
-    there = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    on_device = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     if device.type == "cpu":
-        figures = {"copy": _rate(lambda: there.copy_(source), nbytes, lambda: None)}
-        back.copy_(there)
+        figures = {"copy": _rate(lambda: on_device.copy_(source), nbytes, lambda: None)}
+        back.copy_(on_device)
     else:
-        figures = _rates(device, source, back, there)
+        figures = _rates(device, source, back, on_device)
     wrong = int((source != back).sum())
     if not wrong:
         return [], figures
@@ -39,8 +39,8 @@ def link(device: torch.device, nbytes: int) -> tuple[list[Difference], dict[str,
     return [Difference("link", what, "every byte", f"{wrong} bytes that differ")], figures
 
 
-def _rates(device: torch.device, source: torch.Tensor, back: torch.Tensor, there: torch.Tensor) -> dict[str, float]:
-    streams = [torch.cuda.Stream(device) for _ in range(2)]  # type: ignore[no-untyped-call]
+def _rates(device: torch.device, source: torch.Tensor, back: torch.Tensor, on_device: torch.Tensor) -> dict[str, float]:
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
     half = source.numel() // 2
     torch.cuda.synchronize(device)
 
@@ -53,13 +53,13 @@ def _rates(device: torch.device, source: torch.Tensor, back: torch.Tensor, there
             target.copy_(origin, non_blocking=True)
 
     def both() -> None:
-        copy(0, there[:half], source[:half])
-        copy(1, back[half:], there[half:])
+        copy(0, on_device[:half], source[:half])
+        copy(1, back[half:], on_device[half:])
 
     nbytes = source.numel()
     return {
-        "h2d": _rate(lambda: copy(0, there, source), nbytes, wait),
-        "d2h": _rate(lambda: copy(1, back, there), nbytes, wait),
+        "h2d": _rate(lambda: copy(0, on_device, source), nbytes, wait),
+        "d2h": _rate(lambda: copy(1, back, on_device), nbytes, wait),
         "both": _rate(both, half, wait),
     }
 

@@ -38,9 +38,9 @@ class Caller:
         """Two new streams of ``device``, on which a step of the subject takes ``step_seconds``."""
         if device.type == "cpu":
             return cls(device, (None, None), lambda: None)
-        streams = tuple(torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
+        streams = tuple(torch.cuda.Stream(device) for _ in range(2))
         cycles = _cycles(device, streams[0], min(max(step_seconds, LEAST_DELAY), MOST_DELAY))
-        return cls(device, streams, lambda: torch.cuda._sleep(cycles))  # type: ignore[no-untyped-call]
+        return cls(device, streams, lambda: torch.cuda._sleep(cycles))
 
     @contextmanager
     def stream(self, index: int = 0) -> Iterator[None]:
@@ -57,10 +57,10 @@ class Caller:
 def _cycles(device: torch.device, stream: torch.cuda.Stream, wanted: float) -> int:
     """Cycles that take ``wanted`` seconds, measured."""
     with torch.cuda.device(device), torch.cuda.stream(stream):
-        torch.cuda._sleep(_PROBE_CYCLES)  # type: ignore[no-untyped-call]
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(_PROBE_CYCLES)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        torch.cuda._sleep(_PROBE_CYCLES)  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(_PROBE_CYCLES)
         end.record()
         end.synchronize()
     seconds = max(start.elapsed_time(end) * 1e-3, 1e-6)
@@ -72,26 +72,26 @@ def orders(trial: Trial, caller: Caller, tolerance: float) -> list[Difference]:
     device, subject = caller.device, trial.subject
     batches: list[Tensors] = [batch_of(seed, device) for seed in (1, 2)]
     expected = [expected_of(subject, batch, seed) for seed, batch in enumerate(batches)]
-    found: list[Difference] = []
+    differences: list[Difference] = []
     for name, case in CASES.items():
         caller.synchronize()
         results = case(trial, caller, batches, trained_of(subject))
         caller.synchronize()
         for wanted, got in zip(expected, results, strict=False):
-            found += compare(name, wanted, got, tolerance)
-    return found
+            differences += compare(name, wanted, got, tolerance)
+    return differences
 
 
 def _late_inputs(trial: Trial, caller: Caller, batches: list[Tensors], trained: Tensors) -> list[Tensors]:
     """Batch and parameters get their values right before the step, behind a delay."""
-    given = [{name: torch.full_like(tensor, torch.nan) for name, tensor in t.items()} for t in (batches[0], trained)]
+    inputs = [{name: torch.full_like(tensor, torch.nan) for name, tensor in t.items()} for t in (batches[0], trained)]
     caller.synchronize()
     with caller.stream():
         caller.delay()
-        for target, source in zip(given, (batches[0], trained), strict=True):
+        for target, source in zip(inputs, (batches[0], trained), strict=True):
             for name, tensor in target.items():
                 tensor.copy_(source[name])
-        return [trial.step(given[0], given[1], 0).by_name()]
+        return [trial.step(inputs[0], inputs[1], 0).by_name()]
 
 
 def _late_tangent(trial: Trial, caller: Caller, batches: list[Tensors], trained: Tensors) -> list[Tensors]:

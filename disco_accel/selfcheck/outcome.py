@@ -63,13 +63,14 @@ def compare(
 
     ``tolerance``: of the norm of their difference, as a part of the norm; 0 = the same bits.
     """
-    found = []
+    differences = []
     for name, wanted in expected.items():
         came = got.get(name)
         apart = "nothing came" if came is None else _apart(wanted, came, tolerance)
         if apart:
-            found.append(Difference(part, name, _first(wanted), "nothing" if came is None else _first(came), apart))
-    return found
+            shown = "nothing" if came is None else _first(came)
+            differences.append(Difference(part, name, _first(wanted), shown, apart))
+    return differences
 
 
 def _apart(expected: torch.Tensor, got: torch.Tensor, tolerance: float) -> str:

@@ -30,7 +30,7 @@ MOST_FILES = 64
 _FOLDER = "checks"
 
 
-class Kept:
+class PassedChecks:
     """Answers in ``folder``/checks, for this user alone."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -109,8 +109,8 @@ def _require(data: bytes, key: str) -> None:
     content = parse_json(data)
     if not isinstance(content, dict) or content.pop("sha256", None) is None or _render(content) != data:
         raise Unusable("damaged")
-    found = content.get("self_check")
-    if content.get("key") != key or not isinstance(found, dict) or found.get("passed") is not True:
+    outcome = content.get("self_check")
+    if content.get("key") != key or not isinstance(outcome, dict) or outcome.get("passed") is not True:
         raise Unusable("made for something else")
 
 

@@ -109,13 +109,13 @@ def _tolerance(subject: Subject) -> float:
 
 def _steps(trial: Trial, part: str, tolerance: float) -> list[Difference]:
     """Steps one after another, each with a batch and random numbers of its own."""
-    found: list[Difference] = []
+    differences: list[Difference] = []
     for seed in range(_STEPS):
         batch = batch_of(seed, trial.subject.device)
         expected = expected_of(trial.subject, batch, seed)
         got = trial.step(batch, trained_of(trial.subject), seed).by_name()
-        found += compare(f"{part}, step {seed + 1}", expected, got, tolerance)
-    return found
+        differences += compare(f"{part}, step {seed + 1}", expected, got, tolerance)
+    return differences
 
 
 def _allocations(trial: Trial) -> list[Difference]:
@@ -129,15 +129,15 @@ def _allocations(trial: Trial) -> list[Difference]:
         trial.end(tangent)
         after = _taken(device)
         after["by the engine"] = int(trial.executor.counters()["c10_allocations"])
-        found = [
+        differences = [
             Difference("memory inside a step", f"allocations {name}", str(before.get(name, 0)), str(count))
             for name, count in after.items()
             if count != before.get(name, 0)
         ]
-        if not found:
+        if not differences:
             return []
     # Once might have been another thread of this process.
-    return found
+    return differences
 
 
 def _taken(device: torch.device) -> dict[str, int]:

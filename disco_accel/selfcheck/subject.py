@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from disco_accel.capture.captured_step import CapturedStep
+from disco_accel.capture.captured_step import CapturedStep, InputSource
 from disco_accel.capture.step import capture_step
 from disco_accel.capture.trace_log import checkpointed
 from disco_accel.errors import BudgetTooSmall, PlanError
@@ -127,9 +127,9 @@ class Subject:
             specs={b.vertex: b.spec for b in bindings},
         )
 
-    def vertices(self, source: str) -> dict[str, int]:
+    def vertices(self, source: InputSource) -> dict[str, int]:
         """Name to INPUT vertex, of those with this source."""
-        return {b.name: b.vertex for b in self.captured.bindings if b.source == source}
+        return {b.name: b.vertex for b in self.captured.bindings if b.source is source}
 
     def copies(self, kind: VertexKind) -> int:
         """OFFLOAD or RELOAD vertices of a step."""
@@ -148,7 +148,7 @@ def make_subject(device: torch.device, *, tracing: Callable[[], AbstractContextM
     graph = apply(captured.graph, records)
     plan = _tight_plan(graph)
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
-    clean = {b.vertex: bytes_of(frozen[b.name].detach()) for b in captured.bindings if b.source == "frozen"}
+    clean = {b.vertex: bytes_of(frozen[b.name].detach()) for b in captured.bindings if b.source is InputSource.FROZEN}
     subject = Subject(model, Model(device, resident=True), device, captured, graph, records, plan, clean)
     if not (subject.copies(VertexKind.OFFLOAD) and subject.copies(VertexKind.RELOAD)):
         raise PlanError("the self-check's plan moves nothing to the host or nothing back, so it would show nothing")

@@ -8,6 +8,7 @@ from types import TracebackType
 
 import torch
 
+from disco_accel.capture.captured_step import InputSource
 from disco_accel.execute.executor import EngineOptions
 from disco_accel.selfcheck.subject import Results, Subject, eager_step, seed_generator
 
@@ -24,8 +25,8 @@ class Trial:
             self.executor.add_leaving([(value.ref, value.spec) for value in values])
             for values in (captured.outputs, captured.gradients)
         )
-        self._batch, self._trained = subject.vertices("batch"), subject.vertices("trainable")
-        self._tangent = subject.vertices("tangent")["loss"]
+        self._batch, self._trained = subject.vertices(InputSource.BATCH), subject.vertices(InputSource.TRAINABLE)
+        self._tangent = subject.vertices(InputSource.TANGENT)["loss"]
 
     def begin(self, batch: Mapping[str, torch.Tensor], trained: Mapping[str, torch.Tensor], seed: int) -> None:
         """Start a step from the generator's state after ``seed``; returns when its loss has been launched."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,12 +11,18 @@ import torch
 from disco_accel.errors import CaptureError
 
 
+def base_model(model: torch.nn.Module) -> torch.nn.Module:
+    """The model inside PEFT's; any other model itself."""
+    base: Callable[[], torch.nn.Module] | None = getattr(model, "get_base_model", None)
+    return model if base is None else base()
+
+
 def signature_of(model: torch.nn.Module) -> inspect.Signature:
     """Of ``model.forward``; where that passes on whatever it gets, as PEFT's model does, of the model inside it."""
     signature = inspect.signature(model.forward)
     kinds = [parameter.kind for parameter in signature.parameters.values()]
     if kinds == [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD] and hasattr(model, "get_base_model"):
-        return signature_of(model.get_base_model())
+        return signature_of(base_model(model))
     return signature
 
 

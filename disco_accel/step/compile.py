@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import logging
 import math
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from disco_accel.capture.captured_step import CapturedStep, InputBinding
+from disco_accel.capture.captured_step import CapturedStep, InputBinding, InputSource, ValueBinding
 from disco_accel.capture.constants import live_constant
 from disco_accel.capture.fake_inputs import batch_tensors
 from disco_accel.capture.step import Forward, capture_forward, capture_step
@@ -37,10 +38,20 @@ from disco_accel.version import __version__
 logger = logging.getLogger("disco_accel")
 
 
+class PlanCacheUse(enum.StrEnum):
+    """Where a plan comes from, as ``stats(model)`` says it."""
+
+    HIT = "hit"
+    """Read from the cache of plans."""
+    MISS = "miss"
+    """Made, and stored there."""
+    OFF = "off"
+    """Made; there is no cache."""
+
+
 @dataclass(eq=False)
 class CompiledStep:
-    """A verified plan and what runs it. ``seconds`` holds the time each stage of making it took; ``plan_cache`` is hit,
-    miss or off.
+    """A verified plan and what runs it. ``seconds`` holds the time each stage of making it took.
 
     ``records`` and ``clean`` are what executors are made from, so that benchmarks can run the same plan otherwise.
     """
@@ -53,7 +64,7 @@ class CompiledStep:
     budget: Budget
     engine: EngineOptions
     seconds: dict[str, float] = field(default_factory=dict)
-    plan_cache: str = "off"
+    plan_cache: PlanCacheUse = PlanCacheUse.OFF
     loaded: Executor | None = None
     groups: tuple[int, int] = (-1, -1)
     """Of the executor that runs: ``captured.outputs`` and ``captured.gradients``, in their order."""
@@ -132,7 +143,7 @@ class CompiledStep:
     @functools.cached_property
     def externals(self) -> tuple[InputBinding, ...]:
         """Inputs that a forward is given: trainable parameters and the batch."""
-        return tuple(self.vertices_of("trainable", "batch"))
+        return tuple(self.vertices_of(InputSource.TRAINABLE, InputSource.BATCH))
 
     @functools.cached_property
     def draws(self) -> bool:
@@ -142,7 +153,7 @@ class CompiledStep:
     @functools.cached_property
     def row_limits(self) -> dict[str, int]:
         """Name of a tensor of the batch → rows of the smallest table that it looks things up in, as token ids do."""
-        names = {b.vertex: b.name for b in self.vertices_of("batch")}
+        names = {b.vertex: b.name for b in self.vertices_of(InputSource.BATCH)}
         limits: dict[str, int] = {}
         for vertex in self.graph.vertices:
             call = self.graph.ops.get(vertex.id)
@@ -162,7 +173,7 @@ class CompiledStep:
             CaptureError: a constant has another layout than when the step was captured.
         """
         named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-        return [named[b.name] for b in self.vertices_of("frozen", "buffer")] + [
+        return [named[b.name] for b in self.vertices_of(InputSource.FROZEN, InputSource.BUFFER)] + [
             live_constant(self.captured, b) for b in self._host_constants
         ]
 
@@ -174,20 +185,21 @@ class CompiledStep:
 
     def moved(self, frozen: Sequence[torch.Tensor]) -> bool:
         """Whether a tensor of ``frozen_of`` the model lies elsewhere than where the plan loads it from."""
-        watched = zip([*self.vertices_of("frozen", "buffer"), *self._host_constants], frozen, strict=True)
-        return any(self.clean[b.vertex].data_ptr() != tensor.data_ptr() for b, tensor in watched)
+        bindings = [*self.vertices_of(InputSource.FROZEN, InputSource.BUFFER), *self._host_constants]
+        pairs = zip(bindings, frozen, strict=True)
+        return any(self.clean[b.vertex].data_ptr() != tensor.data_ptr() for b, tensor in pairs)
 
     @functools.cached_property
     def _host_constants(self) -> tuple[InputBinding, ...]:
         constants = self.captured.constants
-        return tuple(b for b in self.vertices_of("constant") if constants[b.name].device.type == "cpu")
+        return tuple(b for b in self.vertices_of(InputSource.CONSTANT) if constants[b.name].device.type == "cpu")
 
     def follow(self, model: torch.nn.Module) -> None:
         """Load frozen weights and buffers from where they lie now; ``load`` makes the executor that does so."""
         self.unload()
         self.clean = _host_bytes(model, self.captured)
 
-    def vertices_of(self, *sources: str) -> list[InputBinding]:
+    def vertices_of(self, *sources: InputSource) -> list[InputBinding]:
         """Inputs of the captured step by what they hold."""
         return [b for b in self.captured.bindings if b.source in sources]
 
@@ -306,7 +318,7 @@ def _compile(
     cache = None if options.plan_cache is None else PlanCache(options.plan_cache)
     key = "" if cache is None else _fingerprint(sized, options, device)
     plan = None if cache is None else cache.load(key, sized, cyclic=True)
-    found = "off" if cache is None else "miss" if plan is None else "hit"
+    cache_use = _cache_use(cache, plan)
     if plan is None:
         options.say(f"planning {kernels} kernels in {format_size(sized.devices[0].memory)}")
         try:
@@ -314,7 +326,7 @@ def _compile(
         except BudgetTooSmall as error:
             raise BudgetTooSmall(budget.total_for(error.needed), budget.total, "memory_budget: the step") from error
     clock.append(time.perf_counter())
-    if found != "hit":
+    if cache_use is not PlanCacheUse.HIT:
         verify(sized, plan)
         if cache is not None:
             cache.store(key, plan)
@@ -325,15 +337,21 @@ def _compile(
     options.gather(captured.constants.values())
     clean = _host_bytes(model, captured)
     _check_host_memory(options.host_memory, sum(t.numel() for t in clean.values()), plan.host_memory)
-    return CompiledStep(captured, graph, plan, records, clean, budget, options.engine, seconds, found)
+    return CompiledStep(captured, graph, plan, records, clean, budget, options.engine, seconds, cache_use)
+
+
+def _cache_use(cache: PlanCache | None, plan: MemGraph | None) -> PlanCacheUse:
+    if cache is None:
+        return PlanCacheUse.OFF
+    return PlanCacheUse.MISS if plan is None else PlanCacheUse.HIT
 
 
 def leaving_bytes(captured: CapturedStep) -> dict[str, int]:
     """Name → bytes of the user's copy of each output, or of its memory outside the arena. A loss takes none."""
-    outside = [b for b in captured.bindings if b.source == "outside"]
+    outside = (b for b in captured.bindings if b.source is InputSource.OUTSIDE)
+    returned: list[ValueBinding | InputBinding] = [*captured.outputs, *outside]
     return {
-        o.name: math.prod(o.spec.shape) * getattr(torch, o.spec.dtype).itemsize if o.spec.shape else 0
-        for o in (*captured.outputs, *outside)
+        o.name: math.prod(o.spec.shape) * getattr(torch, o.spec.dtype).itemsize if o.spec.shape else 0 for o in returned
     }
 
 
@@ -383,10 +401,10 @@ def machine_of(engine: EngineOptions) -> Machine | None:
     return Machine(h2d=link, d2h=link)
 
 
-def _check_host_memory(given: int, weights: int, offloads: int) -> None:
-    if weights + offloads > given:
+def _check_host_memory(host_memory: int, weights: int, offloads: int) -> None:
+    if weights + offloads > host_memory:
         raise ConfigError(
-            f"host_memory: {format_size(given)} is too small; frozen weights take {format_size(weights)} "
+            f"host_memory: {format_size(host_memory)} is too small; frozen weights take {format_size(weights)} "
             f"and offloaded values {format_size(offloads)}"
         )
 
@@ -394,16 +412,16 @@ def _check_host_memory(given: int, weights: int, offloads: int) -> None:
 def _host_bytes(model: torch.nn.Module, captured: CapturedStep) -> dict[int, torch.Tensor]:
     """INPUT vertex → its bytes on the host, for everything the plan may drop and load again."""
     named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    found = {}
+    host_bytes = {}
     for binding in captured.bindings:
-        if binding.source == "constant":
+        if binding.source is InputSource.CONSTANT:
             # One on a device has no elements.
-            found[binding.vertex] = bytes_of(live_constant(captured, binding).detach().cpu())
-        elif binding.source in ("frozen", "buffer"):
+            host_bytes[binding.vertex] = bytes_of(live_constant(captured, binding).detach().cpu())
+        elif binding.source in (InputSource.FROZEN, InputSource.BUFFER):
             if binding.name not in named:
                 raise CaptureError(f"{binding.name}: captured as a {binding.source}, but the model no longer has it")
-            found[binding.vertex] = bytes_of(named[binding.name].detach())
-    return found
+            host_bytes[binding.vertex] = bytes_of(named[binding.name].detach())
+    return host_bytes
 
 
 def describe(step: CompiledStep) -> str:

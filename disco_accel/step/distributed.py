@@ -50,29 +50,29 @@ def check_not_sharded(name: str, parameter: torch.nn.Parameter) -> None:
         raise ConfigError(f"{name}: ZeRO stage 3 has sharded this weight; {REPLACED}; {_WAYS_OUT}")
 
 
-def stay_home(model: torch.nn.Module) -> None:
+def exclude_from_collectives(model: torch.nn.Module) -> None:
     """Mark frozen weights and buffers so that neither DDP nor DeepSpeed broadcasts or reduces them.
 
     For weights on the host beside adapters on a device, which no collective takes together. Each process has read the
     same weights itself; ``check_same`` makes sure of it.
     """
-    model.__dict__[_DDP] = [*getattr(model, _DDP, ()), *(name for name, _ in at_home(model))]
+    model.__dict__[_DDP] = [*getattr(model, _DDP, ()), *(name for name, _ in frozen_tensors(model))]
     for parameter in model.parameters():
         if not parameter.requires_grad:
             setattr(parameter, _DEEPSPEED, True)
 
 
-def leave_home(model: torch.nn.Module) -> None:
-    """Undo ``stay_home``."""
-    ours = {name for name, _ in at_home(model)}
-    kept = [name for name in model.__dict__.pop(_DDP, ()) if name not in ours]
-    if kept:
-        model.__dict__[_DDP] = kept
+def include_again(model: torch.nn.Module) -> None:
+    """Undo ``exclude_from_collectives``."""
+    ours = {name for name, _ in frozen_tensors(model)}
+    others = [name for name in model.__dict__.pop(_DDP, ()) if name not in ours]
+    if others:
+        model.__dict__[_DDP] = others
     for parameter in model.parameters():
         parameter.__dict__.pop(_DEEPSPEED, None)
 
 
-def at_home(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def frozen_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Frozen weights and buffers of ``model`` by every name they have."""
     yield from ((n, p) for n, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad)
     yield from model.named_buffers(remove_duplicate=False)

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import torch
 
 from disco_accel.step.fitted_batch import FittedBatch
+from disco_accel.step.observer import Observer
+from disco_accel.step.step_stats import RunCounts
 
 ContextFactory = Callable[[], AbstractContextManager[Any]]
 """Makes a context that a trace runs in."""
@@ -26,11 +28,8 @@ class Frontend(Protocol):
     def give_up(self, fitted: FittedBatch, batch: Mapping[str, Any]) -> FittedBatch:
         """``batch`` as it is: ``fitted`` does not fit the budget."""
 
-    def on_step(self, plans: int, hits: int, steps: int) -> None:
-        """Told after each planned step: plans made, steps that had theirs already, steps so far."""
-
-    def on_plan(self) -> None:
-        """Told whenever a plan has been made."""
+    def observer(self, counts: RunCounts) -> Observer:
+        """What this side wants to be told; ``counts`` are up to date by then."""
 
     def stats(self) -> dict[str, Any]:
         """What ``stats(model)`` shows of this side."""

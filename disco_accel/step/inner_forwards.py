@@ -12,6 +12,7 @@ import torch
 
 from disco_accel.step.capture_lock import in_capture
 from disco_accel.step.dynamo import not_compiled
+from disco_accel.step.observer import Fallback
 
 if TYPE_CHECKING:
     from disco_accel.step.session import Session
@@ -57,14 +58,14 @@ class InnerForwards:
 def _watch(
     state: weakref.ref[Session], name: str, module: torch.nn.Module, before: Callable[..., Any] | None
 ) -> Callable[..., Any]:
-    own = before or module._call_impl
+    original = before or module._call_impl
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or in_capture() or getattr(_thread, "inside", False):
-            return own(*args, **kwargs)
+            return original(*args, **kwargs)
         _count(state, name)
         with own_forward_runs():
-            return own(*args, **kwargs)
+            return original(*args, **kwargs)
 
     # One that ``Module.compile`` has put there is still compiled.
     call._disco = before is None  # type: ignore[attr-defined]
@@ -76,11 +77,12 @@ def _count(reference: weakref.ref[Session], name: str) -> None:
     state = reference()
     if state is None:
         return
-    state.counts["inner_forwards"] += 1
-    state.say_once(
+    reason = (
         f"{name}: called itself, past the model that is prepared, so that it runs without a plan and outside the "
         "memory budget; call the prepared model, or prepare this module in its place"
     )
+    state.observers.on_fallback(Fallback.INNER_FORWARD, reason)
+    state.say_once(reason)
 
 
 def inner_models(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:

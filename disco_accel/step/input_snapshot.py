@@ -11,21 +11,21 @@ from disco_accel.native.host_memory import WatchedTensors
 _FROZEN = "a frozen weight"
 
 
-class _Norms:
+class _NormSnapshot:
     """Tensors of any device as they were when this was made, by a norm of each. Making it waits for nothing."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = list(tensors)
-        self._norms = self._look()
+        self._norms = self._compute_norms()
 
-    def _look(self) -> torch.Tensor:
+    def _compute_norms(self) -> torch.Tensor:
         with torch.no_grad():
             norms = torch._foreach_norm(self._tensors, 2, dtype=torch.float32)
             # As words: a NaN is equal to itself.
             return torch.stack(norms).view(torch.int32)
 
     def changed(self) -> bool:
-        return not torch.equal(self._look(), self._norms)
+        return not torch.equal(self._compute_norms(), self._norms)
 
 
 def versions_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
@@ -33,7 +33,7 @@ def versions_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     return {name: 0 if tensor.is_inference() else tensor._version for name, tensor in tensors.items()}
 
 
-class Seen:
+class InputSnapshot:
     """The tensors that a step was given, and the frozen weights, as they are when this is made.
 
     ``trainable``: the model's own parameters by name. ``batch``: what the step got, by name. Versions are autograd's:
@@ -44,13 +44,13 @@ class Seen:
     def __init__(
         self, trainable: Mapping[str, torch.Tensor], batch: Mapping[str, torch.Tensor], frozen: WatchedTensors
     ) -> None:
-        self._given = {**batch, **trainable}
-        self._versions = versions_of(self._given)
+        self._tensors = {**batch, **trainable}
+        self._versions = versions_of(self._tensors)
         # Replaced, not changed, when the weights are looked at again: what this forward saw stays here.
         self._frozen = frozen
         weights = [t for t in trainable.values() if t.numel()]
         host = all(t.device.type == "cpu" for t in weights)
-        self._content = (WatchedTensors(weights) if host else _Norms(weights)) if weights else None
+        self._content = (WatchedTensors(weights) if host else _NormSnapshot(weights)) if weights else None
 
     def changed(self, *, content: bool) -> str | None:
         """What was changed since, for a message; ``content``: look for writes that versions miss as well."""
@@ -58,7 +58,7 @@ class Seen:
 
     def begin_check(self, *, content: bool) -> str | None:
         """As ``changed``, but for frozen weights that must be read to know: that goes on until ``finish_check``."""
-        for name, version in versions_of(self._given).items():
+        for name, version in versions_of(self._tensors).items():
             if version != self._versions[name]:
                 return name
         if content and self._content is not None and self._content.changed():

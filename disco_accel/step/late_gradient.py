@@ -29,15 +29,15 @@ class _Elsewhere(torch.autograd.Function):
 
     @staticmethod
     @not_compiled
-    def backward(ctx: Any, tangent: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        found = {} if tangent is None else ctx.gradients(tangent)
-        return (None, None, None, *(found.get(name) for name in ctx.names))
+    def backward(ctx: Any, tangent: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        gradients = {} if tangent is None else ctx.gradients(tangent)
+        return (None, None, None, *(gradients.get(name) for name in ctx.names))
 
 
 def with_gradient(value: torch.Tensor, parameters: Mapping[str, torch.Tensor], gradients: Gradients) -> torch.Tensor:
     """``value`` as a function of ``parameters`` whose backward is ``gradients``."""
-    result: torch.Tensor = _Elsewhere.apply(value, gradients, tuple(parameters), *parameters.values())
-    return result
+    apply: Callable[..., torch.Tensor] = _Elsewhere.apply
+    return apply(value, gradients, tuple(parameters), *parameters.values())
 
 
 class _Together(torch.autograd.Function):
@@ -52,15 +52,16 @@ class _Together(torch.autograd.Function):
         return tuple(tensor.detach() for tensor in tensors[: len(paths)])
 
     @staticmethod
-    def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         arrived = {path: t for path, t in zip(ctx.paths, tangents, strict=True) if t is not None}
-        found = ctx.gradients(arrived) if arrived else {}
-        return (None, None, None, *(None for _ in ctx.paths), *(found.get(name) for name in ctx.names))
+        gradients = ctx.gradients(arrived) if arrived else {}
+        return (None, None, None, *(None for _ in ctx.paths), *(gradients.get(name) for name in ctx.names))
 
 
 def with_gradients(
     values: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor], gradients: GradientsOf
 ) -> dict[str, torch.Tensor]:
     """``values`` as functions of ``parameters``, which ``gradients`` differentiates together."""
-    made: Any = _Together.apply(tuple(values), gradients, tuple(parameters), *values.values(), *parameters.values())
+    apply: Callable[..., tuple[torch.Tensor, ...]] = _Together.apply
+    made = apply(tuple(values), gradients, tuple(parameters), *values.values(), *parameters.values())
     return dict(zip(values, made, strict=True))

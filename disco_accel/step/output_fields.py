@@ -10,17 +10,17 @@ import torch
 _PLAIN = (str, bytes, int, float, complex, bool, type, torch.nn.Module, torch.dtype, torch.device)
 
 
-def leaves(value: Any, path: str, seen: set[int] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+def leaves(value: Any, path: str, visited: set[int] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """Dotted path → each tensor in ``value``, in the terms of ``field_at``."""
-    seen = set() if seen is None else seen
+    visited = set() if visited is None else visited
     if isinstance(value, torch.Tensor):
         yield path, value
         return
-    if id(value) in seen:
+    if id(value) in visited:
         return
-    seen.add(id(value))
+    visited.add(id(value))
     for name, item in _items(value):
-        yield from leaves(item, f"{path}.{name}", seen)
+        yield from leaves(item, f"{path}.{name}", visited)
 
 
 def _items(value: Any) -> list[tuple[str, Any]]:

@@ -7,18 +7,18 @@ engine meanwhile: the pending step is then suspended and rerun from its own inpu
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from disco_accel.capture.captured_step import InputSource
 from disco_accel.capture.fake_inputs import batch_tensors
 from disco_accel.errors import ExecutionError, Stalled
 from disco_accel.step.compile import CompiledStep
 from disco_accel.step.dynamo import not_compiled
-from disco_accel.step.input_snapshot import Seen
+from disco_accel.step.input_snapshot import InputSnapshot
 from disco_accel.step.rng_state import generator_from, generator_state, kept_on_failure
 from disco_accel.step.step_key import model_state
 
@@ -30,7 +30,7 @@ logger = logging.getLogger("disco_accel")
 
 
 class PendingStep:
-    """One step in flight. ``externals`` are the caller's tensors by INPUT vertex id, ``seen`` notes how they were.
+    """One step in flight. ``externals`` are the caller's tensors by INPUT vertex id, ``inputs`` notes how they were.
 
     ``generator``: where the user's random generator stood when the forward began.
     """
@@ -46,7 +46,7 @@ class PendingStep:
         self.model = model
         self.step = step
         self.externals = dict(externals)
-        self.seen = self._look()
+        self.inputs = self._snapshot_inputs()
         self.python = model_state(model).for_backward()
         self.generator = generator_state(step)
         self.running = False
@@ -55,11 +55,11 @@ class PendingStep:
         self.outputs: dict[str, torch.Tensor] = {}
         self.traced = state.trace_wanted()
 
-    def _look(self) -> Seen:
+    def _snapshot_inputs(self) -> InputSnapshot:
         assert self.step.parameters is not None
-        trainable = {b.name: self.step.parameters[b.name] for b in self.step.vertices_of("trainable")}
-        batch = {b.name: self.externals[b.vertex] for b in self.step.vertices_of("batch")}
-        return Seen(trainable, batch, self.state.weights_seen)
+        trainable = {b.name: self.step.parameters[b.name] for b in self.step.vertices_of(InputSource.TRAINABLE)}
+        batch = {b.name: self.externals[b.vertex] for b in self.step.vertices_of(InputSource.BATCH)}
+        return InputSnapshot(trainable, batch, self.state.weights_seen)
 
     def forward(self) -> list[torch.Tensor]:
         """Start the step and return copies of its outputs once they are ready; the rest waits at the gate."""
@@ -72,16 +72,14 @@ class PendingStep:
                 # Residents are older than a write that came before this forward.
                 self.suspend()
                 self.state.make_current(self.model, self.step)
-                self.seen = self._look()
+                self.inputs = self._snapshot_inputs()
                 with generator_from(self.step, self.generator):
                     self._take_engine()
         outputs, _ = self.step.groups
         return self.step.executor.leave(outputs)
 
     def _take_engine(self) -> None:
-        self.state.abandon_active()
-        # Weak: the autograd graph alone keeps a step alive, so that dropping the loss frees the engine.
-        self.state.active = weakref.ref(self)
+        self.state.take_engine(self)
         self.running = True
         if self.traced:
             self.step.executor.set_tracing(True)
@@ -99,30 +97,31 @@ class PendingStep:
         self.state.require_own_process()
         with self.state.lock:
             # A step that still runs has read what it needs, as eager has; one that is run again reads all of it again.
-            self._require(self._python_change() or self.seen.begin_check(content=not self.running))
+            self._require(self._python_change() or self.inputs.begin_check(content=not self.running))
             if not self.running:
-                self._require(self.seen.finish_check())
+                self._require(self.inputs.finish_check())
                 self.state.make_current(self.model, self.step)
                 with generator_from(self.step, self.generator):
                     self._take_engine()
             executor = self.step.executor
-            late = {b.vertex: tangents[b.name].contiguous() for b in self.step.vertices_of("tangent")}
+            late = {b.vertex: tangents[b.name].contiguous() for b in self.step.vertices_of(InputSource.TANGENT)}
             with kept_on_failure(self.step):
                 try:
                     executor.run_end(late)
-                    self._require(self.seen.finish_check())
+                    self._require(self.inputs.finish_check())
                     leaving = executor.leave(self.step.groups[1])
                 except BaseException:
                     with suppress(Stalled):
                         self.suspend()
                     # Nothing reads the weights behind the caller's back.
-                    self.seen.finish_check()
+                    self.inputs.finish_check()
                     raise
             self._release()
             if self.traced:
                 self.traced = False
                 self.state.report(self.step)
                 executor.set_tracing(False)
+            self.state.observers.on_backward(self.step)
             return {g.name: copy for g, copy in zip(self.step.captured.gradients, leaving, strict=True)}
 
     def suspend(self) -> None:
@@ -133,8 +132,7 @@ class PendingStep:
 
     def _release(self) -> None:
         self.running = False
-        if self.state.active is not None and self.state.active() is self:
-            self.state.active = None
+        self.state.release_engine(self)
 
     def _python_change(self) -> str | None:
         """What a backward's own Python code would read otherwise than the capture did, for a message."""
@@ -185,7 +183,7 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     @not_compiled
-    def backward(ctx: Any, tangent: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, tangent: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if tangent is None:
             return (None, None, None, *(None for _ in ctx.names))
         if torch.is_grad_enabled():
@@ -218,17 +216,20 @@ def externals_of(
         # Part of a field, a hidden state say, need not be reached by all that the loss is.
         if step.captured.gradients and "." not in step.captured.outputs[0].name:
             _check_gradients(state, step, step.parameters)
-    given = batch_tensors(batch)
-    _check_rows(step, given)
-    inputs = {name: t.to(state.device, non_blocking=True) for name, t in given.items()}
-    tensors = {"trainable": step.parameters, "batch": inputs}
+    on_caller_device = batch_tensors(batch)
+    _check_rows(step, on_caller_device)
+    inputs = {name: t.to(state.device, non_blocking=True) for name, t in on_caller_device.items()}
+    tensors: dict[InputSource, Mapping[str, torch.Tensor]] = {
+        InputSource.TRAINABLE: step.parameters,
+        InputSource.BATCH: inputs,
+    }
     return {b.vertex: tensors[b.source][b.name].detach() for b in step.externals}
 
 
-def _check_rows(step: CompiledStep, given: Mapping[str, torch.Tensor]) -> None:
+def _check_rows(step: CompiledStep, tensors: Mapping[str, torch.Tensor]) -> None:
     """Token ids outside the vocabulary are named here; the engine knows the op alone, and a GPU not even that."""
     for name, rows in step.row_limits.items():
-        tensor = given[name]
+        tensor = tensors[name]
         # Elsewhere a look would wait for the device.
         if tensor.device.type != "cpu" or not tensor.numel():
             continue
@@ -242,12 +243,12 @@ def _check_rows(step: CompiledStep, given: Mapping[str, torch.Tensor]) -> None:
 
 def _check_gradients(state: Session, step: CompiledStep, parameters: Mapping[str, torch.Tensor]) -> None:
     """Nothing trains silently without its gradient: what eager leaves out too is told, anything else an error."""
-    given = {gradient.name for gradient in step.captured.gradients}
-    if not given <= parameters.keys():
-        raise ExecutionError(f"{sorted(given - parameters.keys())[0]}: its gradient has no parameter to go to")
-    without = sorted(parameters.keys() - given)
-    if without and without != state.without_gradient:
-        state.without_gradient = without
+    with_gradient = {gradient.name for gradient in step.captured.gradients}
+    if not with_gradient <= parameters.keys():
+        raise ExecutionError(f"{sorted(with_gradient - parameters.keys())[0]}: its gradient has no parameter to go to")
+    without = sorted(parameters.keys() - with_gradient)
+    if without and without != state.counts.without_gradient:
+        state.counts.without_gradient = without
         logger.warning(
             "%d of %d trainable parameters do not reach the loss and get no gradient, as in eager mode: %s",
             len(without),
@@ -262,7 +263,7 @@ def run_step(
     step: CompiledStep,
     batch: Mapping[str, Any],
     compare: Callable[..., None] | None = None,
-) -> tuple[list[torch.Tensor], Seen]:
+) -> tuple[list[torch.Tensor], InputSnapshot]:
     """Run the forward part of ``step``; the first output's backward runs the rest, then ``compare`` on its results.
 
     Returns the outputs, and what the step was given as it was then.
@@ -272,5 +273,6 @@ def run_step(
     pending = PendingStep(state, model, step, externals)
     pending.compare = compare
     others: list[torch.Tensor] = []
-    first: torch.Tensor = _Step.apply(pending, tuple(step.parameters), others, *step.parameters.values())
-    return [first, *others], pending.seen
+    apply: Callable[..., torch.Tensor] = _Step.apply
+    first = apply(pending, tuple(step.parameters), others, *step.parameters.values())
+    return [first, *others], pending.inputs

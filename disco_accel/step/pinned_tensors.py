@@ -30,7 +30,7 @@ class _Shared:
     @classmethod
     def of(cls, tensors: list[torch.Tensor]) -> _Shared:
         """``tensors`` of one storage."""
-        begins = [t.storage_offset() * t.element_size() for t in tensors]
+        begins = [int(t.storage_offset()) * t.element_size() for t in tensors]
         ends = [begin + footprint(t) for begin, t in zip(begins, tensors, strict=True)]
         # Aligned as before: the bits of some of ATen's kernels depend on it.
         return cls(tuple(tensors), tensors[0].device, min(begins) // ALIGNMENT * ALIGNMENT, max(ends))
@@ -91,13 +91,13 @@ class PinnedTensors:
             ExecutionError: the system does not allow as much page-locked memory.
         """
         wanted = [t for t in buffers if _is_movable(t)]
-        at_home = {id(t) for t in wanted}
-        plain = [t for t in others if _is_movable(t) and id(t) not in at_home]
+        buffer_ids = {id(t) for t in wanted}
+        plain = [t for t in others if _is_movable(t) and id(t) not in buffer_ids]
         shared = [
             group
             for group in _by_storage([*wanted, *plain])
             if not self._holds(group.tensors[0])
-            and (group.known() if group.device.type == "cpu" else any(id(t) in at_home for t in group.tensors))
+            and (group.known() if group.device.type == "cpu" else any(id(t) in buffer_ids for t in group.tensors))
         ]
         if not shared:
             return

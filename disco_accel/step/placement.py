@@ -12,7 +12,13 @@ import torch
 from disco_accel.errors import ConfigError
 from disco_accel.native.host_memory import HostMemory
 from disco_accel.native.out_of_memory import typed_out_of_memory
-from disco_accel.step.distributed import at_home, check_not_sharded, check_same, leave_home, stay_home
+from disco_accel.step.distributed import (
+    check_not_sharded,
+    check_same,
+    exclude_from_collectives,
+    frozen_tensors,
+    include_again,
+)
 from disco_accel.step.pinned_tensors import PinnedTensors
 from disco_accel.step.state.plain_tensors import move_views, plain_tensors
 
@@ -64,10 +70,10 @@ class Placement:
             for name, buffer in module._buffers.items():
                 # What cannot be moved as it is, such as a sparse one.
                 module._buffers[name] = None if buffer is None else buffer.cpu()
-        stay_home(model)
-        check_same(at_home(model), self._device)
+        exclude_from_collectives(model)
+        check_same(frozen_tensors(model), self._device)
         self._streamed = StreamedEager(model, visitor_of(self._device))
-        model._apply = functools.partial(apply_to_trainable, model)  # type: ignore[method-assign,assignment]
+        model._apply = functools.partial(apply_to_trainable, model)  # type: ignore[method-assign]
 
     @typed_out_of_memory("moving the frozen weights into one piece of host memory")
     def gather(self, constants: Iterable[torch.Tensor] = ()) -> None:
@@ -82,12 +88,12 @@ class Placement:
         frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         for name, parameter in frozen.items():
             check_not_sharded(name, parameter)
-        homeless = [p for p in frozen.values() if not any(arena.holds(p) for arena in self._arenas)]
-        if homeless:
+        outside_arenas = [p for p in frozen.values() if not any(arena.holds(p) for arena in self._arenas)]
+        if outside_arenas:
             self._arenas = [arena for arena in self._arenas if any(arena.holds(p) for p in frozen.values())]
-            self._arenas.append(HostMemory(HostMemory.room_for(homeless)))
-        views = [*plain_tensors(model), *model.buffers()] if homeless else []
-        for parameter in homeless:
+            self._arenas.append(HostMemory(HostMemory.room_for([*outside_arenas])))
+        views = [*plain_tensors(model), *model.buffers()] if outside_arenas else []
+        for parameter in outside_arenas:
             old = parameter.data
             self._move(parameter, self._arenas[-1].adopt(old))
             move_views(views, old, parameter.data)
@@ -113,7 +119,7 @@ class Placement:
             self._streamed = None
             if model is not None:
                 del model.__dict__["_apply"]
-                leave_home(model)
+                include_again(model)
         views = [*plain_tensors(model), *model.buffers()] if model is not None else []
         for reference, device in self._moved:
             parameter = reference()
@@ -128,7 +134,7 @@ class Placement:
 def apply_to_trainable(
     model: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
 ) -> torch.nn.Module:
-    """What ``Module._apply`` does for ``.to(device)`` and its kin, with the frozen weights and buffers left at home.
+    """What ``Module._apply`` does for ``.to(device)`` and its kin, with frozen weights and buffers left on the host.
 
     Raises:
         ConfigError: ``fn`` changes the dtype of frozen weights.
@@ -164,9 +170,9 @@ class StreamedEager:
         for module in model.modules():
             tensors = [t for table in (module._parameters, module._buffers) for t in table.values() if t is not None]
             if any(not t.requires_grad for t in tensors):
-                home: list[_Home] = []
-                arrive = functools.partial(_arrive, visit, self.visitors, home)
-                leave = functools.partial(_leave, self.visitors, home)
+                on_host: list[_HostTensor] = []
+                arrive = functools.partial(_arrive, visit, self.visitors, on_host)
+                leave = functools.partial(_leave, self.visitors, on_host)
                 self._handles.append(module.register_forward_pre_hook(arrive))
                 self._handles.append(module.register_forward_hook(leave, always_call=True))
 
@@ -176,14 +182,14 @@ class StreamedEager:
             handle.remove()
 
 
-_Home = tuple[dict[str, Any], str, torch.Tensor]
+_HostTensor = tuple[dict[str, Any], str, torch.Tensor]
 """A table of a module, a name in it, and the tensor that belongs there."""
 
 
 def _arrive(
     visit: Callable[[torch.Tensor], torch.Tensor],
     visitors: dict[int, torch.Tensor],
-    home: list[_Home],
+    on_host: list[_HostTensor],
     module: torch.nn.Module,
     *_: Any,
 ) -> None:
@@ -193,14 +199,14 @@ def _arrive(
                 continue
             visitor = visit(tensor)
             if visitor is not tensor:
-                home.append((table, name, tensor))
+                on_host.append((table, name, tensor))
                 visitors[visitor.untyped_storage().data_ptr()] = tensor
                 table[name] = visitor  # type: ignore[assignment]
 
 
-def _leave(visitors: dict[int, torch.Tensor], home: list[_Home], *_: Any) -> None:
-    while home:
-        table, name, tensor = home.pop()
+def _leave(visitors: dict[int, torch.Tensor], on_host: list[_HostTensor], *_: Any) -> None:
+    while on_host:
+        table, name, tensor = on_host.pop()
         visitor = table.get(name)
         if visitor is not None:
             visitors.pop(visitor.untyped_storage().data_ptr(), None)

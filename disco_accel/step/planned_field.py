@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from disco_accel.capture.step import NoSuchOutput
 from disco_accel.errors import CaptureError
-from disco_accel.step.advice import advised
+from disco_accel.step.capture_remedies import advised
 from disco_accel.step.compile import CompiledStep
 from disco_accel.step.fitted_batch import FittedBatch
 from disco_accel.step.output_usage import OutputUsage
@@ -18,14 +18,8 @@ if TYPE_CHECKING:
     from disco_accel.step.session import Session
 
 
-def uses_of(state: Session, key: StepKey, fitted: FittedBatch) -> OutputUsage:
-    """What the user does with the outputs of steps of ``key``; at first what was done with those of other shapes."""
-    usual = state.usual_field if fitted.batch.get("labels") is None else None
-    return state.uses.setdefault(key, OutputUsage(differentiated=usual))
-
-
 def compiled_for_use(
-    state: Session, model: torch.nn.Module, fitted: FittedBatch, uses: OutputUsage, key: StepKey
+    state: Session, model: torch.nn.Module, fitted: FittedBatch, usage: OutputUsage, key: StepKey
 ) -> CompiledStep:
     """The plan of this step for what is differentiated: of outputs without loss and logits the first field that can be,
     as models that make embeddings return them. Who differentiates another one gets it planned at the first backward.
@@ -34,7 +28,7 @@ def compiled_for_use(
         CaptureError: no field can be, or the step cannot be captured; says what would work, where that is known.
     """
     try:
-        return _compiled(state, model, fitted, uses, key)
+        return _compiled(state, model, fitted, usage, key)
     except NoSuchOutput:
         raise
     except CaptureError as error:
@@ -46,19 +40,19 @@ def compiled_for_use(
 
 
 def _compiled(
-    state: Session, model: torch.nn.Module, fitted: FittedBatch, uses: OutputUsage, key: StepKey
+    state: Session, model: torch.nn.Module, fitted: FittedBatch, usage: OutputUsage, key: StepKey
 ) -> CompiledStep:
     try:
-        return state.compiled(model, fitted, uses.outputs(fitted.batch), key)
+        return state.compiled(model, fitted, usage.outputs(fitted.batch), key)
     except NoSuchOutput as error:
-        first, before = error, uses.differentiated
+        first, before = error, usage.differentiated
     for name in first.fields:
-        uses.differentiated = name
+        usage.differentiated = name
         try:
-            step = state.compiled(model, fitted, uses.outputs(fitted.batch), key)
+            step = state.compiled(model, fitted, usage.outputs(fitted.batch), key)
         except NoSuchOutput:
             continue
-        state.usual_field = name
+        state.usage.usual_field = name
         return step
-    uses.differentiated = before
+    usage.differentiated = before
     raise first

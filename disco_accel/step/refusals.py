@@ -15,10 +15,10 @@ _BITSANDBYTES = {"Params4bit": "bitsandbytes, 4 bits", "Int8Params": "bitsandbyt
 def require_plain_weights(model: torch.nn.Module) -> None:
     """Raises ConfigError for quantised weights, which are more than the bytes that a plan would move, and for weights
     that Accelerate moves."""
-    found = _quantised(model)
-    if found is not None:
+    quantised = _quantised(model)
+    if quantised is not None:
         raise ConfigError(
-            f"quantised weights cannot be planned: {found}; load the model without quantization_config, with "
+            f"quantised weights cannot be planned: {quantised}; load the model without quantization_config, with "
             "dtype=torch.bfloat16: memory_budget then decides how many of its weights are on the device at a time"
         )
     for name, module in model.named_modules():

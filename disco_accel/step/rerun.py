@@ -18,8 +18,9 @@ from disco_accel.capture.step import UNREACHED, field_at
 from disco_accel.errors import CaptureError, ExecutionError
 from disco_accel.step.compile import CompiledStep
 from disco_accel.step.fitted_batch import FittedBatch
-from disco_accel.step.input_snapshot import Seen, versions_of
+from disco_accel.step.input_snapshot import InputSnapshot, versions_of
 from disco_accel.step.late_gradient import with_gradient, with_gradients
+from disco_accel.step.observer import Fallback
 from disco_accel.step.output_fields import leaves, with_leaves
 from disco_accel.step.output_usage import HABIT, Outputs, OutputUsage
 from disco_accel.step.pending import PendingStep, externals_of
@@ -33,19 +34,19 @@ logger = logging.getLogger("disco_accel")
 
 
 @dataclass
-class Again:
+class Rerun:
     """What a forward was given, and what came of running it again as the model's own."""
 
     state: Session
     model: torch.nn.Module
     fitted: FittedBatch
     step: CompiledStep
-    uses: OutputUsage
+    usage: OutputUsage
     generator: torch.Tensor | None
     autocast: AutocastState
     key: StepKey
-    seen: Seen
-    own: Any = None
+    inputs: InputSnapshot
+    eager_output: Any = None
 
     def __post_init__(self) -> None:
         # The step may have had a copy of the batch on its device; a forward of the model's own reads these.
@@ -69,28 +70,28 @@ class Again:
 
     def fields(self) -> tuple[str, ...]:
         """Names of the fields that the model's own output has, in their order. Raises as reading one does."""
-        if self.uses.fields is None:
-            own = self._own("its fields")
-            self.uses.fields = tuple(own.keys()) if isinstance(own, Mapping) else ()
-        return self.uses.fields
+        if self.usage.fields is None:
+            output = self._eager_output("its fields")
+            self.usage.fields = tuple(output.keys()) if isinstance(output, Mapping) else ()
+        return self.usage.fields
 
-    def _own(self, name: str) -> Any:
-        if self.own is None:
+    def _eager_output(self, name: str) -> Any:
+        if self.eager_output is None:
             self._check_readable(name)
             # The draws are those of the step's own forward, and the user's generator does not notice.
-            draws, circumstances = generator_from(self.step, self.generator), self._circumstances()
-            with self.state.gate.eager(), torch.no_grad(), draws, circumstances, self._step_kernels():
-                self.own = self.state.original_forward(**self.batch)
-        return self.own
+            draws, autocast = generator_from(self.step, self.generator), self._autocast_of_forward()
+            with self.state.gate.eager(), torch.no_grad(), draws, autocast, self._step_kernels():
+                self.eager_output = self.state.original_forward(**self.batch)
+        return self.eager_output
 
     def _read(self, name: str) -> Any:
-        if name == "loss" and self.batch.get("labels") is None and self.uses.differentiated is None:
+        if name == "loss" and self.batch.get("labels") is None and self.usage.differentiated is None:
             return None
-        value = getattr(self._own(name), name)
+        value = getattr(self._eager_output(name), name)
         if not isinstance(value, torch.Tensor):
             return self._differentiable_inside(name, value)
-        self.uses.read[name] += 1
-        if self.uses.read[name] == HABIT:
+        self.usage.read[name] += 1
+        if self.usage.read[name] == HABIT:
             logger.info("the model's %s are read: steps are planned with them from now on", name)
         return self.differentiable(name, value)
 
@@ -111,10 +112,10 @@ class Again:
 
     def _gradients(self, name: str, tangent: torch.Tensor) -> dict[str, torch.Tensor]:
         """Runs the step that differentiates ``name``, from this forward's inputs."""
-        if self.uses.differentiated != name:
+        if self.usage.differentiated != name:
             logger.info("%s: a gradient is asked for; steps are planned for it from now on", name)
-        self.uses.differentiated = name
-        return self._run({name: tangent}, self.uses.outputs(self.batch))
+        self.usage.differentiated = name
+        return self._run({name: tangent}, self.usage.outputs(self.batch))
 
     def _gradients_of(self, tangents: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Runs the step that differentiates all of ``tangents``, from this forward's inputs."""
@@ -131,7 +132,7 @@ class Again:
             )
         with self.state.lock:
             try:
-                with torch.enable_grad(), self._circumstances():
+                with torch.enable_grad(), self._autocast_of_forward():
                     step = self.state.compiled(self.model, self.fitted, outputs, differentiated=len(tangents))
             except CaptureError as error:
                 if str(error).startswith(UNREACHED):
@@ -140,7 +141,7 @@ class Again:
             externals = externals_of(self.state, self.model, step, self.batch)
             pending = PendingStep(self.state, self.model, step, externals)
             # As if it had been made at the forward: its backward refuses what has changed since.
-            pending.generator, pending.seen = self.generator, self.seen
+            pending.generator, pending.inputs = self.generator, self.inputs
             return pending.backward(tangents)
 
     def _eager_gradients(self, tangents: Mapping[str, torch.Tensor], error: CaptureError) -> dict[str, torch.Tensor]:
@@ -151,16 +152,18 @@ class Again:
                 f"{names}: a gradient is asked for, and a step that gives it cannot be planned ({error}); detach() it, "
                 "or set on_unsupported: eager"
             ) from error
+        self.state.observers.on_fallback(Fallback.GRADIENTS, str(error))
         self.state.say_once(f"{names}: gradients are made in eager mode, outside the memory budget: {error}")
         assert self.step.parameters is not None
-        draws, circumstances = generator_from(self.step, self.generator), self._circumstances()
+        draws, autocast = generator_from(self.step, self.generator), self._autocast_of_forward()
         # The step's kernels in the backward too, which may recompute.
-        with torch.enable_grad(), draws, circumstances, self._step_kernels():
-            own = self.state.original_forward(**self.batch)
-            pairs = [(v, t) for n, t in tangents.items() if (v := field_at(own, n)).requires_grad]
-            values, given = [v for v, _ in pairs], [t for _, t in pairs]
-            found = torch.autograd.grad(values, list(self.step.parameters.values()), given, allow_unused=True)
-        return {n: g for n, g in zip(self.step.parameters, found, strict=True) if g is not None}
+        with torch.enable_grad(), draws, autocast, self._step_kernels():
+            output = self.state.original_forward(**self.batch)
+            pairs = [(v, t) for n, t in tangents.items() if (v := field_at(output, n)).requires_grad]
+            values, value_tangents = [v for v, _ in pairs], [t for _, t in pairs]
+            parameters = list(self.step.parameters.values())
+            gradients = torch.autograd.grad(values, parameters, value_tangents, allow_unused=True)
+        return {n: g for n, g in zip(self.step.parameters, gradients, strict=True) if g is not None}
 
     def _step_kernels(self) -> AbstractContextManager[None]:
         """Attention by the step's kernel, whose dropout is another than cuDNN's."""
@@ -172,7 +175,7 @@ class Again:
             return
         planned = ""
         if name == "logits":
-            self.uses.read[name] = max(HABIT, self.uses.read[name])
+            self.usage.read[name] = max(HABIT, self.usage.read[name])
             planned = "; steps are planned with it from now on"
         raise ExecutionError(
             f"{name}: {changed} was changed since this step's forward, which was not planned to return {name}, so that "
@@ -181,18 +184,18 @@ class Again:
 
     def _changed(self) -> str | None:
         """What keeps a forward made now from being the step's own forward."""
-        changed = self.seen.changed(content=True)
+        changed = self.inputs.changed(content=True)
         if changed is not None:
             return changed
         for name, version in versions_of(batch_tensors(self.batch)).items():
             if version != self._batch_versions[name]:
                 return name
-        with torch.enable_grad(), self._circumstances():
+        with torch.enable_grad(), self._autocast_of_forward():
             same = step_key(self.model, self.batch) == self.key
         return None if same else "the model's mode, an adapter, or a setting of PyTorch's"
 
     @contextmanager
-    def _circumstances(self) -> Iterator[None]:
+    def _autocast_of_forward(self) -> Iterator[None]:
         """Autocast as it was at the forward, whatever it is now."""
         with outside_autocast(), autocast_region(self.autocast):
             yield

@@ -1,4 +1,4 @@
-"""What autograd saves for a backward, away from the device: frozen weights at home, all else copied to the host.
+"""What autograd saves for a backward, away from the device: frozen weights where they lie, all else copied to the host.
 
 With it an unplanned forward and backward on a device take no more of its memory than a module and its activations do.
 """
@@ -15,7 +15,7 @@ _SMALL = 4096
 
 
 @contextmanager
-def saved_at_home(
+def saved_on_host(
     device: torch.device, visitors: Mapping[int, torch.Tensor], staying: Iterable[torch.Tensor]
 ) -> Iterator[None]:
     """Inside, tensors on ``device`` are saved on the host; each comes back with its bits and strides.
@@ -27,12 +27,12 @@ def saved_at_home(
 
     def pack(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         address = tensor.untyped_storage().data_ptr()
-        home = visitors.get(address)
+        original = visitors.get(address)
         if tensor.device != device or address in stay:
             return lambda: tensor
-        if home is not None and home.dtype == tensor.dtype:
+        if original is not None and original.dtype == tensor.dtype:
             size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
-            return lambda: home.detach().to(device).as_strided(size, stride, offset)
+            return lambda: original.detach().to(device).as_strided(size, stride, offset)
         if tensor.nbytes <= _SMALL:
             return lambda: tensor
         return _away(tensor.detach())

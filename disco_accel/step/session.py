@@ -17,7 +17,6 @@ import torch
 from disco_accel.config.settings import DiscoConfig
 from disco_accel.errors import CaptureError, ExecutionError
 from disco_accel.execute.executor import EngineOptions, arena_bytes
-from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.native.arena import device_arena
 from disco_accel.native.cuda import release_workspaces, run_device
 from disco_accel.native.host_memory import WatchedTensors
@@ -30,14 +29,16 @@ from disco_accel.step.capture_lock import Gate, capturing
 from disco_accel.step.compile import CompiledStep, CompileOptions, compile_step
 from disco_accel.step.device_check import require_self_check
 from disco_accel.step.dynamo import compiled_note
-from disco_accel.step.fallback import LastFallback
 from disco_accel.step.fitted_batch import FittedBatch
 from disco_accel.step.frontend import ContextFactory, Frontend
-from disco_accel.step.output_usage import Outputs, OutputUsage
+from disco_accel.step.last_fallback import LastFallback
+from disco_accel.step.observer import Observers
+from disco_accel.step.output_usage import Outputs, UsageByStep
 from disco_accel.step.placement import Placement
-from disco_accel.step.progress import Voice, batch_text
+from disco_accel.step.progress_messages import ProgressMessages, batch_text
 from disco_accel.step.state.side_effects import Effects
 from disco_accel.step.step_key import StepKey, model_state, step_key
+from disco_accel.step.step_stats import RunCounts, plan_figures
 from disco_accel.step.verify_steps import StepVerifier
 
 logger = logging.getLogger("disco_accel")
@@ -68,26 +69,24 @@ class Session:
         self.original_forward = model.forward
         self.arguments = Arguments(signature_of(model))
         self.plans: dict[PlanKey, CompiledStep] = {}
-        self.refused: dict[PlanKey, str] = {}
+        self._refused: dict[PlanKey, str] = {}
         self.effects = Effects()
         self.last_fallback = LastFallback()
-        self.uses: dict[StepKey, OutputUsage] = {}
-        self.usual_field: str | None = None
-        self.active: weakref.ref[Suspendable] | None = None
+        self.usage = UsageByStep()
+        self._active: weakref.ref[Suspendable] | None = None
         self.current: CompiledStep | None = None
         self.arena: torch.Tensor | None = None
         self.lock = threading.RLock()
         self.gate = Gate()
-        self.engine_process: int | None = None
+        self._engine_process: int | None = None
         self.weights_seen = WatchedTensors([])
-        self.counts = {"steps_compiled": 0, "steps_eager": 0, "plan_hits": 0, "prefills": 0, "inner_forwards": 0}
-        self.fallbacks: list[str] = []
-        self.without_gradient: list[str] = []
-        self.said: set[str] = set()
-        self.frozen_here: list[torch.nn.Parameter] | None = None
+        self._said: set[str] = set()
+        self.frozen_for_prefill: list[torch.nn.Parameter] | None = None
         """What ``prepare_frozen`` froze; None in training."""
-        self.reports_left = 1 if config.report_dir is not None else 0
-        self.voice = Voice(model)
+        self._reports_left = 1 if config.report_dir is not None else 0
+        self.messages = ProgressMessages(model, self.settings.link_bandwidth)
+        self.counts = RunCounts()
+        self.observers = Observers(self.counts, self.messages, frontend.observer(self.counts))
         self.verifier = StepVerifier(config.verify_steps)
         self.on_restore: list[Callable[[], None]] = []
 
@@ -103,14 +102,14 @@ class Session:
         model: torch.nn.Module,
         fitted: FittedBatch,
         outputs: Outputs,
-        seen: StepKey | None = None,
+        known_key: StepKey | None = None,
         differentiated: int = 1,
     ) -> CompiledStep:
-        """The plan for this batch, made on first sight of its key, which is ``seen`` if that is known already."""
+        """The plan for this batch, made on first sight of its key, which is ``known_key`` if that is known already."""
         batch, cut = fitted.batch, fitted.length is not None and outputs != ("loss",)
         return self.plan_of(
             model,
-            (seen or step_key(model, batch), outputs, differentiated, cut),
+            (known_key or step_key(model, batch), outputs, differentiated, cut),
             lambda: self._training_contexts(model, batch),
             lambda options: compile_step(
                 model,
@@ -138,13 +137,13 @@ class Session:
         what: str,
     ) -> CompiledStep:
         """The plan under ``key``, made by ``compiler`` on first sight. ``what`` it is for is told to the user."""
-        if key in self.refused:
-            raise CaptureError(self.refused[key])
-        found = self.plans.get(key)
-        if found is not None:
-            self.counts["plan_hits"] += 1
+        if key in self._refused:
+            raise CaptureError(self._refused[key])
+        plan = self.plans.get(key)
+        if plan is not None:
+            self.observers.on_plan_hit(plan)
             self.effects.met()
-            return found
+            return plan
         require_self_check(self.device, self.config, self.settings.memory_budget)
         self.effects.admit(key[0].state, model_state(model).difference)
         self.abandon_active()
@@ -156,19 +155,18 @@ class Session:
             watched = functools.partial(self.effects.of_trace, model)
             options = self._compile_options((watched, *contexts()))
             # In this order: whoever waits for forwards of other threads must not hold what those may wait for.
-            with typed_out_of_memory("preparing the step"), self.voice.making(what) as stage, ExitStack() as gates:
+            with typed_out_of_memory("preparing the step"), self.messages.making(what) as stage, ExitStack() as gates:
                 for gate in self.gates():
                     gates.enter_context(gate.tracing())
                 with capturing(), self.effects.of_capture():
                     step = compiler(replace(options, say=stage, captured=gates.close))
         except CaptureError as error:
             if not met_shortage(error):
-                self.refused[key] = str(error)
+                self._refused[key] = str(error)
             raise
         # What the forward changed it has changed: this plan was for the state before.
         self.plans[(*key, len(self.plans)) if self.effects.lasting else key] = step
-        self.voice.planned(step)
-        self.frontend.on_plan()
+        self.observers.on_plan(step)
         return step
 
     def gates(self) -> list[Gate]:
@@ -201,26 +199,37 @@ class Session:
 
     def say_once(self, warning: str) -> None:
         """Log ``warning`` the first time."""
-        if warning not in self.said:
-            self.said.add(warning)
+        if warning not in self._said:
+            self._said.add(warning)
             logger.warning("%s", warning)
 
     def abandon_active(self) -> None:
         """Let another run take the engine; the pending step reruns from its inputs if its backward comes."""
-        pending = self.active() if self.active is not None else None
+        pending = self._active() if self._active is not None else None
         if pending is not None:
             pending.suspend()
-        self.active = None
+        self._active = None
         # A step whose owner was interrupted, or freed by another thread, may still run.
         if self.current is not None and self.current.loaded is not None:
             self.current.executor.abandon()
 
+    def take_engine(self, pending: Suspendable) -> None:
+        """``pending`` runs from now on, in the place of any other step."""
+        self.abandon_active()
+        # Weak: the autograd graph alone keeps a step alive, so that dropping the loss frees the engine.
+        self._active = weakref.ref(pending)
+
+    def release_engine(self, pending: Suspendable) -> None:
+        """``pending`` does not run any more."""
+        if self._active is not None and self._active() is pending:
+            self._active = None
+
     def require_own_process(self) -> None:
         """Raises ExecutionError in a process that was forked after the engine had started."""
         # Before any lock is taken: a thread that held it may not exist here.
-        if self.engine_process not in (None, os.getpid()):
+        if self._engine_process not in (None, os.getpid()):
             raise ExecutionError(
-                f"this model's engine runs in process {self.engine_process}, from which this process was forked; "
+                f"this model's engine runs in process {self._engine_process}, from which this process was forked; "
                 "call restore(model) to use the model here, or start workers with 'spawn'"
             )
 
@@ -251,7 +260,7 @@ class Session:
             self.arena = device_arena(needed, self.device)
         if step.loaded is None:
             step.load(self.arena)
-            self.engine_process = os.getpid()
+            self._engine_process = os.getpid()
         step.executor.invalidate()
         self.weights_seen = WatchedTensors(step.watched_of(model))
         # Products in eager mode have left workspaces on other streams and threads.
@@ -260,11 +269,11 @@ class Session:
 
     def trace_wanted(self) -> bool:
         """Whether the step about to start is the one that ``report_dir`` shows: the first in steady state."""
-        return self.reports_left > 0 and self.counts["steps_compiled"] >= _WARM_STEPS
+        return self._reports_left > 0 and self.counts.steps_compiled >= _WARM_STEPS
 
     def report(self, step: CompiledStep) -> None:
         """Write plan, trace, numbers and picture of the step that just ran into ``report_dir``."""
-        self.reports_left -= 1
+        self._reports_left -= 1
         assert self.config.report_dir is not None
         write_report(self.config.report_dir, step.plan, step.executor.events(), self.stats())
 
@@ -278,33 +287,20 @@ class Session:
             # PyTorch keeps what was freed in pieces of that size, for which the next arena is too large.
             torch.cuda.empty_cache()
 
+    def close(self) -> None:
+        """Free all that the engine holds; the session is over."""
+        self.unload()
+        release_workspaces(self.device)
+        self._engine_process = None
+
     def stats(self) -> dict[str, Any]:
         """Counts, sizes (bytes) and times (seconds)."""
-        result: dict[str, Any] = dict(self.counts)
-        result |= {"fallbacks": list(self.fallbacks), "plans": len(self.plans)}
-        result["without_gradient"] = list(self.without_gradient)
-        result |= self.frontend.stats()
+        result: dict[str, Any] = {**self.counts.as_dict(), **self.frontend.stats()}
         result["budget_bytes"] = self.settings.memory_budget
         step = self.current
-        if step is None:
-            return result
-        step.settle()
-        counters = step.executor.counters()
-        result |= {
-            "arena_bytes": counters["arena_bytes"],
-            "peak_bytes": step.budget.outside + int(counters["touched_bytes"]),
-            "resident_weight_bytes": step.resident_bytes,
-            "offload_bytes": counters["offload_bytes"],
-            "reload_bytes": counters["reload_bytes"],
-            "step_seconds": counters["step_seconds"],
-            "bound_seconds": step.bound_seconds(self.settings.link_bandwidth),
-            "compute_seconds": step.compute_seconds,
-            "compile_seconds": dict(step.seconds),
-            "plan_cache": step.plan_cache,
-            "budget": step.budget.as_dict(),
-            "kernels": sum(v.kind is VertexKind.KERNEL for v in step.plan.vertices),
-            "engine": counters,
-        }
+        if step is not None:
+            step.settle()
+            result |= plan_figures(step, self.settings.link_bandwidth)
         return result
 
 
@@ -314,15 +310,15 @@ def _nothing() -> None:
 
 def find_state(model: torch.nn.Module) -> Session | None:
     """The state of ``model`` or of the module that DDP, ``torch.compile`` or another wrapper holds."""
-    seen = model
+    module = model
     while True:
-        state: Session | None = seen.__dict__.get(STATE)
+        state: Session | None = module.__dict__.get(STATE)
         if state is not None:
             return state
-        inner = seen._modules.get("module", seen._modules.get("_orig_mod"))
+        inner = module._modules.get("module", module._modules.get("_orig_mod"))
         if inner is None:
             return None
-        seen = inner
+        module = inner
 
 
 def current_step(model: torch.nn.Module) -> CompiledStep | None:

@@ -24,7 +24,7 @@ from disco_accel.step.compile import CompiledStep
 from disco_accel.step.fitted_batch import FittedBatch
 from disco_accel.step.inner_forwards import own_forward_runs
 from disco_accel.step.rng_state import generator_from
-from disco_accel.step.saved_on_host import saved_at_home
+from disco_accel.step.saved_on_host import saved_on_host
 from disco_accel.step.session import Session
 
 REORDERED = ("attention_backward", "index_add", "index_put", "scatter", "embedding_dense_backward", "grouped_mm")
@@ -77,14 +77,14 @@ class Comparison:
             wrong = {name: far for name, far in apart.items() if not far <= tolerance}
             if wrong and not tolerance and self._device.type == "cuda":
                 # An op that this file does not know may add in any order: then plain PyTorch differs from itself.
-                again = self._unplanned(tuple(values), tangent)
-                if any(distance(t, again.get(n)) for n, t in expected.items()):
+                repeated = self._unplanned(tuple(values), tangent)
+                if any(distance(t, repeated.get(n)) for n, t in expected.items()):
                     tolerance = self._rounding()
                     wrong = {name: far for name, far in apart.items() if not far <= tolerance}
             if wrong:
                 raise StepsDiffer(self._message(wrong, len(apart), tolerance))
             spent = time.perf_counter() - began
-            verifier.agreed(self.state.voice.name, spent, max(apart.values(), default=0.0), len(gradients))
+            verifier.agreed(self.state.messages.name, spent, max(apart.values(), default=0.0), len(gradients))
 
     @property
     def _device(self) -> torch.device:
@@ -117,12 +117,14 @@ class Comparison:
             stack.enter_context(cudnn_attention_off(self._device))
             if self._device.type == "cuda":
                 visitors = self.state.placement.visitors
-                stack.enter_context(saved_at_home(self._device, visitors, parameters.values()))
+                stack.enter_context(saved_on_host(self._device, visitors, parameters.values()))
             with outside_autocast(), autocast_region(self.autocast):
-                own = self.state.original_forward(**self.fitted.batch)
-            values = {name: own if isinstance(own, torch.Tensor) else field_at(own, name) for name in outputs}
-            found = torch.autograd.grad(values[outputs[0]], list(parameters.values()), tangent, allow_unused=True)
-        gradients = {f"gradient of {n}": g for n, g in zip(parameters, found, strict=True) if g is not None}
+                output = self.state.original_forward(**self.fitted.batch)
+            bare = isinstance(output, torch.Tensor)
+            values = {name: output if bare else field_at(output, name) for name in outputs}
+            trained = list(parameters.values())
+            by_parameter = torch.autograd.grad(values[outputs[0]], trained, tangent, allow_unused=True)
+        gradients = {f"gradient of {n}": g for n, g in zip(parameters, by_parameter, strict=True) if g is not None}
         return {name: value.detach() for name, value in values.items()} | gradients
 
     def _message(self, wrong: Mapping[str, float], compared: int, tolerance: float) -> str:
@@ -147,9 +149,9 @@ def distance(expected: torch.Tensor, got: torch.Tensor | None) -> float:
     if torch.equal(_bytes(a), _bytes(b)):
         return 0.0
     a, b = a.double(), b.double()
-    found = float((a - b).norm() / a.norm().clamp_min(1e-300))
+    relative = float((a - b).norm() / a.norm().clamp_min(1e-300))
     # Zeros of two signs are no distance apart, and yet not the same bits.
-    return float("inf") if found != found else max(found, 1e-300)
+    return float("inf") if relative != relative else max(relative, 1e-300)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -188,5 +190,5 @@ def without_hooks(parameters: Mapping[str, torch.nn.Parameter]) -> Iterator[None
             parameter._backward_hooks = None
         yield
     finally:
-        for parameter, own in hooks.items():
-            parameter._backward_hooks = own
+        for parameter, before in hooks.items():
+            parameter._backward_hooks = before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from disco_accel.graph.memgraph import Edge, MemGraph, Slot
 from disco_accel.graph.taskgraph import Ref, Vertex, VertexKind
@@ -234,8 +235,8 @@ def _flip(key: str) -> Fault:
         if not victims:
             return None
         victim = rng.choice(victims)
-        value = _other(getattr(victim, key), key, rng)
-        changed = replace(victim, **{key: value})
+        change: dict[str, Any] = {key: _other(getattr(victim, key), key, rng)}
+        changed = replace(victim, **change)
         return replace(plan, vertices=tuple(changed if v.id == victim.id else v for v in plan.vertices))
 
     flip.__name__ = f"{key}_flipped"

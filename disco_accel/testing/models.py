@@ -92,12 +92,9 @@ def family_lora(
     sizes = {} if family == "gpt2" else {"hidden_size": 32, "intermediate_size": 64}
     settings = {"vocab_size": 96, **sizes, **TEN_FAMILIES[family], **probabilities, **config}
     base = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings), attn_implementation=attention)
-    adapter = LoraConfig(
-        r=4, lora_alpha=8, lora_dropout=lora_dropout, target_modules="all-linear", init_lora_weights=False
-    )
-    if "experts" in str(settings):
-        # The router chooses experts: as in most recipes, it and they stay as they are.
-        adapter.target_modules = {"q_proj", "k_proj", "v_proj", "o_proj"}
+    # A router chooses experts: as in most recipes, it and they stay as they are.
+    adapted = ["q_proj", "k_proj", "v_proj", "o_proj"] if "experts" in str(settings) else "all-linear"
+    adapter = LoraConfig(r=4, lora_alpha=8, lora_dropout=lora_dropout, target_modules=adapted, init_lora_weights=False)
     model = get_peft_model(base.to(dtype), adapter)
     if checkpointing:
         model.enable_input_require_grads()

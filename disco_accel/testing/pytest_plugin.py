@@ -2,9 +2,9 @@
 
 ``pytest -p disco_accel.testing.pytest_plugin --disco=models --disco-config=disco.yaml --disco-report=report.json``
 
-``--disco=door`` does what a launcher does: models with an adapter over frozen weights are prepared on their way through
-``Accelerator.prepare`` and Trainer. ``--disco=models`` prepares any model that is called with gradients and has a
-trainable parameter, also one that has no frozen ones. ``--disco=callback`` counts for tests that ask for plans
+``--disco=launch`` does what a launcher does: models with an adapter over frozen weights are prepared on their way
+through ``Accelerator.prepare`` and Trainer. ``--disco=models`` prepares any model that is called with gradients and has
+a trainable parameter, also one that has no frozen ones. ``--disco=callback`` counts for tests that ask for plans
 themselves. ``--disco=off`` only writes the report.
 """
 
@@ -25,9 +25,11 @@ import torch
 from disco_accel.config import settings as configuration
 from disco_accel.config.settings import DiscoConfig
 from disco_accel.errors import ConfigError
-from disco_accel.integrate import prepare
 from disco_accel.integrate.launch import import_hook
-from disco_accel.step import pending
+from disco_accel.integrate.prepare import prepare
+from disco_accel.step.compile import CompiledStep
+from disco_accel.step.observer import Fallback, Observer, observe_all
+from disco_accel.step.session import find_state
 
 
 @dataclass
@@ -41,7 +43,7 @@ class Ran:
     fallbacks: list[str] = field(default_factory=list)
 
 
-class Judge:
+class Judge(Observer):
     """Counts, for each test, what ran from a plan and what in eager mode, and writes it as JSON."""
 
     def __init__(self, report: Path | None) -> None:
@@ -49,28 +51,19 @@ class Judge:
         self._tests: dict[str, Ran] = {}
         self._running = Ran()
 
-    def count(self) -> None:
-        """Watch the planned steps and the fallbacks of this process."""
-        run, backward, eager = pending.PendingStep.forward, pending.PendingStep.backward, prepare._eager
+    def on_step(self, step: CompiledStep) -> None:
+        """A planned forward of the test that runs."""
+        self._running.forwards += 1
 
-        def counted_forward(step: pending.PendingStep) -> list[torch.Tensor]:
-            values = run(step)
-            self._running.forwards += 1
-            return values
+    def on_backward(self, step: CompiledStep) -> None:
+        """A planned backward of the test that runs."""
+        self._running.backwards += 1
 
-        def counted_backward(step: pending.PendingStep, tangent: torch.Tensor) -> dict[str, torch.Tensor]:
-            gradients = backward(step, tangent)
-            self._running.backwards += 1
-            return gradients
-
-        def counted_eager(state: Any, error: Exception, *arguments: Any) -> Any:
+    def on_fallback(self, kind: Fallback, reason: str) -> None:
+        """A training step of the test that runs, in eager mode."""
+        if kind is Fallback.STEP:
             self._running.eager += 1
-            self._running.fallbacks.append(str(error))
-            return eager(state, error, *arguments)
-
-        pending.PendingStep.forward = counted_forward  # type: ignore[method-assign]
-        pending.PendingStep.backward = counted_backward  # type: ignore[method-assign]
-        prepare._eager = counted_eager
+            self._running.fallbacks.append(reason)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
@@ -123,19 +116,19 @@ class Router:
             finally:
                 self._inside.a_call = False
 
-        torch.nn.Module.__call__ = routed
+        torch.nn.Module.__call__ = routed  # type: ignore[method-assign]
 
     def _prepare(self, module: torch.nn.Module) -> None:
         wrapper = isinstance(getattr(module, "module", None), torch.nn.Module)
-        if not wrapper and prepare.find_state(module) is None and any(p.requires_grad for p in module.parameters()):
-            prepare.prepare(module, self._config)
+        if not wrapper and find_state(module) is None and any(p.requires_grad for p in module.parameters()):
+            prepare(module, self._config)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--disco``, ``--disco-config`` and ``--disco-report``."""
     group = parser.getgroup("disco_accel")
     group.addoption(
-        "--disco", choices=("off", "door", "models", "callback"), default="off", help="what runs from plans"
+        "--disco", choices=("off", "launch", "models", "callback"), default="off", help="what runs from plans"
     )
     group.addoption("--disco-config", metavar="FILE", help="YAML with a disco_config section")
     group.addoption("--disco-report", metavar="FILE", type=Path, help="JSON: what each test ran")
@@ -150,13 +143,13 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     if file is None:
         raise pytest.UsageError(f"--disco={mode} needs --disco-config")
-    judge.count()
+    observe_all(judge)
     if mode == "callback":
         return
     try:
-        if mode == "door":
-            configuration.set_door_config_file(file)
-            configuration.door_config()
+        if mode == "launch":
+            configuration.set_launch_config_file(file)
+            configuration.launch_config()
             import_hook.activate()
         else:
             Router(DiscoConfig.from_yaml(file)).install()

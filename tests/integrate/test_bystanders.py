@@ -112,7 +112,7 @@ def test_doors_note_who_launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     """This process and its children count as launched by it."""
     for name in (settings.CONFIG_FILE_VARIABLE, settings.DS_CONFIG_VARIABLE, settings.LAUNCHER_VARIABLE):
         monkeypatch.setenv(name, "")
-    settings.set_door_config_file(tmp_path / "gone.yaml")
+    settings.set_launch_config_file(tmp_path / "gone.yaml")
     assert os.environ[settings.LAUNCHER_VARIABLE] == str(os.getpid()) and settings.inherited_file_gone() is None
     monkeypatch.setenv(settings.LAUNCHER_VARIABLE, str(os.getppid()))
     assert settings.inherited_file_gone() is None
@@ -124,7 +124,7 @@ HOMELESS = """
 import os, pwd, sys
 def missing(uid): raise KeyError(uid)
 pwd.getpwuid = missing
-from disco_accel.integrate import exit_status
+from disco_accel.integrate.launch import exit_status
 exit_status.install()
 if sys.argv[1] == "plan_cache":
     from disco_accel import DiscoConfig

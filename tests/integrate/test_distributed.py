@@ -1,7 +1,7 @@
 """Two processes train under plans, in DDP and in DeepSpeed's engine, to the bits that they reach without plans; so does
 one process in DeepSpeed's engine.
 
-Each door is used once; the script in the launched processes compares case by case.
+Each entry is used once; the script in the launched processes compares case by case.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OFFLOADING = {
         "stage3_prefetch_bucket_size": 1000,
     },
 }
-DOORS = {
+LAUNCHES = {
     "ddp": "accelerate launch --config disco.yaml",
     "deepspeed": "disco-accel launch --ds_config ds.json --num_processes 2",
     "alone": "disco-accel launch --ds_config ds.json --num_processes 1",
@@ -65,14 +65,14 @@ def environment() -> dict[str, str]:
     }
 
 
-def launch(door: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def launch(entry: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Files of a user's folder are JSON, which YAML parsers read too."""
     (folder / "processes.py").write_text(SCRIPT.read_text())
     (folder / "disco.yaml").write_text(json.dumps(TWO_PROCESSES | {"disco_config": OURS}, indent=1))
     (folder / "ds.json").write_text(json.dumps(OFFLOADING | {"disco_config": OURS}))
-    command, *rest = [*DOORS[door].split(), "--main_process_port", "0", "processes.py", door]
+    command, *rest = [*LAUNCHES[entry].split(), "--main_process_port", "0", "processes.py", entry]
     variables = environment()
-    if door != "ddp":
+    if entry != "ddp":
         # It would keep accelerate from using DeepSpeed.
         del variables["ACCELERATE_USE_CPU"]
     return subprocess.run(
@@ -81,13 +81,13 @@ def launch(door: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @cache
-def results(door: str) -> list[dict[str, Any]]:
+def results(entry: str) -> list[dict[str, Any]]:
     import tempfile
 
     with tempfile.TemporaryDirectory() as name:
-        done = launch(door, Path(name))
+        done = launch(entry, Path(name))
         assert done.returncode == 0, f"{sorted(os.listdir(name))}\n{done.stdout[-1000:]}\n{done.stderr}"
-        if door != "ddp":
+        if entry != "ddp":
             assert done.stderr.count("planned instead") == 4, done.stderr
         return [json.loads(path.read_text()) for path in sorted(Path(name).glob("result-*.json"))]
 
@@ -101,17 +101,17 @@ def check(found: dict[str, Any], plans: int = 1) -> None:
 
 
 @pytest.mark.parametrize(
-    ("door", "case"), [*(("ddp", case) for case in DDP_CASES), *(("deepspeed", case) for case in DEEPSPEED_CASES)]
+    ("entry", "case"), [*(("ddp", case) for case in DDP_CASES), *(("deepspeed", case) for case in DEEPSPEED_CASES)]
 )
-def test_two_processes_train_to_the_bits_of_a_run_without_plans(door: str, case: str) -> None:
+def test_two_processes_train_to_the_bits_of_a_run_without_plans(entry: str, case: str) -> None:
     """Losses and all weights after accumulation, clipping and AdamW; resumed: those of the uninterrupted run too.
 
     The processes begin with different weights and get different batches, so that nothing is equal by chance.
     """
-    if door == "deepspeed":
+    if entry == "deepspeed":
         pytest.importorskip("deepspeed")
-    first, second = (result[case] for result in results(door))
-    assert [result["processes"] for result in results(door)] == [2, 2]
+    first, second = (result[case] for result in results(entry))
+    assert [result["processes"] for result in results(entry)] == [2, 2]
     for found in (first, second):
         check(found, plans=2 if case == "unused parameters" else 1)
     assert first["weights"] == second["weights"]
@@ -127,12 +127,12 @@ def test_one_process_in_deepspeed_trains_to_the_bits_of_a_run_without_plans(case
     check(result[case])
 
 
-@pytest.mark.parametrize("door", ["ddp", "deepspeed"])
-def test_weights_that_stay_home_are_compared_in_place_of_broadcast(door: str) -> None:
+@pytest.mark.parametrize("entry", ["ddp", "deepspeed"])
+def test_weights_that_stay_home_are_compared_in_place_of_broadcast(entry: str) -> None:
     """As on a machine where the base is in host memory and the adapter on a device, which no collective takes."""
-    if door == "deepspeed":
+    if entry == "deepspeed":
         pytest.importorskip("deepspeed")
-    first, second = (result["home"] for result in results(door))
+    first, second = (result["home"] for result in results(entry))
     assert first["kept"] and second["kept"]
     assert first["adapter"] == second["adapter"], "adapters are broadcast"
     for said in (first["said"], second["said"]):

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from disco_accel import DiscoConfig, prepare, stats
+from disco_accel.capture.captured_step import InputSource
 from disco_accel.errors import ExecutionError
 from disco_accel.execute.executor import EngineOptions, Executor
 from disco_accel.graph.taskgraph import OpCall
@@ -165,7 +166,7 @@ def step_with(
     with Executor(plan, ops, compiled.records, clean=compiled.clean, options=options) as executor:
         executor.begin(given)
         executor.wait_out()
-        executor.deliver({b.vertex: torch.ones(()) for b in compiled.vertices_of("tangent")})
+        executor.deliver({b.vertex: torch.ones(()) for b in compiled.vertices_of(InputSource.TANGENT)})
         executor.wait_end()
         loss = compiled.captured.outputs[0]
         found = {"loss": executor.value(loss.ref, loss.spec).clone()}

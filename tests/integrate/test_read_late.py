@@ -9,11 +9,21 @@ import pytest
 import torch
 
 from disco_accel.errors import ExecutionError
-from disco_accel.step import pending
-from disco_accel.step.input_snapshot import _Norms
+from disco_accel.step.compile import CompiledStep
+from disco_accel.step.input_snapshot import _NormSnapshot
+from disco_accel.step.observer import Observer, observe_all
 from tests.integrate.twins import batch, pair
 
 Change = Callable[[Any, dict[str, torch.Tensor]], object]
+
+
+class Backwards(Observer):
+    """Counts the planned ones."""
+
+    count = 0
+
+    def on_backward(self, step: CompiledStep) -> None:
+        self.count += 1
 
 
 def _adapters(model: Any) -> list[torch.nn.Parameter]:
@@ -115,13 +125,13 @@ def test_a_step_that_is_run_again_sees_writes_that_versions_miss() -> None:
 def test_norms_tell_a_change_and_nothing_else() -> None:
     """What stands in for a look at the words where tensors are on a device; NaN and mixed dtypes included."""
     tensors = [torch.randn(7, 5), torch.randn(3).bfloat16(), torch.full((2,), float("nan"))]
-    norms = _Norms(tensors)
+    norms = _NormSnapshot(tensors)
     assert not norms.changed()
     tensors[1].data.mul_(2)
     assert norms.changed()
 
 
-def test_a_gradient_that_autograd_leaves_out_costs_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_that_autograd_leaves_out_costs_no_run() -> None:
     """As in eager, where a node behind the loss passes none on: parameters keep their grad of None."""
 
     class Nothing(torch.autograd.Function):
@@ -134,14 +144,16 @@ def test_a_gradient_that_autograd_leaves_out_costs_no_run(monkeypatch: pytest.Mo
             return None
 
     model, eager = pair()
-    runs = []
-    real = pending.PendingStep.backward
-    monkeypatch.setattr(pending.PendingStep, "backward", lambda self, t: runs.append(1) or real(self, t))
-    for one in (model, eager):
-        loss = one(**batch()).loss
-        Nothing.apply(loss).backward()
-        assert all(p.grad is None for p in one.parameters())
-    assert runs == []
-    loss = model(**batch()).loss
-    loss.backward()
-    assert runs == [1]
+    backwards = Backwards()
+    stop = observe_all(backwards)
+    try:
+        for one in (model, eager):
+            loss = one(**batch()).loss
+            Nothing.apply(loss).backward()
+            assert all(p.grad is None for p in one.parameters())
+        assert backwards.count == 0
+        loss = model(**batch()).loss
+        loss.backward()
+        assert backwards.count == 1
+    finally:
+        stop()

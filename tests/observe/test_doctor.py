@@ -45,6 +45,6 @@ def test_a_door_that_is_switched_off_is_named_but_is_no_problem(
 ) -> None:
     monkeypatch.setenv(variable, value)
     assert main(["doctor"]) == 0
-    doors = json.loads(capsys.readouterr().out)["doors"]
-    assert doors["accelerate_launch_config"] is False
-    assert variable in doors["why"] and "disco-accel launch" in doors["why"]
+    entry_points = json.loads(capsys.readouterr().out)["entry_points"]
+    assert entry_points["accelerate_launch_config"] is False
+    assert variable in entry_points["why"] and "disco-accel launch" in entry_points["why"]

@@ -175,7 +175,7 @@ def test_a_folder_that_was_removed_or_renamed_for_another_device_asks_for_a_chec
 
 def test_any_flipped_bit_makes_the_file_as_good_as_absent(tmp_path: Path) -> None:
     outcome = Outcome({"device": "a device"}, figures={"link": {"h2d": 2.5e10}}, seconds=1.5)
-    kept, key = outcome_files.Kept(tmp_path), identity.key_of(outcome.identity)
+    kept, key = outcome_files.PassedChecks(tmp_path), identity.key_of(outcome.identity)
     assert kept.store(key, outcome) and kept.passed(key)
     path = kept.path(key)
     sound = path.read_bytes()
@@ -193,7 +193,7 @@ def test_any_flipped_bit_makes_the_file_as_good_as_absent(tmp_path: Path) -> Non
 
 def test_a_file_that_others_can_write_or_that_is_a_link_does_not_count(tmp_path: Path) -> None:
     outcome = Outcome({"device": "a device"})
-    kept, key = outcome_files.Kept(tmp_path), identity.key_of(outcome.identity)
+    kept, key = outcome_files.PassedChecks(tmp_path), identity.key_of(outcome.identity)
     kept.store(key, outcome)
     path = kept.path(key)
     path.chmod(0o666)
@@ -281,7 +281,7 @@ def test_processes_that_check_at_the_same_time_do_not_hurt_each_other(tmp_path: 
         out, errors = process.communicate(timeout=500)
         assert process.returncode == 0 and out == "passed\n" and "checked again" not in errors, errors
     (kept,) = files(tmp_path)
-    assert outcome_files.Kept(tmp_path).passed(kept.stem)
+    assert outcome_files.PassedChecks(tmp_path).passed(kept.stem)
 
 
 def test_doctor_checks_again_and_ends_with_1_where_that_fails(

@@ -53,7 +53,7 @@ def test_counts_batches():
 """
 PLANNED = {
     "callback": ["prepares"],
-    "door": ["prepares", "trains_with_accelerate"],
+    "launch": ["prepares", "trains_with_accelerate"],
     "models": ["is_wrong", "prepares", "trains", "trains_with_accelerate"],
 }
 

@@ -1,4 +1,4 @@
-"""``DiscoCallback``: the second door, for scripts built on the transformers Trainer."""
+"""``DiscoCallback``: the second entry point, for scripts built on the transformers Trainer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from disco_accel.step.distributed import check_engine
 from disco_accel.step.session import find_state
 
 
-class DiscoCallback(TrainerCallback):  # type: ignore[misc]
+class DiscoCallback(TrainerCallback):
     """``Trainer(..., callbacks=[DiscoCallback(config)])`` prepares the model before Accelerate wraps it."""
 
     def __init__(self, config: DiscoConfig) -> None:

@@ -76,7 +76,7 @@ def prepare_launched(model: torch.nn.Module, state: Any = None) -> None:
     if gone is not None:
         _say_gone(gone)
         return
-    config = configuration.door_config()
+    config = configuration.launch_config()
     if config.enabled:
         prepare_for_training(model, config, state)
 

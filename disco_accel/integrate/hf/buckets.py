@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from disco_accel.step.arguments import base_model
 from disco_accel.step.fitted_batch import FittedBatch
 from disco_accel.step.step_key import batch_facts, state_number
 
@@ -38,7 +39,7 @@ class Buckets:
     def __init__(self, setting: str | tuple[int, ...]) -> None:
         """``setting``: auto, off, or lengths in ascending order."""
         self._setting = setting
-        self._own: list[int] = []
+        self._exact_lengths: list[int] = []
         self._lengths: set[int] = set()
         self._targets: set[int] = set()
         self._too_large: set[tuple[int, int]] = set()
@@ -103,10 +104,10 @@ class Buckets:
     def _target(self, model: torch.nn.Module, length: int) -> int:
         if isinstance(self._setting, tuple):
             target = next((n for n in self._setting if n >= length), length)
-        elif length in self._own:
+        elif length in self._exact_lengths:
             return length
-        elif len(self._own) < _EXACT_LENGTHS:
-            self._own.append(length)
+        elif len(self._exact_lengths) < _EXACT_LENGTHS:
+            self._exact_lengths.append(length)
             return length
         else:
             target = next_length(length)
@@ -126,12 +127,8 @@ def next_length(length: int) -> int:
     return -(-length // step) * step
 
 
-def _base_of(model: torch.nn.Module) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
 def _position_limit(model: torch.nn.Module) -> int | None:
-    config = getattr(_base_of(model), "config", None)
+    config = getattr(base_model(model), "config", None)
     limit = getattr(config, "max_position_embeddings", None)
     return limit if isinstance(limit, int) else None
 
@@ -140,7 +137,7 @@ def _model_obstacles(model: torch.nn.Module) -> Iterator[str]:
     """Why padding on the right might change what the model says of other tokens."""
     if any(getattr(c, "is_prompt_learning", False) for c in getattr(model, "peft_config", {}).values()):
         yield "prompt tuning puts tokens of its own before each row"
-    base = _base_of(model)
+    base = base_model(model)
     kind = type(base)
     if kind.__name__ not in _CAUSAL_LMS or not kind.__module__.startswith("transformers."):
         yield f"{kind.__name__} is not a causal language model of transformers, so padding might change its results"
@@ -158,7 +155,7 @@ def _model_obstacles(model: torch.nn.Module) -> Iterator[str]:
 
 def _batch_obstacle(model: torch.nn.Module, batch: Mapping[str, Any], target: int) -> str | None:
     """Why this batch cannot be padded to ``target``, if so."""
-    if getattr(_base_of(model).config, "output_router_logits", False):
+    if getattr(base_model(model).config, "output_router_logits", False):
         return "output_router_logits: the router's loss counts padding"
     shape = batch["input_ids"].shape
     for name, value in batch.items():

@@ -36,17 +36,17 @@ def checkpoint_tensors(directory: Path) -> dict[str, StoredTensor]:
             files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise ConfigError(f"{index}: is broken ({error}); download it again") from error
-    found: dict[str, StoredTensor] = {}
+    by_name: dict[str, StoredTensor] = {}
     for name in files:
         if Path(name).name != name:
             raise ConfigError(f"{index}: names {name!r}, which is no file beside it")
         if not (directory / name).is_file():
             raise ConfigError(f"{directory}: lacks {name}; download the checkpoint again")
         for stored in stored_tensors(directory / name):
-            if stored.name in found:
-                raise ConfigError(f"{stored.file}: tensor {stored.name} is in {found[stored.name].file.name} too")
-            found[stored.name] = stored
-    return found
+            if stored.name in by_name:
+                raise ConfigError(f"{stored.file}: tensor {stored.name} is in {by_name[stored.name].file.name} too")
+            by_name[stored.name] = stored
+    return by_name
 
 
 def load_into_arena(directory: str | Path, *, dtype: str = "auto", attn_implementation: str = "sdpa") -> Any:
@@ -79,13 +79,13 @@ def load_into_arena(directory: str | Path, *, dtype: str = "auto", attn_implemen
 
 def _dtype_of(name: str, config: Any, stored: Mapping[str, StoredTensor]) -> torch.dtype:
     if name != "auto":
-        found = getattr(torch, name, None)
-        if not isinstance(found, torch.dtype):
+        dtype = getattr(torch, name, None)
+        if not isinstance(dtype, torch.dtype):
             raise ConfigError(f"dtype: {name!r} is not a dtype of PyTorch; use auto, bfloat16, float16 or float32")
-        return found
-    given = getattr(config, "dtype", None)
-    if isinstance(given, torch.dtype):
-        return given
+        return dtype
+    configured = getattr(config, "dtype", None)
+    if isinstance(configured, torch.dtype):
+        return configured
     return next((s.dtype for s in stored.values() if s.dtype.is_floating_point), torch.float32)
 
 
@@ -123,11 +123,11 @@ def _read_all(model: torch.nn.Module, slots: list[list[tuple[str, _Slot]]], stor
 
 
 def _tensor(module: torch.nn.Module, name: str) -> torch.Tensor:
-    found = module._parameters.get(name)
-    if found is None:
-        found = module._buffers[name]
-    assert found is not None
-    return found
+    tensor: torch.Tensor | None = module._parameters.get(name)
+    if tensor is None:
+        tensor = module._buffers[name]
+    assert tensor is not None
+    return tensor
 
 
 def _fill(

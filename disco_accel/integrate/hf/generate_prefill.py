@@ -14,6 +14,8 @@ import torch
 
 from disco_accel.errors import CaptureError
 from disco_accel.integrate.hf.planned_prefill import planned_forward
+from disco_accel.step.arguments import base_model
+from disco_accel.step.observer import Fallback
 from disco_accel.step.state.containers import OWN_MARK
 
 if TYPE_CHECKING:
@@ -21,13 +23,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("disco_accel")
 
-_DOOR = "_disco_generation"
+_PATCH = "_disco_generation"
 _PREFILL = "_prefill"
 _CANDIDATES = "_get_candidate_generator"
 """What transformers' assisted and prompt-lookup decoding call first."""
 
 
-class _Door:
+class _PatchedPrefill:
     """What the patched method of a model needs to know; a copy of the model gets none."""
 
     def __init__(self, state: Session, model: torch.nn.Module, forward: Callable[..., Any]) -> None:
@@ -52,9 +54,7 @@ def _nothing() -> None:
 
 def generating_model(model: torch.nn.Module) -> torch.nn.Module:
     """The one whose ``generate`` does the work: PEFT's calls that of its base model, past its own forward."""
-    base = getattr(model, "get_base_model", None)
-    found: torch.nn.Module = model if base is None else base()
-    return found
+    return base_model(model)
 
 
 def own_forward(state: Session, model: torch.nn.Module) -> Callable[..., Any]:
@@ -67,7 +67,7 @@ def install(state: Session, model: torch.nn.Module) -> None:
     """Patch the instance that generates; does nothing for a model that cannot."""
     inner = generating_model(model)
     if hasattr(inner, _PREFILL):
-        inner.__dict__[_DOOR] = _Door(state, model, own_forward(state, model))
+        inner.__dict__[_PATCH] = _PatchedPrefill(state, model, own_forward(state, model))
         inner.__dict__[_PREFILL] = functools.partial(_prefill, inner)
     if hasattr(inner, _CANDIDATES):
         inner.__dict__[_CANDIDATES] = functools.partial(_candidates, inner)
@@ -76,68 +76,68 @@ def install(state: Session, model: torch.nn.Module) -> None:
 def remove(model: torch.nn.Module) -> None:
     """Undo ``install``."""
     inner = generating_model(model)
-    inner.__dict__.pop(_DOOR, None)
+    inner.__dict__.pop(_PATCH, None)
     inner.__dict__.pop(_PREFILL, None)
     inner.__dict__.pop(_CANDIDATES, None)
 
 
 def _prefill(self: Any, *args: Any, **kwargs: Any) -> Any:
     """As GenerationMixin's, every forward in it planned."""
-    door: _Door | None = self.__dict__.get(_DOOR)
-    model = None if door is None else door.model()
-    if door is None or model is None:
+    patch: _PatchedPrefill | None = self.__dict__.get(_PATCH)
+    model = None if patch is None else patch.model()
+    if patch is None or model is None:
         return type(self)._prefill(self, *args, **kwargs)
     thread = threading.get_ident()
 
     def forward(*positional: Any, **named: Any) -> Any:
         # Another thread may evaluate the same model.
-        if threading.get_ident() not in door.threads or positional:
-            return door.forward(*positional, **named)
-        return _planned_or_own(door, model, named)
+        if threading.get_ident() not in patch.threads or positional:
+            return patch.forward(*positional, **named)
+        return _planned_or_own(patch, model, named)
 
-    with door.lock:
-        if not door.threads:
-            door.before = self.__dict__.get("forward")
-            own = functools.update_wrapper(forward, door.forward)
-            setattr(own, OWN_MARK, True)
-            self.__dict__["forward"] = own
-        door.threads[thread] += 1
+    with patch.lock:
+        if not patch.threads:
+            patch.before = self.__dict__.get("forward")
+            routed = functools.update_wrapper(forward, patch.forward)
+            setattr(routed, OWN_MARK, True)
+            self.__dict__["forward"] = routed
+        patch.threads[thread] += 1
     try:
         return type(self)._prefill(self, *args, **kwargs)
     finally:
-        with door.lock:
-            door.threads[thread] -= 1
-            if not door.threads[thread]:
-                del door.threads[thread]
-            if not door.threads:
-                if door.before is None:
+        with patch.lock:
+            patch.threads[thread] -= 1
+            if not patch.threads[thread]:
+                del patch.threads[thread]
+            if not patch.threads:
+                if patch.before is None:
                     self.__dict__.pop("forward", None)
                 else:
-                    self.__dict__["forward"] = door.before
+                    self.__dict__["forward"] = patch.before
 
 
-def _planned_or_own(door: _Door, model: torch.nn.Module, kwargs: dict[str, Any]) -> Any:
+def _planned_or_own(patch: _PatchedPrefill, model: torch.nn.Module, kwargs: dict[str, Any]) -> Any:
     """A prefill that cannot be planned runs as the decoding steps do, and says so once."""
     try:
-        return planned_forward(door.state, model, door.forward, kwargs)
+        return planned_forward(patch.state, model, patch.forward, kwargs)
     except CaptureError as error:
-        _say_once(door.state, str(error))
-        return door.forward(**kwargs)
+        _fall_back(patch.state, str(error))
+        return patch.forward(**kwargs)
 
 
 def _candidates(self: Any, *args: Any, **kwargs: Any) -> Any:
     """As GenerationMixin's. Decoding that guesses tokens has no first step of its own that could be planned."""
-    door: _Door | None = self.__dict__.get(_DOOR)
-    if door is not None:
-        _say_once(
-            door.state,
+    patch: _PatchedPrefill | None = self.__dict__.get(_PATCH)
+    if patch is not None:
+        _fall_back(
+            patch.state,
             "assistant_model, prompt_lookup_num_tokens: decoding that guesses tokens reads the prompt together with "
             "its first guess; leave them out to read it from a plan",
         )
     return type(self)._get_candidate_generator(self, *args, **kwargs)
 
 
-def _say_once(state: Session, reason: str) -> None:
-    if reason not in state.fallbacks:
-        state.fallbacks.append(reason)
+def _fall_back(state: Session, reason: str) -> None:
+    if reason not in state.counts.fallbacks:
         logger.warning("generate's first step runs without a plan: %s", reason)
+    state.observers.on_fallback(Fallback.PREFILL, reason)

@@ -10,9 +10,12 @@ import torch
 from disco_accel.integrate.accelerate.trainer_speed import keep_planning_apart
 from disco_accel.integrate.hf.buckets import Buckets
 from disco_accel.integrate.hf.tracing import training_contexts
+from disco_accel.step.compile import CompiledStep
 from disco_accel.step.fitted_batch import FittedBatch
 from disco_accel.step.frontend import ContextFactory
+from disco_accel.step.observer import Observer
 from disco_accel.step.session import find_state
+from disco_accel.step.step_stats import RunCounts
 
 
 class HuggingFace:
@@ -34,14 +37,23 @@ class HuggingFace:
         """``batch`` as it is: its bucket does not fit the budget."""
         return self.buckets.give_up(fitted, batch)
 
-    def on_step(self, plans: int, hits: int, steps: int) -> None:
-        """Say once, after enough steps, what bucketing does."""
-        self.buckets.summarise(plans, hits, steps)
-
-    def on_plan(self) -> None:
-        """Keep the time that the plan took out of a Trainer's speed."""
-        keep_planning_apart(find_state)
+    def observer(self, counts: RunCounts) -> Observer:
+        """Says what bucketing does, and keeps the time that plans take out of a Trainer's speed."""
+        return _Observer(self.buckets, counts)
 
     def stats(self) -> dict[str, Any]:
         """What came of bucketing."""
         return {"buckets": self.buckets.as_dict()}
+
+
+class _Observer(Observer):
+    def __init__(self, buckets: Buckets, counts: RunCounts) -> None:
+        self._buckets, self._counts = buckets, counts
+
+    def on_step(self, step: CompiledStep) -> None:
+        """Say once, after enough steps, what bucketing does."""
+        self._buckets.summarise(self._counts.plans, self._counts.plan_hits, self._counts.steps_compiled)
+
+    def on_plan(self, step: CompiledStep) -> None:
+        """Keep the time that the plan took out of a Trainer's speed."""
+        keep_planning_apart(find_state)

@@ -32,7 +32,15 @@ def check_cache(cache: Any) -> None:
 
 def past_of(cache: DynamicCache) -> Past:
     """The tensors that ``cache`` holds."""
-    return tuple((layer.keys, layer.values) if layer.is_initialized else () for layer in cache.layers)
+    return tuple(_held(layer) for layer in cache.layers)
+
+
+def _held(layer: object) -> tuple[torch.Tensor, ...]:
+    assert isinstance(layer, DynamicLayer), "check_cache has refused others"
+    if not layer.is_initialized:
+        return ()
+    assert layer.keys is not None and layer.values is not None
+    return layer.keys, layer.values
 
 
 def windows_of(cache: DynamicCache) -> Windows:
@@ -40,7 +48,7 @@ def windows_of(cache: DynamicCache) -> Windows:
     return tuple(int(getattr(layer, "sliding_window", 0)) for layer in cache.layers)
 
 
-class TracedCache(DynamicCache):  # type: ignore[misc]
+class TracedCache(DynamicCache):
     """A cache with the contents of another that clones what a forward adds: ``added``, by the names of ``fill``."""
 
     def __init__(self, past: Past, windows: Windows, length: int) -> None:
@@ -52,6 +60,7 @@ class TracedCache(DynamicCache):  # type: ignore[misc]
             self.layer_class_to_replicate = None
         for layer, held in zip(self.layers, past, strict=True):
             if held:
+                assert isinstance(layer, DynamicLayer)
                 layer.lazy_initialization(*held)
                 layer.keys, layer.values = held
             if hasattr(layer, "cumulative_length"):
@@ -62,21 +71,21 @@ class TracedCache(DynamicCache):  # type: ignore[misc]
     ) -> Any:
         """As DynamicCache's."""
         joined = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        kept = getattr(self.layers[layer_idx], "sliding_window", 0) - 1
+        window = getattr(self.layers[layer_idx], "sliding_window", 0) - 1
         for name, tensor in (("keys", key_states), ("values", value_states)):
-            last = tensor[:, :, -kept:] if 0 < kept < tensor.shape[2] else tensor
+            last = tensor[:, :, -window:] if 0 < window < tensor.shape[2] else tensor
             # Here and not at the end, so that what is cloned may leave the arena as soon as its layer is done.
             self.added[f"{layer_idx}.{name}"] = last.clone(memory_format=torch.contiguous_format)
         return joined
 
 
-def fill(cache: DynamicCache, found: Mapping[str, torch.Tensor], tokens: int) -> None:
+def fill(cache: DynamicCache, tensors: Mapping[str, torch.Tensor], tokens: int) -> None:
     """Add ``tokens`` new tokens to ``cache``: what ``TracedCache.added`` named, now with values.
 
     The tensors of a layer, which own their storages, are emptied as soon as they are in the cache.
     """
-    waiting = dict(found)
-    for name in [n for n in found if n.endswith(".keys")]:
+    waiting = dict(tensors)
+    for name in [n for n in tensors if n.endswith(".keys")]:
         index = int(name.removesuffix(".keys"))
         keys, values = waiting.pop(name), waiting.pop(f"{index}.values")
         cache.update(keys, values, index)
@@ -85,7 +94,7 @@ def fill(cache: DynamicCache, found: Mapping[str, torch.Tensor], tokens: int) ->
             # What the window has left behind already did not come along.
             layer.cumulative_length += tokens - keys.shape[2]
         for tensor in (keys, values):
-            # The run that made them may hold them until its weights are home again.
+            # The run that made them may hold them until its weights are resident again.
             tensor.untyped_storage().resize_(0)
 
 

@@ -10,12 +10,13 @@ import torch
 from transformers import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from disco_accel.capture.captured_step import InputSource
 from disco_accel.errors import CaptureError
 from disco_accel.integrate.hf.kv_cache import TracedCache, check_cache, fill, past_of, room_to_fill, windows_of
 from disco_accel.integrate.hf.tracing import hf_contexts
 from disco_accel.step.compile import CompiledStep, CompileOptions, compile_forward, leaving_bytes
 from disco_accel.step.pending import externals_of
-from disco_accel.step.progress import batch_text
+from disco_accel.step.progress_messages import batch_text
 from disco_accel.step.rng_state import generator_from, generator_state, kept_on_failure
 from disco_accel.step.step_key import step_key
 
@@ -44,12 +45,12 @@ def planned_forward(
     """
     batch = prefill_batch(forward, kwargs)
     cache: DynamicCache = kwargs["past_key_values"]
-    found = _run(state, model, forward, batch)
+    outputs = _run(state, model, forward, batch)
     tokens = _tokens(batch)
     # The old tensors go layer by layer while the cache takes the new ones.
     del batch
-    logits = found.pop("logits")
-    fill(cache, found, tokens)
+    logits = outputs.pop("logits")
+    fill(cache, outputs, tokens)
     return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
 
 
@@ -80,10 +81,10 @@ def prefill_batch(forward: Callable[..., Any], kwargs: Mapping[str, Any]) -> dic
 
 
 def _tokens(batch: Mapping[str, Any]) -> int:
-    given = batch.get("input_ids", batch.get("inputs_embeds"))
-    if not isinstance(given, torch.Tensor):
+    tokens = batch.get("input_ids", batch.get("inputs_embeds"))
+    if not isinstance(tokens, torch.Tensor):
         raise CaptureError("input_ids: a planned prefill needs input_ids or inputs_embeds")
-    return int(given.shape[1])
+    return int(tokens.shape[1])
 
 
 def traced_forward(forward: Callable[..., Any]) -> Forward:
@@ -116,8 +117,8 @@ def _run(
         step = _compiled(state, model, forward, batch)
         state.make_current(model, step, check_ends_later=True)
         executor = step.executor
-        placed = {b: _empty(b, state.device) for b in step.vertices_of("outside")}
-        # The last run may still bring the residents home, for this very run.
+        placed = {b: _empty(b, state.device) for b in step.vertices_of(InputSource.OUTSIDE)}
+        # The last run may still reload the residents, for this very run.
         step.settle()
         externals = externals_of(state, model, step, batch) | {b.vertex: tensor for b, tensor in placed.items()}
         with kept_on_failure(step):
@@ -126,9 +127,9 @@ def _run(
         if any(batch["past"]):
             # The run would hold the old keys and values until its last copy, and the next chunk has another plan.
             executor.abandon()
-        state.counts["prefills"] += 1
-        found = {o.name: value for o, value in zip(step.captured.outputs, values, strict=True)}
-        return found | {b.name: tensor for b, tensor in placed.items()}
+        state.observers.on_prefill(step)
+        returned = {o.name: value for o, value in zip(step.captured.outputs, values, strict=True)}
+        return returned | {b.name: tensor for b, tensor in placed.items()}
 
 
 def _run_on_current_weights(

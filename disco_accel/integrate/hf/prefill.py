@@ -68,10 +68,10 @@ def prefill(
     forward = own_forward(state, model)
     output = None
     for start, end in _chunks(input_ids.shape[1], chunk):
-        seen = mask[:, : past + end]
+        visible = mask[:, : past + end]
         # As generate numbers them: padding does not count.
-        positions = (seen.long().cumsum(-1) - 1).masked_fill(seen == 0, 0)[:, past + start :]
-        inputs = {"input_ids": input_ids[:, start:end], "attention_mask": seen, "position_ids": positions}
+        positions = (visible.long().cumsum(-1) - 1).masked_fill(visible == 0, 0)[:, past + start :]
+        inputs = {"input_ids": input_ids[:, start:end], "attention_mask": visible, "position_ids": positions}
         output = planned_forward(state, model, forward, {**inputs, "past_key_values": cache})
     assert output is not None, "a prompt has a token"
     return output
@@ -131,7 +131,7 @@ def _state_of(model: torch.nn.Module, config: DiscoConfig | None) -> Session:
     if not config.enabled:
         raise ConfigError("enabled: false switches planning off; call the model itself")
     if state is not None:
-        if state.frozen_here is None:
+        if state.frozen_for_prefill is None:
             raise ConfigError(
                 "config: the model is prepared for training with another one; leave config out, "
                 "or call prepare(model, config)"

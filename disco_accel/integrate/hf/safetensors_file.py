@@ -141,7 +141,7 @@ def read_into(descriptor: int, stored: StoredTensor, target: torch.Tensor, buffe
 
 
 def _read(descriptor: int, stored: StoredTensor, offset: int, target: torch.Tensor) -> None:
-    memory = memoryview(target.numpy())
+    memory = target.numpy().data
     done = 0
     while done < len(memory):
         try:

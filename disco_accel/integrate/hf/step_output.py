@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 
 class Reader(Protocol):

@@ -33,7 +33,7 @@ def hf_contexts(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> list[Conte
     segments = _checkpointed_modules(model)
     use_cache = kwargs.get("use_cache")
     if use_cache is None:
-        use_cache = any(m.config.use_cache for m in model.modules() if hasattr(getattr(m, "config", None), "use_cache"))
+        use_cache = any(getattr(getattr(m, "config", None), "use_cache", False) for m in model.modules())
     facts = batch_facts(kwargs)
     # HF looks for packed rows only where it has no cache, and checkpointing switches the cache off.
     facts = replace(facts, packed=facts.packed and (not use_cache or bool(segments)))
@@ -97,7 +97,7 @@ def _masks_of(facts: BatchFacts) -> Iterator[None]:
 
 def _checkpointed_modules(model: torch.nn.Module) -> list[tuple[torch.nn.Module, dict[str, Any]]]:
     """Modules that run under activation checkpointing, with the user's own options for it."""
-    found = []
+    checkpointed = []
     for name, module in model.named_modules():
         function = getattr(module, "_gradient_checkpointing_func", None)
         if function is None or not getattr(module, "gradient_checkpointing", False) or not module.training:
@@ -108,8 +108,8 @@ def _checkpointed_modules(model: torch.nn.Module) -> list[tuple[torch.nn.Module,
                 f"use_reentrant: {name or 'the model'} checkpoints with use_reentrant=True, which cannot be captured; "
                 'pass gradient_checkpointing_kwargs={"use_reentrant": False}'
             )
-        found.append((module, options))
-    return found
+        checkpointed.append((module, options))
+    return checkpointed
 
 
 @contextmanager
@@ -117,6 +117,10 @@ def _tagged_checkpointing(segments: list[tuple[torch.nn.Module, dict[str, Any]]]
     """Checkpoint the same modules with the same options, but note what is forward, recompute and backward."""
     with ExitStack() as stack:
         for module, options in segments:
-            tagged = functools.partial(checkpointed, **options)
-            stack.enter_context(patched(module, "_gradient_checkpointing_func", lambda _, tagged=tagged: tagged))
+            tagged = _always(functools.partial(checkpointed, **options))
+            stack.enter_context(patched(module, "_gradient_checkpointing_func", tagged))
         yield
+
+
+def _always(replacement: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return lambda original: replacement

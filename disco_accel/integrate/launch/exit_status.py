@@ -1,4 +1,4 @@
-"""How a process that one of the doors started ends: bad input is a line on stderr and status 2, never a traceback."""
+"""How a process that we started ends: bad input is a line on stderr and status 2, never a traceback."""
 
 from __future__ import annotations
 

@@ -147,13 +147,13 @@ def is_our_launch(argv: Sequence[str], orig_argv: Sequence[str] = ()) -> bool:
 
 
 def _config_options(argv: Sequence[str]) -> list[tuple[str, str]]:
-    found = []
+    options = []
     for word, following in zip(argv, [*argv[1:], ""], strict=True):
         option, equals, value = word.partition("=")
         option = option.replace("-", "_")
         if option in ("__config", "__config_file"):
-            found.append((option, value if equals else following))
-    return found
+            options.append((option, value if equals else following))
+    return options
 
 
 def _concerns_us(option: str, file: str) -> bool:

@@ -1,4 +1,4 @@
-"""The launching side of the doors: accelerate's own launcher, taught ``--config`` and the ``disco_config`` section.
+"""accelerate's own launcher, taught ``--config`` and the ``disco_config`` section.
 
 ``disco-accel launch`` uses the patches below explicitly; the literal ``accelerate launch --config`` gets them
 from ``hook.autoload``.
@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from disco_accel.config.deepspeed_keys import migrate, read_ds_config
-from disco_accel.config.settings import SECTION, DiscoConfig, set_door_config_file, set_ds_config_file, split_yaml
+from disco_accel.config.settings import SECTION, DiscoConfig, set_ds_config_file, set_launch_config_file, split_yaml
 from disco_accel.errors import ConfigError
 from disco_accel.integrate.launch.exit_status import USER_ERRORS, child_status, user_message
 
@@ -125,7 +125,7 @@ def patch_config_reader(module: ModuleType) -> None:
         if ours is None:
             return original(config_file)
         DiscoConfig.from_env(ours)
-        set_door_config_file(config_file)
+        set_launch_config_file(config_file)
         _leave_interrupts_to_child()
         return _load_rest(original, config_file, rest or _launch_defaults(ours))
 

@@ -27,8 +27,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     exit_status.install()
     if args.config is not None:
-        settings.set_door_config_file(args.config)
-    settings.door_config()
+        settings.set_launch_config_file(args.config)
+    settings.launch_config()
     if not args.module and not os.path.isfile(args.script):
         raise ConfigError(f"script {args.script!r} does not exist")
     import_hook.activate()

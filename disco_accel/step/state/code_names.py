@@ -24,10 +24,10 @@ def _library_folders() -> tuple[str, ...]:
     folders = {paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")}
     folders |= {*site.getsitepackages(), site.getusersitepackages()}
     # In a checkout this package lies in no such folder; nor do others that were installed editable.
-    own = {
+    editable = {
         str(Path(module.__file__).parent) for name in _PACKAGES if (module := sys.modules.get(name)) and module.__file__
     }
-    return tuple(os.path.join(folder, "") for folder in sorted(folders | own))
+    return tuple(os.path.join(folder, "") for folder in sorted(folders | editable))
 
 
 _PACKAGES = ("disco_accel", "torch", "transformers", "peft", "accelerate", "deepspeed", "numpy", "datasets", "trl")

@@ -15,12 +15,12 @@ _TABLES = ("_modules", "_parameters", "_buffers")
 def plain_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
     """Every strided tensor in an attribute of a module of ``model``, or in a list, tuple or dict there; no
     parameters."""
-    found: dict[int, torch.Tensor] = {}
+    tensors: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for name, value in vars(module).items():
             if name not in _TABLES:
-                found.update((id(t), t) for t in _tensors(value))
-    return list(found.values())
+                tensors.update((id(t), t) for t in _tensors(value))
+    return list(tensors.values())
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

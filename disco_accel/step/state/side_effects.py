@@ -244,8 +244,8 @@ def _refuse_random(drawn: str, executed: ExecutedCode) -> None:
     if not drawn and not fresh:
         return
     candidates = _draws(executed)
-    own = fresh or [code for code in candidates if not is_library(code)] or candidates
-    where = ", ".join(f"{c.co_qualname} ({c.co_filename}:{c.co_firstlineno})" for c in own[:3]) or "the forward"
+    blamed = fresh or [code for code in candidates if not is_library(code)] or candidates
+    where = ", ".join(f"{c.co_qualname} ({c.co_filename}:{c.co_firstlineno})" for c in blamed[:3]) or "the forward"
     source = f"draws from {drawn}'s generator" if drawn else "makes a generator of its own"
     raise CaptureError(
         f"random numbers: {where} {source}, and a plan would repeat the numbers of its capture; draw with torch.rand, "

@@ -1,4 +1,4 @@
-"""Trains in a process that a door started, each case without plans and then with them, and compares.
+"""Trains in a process that an entry point started, each case without plans and then with them, and compares.
 
 ``processes.py ddp``, ``processes.py deepspeed`` or ``processes.py alone``; each process writes ``result-<rank>.json``.
 """
@@ -20,7 +20,7 @@ from transformers import Trainer, TrainingArguments, default_data_collator
 
 from disco_accel import stats
 from disco_accel.errors import ConfigError
-from disco_accel.step.distributed import at_home, check_same, stay_home
+from disco_accel.step.distributed import check_same, exclude_from_collectives, frozen_tensors
 from disco_accel.testing.models import random_batch, tiny_lora
 
 STEPS, ACCUMULATE = 2, 2
@@ -144,18 +144,18 @@ def home(**options: Any) -> dict[str, Any]:
     """What an engine does to a model that stays home, whose base is another in each process."""
     accelerator = accelerator_of(**options)
     model = model_of(dist.get_rank())
-    before = {name: tensor.detach().clone() for name, tensor in at_home(model)}
-    stay_home(model)
+    before = {name: tensor.detach().clone() for name, tensor in frozen_tensors(model)}
+    exclude_from_collectives(model)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     accelerator.prepare(model, optimizer)
     cpu, said = torch.device("cpu"), ""
     try:
-        check_same(at_home(model), cpu)
+        check_same(frozen_tensors(model), cpu)
     except ConfigError as error:
         said = str(error)
-    check_same(at_home(model_of(0)), cpu)
+    check_same(frozen_tensors(model_of(0)), cpu)
     return {
-        "kept": all(torch.equal(tensor, before[name]) for name, tensor in at_home(model)),
+        "kept": all(torch.equal(tensor, before[name]) for name, tensor in frozen_tensors(model)),
         "adapter": [float(p.detach().double().sum()).hex() for p in model.parameters() if p.requires_grad],
         "said": said,
     }

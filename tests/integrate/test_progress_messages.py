@@ -1,4 +1,4 @@
-"""What a user hears while plans are made, from which door, and where it is written."""
+"""What a user hears while plans are made, from which entry point, and where it is written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from disco_accel import DiscoCallback, prefill, prepare, stats
 from disco_accel.errors import CaptureError
 from disco_accel.integrate.accelerate.trainer_speed import KEY
 from disco_accel.observe.log_to_stderr import show_messages
-from disco_accel.step import progress, session
+from disco_accel.step import progress_messages, session
 from disco_accel.step.session import find_state
 from disco_accel.testing.models import tiny_lora
 from tests.integrate.twins import SMALL, batch, config
@@ -75,7 +75,7 @@ def test_a_stage_is_told_before_it_begins(monkeypatch: pytest.MonkeyPatch, caplo
 def test_a_long_stage_says_that_it_goes_on(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """The stage ends once that was heard, and nothing is said after its end."""
     heard = threading.Event()
-    monkeypatch.setattr(progress, "FIRST_BEAT", 0.01)
+    monkeypatch.setattr(progress_messages, "FIRST_BEAT", 0.01)
 
     class Ear(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -86,7 +86,7 @@ def test_a_long_stage_says_that_it_goes_on(monkeypatch: pytest.MonkeyPatch, capl
     logging.getLogger("disco_accel").setLevel(logging.INFO)
     logging.getLogger("disco_accel").addHandler(ear)
     threads = threading.active_count()
-    speaker = progress.Voice(tiny_lora(**SMALL))
+    speaker = progress_messages.ProgressMessages(tiny_lora(**SMALL))
     with speaker.making("a step") as stage:
         stage("measuring 3 kernels")
         assert heard.wait(60)
@@ -177,12 +177,12 @@ def test_trainers_speed_leaves_planning_out_and_logs_it(tmp_path: Path, caplog: 
     )
     model = tiny_lora(**SMALL)
     trainer = Trainer(model=model, args=arguments, train_dataset=_Rows(), callbacks=[DiscoCallback(config())])
-    began = progress.time.time()
+    began = progress_messages.time.time()
     metrics = trainer.train().metrics
-    clock = progress.time.time() - began
+    clock = progress_messages.time.time() - began
     state = find_state(model)
     assert state is not None
-    planning = sum(ended - begun for begun, ended in state.voice.made)
+    planning = sum(ended - begun for begun, ended in state.messages.made)
     assert metrics[KEY] == pytest.approx(planning, abs=1e-3) and planning > 0
     assert metrics["train_runtime"] + metrics[KEY] <= clock
     assert metrics["train_samples_per_second"] == pytest.approx(6 / metrics["train_runtime"], rel=0.02)

@@ -12,10 +12,10 @@ class LastFallback:
         self._key: StepKey | None = None
         self._reason = ""
 
-    def keep(self, key: StepKey, reason: str) -> None:
+    def note(self, key: StepKey, reason: str) -> None:
         """The step of this key was refused for ``reason``."""
         self._key, self._reason = key, reason
 
-    def reason_of(self, key: StepKey) -> str | None:
+    def known_reason(self, key: StepKey) -> str | None:
         """Why the step of this key falls back, if it is that one."""
         return self._reason if key == self._key else None

@@ -1,4 +1,4 @@
-"""Every door trains an unchanged script, raw Accelerate loop and HF Trainer alike, to the bits it reaches alone."""
+"""Every entry point trains an unchanged script, raw Accelerate loop and Trainer alike, to the bits it reaches alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ACCELERATE = "distributed_type: 'NO'\nnum_processes: 1\nuse_cpu: true\nmixed_pre
 SECTION = "disco_config:\n  memory_budget: {budget}\n  device: cpu\n"
 TRAIN = ["train.py", "--config", "theirs.yaml"]
 
-DOORS = {
+ENTRY_POINTS = {
     "disco-accel launch": [str(BIN / "disco-accel"), "launch", "--config", "disco.yaml", *TRAIN],
     "disco_accel.run": [
         *(str(BIN / "accelerate"), "launch", "--config_file", "plain.yaml"),
@@ -68,9 +68,9 @@ def trained_alone() -> str:
         return Path(name, "result.json").read_text()
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_a_door_changes_no_bit_of_losses_or_adapters(door: str, folder: Path) -> None:
-    done = run(DOORS[door], folder)
+@pytest.mark.parametrize("entry", ENTRY_POINTS)
+def test_an_entry_point_changes_no_bit_of_losses_or_adapters(entry: str, folder: Path) -> None:
+    done = run(ENTRY_POINTS[entry], folder)
     assert done.returncode == 0, done.stderr
     expected: dict[str, Any] = json.loads(trained_alone())
     found: dict[str, Any] = json.loads((folder / "result.json").read_text())
@@ -81,7 +81,7 @@ def test_a_door_changes_no_bit_of_losses_or_adapters(door: str, folder: Path) ->
 
 def test_the_environment_overrides_the_file_and_the_user_is_told_what_runs(folder: Path) -> None:
     """``DISCO_*`` reaches the step; each plan says once, on stderr, what was captured and its budget."""
-    command = DOORS["accelerate launch --config"]
+    command = ENTRY_POINTS["accelerate launch --config"]
     changed = environment() | {"DISCO_MEMORY_BUDGET": "48MiB", "DISCO_PLAN_CACHE": str(folder / "plans")}
     done = subprocess.run(command, cwd=folder, env=changed, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
@@ -97,17 +97,17 @@ def test_a_step_that_falls_back_is_told_once_with_its_reason(folder: Path) -> No
     script = (folder / "train.py").read_text().replace('"use_reentrant": False', '"use_reentrant": True')
     (folder / "train.py").write_text(script)
     (folder / "disco.yaml").write_text((folder / "disco.yaml").read_text() + "  on_unsupported: eager\n")
-    done = run(DOORS["accelerate launch --config"], folder)
+    done = run(ENTRY_POINTS["accelerate launch --config"], folder)
     assert done.returncode == 0, done.stderr
     told = [line for line in done.stderr.splitlines() if line.startswith("disco: ")]
     assert sum("use_reentrant" in line and "eager mode" in line for line in told) == 1
     assert json.loads((folder / "result.json").read_text())["planned_steps"][0] == 0
 
 
-@pytest.mark.parametrize("door", ["disco-accel launch", "accelerate launch --config"])
-def test_a_misspelt_key_ends_the_launch_with_status_2_and_one_line(door: str, folder: Path) -> None:
+@pytest.mark.parametrize("entry", ["disco-accel launch", "accelerate launch --config"])
+def test_a_misspelt_key_ends_the_launch_with_status_2_and_one_line(entry: str, folder: Path) -> None:
     (folder / "disco.yaml").write_text(ACCELERATE + "disco_config:\n  memory_bugdet: 64MiB\n")
-    done = run(DOORS[door], folder)
+    done = run(ENTRY_POINTS[entry], folder)
     assert done.returncode == 2
     assert "unknown key 'memory_bugdet'; did you mean 'memory_budget'" in done.stderr
     assert done.stderr.count("\n") == 1
@@ -116,7 +116,7 @@ def test_a_misspelt_key_ends_the_launch_with_status_2_and_one_line(door: str, fo
 
 def test_a_budget_that_is_too_small_says_what_works_and_ends_every_process_with_status_2(folder: Path) -> None:
     (folder / "disco.yaml").write_text(ACCELERATE + SECTION.format(budget="64KiB"))
-    done = run(DOORS["accelerate launch --config"], folder)
+    done = run(ENTRY_POINTS["accelerate launch --config"], folder)
     assert done.returncode == 2, done.stderr
     assert "BudgetTooSmall: " in done.stderr and "at least" in done.stderr
     assert "Traceback" not in done.stderr

@@ -15,7 +15,9 @@ import torch
 from disco_accel.capture.fake_inputs import batch_tensors
 from disco_accel.observe.log_to_stderr import first_process
 from disco_accel.sizes import format_size
-from disco_accel.step.compile import CompiledStep, describe
+from disco_accel.step.arguments import base_model
+from disco_accel.step.compile import CompiledStep, PlanCacheUse, describe
+from disco_accel.step.observer import Observer
 
 logger = logging.getLogger("disco_accel")
 
@@ -30,10 +32,12 @@ def say(text: str) -> None:
     logger.log(logging.INFO if first_process() else logging.DEBUG, "%s", text)
 
 
-class Voice:
-    """Speaks for one prepared model, and knows when its plans were made."""
+class ProgressMessages(Observer):
+    """What the user is told of one prepared model; knows when its plans were made."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, link_bandwidth: float | None = None) -> None:
+        """``link_bandwidth``: of a throttled link, in bytes/s."""
+        self._link_bandwidth = link_bandwidth
         self.name = name_of(model)
         self.made: list[tuple[float, float]] = []
         """When the making of each plan, or the attempt, began and ended, in ``time.time()``."""
@@ -62,21 +66,21 @@ class Voice:
             stage.end()
             self.made.append((began, time.time()))
 
-    def planned(self, step: CompiledStep) -> None:
+    def on_plan(self, step: CompiledStep) -> None:
         """The line of result."""
         stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in step.seconds.items() if seconds >= 0.05)
-        how = "plan read from the cache, ready" if step.plan_cache == "hit" else "planned"
+        how = "plan read from the cache, ready" if step.plan_cache is PlanCacheUse.HIT else "planned"
         began, ended = self.made[-1]
         say(f"{self.name}: {how} in {ended - began:.1f} s{f' ({stages})' if stages else ''}; {describe(step)}")
 
-    def stepped(self, step: CompiledStep, bandwidth: float | None) -> None:
+    def on_step(self, step: CompiledStep) -> None:
         """Counts the runs of a plan that trains; of the first in steady state, says how long it took."""
         runs = self._runs[step] = self._runs.get(step, 0) + 1
         if runs != _STEADY or not step.captured.gradients:
             return
         counters = step.executor.counters()
         seconds = float(counters["step_seconds"]) - float(counters["gate_seconds"])
-        bound = step.bound_seconds(bandwidth)
+        bound = step.bound_seconds(self._link_bandwidth)
         if seconds > 0 and bound > 0:
             say(
                 f"{self.name}: a planned step takes {seconds:.3g} s, {seconds / bound:.2f} times its bound, "
@@ -95,7 +99,7 @@ class Stage:
         self._text = text
         self._began = time.monotonic()
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="disco-voice", daemon=True)
+        self._thread = threading.Thread(target=self._beat, name="disco-progress", daemon=True)
         self._thread.start()
 
     def __call__(self, text: str) -> None:
@@ -118,8 +122,7 @@ class Stage:
 
 def name_of(model: torch.nn.Module) -> str:
     """The class that the user knows: under PEFT that of the model inside."""
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return type(base).__name__
+    return type(base_model(model)).__name__
 
 
 def batch_text(batch: Mapping[str, Any], length: int | None = None) -> str:

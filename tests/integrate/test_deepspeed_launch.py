@@ -19,7 +19,7 @@ from disco_accel.integrate.accelerate.deepspeed_patch import patch_ds_config
 from disco_accel.integrate.launch import launcher
 from disco_accel.integrate.launch.exit_status import child_status
 from disco_accel.native.host_memory import HostMemory
-from disco_accel.step.distributed import check_engine, check_same, leave_home, stay_home
+from disco_accel.step.distributed import check_engine, check_same, exclude_from_collectives, include_again
 from disco_accel.step.placement import Placement
 from disco_accel.testing.models import tiny_lora
 
@@ -77,11 +77,11 @@ def test_weights_that_a_cast_has_replaced_are_gathered_into_one_arena_again() ->
 def test_staying_home_is_undone_and_keeps_what_the_user_ignores() -> None:
     model: Any = tiny_lora(layers=1)
     model._ddp_params_and_buffers_to_ignore = ["theirs"]
-    stay_home(model)
+    exclude_from_collectives(model)
     frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
     assert frozen < set(model._ddp_params_and_buffers_to_ignore)
     assert not any("lora" in name for name in model._ddp_params_and_buffers_to_ignore)
-    leave_home(model)
+    include_again(model)
     assert model._ddp_params_and_buffers_to_ignore == ["theirs"]
     assert not any(hasattr(p, "ds_optim_param") for p in model.parameters())
 
@@ -166,7 +166,7 @@ def test_a_process_of_a_group_says_why_it_ends() -> None:
     program = """
 import torch.distributed as dist
 from disco_accel.errors import ConfigError
-from disco_accel.integrate import exit_status
+from disco_accel.integrate.launch import exit_status
 exit_status.install()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 raise ConfigError("memory_budget: too much")
