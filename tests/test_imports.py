@@ -48,7 +48,7 @@ MAY_IMPORT = {
     "native": ("graph",),
     "plan": ("graph", "native", "simulate", "verify"),
     "config": ("graph", "plan"),
-    "capture": ("graph",),
+    "capture": ("graph", "native"),
     "measure": ("graph", "native", "simulate"),
     "execute": ("graph", "native", "measure"),
     "observe": ("config", "graph", "native", "plan", "simulate"),

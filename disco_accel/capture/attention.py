@@ -18,13 +18,13 @@ from torch import fx
 
 from disco_accel.capture.thread_patches import patched
 from disco_accel.errors import CaptureError
+from disco_accel.graph.op_traits import op_traits
 
 _lock = threading.RLock()
 _switched_off = False
 """The process has it switched off for a call, and the user does not."""
 
 _OTHERS = ("_get_flash_sdp_enabled", "_get_mem_efficient_sdp_enabled", "_get_math_sdp_enabled")
-_OP = "_scaled_dot_product_cudnn_attention"
 
 
 def cudnn_attention_wanted() -> bool:
@@ -87,14 +87,14 @@ def _switched() -> Iterator[None]:
 
 
 def refuse_cudnn_attention(graph: fx.Graph) -> None:
-    """For what reaches attention otherwise than by ``torch.nn.functional``.
+    """For attention that is reached otherwise than by ``torch.nn.functional``.
 
     Raises:
-        CaptureError: cuDNN's attention is in the traced ``graph``.
+        CaptureError: an op of the traced ``graph`` is refused, as cuDNN's attention is.
     """
     for node in graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and _OP in node.target._schema.name:
-            raise CaptureError(
-                f"{node.target}: cuDNN's attention takes memory that a plan does not know; call attention as "
-                "torch.nn.functional.scaled_dot_product_attention, or torch.backends.cuda.enable_cudnn_sdp(False)"
-            )
+        if not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        reason = op_traits(node.target._schema.name).refused
+        if reason:
+            raise CaptureError(f"{node.target}: {reason}")

@@ -4,33 +4,39 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch._subclasses import FakeTensorMode, fake_impls
 
-_GROUPED_MM = torch.ops.aten._grouped_mm.default
+from disco_accel.graph.op_traits import OP_TRAITS
+from disco_accel.native.op_encoding import op_overload
 
 
 @contextmanager
 def fake_kernels() -> Iterator[None]:
-    """Let fake tensors through ``_grouped_mm`` in float32 and float16; torch's own rule knows bfloat16 alone."""
-    table = fake_impls.op_implementations_dict
-    if _GROUPED_MM in table:
-        yield
-        return
-    thread = threading.get_ident()
-
-    def here(*args: Any, **kwargs: Any) -> Any:
-        return _grouped_mm(*args, **kwargs) if threading.get_ident() == thread else NotImplemented
-
-    table[_GROUPED_MM] = here
+    """Let fake tensors through ops that torch's own rules refuse, such as ``_grouped_mm`` in float32 and float16."""
+    table, thread = fake_impls.op_implementations_dict, threading.get_ident()
+    added = []
+    for name, rule in _RULES.items():
+        op = op_overload(name, "default")
+        if op not in table:
+            table[op] = _of_thread(thread, rule)
+            added.append(op)
     try:
         yield
     finally:
-        table.pop(_GROUPED_MM, None)
+        for op in added:
+            table.pop(op, None)
+
+
+def _of_thread(thread: int, rule: Callable[..., Any]) -> Callable[..., Any]:
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        return rule(*args, **kwargs) if threading.get_ident() == thread else NotImplemented
+
+    return fake
 
 
 def _grouped_mm(
@@ -54,6 +60,10 @@ def _grouped_mm(
         shape = (a.shape[-2], b.shape[-1])
     with mode:
         return torch.empty(shape, dtype=a.dtype, device=a.device)
+
+
+_RULES: dict[str, Callable[..., Any]] = {"aten::_grouped_mm": _grouped_mm}
+assert _RULES.keys() == {name for name, traits in OP_TRAITS.items() if traits.fake_rule}
 
 
 @contextmanager

@@ -4,21 +4,8 @@ from __future__ import annotations
 
 from math import prod
 
+from disco_accel.graph.op_traits import Overwrite, op_traits
 from disco_accel.graph.taskgraph import OpCall, Ref, TensorSpec, Vertex, tensor_args
-
-# Each either computes an element from the same elements of its inputs, or (softmax) finishes reading a row
-# before it writes there. tests/capture/test_inplace.py runs every one of them over its own input.
-_POINTWISE = frozenset(
-    {
-        *("aten::add", "aten::sub", "aten::mul", "aten::div", "aten::neg", "aten::pow", "aten::exp"),
-        *("aten::rsqrt", "aten::reciprocal", "aten::cos", "aten::sin", "aten::where", "aten::masked_fill"),
-        *("aten::silu", "aten::silu_backward", "aten::gelu", "aten::gelu_backward"),
-        *("aten::tanh", "aten::tanh_backward", "aten::sigmoid", "aten::sigmoid_backward"),
-    }
-)
-_ROWWISE = frozenset(
-    ("aten::_softmax", "aten::_log_softmax", "aten::_softmax_backward_data", "aten::_log_softmax_backward_data")
-)
 
 
 def overwritable(
@@ -45,10 +32,9 @@ def overwritable(
 
 
 def _is_safe(call: OpCall, spec: TensorSpec) -> bool:
-    if call.name in _POINTWISE:
-        return True
-    if call.name not in _ROWWISE or not spec.shape:
-        return False
+    overwrite = op_traits(call.name).overwrite
+    if overwrite is not Overwrite.LAST_DIM or not spec.shape:
+        return overwrite is Overwrite.POINTWISE
     # dim is the first plain number: after the tensors, before flags and dtypes.
     dim = next(arg for arg in call.args if isinstance(arg, int) and not isinstance(arg, bool))
     last = len(spec.shape) - 1

@@ -16,19 +16,9 @@ from disco_accel.capture.inplace import overwritable
 from disco_accel.capture.storages import storage_bytes, storage_key, tensor_spec, tensors_of
 from disco_accel.capture.trace_log import RECOMPUTE, NodeInfo, node_info
 from disco_accel.errors import CaptureError
+from disco_accel.graph.op_traits import op_traits
 from disco_accel.graph.taskgraph import Arg, EnumArg, OpCall, OpResult, Ref, RngSite, TensorArg, Vertex, VertexKind
-
-# ATen implements each of these by calling the other, whose out variant is native: for the Scalar overloads by
-# wrapping the number.
-_SAME_OP = {
-    torch.ops.aten.add.Scalar: torch.ops.aten.add.Tensor,
-    torch.ops.aten.sub.Scalar: torch.ops.aten.sub.Tensor,
-    torch.ops.aten.mul.Scalar: torch.ops.aten.mul.Tensor,
-    torch.ops.aten.div.Scalar: torch.ops.aten.div.Tensor,
-    torch.ops.aten.lift_fresh_copy.default: torch.ops.aten.clone.default,
-}
-# Of the in-place ops that only look at a tensor otherwise (unsqueeze_, t_), these may need more memory.
-_RESIZES = frozenset({torch.ops.aten.resize_.default, torch.ops.aten.resize_as_.default})
+from disco_accel.native.op_encoding import op_overload
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +93,9 @@ def lower_ops(graph: fx.Graph, low: Lowering, sites: Mapping[fx.Node, RngSite] =
         target = node.target
         if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
             raise CaptureError(f"{target} in module {node_info(node).module or '?'} is not an aten op")
-        if torch.Tag.inplace_view in target.tags and target not in _RESIZES and _is_view(node, low):
+        # In place these only look at a tensor otherwise, as unsqueeze_ and t_ do.
+        reshapes = torch.Tag.inplace_view in target.tags and not op_traits(target._schema.name).resizes
+        if reshapes and _is_view(node, low):
             continue
         if target._schema.is_mutable or not _is_view(node, low):
             _lower_kernel(node, target, low, sites.get(node))
@@ -141,7 +133,7 @@ def _is_view(node: fx.Node, low: Lowering) -> bool:
 def _lower_kernel(node: fx.Node, target: torch._ops.OpOverload, low: Lowering, rng: RngSite | None) -> None:
     info = node_info(node)
     where = f"{target} in module {info.module or '?'}"
-    target = _SAME_OP.get(target, target)
+    target = _implemented_by(target)
     inputs: list[Ref] = []
     args = _arguments(node, target, low, inputs, where)
     id_ = len(low.vertices)
@@ -176,6 +168,12 @@ def _lower_kernel(node: fx.Node, target: torch._ops.OpOverload, low: Lowering, r
     )
     low.ops[id_] = call
     low.infos[id_] = info
+
+
+def _implemented_by(target: torch._ops.OpOverload) -> torch._ops.OpOverload:
+    """The overload that ATen calls for ``target``: itself, or one that has a native out overload."""
+    same = op_traits(target._schema.name).same_calls.get(target._overloadname)
+    return target if same is None else op_overload(*same)
 
 
 def _results(node: fx.Node, low: Lowering, id_: int, sizes: list[int], where: str) -> tuple[OpResult | None, ...]:

@@ -15,8 +15,6 @@ import torch
 from disco_accel.errors import CaptureError
 from disco_accel.graph.taskgraph import OpCall, TensorArg
 
-BY_VALUE = frozenset({"aten::_grouped_mm"})
-
 _ALIGNMENT = 64
 _MARGIN = 1.25
 """A library may round a group size that was not tried up to a larger block."""

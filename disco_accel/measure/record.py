@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from disco_accel.errors import CaptureError, DiscoError
+from disco_accel.graph.op_traits import op_traits
 from disco_accel.graph.taskgraph import Arg, OpCall, TaskGraph, TensorArg, TensorSpec, Vertex, VertexKind, tensor_args
-from disco_accel.measure.dynamic_scratch import BY_VALUE, loose_bytes
+from disco_accel.measure.dynamic_scratch import loose_bytes
 from disco_accel.native.cuda import median_seconds, prepare_device, run_device
-from disco_accel.native.op_encoding import MOVES, dispatcher_overload, encode_args, encode_out_call, label, op_overload
+from disco_accel.native.op_encoding import dispatcher_overload, encode_args, encode_out_call, label, op_overload
 from disco_accel.native.out_of_memory import typed_out_of_memory
 from disco_accel.shortage import is_shortage
 
@@ -28,7 +29,6 @@ _SHORT_SECONDS = 1e-3
 _SHORT_RUNS = 15
 """Ops of a few microseconds are run so often: there one run in five is disturbed on a busy machine, and 15 of them
 take less time than the five of an op of 50 us."""
-_HINTS = {"aten::mkldnn_rnn_layer": "; torch.backends.mkldnn.set_flags(False) before training lets an LSTM be planned"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,10 +279,11 @@ def _measure_on(inputs: list[torch.Tensor], signature: _Signature, name: str, de
         if out is not None and out[1][1] <= placed[1]:
             chosen, native_out, placed = out[0], True, out[1]
     loose = 0
-    if call.name in BY_VALUE:
+    by_value = op_traits(call.name).scratch_by_value
+    if by_value:
         loose = loose_bytes(call, inputs, lambda: _run_recorded(ops, functional).blocks, reference.blocks, name)
     seconds = _median_seconds(ops, chosen, device)
-    if placed[1] and call.name not in BY_VALUE:
+    if placed[1] and not by_value:
         _check_other_values(ops, chosen, signature, inputs, name)
     elsewhere = _elsewhere(signature, reference, name, device)
     return OpRecord(native_out, placed[0], placed[1] + loose, seconds, loose, elsewhere)
@@ -334,7 +335,7 @@ def _try_out(
         return None
     overload, args = encoded
     op = ops.add_op(signature.call.name, dispatcher_overload(overload), args, name)
-    if signature.call.name in MOVES and not ops.is_direct(op):
+    if op_traits(signature.call.name).moves and not ops.is_direct(op):
         return None
     try:
         call = _steady(ops, op, name)
@@ -377,8 +378,8 @@ def _allocations(signature: _Signature, call: _Call, name: str) -> tuple[tuple[A
         if result is None:
             continue
         if got is None:
-            hint = _HINTS.get(signature.call.name, "")
-            raise CaptureError(f"{name} left a result undefined that the captured step reads{hint}")
+            hint = op_traits(signature.call.name).undefined_hint
+            raise CaptureError(f"{name} left a result undefined that the captured step reads{hint and f'; {hint}'}")
         dtype = str(got.dtype).removeprefix("torch.")
         if (dtype, tuple(got.shape)) != (result.spec.dtype, result.spec.shape):
             raise CaptureError(

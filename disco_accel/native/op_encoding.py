@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from disco_accel.graph.op_traits import op_traits
 from disco_accel.graph.taskgraph import Arg, EnumArg, OpCall, TensorArg, TensorSpec
 
 Encoded = Any
@@ -64,16 +65,13 @@ def _out_arguments(schema: torch.FunctionSchema) -> list[torch.Argument]:
     return [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
-MOVES = frozenset({"aten::clone", "aten::constant_pad_nd", "aten::slice_backward"})
-"""Ops without a native out overload that the engine can run itself: their generated one stands for that."""
-
-
 @cache
 def out_overload(name: str, overload: str) -> tuple[str, tuple[int, ...]] | None:
     """The native out overload of a functional op, or None.
 
     Returns its overload name and, for each of its leading arguments, the position of that argument in the functional
-    schema. Overloads tagged ``generated`` call the functional op and copy, so they count for ``MOVES`` alone.
+    schema. Overloads tagged ``generated`` call the functional op and copy, so they count for ops alone
+    that only move elements: the engine computes those itself.
     """
     functional = op_overload(name, overload)._schema
     if _out_arguments(functional):
@@ -86,7 +84,7 @@ def out_overload(name: str, overload: str) -> tuple[str, tuple[int, ...]] | None
         outs = _out_arguments(op._schema)
         if not outs or len(outs) != len(functional.returns):
             continue
-        if torch.Tag.generated in op.tags and name not in MOVES:
+        if torch.Tag.generated in op.tags and not op_traits(name).moves:
             continue
         if not all(a.kwarg_only and str(a.type) == "Tensor" for a in outs):
             continue

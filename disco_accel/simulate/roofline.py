@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from disco_accel.graph.op_traits import Arithmetic, op_traits
 from disco_accel.graph.taskgraph import OpCall, TaskGraph, TensorSpec, Vertex, VertexKind, tensor_args
 from disco_accel.simulate.simulator import Link, Machine
 
@@ -67,7 +68,7 @@ def estimate(vertex: Vertex, call: OpCall, speed: Speed) -> float:
     """Seconds of one kernel."""
     specs = [arg.spec for arg in tensor_args(call.args)]
     moved = sum(vertex.sizes) + sum(_traffic(spec) for spec in dict.fromkeys(specs))
-    if call.name in _GATHERS:
+    if op_traits(call.name).gathers:
         # Of the table only the rows that are asked for.
         moved = 2 * sum(vertex.sizes)
     single = any(spec.dtype in ("float32", "float64") for spec in specs[:2])
@@ -77,57 +78,46 @@ def estimate(vertex: Vertex, call: OpCall, speed: Speed) -> float:
 
 def flops(call: OpCall) -> float:
     """Additions and multiplications of a matrix product or attention; 0 for all else, which memory bounds."""
-    count = _FLOPS.get(call.name)
-    return 0.0 if count is None else count(call, [arg.spec.shape for arg in tensor_args(call.args)])
+    return _FLOPS[op_traits(call.name).arithmetic]([arg.spec.shape for arg in tensor_args(call.args)])
 
 
 Shapes = list[tuple[int, ...]]
 
 
-def _product(call: OpCall, shapes: Shapes) -> float:
+def _product(shapes: Shapes) -> float:
     """(.., m, k) times (.., k, n); what is added comes first and weighs nothing."""
-    del call
     left, right = shapes[-2:]
     return 2.0 * math.prod(left) * right[-1]
 
 
-def _linear(call: OpCall, shapes: Shapes) -> float:
+def _linear(shapes: Shapes) -> float:
     """(.., k) times the transpose of (n, k)."""
-    del call
     return 2.0 * math.prod(shapes[0]) * shapes[1][0]
 
 
-def _attention(call: OpCall, shapes: Shapes) -> float:
+def _attention(shapes: Shapes) -> float:
     """Queries (.., s, d) against keys (.., t, d), and their weights against the values."""
-    del call
     query, key = shapes[:2]
     return 4.0 * math.prod(query) * key[-2] * _CAUSAL
 
 
-def _attention_backward(call: OpCall, shapes: Shapes) -> float:
+def _attention_backward(shapes: Shapes) -> float:
     # The gradient of the output comes first.
-    return _attention(call, shapes[1:]) * _BACKWARD
+    return _attention(shapes[1:]) * _BACKWARD
 
 
-def _grouped(call: OpCall, shapes: Shapes) -> float:
+def _grouped(shapes: Shapes) -> float:
     """(tokens, k) times (experts, k, n): each token goes to one expert."""
-    del call
     return 2.0 * math.prod(shapes[0]) * shapes[1][-1]
 
 
-_GATHERS = ("aten::embedding", "aten::index", "aten::index_select", "aten::gather")
-_FLOPS: Mapping[str, Callable[[OpCall, Shapes], float]] = {
-    **dict.fromkeys(("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::matmul"), _product),
-    "aten::linear": _linear,
-    "aten::_grouped_mm": _grouped,
-    **{
-        f"aten::_scaled_dot_product_{kind}": _attention
-        for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
-    },
-    **{
-        f"aten::_scaled_dot_product_{kind}_backward": _attention_backward
-        for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
-    },
+_FLOPS: Mapping[Arithmetic, Callable[[Shapes], float]] = {
+    Arithmetic.NONE: lambda _: 0.0,
+    Arithmetic.PRODUCT: _product,
+    Arithmetic.LINEAR: _linear,
+    Arithmetic.GROUPED: _grouped,
+    Arithmetic.ATTENTION: _attention,
+    Arithmetic.ATTENTION_BACKWARD: _attention_backward,
 }
 
 

@@ -21,6 +21,7 @@ from disco_accel.capture.step import Forward, capture_forward, capture_step
 from disco_accel.errors import BudgetTooSmall, CaptureError, ConfigError
 from disco_accel.execute.executor import EngineOptions, Executor
 from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.op_traits import op_traits
 from disco_accel.graph.taskgraph import TaskGraph, TensorArg, VertexKind
 from disco_accel.measure.record import OpRecord, apply, record
 from disco_accel.native.cuda import run_device, workspace_bytes
@@ -157,7 +158,7 @@ class CompiledStep:
         limits: dict[str, int] = {}
         for vertex in self.graph.vertices:
             call = self.graph.ops.get(vertex.id)
-            if call is None or call.name != "aten::embedding":
+            if call is None or not op_traits(call.name).row_lookup:
                 continue
             table, indices = call.args[:2]
             if isinstance(table, TensorArg) and isinstance(indices, TensorArg):

@@ -19,6 +19,7 @@ from disco_accel.capture.attention import cudnn_attention_off
 from disco_accel.capture.autocast import AutocastState, autocast_region, autocast_state, outside_autocast
 from disco_accel.capture.step import field_at
 from disco_accel.errors import StepsDiffer
+from disco_accel.graph.op_traits import op_traits
 from disco_accel.graph.taskgraph import tensor_args
 from disco_accel.step.compile import CompiledStep
 from disco_accel.step.fitted_batch import FittedBatch
@@ -27,8 +28,6 @@ from disco_accel.step.rng_state import generator_from
 from disco_accel.step.saved_on_host import saved_on_host
 from disco_accel.step.session import Session
 
-REORDERED = ("attention_backward", "index_add", "index_put", "scatter", "embedding_dense_backward", "grouped_mm")
-"""Parts of the names of ops whose CUDA kernels may add in another order at each run."""
 _FINE, _COARSE = 1e-4, 2e-2
 """Tolerated distance as a part of the norm, in fp32 and in 16 bits."""
 
@@ -93,7 +92,7 @@ class Comparison:
     def _tolerance(self) -> float:
         """0: the same bits."""
         names = {call.name for call in self.step.graph.ops.values()}
-        if self._device.type == "cpu" or not any(part in name for name in names for part in REORDERED):
+        if self._device.type == "cpu" or not any(op_traits(name).unordered_on_gpu for name in names):
             return 0.0
         return self._rounding()
 

@@ -1,0 +1,155 @@
+"""All that is known about an op by its name: one table, which every other file asks.
+
+An op that is not in the table has the defaults, which hold of any op: it is measured, planned and run like every other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from types import MappingProxyType
+from typing import Any
+
+
+class Overwrite(Enum):
+    """Which of its inputs an op may write its result over, without changing a bit."""
+
+    NEVER = "never"
+    POINTWISE = "pointwise"
+    """Any: an element is computed from the same elements of the inputs."""
+    LAST_DIM = "last_dim"
+    """Any, along a last dimension of stride 1: a row is read to its end before it is written."""
+
+
+class Arithmetic(Enum):
+    """How many additions and multiplications a call makes; ``simulate/roofline.py`` has the formulas."""
+
+    NONE = "none"
+    """So few that memory traffic bounds the op."""
+    PRODUCT = "product"
+    """The last two tensors are multiplied: (.., m, k) times (.., k, n)."""
+    LINEAR = "linear"
+    """The first tensor, (.., k), times the transpose of the second, (n, k)."""
+    GROUPED = "grouped"
+    """(tokens, k) times (experts, k, n), one expert for each token."""
+    ATTENTION = "attention"
+    """Query and key come first."""
+    ATTENTION_BACKWARD = "attention_backward"
+    """The gradient of the output comes first, then query and key."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpTraits:
+    """What is known about one op."""
+
+    overwrite: Overwrite = Overwrite.NEVER
+    """Which inputs a plan may let the result replace."""
+    same_calls: Mapping[str, tuple[str, str]] = field(default_factory=lambda: MappingProxyType({}))
+    """Overload to the (name, overload) that ATen implements it by; that one has a native out overload."""
+    resizes: bool = False
+    """In place it may need more memory than its input has, unlike other ops that change a tensor's shape alone."""
+    fake_rule: bool = False
+    """Torch's fake tensors refuse data types that the kernels take; ``capture/fake_kernels.py`` has a rule for it."""
+    refused: str = ""
+    """Why a step with this op is not planned, and what to do; empty if it is."""
+    undefined_hint: str = ""
+    """What lets a step be planned whose reader needs a result that this op leaves undefined."""
+    scratch_by_value: bool = False
+    """What it allocates depends on the values that it is given; ``measure/dynamic_scratch.py`` bounds it."""
+    arithmetic: Arithmetic = Arithmetic.NONE
+    """For estimates of its duration."""
+    gathers: bool = False
+    """Of its first input it reads only the elements that it returns."""
+    row_lookup: bool = False
+    """Its second argument holds row numbers of the table that is its first one."""
+    unordered_on_gpu: bool = False
+    """CUDA's kernels may add or write in an order that differs from run to run, and so in the last bits."""
+    wraps_numbers: bool = False
+    """A number among its arguments is computed with in the tensors' data type (``runtime_ext/torch/ops.cpp``)."""
+    direct: tuple[str, ...] = ()
+    """Overloads that the engine computes itself on the host, without the dispatcher (``runtime_ext/torch/direct.cpp``);
+    recording compares the bits."""
+    moves: bool = False
+    """It only moves elements, and its out overload is a generated one, which calls the op and copies: of use only where
+    the engine computes it itself."""
+
+
+_DEFAULT = OpTraits()
+
+_CUDNN_ATTENTION = (
+    "cuDNN's attention takes memory that a plan does not know; call attention as "
+    "torch.nn.functional.scaled_dot_product_attention, or torch.backends.cuda.enable_cudnn_sdp(False)"
+)
+
+
+def _rows() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name and traits, from one row or several."""
+    # tests/capture/test_inplace.py runs every op that is overwritable over its own input.
+    yield from _all(
+        "add sub mul div neg pow exp rsqrt reciprocal cos sin where masked_fill silu silu_backward gelu gelu_backward "
+        "tanh tanh_backward sigmoid sigmoid_backward",
+        overwrite=Overwrite.POINTWISE,
+    )
+    yield from _all(
+        "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data", overwrite=Overwrite.LAST_DIM
+    )
+    # ATen wraps the number of a Scalar overload and calls the Tensor one, or the other way round.
+    for base in ("add", "sub", "mul", "div"):
+        yield f"aten::{base}", {"same_calls": MappingProxyType({"Scalar": (f"aten::{base}", "Tensor")})}
+    yield "aten::lift_fresh_copy", {"same_calls": MappingProxyType({"default": ("aten::clone", "default")})}
+    yield from _all("add sub mul div add_ sub_ mul_ div_", wraps_numbers=True)
+    yield from _all("resize_ resize_as_", resizes=True)
+
+    yield from _all("mm add sub mul div neg rsqrt cat clone slice_backward constant_pad_nd", direct=("out",))
+    yield "aten::pow", {"direct": ("Tensor_Scalar_out",)}
+    yield from _all("clone slice_backward constant_pad_nd", moves=True)
+
+    yield from _all("mm addmm bmm baddbmm matmul", arithmetic=Arithmetic.PRODUCT)
+    yield "aten::linear", {"arithmetic": Arithmetic.LINEAR}
+    yield from _all("embedding index index_select gather", gathers=True)
+    yield "aten::embedding", {"row_lookup": True}
+    yield (
+        "aten::_grouped_mm",
+        {"arithmetic": Arithmetic.GROUPED, "scratch_by_value": True, "fake_rule": True, "unordered_on_gpu": True},
+    )
+    yield from _all("_scaled_grouped_mm _scaled_grouped_mm_v2", unordered_on_gpu=True)
+    for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"):
+        name = f"aten::_scaled_dot_product_{kind}"
+        yield name, {"arithmetic": Arithmetic.ATTENTION}
+        yield f"{name}_backward", {"arithmetic": Arithmetic.ATTENTION_BACKWARD}
+    for kind in ("flash_attention", "efficient_attention", "cudnn_attention"):
+        yield from _all(f"_scaled_dot_product_{kind}_backward _{kind}_backward", unordered_on_gpu=True)
+    yield from _all(
+        "_scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward", refused=_CUDNN_ATTENTION
+    )
+    yield from _all(
+        "embedding_dense_backward index_add index_add_ index_put index_put_ _index_put_impl _index_put_impl_ "
+        "_unsafe_index_put _unsafe_masked_index_put_accumulate scatter scatter_ scatter_add scatter_add_ "
+        "scatter_reduce scatter_reduce_ masked_scatter masked_scatter_ masked_scatter_backward",
+        unordered_on_gpu=True,
+    )
+    yield (
+        "aten::mkldnn_rnn_layer",
+        {"undefined_hint": "torch.backends.mkldnn.set_flags(False) before training lets an LSTM be planned"},
+    )
+
+
+def _all(names: str, **traits: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    return ((f"aten::{name}", traits) for name in names.split())
+
+
+def _table(rows: Iterable[tuple[str, dict[str, Any]]]) -> Mapping[str, OpTraits]:
+    table: dict[str, OpTraits] = {}
+    for name, traits in rows:
+        table[name] = replace(table.get(name, _DEFAULT), **traits)
+    return MappingProxyType(table)
+
+
+OP_TRAITS: Mapping[str, OpTraits] = _table(_rows())
+"""Name, such as ``aten::mm``, to traits: every op of which anything is known."""
+
+
+def op_traits(name: str) -> OpTraits:
+    """What is known about the op ``name``, such as ``aten::mm``; the defaults for an op that is not in the table."""
+    return OP_TRAITS.get(name, _DEFAULT)
