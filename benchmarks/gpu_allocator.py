@@ -13,7 +13,7 @@ from disco_accel.errors import DiscoError
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.integrate.hf.tracing import hf_contexts
 from disco_accel.measure.record import record
-from disco_accel.native.cuda import prepare_device, run_device
+from disco_accel.native.backend import prepare_device, run_device
 
 _KINDS = ((torch.bfloat16, "sdpa"), (torch.float32, "sdpa"), (torch.float32, "eager"))
 

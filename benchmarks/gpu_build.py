@@ -11,7 +11,7 @@ import peft
 import torch
 import transformers
 
-from disco_accel.native.cuda import prepare_device, run_device, workspace_bytes
+from disco_accel.native.backend import prepare_device, run_device, workspace_bytes
 from disco_accel.native.extension import load_extension
 
 

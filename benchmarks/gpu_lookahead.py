@@ -12,7 +12,8 @@ import torch
 from disco_accel.execute.executor import EngineOptions, Executor
 from disco_accel.graph.taskgraph import Device, OpCall, OpResult, TaskGraph, TensorArg, TensorSpec, Vertex, VertexKind
 from disco_accel.measure.record import apply, record
-from disco_accel.native.cuda import median_seconds, run_device
+from disco_accel.native.backend import run_device
+from disco_accel.native.cuda_backend import median_seconds
 from disco_accel.native.host_memory import bytes_of
 from disco_accel.plan import make_plan
 

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from benchmarks.gpu_models import SEVEN_B, SMALL, arena_llama, batch_for, draw_weights, meta_llama
 from disco_accel import DiscoConfig, prefill, restore, stats
-from disco_accel.native.cuda import run_device, workspace_bytes
+from disco_accel.native.backend import run_device, workspace_bytes
 from disco_accel.sizes import format_size
 from disco_accel.step.session import current_step
 

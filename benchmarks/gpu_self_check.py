@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from disco_accel.native.cuda import prepare_device, run_device
+from disco_accel.native.backend import prepare_device, run_device
 from disco_accel.selfcheck.self_check import LINK_BYTES, check
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks import step
 from benchmarks.step_table import table
-from disco_accel.native.cuda import run_device, workspace_bytes
+from disco_accel.native.backend import run_device, workspace_bytes
 from disco_accel.sizes import format_size
 
 _CELLS: Mapping[str, tuple[str, ...]] = {

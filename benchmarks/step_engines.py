@@ -16,7 +16,7 @@ from benchmarks.any_plan import any_plan_of, kernel_seconds
 from benchmarks.gpu_link import rate
 from benchmarks.gpu_models import arena_llama, batch_for, draw_weights, meta_llama, with_adapter
 from disco_accel import DiscoConfig, prepare, stats
-from disco_accel.native.cuda import run_device
+from disco_accel.native.backend import run_device
 from disco_accel.simulate.simulator import Link, Machine
 from disco_accel.step.placement import StreamedEager
 from disco_accel.step.session import current_step

@@ -19,6 +19,7 @@ from torch import fx
 from disco_accel.capture.thread_patches import patched
 from disco_accel.errors import CaptureError
 from disco_accel.graph.op_traits import op_traits
+from disco_accel.native.backend import backend_of
 
 _lock = threading.RLock()
 _switched_off = False
@@ -42,7 +43,7 @@ def without_cudnn_attention(device: torch.device) -> Iterator[None]:
     Raises:
         CaptureError: from such a call, where the user allows no other kernel.
     """
-    if device.type != "cuda":
+    if not backend_of(device).has_cudnn:
         yield
         return
     with patched(torch.nn.functional, "scaled_dot_product_attention", _switching):
@@ -52,7 +53,7 @@ def without_cudnn_attention(device: torch.device) -> Iterator[None]:
 @contextmanager
 def cudnn_attention_off(device: torch.device) -> Iterator[None]:
     """The same for all threads of the process: a backward on a GPU, which recomputes, runs in PyTorch's own."""
-    with _switched() if device.type == "cuda" else nullcontext():
+    with _switched() if backend_of(device).has_cudnn else nullcontext():
         yield
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-_DEVICES = ("cpu", "cuda")
+from disco_accel.native.backend import DEVICE_TYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ def autocast_state() -> AutocastState:
     """Autocast of this thread, now."""
     dtypes = tuple(
         (device, str(torch.get_autocast_dtype(device)).removeprefix("torch."))
-        for device in _DEVICES
+        for device in DEVICE_TYPES
         if torch.is_autocast_enabled(device)
     )
     return AutocastState(dtypes, bool(dtypes) and torch.is_autocast_cache_enabled())
@@ -42,7 +42,7 @@ def outside_autocast() -> Iterator[None]:
     depth = torch.autocast_increment_nesting() - 1
     for _ in range(depth + 1):
         torch.autocast_decrement_nesting()
-    enabled = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
+    enabled = [device for device in DEVICE_TYPES if torch.is_autocast_enabled(device)]
     for device in enabled:
         torch.set_autocast_enabled(device, False)
     try:

@@ -30,10 +30,10 @@ class _Twins(FakeTensorConverter):
     """Gives each real tensor one twin with offset 0, and keeps both, so that no identity is used twice in a trace."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.twins: dict[int, tuple[torch.Tensor, FakeTensor]] = {}
 
-    def from_real_tensor(
+    def from_real_tensor(  # type: ignore[override]
         self, fake_mode: FakeTensorMode, t: torch.Tensor, make_constant: bool = False, **options: Any
     ) -> FakeTensor:
         known = self.twins.get(id(t))
@@ -54,7 +54,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def tracing_mode() -> FakeTensorMode:
     """A fake mode that takes real tensors as well, each as one twin."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)  # type: ignore[no-untyped-call]
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.fake_tensor_converter = _Twins()
     return mode
 
@@ -117,7 +117,7 @@ def no_values_read(model: torch.nn.Module) -> Iterator[None]:
 def _real(value: Any) -> torch.Tensor | None:
     if isinstance(value, FakeTensor):
         value = value.constant
-    return value if isinstance(value, torch.Tensor) and value.device.type != "meta" else None
+    return value if isinstance(value, torch.Tensor) and not value.is_meta else None
 
 
 def _check(real: torch.Tensor, model: torch.nn.Module, trainable: dict[int, str]) -> None:
@@ -129,7 +129,7 @@ def _check(real: torch.Tensor, model: torch.nn.Module, trainable: dict[int, str]
     if not _is_plain(real):
         raise CaptureError(f"{name_of(model, real)}: a {type(real).__name__} ({real.layout}) cannot be captured")
     # One without elements, such as a cache starts with, has nothing to follow.
-    if real.device.type != "cpu" and real.numel():
+    if not real.is_cpu and real.numel():
         raise CaptureError(
             f"{name_of(model, real)}: is on {real.device} and neither a parameter nor a buffer, so a planned step "
             "cannot follow what is written to it; make it a buffer (register_buffer), or keep it on the CPU and take "
@@ -155,7 +155,7 @@ def _check_offsets(graph: fx.Graph, constants: dict[str, torch.Tensor]) -> None:
 
 def _offset(node: fx.Node, constants: dict[str, torch.Tensor]) -> int:
     real = constants.get(str(node.target))
-    return 0 if real is None else real.storage_offset()
+    return 0 if real is None else int(real.storage_offset())
 
 
 def name_of(model: torch.nn.Module, tensor: torch.Tensor) -> str:

@@ -34,7 +34,7 @@ def model_twins(mode: FakeTensorMode, model: torch.nn.Module, device: torch.devi
 
 
 def _check(name: str, tensor: torch.Tensor, device: torch.device) -> None:
-    if tensor.device.type not in ("cpu", "meta") and tensor.device != device:
+    if not (tensor.is_cpu or tensor.is_meta) and tensor.device != device:
         raise CaptureError(f"{name}: is on {tensor.device}; move it to the CPU or to {device}, where the step will run")
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or hasattr(tensor, "fake_mode")
     if not plain or tensor.layout is not torch.strided or tensor.is_quantized:

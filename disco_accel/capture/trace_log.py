@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._C._autograd import _get_sequence_nr
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -83,7 +84,7 @@ class TraceLog:
         node = self._node()
         if node is None:
             # Autograd numbers its nodes in the order they are made, and makes an op's node just before the op runs.
-            self.by_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, self.module)
+            self.by_sequence.setdefault(_get_sequence_nr() - 1, self.module)
             return self.module
         issuer = self.module or self.by_sequence.get(node._sequence_nr()) or self.layer_modules.get(self.layer, "")
         if node.name() in _OTHER_FORMULA:
@@ -168,7 +169,7 @@ def _leave_module(_module: torch.nn.Module, _args: Any, _output: Any) -> None:
         log.modules.pop()
 
 
-class _Tag(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Tag(TorchDispatchMode):
     """Sets phase and layer. A dispatch mode in type alone, since torch takes nothing else as context under tracing."""
 
     def __init__(self, log: TraceLog, phase: str, layer: int) -> None:
@@ -221,7 +222,7 @@ def checkpointed(function: Callable[..., Any], *args: Any, **options: Any) -> An
     output = checkpoint(function, *args, use_reentrant=False, context_fn=lambda: tags, **options)
     for tensor in _tensors(output):
         if tensor.requires_grad:
-            tensor.register_hook(_mark_backward(log, layer))  # type: ignore[no-untyped-call]
+            tensor.register_hook(_mark_backward(log, layer))
     return output
 
 

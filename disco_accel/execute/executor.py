@@ -7,25 +7,28 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import NamedTuple
 
 import torch
 
 from disco_accel.errors import ConfigError, DeviceLost, ExecutionError, Stalled
+from disco_accel.execute.engine_options import DEFAULT_OPTIONS, EngineOptions, HostLink, engine_links, engine_settings
 from disco_accel.execute.final_location import Residence, final_residence
 from disco_accel.execute.program import Lowering, Memory, external_dtypes
-from disco_accel.execute.vertex_names import Describer
+from disco_accel.execute.vertex_names import Describer, Unfinished
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import OpCall, Ref, TensorSpec, VertexKind
 from disco_accel.measure.record import OpRecord
 from disco_accel.native.arena import alias, device_arena, host_arena, is_arena, touched_bytes
-from disco_accel.native.cuda import current, pin, prepare_device, run_device
+from disco_accel.native.backend import backend_of, run_device
+from disco_accel.native.engine_class import make_engine
+from disco_accel.native.engine_numbers import CopyLane, Status
 from disco_accel.native.extension import load_extension
+from disco_accel.native.op_table import op_table
 from disco_accel.native.out_of_memory import typed_out_of_memory
 from disco_accel.shortage import is_shortage
 
-_DISPATCH = {"priority": 0, "random": 1, "fixed": 2, "synchronous": 3}
-_DONE, _TIMEOUT, _FAILED, _STALLED, _ABORTED, _IDLE = range(6)
+__all__ = ["EngineOptions", "Event", "Executor", "HostLink", "arena_bytes"]
+
 _SLICE_SECONDS = 0.1
 """A wait returns to Python this often, so that Ctrl-C works."""
 _DRAIN_SECONDS = 5.0
@@ -37,60 +40,21 @@ _LOST = (
 )
 
 
-class _EngineError(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _EngineError:
     """Why a step ended early. ``position`` of the vertex, -1 if none can be named.
 
     ``later``: the device found it after the launch; ``lost``: it refuses all further work; ``draining``: something is
     in flight that does not end.
     """
 
-    status: int
+    status: Status
     position: int
     message: str
     later: bool
     lost: bool
     draining: bool
-
-
-@dataclass(frozen=True, slots=True)
-class HostLink:
-    """The links of one host device: bytes per second and direction (None = as fast as memcpy), seconds per copy."""
-
-    bandwidth: float | None = None
-    latency: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """How the engine runs a plan. The results never depend on it, only their timing."""
-
-    device: str = "cpu"
-    """``cpu`` (host device) or ``cuda``."""
-    lookahead: int = 2
-    """Kernels queued on a stream beyond the running one; 0 launches after completion, as in the paper."""
-    dispatch: str = "priority"
-    """``priority``, ``random``, ``fixed``, or ``synchronous`` (one vertex at a time in serial order)."""
-    seed: int = 0
-    """Of random dispatch."""
-    link_bandwidth: float | None = None
-    """Bytes per second and direction, host device only; None = as fast as memcpy."""
-    link_latency: float = 0.0
-    """Seconds per copy, host device only."""
-    links: tuple[HostLink, ...] = ()
-    """Host device only: the links of each device in the plan's order, in place of the two figures above."""
-    link_jitter: float = 0.0
-    """Host device only: each copy's time is multiplied by a random factor from 1 - link_jitter to 1 + link_jitter."""
-    link_jitter_seed: int = 0
-    """Equal seeds disturb the same copies in the same way, whatever the order they run in."""
-    compute_threads: int | None = None
-    """Intra-op threads of a compute stream; None = torch.get_num_threads()."""
-    compute_streams: int = 1
-    inline_compute: bool = True
-    """One compute stream on the only host device: its ops run on the engine's loop thread, without a hand-off."""
-    stall_timeout: float = 120.0
-    """Seconds without any progress after which a step counts as stalled."""
-    time_ops: bool = False
-    """Measure op_seconds and engine_seconds also when not tracing."""
+    left: Unfinished
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +117,7 @@ class Executor:
         records: Mapping[int, OpRecord],
         *,
         clean: Mapping[int, torch.Tensor],
-        options: EngineOptions = EngineOptions(),
+        options: EngineOptions = DEFAULT_OPTIONS,
         arena: torch.Tensor | Mapping[int, torch.Tensor] | None = None,
         names: Mapping[int, str] | None = None,
         specs: Mapping[int, TensorSpec] | None = None,
@@ -168,20 +132,19 @@ class Executor:
         Raises ConfigError for a bad option and ExecutionError for a plan that lacks a call, an address or host bytes.
         """
         load_extension()
-        settings, links = _settings(options), _links(options, len(memgraph.devices))
-        if len(memgraph.devices) != 1 and options.device != "cpu":
+        settings, links = engine_settings(options), engine_links(options, len(memgraph.devices))
+        if len(memgraph.devices) != 1 and not backend_of(torch.device(options.device)).runs_several:
             raise ConfigError(
                 f"device: {options.device} runs plans of one device, this one has {len(memgraph.devices)}; use cpu"
             )
         device = run_device(options.device)
-        if device.type == "cuda":
-            prepare_device(device)
+        self._backend = backend_of(device)
+        self._backend.prepare()
         self._graph, self._options, self._pid = memgraph, options, os.getpid()
-        self._device = device
         self._describer = Describer(memgraph, ops, names or {})
         self._memory = Memory(_arenas(memgraph, arena, device), host_arena(memgraph.host_memory), dict(clean))
-        self._pinned = pin(self._memory.host, device) if device.type == "cuda" else None
-        self._table = torch.classes.disco_accel.Ops(str(device))
+        self._pinned = self._backend.pin(self._memory.host)
+        self._table = op_table(device)
         tables = Lowering(memgraph, ops, records, self._memory, self._table).run()
         self._planned = tables.planned
         late = {v.id for v in memgraph.vertices if v.late}
@@ -190,8 +153,8 @@ class Executor:
         memory = self._memory
         arenas = [memory.devices[device.id] for device in memgraph.devices]
         try:
-            with current(device):
-                self._engine = torch.classes.disco_accel.Engine(
+            with self._backend.current():
+                self._engine = make_engine(
                     self._table,
                     tables.vertices,
                     tables.edges,
@@ -301,12 +264,11 @@ class Executor:
 
     def add_leaving(self, values: Sequence[tuple[Ref, TensorSpec]]) -> int:
         """The number of a group of kept values (see ``value``) that ``leave`` copies out of the arena together."""
-        return int(self._engine.add_leaving([self.value(ref, spec) for ref, spec in values]))
+        return self._engine.add_leaving([self.value(ref, spec) for ref, spec in values])
 
     def leave(self, group: int) -> list[torch.Tensor]:
         """Copies of a group's values as the last step left them, on the run's device and nobody else's memory."""
-        copies: list[torch.Tensor] = self._engine.copies(group)
-        return copies
+        return self._engine.copies(group)
 
     def set_tracing(self, on: bool) -> None:
         """Whether the following steps record events. Call between steps."""
@@ -317,7 +279,7 @@ class Executor:
         """Events of the last step, by start; empty unless it was traced. Call between steps."""
         self._require_own_process()
         streams = self._options.compute_streams
-        lanes = [*(f"compute{i}" for i in range(streams)), "h2d", "d2h", "p2p"]
+        lanes = [*(f"compute{i}" for i in range(streams)), *(lane.name.lower() for lane in CopyLane)]
         ids = [v.id for v in self._graph.vertices]
         devices = [device.id for device in self._graph.devices]
         return [
@@ -347,11 +309,11 @@ class Executor:
         if hasattr(self, "_engine"):
             # Work that a device never ends was told of when it stalled; the engine leaves its memory behind.
             ended = self._end()
-            if ended and self._device.type == "cuda":
+            if ended:
                 # The caller's copies out of the arena, whose memory is others' from now on. Here, where other threads
                 # can run meanwhile; a device that is lost makes none.
                 with suppress(torch.AcceleratorError):
-                    torch.cuda.synchronize(self._device)
+                    self._backend.synchronize()
             del self._engine, self._table, self._memory
             self._values.clear()
 
@@ -388,14 +350,12 @@ class Executor:
         except KeyError as missing:
             name = self._describer.input(missing.args[0])
             raise ExecutionError(f"no tensor was given for external {name}") from None
-        try:
-            self._engine.bind(externals.storages, tensors)
-        except RuntimeError as error:
-            position, _, message = str(error).partition(":")
-            if not position.isdigit():
-                raise
-            name = self._describer.input(externals.vertices[int(position)])
-            raise ExecutionError(f"the tensor for external {name} {message}") from error
+        refused = self._engine.bind(externals.storages, tensors)
+        if refused is not None:
+            position, reason = refused
+            raise ExecutionError(
+                f"the tensor for external {self._describer.input(externals.vertices[position])} {reason}"
+            )
 
     def _expect_externals(
         self, storages: Mapping[int, int], dtypes: Mapping[int, str], specs: Mapping[int, TensorSpec]
@@ -417,32 +377,38 @@ class Executor:
     def _wait(self, poll: Callable[[float], int], first: Callable[[float], int] | None = None) -> None:
         try:
             status = (first or poll)(_SLICE_SECONDS)
-            while status == _TIMEOUT:
+            while status == Status.TIMEOUT:
                 status = poll(_SLICE_SECONDS)
         except BaseException:
             self._end()
             raise
-        if status != _DONE:
+        if status != Status.DONE:
             self._fail()
 
     def _last_error(self) -> _EngineError:
-        return _EngineError(*self._engine.last_error())
+        status, position, message, later, lost, draining, flying, flying_count, waits, waiting_count = (
+            self._engine.last_error()
+        )
+        left = Unfinished(flying, flying_count, list(zip(waits[::2], waits[1::2], strict=True)), waiting_count)
+        return _EngineError(Status(status), position, message, later, lost, draining, left)
 
     def _fail(self) -> None:
         error = self._last_error()
-        if error.status == _STALLED:
-            told = self._describer.account(error.message)
-            # What hangs may never end: it gets some time, and the user the account in any case.
+        if error.status is Status.STALLED:
+            told = f"{error.message}; {self._describer.stall(error.left)}"
+            # A device that hangs may never end its work: it gets some time, and the user the account in any case.
             ended = self._engine.abort(_DRAIN_SECONDS) and self._end()
             hung = "" if ended else f"; {_HUNG}"
             raise Stalled(f"the step stopped making progress: {told}{hung}")
         self._end()
         # Whether the device is lost is known when the step has drained.
         error = self._last_error()
+        flying = self._describer.in_flight(error.left)
+        told = f"{error.message}; in flight: {flying}" if flying else error.message
         if error.lost:
-            raise DeviceLost(f"{self._describer.account(error.message)}; {_LOST}")
+            raise DeviceLost(f"{told}; {_LOST}")
         if error.later:
-            raise ExecutionError(f"the step failed on the device: {self._describer.account(error.message)}")
+            raise ExecutionError(f"the step failed on the device: {told}")
         if error.position < 0:
             raise ExecutionError(f"the step was ended early: {error.message}")
         vertex = self._graph.vertices[error.position]
@@ -470,44 +436,3 @@ def _arenas(
             raise ExecutionError(f"the arena of device {planned.id} is ordinary memory: make it with device_arena()")
         arenas[planned.id] = arena
     return arenas
-
-
-def _settings(options: EngineOptions) -> dict[str, float]:
-    """The options as the numbers that the engine reads. Raises ConfigError naming the option."""
-    if options.dispatch not in _DISPATCH:
-        raise ConfigError(f"dispatch is '{options.dispatch}', but it is one of {', '.join(_DISPATCH)}")
-    for name in ("lookahead", "seed", "link_latency", "link_jitter_seed"):
-        if getattr(options, name) < 0:
-            raise ConfigError(f"{name} is {getattr(options, name)}, but it cannot be negative")
-    if options.link_bandwidth is not None and options.link_bandwidth <= 0:
-        raise ConfigError(f"link_bandwidth is {options.link_bandwidth}, but it is bytes per second above 0, or None")
-    if not 0 <= options.link_jitter < 1:
-        raise ConfigError(f"link_jitter is {options.link_jitter}, but it is at least 0 and less than 1")
-    if not options.stall_timeout > 0:
-        raise ConfigError(f"stall_timeout is {options.stall_timeout}, but it is seconds above 0")
-    threads = torch.get_num_threads() if options.compute_threads is None else options.compute_threads
-    if threads < 1 or options.compute_streams < 1:
-        raise ConfigError("compute_threads and compute_streams are at least 1")
-    return {
-        "dispatch": float(_DISPATCH[options.dispatch]),
-        "seed": float(options.seed),
-        "lookahead": float(options.lookahead),
-        "stall_timeout": options.stall_timeout,
-        "time_ops": float(options.time_ops),
-        "compute_threads": float(threads),
-        "compute_streams": float(options.compute_streams),
-        "inline_compute": float(options.inline_compute),
-        "link_jitter": options.link_jitter,
-        "link_jitter_seed": float(options.link_jitter_seed),
-    }
-
-
-def _links(options: EngineOptions, devices: int) -> list[float]:
-    """Bandwidth (0 = unlimited) and latency of each device's links, one after the other. Raises ConfigError."""
-    links: Sequence[HostLink] = options.links or [HostLink(options.link_bandwidth, options.link_latency)] * devices
-    if len(links) != devices:
-        raise ConfigError(f"links has {len(links)} entries, the plan has {devices} devices")
-    for link in links:
-        if (link.bandwidth is not None and link.bandwidth <= 0) or link.latency < 0:
-            raise ConfigError(f"links: {link} is not a bandwidth above 0 (or None) and a latency of at least 0")
-    return [number for link in links for number in (link.bandwidth or 0.0, link.latency)]

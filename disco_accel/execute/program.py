@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -12,11 +11,10 @@ from disco_accel.errors import ExecutionError
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import OpCall, Ref, Vertex, VertexKind, tensor_args
 from disco_accel.measure.record import OpRecord
+from disco_accel.native.engine_numbers import COPIED_COLUMNS, EDGE_COLUMNS, VERTEX_COLUMNS, ResultMode, VertexFlag
 from disco_accel.native.host_memory import ALIGNMENT
 from disco_accel.native.op_encoding import dispatcher_overload, encode_args, encode_out_call, encode_spec, label
-
-_LATE, _OUT = 1, 2
-_PLACED, _COPIED, _IGNORED = 0, 1, 2
+from disco_accel.native.op_table import OpTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +30,8 @@ class Memory:
 class Tables:
     """What the engine is built from.
 
-    ``vertices`` int64 [n, 7]: kind, device, op, dst, src, bytes, flags. ``edges`` int64 [m, 2], positions.
-    ``externals``: external INPUT id to its storage number in the op table. ``copied``: int64 [k, 2], the storage of an
-    external input and the position of a copy that reads it. ``planned`` allocations of one step.
+    int64 with the columns of ``native/engine_numbers.py``: ``vertices``, ``edges`` of positions, and ``copied``.
+    ``externals``: external INPUT id to its storage number in the op table. ``planned`` allocations of one step.
     """
 
     vertices: torch.Tensor
@@ -45,10 +42,15 @@ class Tables:
 
 
 class Lowering:
-    """One pass over a MemGraph that fills the op table ``ops`` (``torch.classes.disco_accel.Ops``) and the tables."""
+    """One pass over a MemGraph that fills the op table ``ops`` and the tables."""
 
     def __init__(
-        self, graph: MemGraph, calls: Mapping[int, OpCall], records: Mapping[int, OpRecord], memory: Memory, ops: Any
+        self,
+        graph: MemGraph,
+        calls: Mapping[int, OpCall],
+        records: Mapping[int, OpRecord],
+        memory: Memory,
+        ops: OpTable,
     ) -> None:
         self._graph, self._calls, self._records, self._memory, self._ops = graph, calls, records, memory, ops
         self._vertices = {v.id: v for v in graph.vertices}
@@ -67,17 +69,19 @@ class Lowering:
         for vertex in self._graph.vertices:
             edges.update((index[producer], index[vertex.id]) for producer, _ in vertex.inputs)
         # An input that is in place when the step begins holds nobody up; only a late one does.
-        waits = [(u, v) for u, v in sorted(edges) if rows[u][0] != VertexKind.INPUT or rows[u][6] & _LATE]
+        waits = [(u, v) for u, v in sorted(edges) if rows[u][0] != VertexKind.INPUT or rows[u][-1] & VertexFlag.LATE]
         return Tables(
-            torch.tensor(rows, dtype=torch.int64).reshape(-1, 7),
-            torch.tensor(waits, dtype=torch.int64).reshape(-1, 2),
+            torch.tensor(rows, dtype=torch.int64).reshape(-1, len(VERTEX_COLUMNS)),
+            torch.tensor(waits, dtype=torch.int64).reshape(-1, len(EDGE_COLUMNS)),
             self._externals,
-            torch.tensor(self._copied, dtype=torch.int64).reshape(-1, 2),
+            torch.tensor(self._copied, dtype=torch.int64).reshape(-1, len(COPIED_COLUMNS)),
             self._planned,
         )
 
     def _row(self, vertex: Vertex) -> tuple[int, int, int, int, int, int, int]:
-        flags = (_LATE if vertex.late else 0) | (_OUT if vertex.out and vertex.kind is not VertexKind.INPUT else 0)
+        flags = VertexFlag.LATE if vertex.late else VertexFlag(0)
+        if vertex.out and vertex.kind is not VertexKind.INPUT:
+            flags |= VertexFlag.OUT
         op, dst, src, nbytes = -1, 0, 0, 0
         if vertex.kind is VertexKind.INPUT:
             dst, src, nbytes = self._input(vertex)
@@ -86,7 +90,7 @@ class Lowering:
         else:
             nbytes = vertex.sizes[0]
             dst, src = self._copy(vertex) if nbytes else (0, 0)
-        return int(vertex.kind), self._lane_device(vertex), op, dst, src, nbytes, flags
+        return int(vertex.kind), self._lane_device(vertex), op, dst, src, nbytes, int(flags)
 
     def _lane_device(self, vertex: Vertex) -> int:
         """Where the vertex runs, as a position: a transfer on the link of the device that it reads from."""
@@ -198,10 +202,10 @@ class Lowering:
         placed = {a.output for a in record.allocations} | ({0} if vertex.inplace is not None else set())
         for result in call.results:
             if result is None or result.output in record.elsewhere:
-                self._ops.expect_result(op, _IGNORED, ())
+                self._ops.expect_result(op, ResultMode.IGNORED.value, ())
                 continue
-            mode = _PLACED if result.output in placed else _COPIED
-            self._ops.expect_result(op, mode, encode_spec(self._storage((vertex.id, result.output)), result.spec))
+            mode = ResultMode.PLACED if result.output in placed else ResultMode.COPIED
+            self._ops.expect_result(op, mode.value, encode_spec(self._storage((vertex.id, result.output)), result.spec))
         return op
 
 

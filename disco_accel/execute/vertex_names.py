@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import OpCall, Ref, Vertex, VertexKind
 from disco_accel.native.op_encoding import label
 
-_VERTEX = re.compile(r"\b(\d+) \((?:input|kernel|transfer|offload|reload)\)")
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """Vertices that had not finished when a step ended early, by position in serial order.
+
+    ``in_flight``: the first of ``in_flight_count``. ``waiting``: the first of ``waiting_count`` that were not launched,
+    each with a predecessor that had not finished, -1 for none.
+    """
+
+    in_flight: Sequence[int]
+    in_flight_count: int
+    waiting: Sequence[tuple[int, int]]
+    waiting_count: int
 
 
 class Describer:
@@ -41,12 +53,17 @@ class Describer:
             return f"input {self._names.get(vertex.id, vertex.op)}".strip()
         return f"{vertex.kind.name.lower()} of {self._value(vertex.inputs[0])}"
 
-    def account(self, message: str) -> str:
-        """The engine's own account of a step that hangs or of a device that fails: vertices by name, not position.
+    def stall(self, left: Unfinished) -> str:
+        """Why a step makes no progress: ``in flight 1: vertex 7 (..); waiting 2: vertex 8 (..) for vertex 7 (..)``."""
+        waiting = (self.at(v) + (f" for {self.at(on)}" if on >= 0 else "") for v, on in left.waiting)
+        return (
+            f"in flight {left.in_flight_count}: {self.in_flight(left) or 'none'}; "
+            f"waiting {left.waiting_count}: {', '.join(waiting) or 'none'}"
+        )
 
-        Not for the message of an op, whose numbers are its own.
-        """
-        return _VERTEX.sub(lambda m: self.at(int(m[1])) if int(m[1]) < len(self._order) else m[0], message)
+    def in_flight(self, left: Unfinished) -> str:
+        """The vertices in flight, one after the other; empty if there were none."""
+        return ", ".join(map(self.at, left.in_flight))
 
     def _value(self, ref: Ref) -> str:
         """The value that a chain of copies carries, by who made it."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
+
 from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
 from disco_accel.measure.record import record
-from disco_accel.native.cuda import run_device, workspace_bytes
+from disco_accel.native.backend import Backend, backend_of, workspace_bytes
 from disco_accel.native.plain_library import ExtensionError
 from disco_accel.simulate.roofline import SPEEDS, estimate
 from disco_accel.sizes import format_size
@@ -46,8 +48,9 @@ def with_scratch(graph: TaskGraph, *, device: str, compute_threads: int | None =
     that no run could plan.
     """
     kernels = [v for v in graph.vertices if v.kind is VertexKind.KERNEL]
-    if device != "cpu":
-        return _on_cuda(graph, len(kernels), streams)
+    backend = backend_of(torch.device(device))
+    if backend.separate_memory:
+        return _on_gpu(backend, graph, len(kernels), streams)
     vertices = {v.id: v for v in graph.vertices}
     small = frozenset(v.id for v in kernels if _is_small(v, graph, vertices))
     try:
@@ -63,12 +66,10 @@ def with_scratch(graph: TaskGraph, *, device: str, compute_threads: int | None =
     return Scratched(replace(graph, vertices=scratched), 0, unknown, why)
 
 
-def _on_cuda(graph: TaskGraph, kernels: int, streams: int) -> Scratched:
-    import torch
-
+def _on_gpu(backend: Backend, graph: TaskGraph, kernels: int, streams: int) -> Scratched:
     why = f"without the scratch of {kernels} ops, which only a run on the GPU can tell"
-    if torch.cuda.is_available():
-        return Scratched(graph, (1 + streams) * workspace_bytes(run_device("cuda")), kernels, why)
+    if backend.is_there():
+        return Scratched(graph, (1 + streams) * workspace_bytes(backend.resolve()), kernels, why)
     most = format_size((1 + streams) * _WORKSPACE)
     why = (
         f"without the scratch of {kernels} ops and the workspaces of matrix products (up to {most}), which only a GPU "

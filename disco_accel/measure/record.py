@@ -6,7 +6,6 @@ nothing. Ops with equal signatures are measured once.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -18,17 +17,13 @@ from disco_accel.errors import CaptureError, DiscoError
 from disco_accel.graph.op_traits import op_traits
 from disco_accel.graph.taskgraph import Arg, OpCall, TaskGraph, TensorArg, TensorSpec, Vertex, VertexKind, tensor_args
 from disco_accel.measure.dynamic_scratch import loose_bytes
-from disco_accel.native.cuda import median_seconds, prepare_device, run_device
+from disco_accel.native.backend import backend_of, run_device
 from disco_accel.native.op_encoding import dispatcher_overload, encode_args, encode_out_call, label, op_overload
+from disco_accel.native.op_table import OpTable, op_table
 from disco_accel.native.out_of_memory import typed_out_of_memory
 from disco_accel.shortage import is_shortage
 
 _ALIGNMENT = 64
-_ENOUGH_SECONDS = 0.1
-_SHORT_SECONDS = 1e-3
-_SHORT_RUNS = 15
-"""Ops of a few microseconds are run so often: there one run in five is disturbed on a busy machine, and 15 of them
-take less time than the five of an op of 50 us."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +96,8 @@ def record(
         ExecutionError: memory ran out, which says nothing about the graph.
     """
     where = run_device(device)
-    prepare_device(where)
+    backend = backend_of(where)
+    backend.prepare()
     vertices = {v.id: v for v in graph.vertices}
     known: dict[_Signature, OpRecord] = {}
     records: dict[int, OpRecord] = {}
@@ -115,7 +111,7 @@ def record(
             signature = _signature(vertex, call, vertices)
             if signature not in known:
                 # Others may draw meanwhile, so the generator is set back around those ops alone that draw themselves.
-                with _generator_kept(torch.device(device)) if call.rng is not None else nullcontext():
+                with backend.generator_kept() if call.rng is not None else nullcontext():
                     known[signature] = _measure(signature, label(call), where)
             records[vertex.id] = known[signature]
     return records
@@ -132,18 +128,6 @@ def apply(graph: TaskGraph, records: Mapping[int, OpRecord]) -> TaskGraph:
         scratch = (measured.scratch_bytes,) if measured.scratch_bytes else ()
         vertices.append(replace(vertex, sizes=vertex.sizes + scratch, duration=rounded(measured.seconds)))
     return replace(graph, vertices=tuple(vertices))
-
-
-@contextmanager
-def _generator_kept(device: torch.device) -> Iterator[None]:
-    """Random ops draw while they are measured: the user's generator is put back."""
-    if device.type == "cpu":
-        with torch.random.fork_rng(devices=[]):
-            yield
-    else:
-        index = torch.get_device_module(device).current_device() if device.index is None else device.index
-        with torch.random.fork_rng(devices=[index], device_type=device.type):
-            yield
 
 
 @contextmanager
@@ -221,14 +205,14 @@ def _make_small(signature: _Signature, buffers: list[torch.Tensor]) -> None:
             buffers[position].zero_()
 
 
-def _run_recorded(ops: Any, op: int) -> _Call:
+def _run_recorded(ops: OpTable, op: int) -> _Call:
     sizes, born, freed, tensors, where = ops.record(op)
     defined = iter(tensors)
     results = tuple((None if block == -2 else next(defined), block) for block in where)
     return _Call(tuple(zip(sizes, born, freed, strict=True)), results)
 
 
-def _steady(ops: Any, op: int, name: str) -> _Call:
+def _steady(ops: OpTable, op: int, name: str) -> _Call:
     """A run whose allocations repeat. The first run is not counted: libraries set up caches in it."""
     _run_recorded(ops, op)
     first, second = _run_recorded(ops, op), _run_recorded(ops, op)
@@ -265,7 +249,7 @@ def _measure(signature: _Signature, name: str, device: torch.device) -> OpRecord
 
 def _measure_on(inputs: list[torch.Tensor], signature: _Signature, name: str, device: torch.device) -> OpRecord:
     call = signature.call
-    ops = torch.classes.disco_accel.Ops(str(device))
+    ops = op_table(device)
     outputs = [torch.zeros(size, dtype=torch.uint8, device=device) for size in signature.output_sizes]
     storages = [ops.add_fixed(buffer.data_ptr(), buffer.numel()) for buffer in inputs]
     functional = ops.add_op(
@@ -282,14 +266,14 @@ def _measure_on(inputs: list[torch.Tensor], signature: _Signature, name: str, de
     by_value = op_traits(call.name).scratch_by_value
     if by_value:
         loose = loose_bytes(call, inputs, lambda: _run_recorded(ops, functional).blocks, reference.blocks, name)
-    seconds = _median_seconds(ops, chosen, device)
+    seconds = backend_of(device).op_seconds(ops, chosen)
     if placed[1] and not by_value:
         _check_other_values(ops, chosen, signature, inputs, name)
     elsewhere = _elsewhere(signature, reference, name, device)
     return OpRecord(native_out, placed[0], placed[1] + loose, seconds, loose, elsewhere)
 
 
-def _check_other_values(ops: Any, op: int, signature: _Signature, inputs: list[torch.Tensor], name: str) -> None:
+def _check_other_values(ops: OpTable, op: int, signature: _Signature, inputs: list[torch.Tensor], name: str) -> None:
     """Raises CaptureError for an op whose temporaries are others for small numbers, as those of matrix_exp are, or for
     an empty mask."""
     usual = _run_recorded(ops, op).sequence()
@@ -304,24 +288,13 @@ def _check_other_values(ops: Any, op: int, signature: _Signature, inputs: list[t
         raise CaptureError(f"{name} allocates memory according to the values that it is given: it cannot be planned")
 
 
-def _median_seconds(ops: Any, op: int, device: torch.device) -> float:
-    if device.type == "cuda":
-        return median_seconds(lambda: ops.run(op), device)
-    samples: list[float] = ops.time(op, 1)
-    while len(samples) < 5 and sum(samples) < _ENOUGH_SECONDS:
-        samples += ops.time(op, 1)
-    if sum(samples) < _SHORT_SECONDS:
-        samples += ops.time(op, _SHORT_RUNS - len(samples))
-    return statistics.median(samples)
-
-
 def rounded(seconds: float) -> float:
     """``seconds`` to two significant digits: what is measured again within a few percent gives the same search."""
     return float(f"{seconds:.1e}")
 
 
 def _try_out(
-    ops: Any,
+    ops: OpTable,
     signature: _Signature,
     storages: list[int],
     outputs: list[torch.Tensor],
@@ -396,7 +369,7 @@ def _allocations(signature: _Signature, call: _Call, name: str) -> tuple[tuple[A
 def _elsewhere(signature: _Signature, call: _Call, name: str, device: torch.device) -> frozenset[int]:
     """Outputs on another device: fused attention returns its seed and offset there, undefined when it drops nothing."""
     pairs = zip(signature.call.results, call.results, strict=True)
-    found = {r.output for r, (got, _) in pairs if r is not None and got is not None and got.device.type != device.type}
+    found = {r.output for r, (got, _) in pairs if r is not None and got is not None and got.device != device}
     if found:
         schema = op_overload(signature.call.name, signature.call.overload)._schema
         given = dict(zip((a.name for a in schema.arguments), signature.call.args, strict=True))

@@ -137,7 +137,7 @@ class WatchedLayouts:
 
 def no_zero(tensor: torch.Tensor) -> bool:
     """Whether no element is zero. For small tensors of integers on the CPU a fraction of what an op costs."""
-    plain = type(tensor) is torch.Tensor and tensor.dtype in _INTEGERS and tensor.device.type == "cpu"
+    plain = type(tensor) is torch.Tensor and tensor.dtype in _INTEGERS and tensor.is_cpu
     if not plain or not tensor.is_contiguous():
         return bool(tensor.all())
     return bool(_library().disco_no_zero(tensor.data_ptr(), tensor.numel(), tensor.element_size()))

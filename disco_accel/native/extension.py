@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from disco_accel.native.cuda_headers import TOOLKITS, cuda_folders
+from disco_accel.native.engine_numbers import check_numbers
 from disco_accel.native.library_file import Library
 from disco_accel.native.plain_library import ROOT, ExtensionError, cache_root, require_building, sources_key
 
@@ -37,7 +38,12 @@ _TORCH = (
     "python_watch.cpp",
     "rng.cpp",
     "workspace.cpp",
+    "wrapped_numbers.cpp",
     "ops.cpp",
+    "engine_settings.cpp",
+    "program_tables.cpp",
+    "compute_thread.cpp",
+    "host_side.cpp",
     "cuda_side.cpp",
     "runtime_class.cpp",
 )
@@ -79,7 +85,7 @@ def build(name: str, files: Sequence[Path], flags: Sequence[str] = _FLAGS, libra
         # PyTorch loads what it has compiled. A second copy, where renaming changes the inode, would register its ops
         # a second time, which ends the process.
         if not made_here:
-            torch.ops.load_library(path)  # type: ignore[no-untyped-call]
+            torch.ops.load_library(path)
 
     library = Library(directory, name, compile_in, require_building)
     # Once it is loaded, what becomes of the file concerns other processes alone.
@@ -119,9 +125,11 @@ def _only_library(working: Path) -> Path:
 def load_extension() -> Path:
     """Builds the engine if need be and registers ``torch.ops.disco_accel`` and ``torch.classes.disco_accel``.
 
-    Returns the library's path.
+    Returns the library's path. Raises ExtensionError where it cannot be built, or was built for other Python code.
     """
-    return build("disco_runtime", sources())
+    library = build("disco_runtime", sources())
+    check_numbers(torch.ops.disco_accel.engine_numbers(), library)
+    return library
 
 
 @functools.cache

@@ -14,7 +14,7 @@ import torch
 from disco_accel.errors import ExecutionError
 from disco_accel.graph.taskgraph import TensorSpec
 from disco_accel.native.arena import alias, host_arena, touched_bytes
-from disco_accel.native.cuda import pin
+from disco_accel.native.cuda_backend import pin
 from disco_accel.native.extension import load_extension
 
 ALIGNMENT = 64
@@ -79,7 +79,7 @@ class HostMemory:
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's first byte lies in what this arena has handed out."""
         begin = self._arena.data_ptr()
-        return tensor.device.type == "cpu" and begin <= tensor.data_ptr() < begin + self._next
+        return tensor.is_cpu and begin <= tensor.data_ptr() < begin + self._next
 
     def pin(self, device: torch.device | None = None) -> None:
         """Register the whole arena with CUDA, once: copies from it are then asynchronous. ``device`` as in ``pin``.
@@ -117,7 +117,7 @@ class HostMemory:
         The result needs no gradient and keeps the arena alive. Raises ExecutionError when the arena is full or the
         tensor has no bits (``meta``).
         """
-        if tensor.device.type == "meta":
+        if tensor.is_meta:
             raise ExecutionError("only tensors with bits can move into host memory, this one is on meta; load it first")
         moved = self.allocate(tensor.shape, tensor.dtype, tensor.stride())
         with torch.no_grad():

@@ -53,7 +53,8 @@ def label(call: OpCall) -> str:
 def op_overload(name: str, overload: str) -> torch._ops.OpOverload:
     """The operator ``aten::mm``, ``out`` as PyTorch's object. Raises AttributeError if it does not exist."""
     namespace, _, base = name.partition("::")
-    return getattr(getattr(getattr(torch.ops, namespace), base), overload)
+    op: torch._ops.OpOverload = getattr(getattr(getattr(torch.ops, namespace), base), overload)
+    return op
 
 
 def dispatcher_overload(overload: str) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from disco_accel.config.settings import DiscoConfig
 from disco_accel.errors import DiscoError
-from disco_accel.native.cuda import run_device
+from disco_accel.native.backend import run_device
 from disco_accel.selfcheck.first_use import conclude
 from disco_accel.selfcheck.self_check import check
 

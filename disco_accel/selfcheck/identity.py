@@ -5,7 +5,6 @@ A change of any of these asks for a new check. What depends on the model is not 
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import hashlib
 import json
@@ -15,12 +14,12 @@ from pathlib import Path
 
 import torch
 
+from disco_accel.native.backend import backend_of
 from disco_accel.version import __version__
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _PARTS = ("capture", "execute", "graph", "measure", "native", "plan", "runtime_ext", "selfcheck", "simulate", "verify")
 _KINDS = (".py", ".cpp", ".h", ".cu")
-_DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
 def identity_of(device: torch.device) -> dict[str, str]:
@@ -32,20 +31,7 @@ def identity_of(device: torch.device) -> dict[str, str]:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
     }
-    if device.type == "cpu":
-        return {"device": f"cpu {platform.processor() or platform.machine()}", **software}
-    properties = torch.cuda.get_device_properties(device)
-    return {
-        "device": properties.name,
-        "uuid": str(getattr(properties, "uuid", "unknown")),
-        "capability": f"{properties.major}.{properties.minor}",
-        "processors": str(properties.multi_processor_count),
-        "memory": str(properties.total_memory),
-        "driver": _driver(),
-        "cuda": str(torch.version.cuda),
-        "allocator": _allocator(),
-        **software,
-    }
+    return {**backend_of(device).identity(), **software}
 
 
 def key_of(identity: Mapping[str, str]) -> str:
@@ -63,23 +49,3 @@ def _sources() -> str:
         for path in sorted(p for p in folder.rglob("*") if p.suffix in _KINDS and p.is_file()):
             digest.update(f"{part}/{path.relative_to(folder)}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()
-
-
-def _driver() -> str:
-    """The kernel module's version where the system tells it, and the newest CUDA that the driver runs."""
-    try:
-        module = _DRIVER_FILE.read_text(encoding="utf-8", errors="replace").splitlines()[0]
-    except (OSError, IndexError):
-        module = "unknown module"
-    version = ctypes.c_int()
-    try:
-        status = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
-    except (OSError, AttributeError):
-        status = -1
-    return f"{module}; CUDA {version.value}" if status == 0 else module
-
-
-def _allocator() -> str:
-    """The allocator behind PyTorch's, which ``PYTORCH_CUDA_ALLOC_CONF`` chooses."""
-    expandable = torch.cuda.memory._snapshot()["allocator_settings"].get("expandable_segments", False)
-    return torch.cuda.get_allocator_backend() + (", expandable segments" if expandable else "")

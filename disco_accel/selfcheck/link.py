@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 
+from disco_accel.native.backend import backend_of
 from disco_accel.native.host_memory import HostMemory
 from disco_accel.selfcheck.outcome import Difference
 
@@ -21,13 +22,13 @@ def link(device: torch.device, nbytes: int) -> tuple[list[Difference], dict[str,
     """Differences after a copy there and back of ``nbytes`` bytes, and rates in bytes/s: ``h2d``, ``d2h``, ``both``
     (each way, while both run); ``copy`` on the CPU."""
     memory = HostMemory(2 * nbytes, huge_pages=False)
-    if device.type == "cuda":
+    if backend_of(device).separate_memory:
         memory.pin()
     source, back = (memory.allocate((nbytes,), torch.uint8) for _ in range(2))
     source.view(torch.int32).random_(generator=torch.Generator().manual_seed(nbytes))
     back.zero_()
     on_device = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    if device.type == "cpu":
+    if not backend_of(device).separate_memory:
         figures = {"copy": _rate(lambda: on_device.copy_(source), nbytes, lambda: None)}
         back.copy_(on_device)
     else:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from disco_accel.native.backend import backend_of
 from disco_accel.selfcheck.outcome import Difference, compare
 from disco_accel.selfcheck.subject import batch_of
 from disco_accel.selfcheck.trial import Trial, expected_of, one, trained_of
@@ -36,7 +37,7 @@ class Caller:
     @classmethod
     def on(cls, device: torch.device, step_seconds: float = 0.0) -> Caller:
         """Two new streams of ``device``, on which a step of the subject takes ``step_seconds``."""
-        if device.type == "cpu":
+        if not backend_of(device).has_streams:
             return cls(device, (None, None), lambda: None)
         streams = tuple(torch.cuda.Stream(device) for _ in range(2))
         cycles = _cycles(device, streams[0], min(max(step_seconds, LEAST_DELAY), MOST_DELAY))
@@ -50,8 +51,7 @@ class Caller:
 
     def synchronize(self) -> None:
         """Wait for all work on the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        backend_of(self.device).synchronize()
 
 
 def _cycles(device: torch.device, stream: torch.cuda.Stream, wanted: float) -> int:

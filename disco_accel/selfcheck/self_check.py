@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from disco_accel.errors import DiscoError, ExtensionError
 from disco_accel.execute.executor import EngineOptions
 from disco_accel.graph.taskgraph import VertexKind
-from disco_accel.native.cuda import prepare_device, release_workspaces
+from disco_accel.native.backend import backend_of, prepare_device, release_workspaces
 from disco_accel.selfcheck.identity import identity_of
 from disco_accel.selfcheck.link import link
 from disco_accel.selfcheck.orders import CASES, Caller, orders
@@ -66,9 +65,8 @@ def check(
             )
         )
     finally:
-        if device.type == "cuda":
-            release_workspaces(device)
-            torch.cuda.empty_cache()
+        release_workspaces(device)
+        backend_of(device).release_memory()
     outcome.seconds = time.perf_counter() - began
     return outcome
 
@@ -97,7 +95,9 @@ def _parts(device: torch.device, make: Callable[[torch.device], Subject], link_b
                 differences += _allocations(trial)
                 figures["part"] = "order"
                 differences += orders(trial, Caller.on(device, step_seconds), tolerance)
-                figures["orders"] = list(CASES) if device.type == "cuda" else "without streams, which GPUs have"
+                figures["orders"] = (
+                    list(CASES) if backend_of(device).has_streams else "without streams, which GPUs have"
+                )
     del figures["part"]
 
 
@@ -141,10 +141,4 @@ def _allocations(trial: Trial) -> list[Difference]:
 
 
 def _taken(device: torch.device) -> dict[str, int]:
-    if device.type == "cpu":
-        return {}
-    stats: dict[str, Any] = torch.cuda.memory_stats(device)
-    return {
-        "from PyTorch's allocator": int(stats["allocation.all.allocated"]),
-        "from the driver": int(stats["num_device_alloc"]),
-    }
+    return backend_of(device).allocations()

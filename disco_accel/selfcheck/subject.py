@@ -22,6 +22,7 @@ from disco_accel.execute.executor import EngineOptions, Executor
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.measure.record import OpRecord, apply, record
+from disco_accel.native.backend import backend_of
 from disco_accel.native.host_memory import HostMemory, bytes_of
 from disco_accel.plan import make_plan
 from disco_accel.verify.static import verify
@@ -71,7 +72,7 @@ class Model(torch.nn.Module):
         self.blocks = torch.nn.ModuleList([_Block(generator, memory, dropout) for dropout in dropouts])
         # Pinned as long as somebody holds it.
         self.memory = memory
-        if device.type != "cpu" and not resident:
+        if not resident and backend_of(device).separate_memory:
             memory.pin()
         for parameter in self.parameters():
             if parameter.requires_grad or resident:
@@ -172,7 +173,7 @@ def _tight_plan(graph: TaskGraph) -> MemGraph:
 
 def batch_of(seed: int, device: torch.device) -> dict[str, torch.Tensor]:
     """Rows and wanted rows, each (rows, width), fp32, of this seed on every device."""
-    if device.type == "meta":
+    if device == torch.device("meta"):
         return {name: torch.empty(_ROWS, _WIDTH, dtype=torch.float32, device=device) for name in ("rows", "wanted")}
     generator = torch.Generator().manual_seed(_SEED + 1 + seed)
     return {name: _drawn(generator, _ROWS, _WIDTH).to(device) for name in ("rows", "wanted")}
@@ -189,10 +190,7 @@ def eager_step(model: Model, batch: Mapping[str, torch.Tensor], device: torch.de
 
 def seed_generator(device: torch.device, seed: int) -> None:
     """Set the generator that ops on ``device`` draw from."""
-    if device.type == "cpu":
-        torch.default_generator.manual_seed(seed)
-    else:
-        torch.cuda.default_generators[device.index].manual_seed(seed)
+    backend_of(device).seed(seed)
 
 
 def _drawn(generator: torch.Generator, *shape: int) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 
 from disco_accel.capture.captured_step import InputSource
 from disco_accel.execute.executor import EngineOptions
+from disco_accel.native.backend import backend_of
 from disco_accel.selfcheck.subject import Results, Subject, eager_step, seed_generator
 
 
@@ -79,9 +80,8 @@ def expected_of(subject: Subject, batch: Mapping[str, torch.Tensor], seed: int) 
 @contextmanager
 def circumstances(device: torch.device) -> Iterator[None]:
     """As in a usual training step, whatever the caller has set; the caller's generators stay where they are."""
-    host = torch.get_rng_state()
-    generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else None
-    drawn = None if generator is None else generator.get_state()
+    backend = backend_of(device)
+    host, drawn = torch.get_rng_state(), backend.rng_state()
     try:
         with (
             torch.inference_mode(False),
@@ -92,5 +92,4 @@ def circumstances(device: torch.device) -> Iterator[None]:
             yield
     finally:
         torch.set_rng_state(host)
-        if generator is not None and drawn is not None:
-            generator.set_state(drawn)
+        backend.set_rng_state(drawn)

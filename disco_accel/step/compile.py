@@ -6,7 +6,6 @@ import enum
 import functools
 import logging
 import math
-import platform
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,7 @@ from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.op_traits import op_traits
 from disco_accel.graph.taskgraph import TaskGraph, TensorArg, VertexKind
 from disco_accel.measure.record import OpRecord, apply, record
-from disco_accel.native.cuda import run_device, workspace_bytes
+from disco_accel.native.backend import backend_of, run_device
 from disco_accel.native.host_memory import bytes_of
 from disco_accel.plan import Machine, make_plan
 from disco_accel.plan.plan_cache import PlanCache, plan_fingerprint
@@ -182,7 +181,7 @@ class CompiledStep:
         """All that the step loads from the host: ``frozen_of`` and tensors that a forward reads from elsewhere, such as
         plain attributes."""
         constants = self.captured.constants.values()
-        return [*self.frozen_of(model), *(tensor for tensor in constants if tensor.device.type == "cpu")]
+        return [*self.frozen_of(model), *(tensor for tensor in constants if tensor.is_cpu)]
 
     def moved(self, frozen: Sequence[torch.Tensor]) -> bool:
         """Whether a tensor of ``frozen_of`` the model lies elsewhere than where the plan loads it from."""
@@ -193,7 +192,7 @@ class CompiledStep:
     @functools.cached_property
     def _host_constants(self) -> tuple[InputBinding, ...]:
         constants = self.captured.constants
-        return tuple(b for b in self.vertices_of(InputSource.CONSTANT) if constants[b.name].device.type == "cpu")
+        return tuple(b for b in self.vertices_of(InputSource.CONSTANT) if constants[b.name].is_cpu)
 
     def follow(self, model: torch.nn.Module) -> None:
         """Load frozen weights and buffers from where they lie now; ``load`` makes the executor that does so."""
@@ -309,11 +308,11 @@ def _compile(
     clock.append(time.perf_counter())
 
     trainable = [p for p in model.parameters() if p.requires_grad]
+    backend = backend_of(device)
     # Of the thread that measured and of each compute stream.
-    workspaces = (1 + options.engine.compute_streams) * workspace_bytes(device)
-    budget = split_budget(options.memory, trainable, batch, workspaces, outputs, rounds=device.type == "cuda")
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    workspaces = (1 + options.engine.compute_streams) * backend.workspace_bytes()
+    budget = split_budget(options.memory, trainable, batch, workspaces, outputs, rounds=backend.allocates_in_blocks)
+    backend.release_memory()
     # A budget that adapters and optimizer state already exceed still gets an answer: what the whole step needs.
     sized = with_memory(graph, max(budget.arena, graph.devices[0].alignment))
     cache = None if options.plan_cache is None else PlanCache(options.plan_cache)
@@ -376,7 +375,6 @@ def _make_plan(graph: TaskGraph, options: CompileOptions) -> MemGraph:
 
 
 def _fingerprint(graph: TaskGraph, options: CompileOptions, device: torch.device) -> str:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return plan_fingerprint(
         graph,
         planner=options.planner,
@@ -387,7 +385,7 @@ def _fingerprint(graph: TaskGraph, options: CompileOptions, device: torch.device
         environment={
             "torch": torch.__version__,
             "disco_accel": __version__,
-            "device": f"{device.type} {name}",
+            "device": f"{device.type} {backend_of(device).hardware()}",
             "threads": str(options.engine.compute_threads or torch.get_num_threads()),
             "streams": str(options.engine.compute_streams),
         },

@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 
 from disco_accel.config.settings import DiscoConfig
+from disco_accel.native.backend import backend_of
 from disco_accel.native.out_of_memory import typed_out_of_memory
 from disco_accel.selfcheck.first_use import require_passed
 from disco_accel.selfcheck.self_check import LINK_BYTES
 from disco_accel.step.capture_lock import capturing
 
-CHECKED = ("cuda",)
-"""Kinds of devices whose drivers and kernels this package does not know. The host device has neither."""
 _SHARE = 8
 """The part of the budget that measuring the link may take is one in so many."""
 
@@ -23,7 +22,7 @@ def require_self_check(device: torch.device, config: DiscoConfig, budget: int) -
     Raises:
         SelfCheckFailed: it has not; the message says what differed, and names the file for a bug report.
     """
-    if config.self_check == "off" or device.type not in CHECKED:
+    if config.self_check == "off" or not backend_of(device).needs_self_check:
         return
     link_bytes = min(LINK_BYTES, max(1 << 20, budget // _SHARE & ~4095))
     require_passed(device, config.plan_cache, tracing=capturing, link_bytes=link_bytes)

@@ -49,7 +49,7 @@ class InputSnapshot:
         # Replaced, not changed, when the weights are looked at again: what this forward saw stays here.
         self._frozen = frozen
         weights = [t for t in trainable.values() if t.numel()]
-        host = all(t.device.type == "cpu" for t in weights)
+        host = all(t.is_cpu for t in weights)
         self._content = (WatchedTensors(weights) if host else _NormSnapshot(weights)) if weights else None
 
     def changed(self, *, content: bool) -> str | None:

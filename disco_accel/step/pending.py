@@ -16,6 +16,7 @@ import torch
 from disco_accel.capture.captured_step import InputSource
 from disco_accel.capture.fake_inputs import batch_tensors
 from disco_accel.errors import ExecutionError, Stalled
+from disco_accel.native.backend import DEVICE_TYPES
 from disco_accel.step.compile import CompiledStep
 from disco_accel.step.dynamo import not_compiled
 from disco_accel.step.input_snapshot import InputSnapshot
@@ -190,7 +191,7 @@ class _Step(torch.autograd.Function):
             raise ExecutionError(
                 "create_graph=True: a planned step has no second derivative; use the unprepared model for it"
             )
-        if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+        if any(map(torch.is_autocast_enabled, DEVICE_TYPES)):
             ctx.pending.state.say_once(
                 "backward() was called inside autocast, against PyTorch's advice: a planned step's runs outside of it, "
                 "as if it had been called after the region; eager mode may round differently there"
@@ -231,7 +232,7 @@ def _check_rows(step: CompiledStep, tensors: Mapping[str, torch.Tensor]) -> None
     for name, rows in step.row_limits.items():
         tensor = tensors[name]
         # Elsewhere a look would wait for the device.
-        if tensor.device.type != "cpu" or not tensor.numel():
+        if not tensor.is_cpu or not tensor.numel():
             continue
         low, high = (int(value) for value in torch.aminmax(tensor))
         if low < 0 or high >= rows:

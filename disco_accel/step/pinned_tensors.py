@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from disco_accel.native.backend import backend_of
 from disco_accel.native.host_memory import ALIGNMENT, HostMemory, footprint
 
 
@@ -71,7 +72,7 @@ def _is_movable(tensor: torch.Tensor) -> bool:
     return (
         type(tensor) in (torch.Tensor, torch.nn.Buffer)
         and tensor.layout is torch.strided
-        and tensor.device.type in ("cpu", "cuda")
+        and (tensor.is_cpu or tensor.is_cuda)
         and not (tensor.requires_grad or tensor.is_quantized or tensor.is_inference() or tensor.numel() == 0)
     )
 
@@ -97,14 +98,14 @@ class PinnedTensors:
             group
             for group in _by_storage([*wanted, *plain])
             if not self._holds(group.tensors[0])
-            and (group.known() if group.device.type == "cpu" else any(id(t) in buffer_ids for t in group.tensors))
+            and (group.known() if group.tensors[0].is_cpu else any(id(t) in buffer_ids for t in group.tensors))
         ]
         if not shared:
             return
         self._arenas = [arena for arena in self._arenas if any(arena.holds(t) for t in self._alive())]
         # Unwatched: a device may write to such tensors, as to buffers, and what no page tells their content does.
         arena = HostMemory(sum(-(-g.nbytes // ALIGNMENT) * ALIGNMENT for g in shared), huge_pages=False, watched=False)
-        if self._device.type == "cuda":
+        if backend_of(self._device).separate_memory:
             arena.pin(self._device)
         self._arenas.append(arena)
         for group in shared:

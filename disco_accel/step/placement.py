@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from disco_accel.errors import ConfigError
+from disco_accel.native.backend import backend_of
 from disco_accel.native.host_memory import HostMemory
 from disco_accel.native.out_of_memory import typed_out_of_memory
 from disco_accel.step.distributed import (
@@ -61,7 +62,7 @@ class Placement:
         model = self._model()
         assert model is not None
         self.gather()
-        if self._device.type == "cpu":
+        if not backend_of(self._device).separate_memory:
             return
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.device != self._device:
@@ -97,7 +98,7 @@ class Placement:
             old = parameter.data
             self._move(parameter, self._arenas[-1].adopt(old))
             move_views(views, old, parameter.data)
-        if self._device.type != "cpu":
+        if backend_of(self._device).separate_memory:
             for memory in self._arenas:
                 memory.pin(self._device)
             plain = [t for t in (*plain_tensors(model), *constants) if not self._is_weight(t)]

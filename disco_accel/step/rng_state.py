@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from disco_accel.native.backend import backend_of
 from disco_accel.step.compile import CompiledStep
 
 
@@ -14,22 +15,13 @@ def generator_state(step: CompiledStep) -> torch.Tensor | None:
     """Where the generator that ``step`` draws from is now; None for a step that draws nothing."""
     if not step.draws:
         return None
-    device = torch.device(step.engine.device)
-    if device.type == "cpu":
-        return torch.get_rng_state()
-    state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
-    return state
+    return backend_of(torch.device(step.engine.device)).rng_state()
 
 
 def set_generator(step: CompiledStep, state: torch.Tensor | None) -> None:
     """Set the generator of ``step`` to what ``generator_state`` returned."""
-    if state is None:
-        return
-    device = torch.device(step.engine.device)
-    if device.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(device).set_rng_state(state, device)
+    if state is not None:
+        backend_of(torch.device(step.engine.device)).set_rng_state(state)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from disco_accel.config.settings import DiscoConfig
 from disco_accel.errors import CaptureError, ExecutionError
 from disco_accel.execute.executor import EngineOptions, arena_bytes
 from disco_accel.native.arena import device_arena
-from disco_accel.native.cuda import release_workspaces, run_device
+from disco_accel.native.backend import backend_of, release_workspaces, run_device
 from disco_accel.native.host_memory import WatchedTensors
 from disco_accel.native.out_of_memory import typed_out_of_memory
 from disco_accel.observe.log_to_stderr import show_messages
@@ -148,7 +148,7 @@ class Session:
         self.effects.admit(key[0].state, model_state(model).difference)
         self.abandon_active()
         self.placement.gather()
-        if self.device.type == "cuda":
+        if backend_of(self.device).separate_memory:
             # Ops are measured in memory of their own, which the budget covers too.
             self.unload()
         try:
@@ -283,9 +283,8 @@ class Session:
         for step in self.plans.values():
             step.unload()
         self.arena = self.current = None
-        if self.device.type == "cuda":
-            # PyTorch keeps what was freed in pieces of that size, for which the next arena is too large.
-            torch.cuda.empty_cache()
+        # PyTorch may keep what was freed in pieces of that size, for which the next arena is too large.
+        backend_of(self.device).release_memory()
 
     def close(self) -> None:
         """Free all that the engine holds; the session is over."""

@@ -21,6 +21,7 @@ from disco_accel.capture.step import field_at
 from disco_accel.errors import StepsDiffer
 from disco_accel.graph.op_traits import op_traits
 from disco_accel.graph.taskgraph import tensor_args
+from disco_accel.native.backend import backend_of
 from disco_accel.step.compile import CompiledStep
 from disco_accel.step.fitted_batch import FittedBatch
 from disco_accel.step.inner_forwards import own_forward_runs
@@ -74,7 +75,7 @@ class Comparison:
             apart = {n: distance(t, planned.get(n)) for n, t in expected.items()}
             apart |= {name: float("inf") for name in planned.keys() - expected.keys()}
             wrong = {name: far for name, far in apart.items() if not far <= tolerance}
-            if wrong and not tolerance and self._device.type == "cuda":
+            if wrong and not tolerance and backend_of(self._device).reorders_sums:
                 # An op that this file does not know may add in any order: then plain PyTorch differs from itself.
                 repeated = self._unplanned(tuple(values), tangent)
                 if any(distance(t, repeated.get(n)) for n, t in expected.items()):
@@ -92,7 +93,8 @@ class Comparison:
     def _tolerance(self) -> float:
         """0: the same bits."""
         names = {call.name for call in self.step.graph.ops.values()}
-        if self._device.type == "cpu" or not any(op_traits(name).unordered_on_gpu for name in names):
+        unordered = backend_of(self._device).reorders_sums and any(op_traits(name).unordered_on_gpu for name in names)
+        if not unordered:
             return 0.0
         return self._rounding()
 
@@ -114,7 +116,7 @@ class Comparison:
             stack.enter_context(self.state.gate.eager())
             stack.enter_context(own_forward_runs())
             stack.enter_context(cudnn_attention_off(self._device))
-            if self._device.type == "cuda":
+            if backend_of(self._device).separate_memory:
                 visitors = self.state.placement.visitors
                 stack.enter_context(saved_on_host(self._device, visitors, parameters.values()))
             with outside_autocast(), autocast_region(self.autocast):

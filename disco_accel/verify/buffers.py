@@ -1,7 +1,7 @@
 """The static judge of version-2 plans: does a plan compute its graph without races in any order that its edges allow?
 
-One rule for memory of every kind: whatever has the same bytes of a space, or the same value's home, is written one after
-the other, each when its readers have ended. Deliberately naive; shares nothing with planners but the data classes.
+One rule for memory of every kind: whatever has the same bytes of a space, or the same value's home, is written one
+after the other, each when its readers have ended. Deliberately naive; shares nothing with planners but the data classes.
 """
 
 from __future__ import annotations

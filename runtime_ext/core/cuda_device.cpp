@@ -45,7 +45,7 @@ bool ends_the_context(int code) {
   return std::find(kCodes.begin(), kCodes.end(), code) != kCodes.end();
 }
 
-constexpr int kNamed = 8;  // vertices listed in the message of a failure
+constexpr std::size_t kNamed = 8;  // vertices that a failure lists
 
 constexpr std::int64_t kExactNs = 50'000;  // exact enough for the start of a trace
 constexpr int kAttempts = 8;
@@ -249,29 +249,24 @@ bool CudaDevice::failed() const { return failed_; }
 
 DeviceFailure CudaDevice::failure() const { return failure_; }
 
-void CudaDevice::fail(std::int32_t vertex, std::string message, bool lost) {
+void CudaDevice::fail(std::string message, bool lost, std::vector<std::int32_t> in_flight) {
   if (failed_) return;
   failed_ = true;
-  failure_ = {vertex, std::move(message), lost, /*later=*/true};
+  const std::int32_t oldest = in_flight.empty() ? -1 : in_flight.front();
+  failure_ = {oldest, std::move(message), lost, /*later=*/true, std::move(in_flight)};
 }
 
 // The runtime tells of a fault at the next call, whatever that asks for: what was in flight may be to blame,
 // kernels sooner than copies.
 void CudaDevice::fail_all(const char* call, int code) {
-  static constexpr std::array<const char*, 4> kKinds = {"kernel", "reload", "offload", "transfer"};
-  std::string message = cuda_error_text(api_, call, code) + "; in flight: ";
-  std::int32_t oldest = -1;
-  int named = 0;
+  std::vector<std::int32_t> in_flight;
   for (int stream = 0; stream < streams(); ++stream) {
     const Lane& lane = lanes_[static_cast<std::size_t>(stream)];
-    const char* kind = kKinds[static_cast<std::size_t>(std::max(0, stream - compute_streams() + 1))];
-    for (Token token = lane.finished + 1; token <= lane.enqueued; ++token) {
-      const std::int32_t vertex = lane.vertices[lane.slot(token)];
-      if (oldest < 0) oldest = vertex;
-      if (++named <= kNamed) message += (named == 1 ? "" : ", ") + std::to_string(vertex) + " (" + kind + ")";
+    for (Token token = lane.finished + 1; token <= lane.enqueued && in_flight.size() < kNamed; ++token) {
+      in_flight.push_back(lane.vertices[lane.slot(token)]);
     }
   }
-  fail(oldest, std::move(message), ends_the_context(code));
+  fail(cuda_error_text(api_, call, code), ends_the_context(code), std::move(in_flight));
 }
 
 // A launch that threw half-way may have left work that no event follows: wait for the streams themselves.
@@ -281,7 +276,7 @@ void CudaDevice::recover() {
   for (const Lane& lane : lanes_) {
     if (const int code = api_.stream_synchronize(lane.stream); code != kSuccess) {
       // One that stays makes the next step fail too, and say so.
-      fail(-1, cuda_error_text(api_, "cudaStreamSynchronize", code), ends_the_context(code));
+      fail(cuda_error_text(api_, "cudaStreamSynchronize", code), ends_the_context(code), {});
     }
   }
 }

@@ -152,7 +152,7 @@ class CudaDevice final : public Device {
   void check(const char* call, int code) const;
   void before_work(int stream, std::int32_t vertex);
   Token after_work(int stream, std::int32_t vertex);
-  void fail(std::int32_t vertex, std::string message, bool lost = false);
+  void fail(std::string message, bool lost, std::vector<std::int32_t> in_flight);
   void fail_all(const char* call, int code);
 
   CudartApi api_;

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace disco {
 
@@ -46,6 +47,7 @@ struct DeviceFailure {
   std::string message;
   bool lost = false;   // the device refuses all further work of this process
   bool later = false;  // found after the launch: the message does not begin with the op's name
+  std::vector<std::int32_t> in_flight = {};  // vertices that may be to blame, if `later`: the first few
 };
 
 // Told by devices with threads of their own that some stream got further. Called on the device's thread right

@@ -13,8 +13,6 @@
 namespace disco {
 namespace {
 
-constexpr int kNamed = 8;  // vertices listed in the message of a stall
-
 std::chrono::steady_clock::time_point deadline(double seconds) {
   constexpr double kMaxSeconds = 1e9;
   const std::chrono::duration<double> wait(std::clamp(seconds, 0.0, kMaxSeconds));
@@ -154,32 +152,19 @@ std::vector<TraceEvent> Engine::Loop::events() const {
   return events;
 }
 
-std::string Engine::Loop::describe_stall() const {
-  static const char* const kKinds[] = {"input", "kernel", "transfer", "offload", "reload"};
-  const auto name = [&](std::int32_t v) {
-    return std::to_string(v) + " (" + kKinds[static_cast<int>(program_.kind[v])] + ")";
-  };
-  std::string flying;
-  std::string waiting;
-  int flying_count = 0;
-  int waiting_count = 0;
+Unfinished Engine::Loop::unfinished() const {
+  Unfinished left;
   for (std::int32_t v = 0; v < program_.size(); ++v) {
-    if (state_[v] == State::kIssued && flying_count++ < kNamed)
-      flying += (flying.empty() ? "" : ", ") + name(v);
-    if (program_.kind[v] == Kind::kInput || state_[v] >= State::kIssued || waiting_count++ >= kNamed)
-      continue;
-    std::string on;
-    for (const std::int32_t p : schedule_.predecessors_of(v)) {
-      if (state_[p] != State::kDone) {
-        on = " for " + name(p);
-        break;
-      }
-    }
-    waiting += (waiting.empty() ? "" : ", ") + name(v) + on;
+    if (state_[v] == State::kIssued && left.in_flight_count++ < Unfinished::kNamed)
+      left.in_flight.push_back(v);
+    if (program_.kind[v] == Kind::kInput || state_[v] >= State::kIssued) continue;
+    if (left.waiting_count++ >= Unfinished::kNamed) continue;
+    const auto predecessors = schedule_.predecessors_of(v);
+    const auto first = std::find_if(predecessors.begin(), predecessors.end(),
+                                    [this](std::int32_t p) { return state_[p] != State::kDone; });
+    left.waiting.push_back({v, first == predecessors.end() ? -1 : *first});
   }
-  return "no progress; in flight " + std::to_string(flying_count) + ": " +
-         (flying.empty() ? "none" : flying) + "; waiting " + std::to_string(waiting_count) + ": " +
-         (waiting.empty() ? "none" : waiting);
+  return left;
 }
 
 Engine::Engine(Program program, std::vector<std::unique_ptr<Device>> devices, OpRunner& runner,

@@ -45,14 +45,33 @@ enum class Next : std::uint8_t {
   kWait,  // waits, at once: the loop thread need not be woken if the caller's can do its work
 };
 
+// A vertex that was not launched, and one of its predecessors that had not finished; -1 if all had.
+struct Waiting {
+  std::int32_t vertex = -1;
+  std::int32_t waits_for = -1;
+  bool operator==(const Waiting&) const = default;
+};
+
+// Vertices that had not finished when a step ended early: the first kNamed of each kind, and how many there
+// were.
+struct Unfinished {
+  static constexpr std::int32_t kNamed = 8;
+
+  std::vector<std::int32_t> in_flight;
+  std::vector<Waiting> waiting;
+  std::int32_t in_flight_count = 0;
+  std::int32_t waiting_count = 0;
+};
+
 // Why the last step ended early.
 struct EngineError {
   Status status = Status::kDone;  // kFailed, kStalled or kAborted
   std::int32_t vertex = -1;       // index in the Program; -1 if none can be named
   bool draining = false;  // something is still in flight and does not end; begin() is refused until it does
   bool lost = false;      // kFailed: a device refuses all further work of this process
-  bool later = false;     // kFailed: found by a device after the launch; the message lists vertices in flight
-  std::string message;    // the op's own message; for kStalled the vertices in flight and who waits for them
+  bool later = false;     // kFailed: found by a device after the launch, so the vertex is a guess
+  std::string message;    // the op's own message
+  Unfinished unfinished = {};  // kStalled; of a failure found `later` the vertices in flight alone
 };
 
 // One vertex of a traced step, nanoseconds since Engine::begin(). Inputs have no event, except residents

@@ -252,6 +252,17 @@ bool Engine::Loop::launch(std::int32_t v, int index) {
   return true;
 }
 
+void Engine::Loop::stop(DeviceFailure failure) {
+  if (phase_ == Phase::kDraining || phase_ == Phase::kIdle) return;
+  Unfinished unfinished;
+  unfinished.in_flight_count = static_cast<std::int32_t>(failure.in_flight.size());
+  unfinished.in_flight = std::move(failure.in_flight);
+  stop(Status::kFailed, failure.vertex, std::move(failure.message), std::move(unfinished));
+  const Lock lock(caller_mutex_);
+  error_.lost = failure.lost;
+  error_.later = failure.later;
+}
+
 // A launch was refused. A device that has failed meanwhile says so at whatever is asked of it next: then it
 // is not this vertex that is to blame.
 void Engine::Loop::refuse(Device& device, std::int32_t v, std::string message) {

@@ -389,12 +389,18 @@ void Engine::Loop::end_step() {
 }
 
 // Launches nothing more; the step ends when what is in flight has drained.
-void Engine::Loop::stop(Status status, std::int32_t vertex, std::string message) {
+void Engine::Loop::stop(Status status, std::int32_t vertex, std::string message, Unfinished unfinished) {
   if (phase_ == Phase::kDraining || phase_ == Phase::kIdle) return;
   phase_ = Phase::kDraining;
   for (auto& device : devices_) device->cancel();
   const Lock lock(caller_mutex_);
-  error_ = {status, vertex, status == Status::kStalled && in_flight_ > 0, false, false, std::move(message)};
+  error_ = {status,
+            vertex,
+            status == Status::kStalled && in_flight_ > 0,
+            false,
+            false,
+            std::move(message),
+            std::move(unfinished)};
   drain_told_ = error_.draining;
   quiet_since_ns_ = now_ns();
   if (status == Status::kStalled) caller_wakes_.notify_all();  // what hangs may never drain
@@ -406,14 +412,6 @@ void Engine::Loop::tell_of_drain() {
   const Lock lock(caller_mutex_);
   error_.draining = true;
   caller_wakes_.notify_all();
-}
-
-void Engine::Loop::stop(DeviceFailure failure) {
-  if (phase_ == Phase::kDraining || phase_ == Phase::kIdle) return;
-  stop(Status::kFailed, failure.vertex, std::move(failure.message));
-  const Lock lock(caller_mutex_);
-  error_.lost = failure.lost;
-  error_.later = failure.later;
 }
 
 bool Engine::Loop::stalled_for(std::int64_t now) {
@@ -434,13 +432,13 @@ void Engine::Loop::stall() {
   for (std::int32_t v = 0; v < program_.size() && oldest < 0; ++v) {
     if (state_[v] == State::kIssued) oldest = v;
   }
-  std::string what;
+  Unfinished left;
   try {
-    what = describe_stall();
+    left = unfinished();
   } catch (const std::bad_alloc&) {
-    what = "no progress";
+    left = {};  // that the step has stalled can be told without
   }
-  stop(Status::kStalled, oldest, std::move(what));
+  stop(Status::kStalled, oldest, "no progress", std::move(left));
 }
 
 }  // namespace disco

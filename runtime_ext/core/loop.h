@@ -90,14 +90,12 @@ class Engine::Loop final : public ProgressListener {
   void open_gate();
   void settle();
   void end_step();
-  void stop(Status status, std::int32_t vertex, std::string message);
-  void stop(DeviceFailure failure);
-  void refuse(Device& device, std::int32_t v, std::string message);
+  void stop(Status status, std::int32_t vertex, std::string message, Unfinished unfinished = {});
   void tell_outs();
   void tell_of_drain();
   bool stalled_for(std::int64_t now);
   void stall();
-  std::string describe_stall() const;
+  Unfinished unfinished() const;
   Status wait(double timeout, bool for_end);
   std::vector<std::int64_t> ready_times() const;
 
@@ -116,6 +114,8 @@ class Engine::Loop final : public ProgressListener {
   std::int32_t next_candidate(Resource& resource);
   void take(Resource& resource, ReadyQueue& queue);
   int stream_for_candidate(const Resource& resource, std::int32_t v) const;
+  void stop(DeviceFailure failure);
+  void refuse(Device& device, std::int32_t v, std::string message);
   bool launch_behind(std::int32_t v, int stream);
   bool launch(std::int32_t v, int stream);
   bool run_inline(Lock& lock);

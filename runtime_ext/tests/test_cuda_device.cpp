@@ -173,9 +173,12 @@ TEST(CudaDevice, AnAsynchronousErrorListsWhatWasInFlight) {
     if (status == Status::kDone) break;
     const EngineError error = rig.engine->last_error();
     if (rig.cudart.failed_call == "cudaEventQuery") {
-      EXPECT_NE(error.message.find("launch failure; in flight: " + std::to_string(error.vertex) + " ("),
-                std::string::npos)
-          << error.message;
+      EXPECT_NE(error.message.find("launch failure"), std::string::npos) << error.message;
+      const std::vector<std::int32_t>& in_flight = error.unfinished.in_flight;
+      ASSERT_FALSE(in_flight.empty());
+      EXPECT_EQ(in_flight.front(), error.vertex);
+      EXPECT_EQ(std::set<std::int32_t>(in_flight.begin(), in_flight.end()).size(), in_flight.size());
+      EXPECT_EQ(error.unfinished.in_flight_count, static_cast<std::int32_t>(in_flight.size()));
       EXPECT_GE(error.vertex, 0);
       EXPECT_TRUE(error.later && error.lost);
       ++named;

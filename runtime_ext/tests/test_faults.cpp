@@ -195,9 +195,10 @@ TEST(Faults, AVertexThatNeverCompletesIsAStallThatNamesWhoWaits) {
     ASSERT_EQ(run_step(engine, checker, 0), Status::kStalled);
     const EngineError error = engine.last_error();
     EXPECT_EQ(error.vertex, 1);
-    EXPECT_NE(error.message.find("in flight 1: 1 (offload); waiting 1: 2 (kernel) for 1 (offload)"),
-              std::string::npos)
-        << error.message;
+    EXPECT_EQ(error.unfinished.in_flight, std::vector<std::int32_t>{1});
+    EXPECT_EQ(error.unfinished.in_flight_count, 1);
+    EXPECT_EQ(error.unfinished.waiting, (std::vector<Waiting>{{2, 1}}));
+    EXPECT_EQ(error.unfinished.waiting_count, 1);
     if (!release) {
       EXPECT_TRUE(engine.last_error().draining);
       EXPECT_THROW(engine.begin(), std::logic_error);

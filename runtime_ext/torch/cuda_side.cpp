@@ -9,9 +9,14 @@
 #include <c10/core/InferenceMode.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <stdexcept>
 #include <utility>
+
+#include "backend.h"
+#include "ops.h"
+#include "planned_alloc.h"
 
 namespace disco {
 
@@ -65,6 +70,82 @@ void BlasWarmup::run() {
   first_ = false;
   seen_ = returned;
   workspace_.watch(seen_);
+}
+
+namespace {
+
+// Where planned memory lies on the device, as long as this lives.
+class PlannedRanges {
+ public:
+  PlannedRanges() = default;
+  ~PlannedRanges() {
+    for (const void* base : bases_) remove_planned_range(base);
+  }
+  PlannedRanges(const PlannedRanges&) = delete;
+  PlannedRanges& operator=(const PlannedRanges&) = delete;
+  void add(const at::Tensor& tensor) {
+    bases_.reserve(bases_.size() + 1);
+    add_planned_range(tensor.data_ptr(), tensor.nbytes());
+    bases_.push_back(tensor.data_ptr());
+  }
+
+ private:
+  std::vector<const void*> bases_;
+};
+
+class CudaSide : public EngineSide {
+ public:
+  CudaSide(c10::Device where, CudaDevice& device, const std::vector<at::Tensor>& memory)
+      : where_(where), device_(device), caller_(where) {
+    for (int stream = 0; stream < device.compute_streams(); ++stream) {
+      warmups_.emplace_back(where, device.native_stream(stream));
+    }
+    for (const at::Tensor& tensor : memory) {
+      if (!tensor.device().is_cpu()) ranges_.add(tensor);
+    }
+  }
+
+  void run(const OpTable& table, std::int32_t op, int stream) override {
+    const StreamScope scope(where_, device_.native_stream(stream));
+    warmups_[static_cast<std::size_t>(stream)].run();
+    table.run(op);
+  }
+  void put_after_caller() override { caller_.put_after_caller(device_); }
+  bool may_never_end() const override { return true; }
+
+ private:
+  c10::Device where_;
+  CudaDevice& device_;
+  CallerOrder caller_;
+  std::vector<BlasWarmup> warmups_;  // by compute stream; used by the loop thread alone
+  PlannedRanges ranges_;
+};
+
+class CudaBackend : public Backend {
+ public:
+  c10::DispatchKey key() const override { return c10::DispatchKey::CUDA; }
+
+  Started start(c10::Device where, const Settings& settings, const std::vector<double>& /*links*/,
+                const std::vector<at::Tensor>& memory) const override {
+    if (!where.has_index()) throw std::invalid_argument("a CUDA device needs its index, as in cuda:0");
+    CudaDeviceOptions options;
+    options.ordinal = where.index();
+    options.compute_streams = settings.host.compute_streams;
+    options.window = std::max(options.window, settings.engine.lookahead + 2);
+    const CudartApi api = CudartApi::load();
+    options.streams = CudaStreams::shared(api, options.ordinal);
+    auto device = std::make_unique<CudaDevice>(api, options);
+    Started started{std::make_unique<CudaSide>(where, *device, memory), {}};
+    started.devices.push_back(std::move(device));
+    return started;
+  }
+};
+
+}  // namespace
+
+const Backend& cuda_backend() {
+  static const CudaBackend backend;
+  return backend;
 }
 
 Pinned::Pinned(at::Tensor given) : tensor(std::move(given)) {

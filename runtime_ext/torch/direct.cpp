@@ -292,25 +292,81 @@ std::optional<DirectCall> pad_call(const Builder& builder, const at::Tensor& in,
   return moving_call(builder, out, value, {{in, slot}});
 }
 
-// The views here are made once, when an op is added; nothing of them is left when it runs.
-std::optional<DirectCall> moving_op(const Builder& builder, const std::string& name,
-                                    const std::vector<IValue>& args) {
-  const c10::InferenceMode inference;
-  const auto in = [&]() -> const at::Tensor& { return args.at(0).toTensor(); };
-  const auto out = [&]() -> const at::Tensor& { return args.back().toTensor(); };
-  if (name == "aten::cat") return cat_call(builder, args.at(0).toTensorVector(), args.at(1).toInt(), out());
-  if (name == "aten::clone") return moving_call(builder, out(), std::nullopt, {{in(), out()}});
-  if (name == "aten::slice_backward") {
-    const at::Tensor slot =
-        out().slice(args.at(2).toInt(), args.at(3).toInt(), args.at(4).toInt(), args.at(5).toInt());
-    return moving_call(builder, out(), 0.0F, {{in(), slot}});
-  }
-  if (name == "aten::constant_pad_nd")
-    return pad_call(builder, in(), args.at(1).toIntVector(), args.at(2).toScalar().toFloat(), out());
-  return std::nullopt;
+bool is_one(const IValue& alpha) { return alpha.isScalar() && alpha.toScalar().equal(1); }
+
+using Args = std::vector<IValue>;
+
+const at::Tensor& tensor(const Args& args, std::size_t i) { return args.at(i).toTensor(); }
+
+template <typename Op>
+std::optional<DirectCall> unary_op(const Builder& builder, const Args& args) {
+  return elementwise_call(&elementwise<Op>, builder, tensor(args, 0), nullptr, tensor(args, 1));
 }
 
-bool is_one(const IValue& alpha) { return alpha.isScalar() && alpha.toScalar().equal(1); }
+template <typename Op>
+std::optional<DirectCall> binary_op(const Builder& builder, const Args& args) {
+  return elementwise_call(&elementwise<Op>, builder, tensor(args, 0), &tensor(args, 1),
+                          args.back().toTensor());
+}
+
+// a + alpha * b, for the alpha that costs nothing.
+template <typename Op>
+std::optional<DirectCall> scaled_op(const Builder& builder, const Args& args) {
+  return is_one(args.at(2)) ? binary_op<Op>(builder, args) : std::nullopt;
+}
+
+std::optional<DirectCall> square_op(const Builder& builder, const Args& args) {
+  if (!args.at(1).toScalar().equal(2)) return std::nullopt;
+  return elementwise_call(&elementwise<Square>, builder, tensor(args, 0), nullptr, tensor(args, 2));
+}
+
+std::optional<DirectCall> product_op(const Builder& builder, const Args& args) {
+  return product_call(builder, tensor(args, 0), tensor(args, 1), tensor(args, 2));
+}
+
+// The views that ops make which move elements are made once, when an op is added; nothing of them is left
+// when it runs.
+std::optional<DirectCall> cat_op(const Builder& builder, const Args& args) {
+  return cat_call(builder, args.at(0).toTensorVector(), args.at(1).toInt(), args.back().toTensor());
+}
+
+std::optional<DirectCall> clone_op(const Builder& builder, const Args& args) {
+  const at::Tensor& out = args.back().toTensor();
+  return moving_call(builder, out, std::nullopt, {{tensor(args, 0), out}});
+}
+
+std::optional<DirectCall> slice_backward_op(const Builder& builder, const Args& args) {
+  const at::Tensor& out = args.back().toTensor();
+  const at::Tensor slot =
+      out.slice(args.at(2).toInt(), args.at(3).toInt(), args.at(4).toInt(), args.at(5).toInt());
+  return moving_call(builder, out, 0.0F, {{tensor(args, 0), slot}});
+}
+
+std::optional<DirectCall> pad_op(const Builder& builder, const Args& args) {
+  return pad_call(builder, tensor(args, 0), args.at(1).toIntVector(), args.at(2).toScalar().toFloat(),
+                  args.back().toTensor());
+}
+
+struct Rule {
+  const char* name;
+  const char* overload;
+  std::optional<DirectCall> (*build)(const Builder&, const Args&);
+};
+
+constexpr std::array<Rule, 12> kRules = {{
+    {"aten::mm", "out", &product_op},
+    {"aten::add", "out", &scaled_op<Add>},
+    {"aten::sub", "out", &scaled_op<Sub>},
+    {"aten::mul", "out", &binary_op<Mul>},
+    {"aten::div", "out", &binary_op<Div>},
+    {"aten::neg", "out", &unary_op<Neg>},
+    {"aten::rsqrt", "out", &unary_op<Rsqrt>},
+    {"aten::pow", "Tensor_Scalar_out", &square_op},
+    {"aten::cat", "out", &cat_op},
+    {"aten::clone", "out", &clone_op},
+    {"aten::slice_backward", "out", &slice_backward_op},
+    {"aten::constant_pad_nd", "out", &pad_op},
+}};
 
 }  // namespace
 
@@ -318,27 +374,18 @@ std::optional<DirectCall> direct_call(const std::string& name, const std::string
                                       const std::vector<IValue>& args,
                                       bool (*is_external)(const void*, const c10::StorageImpl*),
                                       const void* context) {
-  const Builder builder{is_external, context};
-  const auto tensor = [&](std::size_t i) -> const at::Tensor& { return args.at(i).toTensor(); };
-  if (overload == "out") {
-    if (name == "aten::mm") return product_call(builder, tensor(0), tensor(1), tensor(2));
-    if (name == "aten::mul")
-      return elementwise_call(&elementwise<Mul>, builder, tensor(0), &tensor(1), tensor(2));
-    if (name == "aten::div")
-      return elementwise_call(&elementwise<Div>, builder, tensor(0), &tensor(1), tensor(2));
-    if (name == "aten::add" && is_one(args.at(2)))
-      return elementwise_call(&elementwise<Add>, builder, tensor(0), &tensor(1), tensor(3));
-    if (name == "aten::sub" && is_one(args.at(2)))
-      return elementwise_call(&elementwise<Sub>, builder, tensor(0), &tensor(1), tensor(3));
-    if (name == "aten::neg")
-      return elementwise_call(&elementwise<Neg>, builder, tensor(0), nullptr, tensor(1));
-    if (name == "aten::rsqrt")
-      return elementwise_call(&elementwise<Rsqrt>, builder, tensor(0), nullptr, tensor(1));
-    return moving_op(builder, name, args);
-  }
-  if (name == "aten::pow" && overload == "Tensor_Scalar_out" && args.at(1).toScalar().equal(2))
-    return elementwise_call(&elementwise<Square>, builder, tensor(0), nullptr, tensor(2));
-  return std::nullopt;
+  const auto rule = std::find_if(kRules.begin(), kRules.end(), [&](const Rule& candidate) {
+    return candidate.name == name && candidate.overload == overload;
+  });
+  if (rule == kRules.end()) return std::nullopt;
+  const c10::InferenceMode inference;
+  return rule->build(Builder{is_external, context}, args);
+}
+
+std::vector<std::string> direct_ops() {
+  std::vector<std::string> names;
+  for (const Rule& rule : kRules) names.push_back(std::string(rule.name) + "." + rule.overload);
+  return names;
 }
 
 }  // namespace disco

@@ -67,4 +67,7 @@ std::optional<DirectCall> direct_call(const std::string& name, const std::string
                                       bool (*is_external)(const void* context, const c10::StorageImpl*),
                                       const void* context);
 
+// `name.overload` of all that direct_call knows. disco_accel/graph/op_traits.py has the same.
+std::vector<std::string> direct_ops();
+
 }  // namespace disco

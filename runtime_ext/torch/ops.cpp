@@ -1,6 +1,5 @@
 #include "ops.h"
 
-#include <ATen/ScalarOps.h>
 #include <ATen/core/List.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/ScalarType.h>
@@ -10,10 +9,10 @@
 #include <limits>
 #include <optional>
 #include <stdexcept>
-#include <string_view>
 #include <utility>
 
 #include "../core/scope.h"
+#include "wrapped_numbers.h"
 
 namespace disco {
 namespace {
@@ -62,14 +61,6 @@ IValue decode_enum(const std::string& kind, const std::string& value) {
   bad_argument("unknown enum kind '" + kind + "'");
 }
 
-// A Python number in a tensor's place, as in `x * 2`: it promotes like a scalar.
-at::Tensor wrapped_number(const c10::Scalar& value) {
-  const c10::InferenceMode inference;
-  at::Tensor tensor = at::scalar_to_tensor(value);
-  tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
-  return tensor;
-}
-
 // Calls fn with each tensor that a call left on its stack, in order: the elements of a returned list count as
 // tensors, numbers are skipped.
 template <typename Fn>
@@ -80,32 +71,6 @@ void for_each_tensor(const std::vector<IValue>& stack, Fn fn) {
     } else if (value.isTensorList()) {
       for (const at::Tensor& tensor : value.toTensorVector()) fn(tensor);
     }
-  }
-}
-
-// A number joins a TensorIterator in the dtype that the op computes in, so that it is not converted, with an
-// allocation, at each run. Reduced precision reads the number before it is rounded, so there it must be
-// exact.
-void convert_numbers(const std::string& name, std::vector<IValue>& args) {
-  const std::string_view base = std::string_view(name).substr(0, name.find_last_not_of('_') + 1);
-  if (base != "aten::add" && base != "aten::sub" && base != "aten::mul" && base != "aten::div") return;
-  c10::ScalarType dtype = c10::ScalarType::Undefined;
-  for (const IValue& arg : args) {
-    if (!arg.isTensor() || arg.toTensor().unsafeGetTensorImpl()->is_wrapped_number()) continue;
-    const c10::ScalarType own = arg.toTensor().scalar_type();
-    if (!c10::isFloatingType(own) || (dtype != c10::ScalarType::Undefined && dtype != own)) return;
-    dtype = own;
-  }
-  if (dtype == c10::ScalarType::Undefined) return;
-  for (IValue& arg : args) {
-    if (!arg.isTensor() || !arg.toTensor().unsafeGetTensorImpl()->is_wrapped_number()) continue;
-    const c10::InferenceMode inference;
-    const at::Tensor& number = arg.toTensor();
-    at::Tensor converted = number.to(dtype);
-    const bool exact = number.item().equal(converted.item().toDouble());
-    if (c10::isReducedFloatingType(dtype) && !exact) continue;
-    converted.unsafeGetTensorImpl()->set_wrapped_number(true);
-    arg = std::move(converted);
   }
 }
 
@@ -126,13 +91,11 @@ struct StackCleaner {
   ~StackCleaner() { stack.clear(); }
 };
 
-// All tensors of an op are on one device and outside autograd, so the kernel is known without looking at
-// them.
 void call(const PreparedOp& op, std::vector<IValue>& stack) {
-  if (op.on_cpu) {
-    op.handle.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
-  } else {
+  if (op.kernels.empty()) {
     op.handle.callBoxed(stack);
+  } else {
+    op.handle.redispatchBoxed(op.kernels, &stack);
   }
 }
 
@@ -223,9 +186,9 @@ at::Tensor OpTable::make_tensor(c10::ArrayRef<IValue> encoded) const {
   }
   // An inference tensor has no autograd keys and no version counter: nothing in a step can reach autograd.
   const c10::InferenceMode inference;
-  const c10::DispatchKey key = device_.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU;
-  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(storages_[storage]), c10::DispatchKeySet(key), c10::scalarTypeToTypeMeta(dtype));
+  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storages_[storage]),
+                                                               c10::DispatchKeySet(backend_.key()),
+                                                               c10::scalarTypeToTypeMeta(dtype));
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(shape, stride, offset);
   return tensor;
 }
@@ -300,7 +263,7 @@ std::int32_t OpTable::add_op(const std::string& name, const std::string& overloa
     bad_argument(label + ": " + std::to_string(encoded.size()) + " arguments given, the schema has " +
                  std::to_string(schema.size()));
   }
-  PreparedOp op{*handle, {}, {}, {}, {}, {}, false, device_.is_cpu(), label, {}};
+  PreparedOp op{*handle, {}, {}, {}, {}, {}, false, backend_.kernels(), label, {}};
   for (std::size_t i = 0; i < schema.size(); ++i) {
     try {
       op.args.push_back(decode(encoded[i], schema[i].type()));
@@ -312,7 +275,7 @@ std::int32_t OpTable::add_op(const std::string& name, const std::string& overloa
   const auto external = [](const void* table, const c10::StorageImpl* storage) {
     return static_cast<const OpTable*>(table)->is_external(storage);
   };
-  if (device_.is_cpu()) op.direct = direct_call(name, overload, op.args, external, this);
+  if (backend_.computes_small_ops()) op.direct = direct_call(name, overload, op.args, external, this);
   // Grows this thread's stack once, here: a step must not.
   scratch_stack().reserve(64);
   ops_.push_back(std::move(op));

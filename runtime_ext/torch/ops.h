@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "../core/program.h"
+#include "backend.h"
 #include "direct.h"
 #include "planned_alloc.h"
 #include "rng.h"
@@ -42,7 +43,7 @@ struct PreparedOp {
   std::vector<PlannedBlock> schedule;
   PlannedBlock loose;
   bool scheduled = false;
-  bool on_cpu = false;
+  c10::DispatchKeySet kernels;  // see Backend::kernels
   std::string label;
   std::optional<RngSite> rng;
 };
@@ -78,7 +79,8 @@ class CallerGuards {
 // from different threads at once.
 class OpTable {
  public:
-  explicit OpTable(c10::Device device) : device_(device) {}
+  // Throws std::invalid_argument for a kind of device that there is no backend for.
+  explicit OpTable(c10::Device device) : device_(device), backend_(Backend::of(device)) {}
 
   // Storage over `nbytes` at `ptr`, which the caller keeps alive. Returns its index.
   std::int64_t add_fixed(void* ptr, std::size_t nbytes);
@@ -121,6 +123,7 @@ class OpTable {
   std::size_t storages() const { return storages_.size(); }
   const std::string& label(std::int32_t op) const { return ops_.at(op).label; }
   c10::Device device() const { return device_; }
+  const Backend& backend() const { return backend_; }
 
  private:
   c10::IValue decode(const c10::IValue& encoded, const c10::TypePtr& type) const;
@@ -132,6 +135,7 @@ class OpTable {
   void check_results(const PreparedOp& op, const std::vector<c10::IValue>& stack) const;
 
   c10::Device device_;
+  const Backend& backend_;
   std::vector<c10::Storage> storages_;
   std::vector<at::Tensor> bound_;
   std::vector<bool> external_;

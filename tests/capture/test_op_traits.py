@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from disco_accel.graph.op_traits import OP_TRAITS, OpTraits, op_traits
+from disco_accel.native.extension import load_extension
 from disco_accel.native.op_encoding import op_overload, out_overload
 
 
@@ -33,6 +34,14 @@ def test_an_op_that_moves_elements_is_computed_directly() -> None:
         if traits.moves:
             assert traits.direct == ("out",), name
             assert torch.Tag.generated in op_overload(name, "out").tags, name
+
+
+def test_the_engine_knows_by_name_what_the_table_says() -> None:
+    load_extension()
+    direct = {f"{name}.{overload}" for name, traits in OP_TRAITS.items() for overload in traits.direct}
+    assert set(torch.ops.disco_accel.direct_ops()) == direct
+    wrapped = {name for name, traits in OP_TRAITS.items() if traits.wraps_numbers}
+    assert set(torch.ops.disco_accel.number_wrapping_ops()) == wrapped
 
 
 @pytest.mark.parametrize("name", [name for name, traits in OP_TRAITS.items() if traits.same_calls])

@@ -9,7 +9,7 @@ import torch
 
 from disco_accel import DiscoConfig, prepare, restore
 from disco_accel.errors import BudgetTooSmall
-from disco_accel.native.cuda import workspace_bytes
+from disco_accel.native.backend import workspace_bytes
 from tests.emulated import device
 
 CUDA = torch.device("cuda", 0)

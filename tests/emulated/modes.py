@@ -24,8 +24,7 @@ PYTEST = ("-m", "pytest", "-p", "tests.emulated.plugin", "-p", "no:cacheprovider
 _STEPS = ("tests/gpu", "tests/emulated/test_order.py", "tests/emulated/test_engine.py")
 """Run in every mode: what goes wrong when pieces of work come in another order."""
 _JITTER_US = 500.0
-"""Many times what a piece of work takes here (20 to 100 us): pieces come in any order, and a mode takes half the time that
-2 ms take."""
+"""Many times what a piece of work takes here (20 to 100 us), so that pieces come in any order; 2 ms double the time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,7 @@ MODES = (
 # Compiled before the modes start, which would all wait for it.
 BUILD_ENGINE = """
 import torch
-from disco_accel.native.cuda import prepare_device
+from disco_accel.native.backend import prepare_device
 prepare_device(torch.device("cuda", 0))
 """
 

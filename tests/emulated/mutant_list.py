@@ -14,6 +14,7 @@ _STEADY = (_ORDER + "test_a_steady_step_takes_nothing_and_ends_within_what_the_d
 _SECOND = "tests/emulated/test_second_device.py::"
 _STREAMS = ("tests/emulated/test_engine.py::test_several_compute_streams_have_workspaces_of_their_own",)
 _CLASS = "runtime_ext/torch/runtime_class.cpp"
+_CUDA = "runtime_ext/torch/cuda_side.cpp"
 _DEVICE = "runtime_ext/core/cuda_device.cpp"
 _JITTER = {"EMULATED_JITTER_US": 500, "EMULATED_SEED": 1}
 _LATE = {**_JITTER, "EMULATED_LINK_GB_S": 0.01}
@@ -39,22 +40,22 @@ MUTANTS = (
     Mutant(
         "no wait for the caller",
         _CLASS,
-        "    if (cuda_ != nullptr) caller_->put_after_caller(*cuda_);\n    engine_->begin(next);",
+        "    side_->put_after_caller();\n    engine_->begin(next);",
         "    engine_->begin(next);",
         _SIDE,
     ),
     Mutant(
         "no workspace warm-up",
-        _CLASS,
-        "      warmups_[static_cast<std::size_t>(stream)].run();\n",
+        _CUDA,
+        "    warmups_[static_cast<std::size_t>(stream)].run();\n",
         "",
         _STEADY,
     ),
     Mutant(
         "wrong stream",
-        _CLASS,
-        "const StreamScope scope(ops_->table.device(), cuda_->native_stream(stream));",
-        "const StreamScope scope(ops_->table.device(), nullptr);",
+        _CUDA,
+        "const StreamScope scope(where_, device_.native_stream(stream));",
+        "const StreamScope scope(where_, nullptr);",
         _SIDE,
     ),
     Mutant("missing event", _DEVICE, "  if (source.finished >= token) return;\n", "  return;\n", _STREAMS, _LATE),
@@ -89,7 +90,7 @@ MUTANTS = (
         (_SECOND + "test_a_plan_that_is_made_while_another_device_is_current",),
         {"EMULATED_DEVICES": 2},
         # PyTorch's guard around the engine's constructor does the same.
-        (("disco_accel/execute/executor.py", "            with current(device):\n", "            if True:\n"),),
+        (("disco_accel/execute/executor.py", "            with self._backend.current():\n", "            if True:\n"),),
     ),
     Mutant(
         "loss read before its copy",

@@ -17,7 +17,7 @@ from benchmarks.gpu_models import SMALL, arena_llama, batch_for, with_adapter
 from disco_accel import DiscoConfig, prepare
 from disco_accel.errors import DeviceLost, Stalled
 from disco_accel.execute.executor import Event
-from disco_accel.native.cuda import workspace_bytes
+from disco_accel.native.backend import workspace_bytes
 from disco_accel.step.session import Session, find_state
 from tests.emulated import device
 from tests.emulated.models import CUDA, assert_same, least, step

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.gpu_models import SMALL, arena_llama, batch_for, with_adapter
 from disco_accel import DiscoConfig, prepare, stats
-from disco_accel.native.cuda import workspace_bytes
+from disco_accel.native.backend import workspace_bytes
 from tests.emulated.build import ROOT
 from tests.emulated.models import assert_same, least, step
 

@@ -11,7 +11,7 @@ import transformers
 from transformers import Trainer, TrainingArguments
 
 from disco_accel import DiscoCallback, DiscoConfig, stats
-from disco_accel.native.cuda import workspace_bytes
+from disco_accel.native.backend import workspace_bytes
 from disco_accel.testing.models import tiny_lora
 from tests.emulated.models import CUDA
 

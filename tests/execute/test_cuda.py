@@ -8,7 +8,8 @@ import torch
 from disco_accel.errors import ConfigError, ExecutionError
 from disco_accel.graph.taskgraph import Device, OpCall, OpResult, TaskGraph, TensorArg, TensorSpec, Vertex, VertexKind
 from disco_accel.measure.record import record
-from disco_accel.native.cuda import pin, release_workspaces, run_device, workspace_bytes
+from disco_accel.native.backend import release_workspaces, run_device, workspace_bytes
+from disco_accel.native.cuda_backend import pin
 from disco_accel.native.host_memory import HostMemory
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: tests/gpu covers this")

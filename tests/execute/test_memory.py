@@ -122,7 +122,7 @@ def test_onednn_scratch_goes_through_the_decorator() -> None:
 
 _WATCHED = """
 import torch
-from disco_accel.execute import watch
+from disco_accel.native import malloc_watch
 from tests.execute import samples
 from tests.execute.programs import build, executor_of, step
 
@@ -154,7 +154,7 @@ print("watched")
 
 _WATCHED_TEAM = """
 import torch
-from disco_accel.execute import watch
+from disco_accel.native import malloc_watch
 from disco_accel.execute.executor import EngineOptions
 from tests.execute import samples
 from tests.execute.programs import build, executor_of, step_in_two

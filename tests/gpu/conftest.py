@@ -15,7 +15,7 @@ def device() -> torch.device:
     """The device with its index, or a skip."""
     if not DEVICE:
         pytest.skip("no GPU: DEVICE=cpu make gpu runs these tests on the host device")
-    from disco_accel.native.cuda import run_device
+    from disco_accel.native.backend import run_device
 
     return run_device(DEVICE)
 

@@ -14,7 +14,8 @@ import torch
 from benchmarks.gpu_models import SMALL, arena_llama, batch_for, with_adapter
 from disco_accel import DiscoConfig, prepare, stats
 from disco_accel.errors import SelfCheckFailed
-from disco_accel.native.cuda import workspace_bytes
+from disco_accel.native.backend import workspace_bytes
+from disco_accel.native.host_backend import HostBackend
 from disco_accel.selfcheck import first_use
 from disco_accel.selfcheck.identity import identity_of, key_of
 from disco_accel.selfcheck.orders import CASES
@@ -31,7 +32,7 @@ LINK = 4 << 20
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process that has checked nothing yet, and that checks the host device as it would a GPU."""
     monkeypatch.setattr(first_use, "_failed", {})
-    monkeypatch.setattr(device_check, "CHECKED", ("cpu", "cuda"))
+    monkeypatch.setattr(HostBackend, "needs_self_check", True)
     monkeypatch.setattr(device_check, "LINK_BYTES", LINK)
     yield
 

@@ -10,7 +10,7 @@ import torch
 from benchmarks.gpu_models import SMALL, arena_llama, batch_for, with_adapter
 from disco_accel import DiscoConfig, prepare, restore, stats
 from disco_accel.errors import BudgetTooSmall, DiscoError
-from disco_accel.native.cuda import workspace_bytes
+from disco_accel.native.backend import workspace_bytes
 
 CASES = [
     # Flash attention on CUDA for bf16, the memory-efficient kernel for fp32, plain products for eager attention.

@@ -18,6 +18,7 @@ import torch
 from disco_accel import DiscoConfig, prepare, stats
 from disco_accel.cli.main import main
 from disco_accel.errors import ConfigError, SelfCheckFailed
+from disco_accel.native.host_backend import HostBackend
 from disco_accel.selfcheck import command, first_use, identity, outcome_files, self_check
 from disco_accel.selfcheck.outcome import Difference, Outcome
 from disco_accel.selfcheck.subject import Subject, make_subject
@@ -56,7 +57,7 @@ def checks(monkeypatch: pytest.MonkeyPatch, passed: Outcome) -> list[torch.devic
         return replace(passed, identity=self_check.identity_of(device))
 
     monkeypatch.setattr(self_check, "check", counting)
-    monkeypatch.setattr(device_check, "CHECKED", ("cpu", "cuda"))
+    monkeypatch.setattr(HostBackend, "needs_self_check", True)
     monkeypatch.setattr(device_check, "LINK_BYTES", 1 << 20)
     return seen
 
@@ -64,7 +65,7 @@ def checks(monkeypatch: pytest.MonkeyPatch, passed: Outcome) -> list[torch.devic
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device on which a weight arrives with a flipped bit, and which is really checked."""
-    monkeypatch.setattr(device_check, "CHECKED", ("cpu", "cuda"))
+    monkeypatch.setattr(HostBackend, "needs_self_check", True)
     monkeypatch.setattr(device_check, "LINK_BYTES", 1 << 20)
 
     def corrupted(device: torch.device, **options: Any) -> Subject:
@@ -121,7 +122,7 @@ def test_the_host_device_is_not_checked_and_off_is_off(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(self_check, "check", never)
     use(tmp_path)
-    monkeypatch.setattr(device_check, "CHECKED", ("cpu",))
+    monkeypatch.setattr(HostBackend, "needs_self_check", True)
     use(tmp_path, self_check="off")
     with pytest.raises(AssertionError, match="checked"):
         use(tmp_path)

@@ -1,0 +1,99 @@
+"""How the engine runs a plan: the options, and the numbers that it is told of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from disco_accel.errors import ConfigError
+from disco_accel.native.engine_numbers import OPTIONS, Dispatch
+
+
+@dataclass(frozen=True, slots=True)
+class HostLink:
+    """The links of one host device: bytes per second and direction (None = as fast as memcpy), seconds per copy."""
+
+    bandwidth: float | None = None
+    latency: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How the engine runs a plan. The results never depend on it, only their timing."""
+
+    device: str = "cpu"
+    """``cpu`` (host device) or ``cuda``."""
+    lookahead: int = 2
+    """Kernels queued on a stream beyond the running one; 0 launches after completion, as in the paper."""
+    dispatch: str = "priority"
+    """``priority``, ``random``, ``fixed``, or ``synchronous`` (one vertex at a time in serial order)."""
+    seed: int = 0
+    """Of random dispatch."""
+    link_bandwidth: float | None = None
+    """Bytes per second and direction, host device only; None = as fast as memcpy."""
+    link_latency: float = 0.0
+    """Seconds per copy, host device only."""
+    links: tuple[HostLink, ...] = ()
+    """Host device only: the links of each device in the plan's order, in place of the two figures above."""
+    link_jitter: float = 0.0
+    """Host device only: each copy's time is multiplied by a random factor from 1 - link_jitter to 1 + link_jitter."""
+    link_jitter_seed: int = 0
+    """Equal seeds disturb the same copies in the same way, whatever the order they run in."""
+    compute_threads: int | None = None
+    """Intra-op threads of a compute stream; None = torch.get_num_threads()."""
+    compute_streams: int = 1
+    inline_compute: bool = True
+    """One compute stream on the only host device: its ops run on the engine's loop thread, without a hand-off."""
+    stall_timeout: float = 120.0
+    """Seconds without any progress after which a step counts as stalled."""
+    time_ops: bool = False
+    """Measure op_seconds and engine_seconds also when not tracing."""
+
+
+DEFAULT_OPTIONS = EngineOptions()
+
+
+def engine_settings(options: EngineOptions) -> dict[str, float]:
+    """The options as the numbers that the engine reads. Raises ConfigError naming the option."""
+    dispatches = {member.name.lower(): member for member in Dispatch}
+    if options.dispatch not in dispatches:
+        raise ConfigError(f"dispatch is '{options.dispatch}', but it is one of {', '.join(dispatches)}")
+    for name in ("lookahead", "seed", "link_latency", "link_jitter_seed"):
+        if getattr(options, name) < 0:
+            raise ConfigError(f"{name} is {getattr(options, name)}, but it cannot be negative")
+    if options.link_bandwidth is not None and options.link_bandwidth <= 0:
+        raise ConfigError(f"link_bandwidth is {options.link_bandwidth}, but it is bytes per second above 0, or None")
+    if not 0 <= options.link_jitter < 1:
+        raise ConfigError(f"link_jitter is {options.link_jitter}, but it is at least 0 and less than 1")
+    if not options.stall_timeout > 0:
+        raise ConfigError(f"stall_timeout is {options.stall_timeout}, but it is seconds above 0")
+    threads = torch.get_num_threads() if options.compute_threads is None else options.compute_threads
+    if threads < 1 or options.compute_streams < 1:
+        raise ConfigError("compute_threads and compute_streams are at least 1")
+    settings = {
+        "dispatch": float(dispatches[options.dispatch]),
+        "seed": float(options.seed),
+        "lookahead": float(options.lookahead),
+        "stall_timeout": options.stall_timeout,
+        "time_ops": float(options.time_ops),
+        "compute_threads": float(threads),
+        "compute_streams": float(options.compute_streams),
+        "inline_compute": float(options.inline_compute),
+        "link_jitter": options.link_jitter,
+        "link_jitter_seed": float(options.link_jitter_seed),
+    }
+    assert tuple(settings) == OPTIONS
+    return settings
+
+
+def engine_links(options: EngineOptions, devices: int) -> list[float]:
+    """Bandwidth (0 = unlimited) and latency of each device's links, one after the other. Raises ConfigError."""
+    links: Sequence[HostLink] = options.links or [HostLink(options.link_bandwidth, options.link_latency)] * devices
+    if len(links) != devices:
+        raise ConfigError(f"links has {len(links)} entries, the plan has {devices} devices")
+    for link in links:
+        if (link.bandwidth is not None and link.bandwidth <= 0) or link.latency < 0:
+            raise ConfigError(f"links: {link} is not a bandwidth above 0 (or None) and a latency of at least 0")
+    return [number for link in links for number in (link.bandwidth or 0.0, link.latency)]

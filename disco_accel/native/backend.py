@@ -1,0 +1,156 @@
+"""What depends on the kind of device that a plan runs on: one class for each kind, chosen once by ``backend_of``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+from disco_accel.errors import ConfigError
+from disco_accel.graph.taskgraph import TensorSpec
+from disco_accel.native.cuda_backend import CudaBackend
+from disco_accel.native.host_backend import HostBackend
+from disco_accel.native.op_table import OpTable
+
+
+class Backend(Protocol):
+    """A device and what running plans on it asks for. A new kind of device is a class like this in a file of its own,
+    entered in ``backend_of``; ``runtime_ext/torch/backend.h`` is its C++ side."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device; a GPU with its index, if it was given."""
+
+    @property
+    def separate_memory(self) -> bool:
+        """Whether it has memory of its own, to which the host's is copied from page-locked pages."""
+
+    @property
+    def allocates_in_blocks(self) -> bool:
+        """Whether tensors outside of plans take whole blocks of an allocator, so that budgets count those."""
+
+    @property
+    def runs_several(self) -> bool:
+        """Whether one process can run a plan of several such devices."""
+
+    @property
+    def reorders_sums(self) -> bool:
+        """Whether some kernels add in an order that differs from run to run (``OpTraits.unordered_on_gpu``)."""
+
+    @property
+    def needs_self_check(self) -> bool:
+        """Whether its drivers and kernels are not part of this package and PyTorch, so that they are tried first."""
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether ops are put on streams, with which the caller's own work has to be ordered."""
+
+    @property
+    def has_cudnn(self) -> bool:
+        """Whether PyTorch may take cuDNN's attention there."""
+
+    def is_there(self) -> bool:
+        """Whether this process can use such a device."""
+
+    def resolve(self) -> torch.device:
+        """``device`` as of now, a GPU with its index in any case. Raises ConfigError if it is not there."""
+
+    def hardware(self) -> str:
+        """Its model, for keys of caches."""
+
+    def identity(self) -> dict[str, str]:
+        """The device, its driver and its allocator, by name: a self-check's answer holds for these."""
+
+    def prepare(self) -> None:
+        """Make ops on it recordable and plannable. Raises ExtensionError when what that needs cannot be built."""
+
+    def current(self) -> AbstractContextManager[object]:
+        """It is PyTorch's current device inside."""
+
+    def arena(self, nbytes: int) -> torch.Tensor:
+        """One arena of exactly ``nbytes`` bytes, 1-d uint8. Raises RuntimeError when the memory is not there."""
+
+    def is_arena(self, tensor: torch.Tensor) -> bool:
+        """Whether ops may be made to allocate in ``tensor``: PyTorch must not free what lies in it one by one."""
+
+    def touched_bytes(self, arena: torch.Tensor) -> int:
+        """Bytes of ``arena`` that physical memory is behind."""
+
+    def alias(self, arena: torch.Tensor, offset: int, nbytes: int, spec: TensorSpec) -> torch.Tensor:
+        """A tensor laid out as ``spec`` over bytes ``offset`` to ``offset + nbytes`` of ``arena``, kept alive by it."""
+
+    def pin(self, tensor: torch.Tensor) -> object:
+        """Page-lock a host tensor while the returned object lives; None where copies gain nothing by it.
+
+        Raises ExecutionError with the system's reason.
+        """
+
+    def op_seconds(self, ops: OpTable, op: int) -> float:
+        """Median time of op number ``op`` of the engine's op table ``ops``, over a few runs."""
+
+    def workspace_bytes(self) -> int:
+        """Bytes that matrix products take on each stream of each thread, outside of any plan."""
+
+    def release_workspaces(self) -> None:
+        """Give the workspaces of all threads and streams back, the engine's included."""
+
+    def synchronize(self) -> None:
+        """Wait for all work on the device."""
+
+    def release_memory(self) -> None:
+        """Give memory back that the process has freed and PyTorch's allocator has kept."""
+
+    def allocations(self) -> dict[str, int]:
+        """How many blocks of the device's memory this process has taken until now, by where they came from."""
+
+    def rng_state(self) -> torch.Tensor:
+        """The state of the generator that ops on the device draw from."""
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """Set it to a state that ``rng_state`` returned."""
+
+    def seed(self, seed: int) -> None:
+        """Seed it, and no other generator."""
+
+    def generator_kept(self) -> AbstractContextManager[object]:
+        """It is put back at the end to where it was at the begin; so is the host's."""
+
+
+_BACKENDS: Mapping[str, Callable[[torch.device], Backend]] = {"cpu": HostBackend, "cuda": CudaBackend}
+DEVICE_TYPES = tuple(_BACKENDS)
+"""The kinds of devices that plans run on, as PyTorch calls them."""
+
+
+@functools.cache
+def backend_of(device: torch.device) -> Backend:
+    """The backend of ``device``. Raises ConfigError for a kind that there is none for."""
+    make = _BACKENDS.get(device.type)
+    if make is None:
+        raise ConfigError(f"device: {device} is not supported; use {' or '.join(_BACKENDS)}")
+    return make(device)
+
+
+def run_device(name: str) -> torch.device:
+    """The device that ``name`` (cpu, cuda, cuda:1) means now; of a GPU the index is always given.
+
+    Raises ConfigError when it is another kind of device or not there.
+    """
+    return backend_of(torch.device(name)).resolve()
+
+
+def prepare_device(device: torch.device) -> None:
+    """``Backend.prepare`` of ``device``."""
+    backend_of(device).prepare()
+
+
+def workspace_bytes(device: torch.device) -> int:
+    """``Backend.workspace_bytes`` of ``device``."""
+    return backend_of(device).workspace_bytes()
+
+
+def release_workspaces(device: torch.device) -> None:
+    """``Backend.release_workspaces`` of ``device``."""
+    backend_of(device).release_workspaces()

@@ -1,0 +1,203 @@
+"""A CUDA device: its index, timing, page-locked memory, workspaces. The engine's own part is in C++."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import statistics
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from disco_accel.errors import ConfigError, ExecutionError
+from disco_accel.graph.taskgraph import TensorSpec
+from disco_accel.native.extension import load_allocator_shim, load_extension
+from disco_accel.native.op_table import OpTable
+
+_TIMED_RUNS = 5
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
+
+
+@dataclass(frozen=True, slots=True)
+class CudaBackend:
+    """One GPU; see ``Backend``."""
+
+    device: torch.device
+    separate_memory = True
+    allocates_in_blocks = True
+    runs_several = False
+    reorders_sums = True
+    needs_self_check = True
+    has_streams = True
+    has_cudnn = True
+
+    def is_there(self) -> bool:
+        return torch.cuda.is_available()
+
+    def resolve(self) -> torch.device:
+        """With PyTorch's current index if none was given."""
+        device = self.device
+        if not torch.cuda.is_available():
+            raise ConfigError(f"device: {device} does not work here, torch sees no CUDA device; use cpu or auto")
+        index = torch.cuda.current_device() if device.index is None else device.index
+        count = torch.cuda.device_count()
+        if index >= count:
+            raise ConfigError(f"device: {device} is not there, this machine has {count} CUDA devices")
+        return torch.device("cuda", index)
+
+    def hardware(self) -> str:
+        return torch.cuda.get_device_name(self.device)
+
+    def identity(self) -> dict[str, str]:
+        properties = torch.cuda.get_device_properties(self.device)
+        return {
+            "device": properties.name,
+            "uuid": str(getattr(properties, "uuid", "unknown")),
+            "capability": f"{properties.major}.{properties.minor}",
+            "processors": str(properties.multi_processor_count),
+            "memory": str(properties.total_memory),
+            "driver": _driver(),
+            "cuda": str(torch.version.cuda),
+            "allocator": _allocator(),
+        }
+
+    def prepare(self) -> None:
+        """Also puts the decorator of the caching allocator in place."""
+        load_extension()
+        torch.cuda.init()
+        with torch.cuda.device(self.device):
+            load_allocator_shim()
+
+    def current(self) -> AbstractContextManager[object]:
+        """Calls into CUDA that name no device make a context on the current one, some hundred MiB of its memory.
+
+        PyTorch's guard sets the device from before back without making one there.
+        """
+        return torch.cuda.device(self.device)
+
+    def arena(self, nbytes: int) -> torch.Tensor:
+        """One block of the caching allocator."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def is_arena(self, tensor: torch.Tensor) -> bool:
+        del tensor
+        return True
+
+    def touched_bytes(self, arena: torch.Tensor) -> int:
+        return arena.numel()
+
+    def alias(self, arena: torch.Tensor, offset: int, nbytes: int, spec: TensorSpec) -> torch.Tensor:
+        flat = arena[offset : offset + nbytes].view(getattr(torch, spec.dtype))
+        return torch.as_strided(flat, spec.shape, spec.stride, flat.storage_offset() + spec.offset)
+
+    def pin(self, tensor: torch.Tensor) -> object:
+        return pin(tensor, self.device)
+
+    def op_seconds(self, ops: OpTable, op: int) -> float:
+        """The time that the op keeps the current stream busy, or its launch if that takes longer."""
+        return median_seconds(lambda: ops.run(op), self.device)
+
+    def workspace_bytes(self) -> int:
+        """Measured. The calling thread's own workspaces are released; its next product takes them again."""
+        return _measured_workspace(self.device)
+
+    def release_workspaces(self) -> None:
+        """Each is taken again at the next product that needs it, and by an engine before its next op."""
+        torch._C._cuda_clearCublasWorkspaces()
+        load_extension()
+        torch.ops.disco_accel.release_unused_workspaces()
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def release_memory(self) -> None:
+        torch.cuda.empty_cache()
+
+    def allocations(self) -> dict[str, int]:
+        stats = torch.cuda.memory_stats(self.device)
+        return {
+            "from PyTorch's allocator": int(stats["allocation.all.allocated"]),
+            "from the driver": int(stats["num_device_alloc"]),
+        }
+
+    def rng_state(self) -> torch.Tensor:
+        return torch.cuda.get_rng_state(self.device)
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        torch.cuda.set_rng_state(state, self.device)
+
+    def seed(self, seed: int) -> None:
+        torch.cuda.default_generators[self.device.index].manual_seed(seed)
+
+    def generator_kept(self) -> AbstractContextManager[object]:
+        index = torch.cuda.current_device() if self.device.index is None else self.device.index
+        return torch.random.fork_rng(devices=[index], device_type="cuda")
+
+
+def median_seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Median time that ``run`` keeps the device's current stream busy, or its launch if that takes longer."""
+    with torch.cuda.device(device):
+        samples: list[float] = []
+        for _ in range(_TIMED_RUNS):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            samples.append(start.elapsed_time(end) * 1e-3)
+    return statistics.median(samples)
+
+
+@functools.cache
+def _measured_workspace(device: torch.device) -> int:
+    operand = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
+    bias = torch.zeros(16, dtype=torch.bfloat16, device=device)
+    results = torch.empty_like(operand), torch.empty_like(operand)
+    torch._C._cuda_clearCublasWorkspaces()
+    before = torch.cuda.memory_allocated(device)
+    torch.mm(operand, operand, out=results[0])
+    torch.addmm(bias, operand, operand, out=results[1])
+    taken = torch.cuda.memory_allocated(device) - before
+    torch._C._cuda_clearCublasWorkspaces()
+    return taken
+
+
+def pin(tensor: torch.Tensor, device: torch.device | None = None) -> object:
+    """Register the pages under a host tensor with CUDA, so that copies from and to it are asynchronous.
+
+    ``device``: one that is used anyway, None for the current one; all devices may copy from the pages then. They stay
+    registered as long as the returned object lives, which keeps the tensor too. Raises ExecutionError with
+    CUDA's reason when the system does not allow it.
+    """
+    load_extension()
+    try:
+        with nullcontext() if device is None else torch.cuda.device(device):
+            return torch.classes.disco_accel.Pinned(tensor)
+    except (RuntimeError, ValueError) as error:
+        raise ExecutionError(
+            f"pinning {tensor.nbytes} bytes of host memory failed: {error}; the limit of locked memory (ulimit -l) or "
+            "free memory may be too small"
+        ) from error
+
+
+def _driver() -> str:
+    """The kernel module's version where the system tells it, and the newest CUDA that the driver runs."""
+    try:
+        module = _DRIVER_FILE.read_text(encoding="utf-8", errors="replace").splitlines()[0]
+    except (OSError, IndexError):
+        module = "unknown module"
+    version = ctypes.c_int()
+    try:
+        status = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        status = -1
+    return f"{module}; CUDA {version.value}" if status == 0 else module
+
+
+def _allocator() -> str:
+    """The allocator behind PyTorch's, which ``PYTORCH_CUDA_ALLOC_CONF`` chooses."""
+    expandable = torch.cuda.memory._snapshot()["allocator_settings"].get("expandable_segments", False)
+    return torch.cuda.get_allocator_backend() + (", expandable segments" if expandable else "")

@@ -1,0 +1,103 @@
+"""The engine's torchbind class as a type: what it looks like to Python."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+import torch
+
+from disco_accel.native.extension import load_extension
+from disco_accel.native.op_table import OpTable
+
+LastError = tuple[int, int, str, bool, bool, bool, list[int], int, list[int], int]
+"""A ``Status``, the position of the vertex (-1: none), a message, whether the device found it later, is lost, is still
+draining; positions in flight and how many there were; pairs of a position that waits and one that it waits for (-1:
+none), one after the other, and how many there were."""
+
+
+class Engine(Protocol):
+    """Runs one program step after step: ``torch.classes.disco_accel.Engine``.
+
+    Waits return a ``Status`` after ``timeout`` seconds at the latest. RuntimeError for a call out of turn.
+    """
+
+    def expect_dtype(self, storage: int, dtype: str) -> None:
+        """What an external input of that storage must be."""
+
+    def expect_layout(self, storage: int, dtype: str, shape: Sequence[int], stride: Sequence[int]) -> None:
+        """The same with its layout."""
+
+    def bind(self, storages: list[int], externals: list[torch.Tensor]) -> tuple[int, str] | None:
+        """Externals of the next step; the position of one that does not fit and why, None if all do."""
+
+    def begin(self) -> None:
+        """Start a step."""
+
+    def fail_at(self, op: int) -> None:
+        """For tests: call number ``op`` of the op table fails as if it had thrown; -1: none."""
+
+    def run_out(self, timeout: float) -> int:
+        """``begin`` and ``wait_out`` in one."""
+
+    def wait_out(self, timeout: float) -> int:
+        """Wait for all ``out`` vertices."""
+
+    def deliver(self) -> None:
+        """Complete the late inputs."""
+
+    def run_end(self, timeout: float) -> int:
+        """``deliver`` and ``wait_end`` in one."""
+
+    def wait_end(self, timeout: float) -> int:
+        """Wait for all vertices."""
+
+    def abort(self, timeout: float) -> bool:
+        """Launch nothing more; whether all that ran has ended."""
+
+    def invalidate(self) -> None:
+        """Load residents again before the next step."""
+
+    def set_tracing(self, on: bool) -> None:
+        """Whether the following steps are traced."""
+
+    def last_error(self) -> LastError:
+        """Why the last step ended early."""
+
+    def events(self) -> torch.Tensor:
+        """int64, a row of ``EVENT_COLUMNS`` for each vertex of a traced step."""
+
+    def counters(self) -> dict[str, float]:
+        """Of the last step, by name."""
+
+    def add_leaving(self, values: list[torch.Tensor]) -> int:
+        """The number of a group of values that ``copies`` copies."""
+
+    def copies(self, group: int) -> list[torch.Tensor]:
+        """Copies of a group's values in memory of their own."""
+
+    def release_externals(self) -> None:
+        """Let go of the tensors bound last."""
+
+
+def make_engine(
+    table: OpTable,
+    vertices: torch.Tensor,
+    edges: torch.Tensor,
+    copied: torch.Tensor,
+    arenas: list[torch.Tensor],
+    host: torch.Tensor,
+    clean: list[torch.Tensor],
+    options: dict[str, float],
+    links: list[float],
+) -> Engine:
+    """An engine for a program, whose tables have the columns of ``engine_numbers.py``.
+
+    ``arenas``: one for each device; ``host``: of offloaded values; ``clean``: host memory that is only read; all are
+    kept. ``options``: those of ``OPTIONS``. ``links``: bandwidth and latency of each device.
+
+    Raises RuntimeError for a program that would touch other memory, and for a device that does not start.
+    """
+    load_extension()
+    made = torch.classes.disco_accel.Engine(table, vertices, edges, copied, arenas, host, clean, options, links)
+    return cast(Engine, made)

@@ -1,0 +1,116 @@
+"""The host as a device: ops run on threads of this process, arenas are mappings of its memory."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from disco_accel.graph.taskgraph import TensorSpec
+from disco_accel.native.extension import load_extension
+from disco_accel.native.op_table import OpTable
+
+_ENOUGH_SECONDS = 0.1
+_SHORT_SECONDS = 1e-3
+_SHORT_RUNS = 15
+"""Ops of a few microseconds are run so often: there one run in five is disturbed on a busy machine, and 15 of them
+take less time than the five of an op of 50 us."""
+
+
+def host_arena(nbytes: int) -> torch.Tensor:
+    """``nbytes`` bytes of anonymous host memory between guard pages, as a 1-d uint8 tensor.
+
+    Its pages are untouched until used. Raises RuntimeError when the memory is not there.
+    """
+    load_extension()
+    arena: torch.Tensor = torch.ops.disco_accel.map_arena(nbytes)
+    return arena
+
+
+@dataclass(frozen=True, slots=True)
+class HostBackend:
+    """The CPU; see ``Backend``."""
+
+    device: torch.device
+    separate_memory = False
+    allocates_in_blocks = False
+    runs_several = True
+    reorders_sums = False
+    needs_self_check = False
+    has_streams = False
+    has_cudnn = False
+
+    def is_there(self) -> bool:
+        return True
+
+    def resolve(self) -> torch.device:
+        return torch.device("cpu")
+
+    def hardware(self) -> str:
+        return platform.machine()
+
+    def identity(self) -> dict[str, str]:
+        return {"device": f"cpu {platform.processor() or platform.machine()}"}
+
+    def prepare(self) -> None:
+        load_extension()
+
+    def current(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def arena(self, nbytes: int) -> torch.Tensor:
+        return host_arena(nbytes)
+
+    def is_arena(self, tensor: torch.Tensor) -> bool:
+        load_extension()
+        return tensor.numel() == 0 or bool(torch.ops.disco_accel.is_arena(tensor))
+
+    def touched_bytes(self, arena: torch.Tensor) -> int:
+        return int(torch.ops.disco_accel.touched_bytes(arena))
+
+    def alias(self, arena: torch.Tensor, offset: int, nbytes: int, spec: TensorSpec) -> torch.Tensor:
+        """With a storage of its own of exactly ``nbytes`` bytes, so that saving it does not save the arena."""
+        storage = torch.ops.disco_accel.carve(arena, offset, nbytes).untyped_storage()
+        return torch.empty(0, dtype=getattr(torch, spec.dtype)).set_(storage, spec.offset, spec.shape, spec.stride)
+
+    def pin(self, tensor: torch.Tensor) -> object:
+        del tensor
+        return None
+
+    def op_seconds(self, ops: OpTable, op: int) -> float:
+        samples = ops.time(op, 1)
+        while len(samples) < 5 and sum(samples) < _ENOUGH_SECONDS:
+            samples += ops.time(op, 1)
+        if sum(samples) < _SHORT_SECONDS:
+            samples += ops.time(op, _SHORT_RUNS - len(samples))
+        return statistics.median(samples)
+
+    def workspace_bytes(self) -> int:
+        return 0
+
+    def release_workspaces(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def release_memory(self) -> None:
+        pass
+
+    def allocations(self) -> dict[str, int]:
+        return {}
+
+    def rng_state(self) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        torch.set_rng_state(state)
+
+    def seed(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
+
+    def generator_kept(self) -> AbstractContextManager[object]:
+        return torch.random.fork_rng(devices=[])
