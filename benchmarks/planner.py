@@ -24,7 +24,7 @@ from disco_accel.graph.taskgraph import TaskGraph, VertexKind, with_memory
 from disco_accel.plan import make_plan
 from disco_accel.plan.bound import Bound, bound_of
 from disco_accel.plan.summary import copied_bytes
-from disco_accel.plan.timed.requirements import demand_of
+from disco_accel.plan.timed.requirements import requirements_of
 from disco_accel.simulate.simulator import Link, Machine, simulate
 from disco_accel.sizes import format_size, parse_size
 from disco_accel.testing.lora_graph import LoraShape, lora_graph, prefill_graph
@@ -134,12 +134,12 @@ def weights(graph: TaskGraph) -> int:
 
 def live_peak(graph: TaskGraph) -> tuple[int, int]:
     """Return the bytes of the weights, and the most of all others at once, on the device that has most in all."""
-    demand = demand_of(graph, Machine(), None)
+    requirements = requirements_of(graph, Machine(), None)
     held = {
-        device: sum(page.block for page in demand.pages if page.clean and page.device == device)
-        for device in demand.fixed
+        device: sum(buffer.block for buffer in requirements.swappable if buffer.clean and buffer.device == device)
+        for device in requirements.pinned_bytes
     }
-    return max(((held[device], int(fixed.max())) for device, fixed in demand.fixed.items()), key=sum)
+    return max(((held[device], int(fixed.max())) for device, fixed in requirements.pinned_bytes.items()), key=sum)
 
 
 def limit(bound: Bound) -> str:

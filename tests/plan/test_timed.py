@@ -15,7 +15,7 @@ from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.plan import make_plan
 from disco_accel.plan.bound import bound_of
 from disco_accel.plan.infeasible import Infeasible
-from disco_accel.plan.timed.requirements import demand_of
+from disco_accel.plan.timed.requirements import requirements_of
 from disco_accel.plan.timed.search import build_timed
 from disco_accel.simulate.simulator import Link, Machine, simulate
 from disco_accel.testing.lora_graph import LoraShape, lora_graph, prefill_graph
@@ -86,8 +86,8 @@ def test_steps_come_near_the_bound(
 def test_the_arena_of_a_step_that_fits_is_its_live_peak() -> None:
     graph = read_taskgraph(GRAPHS / "lora_small.taskgraph.json")
     plan = make_plan(graph, memory=1 << 34, cyclic=True, planner="timed")
-    demand = demand_of(graph, Machine(), None)
-    live = int(demand.fixed[0].max()) + sum(page.block for page in demand.pages)
+    requirements = requirements_of(graph, Machine(), None)
+    live = int(requirements.pinned_bytes[0].max()) + sum(buffer.block for buffer in requirements.swappable)
     assert max(slot.addr + slot.size for slot in plan.slots.values()) <= 1.02 * live
 
 

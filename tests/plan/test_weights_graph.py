@@ -13,7 +13,7 @@ from disco_accel.plan.beaumont.selection import Gap, select, without_idlers
 from disco_accel.plan.beaumont.solve import solve
 from disco_accel.plan.buildmemgraph.builder import build
 from disco_accel.plan.buildmemgraph.eviction import belady
-from disco_accel.plan.timed.requirements import demand_of
+from disco_accel.plan.timed.requirements import requirements_of
 from disco_accel.simulate.simulator import Machine, simulate
 from disco_accel.testing.lora_graph import LoraShape, lora_graph, prefill_graph
 from disco_accel.verify.static import verify
@@ -53,12 +53,12 @@ def test_without_recomputation_every_weight_is_a_layer() -> None:
 
 def test_nothing_is_lost_or_counted_twice() -> None:
     """Seconds and bytes of the chain are those of the graph; memory in use is never said to be less than it is."""
-    chain, demand = chain_of(GRAPH, Machine()), demand_of(GRAPH, Machine(), None)
+    chain, demand = chain_of(GRAPH, Machine()), requirements_of(GRAPH, Machine(), None)
     instance = chain.instance
     assert instance.sum_u == pytest.approx(sum(demand.seconds))
-    small = sum(page.block for page in demand.pages if page.ref[0] in chain.small)
-    assert instance.weights.sum() + small == sum(page.block for page in demand.pages if page.clean)
-    assert instance.activations.max() >= demand.fixed[0].max() + small
+    small = sum(page.block for page in demand.swappable if page.ref[0] in chain.small)
+    assert instance.weights.sum() + small == sum(page.block for page in demand.swappable if page.clean)
+    assert instance.activations.max() >= demand.pinned_bytes[0].max() + small
     assert instance.frozen and instance.bandwidth < Machine().h2d.bandwidth
 
 

@@ -19,7 +19,7 @@ from disco_accel.graph.strict_json import plain
 from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.plan.beaumont.selection import Gap, Instance, Layer
 from disco_accel.plan.buildmemgraph.residents import SMALL, Residents
-from disco_accel.plan.timed.requirements import Demand, Page, demand_of
+from disco_accel.plan.timed.requirements import StepRequirements, SwappableBuffer, requirements_of
 from disco_accel.simulate.simulator import Machine
 
 
@@ -42,8 +42,8 @@ def chain_of(graph: TaskGraph, machine: Machine) -> Chain:
     """
     if len(graph.devices) != 1:
         raise PlanError(f"'{plain(graph.name)}' has {len(graph.devices)} devices; a chain of layers has one")
-    demand = demand_of(graph, machine, None)
-    clean = [page for page in demand.pages if page.clean]
+    demand = requirements_of(graph, machine, None)
+    clean = [page for page in demand.swappable if page.clean]
     small = [page for page in clean if page.size < SMALL]
     large = sorted((page for page in clean if page.size >= SMALL), key=lambda page: page.uses[0])
     turn = _turn(large, demand.end)
@@ -75,7 +75,7 @@ def residents_of(chain: Chain, chosen: Collection[Gap]) -> Residents:
     return Residents((*chain.small, *stay), tuple(visit))
 
 
-def _turn(pages: Sequence[Page], end: int) -> int:
+def _turn(pages: Sequence[SwappableBuffer], end: int) -> int:
     """Return the first of the positions that most of ``pages`` are read both before and from then on."""
     straddling = np.zeros(end + 2, np.int64)
     for page in pages:
@@ -84,7 +84,7 @@ def _turn(pages: Sequence[Page], end: int) -> int:
     return int(np.cumsum(straddling).argmax())
 
 
-def _layers(pages: Sequence[Page], turn: int) -> list[list[Page]]:
+def _layers(pages: Sequence[SwappableBuffer], turn: int) -> list[list[SwappableBuffer]]:
     """Divide ``pages``, sorted by first use, wherever the backward mirrors it; those read on one side follow that."""
     forward = [[use for use in page.uses if use < turn] for page in pages]
     backward = [[use for use in page.uses if use >= turn] for page in pages]
@@ -94,7 +94,7 @@ def _layers(pages: Sequence[Page], turn: int) -> list[list[Page]]:
     earliest = [far, *accumulate((min(uses, default=far) for uses in backward), min)]
     next_first = [*reversed([far, *accumulate((min(uses, default=far) for uses in reversed(forward)), min)])]
     next_last = [*reversed([-1, *accumulate((max(uses, default=-1) for uses in reversed(backward)), max)])]
-    groups: list[list[Page]] = []
+    groups: list[list[SwappableBuffer]] = []
     for at, page in enumerate(pages):
         if at == 0 or (latest[at] < next_first[at] and earliest[at] > next_last[at]):
             groups.append([])
@@ -102,7 +102,7 @@ def _layers(pages: Sequence[Page], turn: int) -> list[list[Page]]:
     return groups
 
 
-def _starts(groups: Sequence[Sequence[Page]], turn: int, end: int) -> tuple[list[int], list[int]]:
+def _starts(groups: Sequence[Sequence[SwappableBuffer]], turn: int, end: int) -> tuple[list[int], list[int]]:
     """Return the first positions of each layer's forward, and of its backward, which ends where the one above begins.
 
     A layer that is not read on a side takes no time there.
@@ -115,11 +115,11 @@ def _starts(groups: Sequence[Sequence[Page]], turn: int, end: int) -> tuple[list
     return [0, *forward[1:], turn], [end, *backward[:-1], turn]
 
 
-def _measured(demand: Demand, groups: Sequence[Sequence[Page]], turn: int) -> tuple[Layer, ...]:
+def _measured(demand: StepRequirements, groups: Sequence[Sequence[SwappableBuffer]], turn: int) -> tuple[Layer, ...]:
     forward, backward = _starts(groups, turn, demand.end)
     clock = [0.0, *accumulate(demand.seconds)]
     kept = np.zeros(turn + 1)
-    for storage in demand.storages:
+    for storage in demand.pinned:
         if storage.first < turn <= storage.last:
             kept[max(0, storage.first)] += storage.block
     return tuple(
@@ -133,10 +133,10 @@ def _measured(demand: Demand, groups: Sequence[Sequence[Page]], turn: int) -> tu
     )
 
 
-def _rest(demand: Demand, groups: Sequence[Sequence[Page]], turn: int, instance: Instance) -> int:
+def _rest(demand: StepRequirements, groups: Sequence[Sequence[SwappableBuffer]], turn: int, instance: Instance) -> int:
     """Return the most bytes in use at any position beside weights and what the instance counts there."""
     forward, backward = _starts(groups, turn, demand.end)
-    (fixed,) = demand.fixed.values()
+    (fixed,) = demand.pinned_bytes.values()
     rest = 0.0
     for op in range(instance.ops):
         layer = instance.layer_of(op)

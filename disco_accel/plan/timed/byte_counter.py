@@ -1,7 +1,7 @@
-"""Memory of one device while a step is simulated: a counter of bytes, for nothing has an address yet.
+"""Memory of one device while a step is simulated: a counter of bytes, for nothing has an offset yet.
 
-A page is *held* up to a position if it was promised to a reader there; a page that is held no longer is *idle* and may
-be dropped.
+A swappable buffer is *held* up to a position if it was promised to the reader there. One that is held no longer is
+*idle* and may be evicted.
 """
 
 from __future__ import annotations
@@ -11,100 +11,109 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from disco_accel.plan.infeasible import Infeasible
-from disco_accel.plan.timed.requirements import Page, Profile
+from disco_accel.plan.timed.requirements import Profile, SwappableBuffer
 
 NEVER = 1 << 60
 
-Drop = Callable[[int], None]
+Evict = Callable[[int], None]
 
 
 @dataclass(slots=True)
-class Pages:
-    """What is known of each page at a moment: whether it is ``here``, up to where it is ``held``, from when on
-    (seconds) it is ``on_host``, and how many of its ``uses`` are ``past``."""
+class ResidencyState:
+    """The state of each swappable buffer at a moment of the simulation.
 
-    pages: list[Page]
+    ``resident``: whether it is on the device or on its way; ``held_until``: the position up to which it is promised;
+    ``on_host_at``: the second from which on the host has a copy; ``uses_done``: how many of its ``uses`` are past."""
+
+    buffers: list[SwappableBuffer]
     uses: list[list[int]]
-    here: list[bool] = field(default_factory=list)
-    held: list[int] = field(default_factory=list)
-    on_host: list[float] = field(default_factory=list)
-    past: list[int] = field(default_factory=list)
+    resident: list[bool] = field(default_factory=list)
+    held_until: list[int] = field(default_factory=list)
+    on_host_at: list[float] = field(default_factory=list)
+    uses_done: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        count = len(self.pages)
-        self.here = [False] * count
-        self.held = [-1] * count
-        self.on_host = [0.0 if page.clean else float("inf") for page in self.pages]
-        self.past = [0] * count
+        count = len(self.buffers)
+        self.resident = [False] * count
+        self.held_until = [-1] * count
+        self.on_host_at = [0.0 if buffer.clean else float("inf") for buffer in self.buffers]
+        self.uses_done = [0] * count
 
-    def next_use(self, page: int) -> int:
-        """Return the position of the next use of ``page``, or NEVER."""
-        uses = self.uses[page]
-        return uses[self.past[page]] if self.past[page] < len(uses) else NEVER
+    def next_use(self, buffer: int) -> int:
+        """Return the position of the next use of ``buffer``, or NEVER."""
+        uses = self.uses[buffer]
+        return uses[self.uses_done[buffer]] if self.uses_done[buffer] < len(uses) else NEVER
 
 
-class Counter:
-    """A device's memory as a number of bytes: any pages fit that fit together."""
+class ByteCounter:
+    """A device's memory as a number of bytes: buffers fit whenever the sum of their blocks does."""
 
-    def __init__(self, state: Pages, fixed: Profile, capacity: int, drop: Drop) -> None:
+    def __init__(self, state: ResidencyState, pinned_bytes: Profile, capacity: int, evict: Evict) -> None:
         self.state = state
-        self.fixed = fixed
+        self.pinned_bytes = pinned_bytes
         self.capacity = capacity
-        self.drop = drop
+        self.evict = evict
         self.bytes = 0
-        self.now = 0
-        self.idle_pages: list[tuple[int, int]] = []
+        """Of swappable buffers."""
+        self.position = 0
+        self.idle: list[tuple[int, int]] = []
+        """A heap of (minus the next use, buffer). An entry is stale once its buffer is held again, evicted or used."""
 
-    def put(self, page: int) -> None:
-        """Have ``page`` there at the start."""
-        self.bytes += self.state.pages[page].block
-        self.idle(page)
+    def add_at_start(self, buffer: int) -> None:
+        """Have ``buffer`` on the device, idle, when the step starts."""
+        self.bytes += self.state.buffers[buffer].block
+        self.release(buffer)
 
-    def idle(self, page: int) -> None:
-        """``page`` is held no longer."""
-        heapq.heappush(self.idle_pages, (-self.state.next_use(page), page))
+    def release(self, buffer: int) -> None:
+        """Note that ``buffer`` is held no longer."""
+        heapq.heappush(self.idle, (-self.state.next_use(buffer), buffer))
 
-    def leave(self, page: int) -> None:
-        """``page`` is dropped."""
-        self.bytes -= self.state.pages[page].block
+    def free(self, buffer: int) -> None:
+        """Give back the bytes of ``buffer``, which is evicted."""
+        self.bytes -= self.state.buffers[buffer].block
 
     def advance(self, position: int, begin: float) -> float:
-        """Go to ``position``: pages make place for its fixed values. Return when they have, not before ``begin``."""
-        self.now = position
-        return self._room(0, begin)
+        """Go to ``position``, evicting for its pinned bytes. Return when these are free, not before ``begin``."""
+        self.position = position
+        return self._make_room(0, begin)
 
     def fits(self, block: int) -> bool:
-        """Whether there is room for ``block`` bytes without a drop."""
-        return int(self.fixed[self.now]) + self.bytes + block <= self.capacity
+        """Return whether ``block`` bytes are free without an eviction."""
+        return int(self.pinned_bytes[self.position]) + self.bytes + block <= self.capacity
 
-    def take(self, page: int, begin: float) -> float:
-        """Make room for ``page``; return when it is there, not before ``begin``."""
-        begin = self._room(self.state.pages[page].block, begin)
-        self.bytes += self.state.pages[page].block
+    def allocate(self, buffer: int, begin: float) -> float:
+        """Take the bytes of ``buffer``, evicting others; return when they are free, not before ``begin``."""
+        begin = self._make_room(self.state.buffers[buffer].block, begin)
+        self.bytes += self.state.buffers[buffer].block
         return begin
 
-    def _room(self, block: int, begin: float) -> float:
+    def _make_room(self, block: int, begin: float) -> float:
+        """Evict idle buffers, furthest next use first (Belady), until ``block`` more bytes fit.
+
+        One whose offload has not ended by ``begin`` is evicted only if nothing else is idle, the earliest to be on the
+        host first: waiting for an offload delays the step, a reload that comes a little sooner may not."""
         state = self.state
-        over = int(self.fixed[self.now]) + self.bytes + block - self.capacity
-        leaving: list[tuple[int, int]] = []
-        while over > 0:
-            if self.idle_pages:
-                entry = heapq.heappop(self.idle_pages)
-                page = entry[1]
-                if not state.here[page] or state.held[page] >= self.now or -entry[0] != state.next_use(page):
+        missing = int(self.pinned_bytes[self.position]) + self.bytes + block - self.capacity
+        still_offloading: list[tuple[int, int]] = []
+        while missing > 0:
+            if self.idle:
+                entry = heapq.heappop(self.idle)
+                buffer = entry[1]
+                held = state.held_until[buffer] >= self.position
+                if not state.resident[buffer] or held or -entry[0] != state.next_use(buffer):
                     continue
-                if state.on_host[page] > begin:
-                    leaving.append(entry)
+                if state.on_host_at[buffer] > begin:
+                    still_offloading.append(entry)
                     continue
-            elif leaving:
-                entry = min(leaving, key=lambda entry: (state.on_host[entry[1]], entry))
-                leaving.remove(entry)
-                page = entry[1]
-                begin = max(begin, state.on_host[page])
+            elif still_offloading:
+                entry = min(still_offloading, key=lambda entry: (state.on_host_at[entry[1]], entry))
+                still_offloading.remove(entry)
+                buffer = entry[1]
+                begin = max(begin, state.on_host_at[buffer])
             else:
-                raise Infeasible(self.now)
-            over -= state.pages[page].block
-            self.drop(page)
-        for entry in leaving:
-            heapq.heappush(self.idle_pages, entry)
+                raise Infeasible(self.position)
+            missing -= state.buffers[buffer].block
+            self.evict(buffer)
+        for entry in still_offloading:
+            heapq.heappush(self.idle, entry)
         return begin

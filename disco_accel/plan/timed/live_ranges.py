@@ -1,35 +1,35 @@
-"""From a timeline to stays: which bytes are taken from when to when, and by whom they are read."""
+"""Live ranges of a scheduled step: which bytes are taken from when to when, and at which offsets."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
 from disco_accel.graph.memgraph import MemGraph, Slot
-from disco_accel.graph.taskgraph import Ref, Vertex, VertexKind
+from disco_accel.graph.taskgraph import Ref, Vertex
 from disco_accel.plan.common.assemble import assemble
 from disco_accel.plan.common.device_copy import Planned
 from disco_accel.plan.common.plan_log import PlanLog
-from disco_accel.plan.timed.packing import Piece, Placed, place
-from disco_accel.plan.timed.requirements import Demand, Profile
-from disco_accel.plan.timed.swap_schedule import Act, Timeline
+from disco_accel.plan.timed.packing import Buffer, Packed, pack
+from disco_accel.plan.timed.requirements import Profile, StepRequirements
 
 _DELAYS = (0.03, 0.12, 0.4)
-"""Shares of the time from a load to its first reader by which the load is put off, by promise."""
+"""Shares of the time from a reload to its first reader by which the reload is delayed, most promising first."""
 
 
 @dataclass(slots=True, eq=False)
-class Occupancy:
+class LiveRange:
     """``block`` bytes of ``device`` from tick ``begin`` up to tick ``end`` for one value or a chain of them.
 
-    ``values`` are named as in the plan, each with its readers; a tick is a place in the order of acts, and 0 the start.
-    ``earliest`` and ``latest``: from when on a copy to here was drafted to take the bytes, and the tick of its first
-    reader; ``delay``: the share of the time between them by which it is put off. ``twin``: the stay that the step
-    begins with, if this one is to end it at the same address.
+    ``values`` are named as in the plan, each with the ids of its readers; a tick is a place in the order of events, and
+    0 the start. Of a reload: ``scheduled`` is the tick at which it takes its bytes in the schedule, ``first_read`` that
+    of its first reader (-1 each: no reload, or never read), ``delay`` the share of the time between them by which it
+    takes its bytes later. ``at_step_start``: the live range with which the step begins, if this one has to end it at
+    the same offset.
     """
 
     device: int
@@ -37,323 +37,221 @@ class Occupancy:
     begin: int
     end: int
     values: list[tuple[Ref, list[int]]] = field(default_factory=list)
-    addr: int = -1
-    earliest: int = -1
-    latest: int = -1
+    offset: int = -1
+    scheduled: int = -1
+    first_read: int = -1
     delay: float = 0.0
-    twin: Occupancy | None = None
+    at_step_start: LiveRange | None = None
 
     @property
-    def users(self) -> list[int]:
-        """Who must finish before the bytes are written again; empty if nobody ever touched them."""
+    def delayed_begin(self) -> int:
+        """``begin``, or where ``delay`` moves it."""
+        if self.first_read < 0:
+            return self.begin
+        return self.scheduled + int(self.delay * (self.first_read - self.scheduled))
+
+    @property
+    def last_users(self) -> list[int]:
+        """Ids of the vertices that must finish before the bytes are written again; none if the bytes were never used
+        in this step."""
         ref, readers = self.values[-1]
         return readers or ([] if self.begin == 0 and len(self.values) == 1 else [ref[0]])
 
 
 @dataclass(frozen=True, slots=True)
-class _Placing:
-    """The ``stays`` of one device with a piece each, and where these were ``placed``."""
+class _DevicePacking:
+    """The ``ranges`` of one device that are packed on their own, each as one of ``buffers``, and their offsets."""
 
-    stays: list[Occupancy]
-    pieces: list[Piece]
-    placed: Placed
+    ranges: list[LiveRange]
+    buffers: list[Buffer]
+    packed: Packed
 
-    def above(self, memory: int) -> Iterator[tuple[int, int]]:
-        """Yield the spans of pieces that lie above ``memory``."""
-        for piece, address in zip(self.pieces, self.placed.addresses, strict=True):
-            if address + piece.block > memory:
-                yield from piece.spans
+    def above(self, memory: int) -> Iterator[tuple[int, int, int]]:
+        """Yield how many bytes each buffer lies above ``memory``, if it does, and from which to which tick."""
+        for buffer, offset in zip(self.buffers, self.packed.offsets, strict=True):
+            beyond = offset + buffer.size - memory
+            if beyond > 0:
+                for begin, end in buffer.lifespans:
+                    yield beyond, begin, end
 
 
 @dataclass(slots=True)
-class Stays:
-    """``planned``: the vertices but for inputs, in order; ``all``: every occupancy by begin; ``slots``: that of each
-    value, as it is named in the plan; ``positions``: which vertex of the serial order is the next at each tick;
-    ``ticks``: that of each of ``planned``; ``end``: the tick behind the last; ``placed``: by device, what ``settle``
-    found; ``tried``: how many addresses were looked for."""
+class LiveRanges:
+    """All live ranges of a scheduled step.
 
-    demand: Demand
+    ``planned``: the vertices but for inputs, in order; ``all``: every live range by begin; ``by_value``: that of each
+    value, as it is named in the plan; ``positions``: which vertex of the serial order is the next at each tick;
+    ``ticks``: that of each of ``planned``; ``end``: the tick behind the last; ``packings``: by device, the result of
+    ``assign_offsets``; ``tried``: how many offsets were looked for."""
+
+    requirements: StepRequirements
     planned: list[Vertex]
-    all: list[Occupancy]
-    slots: dict[Ref, Occupancy]
+    all: list[LiveRange]
+    by_value: dict[Ref, LiveRange]
     positions: list[int]
     ticks: list[int]
     end: int
-    placed: dict[int, _Placing] = field(default_factory=dict)
+    packings: dict[int, _DevicePacking] = field(default_factory=dict)
     tried: int = 0
 
-    def settle(self, capacity: Mapping[int, int], *, lowest: bool) -> dict[int, Profile]:
-        """Give all an address; return by device and position the bytes above ``capacity``, nothing if all fit.
+    def assign_offsets(self, capacity: Mapping[int, int], *, lowest: bool) -> dict[int, Profile]:
+        """Give every live range an offset; return by device and position the bytes above ``capacity``, nothing if all
+        fit.
 
-        ``lowest``: take as few bytes as can be found even if more would do."""
-        self.placed = {device: self._place(device, 0 if lowest else memory) for device, memory in capacity.items()}
-        return self._adopt(self.placed, capacity)
+        ``lowest``: look for the lowest packing even if a higher one would fit."""
+        self.packings = {device: self._pack(device, 0 if lowest else memory) for device, memory in capacity.items()}
+        return self._adopt(self.packings, capacity)
 
-    def postpone(self, capacity: Mapping[int, int]) -> dict[int, Profile]:
-        """Go on from ``settle``: where not all fits, copies to the device take their bytes later than drafted, nearer
-        to their first reader."""
-        later = {device: self._place_later(device, memory) for device, memory in capacity.items()}
-        over = self._adopt(later, capacity)
+    def delay_prefetches(self, capacity: Mapping[int, int]) -> dict[int, Profile]:
+        """Go on from ``assign_offsets`` where not all fits: reloads take their bytes later than scheduled, nearer to
+        their first reader. Return what is above ``capacity`` then.
+
+        Invariant: the order of vertices and the readers of each value stay as scheduled, so the plan stays correct; it
+        may only be slower, where a reload that starts late makes its reader wait."""
+        delayed = {device: self._pack_delayed(device, memory) for device, memory in capacity.items()}
+        over = self._adopt(delayed, capacity)
         for device in capacity:
             if device not in over:
-                self._bring_forward(device)
-        self.all.sort(key=lambda stay: stay.begin)
+                self._undo_needless_delays(device)
+        self.all.sort(key=lambda live: live.begin)
         return over
 
-    def _adopt(self, placings: Mapping[int, _Placing], capacity: Mapping[int, int]) -> dict[int, Profile]:
+    def _adopt(self, packings: Mapping[int, _DevicePacking], capacity: Mapping[int, int]) -> dict[int, Profile]:
         over = {}
-        for device, found in placings.items():
-            for stay, address in zip(found.stays, found.placed.addresses, strict=True):
-                stay.addr = address
-            if found.placed.top > capacity[device]:
-                over[device] = self._overflow(found, capacity[device])
-        for stay in self.all:
-            if stay.twin is not None:
-                stay.addr = stay.twin.addr
+        for device, packing in packings.items():
+            for live, offset in zip(packing.ranges, packing.packed.offsets, strict=True):
+                live.offset = offset
+            if packing.packed.height > capacity[device]:
+                over[device] = self._overflow(packing, capacity[device])
+        for live in self.all:
+            if live.at_step_start is not None:
+                live.offset = live.at_step_start.offset
         return over
 
-    def _place_later(self, device: int, memory: int) -> _Placing:
-        best = placing = self.placed[device]
+    def _pack_delayed(self, device: int, memory: int) -> _DevicePacking:
+        """Delay reloads by more and more and pack again, until all fits or no reload is left that would help."""
+        best = packing = self.packings[device]
         for delay in _DELAYS:
-            if best.placed.top <= memory or not self._put_off(placing, memory, delay):
+            if best.packed.height <= memory or not self._delay_reloads(packing, memory, delay):
                 break
-            placing = self._place(device, memory, best.placed.order)
-            stuck = placing.placed.top == best.placed.top
-            best = min(best, placing, key=lambda each: each.placed.top)
+            packing = self._pack(device, memory, best.packed.order)
+            stuck = packing.packed.height == best.packed.height
+            best = min(best, packing, key=lambda each: each.packed.height)
+            # Where a delay has changed nothing, something else than a reload holds the height.
             if stuck:
                 break
         return best
 
-    def _place(self, device: int, memory: int, order: list[int] | None = None) -> _Placing:
-        own = [stay for stay in self.all if stay.device == device and stay.twin is None]
-        back = {id(stay.twin): stay for stay in self.all if stay.twin is not None}
-        pieces = [Piece(stay.block, _spans(stay, back.get(id(stay)))) for stay in own]
-        placed = place(pieces, memory, order)
-        self.tried += placed.tried * len(pieces)
-        return _Placing(own, pieces, placed)
+    def _pack(self, device: int, memory: int, order: list[int] | None = None) -> _DevicePacking:
+        """Pack the live ranges of ``device``; one that ends the step is the second lifespan of the one it started
+        with, so that both get the same offset."""
+        ranges = [live for live in self.all if live.device == device and live.at_step_start is None]
+        at_end = {id(live.at_step_start): live for live in self.all if live.at_step_start is not None}
+        buffers = [Buffer(live.block, _lifespans(live, at_end.get(id(live)))) for live in ranges]
+        packed = pack(buffers, memory, order)
+        self.tried += packed.tried * len(buffers)
+        return _DevicePacking(ranges, buffers, packed)
 
-    def _put_off(self, placing: _Placing, memory: int, delay: float) -> bool:
-        """Put off by ``delay`` the loads that have bytes ahead of need while others lie above ``memory``, if any."""
+    def _delay_reloads(self, packing: _DevicePacking, memory: int, delay: float) -> bool:
+        """Set ``delay`` for all reloads that hold bytes ahead of need while something lies above ``memory``; return
+        whether there are any.
+
+        Only these can make room: bytes that are free sooner or later than the crowded ticks are of no use there."""
         above = np.zeros(self.end + 2, np.int64)
-        for begin, end in placing.above(memory):
+        for _, begin, end in packing.above(memory):
             above[begin] += 1
             above[end] -= 1
-        before = np.concatenate(([0], np.cumsum(np.cumsum(above) > 0)))
-        device = placing.stays[0].device
+        # crowded[t]: the ticks before t at which something lies above the memory.
+        crowded = np.concatenate(([0], np.cumsum(np.cumsum(above) > 0)))
+        device = packing.ranges[0].device
         early = [
-            stay
-            for stay in self.all
-            if stay.device == device and stay.latest > stay.earliest >= 0 and before[stay.latest] > before[_begin(stay)]
+            live
+            for live in self.all
+            if live.device == device
+            and live.first_read > live.scheduled >= 0
+            and crowded[live.first_read] > crowded[live.delayed_begin]
         ]
-        for stay in early:
-            stay.delay = delay
+        for live in early:
+            live.delay = delay
         return bool(early)
 
-    def _bring_forward(self, device: int) -> None:
-        """Put loads off by as little as their addresses allow."""
-        stays = [stay for stay in self.all if stay.device == device]
-        for stay in stays:
-            stay.begin = _begin(stay)
-        lows = np.array([stay.addr for stay in stays], np.int64)
-        highs = np.array([stay.addr + stay.block for stay in stays], np.int64)
-        ends = np.array([stay.end for stay in stays], np.int64)
-        for stay in stays:
-            if stay.begin > stay.earliest >= 0:
-                before = (lows < stay.addr + stay.block) & (highs > stay.addr) & (ends <= stay.begin)
-                stay.begin = max(stay.earliest, int(ends[before].max(initial=0)))
+    def _undo_needless_delays(self, device: int) -> None:
+        """Move every delayed reload forward to where its offset is free, but not before it was scheduled.
 
-    def _overflow(self, placing: _Placing, memory: int) -> Profile:
+        A live range that overlaps in bytes and ends before the delayed begin ends before the new one too, so no two
+        ever share a byte at a tick."""
+        ranges = [live for live in self.all if live.device == device]
+        for live in ranges:
+            live.begin = live.delayed_begin
+        lows = np.array([live.offset for live in ranges], np.int64)
+        highs = np.array([live.offset + live.block for live in ranges], np.int64)
+        ends = np.array([live.end for live in ranges], np.int64)
+        for live in ranges:
+            if live.begin > live.scheduled >= 0:
+                before = (lows < live.offset + live.block) & (highs > live.offset) & (ends <= live.begin)
+                live.begin = max(live.scheduled, int(ends[before].max(initial=0)))
+
+    def _overflow(self, packing: _DevicePacking, memory: int) -> Profile:
         """Return by position how many bytes lie above ``memory``."""
-        over = np.zeros(self.demand.end + 1, np.int64)
-        for piece, address in zip(placing.pieces, placing.placed.addresses, strict=True):
-            beyond = address + piece.block - memory
-            if beyond > 0:
-                for begin, end in piece.spans:
-                    stretch = slice(self.positions[begin], self.positions[end - 1] + 1)
-                    over[stretch] = np.maximum(over[stretch], beyond)
+        over = np.zeros(self.requirements.end + 1, np.int64)
+        for beyond, begin, end in packing.above(memory):
+            stretch = slice(self.positions[begin], self.positions[end - 1] + 1)
+            over[stretch] = np.maximum(over[stretch], beyond)
         return over
 
     def plan(self, cyclic: bool) -> MemGraph:
-        """Return the plan: who has to wait for whom follows from who had the same bytes before."""
-        demand = self.demand
-        log = PlanLog((*demand.inputs, *demand.order))
-        begins = {stay.values[0][0][0]: stay.begin for stay in self.all if stay.earliest >= 0}
-        late = sorted(range(len(self.planned)), key=lambda i: begins.get(self.planned[i].id, self.ticks[i]))
-        log.planned = [Planned(self.planned[i]) for i in late]
+        """Return the plan. A vertex waits for the last users of the bytes that it is the first to write."""
+        requirements = self.requirements
+        log = PlanLog((*requirements.inputs, *requirements.order))
+        reloads = {live.values[0][0][0]: live.begin for live in self.all if live.scheduled >= 0}
+        by_tick = sorted(range(len(self.planned)), key=lambda i: reloads.get(self.planned[i].id, self.ticks[i]))
+        log.planned = [Planned(self.planned[i]) for i in by_tick]
         waits: dict[int, list[int]] = {}
-        memories: dict[int, _Ground] = {device: _Ground() for device in demand.fixed}
-        for stay in self.all:
-            producer = stay.values[0][0][0]
-            for other in memories[stay.device].replace(stay):
-                waits.setdefault(producer, []).extend(user for user in other.users if user != producer)
-            for (_, readers), (ref, _) in pairwise(stay.values):
+        occupants: dict[int, _LastOccupants] = {device: _LastOccupants() for device in requirements.pinned_bytes}
+        for live in self.all:
+            producer = live.values[0][0][0]
+            for former in occupants[live.device].replace(live):
+                waits.setdefault(producer, []).extend(user for user in former.last_users if user != producer)
+            # Within a chain, each value is written over the one before: its producer waits for that one's readers.
+            for (_, readers), (ref, _) in pairwise(live.values):
                 waits.setdefault(ref[0], []).extend(reader for reader in readers if reader != ref[0])
         log.memory_edges = {vertex: tuple(dict.fromkeys(others)) for vertex, others in waits.items()}
-        vertices = (*demand.inputs, *self.planned)
+        vertices = (*requirements.inputs, *self.planned)
         sizes = {(vertex.id, k): size for vertex in vertices for k, size in enumerate(vertex.sizes)}
-        slots = {ref: Slot(stay.device, stay.addr, sizes[ref]) for ref, stay in self.slots.items()}
-        return assemble(demand.graph, log, slots, {}, cyclic=cyclic)
+        slots = {ref: Slot(live.device, live.offset, sizes[ref]) for ref, live in self.by_value.items()}
+        return assemble(requirements.graph, log, slots, {}, cyclic=cyclic)
 
 
-def _spans(stay: Occupancy, back: Occupancy | None) -> tuple[tuple[int, int], ...]:
-    """Return when the bytes are taken."""
-    return tuple((_begin(each), each.end) for each in (stay, back) if each is not None)
+def _lifespans(live: LiveRange, at_end: LiveRange | None) -> tuple[tuple[int, int], ...]:
+    return tuple((each.delayed_begin, each.end) for each in (live, at_end) if each is not None)
 
 
-def _begin(stay: Occupancy) -> int:
-    return stay.begin if stay.latest < 0 else stay.earliest + int(stay.delay * (stay.latest - stay.earliest))
-
-
-def stays_of(demand: Demand, timeline: Timeline, permanent: Sequence[int], start: Sequence[int], cyclic: bool) -> Stays:
-    """Return what ``timeline`` describes, still without addresses; ``permanent`` pages never leave."""
-    replay = _Replay(demand, timeline)
-    replay.run(permanent, start, cyclic)
-    runs = (act is Act.RUN for act, _ in timeline.acts)
-    positions = [0, *accumulate(runs, initial=0)]
-    return Stays(demand, replay.planned, replay.stays, replay.slots, positions, replay.ticks, replay.end)
-
-
-class _Replay:
-    def __init__(self, demand: Demand, timeline: Timeline) -> None:
-        self.demand = demand
-        self.acts = timeline.acts
-        self.end = len(timeline.acts) + 1
-        self.planned: list[Vertex] = []
-        self.ticks: list[int] = []
-        self.tick = 0
-        self.stays: list[Occupancy] = []
-        self.slots: dict[Ref, Occupancy] = {}
-        self.current: dict[int, Occupancy] = {}
-        self.readers: dict[Ref, list[int]] = {}
-        """Readers of what is not a page."""
-        self.host: dict[int, Ref] = {i: page.ref for i, page in enumerate(demand.pages) if page.clean}
-        self.fresh = max((v.id for v in (*demand.inputs, *demand.order)), default=-1) + 1
-        self.needed = self._needed_offloads()
-        self.released = self._releases()
-
-    def run(self, permanent: Sequence[int], start: Sequence[int], cyclic: bool) -> None:
-        """Go through all acts."""
-        for page in (*permanent, *start):
-            self._open(page, self.demand.pages[page].ref, 0)
-        first = dict(self.current)
-        ticks: dict[int, int] = {-1: 0}
-        for tick, (act, what) in enumerate(self.acts, start=1):
-            self.tick = tick
-            if act is Act.RUN:
-                ticks[what] = tick
-                self._run(what, tick)
-            elif act is Act.LOAD:
-                self._open(what, (self._copy(VertexKind.RELOAD, what, self.host[what]), 0), tick)
-                self.current[what].earliest = tick
-            elif act is Act.DROP:
-                stay = self.current.pop(what)
-                if stay.values[-1][0] == self.demand.pages[what].ref and not self.demand.pages[what].clean:
-                    # Its bytes are not free before its offload has ended.
-                    stay.end = tick
-            elif act is Act.OFFLOAD and what in self.needed:
-                stay = self.current[what]
-                offload = self._copy(VertexKind.OFFLOAD, what, stay.values[-1][0])
-                stay.values[-1][1].append(offload)
-                self.host[what] = (offload, 0)
-        for page, stay in self.current.items():
-            value = self.demand.pages[page]
-            if not value.clean or (cyclic and page in first):
-                stay.end = self.end
-                if page in first and stay is not first[page]:
-                    stay.twin = first[page]
-        self._store(ticks)
-        self.stays.sort(key=lambda stay: stay.begin)
-
-    def _store(self, ticks: Mapping[int, int]) -> None:
-        for storage in self.demand.storages:
-            values = [(ref, self.readers.get(ref, [])) for ref in storage.values]
-            end = self.released.get((storage.last, storage.device), self.end)
-            stay = Occupancy(storage.device, storage.block, ticks[storage.first], end, values)
-            self.stays.append(stay)
-            self.slots.update(dict.fromkeys(storage.values, stay))
-
-    def _releases(self) -> dict[tuple[int, int], int]:
-        """Return by position and device when that position's vertex is known to have ended."""
-        running: dict[int, int] = {}
-        released = {}
-        for tick, (act, what) in enumerate(self.acts, start=1):
-            if act is Act.RUN:
-                running.update(dict.fromkeys(self.demand.devices[what], what))
-            elif act is Act.RELEASE:
-                released[running[what], what] = tick
-        return released
-
-    def _needed_offloads(self) -> set[int]:
-        """Return the produced pages that are wanted again after they left, by a reader or by the user."""
-        needed = set()
-        for act, page in self.acts:
-            if act in (Act.LOAD, Act.DROP) and not self.demand.pages[page].clean:
-                producer = self.demand.order[self.demand.pages[page].producer]
-                if act is Act.LOAD or producer.keep:
-                    needed.add(page)
-        return needed
-
-    def _open(self, page: int, ref: Ref, tick: int) -> None:
-        value = self.demand.pages[page]
-        stay = Occupancy(value.device, value.block, tick, tick + 1, [(ref, [])])
-        self.current[page] = stay
-        self.stays.append(stay)
-        self.slots[ref] = stay
-
-    def _copy(self, kind: VertexKind, page: int, source: Ref) -> int:
-        value = self.demand.pages[page]
-        vertex = Vertex(self.fresh, kind, value.device, kind.name.lower(), (source,), (value.size,))
-        self.fresh += 1
-        self.planned.append(vertex)
-        self.ticks.append(self.tick)
-        return vertex.id
-
-    def _run(self, position: int, tick: int) -> None:
-        vertex = self.demand.order[position]
-        here: dict[Ref, Ref] = {}
-        for page in self.demand.reads[position]:
-            stay = self.current[page]
-            ref, readers = stay.values[-1]
-            if stay.earliest >= 0 and stay.latest < 0:
-                stay.latest = tick
-            here[self.demand.pages[page].ref] = ref
-            readers.append(vertex.id)
-            stay.end = self.released.get((position, stay.device), self.end)
-        for ref in dict.fromkeys(vertex.inputs):
-            if ref not in here:
-                self.readers.setdefault(ref, []).append(vertex.id)
-        self.planned.append(replace(vertex, inputs=tuple(here.get(ref, ref) for ref in vertex.inputs)))
-        self.ticks.append(self.tick)
-        for page in self.demand.made.get(position, ()):
-            self._open(page, self.demand.pages[page].ref, tick)
-
-
-class _Ground:
-    """Who had each byte of an arena last: disjoint ranges by address."""
+class _LastOccupants:
+    """The live range that each byte of an arena belonged to last: disjoint address ranges, ascending."""
 
     def __init__(self) -> None:
         self.starts: list[int] = []
-        self.ranges: list[tuple[int, int, Occupancy]] = []
+        self.ranges: list[tuple[int, int, LiveRange]] = []
 
-    def replace(self, stay: Occupancy) -> list[Occupancy]:
-        """Give the bytes of ``stay`` to it and return who had them."""
-        begin, end = stay.addr, stay.addr + stay.block
+    def replace(self, live: LiveRange) -> list[LiveRange]:
+        """Give the bytes of ``live`` to it and return the live ranges that had them."""
+        begin, end = live.offset, live.offset + live.block
         low = bisect_right(self.starts, begin)
         if low and self.ranges[low - 1][1] > begin:
             low -= 1
         high = low
-        kept: list[tuple[int, int, Occupancy]] = []
-        former: list[Occupancy] = []
+        replacement: list[tuple[int, int, LiveRange]] = []
+        former: list[LiveRange] = []
         while high < len(self.ranges) and self.ranges[high][0] < end:
             start, stop, other = self.ranges[high]
             former.append(other)
             if start < begin:
-                kept.append((start, begin, other))
+                replacement.append((start, begin, other))
             if stop > end:
-                kept.append((end, stop, other))
+                replacement.append((end, stop, other))
             high += 1
-        kept.append((begin, end, stay))
-        kept.sort(key=lambda piece: piece[0])
-        self.ranges[low:high] = kept
-        self.starts[low:high] = [piece[0] for piece in kept]
+        replacement.append((begin, end, live))
+        replacement.sort(key=lambda occupied: occupied[0])
+        self.ranges[low:high] = replacement
+        self.starts[low:high] = [start for start, _, _ in replacement]
         return list(dict.fromkeys(former))

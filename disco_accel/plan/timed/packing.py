@@ -1,10 +1,12 @@
-"""Addresses for everything that has bytes of a device for some time, once the times are known.
+"""Offsets for buffers whose lifespans are known.
 
-A piece is placed where it leaves the smallest gap among those that it meets in time, or above them all. Time is a ring:
-what is there when the step starts has to be in the same place when it ends, so a piece may have two spans.
+A buffer goes into the smallest gap that it fits between those that are live at the same time, or above them all (best
+fit). Time is a ring: a resident has to be at the same offset when a step starts and when it ends, so a buffer may have
+two lifespans.
 
-In which order pieces get a place decides how well they pack. Several orders are tried; then those that came to lie too
-high are placed first the next time, again and again (squeaky wheel optimization, Joslin and Clements 1999).
+The order in which buffers get offsets decides how well they pack. Several orders are tried; then the buffers that came
+to lie above the memory are packed first in the next round, again and again (squeaky wheel optimization, Joslin and
+Clements 1999).
 """
 
 from __future__ import annotations
@@ -24,51 +26,53 @@ logger = logging.getLogger("disco_accel")
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """``block`` bytes that are taken in each of one or two ``spans``, from a tick up to, not including, another."""
+class Buffer:
+    """``size`` bytes that are live in each of one or two ``lifespans``: from a tick up to, not including, another."""
 
-    block: int
-    spans: tuple[tuple[int, int], ...]
+    size: int
+    lifespans: tuple[tuple[int, int], ...]
 
     @property
     def ticks(self) -> int:
         """How long the bytes are taken in all."""
-        return sum(end - begin for begin, end in self.spans)
+        return sum(end - begin for begin, end in self.lifespans)
 
 
-_Key = Callable[["Piece"], tuple[float, ...]]
+_Key = Callable[["Buffer"], tuple[float, ...]]
 
 _FEW = 1000
-"""Up to so many pieces, and where the lowest top is asked for, all orders are tried, else the first ``_SOME``."""
+"""Up to so many buffers, and where the lowest height is asked for, all orders are tried, else the first
+``_ORDERS_OF_MANY``."""
 
-_SOME = 4
+_ORDERS_OF_MANY = 4
 
 _TINY = 2000
-"""Pieces smaller than one part in so many of all lie lowest, by time: above large ones they would be in the way."""
+"""Buffers smaller than one part in so many of the memory get the lowest offsets, longest lived first: above large ones
+they would break up the gaps."""
 
 _ROUNDS = 60
 _ROUNDS_FEW = 120
-"""How often the pieces that lie too high are placed first; the latter up to ``_FEW`` pieces."""
+"""Rounds in which buffers above the memory are packed first; the latter up to ``_FEW`` buffers."""
 
 _WITHIN = 1.08
-"""What takes more than so many times the memory hardly comes down to it by that."""
+"""A packing higher than so many times the memory hardly comes down to it by rounds."""
 
-_NEARLY = 1.03
+_WITHIN_GIVEN_ORDER = 1.03
 """The same for a given order, where many such attempts follow each other."""
 
 _ALMOST = 1.005
 """Within so many times the memory it is worth as many rounds again."""
 
-_SHARES = 4
-"""Round by round no quarter, the first, half, and three quarters of the overflow are not too high yet."""
+_QUARTERS = 4
+"""Round by round, buffers count as too high from no quarter, one, two, three quarters of the overflow on."""
 
 
 def _by_size(power: float) -> _Key:
-    """The largest first, in bytes times a power of the time that they take."""
-    return lambda piece: (-piece.block * float(piece.ticks) ** power, -piece.ticks, piece.spans[0][0])
+    """The largest first, in bytes times a power of the lifespan."""
+    return lambda buffer: (-buffer.size * float(buffer.ticks) ** power, -buffer.ticks, buffer.lifespans[0][0])
 
 
-_NONE = 1 << 62
+_NO_GAP = 1 << 62
 
 
 ORDERS: tuple[_Key, ...] = (
@@ -77,73 +81,78 @@ ORDERS: tuple[_Key, ...] = (
     _by_size(0.1),
     _by_size(0.3),
     _by_size(0.5),
-    lambda piece: (-piece.block, piece.spans[0][0]),
-    lambda piece: (-piece.ticks, -piece.block),
+    lambda buffer: (-buffer.size, buffer.lifespans[0][0]),
+    lambda buffer: (-buffer.ticks, -buffer.size),
 )
-"""In which order pieces get a place, by promise; those that are always there come first."""
+"""Orders in which buffers get offsets, most promising first; buffers that are always live precede the others."""
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """``top``: the bytes taken; ``addresses``: of each piece; ``order``: in which the pieces got them; ``tried``: how
-    many orders were tried."""
+class Packed:
+    """``height``: the bytes taken; ``offsets``: of each buffer; ``order``: in which the buffers got them; ``tried``:
+    how many orders were tried."""
 
-    top: int
-    addresses: list[int]
+    height: int
+    offsets: list[int]
     order: list[int]
     tried: int
 
 
-def place(pieces: Sequence[Piece], limit: int, order: list[int] | None = None) -> Placed:
-    """Return the lowest top that is found, or the first not above ``limit``; ``order``: start with this one alone."""
-    best: Placed | None = None
+def pack(buffers: Sequence[Buffer], limit: int, order: list[int] | None = None) -> Packed:
+    """Return the lowest packing that is found, or the first not above ``limit`` bytes.
+
+    ``order``: start with this one alone."""
+    best: Packed | None = None
     tried = 0
-    packing = packing_of(pieces)
-    for each in _orders(pieces, limit) if order is None else (order,):
-        found = packing.place(each, limit, 0)
-        tried += found.tried
-        if best is None or found.top < best.top:
-            best = found
-        if best.top <= limit:
+    packer = packer_of(buffers)
+    for candidate in _orders(buffers, limit) if order is None else (order,):
+        packed = packer.pack(candidate, limit, 0)
+        tried += packed.tried
+        if best is None or packed.height < best.height:
+            best = packed
+        if best.height <= limit:
             break
     assert best is not None
-    limit = limit or _peak(pieces)
-    for within in (_WITHIN if order is None else _NEARLY, _ALMOST):
-        if limit < best.top <= within * limit:
-            best = packing.place(best.order, limit, _ROUNDS_FEW if len(pieces) <= _FEW else _ROUNDS)
+    limit = limit or _live_peak(buffers)
+    # Rounds go on from the best order; the second time only from a packing that is a hair's breadth above the limit.
+    for within in (_WITHIN if order is None else _WITHIN_GIVEN_ORDER, _ALMOST):
+        if limit < best.height <= within * limit:
+            best = packer.pack(best.order, limit, _ROUNDS_FEW if len(buffers) <= _FEW else _ROUNDS)
             tried += best.tried
     return replace(best, tried=tried)
 
 
-def _orders(pieces: Sequence[Piece], limit: int) -> Iterator[list[int]]:
-    always = max((piece.ticks for piece in pieces), default=0)
-    small = (limit or _peak(pieces)) // _TINY
-    few = len(pieces) <= _FEW or not limit
-    for way in range(2 * len(ORDERS)) if few else range(0, 2 * _SOME, 2):
+def _orders(buffers: Sequence[Buffer], limit: int) -> Iterator[list[int]]:
+    always = max((buffer.ticks for buffer in buffers), default=0)
+    small = (limit or _live_peak(buffers)) // _TINY
+    few = len(buffers) <= _FEW or not limit
+    # Even ways put tiny buffers lowest, odd ones sort them with the others.
+    for way in range(2 * len(ORDERS)) if few else range(0, 2 * _ORDERS_OF_MANY, 2):
         by, tiny = ORDERS[way // 2], 0 if way % 2 else small
 
         def key(i: int, by: _Key = by, tiny: int = tiny) -> tuple[float, ...]:
-            piece = pieces[i]
-            if piece.ticks == always:
+            buffer = buffers[i]
+            if buffer.ticks == always:
                 return (0,)
-            return (1, -piece.ticks) if piece.block <= tiny else (2, *by(piece))
+            return (1, -buffer.ticks) if buffer.size <= tiny else (2, *by(buffer))
 
-        yield sorted(range(len(pieces)), key=key)
+        yield sorted(range(len(buffers)), key=key)
 
 
-class Packing(Protocol):
-    """Gives pieces addresses."""
+class Packer(Protocol):
+    """Gives buffers offsets."""
 
-    def place(self, order: Sequence[int], limit: int, rounds: int) -> Placed:
-        """Place the pieces in ``order``; while the top is above ``limit``, and at most ``rounds`` times, again with
-        those first that lie too high. Return the lowest."""
+    def pack(self, order: Sequence[int], limit: int, rounds: int) -> Packed:
+        """Pack the buffers in ``order``; while the height is above ``limit``, and at most ``rounds`` times, once more
+        with those first that lie too high. Return the lowest packing."""
         ...
 
 
-def packing_of(pieces: Sequence[Piece]) -> Packing:
-    """Return the compiled packing of ``pieces``, or the slow one where there is no compiler. They find the same."""
-    compiled = _compiled()
-    return SlowPacking(pieces) if compiled is None else CompiledPacking(pieces, compiled)
+def packer_of(buffers: Sequence[Buffer]) -> Packer:
+    """Return the compiled packer of ``buffers``, or the one in Python where there is no compiler. Both give the same
+    offsets."""
+    library = _compiled()
+    return PythonPacker(buffers) if library is None else CompiledPacker(buffers, library)
 
 
 @functools.cache
@@ -157,96 +166,101 @@ def _compiled() -> ctypes.CDLL | None:
     return library
 
 
-class CompiledPacking:
+class CompiledPacker:
     """``runtime_ext/plan/place.cpp``."""
 
-    def __init__(self, pieces: Sequence[Piece], library: ctypes.CDLL) -> None:
+    def __init__(self, buffers: Sequence[Buffer], library: ctypes.CDLL) -> None:
         self._library = library
-        self._blocks = np.array([piece.block for piece in pieces], np.int64)
-        self._spans = np.array([_two(piece.spans) for piece in pieces], np.int64).reshape(-1, 4)
+        self._sizes = np.array([buffer.size for buffer in buffers], np.int64)
+        self._lifespans = np.array([_two(buffer.lifespans) for buffer in buffers], np.int64).reshape(-1, 4)
 
-    def place(self, order: Sequence[int], limit: int, rounds: int) -> Placed:
-        """See ``Packing``."""
+    def pack(self, order: Sequence[int], limit: int, rounds: int) -> Packed:
+        """See ``Packer``."""
         tried = ctypes.c_int32()
-        found, addresses = np.array(order, np.int32), np.zeros(len(order), np.int64)
-        top = self._library.disco_place(
+        # The library works on a copy: it leaves the best order there.
+        best_order, offsets = np.array(order, np.int32), np.zeros(len(order), np.int64)
+        height = self._library.disco_place(
             ctypes.c_int32(len(order)),
-            *(ctypes.c_void_p(array.ctypes.data) for array in (self._blocks, self._spans)),
+            *(ctypes.c_void_p(array.ctypes.data) for array in (self._sizes, self._lifespans)),
             ctypes.c_int64(limit),
             ctypes.c_int32(rounds),
-            *(ctypes.c_void_p(array.ctypes.data) for array in (found, addresses)),
+            *(ctypes.c_void_p(array.ctypes.data) for array in (best_order, offsets)),
             ctypes.byref(tried),
         )
-        return Placed(int(top), addresses.tolist(), found.tolist(), tried.value)
+        return Packed(int(height), offsets.tolist(), best_order.tolist(), tried.value)
 
 
-def _two(spans: tuple[tuple[int, int], ...]) -> tuple[int, int, int, int]:
-    (begin, end), *more = spans
-    again = more[0] if more else (0, 0)
-    return begin, end, *again
+def _two(lifespans: tuple[tuple[int, int], ...]) -> tuple[int, int, int, int]:
+    (begin, end), *second = lifespans
+    return begin, end, *(second[0] if second else (0, 0))
 
 
-class SlowPacking:
+class PythonPacker:
     """The same without a compiler."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        self._pieces = pieces
+    def __init__(self, buffers: Sequence[Buffer]) -> None:
+        self._buffers = buffers
 
-    def place(self, order: Sequence[int], limit: int, rounds: int) -> Placed:
-        """See ``Packing``."""
-        best: Placed | None = None
-        now = list(order)
+    def pack(self, order: Sequence[int], limit: int, rounds: int) -> Packed:
+        """See ``Packer``."""
+        best: Packed | None = None
+        current = list(order)
         for turn in range(rounds + 1):
-            top, addresses = _pack(self._pieces, now)
-            if best is None or top < best.top:
-                best = Placed(top, addresses, now, turn + 1)
+            height, offsets = _best_fit(self._buffers, current)
+            if best is None or height < best.height:
+                best = Packed(height, offsets, current, turn + 1)
             best = replace(best, tried=turn + 1)
-            if top <= limit:
+            if height <= limit:
                 break
-            # With one share alone rounds go in circles.
-            high = limit + (top - limit) * (turn % _SHARES) // _SHARES
-            tops = [address + piece.block for address, piece in zip(addresses, self._pieces, strict=True)]
-            now = sorted(now, key=lambda i: tops[i] <= high)
+            # The next order depends on this one alone: with one and the same threshold rounds go in circles.
+            threshold = limit + (height - limit) * (turn % _QUARTERS) // _QUARTERS
+            tops = [offset + buffer.size for offset, buffer in zip(offsets, self._buffers, strict=True)]
+            # Stable: among those that lie too high, and among the others, the order stays as it was.
+            current = sorted(current, key=lambda i: tops[i] <= threshold)
         assert best is not None
         return best
 
 
-def _peak(pieces: Sequence[Piece]) -> int:
-    """Return the most bytes that are taken at any time."""
-    spans = np.array([(*span, piece.block) for piece in pieces for span in piece.spans], np.int64).reshape(-1, 3)
-    change = np.zeros(int(spans[:, 1].max(initial=0)) + 1, np.int64)
-    np.add.at(change, spans[:, 0], spans[:, 2])
-    np.subtract.at(change, spans[:, 1], spans[:, 2])
+def _live_peak(buffers: Sequence[Buffer]) -> int:
+    """Return the most bytes that are live at any time."""
+    lifespans = [(*lifespan, buffer.size) for buffer in buffers for lifespan in buffer.lifespans]
+    table = np.array(lifespans, np.int64).reshape(-1, 3)
+    change = np.zeros(int(table[:, 1].max(initial=0)) + 1, np.int64)
+    np.add.at(change, table[:, 0], table[:, 2])
+    np.subtract.at(change, table[:, 1], table[:, 2])
     return int(change.cumsum().max(initial=0))
 
 
-def _pack(pieces: Sequence[Piece], order: Sequence[int]) -> tuple[int, list[int]]:
-    addresses = [0] * len(pieces)
-    top = 0
-    # By address: where each span placed so far begins and ends, in bytes and in ticks.
-    placed = np.zeros((4, 2 * len(pieces)), np.int64)
-    lows, highs, begins, ends = placed
+def _best_fit(buffers: Sequence[Buffer], order: Sequence[int]) -> tuple[int, list[int]]:
+    """Return the height and the offsets when buffers are packed in ``order``, each into its smallest gap."""
+    offsets = [0] * len(buffers)
+    height = 0
+    # Invariant: the first ``count`` columns are the lifespans packed so far, sorted by offset. Rows: where each begins
+    # and ends in bytes, and in ticks.
+    packed = np.zeros((4, 2 * len(buffers)), np.int64)
+    lows, highs, begins, ends = packed
     count = 0
     for i in order:
-        block, spans = pieces[i].block, pieces[i].spans
-        (begin, end), *more = spans
-        meets = (begins[:count] < end) & (ends[:count] > begin)
-        for begin, end in more:
-            meets |= (begins[:count] < end) & (ends[:count] > begin)
-        met = meets.nonzero()[0]
-        tops = np.zeros(len(met) + 1, np.int64)
-        np.maximum.accumulate(highs[met], out=tops[1:])
-        gaps = lows[met] - tops[:-1]
-        gaps[gaps < block] = _NONE
-        best = int(gaps.argmin()) if len(met) else -1
-        address = int(tops[best] if best >= 0 and gaps[best] < _NONE else tops[-1])
-        addresses[i] = address
-        top = max(top, address + block)
-        at = int(lows[:count].searchsorted(address))
-        wide = len(spans)
-        placed[:, at + wide : count + wide] = placed[:, at:count]
-        for begin, end in spans:
-            placed[:, at] = address, address + block, begin, end
+        size, lifespans = buffers[i].size, buffers[i].lifespans
+        (begin, end), *second = lifespans
+        live = (begins[:count] < end) & (ends[:count] > begin)
+        for begin, end in second:
+            live |= (begins[:count] < end) & (ends[:count] > begin)
+        neighbours = live.nonzero()[0]
+        # Neighbours may overlap in bytes (not in time), so a gap begins above the highest of all that begin below it.
+        tops = np.zeros(len(neighbours) + 1, np.int64)
+        np.maximum.accumulate(highs[neighbours], out=tops[1:])
+        gaps = lows[neighbours] - tops[:-1]
+        gaps[gaps < size] = _NO_GAP
+        smallest = int(gaps.argmin()) if len(neighbours) else -1
+        offset = int(tops[smallest] if smallest >= 0 and gaps[smallest] < _NO_GAP else tops[-1])
+        offsets[i] = offset
+        height = max(height, offset + size)
+        at = int(lows[:count].searchsorted(offset))
+        wide = len(lifespans)
+        packed[:, at + wide : count + wide] = packed[:, at:count]
+        for begin, end in lifespans:
+            packed[:, at] = offset, offset + size, begin, end
             at += 1
         count += wide
-    return top, addresses
+    return height, offsets

@@ -1,7 +1,7 @@
-"""What a step needs of memory, position by position of its serial order, before anything has an address.
+"""What a step needs of device memory, position by position of its serial order, before anything has an offset.
 
-Values are of two kinds. *Fixed* ones hold their bytes from their producer to their last reader. *Pages* have a copy on
-the host, so that they may leave between two readers: clean inputs, and produced values that are worth an offload.
+*Pinned* buffers hold their bytes from their producer to their last reader. *Swappable* ones have a copy on the host, so
+that they may leave the device between two uses: clean inputs, and activations whose idle gaps are worth an offload.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ GUESSED_BANDWIDTH = 1e12
 
 
 @dataclass(slots=True, eq=False)
-class Storage:
-    """A fixed place of ``block`` bytes for one value, or for a chain of values each written over the one before.
+class PinnedBuffer:
+    """``block`` bytes for one value, or for a chain of values each written in place over the one before.
 
-    ``first`` is the position of the first writer (-1: there at the start), ``last`` that of the last reader, and the
-    number of positions if it is kept.
+    ``first`` is the position of the first writer (-1: live when the step starts), ``last`` that of the last reader, and
+    the number of positions if the value is kept.
     """
 
     device: int
@@ -41,11 +41,12 @@ class Storage:
 
 
 @dataclass(slots=True, eq=False)
-class Page:
-    """A value that may leave the device between uses. ``uses``: positions that find it there on their own account.
+class SwappableBuffer:
+    """A value that may leave the device between uses, of ``size`` bytes, ``block`` with alignment.
 
-    A clean input is ``free`` to come and go from position 0. A produced one stays from its producer up to before
-    ``free``, by when its offload should have ended; readers in between are no ``uses``.
+    ``uses``: the positions for which it has to be on the device. A clean input is ``evictable_from`` position 0. An
+    activation stays on the device from its ``producer`` up to before ``evictable_from``, by when its offload should
+    have ended; readers in between are not among its ``uses``.
     """
 
     ref: Ref
@@ -55,28 +56,30 @@ class Page:
     uses: list[int]
     clean: bool
     producer: int = -1
-    free: int = 0
+    evictable_from: int = 0
 
 
 @dataclass(slots=True)
-class Demand:
-    """``order``: the vertices but for inputs, by position. ``reads[p]``: pages that position p reads.
-    ``devices[p]``: where memory changes. ``made[p]``: produced pages of position p. ``fixed``: bytes of storages by
-    device and position, the position after the last standing for the end of the step; ``produced``: of produced pages
-    that may not leave yet."""
+class StepRequirements:
+    """``order``: the vertices but for inputs, by position, with the ``seconds`` of each.
+
+    ``reads[p]``: swappable buffers that position p reads, as indices. ``devices[p]``: where memory changes.
+    ``made[p]``: swappable buffers that position p produces. By device and position, the position after the last
+    standing for the end of the step: ``pinned_bytes``, and ``unevictable_bytes`` of activations before they are
+    evictable."""
 
     graph: TaskGraph
     inputs: tuple[Vertex, ...]
     order: tuple[Vertex, ...]
     seconds: list[float]
     align: dict[int, int]
-    storages: list[Storage] = field(default_factory=list)
-    pages: list[Page] = field(default_factory=list)
+    pinned: list[PinnedBuffer] = field(default_factory=list)
+    swappable: list[SwappableBuffer] = field(default_factory=list)
     reads: list[list[int]] = field(default_factory=list)
     devices: list[tuple[int, ...]] = field(default_factory=list)
     made: dict[int, list[int]] = field(default_factory=dict)
-    fixed: dict[int, Profile] = field(default_factory=dict)
-    produced: dict[int, Profile] = field(default_factory=dict)
+    pinned_bytes: dict[int, Profile] = field(default_factory=dict)
+    unevictable_bytes: dict[int, Profile] = field(default_factory=dict)
 
     def block(self, size: int, device: int) -> int:
         """Return ``size`` rounded up to the alignment of ``device``."""
@@ -89,19 +92,20 @@ class Demand:
         return len(self.order)
 
 
-def demand_of(graph: TaskGraph, machine: Machine, worth: float | None) -> Demand:
-    """Return what ``graph`` needs. ``worth``: a produced value may leave if its gap is so many times what its copies
-    take (None: none may). Raises Infeasible for in-place writes that take a copy of what they overwrite."""
+def requirements_of(graph: TaskGraph, machine: Machine, min_gap_ratio: float | None) -> StepRequirements:
+    """Return what ``graph`` needs.
+
+    ``min_gap_ratio``: an activation is swappable only if one of its idle gaps is at least this many times its two
+    copies (None: no activation is). Raises Infeasible for in-place writes to values that would have to be copied first.
+    """
     serial = serial_order(graph)
     inputs = tuple(vertex for vertex in serial if vertex.kind is VertexKind.INPUT)
     order = serial[len(inputs) :]
-    found = Demand(graph, inputs, order, [kernel_seconds(v, machine) for v in order], _alignments(graph))
-    _Reader(found, machine, worth).read()
-    return found
-
-
-def _alignments(graph: TaskGraph) -> dict[int, int]:
-    return {device.id: device.alignment for device in graph.devices}
+    seconds = [kernel_seconds(vertex, machine) for vertex in order]
+    alignments = {device.id: device.alignment for device in graph.devices}
+    requirements = StepRequirements(graph, inputs, order, seconds, alignments)
+    _Collector(requirements, machine, min_gap_ratio).collect()
+    return requirements
 
 
 def kernel_seconds(vertex: Vertex, machine: Machine) -> float:
@@ -111,162 +115,169 @@ def kernel_seconds(vertex: Vertex, machine: Machine) -> float:
     return machine.seconds(vertex)
 
 
-class _Reader:
-    def __init__(self, demand: Demand, machine: Machine, worth: float | None) -> None:
-        self.demand = demand
+class _Collector:
+    """Fills ``requirements`` in one walk over the serial order."""
+
+    def __init__(self, requirements: StepRequirements, machine: Machine, min_gap_ratio: float | None) -> None:
+        self.requirements = requirements
         self.machine = machine
-        self.worth = worth
-        self.vertices = {vertex.id: vertex for vertex in (*demand.inputs, *demand.order)}
+        self.min_gap_ratio = min_gap_ratio
+        self.vertices = {vertex.id: vertex for vertex in (*requirements.inputs, *requirements.order)}
         self.readers: dict[Ref, list[int]] = {}
-        for position, vertex in enumerate(demand.order):
+        """Positions that read each value, ascending."""
+        for position, vertex in enumerate(requirements.order):
             for ref in dict.fromkeys(vertex.inputs):
                 self.readers.setdefault(ref, []).append(position)
         self.starts = [0.0]
-        for seconds in demand.seconds:
+        """Seconds of compute before each position."""
+        for seconds in requirements.seconds:
             self.starts.append(self.starts[-1] + seconds)
-        self.overwritten = {v.inputs[v.inplace] for v in demand.order if v.inplace is not None}
-        self.storage: dict[Ref, Storage] = {}
-        self.page: dict[Ref, int] = {}
+        self.overwritten = {v.inputs[v.inplace] for v in requirements.order if v.inplace is not None}
+        self.pinned_of: dict[Ref, PinnedBuffer] = {}
 
-    def read(self) -> None:
-        demand = self.demand
-        demand.reads = [[] for _ in demand.order]
-        demand.devices = [self._touched(vertex) for vertex in demand.order]
-        demand.fixed, demand.produced = (
-            {device.id: np.zeros(demand.end + 1, np.int64) for device in demand.graph.devices} for _ in range(2)
+    def collect(self) -> None:
+        """Sort every value into pinned or swappable buffers and add up their bytes."""
+        requirements = self.requirements
+        requirements.reads = [[] for _ in requirements.order]
+        requirements.devices = [self._touched(vertex) for vertex in requirements.order]
+        requirements.pinned_bytes, requirements.unevictable_bytes = (
+            {device.id: np.zeros(requirements.end + 1, np.int64) for device in requirements.graph.devices}
+            for _ in range(2)
         )
-        for vertex in demand.inputs:
-            self._input(vertex)
-        for position, vertex in enumerate(demand.order):
-            self._outputs(position, vertex)
-        for storage in demand.storages:
-            demand.fixed[storage.device][max(0, storage.first) : storage.last + 1] += storage.block
-        for index, page in enumerate(demand.pages):
-            if not page.clean:
-                demand.produced[page.device][page.producer : page.free] += page.block
-            for position in self.readers.get(page.ref, ()):
-                demand.reads[position].append(index)
+        for vertex in requirements.inputs:
+            self._add_input(vertex)
+        for position, vertex in enumerate(requirements.order):
+            self._add_outputs(position, vertex)
+        for pinned in requirements.pinned:
+            requirements.pinned_bytes[pinned.device][max(0, pinned.first) : pinned.last + 1] += pinned.block
+        for index, buffer in enumerate(requirements.swappable):
+            if not buffer.clean:
+                requirements.unevictable_bytes[buffer.device][buffer.producer : buffer.evictable_from] += buffer.block
+            for position in self.readers.get(buffer.ref, ()):
+                requirements.reads[position].append(index)
 
     def _touched(self, vertex: Vertex) -> tuple[int, ...]:
         if vertex.kind is VertexKind.TRANSFER:
             return tuple(dict.fromkeys((self.vertices[vertex.inputs[0][0]].device, vertex.device)))
         return (vertex.device,)
 
-    def _input(self, vertex: Vertex) -> None:
-        demand, ref = self.demand, (vertex.id, 0)
+    def _add_input(self, vertex: Vertex) -> None:
+        requirements, ref = self.requirements, (vertex.id, 0)
         if vertex.external or not vertex.sizes[0]:
             return
-        block = demand.block(vertex.sizes[0], vertex.device)
+        block = requirements.block(vertex.sizes[0], vertex.device)
         readers = self.readers.get(ref, [])
         if vertex.clean:
             if ref in self.overwritten:
                 raise Infeasible(0)
             if readers:
-                self.page[ref] = len(demand.pages)
-                demand.pages.append(Page(ref, vertex.device, block, vertex.sizes[0], list(readers), True))
+                clean = SwappableBuffer(ref, vertex.device, block, vertex.sizes[0], list(readers), True)
+                requirements.swappable.append(clean)
             return
-        last = demand.end if vertex.keep or vertex.late else max(readers, default=0)
-        self._store(Storage(vertex.device, block, [ref], -1, last))
+        last = requirements.end if vertex.keep or vertex.late else max(readers, default=0)
+        self._pin(PinnedBuffer(vertex.device, block, [ref], -1, last))
 
-    def _outputs(self, position: int, vertex: Vertex) -> None:
-        demand = self.demand
+    def _add_outputs(self, position: int, vertex: Vertex) -> None:
+        requirements = self.requirements
         for k, size in enumerate(vertex.sizes):
             ref = (vertex.id, k)
             if not size:
                 continue
-            block = demand.block(size, vertex.device)
+            block = requirements.block(size, vertex.device)
             readers = self.readers.get(ref, [])
-            stays = vertex.keep or vertex.out
-            last = demand.end if stays else max(readers, default=position)
-            forced = k == 0 and vertex.inplace is not None
-            if not forced and not vertex.out and self._make_page(position, vertex, ref, block, readers):
+            to_the_end = vertex.keep or vertex.out
+            last = requirements.end if to_the_end else max(readers, default=position)
+            in_place = k == 0 and vertex.inplace is not None
+            if not in_place and not vertex.out and self._add_activation(position, vertex, ref, block, readers):
                 continue
-            over = self._overwrites(position, vertex, block) if k == 0 else None
-            if over is None:
-                self._store(Storage(vertex.device, block, [ref], position, last))
+            overwritten = self._overwrites(position, vertex, block) if k == 0 else None
+            if overwritten is None:
+                self._pin(PinnedBuffer(vertex.device, block, [ref], position, last))
             else:
-                over.values.append(ref)
-                over.last = max(over.last, last)
-                self.storage[ref] = over
+                overwritten.values.append(ref)
+                overwritten.last = max(overwritten.last, last)
+                self.pinned_of[ref] = overwritten
 
-    def _store(self, storage: Storage) -> None:
-        self.storage[storage.values[0]] = storage
-        self.demand.storages.append(storage)
+    def _pin(self, buffer: PinnedBuffer) -> None:
+        self.pinned_of[buffer.values[0]] = buffer
+        self.requirements.pinned.append(buffer)
 
-    def _overwrites(self, position: int, vertex: Vertex, block: int) -> Storage | None:
-        """Return the storage that output 0 of ``vertex`` is written over, if any."""
+    def _overwrites(self, position: int, vertex: Vertex, block: int) -> PinnedBuffer | None:
+        """Return the buffer that output 0 of ``vertex`` is written over, if any."""
         if vertex.inplace is not None:
             ref = vertex.inputs[vertex.inplace]
             if not vertex.sizes[0]:
                 return None
-            if ref not in self.storage or not self._is_last(position, ref):
+            if ref not in self.pinned_of or not self._is_last_reader(position, ref):
                 raise Infeasible(position)
-            return self.storage[ref]
+            return self.pinned_of[ref]
         for p in vertex.may_inplace:
             ref = vertex.inputs[p]
-            storage = self.storage.get(ref)
+            buffer = self.pinned_of.get(ref)
             everywhere = all(q in vertex.may_inplace for q, other in enumerate(vertex.inputs) if other == ref)
-            fits = storage is not None and storage.device == vertex.device and storage.block == block
-            if fits and everywhere and self._is_last(position, ref):
+            fits = buffer is not None and buffer.device == vertex.device and buffer.block == block
+            if fits and everywhere and self._is_last_reader(position, ref):
                 source = self.vertices[ref[0]]
                 if not source.late and source.sizes[ref[1]] >= vertex.sizes[0]:
-                    return storage
+                    return buffer
         return None
 
-    def _is_last(self, position: int, ref: Ref) -> bool:
+    def _is_last_reader(self, position: int, ref: Ref) -> bool:
         source = self.vertices[ref[0]]
         return self.readers[ref][-1] == position and not (source.keep or source.out)
 
-    def _make_page(self, position: int, vertex: Vertex, ref: Ref, block: int, readers: list[int]) -> bool:
-        """Make the output a page if it has a gap that is worth two copies."""
-        if self.worth is None or ref in self.overwritten:
+    def _add_activation(self, position: int, vertex: Vertex, ref: Ref, block: int, readers: list[int]) -> bool:
+        """Make the output swappable if an idle gap of it is long enough; return whether it is."""
+        if self.min_gap_ratio is None or ref in self.overwritten:
             return False
-        size = vertex.sizes[ref[1]]
-        out = self.machine.d2h.latency + size / self.machine.d2h.bandwidth
-        back = self.machine.h2d.latency + size / self.machine.h2d.bandwidth
-        ends = self.starts[position + 1] + out
-        free = max(position + 1, min(bisect_left(self.starts, ends), self.demand.end))
-        uses = readers[bisect_left(readers, free) :]
-        times = [ends, *(self.starts[use] for use in uses), *([self.starts[-1]] if vertex.keep else [])]
+        requirements, size = self.requirements, vertex.sizes[ref[1]]
+        offload = self.machine.d2h.latency + size / self.machine.d2h.bandwidth
+        reload = self.machine.h2d.latency + size / self.machine.h2d.bandwidth
+        offloaded = self.starts[position + 1] + offload
+        # Before its offload has ended an eviction would free nothing, so readers until then need no reload.
+        evictable = max(position + 1, min(bisect_left(self.starts, offloaded), requirements.end))
+        uses = readers[bisect_left(readers, evictable) :]
+        times = [offloaded, *(self.starts[use] for use in uses), *([self.starts[-1]] if vertex.keep else [])]
         gaps = (after - before for before, after in pairwise(times))
-        if not any(gap > self.worth * (out + back) for gap in gaps):
+        if not any(gap > self.min_gap_ratio * (offload + reload) for gap in gaps):
             return False
-        page = Page(ref, vertex.device, block, size, uses, False, position, free)
-        self.demand.made.setdefault(position, []).append(len(self.demand.pages))
-        self.page[ref] = len(self.demand.pages)
-        self.demand.pages.append(page)
+        activation = SwappableBuffer(ref, vertex.device, block, size, uses, False, position, evictable)
+        requirements.made.setdefault(position, []).append(len(requirements.swappable))
+        requirements.swappable.append(activation)
         return True
 
 
-def twice(demand: Demand) -> Demand:
-    """Return two steps on end. Clean pages are the same in both; produced ones of the second step come last."""
-    n, count = demand.end, len(demand.pages)
-    pages: list[Page] = []
-    again: list[Page] = []
-    moved = {}
-    for index, page in enumerate(demand.pages):
-        later = [use + n for use in page.uses]
-        if page.clean:
-            pages.append(replace(page, uses=page.uses + later))
+def two_steps(requirements: StepRequirements) -> StepRequirements:
+    """Return the step twice in a row. Clean buffers are shared; activations of the second step are listed last."""
+    n, count = requirements.end, len(requirements.swappable)
+    buffers: list[SwappableBuffer] = []
+    second_step: list[SwappableBuffer] = []
+    second_index = {}
+    for index, buffer in enumerate(requirements.swappable):
+        uses = [use + n for use in buffer.uses]
+        if buffer.clean:
+            buffers.append(replace(buffer, uses=buffer.uses + uses))
         else:
-            pages.append(page)
-            moved[index] = count + len(again)
-            again.append(replace(page, uses=later, producer=page.producer + n, free=page.free + n))
-    reads = [[moved.get(page, page) for page in at] for at in demand.reads]
-    made = {position + n: [moved[page] for page in at] for position, at in demand.made.items()}
-    fixed, produced = (
+            buffers.append(buffer)
+            second_index[index] = count + len(second_step)
+            second_step.append(
+                replace(buffer, uses=uses, producer=buffer.producer + n, evictable_from=buffer.evictable_from + n)
+            )
+    reads = [[second_index.get(buffer, buffer) for buffer in read] for read in requirements.reads]
+    made = {position + n: [second_index[i] for i in outputs] for position, outputs in requirements.made.items()}
+    pinned_bytes, unevictable_bytes = (
         {device: np.concatenate([profile[:n], profile]) for device, profile in profiles.items()}
-        for profiles in (demand.fixed, demand.produced)
+        for profiles in (requirements.pinned_bytes, requirements.unevictable_bytes)
     )
     return replace(
-        demand,
-        order=demand.order * 2,
-        seconds=demand.seconds * 2,
-        storages=[],
-        pages=pages + again,
-        reads=demand.reads + reads,
-        devices=demand.devices * 2,
-        made={**demand.made, **made},
-        fixed=fixed,
-        produced=produced,
+        requirements,
+        order=requirements.order * 2,
+        seconds=requirements.seconds * 2,
+        pinned=[],
+        swappable=buffers + second_step,
+        reads=requirements.reads + reads,
+        devices=requirements.devices * 2,
+        made={**requirements.made, **made},
+        pinned_bytes=pinned_bytes,
+        unevictable_bytes=unevictable_bytes,
     )

@@ -1,54 +1,63 @@
-"""The timed planner: when comes before where.
+"""The timed planner: swaps are scheduled first, offsets follow.
 
-The step is simulated in time with a counter of bytes (``timeline``): first two steps on end, which shows what is on the
-device when a step starts, then one step from there. Several settings are tried. The fastest drafts get addresses
-(``place``); one that does not fit is drafted again with less memory. The plan that is fastest in simulation is kept.
+A step is simulated in time with a counter of bytes (``swap_schedule``): first two steps in a row, whose middle shows
+which buffers are on the device at a step boundary, then one step from there. Several options are drafted. The fastest
+drafts get offsets (``packing``); one that does not fit is drafted again with less memory. The plan that is fastest in
+simulation wins.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph
-from disco_accel.plan.buildmemgraph.residents import SMALL
 from disco_accel.plan.common.serial_orders import lower_order
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.search_work import DRAFTED, FINISHED, PLACED, REPLAYED, Work
-from disco_accel.plan.timed.live_ranges import Stays, stays_of
-from disco_accel.plan.timed.requirements import Demand, Profile, demand_of, twice
-from disco_accel.plan.timed.swap_schedule import Act, Timeline, simulate_step
+from disco_accel.plan.timed.drafts import (
+    Draft,
+    DraftOptions,
+    draft_of,
+    permanent_buffers,
+    seconds_if_all_resident,
+    spare_bytes,
+)
+from disco_accel.plan.timed.live_ranges import LiveRanges
+from disco_accel.plan.timed.replay import live_ranges_of
+from disco_accel.plan.timed.requirements import Profile, StepRequirements, requirements_of
+from disco_accel.plan.timed.swap_schedule import SwapEvent, SwapSchedule
 from disco_accel.simulate.simulator import Machine, simulate
 
-SHARES = (0.0, 0.5, 0.9, 0.95, 0.3, 0.7)
-"""Shares of the memory, beside what fixed values take at their peak, for pages that never leave; by promise."""
+RESIDENT_SHARES = (0.0, 0.5, 0.9, 0.95, 0.3, 0.7)
+"""Shares of the memory, beside pinned bytes at their peak, for buffers that never leave; most promising first."""
 
-WORTH = (None, 10.0, 5.0, 2.0)
-"""How many times longer than its copies a produced value's absence must be; None: no produced value leaves."""
+MIN_GAP_RATIOS = (None, 10.0, 5.0, 2.0)
+"""An activation is offloaded only if its idle gap is at least this many times its two copies; None: never."""
 
 EFFORT = 400_000
-"""Vertices in all the drafts of one search; the first share of each kind is tried in any case."""
+"""Vertices in all the drafts of one search; the first share of each ratio is tried in any case."""
 
-AHEAD = (0.2, 0.05)
-"""Shares of what a step with memory for all takes: nothing is dropped for what is wanted later than that. Without such
-a limit an idle link trades what is here for what is wanted sooner, again and again, and is busy when it matters."""
+PREFETCH_HORIZONS = (0.2, 0.05)
+"""Shares of a step with memory for everything: nothing is evicted for a reader further ahead. Without such a limit an
+idle link trades what is on the device for what is wanted sooner, again and again, and is busy when it matters."""
 
 _PLACED = 4_000_000
-"""Addresses that are tried in one search, after which the first plan found is the last."""
+"""Offsets that are tried in one search, after which the first plan found is the last."""
 
 _TRIES = 6
-"""Drafts that are tried even if that takes more addresses."""
+"""Drafts that are tried even if that takes more offsets."""
 
 _GOOD = 1.003
-"""A draft that takes at most so many times what a step with memory for all takes is not bettered any more."""
+"""A draft that takes at most so many times what a step with memory for everything takes is not bettered any more."""
 
 _DRAFTING = 0.5
-"""Share of the work, or of the user's time, after which no more settings are tried: drafts need addresses."""
+"""Share of the work, or of the user's time, after which no more options are drafted: drafts need offsets."""
 
 _STEP = 0.08
 _REORDERED = 12_000
@@ -56,70 +65,44 @@ _REORDERED = 12_000
 
 _RETRIES = 8
 _LEAST = 256
-"""Pages come and go as a whole: taking away less than one part in so many of the memory may change nothing."""
+"""Buffers come and go as a whole: taking away less than one part in so many of the memory may change nothing."""
 
-_HASTE = 0.02
-"""How much sooner, as a share of its seconds, a draft gets addresses for each retry that it has been through."""
+_RETRY_BONUS = 0.02
+"""How much sooner, as a share of its seconds, a draft gets offsets for each retry that it has been through."""
 
 _BUSY = 0.9
-"""Share of a step that a link is busy from which on a load that starts later makes the step longer."""
+"""Share of a step that a link is busy from which on a reload that starts later makes the step longer."""
 
 _LATE = 1.002
-"""A plan that takes more than so many times what its draft takes has lost it by loads that were put off."""
+"""A plan that takes more than so many times what its draft takes has lost it by delayed reloads."""
 
-_CUT = 0.25
+_CUT_PENALTY = 0.25
 """How much longer a step becomes, as a share of itself, by giving up all of its memory; a guess for small cuts."""
 
 _SMALL = 1000
-"""Positions of a step up to which a draft without addresses is followed by several others, not one."""
+"""Positions of a step up to which a draft without offsets is followed by several others, not one."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Settings:
-    """``worth`` as in WORTH, ``share`` as in SHARES, ``ahead`` as in AHEAD; ``outliers``: unusually large pages are
-    permanent before others, because what has to be kept free for those that come and go depends on the largest;
-    ``lower``: in the order with a lower peak; ``lean``: unusually large pages are not there at the border of the step,
-    where memory is fullest, because pieces as large as they leave holes."""
-
-    worth: float | None
-    share: float
-    outliers: bool = False
-    ahead: float = float("inf")
-    lower: bool = False
-    lean: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """A timeline with its demand, the pages there at the ``start``, and those that are ``permanent``; ``ahead`` in
-    seconds; ``lean`` as in settings; ``retries``: how often addresses did not fit."""
-
-    demand: Demand
-    timeline: Timeline
-    start: tuple[int, ...]
-    permanent: tuple[int, ...]
-    ahead: float
-    lean: bool = False
-    retries: int = 0
+_Unpacked = tuple[LiveRanges, dict[int, Profile]]
+"""Live ranges that do not fit, and by device and position the bytes above the memory."""
 
 
 def build_timed(graph: TaskGraph, machine: Machine, *, cyclic: bool, work: Work | None = None) -> MemGraph:
     """Return the fastest plan found before ``work`` is over. Raises Infeasible if there is none by then."""
     search = _Search(graph, machine, cyclic, work or Work())
     search.run()
-    search.settle()
+    search.assign_offsets()
     if search.makespan > search.floor and search.effort < EFFORT and not search.over():
-        # What was good enough as a draft may have lost by its addresses.
+        # A draft that was good enough may have lost by its offsets.
         search.floor = 0.0
         search.run()
-        search.settle()
+        search.assign_offsets()
     if search.plan is None:
         raise Infeasible(0)
     return search.plan
 
 
 class _Search:
-    """Drafts with different settings, kept in ``found``, and the best ``plan`` with its ``makespan``."""
+    """Drafts with different options, and the best ``plan`` with its ``makespan``."""
 
     def __init__(self, graph: TaskGraph, machine: Machine, cyclic: bool, work: Work) -> None:
         self.graph = graph
@@ -127,15 +110,17 @@ class _Search:
         self.machine = machine
         self.cyclic = cyclic
         self.capacity = {device.id: device.memory // device.alignment * device.alignment for device in graph.devices}
-        self.demands: dict[tuple[bool, float | None], Demand | None] = {}
-        self.tried: set[tuple[bool, bool, float | None, float, tuple[int, ...]]] = set()
-        self.found: list[tuple[Draft, _Settings]] = []
-        self.queue: list[tuple[float, int, int, Draft, tuple[Stays, dict[int, Profile]] | None]] = []
-        self.seen: dict[float, list[list[tuple[Act, int]]]] = {}
-        self.count = 0
+        self.requirements: dict[tuple[bool, float | None], StepRequirements | None] = {}
+        self.attempted: set[tuple[DraftOptions, tuple[int, ...]]] = set()
+        self.drafted: list[tuple[Draft, DraftOptions]] = []
+        self.queue: list[tuple[float, int, int, Draft, _Unpacked | None]] = []
+        """Drafts without offsets, a heap: rank, bytes reloaded, number, draft, and what is known of its packing."""
+        self.schedules: dict[float, list[list[tuple[SwapEvent, int]]]] = {}
+        """Events of all drafts so far by their seconds: equal ones are packed once."""
+        self.queued = 0
         self.effort = 0
-        self.pieces = 0
-        self.tries = 0
+        self.offsets_tried = 0
+        self.drafts_packed = 0
         self.ideal = self._ideal()
         self.floor = _GOOD * self.ideal
         self.plan: MemGraph | None = None
@@ -146,66 +131,80 @@ class _Search:
         return self.work.over(len(self.graph.vertices), share)
 
     def run(self) -> None:
-        """Try kinds of demand and shares of permanent pages, then what lies around the best."""
-        for worth in WORTH:
-            if not self.found or self.effort * 4 < EFFORT:
-                self.attempt(_Settings(worth, SHARES[0]))
-        if self.found:
-            self.attempt(replace(self.best(), lower=True), limited=True)
-            self.attempt(replace(self.best(), lean=True), limited=True)
-        for share in SHARES[1:]:
-            wasteful = share == SHARES[2] and bool(self.found) and self.best_draft().loaded > 0
-            self.attempt(replace(self.best(), share=share), limited=True, even_if_good=wasteful)
-        self.attempt(replace(self.best(), outliers=True), limited=True)
-        if self.found and self.best_draft().loaded:
-            for ahead in AHEAD:
-                self.attempt(replace(self.best(), ahead=ahead), limited=True, even_if_good=True)
+        """Draft, one option after the other, each on top of the best combination so far (coordinate descent).
+
+        Invariant: ``best`` only ever gets faster, so the order decides what is found. Gap ratios come first because the
+        others depend on which activations are swappable; the fine search around the best share comes last. No option
+        is tried once a draft is within the floor, except those that may save reloads without costing time."""
+        for ratio in MIN_GAP_RATIOS:
+            if not self.drafted or self.effort * 4 < EFFORT:
+                self.attempt(DraftOptions(ratio, RESIDENT_SHARES[0]))
+        if self.drafted:
+            self.attempt(replace(self.best(), low_peak_order=True), limited=True)
+            self.attempt(replace(self.best(), evict_outliers_at_boundary=True), limited=True)
+        for share in RESIDENT_SHARES[1:]:
+            wasteful = share == RESIDENT_SHARES[2] and bool(self.drafted) and self.best_schedule().reloaded > 0
+            self.attempt(replace(self.best(), resident_share=share), limited=True, even_if_good=wasteful)
+        self.attempt(replace(self.best(), outliers_permanent=True), limited=True)
+        if self.drafted and self.best_schedule().reloaded:
+            for horizon in PREFETCH_HORIZONS:
+                self.attempt(replace(self.best(), prefetch_horizon=horizon), limited=True, even_if_good=True)
+        # The step is halved where neither neighbour is faster, so this ends: seconds fall or the step does.
         step = _STEP
         while step > _STEP / 5:
             best, before = self.best(), self.fastest()
-            for share in (best.share - step, best.share + step):
+            for share in (best.resident_share - step, best.resident_share + step):
                 if 0.0 <= share <= 1.0:
-                    self.attempt(replace(best, share=share), limited=True)
+                    self.attempt(replace(best, resident_share=share), limited=True)
             if self.fastest() >= before:
                 step /= 2
 
-    def settle(self) -> None:
-        """Give drafts addresses, the most promising first, until none can be faster than the best plan."""
-        pieces, tries = self.pieces + _PLACED, self.tries + _TRIES
+    def assign_offsets(self) -> None:
+        """Give drafts offsets, the most promising first, until none can be faster than the best plan.
+
+        A draft that does not fit comes back to the queue with its packing, ranked by what mending it may cost; when its
+        turn comes again it is mended, by delayed reloads or by a new draft with less memory."""
+        offsets, drafts = self.offsets_tried + _PLACED, self.drafts_packed + _TRIES
         while self.queue and self.makespan > self.floor and not self.over():
-            if self.pieces > pieces and (self.plan or (self.tries > tries and self.pieces > 4 * pieces)):
+            if self.offsets_tried > offsets and (
+                self.plan or (self.drafts_packed > drafts and self.offsets_tried > 4 * offsets)
+            ):
                 return
-            _, _, _, draft, first = heapq.heappop(self.queue)
-            if draft.timeline.seconds >= self.makespan:
+            _, _, _, draft, unpacked = heapq.heappop(self.queue)
+            # Offsets only add waits, so no plan is faster than its draft.
+            if draft.schedule.seconds >= self.makespan:
                 continue
-            self.tries += 1
-            if first is None:
-                stays = stays_of(draft.demand, draft.timeline, draft.permanent, draft.start, self.cyclic)
-                self.work.add(REPLAYED, draft.demand.end)
-                over = stays.settle(self.capacity, lowest=not draft.timeline.loaded)
-                self._tried(stays.tried)
-                if over:
-                    self._put(draft, (stays, over))
-                else:
-                    self._keep(stays.plan(self.cyclic))
+            self.drafts_packed += 1
+            if unpacked is None:
+                self._pack(draft)
             elif self._waits_for_link(draft):
-                self._again(draft, first[1])
+                self._redraft(draft, unpacked[1])
             else:
-                self._postpone(draft, *first)
+                self._delay_prefetches(draft, *unpacked)
 
-    def _postpone(self, draft: Draft, stays: Stays, over: dict[int, Profile]) -> None:
-        """Put loads off; draft again where that does not help, or costs time."""
-        tried, still = stays.tried, stays.postpone(self.capacity)
-        self._tried(stays.tried - tried)
-        seconds = float("inf") if still else self._keep(stays.plan(self.cyclic))
-        if seconds > _LATE * draft.timeline.seconds:
-            self._again(draft, still or over)
+    def _pack(self, draft: Draft) -> None:
+        live = live_ranges_of(draft.requirements, draft.schedule, draft.permanent, draft.at_start, self.cyclic)
+        self.work.add(REPLAYED, draft.requirements.end)
+        over = live.assign_offsets(self.capacity, lowest=not draft.schedule.reloaded)
+        self._count_offsets(live.tried)
+        if over:
+            self._enqueue(draft, (live, over))
+        else:
+            self._keep_if_faster(live.plan(self.cyclic))
 
-    def _tried(self, pieces: int) -> None:
-        self.pieces += pieces
-        self.work.add(PLACED, pieces)
+    def _delay_prefetches(self, draft: Draft, live: LiveRanges, over: dict[int, Profile]) -> None:
+        """Delay reloads; draft again where that does not help, or costs time."""
+        tried, still_over = live.tried, live.delay_prefetches(self.capacity)
+        self._count_offsets(live.tried - tried)
+        seconds = float("inf") if still_over else self._keep_if_faster(live.plan(self.cyclic))
+        if seconds > _LATE * draft.schedule.seconds:
+            self._redraft(draft, still_over or over)
 
-    def _keep(self, plan: MemGraph) -> float:
+    def _count_offsets(self, tried: int) -> None:
+        self.offsets_tried += tried
+        self.work.add(PLACED, tried)
+
+    def _keep_if_faster(self, plan: MemGraph) -> float:
         """Keep the plan if it is the fastest so far; return its seconds."""
         self.work.add(FINISHED, len(plan.vertices))
         makespan = simulate(plan, self.machine).makespan
@@ -214,206 +213,118 @@ class _Search:
         return makespan
 
     def _waits_for_link(self, draft: Draft) -> bool:
-        """Whether the draft keeps links so busy that a load which starts later cannot be made up for."""
+        """Whether the draft keeps links so busy that a reload which starts later cannot be made up for."""
         links = self.machine.h2d.bandwidth * len(self.capacity)
-        return draft.timeline.loaded > _BUSY * draft.timeline.seconds * links
+        return draft.schedule.reloaded > _BUSY * draft.schedule.seconds * links
 
-    def _put(self, draft: Draft, first: tuple[Stays, dict[int, Profile]] | None = None) -> None:
-        """Queue ``draft``, the sooner the faster it promises to be when what was over the memory has been cut.
+    def _enqueue(self, draft: Draft, unpacked: _Unpacked | None = None) -> None:
+        """Queue ``draft``, the sooner the faster it promises to be once what is above the memory has been cut."""
+        over = 0.0
+        if unpacked is not None:
+            over = max(int(profile.max()) / self.capacity[device] for device, profile in unpacked[1].items())
+        # One that has been through a few retries needs few more.
+        rank = self._rank(draft.schedule)[0] * (1 - _RETRY_BONUS * draft.retries) * (1 + _CUT_PENALTY * over)
+        self.queued += 1
+        heapq.heappush(self.queue, (rank, draft.schedule.reloaded, self.queued, draft, unpacked))
 
-        ``first``: its stays, and what they were over the memory, if that is known."""
-        over = 0.0 if first is None else max(int(p.max()) / self.capacity[d] for d, p in first[1].items())
-        # One that has been through a few retries is soon settled.
-        rank = self._rank(draft.timeline)[0] * (1 - _HASTE * draft.retries) * (1 + _CUT * over)
-        self.count += 1
-        heapq.heappush(self.queue, (rank, draft.timeline.loaded, self.count, draft, first))
-
-    def _again(self, draft: Draft, over: Mapping[int, Profile]) -> None:
-        """Draft once more with less memory where addresses were ``over`` it, and with less memory everywhere."""
+    def _redraft(self, draft: Draft, over: Mapping[int, Profile]) -> None:
+        """Draft once more with less memory where the packing was above it; of a small graph also with less memory
+        everywhere."""
         if draft.retries >= _RETRIES:
             return
-        fixed = draft.demand.fixed
-        free = _free(draft, self.capacity)
+        pinned_bytes = draft.requirements.pinned_bytes
+        spare = spare_bytes(draft, self.capacity)
         least = {device: memory // _LEAST * (draft.retries + 1) for device, memory in self.capacity.items()}
-        kinds = [{d: np.where(profile > 0, np.maximum(profile, least[d]), 0) for d, profile in over.items()}]
-        if draft.demand.end <= _SMALL:
-            kinds += [
+        cuts = [{d: np.where(profile > 0, np.maximum(profile, least[d]), 0) for d, profile in over.items()}]
+        if draft.requirements.end <= _SMALL:
+            cuts += [
                 {device: np.full_like(profile, profile.max() // part) for device, profile in over.items()}
                 for part in (1, 3)
             ]
-        for less in kinds:
-            taken = {device: np.minimum(profile, free[device]) for device, profile in less.items()}
+        for cut in cuts:
+            taken = {device: np.minimum(profile, spare[device]) for device, profile in cut.items()}
             if not any(profile.any() for profile in taken.values()):
                 continue
-            again = {device: profile + taken.get(device, 0) for device, profile in fixed.items()}
-            demand = replace(draft.demand, fixed=again)
-            self._draft(demand, draft.permanent, draft.ahead, draft.lean, draft.retries + 1)
+            with_cut = {device: profile + taken.get(device, 0) for device, profile in pinned_bytes.items()}
+            requirements = replace(draft.requirements, pinned_bytes=with_cut)
+            self._draft(requirements, draft.permanent, draft.prefetch_horizon, draft.evict_outliers, draft.retries + 1)
 
     def _draft(
-        self, demand: Demand, permanent: tuple[int, ...], ahead: float, lean: bool, retries: int = 0
+        self,
+        requirements: StepRequirements,
+        permanent: tuple[int, ...],
+        prefetch_horizon: float,
+        evict_outliers: bool,
+        retries: int = 0,
     ) -> Draft | None:
-        """Draft and put the draft in the queue, if there is one."""
-        self.effort += 3 * demand.end
-        self.work.add(DRAFTED, 3 * demand.end)
+        """Draft, and queue the draft unless its schedule was there before; None if it is infeasible."""
+        self.effort += 3 * requirements.end
+        self.work.add(DRAFTED, 3 * requirements.end)
         self.work.drafts += 1
         try:
-            draft = draft_of(demand, self.machine, self.capacity, permanent, ahead, lean, self.cyclic)
+            draft = draft_of(
+                requirements, self.machine, self.capacity, permanent, prefetch_horizon, evict_outliers, self.cyclic
+            )
         except Infeasible:
             return None
         draft = replace(draft, retries=retries)
-        if draft.timeline.acts in self.seen.setdefault(draft.timeline.seconds, []):
-            return draft
-        self.seen[draft.timeline.seconds].append(draft.timeline.acts)
-        self._put(draft)
+        equally_fast = self.schedules.setdefault(draft.schedule.seconds, [])
+        if draft.schedule.events not in equally_fast:
+            equally_fast.append(draft.schedule.events)
+            self._enqueue(draft)
         return draft
 
     def fastest(self) -> float:
         """Return the seconds of the best draft so far."""
-        return self.best_draft().seconds if self.found else float("inf")
+        return self.best_schedule().seconds if self.drafted else float("inf")
 
-    def best_draft(self) -> Timeline:
-        """Return the fastest draft so far, the one that loads least of those that are good enough."""
-        return min((draft.timeline for draft, _ in self.found), key=self._rank)
+    def best_schedule(self) -> SwapSchedule:
+        """Return the fastest schedule so far, the one that reloads least of those that are good enough."""
+        return min((draft.schedule for draft, _ in self.drafted), key=self._rank)
 
-    def best(self) -> _Settings:
-        """Return the settings of the best draft so far."""
-        best = min(self.found, key=lambda found: self._rank(found[0].timeline), default=None)
-        return _Settings(WORTH[-1], SHARES[0]) if best is None else best[1]
+    def best(self) -> DraftOptions:
+        """Return the options of the best draft so far."""
+        best = min(self.drafted, key=lambda drafted: self._rank(drafted[0].schedule), default=None)
+        return DraftOptions(MIN_GAP_RATIOS[-1], RESIDENT_SHARES[0]) if best is None else best[1]
 
-    def _rank(self, timeline: Timeline) -> tuple[float, int]:
-        return max(timeline.seconds, _GOOD * self.ideal), timeline.loaded
+    def _rank(self, schedule: SwapSchedule) -> tuple[float, int]:
+        return max(schedule.seconds, _GOOD * self.ideal), schedule.reloaded
 
-    def attempt(self, settings: _Settings, limited: bool = False, even_if_good: bool = False) -> None:
-        """Draft with these settings unless the search has gone on for long enough."""
-        spent = (self.effort > EFFORT or self.over(_DRAFTING)) and (limited or self.found)
+    def attempt(self, options: DraftOptions, limited: bool = False, even_if_good: bool = False) -> None:
+        """Draft with these options unless the search has gone on for long enough."""
+        spent = (self.effort > EFFORT or self.over(_DRAFTING)) and (limited or self.drafted)
         if spent or self.work.late(_DRAFTING) or (self.fastest() <= self.floor and not even_if_good):
             return
-        demand = self._demand(settings.worth, settings.lower)
-        if demand is None:
+        requirements = self._requirements(options.min_gap_ratio, options.low_peak_order)
+        if requirements is None:
             return
-        permanent = tuple(permanent_pages(demand, self.capacity, settings))
-        attempt = (settings.lower, settings.lean, settings.worth, settings.ahead, permanent)
-        if attempt in self.tried:
+        permanent = tuple(permanent_buffers(requirements, self.capacity, options))
+        # Which buffers are permanent is all that a share and the outliers decide.
+        attempt = replace(options, resident_share=0.0, outliers_permanent=False), permanent
+        if attempt in self.attempted:
             return
-        self.tried.add(attempt)
-        draft = self._draft(demand, permanent, settings.ahead * self.ideal, settings.lean)
+        self.attempted.add(attempt)
+        horizon = options.prefetch_horizon * self.ideal
+        draft = self._draft(requirements, permanent, horizon, options.evict_outliers_at_boundary)
         if draft is not None:
-            self.found.append((draft, settings))
+            self.drafted.append((draft, options))
 
     def _ideal(self) -> float:
         """Return the seconds of a step in this order if nothing ever had to leave."""
-        demand = self._demand(None) or self._demand(WORTH[-1])
-        if demand is None:
-            return 0.0
-        plenty = dict.fromkeys(self.capacity, 1 << 60)
-        clean = [i for i, page in enumerate(demand.pages) if page.clean]
-        return simulate_step(demand, self.machine, plenty, permanent=clean).seconds
+        requirements = self._requirements(None) or self._requirements(MIN_GAP_RATIOS[-1])
+        return 0.0 if requirements is None else seconds_if_all_resident(requirements, self.machine, self.capacity)
 
-    def _demand(self, worth: float | None, lower: bool = False) -> Demand | None:
-        kind = lower, worth
-        if kind not in self.demands:
-            graph = self.lower if lower else self.graph
+    def _requirements(self, ratio: float | None, low_peak_order: bool = False) -> StepRequirements | None:
+        kind = low_peak_order, ratio
+        if kind not in self.requirements:
+            graph = self.low_peak_graph if low_peak_order else self.graph
             try:
-                self.demands[kind] = None if graph is None else demand_of(graph, self.machine, worth)
+                self.requirements[kind] = None if graph is None else requirements_of(graph, self.machine, ratio)
             except Infeasible:
-                self.demands[kind] = None
-        return self.demands[kind]
+                self.requirements[kind] = None
+        return self.requirements[kind]
 
     @cached_property
-    def lower(self) -> TaskGraph | None:
+    def low_peak_graph(self) -> TaskGraph | None:
         """The graph in an order with a lower peak, if there is one and the graph is small enough to look for it."""
         return lower_order(self.graph) if len(self.graph.vertices) <= _REORDERED else None
-
-
-def permanent_pages(demand: Demand, capacity: Mapping[int, int], settings: _Settings) -> Iterable[int]:
-    """Yield the pages that stay for good: all if they fit, else small ones and a share of the room for others."""
-    for device, memory in capacity.items():
-        clean = [i for i, page in enumerate(demand.pages) if page.clean and page.device == device]
-        blocks = {i: demand.pages[i].block for i in clean}
-        room = memory - int((demand.fixed[device] + demand.produced[device]).max())
-        if sum(blocks.values()) <= room:
-            yield from clean
-            continue
-        first = [i for i in clean if demand.pages[i].size < SMALL]
-        if sum(blocks[i] for i in first) * 4 > room:
-            first = []
-        left = int(settings.share * room) - sum(blocks[i] for i in first)
-        if settings.outliers:
-            for i in _outliers(demand, device):
-                if blocks[i] <= left:
-                    first.append(i)
-                    left -= blocks[i]
-        yield from first
-        apart = set(first)
-        rest = sorted((i for i in clean if i not in apart), key=lambda i: demand.pages[i].uses[0])
-        total = sum(blocks[i] for i in rest)
-        fraction = max(0.0, left / total) if total else 0.0
-        credit = 0.0
-        for i in rest:
-            credit += fraction * blocks[i]
-            if credit >= blocks[i] / 2 and blocks[i] <= left:
-                credit -= blocks[i]
-                left -= blocks[i]
-                yield i
-
-
-def draft_of(
-    demand: Demand,
-    machine: Machine,
-    capacity: Mapping[int, int],
-    permanent: tuple[int, ...],
-    ahead: float,
-    lean: bool,
-    cyclic: bool,
-) -> Draft:
-    """Return the step that begins as it ends, with ``permanent`` pages. Raises Infeasible."""
-    rooms = dict(capacity)
-    for i in permanent:
-        rooms[demand.pages[i].device] -= demand.pages[i].block
-    if cyclic:
-        double = twice(demand)
-        start = simulate_step(double, machine, rooms, permanent=permanent, border=demand.end, ahead=ahead).border
-        if lean:
-            outliers = {i for device in capacity for i in _outliers(demand, device)}
-            start = [i for i in start if i not in outliers]
-    else:
-        start = _first_used(demand, rooms, permanent)
-    back = start if cyclic else ()
-    timeline = simulate_step(demand, machine, rooms, start=start, back=back, permanent=permanent, ahead=ahead)
-    return Draft(demand, timeline, tuple(start), permanent, ahead, lean)
-
-
-def _outliers(demand: Demand, device: int) -> list[int]:
-    """Return the clean pages that are more than twice as large as nine in ten of them, the largest first."""
-    blocks = {i: page.block for i, page in enumerate(demand.pages) if page.clean and page.device == device}
-    if not blocks:
-        return []
-    usual = sorted(blocks.values())[len(blocks) * 9 // 10]
-    return sorted((i for i, block in blocks.items() if block > 2 * usual), key=lambda i: -blocks[i])
-
-
-def _free(draft: Draft, capacity: Mapping[int, int]) -> dict[int, Profile]:
-    """Return by device and position the bytes that are left beside what the vertex there cannot do without."""
-    demand, permanent = draft.demand, set(draft.permanent)
-    free = {device: memory - demand.fixed[device] - demand.produced[device] for device, memory in capacity.items()}
-    for i in permanent:
-        free[demand.pages[i].device] -= demand.pages[i].block
-    for position, read in enumerate(demand.reads):
-        for i in read:
-            if i not in permanent:
-                free[demand.pages[i].device][position] -= demand.pages[i].block
-    return {device: np.maximum(profile, 0) for device, profile in free.items()}
-
-
-def _first_used(demand: Demand, rooms: Mapping[int, int], permanent: Sequence[int]) -> list[int]:
-    """Return the clean pages, by first use, that fit beside what is there at the start."""
-    stays = set(permanent)
-    left = {device: room - int(demand.fixed[device][0] + demand.produced[device][0]) for device, room in rooms.items()}
-    clean = (i for i, page in enumerate(demand.pages) if page.clean and i not in stays)
-    found = []
-    for i in sorted(clean, key=lambda i: demand.pages[i].uses[0]):
-        page = demand.pages[i]
-        if page.block <= left[page.device]:
-            left[page.device] -= page.block
-            found.append(i)
-    return found

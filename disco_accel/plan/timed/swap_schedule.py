@@ -1,8 +1,8 @@
-"""When each page is on the device: a step simulated in time.
+"""When each swappable buffer is on the device: a step simulated in time.
 
-Kernels run in serial order. An idle link takes the missing page with the nearest next use, if from now to that use the
-fixed values, the pages needed until then and this one fit together. Pages beyond that window stay as long as nothing
-needs their bytes; the one with the furthest next use goes first.
+Kernels run in serial order. An idle link prefetches the missing buffer with the nearest next use, if from now to that
+use the pinned bytes, the buffers promised to readers until then and this one fit together. Buffers that are promised to
+nobody stay as long as no bytes are missing; the one with the furthest next use is evicted first.
 """
 
 from __future__ import annotations
@@ -15,280 +15,302 @@ from itertools import accumulate
 from disco_accel.graph.check import dependencies
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.plan.infeasible import Infeasible
-from disco_accel.plan.timed.byte_counter import NEVER, Counter, Pages
-from disco_accel.plan.timed.requirements import Demand, Profile
+from disco_accel.plan.timed.byte_counter import NEVER, ByteCounter, ResidencyState
+from disco_accel.plan.timed.requirements import Profile, StepRequirements
 from disco_accel.simulate.simulator import Machine
 
 _ALWAYS = float("inf")
 
 
-class Act(enum.IntEnum):
-    """``RUN`` position; ``LOAD``, ``DROP``, ``OFFLOAD`` page; ``RELEASE`` device: its last vertex has ended."""
+class SwapEvent(enum.IntEnum):
+    """``RUN`` position; ``RELOAD``, ``EVICT``, ``OFFLOAD`` buffer; ``RELEASE`` device: its last vertex has ended."""
 
     RUN = 0
-    LOAD = 1
-    DROP = 2
+    RELOAD = 1
+    EVICT = 2
     OFFLOAD = 3
     RELEASE = 4
 
 
 @dataclass(slots=True)
-class Timeline:
-    """``acts`` in an order that respects all that waits for each other; ``seconds`` of the step; ``loaded`` bytes.
+class SwapSchedule:
+    """``events`` in an order that respects all waits; ``seconds`` of the step; ``reloaded`` bytes.
 
-    ``border``: the clean pages that are on the device, or on their way, when the position asked for is reached."""
+    ``at_boundary``: the clean buffers that are on the device, or on their way, when the position asked for is
+    reached."""
 
-    acts: list[tuple[Act, int]] = field(default_factory=list)
+    events: list[tuple[SwapEvent, int]] = field(default_factory=list)
     seconds: float = 0.0
-    loaded: int = 0
-    border: list[int] = field(default_factory=list)
+    reloaded: int = 0
+    at_boundary: list[int] = field(default_factory=list)
 
 
-def simulate_step(
-    demand: Demand,
+def schedule_swaps(
+    requirements: StepRequirements,
     machine: Machine,
     capacity: Mapping[int, int],
     *,
-    start: Sequence[int] = (),
-    back: Sequence[int] = (),
+    at_start: Sequence[int] = (),
+    at_end: Sequence[int] = (),
     permanent: Iterable[int] = (),
-    border: int | None = None,
-    ahead: float = _ALWAYS,
-) -> Timeline:
-    """Return the timeline of ``demand`` within ``capacity`` bytes by device.
+    boundary: int | None = None,
+    prefetch_horizon: float = _ALWAYS,
+) -> SwapSchedule:
+    """Return a schedule of ``requirements`` within ``capacity`` bytes by device.
 
-    ``start``: pages there at the start; ``back``: pages to be there again at the end, in order of importance;
-    ``permanent``: pages that never leave, which have no part in the capacity. ``ahead``: nothing is dropped for what is
-    wanted more seconds of compute later. Raises Infeasible.
+    ``at_start``: buffers that are on the device at the start; ``at_end``: those that have to be there at the end, in
+    order of importance; ``permanent``: those that never leave, whose bytes are not part of the capacity. ``boundary``:
+    the position at which ``at_boundary`` is noted. ``prefetch_horizon``: nothing is evicted for a reader more seconds
+    of compute ahead. Raises Infeasible.
     """
-    clock = _Clock(demand, machine, capacity, start, back, permanent, ahead)
-    clock.at = border
-    return clock.run()
+    scheduler = _SwapScheduler(requirements, machine, capacity, at_start, at_end, permanent, prefetch_horizon)
+    scheduler.boundary = boundary
+    return scheduler.run()
 
 
-class _Lane:
-    """One device: its memory, when its link and its compute are free, and the pages wanted in order of use."""
+class _DeviceState:
+    """One device: its memory, when its link and its compute are free, and its buffers in order of use."""
 
     def __init__(
-        self, device: int, memory: Counter, room: Profile, wanted: list[tuple[int, int]], clock: list[float]
+        self, device: int, memory: ByteCounter, unpromised: Profile, uses: list[tuple[int, int]], starts: list[float]
     ) -> None:
         self.device = device
         self.memory = memory
-        self.room = room
-        """Bytes by position that are not promised to anyone yet."""
-        self.wanted = wanted
-        self.clock = clock
+        self.unpromised = unpromised
+        """Bytes by position that are neither pinned nor promised to a reader."""
+        self.uses = uses
+        """(Position, buffer), ascending; those before ``next_use`` are provided for."""
+        self.starts = starts
         """Seconds of compute before each position."""
-        self.next = 0
-        self.now = -1
+        self.next_use = 0
+        self.position = -1
         self.running = -1
-        self.link = 0.0
-        self.compute = 0.0
+        """The position whose vertex ran last and is not released yet, or -1."""
+        self.link_free = 0.0
+        self.compute_free = 0.0
 
 
-class _Clock:
+class _SwapScheduler:
     def __init__(
         self,
-        demand: Demand,
+        requirements: StepRequirements,
         machine: Machine,
         capacity: Mapping[int, int],
-        start: Sequence[int],
-        back: Sequence[int],
+        at_start: Sequence[int],
+        at_end: Sequence[int],
         permanent: Iterable[int],
-        ahead: float,
+        prefetch_horizon: float,
     ) -> None:
-        self.demand = demand
-        self.pages = demand.pages
+        self.requirements = requirements
+        self.buffers = requirements.swappable
         self.machine = machine
-        self.ahead = ahead
-        self.at: int | None = None
-        self.line = Timeline()
+        self.prefetch_horizon = prefetch_horizon
+        self.boundary: int | None = None
+        self.schedule = SwapSchedule()
         self.permanent = frozenset(permanent)
-        uses = [[] if i in self.permanent else list(page.uses) for i, page in enumerate(self.pages)]
-        for i in back:
-            uses[i].append(demand.end)
-        self.state = Pages(self.pages, uses)
+        uses = [[] if i in self.permanent else list(buffer.uses) for i, buffer in enumerate(self.buffers)]
+        for i in at_end:
+            uses[i].append(requirements.end)
+        self.state = ResidencyState(self.buffers, uses)
         for i in self.permanent:
-            self.state.here[i] = True
-        self.arrival = [0.0] * len(self.pages)
-        self.joins: dict[int, list[int]] = {}
-        for i, page in enumerate(self.pages):
-            if not page.clean:
-                self.joins.setdefault(page.free, []).append(i)
-        self.lanes = {device: self._lane(device, room, back) for device, room in capacity.items()}
-        for i in start:
-            self.state.here[i] = True
-            self._memory(i).put(i)
-        self.d2h = dict.fromkeys(capacity, 0.0)
-        self.p2p = dict.fromkeys(capacity, 0.0)
+            self.state.resident[i] = True
+        self.arrival = [0.0] * len(self.buffers)
+        self.evictable_at: dict[int, list[int]] = {}
+        """By position: the activations that may leave from there on."""
+        for i, buffer in enumerate(self.buffers):
+            if not buffer.clean:
+                self.evictable_at.setdefault(buffer.evictable_from, []).append(i)
+        self.devices = {device: self._device(device, memory, at_end) for device, memory in capacity.items()}
+        for i in at_start:
+            self.state.resident[i] = True
+            self._memory(i).add_at_start(i)
+        self.d2h_free = dict.fromkeys(capacity, 0.0)
+        self.p2p_free = dict.fromkeys(capacity, 0.0)
         self.ready: dict[int, float] = {}
+        """By vertex: the second at which its outputs are written."""
 
-    def _lane(self, device: int, room: int, back: Sequence[int]) -> _Lane:
-        state = self.state
-        fixed = self.demand.fixed[device]
-        memory = Counter(state, fixed, room, self._drop)
-        free = room - fixed - self.demand.produced[device]
-        busy = [
+    def _device(self, device: int, capacity: int, at_end: Sequence[int]) -> _DeviceState:
+        requirements, state = self.requirements, self.state
+        pinned_bytes = requirements.pinned_bytes[device]
+        memory = ByteCounter(state, pinned_bytes, capacity, self._evict)
+        unpromised = capacity - pinned_bytes - requirements.unevictable_bytes[device]
+        compute = [
             seconds if vertex.device == device and vertex.kind is VertexKind.KERNEL else 0.0
-            for vertex, seconds in zip(self.demand.order, self.demand.seconds, strict=True)
+            for vertex, seconds in zip(requirements.order, requirements.seconds, strict=True)
         ]
-        rank = {page: order for order, page in enumerate(back)}
-        wanted = [
-            (use, rank.get(i, 0) if use == self.demand.end else 0, i)
-            for i, page in enumerate(self.pages)
-            if page.device == device
+        rank = {buffer: order for order, buffer in enumerate(at_end)}
+        uses = [
+            (use, rank.get(i, 0) if use == requirements.end else 0, i)
+            for i, buffer in enumerate(self.buffers)
+            if buffer.device == device
             for use in state.uses[i]
         ]
-        return _Lane(device, memory, free, [(use, i) for use, _, i in sorted(wanted)], [0.0, *accumulate(busy)])
+        in_order = [(use, i) for use, _, i in sorted(uses)]
+        return _DeviceState(device, memory, unpromised, in_order, [0.0, *accumulate(compute)])
 
-    def _memory(self, page: int) -> Counter:
-        return self.lanes[self.pages[page].device].memory
+    def _memory(self, buffer: int) -> ByteCounter:
+        return self.devices[self.buffers[buffer].device].memory
 
-    def run(self) -> Timeline:
-        """Run all positions in order."""
-        for position in range(self.demand.end):
-            if position == self.at:
-                self.line.border = self._border()
+    def run(self) -> SwapSchedule:
+        """Run all positions in order, then bring back the buffers that the next step starts with."""
+        end = self.requirements.end
+        for position in range(end):
+            if position == self.boundary:
+                self.schedule.at_boundary = self._at_boundary()
             self._execute(position)
-        for lane in self.lanes.values():
-            self._release(lane)
-            self._advance(lane, self.demand.end)
-            lane.compute = lane.memory.advance(self.demand.end, lane.compute)
-            self._bring(lane)
-        self.line.seconds = max([self.line.seconds, *self.d2h.values()])
-        return self.line
+        for device in self.devices.values():
+            self._release_reads(device)
+            self._advance(device, end)
+            device.compute_free = device.memory.advance(end, device.compute_free)
+            self._provide_now(device)
+        self.schedule.seconds = max([self.schedule.seconds, *self.d2h_free.values()])
+        return self.schedule
 
-    def _border(self) -> list[int]:
-        clean = [i for i, page in enumerate(self.pages) if page.clean and i not in self.permanent]
-        return sorted((i for i in clean if self.state.here[i]), key=self.state.next_use)
+    def _at_boundary(self) -> list[int]:
+        clean = [i for i, buffer in enumerate(self.buffers) if buffer.clean and i not in self.permanent]
+        return sorted((i for i in clean if self.state.resident[i]), key=self.state.next_use)
 
     def _execute(self, position: int) -> None:
-        vertex = self.demand.order[position]
-        lane = self.lanes[vertex.device]
-        touched = [self.lanes[device] for device in self.demand.devices[position]]
+        requirements = self.requirements
+        vertex = requirements.order[position]
+        device = self.devices[vertex.device]
+        touched = [self.devices[id] for id in requirements.devices[position]]
         begin = 0.0
         for source in dependencies(vertex):
             begin = max(begin, self.ready.get(source, 0.0))
-        for other in touched:
-            self._release(other)
-            self._advance(other, position)
-            begin = max(begin, other.memory.advance(position, begin))
-            self._bring(other)
-        for page in self.demand.reads[position]:
-            begin = max(begin, self.arrival[page])
-        moves = vertex.kind is VertexKind.TRANSFER
+        for each in touched:
+            self._release_reads(each)
+            self._advance(each, position)
+            begin = max(begin, each.memory.advance(position, begin))
+            self._provide_now(each)
+        for buffer in requirements.reads[position]:
+            begin = max(begin, self.arrival[buffer])
+        transfer = vertex.kind is VertexKind.TRANSFER
         sender = touched[0].device
-        begin = max(begin, self.p2p[sender] if moves else lane.compute)
-        for page in self.demand.made.get(position, ()):
-            begin = self._make(lane, page, begin)
-        if not moves:
-            self._fill(lane, begin)
-        self.line.acts.append((Act.RUN, position))
-        end = begin + self.demand.seconds[position]
+        begin = max(begin, self.p2p_free[sender] if transfer else device.compute_free)
+        for buffer in requirements.made.get(position, ()):
+            begin = self._allocate_output(device, buffer, begin)
+        # Until the vertex starts, its inputs and outputs have their bytes and the link is free: prefetch meanwhile.
+        if not transfer:
+            self._prefetch(device, begin)
+        self.schedule.events.append((SwapEvent.RUN, position))
+        end = begin + requirements.seconds[position]
         self.ready[vertex.id] = end
-        self.line.seconds = max(self.line.seconds, end)
-        for other in touched:
-            other.running = position
-        if moves:
-            self.p2p[sender] = end
+        self.schedule.seconds = max(self.schedule.seconds, end)
+        for each in touched:
+            each.running = position
+        if transfer:
+            self.p2p_free[sender] = end
         else:
-            lane.compute = end
-        for page in self.demand.made.get(position, ()):
-            self._offload(page, end)
-        self._fill(lane, lane.compute)
+            device.compute_free = end
+        for buffer in requirements.made.get(position, ()):
+            self._offload(buffer, end)
+        self._prefetch(device, device.compute_free)
 
-    def _make(self, lane: _Lane, page: int, begin: float) -> float:
-        """Find room for a page that the vertex at hand produces; return when the vertex may start."""
-        value = self.pages[page]
-        when = lane.memory.take(page, begin)
-        self.state.here[page] = True
-        self.state.held[page] = max(self.state.held[page], value.free - 1)
-        return when
+    def _allocate_output(self, device: _DeviceState, buffer: int, begin: float) -> float:
+        """Take the bytes of an activation that the vertex at hand produces; return when the vertex may start."""
+        activation = self.buffers[buffer]
+        free = device.memory.allocate(buffer, begin)
+        self.state.resident[buffer] = True
+        self.state.held_until[buffer] = max(self.state.held_until[buffer], activation.evictable_from - 1)
+        return free
 
-    def _offload(self, page: int, ready: float) -> None:
-        value = self.pages[page]
-        link = self.machine.d2h
-        self.d2h[value.device] = max(self.d2h[value.device], ready) + link.latency + value.size / link.bandwidth
-        self.state.on_host[page] = self.d2h[value.device]
-        self.line.acts.append((Act.OFFLOAD, page))
+    def _offload(self, buffer: int, ready: float) -> None:
+        activation, link = self.buffers[buffer], self.machine.d2h
+        device = activation.device
+        self.d2h_free[device] = max(self.d2h_free[device], ready) + link.latency + activation.size / link.bandwidth
+        self.state.on_host_at[buffer] = self.d2h_free[device]
+        self.schedule.events.append((SwapEvent.OFFLOAD, buffer))
 
-    def _release(self, lane: _Lane) -> None:
-        """The last vertex has ended: what it read is idle unless it is wanted again soon."""
-        last = lane.running
+    def _release_reads(self, device: _DeviceState) -> None:
+        """The device's last vertex has ended: the buffers it read are idle unless a later reader holds them."""
+        last = device.running
         if last < 0:
             return
-        self.line.acts.append((Act.RELEASE, lane.device))
-        for page in self.demand.reads[last]:
-            value = self.pages[page]
-            if value.device != lane.device or page in self.permanent or last < value.free:
+        self.schedule.events.append((SwapEvent.RELEASE, device.device))
+        for index in self.requirements.reads[last]:
+            buffer = self.buffers[index]
+            if buffer.device != device.device or index in self.permanent or last < buffer.evictable_from:
                 continue
-            while self.state.next_use(page) <= last:
-                self.state.past[page] += 1
-            if self.state.held[page] <= last:
-                self._idle(lane, page)
-        lane.running = -1
+            while self.state.next_use(index) <= last:
+                self.state.uses_done[index] += 1
+            if self.state.held_until[index] <= last:
+                self._release(device, index)
+        device.running = -1
 
-    def _idle(self, lane: _Lane, page: int) -> None:
-        value = self.pages[page]
-        if self.state.next_use(page) == NEVER and not value.clean and not self.demand.order[value.producer].keep:
-            self._drop(page)
+    def _release(self, device: _DeviceState, index: int) -> None:
+        """Make the buffer idle, or evict it at once where nobody reads it again and the user does not keep it."""
+        buffer = self.buffers[index]
+        done = self.state.next_use(index) == NEVER and not buffer.clean
+        if done and not self.requirements.order[buffer.producer].keep:
+            self._evict(index)
         else:
-            lane.memory.idle(page)
+            device.memory.release(index)
 
-    def _drop(self, page: int) -> None:
-        self.state.here[page] = False
-        self._memory(page).leave(page)
-        self.line.acts.append((Act.DROP, page))
+    def _evict(self, buffer: int) -> None:
+        self.state.resident[buffer] = False
+        self._memory(buffer).free(buffer)
+        self.schedule.events.append((SwapEvent.EVICT, buffer))
 
-    def _advance(self, lane: _Lane, position: int) -> None:
-        """Move to ``position``: the first stay of produced pages may end from now on."""
-        for at in range(lane.now + 1, position + 1):
-            for page in self.joins.get(at, ()):
-                if self.pages[page].device == lane.device and self.state.held[page] < at:
-                    self._idle(lane, page)
-        lane.now = position
+    def _advance(self, device: _DeviceState, position: int) -> None:
+        """Move to ``position``: activations that become evictable on the way are idle unless a reader holds them."""
+        for reached in range(device.position + 1, position + 1):
+            for buffer in self.evictable_at.get(reached, ()):
+                if self.buffers[buffer].device == device.device and self.state.held_until[buffer] < reached:
+                    self._release(device, buffer)
+        device.position = position
 
-    def _bring(self, lane: _Lane) -> None:
-        """Load all that the position at hand reads."""
-        while lane.next < len(lane.wanted) and lane.wanted[lane.next][0] <= lane.now:
-            if not self._want(lane, _ALWAYS):
-                raise Infeasible(lane.now)
+    def _provide_now(self, device: _DeviceState) -> None:
+        """Reload or hold every buffer that the position at hand reads. Raises Infeasible."""
+        while device.next_use < len(device.uses) and device.uses[device.next_use][0] <= device.position:
+            if not self._want(device, _ALWAYS):
+                raise Infeasible(device.position)
 
-    def _fill(self, lane: _Lane, until: float) -> None:
-        """Use the link until the given time."""
-        while lane.next < len(lane.wanted) and self._want(lane, until):
+    def _prefetch(self, device: _DeviceState, until: float) -> None:
+        """Use the link for coming readers until the given second."""
+        while device.next_use < len(device.uses) and self._want(device, until):
             pass
-        lane.link = max(lane.link, until)
+        device.link_free = max(device.link_free, until)
 
-    def _want(self, lane: _Lane, until: float) -> bool:
-        """Make sure of the next page wanted, by holding it or by loading it; False if it has to wait."""
-        use, page = lane.wanted[lane.next]
-        value = self.pages[page]
-        held = self.state.held[page]
-        if held >= use or use < lane.now:
-            lane.next += 1
+    def _want(self, device: _DeviceState, until: float) -> bool:
+        """Provide for the next use: hold its buffer or reload it; False if it has to wait, and all later ones with it.
+
+        Invariant: ``unpromised`` is at no position below zero, so whatever is promised up to a use stays on the device
+        beside the pinned bytes, and no eviction ever hits a promised buffer. Uses are provided for in order of
+        position: a later one that overtook might take the bytes without which an earlier one cannot be served.
+        """
+        use, index = device.uses[device.next_use]
+        buffer = self.buffers[index]
+        held = self.state.held_until[index]
+        if held >= use or use < device.position:
+            device.next_use += 1
             return True
-        here, coming = self.state.here[page], not value.clean and lane.now < value.free
-        begin = max(lane.now, value.free, held + 1)
-        if int(lane.room[begin : use + 1].min()) < value.block:
+        resident = self.state.resident[index]
+        not_made_yet = not buffer.clean and device.position < buffer.evictable_from
+        # Up to ``held``, and up to where an activation is evictable, its bytes are counted already.
+        begin = max(device.position, buffer.evictable_from, held + 1)
+        if int(device.unpromised[begin : use + 1].min()) < buffer.block:
             return False
-        if not here and not coming:
-            if lane.link >= until:
+        if not resident and not not_made_yet:
+            if device.link_free >= until:
                 return False
-            far = lane.clock[use] - lane.clock[lane.now] > self.ahead
-            if far and not lane.memory.fits(value.block):
+            far = device.starts[use] - device.starts[device.position] > self.prefetch_horizon
+            if far and not device.memory.fits(buffer.block):
+                # An eviction for a far reader trades a buffer that is there for one that is needed little sooner, again
+                # and again, and the link is busy with that when it matters.
                 return False
-            self._load(lane, page, lane.memory.take(page, max(lane.link, self.state.on_host[page])))
-        lane.room[begin : use + 1] -= value.block
-        self.state.held[page] = use
-        lane.next += 1
+            start = max(device.link_free, self.state.on_host_at[index])
+            self._reload(device, index, device.memory.allocate(index, start))
+        device.unpromised[begin : use + 1] -= buffer.block
+        self.state.held_until[index] = use
+        device.next_use += 1
         return True
 
-    def _load(self, lane: _Lane, page: int, begin: float) -> None:
-        size, link = self.pages[page].size, self.machine.h2d
-        lane.link = begin + link.latency + size / link.bandwidth
-        self.arrival[page] = lane.link
-        self.line.seconds = max(self.line.seconds, lane.link)
-        self.state.here[page] = True
-        self.line.loaded += size
-        self.line.acts.append((Act.LOAD, page))
+    def _reload(self, device: _DeviceState, buffer: int, begin: float) -> None:
+        size, link = self.buffers[buffer].size, self.machine.h2d
+        device.link_free = begin + link.latency + size / link.bandwidth
+        self.arrival[buffer] = device.link_free
+        self.schedule.seconds = max(self.schedule.seconds, device.link_free)
+        self.state.resident[buffer] = True
+        self.schedule.reloaded += size
+        self.schedule.events.append((SwapEvent.RELOAD, buffer))

@@ -1,0 +1,177 @@
+"""One draft of a step: the buffers that are permanent, those that it begins with, and its schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from disco_accel.plan.buildmemgraph.residents import SMALL
+from disco_accel.plan.timed.requirements import Profile, StepRequirements, two_steps
+from disco_accel.plan.timed.swap_schedule import SwapSchedule, schedule_swaps
+from disco_accel.simulate.simulator import Machine
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOptions:
+    """What one draft is made with.
+
+    ``min_gap_ratio``: an activation is swappable only if one of its idle gaps is at least this many times its two
+    copies (None: none is). ``resident_share``: the share of the memory, beside pinned bytes at their peak, for buffers
+    that never leave. ``outliers_permanent``: among these, unusually large buffers come first. ``low_peak_order``: the
+    serial order with a lower live peak. ``evict_outliers_at_boundary``: unusually large buffers are not on the device
+    at the step boundary. ``prefetch_horizon``: as a share of the step with memory for everything, how far ahead of its
+    reader a reload may evict another buffer."""
+
+    min_gap_ratio: float | None
+    resident_share: float
+    outliers_permanent: bool = False
+    low_peak_order: bool = False
+    evict_outliers_at_boundary: bool = False
+    prefetch_horizon: float = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A ``schedule`` of ``requirements`` with the ``permanent`` buffers and those on the device ``at_start``.
+
+    ``prefetch_horizon``: in seconds; ``evict_outliers``: whether outliers are evicted at the boundary; ``retries``: how
+    often earlier versions of the draft found no offsets."""
+
+    requirements: StepRequirements
+    schedule: SwapSchedule
+    at_start: tuple[int, ...]
+    permanent: tuple[int, ...]
+    prefetch_horizon: float
+    evict_outliers: bool = False
+    retries: int = 0
+
+
+def draft_of(
+    requirements: StepRequirements,
+    machine: Machine,
+    capacity: Mapping[int, int],
+    permanent: tuple[int, ...],
+    prefetch_horizon: float,
+    evict_outliers: bool,
+    cyclic: bool,
+) -> Draft:
+    """Return a draft within ``capacity`` bytes by device; a ``cyclic`` one ends with the buffers that it begins with.
+
+    Which buffers these are shows the middle of two steps in a row. Raises Infeasible."""
+    rest = dict(capacity)
+    for i in permanent:
+        rest[requirements.swappable[i].device] -= requirements.swappable[i].block
+    if cyclic:
+        at_start = schedule_swaps(
+            two_steps(requirements),
+            machine,
+            rest,
+            permanent=permanent,
+            boundary=requirements.end,
+            prefetch_horizon=prefetch_horizon,
+        ).at_boundary
+        if evict_outliers:
+            large = {i for device in capacity for i in outliers(requirements, device)}
+            at_start = [i for i in at_start if i not in large]
+    else:
+        at_start = _first_used(requirements, rest, permanent)
+    schedule = schedule_swaps(
+        requirements,
+        machine,
+        rest,
+        at_start=at_start,
+        at_end=at_start if cyclic else (),
+        permanent=permanent,
+        prefetch_horizon=prefetch_horizon,
+    )
+    return Draft(requirements, schedule, tuple(at_start), permanent, prefetch_horizon, evict_outliers)
+
+
+def seconds_if_all_resident(requirements: StepRequirements, machine: Machine, devices: Iterable[int]) -> float:
+    """Return the seconds of a step in this order with memory for everything."""
+    plenty = dict.fromkeys(devices, 1 << 60)
+    clean = [i for i, buffer in enumerate(requirements.swappable) if buffer.clean]
+    return schedule_swaps(requirements, machine, plenty, permanent=clean).seconds
+
+
+def permanent_buffers(
+    requirements: StepRequirements, capacity: Mapping[int, int], options: DraftOptions
+) -> Iterable[int]:
+    """Yield the buffers that never leave: all clean ones if they fit, else small ones and a share of the others.
+
+    The share is spread evenly over the step, by first use, so that between two permanent buffers the link has the time
+    of the first for the reload that comes next."""
+    buffers = requirements.swappable
+    for device, memory in capacity.items():
+        clean = [i for i, buffer in enumerate(buffers) if buffer.clean and buffer.device == device]
+        blocks = {i: buffers[i].block for i in clean}
+        room = memory - int((requirements.pinned_bytes[device] + requirements.unevictable_bytes[device]).max())
+        if sum(blocks.values()) <= room:
+            yield from clean
+            continue
+        first = [i for i in clean if buffers[i].size < SMALL]
+        if sum(blocks[i] for i in first) * 4 > room:
+            first = []
+        left = int(options.resident_share * room) - sum(blocks[i] for i in first)
+        if options.outliers_permanent:
+            for i in outliers(requirements, device):
+                if blocks[i] <= left:
+                    first.append(i)
+                    left -= blocks[i]
+        yield from first
+        apart = set(first)
+        others = sorted((i for i in clean if i not in apart), key=lambda i: buffers[i].uses[0])
+        total = sum(blocks[i] for i in others)
+        fraction = max(0.0, left / total) if total else 0.0
+        # Error diffusion: every buffer earns its share, and one is taken whenever half of it has been earned.
+        credit = 0.0
+        for i in others:
+            credit += fraction * blocks[i]
+            if credit >= blocks[i] / 2 and blocks[i] <= left:
+                credit -= blocks[i]
+                left -= blocks[i]
+                yield i
+
+
+def outliers(requirements: StepRequirements, device: int) -> list[int]:
+    """Return the clean buffers that are more than twice as large as nine in ten of them, the largest first."""
+    blocks = {i: b.block for i, b in enumerate(requirements.swappable) if b.clean and b.device == device}
+    if not blocks:
+        return []
+    usual = sorted(blocks.values())[len(blocks) * 9 // 10]
+    return sorted((i for i, block in blocks.items() if block > 2 * usual), key=lambda i: -blocks[i])
+
+
+def spare_bytes(draft: Draft, capacity: Mapping[int, int]) -> dict[int, Profile]:
+    """Return by device and position the bytes that are left beside what the vertex there cannot do without."""
+    requirements, permanent = draft.requirements, set(draft.permanent)
+    spare = {
+        device: memory - requirements.pinned_bytes[device] - requirements.unevictable_bytes[device]
+        for device, memory in capacity.items()
+    }
+    for i in permanent:
+        spare[requirements.swappable[i].device] -= requirements.swappable[i].block
+    for position, read in enumerate(requirements.reads):
+        for i in read:
+            if i not in permanent:
+                spare[requirements.swappable[i].device][position] -= requirements.swappable[i].block
+    return {device: np.maximum(profile, 0) for device, profile in spare.items()}
+
+
+def _first_used(requirements: StepRequirements, capacity: Mapping[int, int], permanent: Sequence[int]) -> list[int]:
+    """Return the clean buffers, by first use, that fit beside the bytes that are live at the start."""
+    never_leave = set(permanent)
+    left = {
+        device: memory - int(requirements.pinned_bytes[device][0] + requirements.unevictable_bytes[device][0])
+        for device, memory in capacity.items()
+    }
+    clean = (i for i, buffer in enumerate(requirements.swappable) if buffer.clean and i not in never_leave)
+    at_start = []
+    for i in sorted(clean, key=lambda i: requirements.swappable[i].uses[0]):
+        buffer = requirements.swappable[i]
+        if buffer.block <= left[buffer.device]:
+            left[buffer.device] -= buffer.block
+            at_start.append(i)
+    return at_start

@@ -1,0 +1,102 @@
+"""Offsets for buffers: no two that are live at once share bytes, compiled and not compiled the same ones."""
+
+from __future__ import annotations
+
+import logging
+import random
+from pathlib import Path
+
+import pytest
+
+from disco_accel.plan.timed import packing as module
+from disco_accel.plan.timed.packing import Buffer, CompiledPacker, PythonPacker, pack, packer_of
+
+
+def random_buffers(seed: int, count: int = 120, ticks: int = 60) -> list[Buffer]:
+    """Buffers of a ring of ``ticks``: some go over its border, some are always there, some take no bytes."""
+    rng = random.Random(seed)
+    buffers = []
+    for _ in range(count):
+        begin = rng.randrange(ticks)
+        end = rng.randint(begin + 1, ticks)
+        lifespans = ((begin, end),)
+        if begin > 2 and rng.random() < 0.2:
+            lifespans = ((0, rng.randrange(1, begin)), (begin, ticks))
+        elif rng.random() < 0.05:
+            lifespans = ((0, ticks),)
+        elif rng.random() < 0.6:
+            lifespans = ((begin, min(ticks, begin + rng.randint(1, 4))),)
+        buffers.append(Buffer(rng.choice((0, 1, 3, 16, 64, 256)) * rng.randint(1, 3), lifespans))
+    return buffers
+
+
+def overlaps(buffers: list[Buffer], offsets: list[int]) -> list[tuple[int, int]]:
+    found = []
+    for i, a in enumerate(buffers):
+        for j in range(i):
+            b = buffers[j]
+            at_once = any(s < f and t < e for s, e in a.lifespans for t, f in b.lifespans)
+            apart = offsets[i] + a.size <= offsets[j] or offsets[j] + b.size <= offsets[i]
+            if at_once and not apart:
+                found.append((j, i))
+    return found
+
+
+def live_peak(buffers: list[Buffer]) -> int:
+    ends = max(end for buffer in buffers for _, end in buffer.lifespans)
+    return max(sum(p.size for p in buffers if any(s <= t < e for s, e in p.lifespans)) for t in range(ends))
+
+
+@pytest.mark.parametrize("seed", range(18))
+def test_compiled_and_not_compiled_find_the_same(seed: int) -> None:
+    # So many that the compiled one looks at no, one, or two kinds of slices of the time.
+    buffers = random_buffers(seed, count=(120, 700, 1500)[seed % 3], ticks=(60, 500, 3000)[seed // 3 % 3])
+    compiled = packer_of(buffers)
+    assert isinstance(compiled, CompiledPacker), "tests need a C++ compiler"
+    limit = live_peak(buffers)
+    for rounds in (0, 1, 9):
+        order = random.Random(seed).sample(range(len(buffers)), len(buffers))
+        packed, slow = (packer.pack(order, limit, rounds) for packer in (compiled, PythonPacker(buffers)))
+        assert packed == slow
+        assert not overlaps(buffers, packed.offsets)
+        assert packed.height == max(a + p.size for a, p in zip(packed.offsets, buffers, strict=True)) >= limit
+        assert order == random.Random(seed).sample(range(len(buffers)), len(buffers)), "what was passed is as it was"
+
+
+def test_rounds_bring_what_lies_too_high_down() -> None:
+    """Over 40 random instances that no single order packs into their live bytes."""
+    first, last, peaks = 0, 0, 0
+    for seed in range(40):
+        buffers = random_buffers(seed)
+        packer, peak = packer_of(buffers), live_peak(buffers)
+        order = sorted(range(len(buffers)), key=lambda i: -buffers[i].size)
+        before, after = packer.pack(order, peak, 0), packer.pack(order, peak, 24)
+        assert after.height <= before.height
+        first, last, peaks = first + before.height - peak, last + after.height - peak, peaks + peak
+    assert last < 0.6 * first, f"{first / peaks:.1%} above the peaks without rounds, {last / peaks:.1%} with"
+
+
+def test_what_fits_is_taken_at_once_and_an_order_is_gone_on_from() -> None:
+    buffers = random_buffers(3)
+    roomy = pack(buffers, 4 * live_peak(buffers))
+    assert roomy.tried == 1
+    lowest = pack(buffers, 0)
+    again = pack(buffers, lowest.height, lowest.order)
+    assert (again.height, again.offsets, again.tried) == (lowest.height, lowest.offsets, 1)
+    assert pack([], 0).height == 0
+
+
+def test_without_a_compiler_plans_are_the_same_and_the_user_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    buffers = random_buffers(5)
+    expected = pack(buffers, live_peak(buffers))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    module._compiled.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING, "disco_accel"):
+            assert [pack(buffers, live_peak(buffers)) for _ in range(2)] == [expected] * 2
+    finally:
+        module._compiled.cache_clear()
+    assert len(caplog.messages) == 1 and "no C++ compiler 'no-such-compiler'" in caplog.messages[0]
