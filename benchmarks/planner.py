@@ -1,12 +1,13 @@
 """Both planners side by side: simulated step over the bound, bytes loaded over the linear program's, seconds to plan.
 
     python -m benchmarks.planner [--graph TASK.json ...] [--captures] [--memory SIZE ...] [--bandwidth BYTES_PER_S ...]
-                                 [--planners timed,build] [--output out/planner.json]
+                                 [--planners timed,build] [--ablate] [--output out/planner.json]
 
 Without ``--graph``: the graphs of the tests and generated LoRA steps and prefills; ``--captures``: captured ones
 instead. Without ``--memory``: shares of what the graph's weights take, and one memory that holds everything. Where
 nothing is copied, ``arena`` is what the timed planner's plan takes over the peak of what is live at once, ``rest`` the
-same without the weights.
+same without the weights. ``--ablate``: instead, what each move of the timed planner's search is worth (simulated step
+and CPU seconds of planning without it), with a summary over all graphs and memories at the end.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from benchmarks import planner_ablation
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.files import read_taskgraph, write_atomically
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind, with_memory
@@ -176,21 +178,51 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--memory", nargs="*", default=[])
     parser.add_argument("--bandwidth", nargs="*", type=float, default=list(BANDWIDTHS))
     parser.add_argument("--planners", default="timed,build")
+    parser.add_argument("--ablate", action="store_true")
     parser.add_argument("--output", default=str(ROOT / "out" / "planner.json"))
     options = parser.parse_args(argv)
-    rows: list[Row] = []
-    print(HEADER)
+    rows = ablation(options) if options.ablate else side_by_side(options)
+    Path(options.output).parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(options.output, (json.dumps([asdict(row) for row in rows], indent=1) + "\n").encode())
+    return 0
+
+
+def cases(options: argparse.Namespace) -> Iterator[tuple[TaskGraph, int, float]]:
+    """Yield every graph with every memory and bandwidth that the command line asks for."""
     for graph in graphs(options.graph, options.captures):
         own = [int(share * weights(graph)) for share in SHARES if weights(graph)]
         own.append(int(ROOMY * sum(live_peak(graph))))
         for memory in [parse_size(size) for size in options.memory] or own:
             for bandwidth in options.bandwidth:
-                for row in measure(graph, memory, bandwidth, options.planners.split(",")):
-                    rows.append(row)
-                    print(show(row), flush=True)
-    Path(options.output).parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(options.output, (json.dumps([asdict(row) for row in rows], indent=1) + "\n").encode())
-    return 0
+                yield graph, memory, bandwidth
+
+
+def side_by_side(options: argparse.Namespace) -> list[Row]:
+    """Print a line a plan."""
+    rows: list[Row] = []
+    print(HEADER)
+    for graph, memory, bandwidth in cases(options):
+        for row in measure(graph, memory, bandwidth, options.planners.split(",")):
+            rows.append(row)
+            print(show(row), flush=True)
+    return rows
+
+
+def ablation(options: argparse.Namespace) -> list[planner_ablation.Outcome]:
+    """Print a line for each move of each case, then a summary of each move."""
+    outcomes: list[planner_ablation.Outcome] = []
+    print(planner_ablation.HEADER)
+    for graph, memory, bandwidth in cases(options):
+        if len(graph.devices) > 1:
+            continue
+        link = Link(bandwidth, 1e-5)
+        full: planner_ablation.Outcome | None = None
+        for outcome in planner_ablation.ablate(graph, memory, bandwidth, Machine(h2d=link, d2h=link)):
+            full = full or outcome
+            outcomes.append(outcome)
+            print(planner_ablation.show(outcome, full), flush=True)
+    print(planner_ablation.SUMMARY, *planner_ablation.summaries(outcomes), sep="\n")
+    return outcomes
 
 
 if __name__ == "__main__":

@@ -34,7 +34,10 @@ class Command:
     run: Callable[[argparse.Namespace], int]
 
 
-_POLICIES = "who is evicted first, for --planner build: auto, belady, cost, fifo, latency_aware, lru, size_aware"
+_POLICIES = (
+    "which values are evicted first, with --planner build alone: auto (belady), belady, cost, fifo, latency_aware, "
+    "lru, size_aware; no effect with --planner timed"
+)
 
 
 def _compile_arguments(parser: argparse.ArgumentParser) -> None:

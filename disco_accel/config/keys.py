@@ -149,12 +149,13 @@ def _flag(value: Any) -> bool:
 
 
 def unused_policy(planner: str, policy: str) -> str:
-    """Return one line for a user who has set a policy that ``planner`` does not look at, else ""."""
+    """Return one line for a user who has set ``policy``, a key of the planner ``build`` alone, beside another planner;
+    "" otherwise."""
     if planner != "timed" or policy == "auto":
         return ""
     return (
-        f"policy: {policy} has no effect with planner: timed, which drops what is needed last, except where it falls "
-        "back on build; set planner: build to choose by policy, or leave policy out"
+        f"policy: {policy} has no effect with planner: timed, which evicts the furthest next use; "
+        "set planner: build to evict by policy, or leave policy out"
     )
 
 

@@ -77,8 +77,9 @@ def make_plan(
     ``memory``: bytes of every device's arena (None: what the graph's devices say). ``planner``: ``build``, the paper's,
     or ``timed``, which plans in simulated time and leaves to ``build`` what it cannot plan. ``cyclic``: the plan is run
     step after step. ``machine``: what candidates are compared on. ``work``: what the search may cost, and what it has
-    cost. For ``build`` alone: ``policy``, who is evicted first (auto: belady), and ``lookahead``, vertices ahead of
-    execution for which copies may be placed (None: as many as fit).
+    cost. For ``build`` alone: ``policy``, which values are evicted first (auto: belady; ``timed`` has the same
+    plan whatever it is), and ``lookahead``, vertices ahead of execution for which copies may be placed (None: as many
+    as fit).
     Raises ConfigError for unknown names, GraphFileError for a graph that makes no sense, BudgetTooSmall.
     """
     if planner not in PLANNERS:
@@ -86,13 +87,13 @@ def make_plan(
     chosen = policy_named(policy)
     if lookahead is not None and lookahead < 0:
         raise ConfigError(f"lookahead: {lookahead} is negative; 0 turns it off")
-    graph = _inputs_by_use(check_taskgraph(graph))
+    graph = inputs_by_use(check_taskgraph(graph))
     if memory is not None:
         graph = with_memory(graph, lambda device: memory)
     return PLANNERS[planner](graph, chosen, cyclic, lookahead, machine or Machine(), work=work)
 
 
-def _inputs_by_use(graph: TaskGraph) -> TaskGraph:
+def inputs_by_use(graph: TaskGraph) -> TaskGraph:
     """Return ``graph`` with its inputs in front, by first reader: where a file lists them makes no difference then."""
     rest = [vertex for vertex in graph.vertices if vertex.kind is not VertexKind.INPUT]
     first: dict[int, int] = {}
@@ -163,8 +164,10 @@ def plan_timed(
     """Plan in simulated time; where that finds no plan or a slower one, with BUILDMEMGRAPH. Raises BudgetTooSmall.
 
     A memory is too small if it is for BUILDMEMGRAPH, which can tell in a fraction of the time, and which always ends.
+    ``policy`` has no effect, there neither: what a user is told of it holds for every graph.
     """
-    del repairs
+    del repairs, policy
+    policy = policy_named(AUTO)
     work = work or Work()
     if first_fitting(graph, policy, cyclic, partial(_attempts, lookahead=lookahead)) is None:
         raise _too_small(graph, policy, cyclic, lookahead, work)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
+
+import pytest
 
 from benchmarks.planner import live_peak
 from disco_accel.cli.main import main
 from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
+from disco_accel.plan.timed.settings import TimedSettings
 
 GRAPH = Path(__file__).parent.parent / "data" / "graphs" / "chain8.taskgraph.json"
 
@@ -30,3 +34,20 @@ def test_an_arena_that_holds_everything_has_little_to_spare(tmp_path: Path) -> N
     assert 1 <= ample["arena"] <= ample["rest"] <= 1.02
     assert len(tight) == 2 and all(row["arena"] is None and row["loads"] >= 1 - 1e-9 for row in tight)
     assert all(row["ratio"] >= 1 - 1e-9 for row in (*tight, ample, build))
+
+
+def test_every_move_of_the_search_is_left_out_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also those that come later: what is no limit of the search is a move, and has to say what it is worth."""
+    output = tmp_path / "planner.json"
+    options = ["--graph", str(GRAPH), "--memory", "8MiB", "--bandwidth", "2e10", "--output", str(output)]
+    assert main(["bench", "planner", "--ablate", *options]) == 0
+    limits = {"effort", "drafting_share", "good", "offsets", "drafts_packed", "busy_link", "late", "least_cut"}
+    limits.add("low_peak_order_up_to")
+    moves = [field.name for field in fields(TimedSettings) if field.name not in limits]
+    full, *without = json.loads(output.read_text())
+    assert [row["move"] for row in without] == moves and full["move"] == ""
+    summary = capsys.readouterr().out.splitlines()[-len(moves) :]
+    assert [line.split()[0] for line in summary] == moves
+    ratios = {row["move"]: row["ratio"] for row in without}
+    assert ratios["min_gap_ratios"] is None, "without offloads there is no plan in so little memory"
+    assert all(ratio is None or ratio >= 1 - 1e-9 for ratio in ratios.values())

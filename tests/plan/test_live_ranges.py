@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import pytest
 
-from disco_accel.plan.timed import search
 from disco_accel.plan.timed.live_ranges import LiveRanges
 from disco_accel.plan.timed.requirements import Profile
 from disco_accel.plan.timed.search import build_timed
+from disco_accel.plan.timed.settings import TimedSettings
 from disco_accel.simulate.machine import Machine
 from disco_accel.testing.lora_graph import LoraShape, lora_graph
 from disco_accel.verify.adversary import run_reference
@@ -36,9 +36,8 @@ def test_a_step_that_does_not_fit_as_drafted_fits_with_delayed_reloads(monkeypat
         return over
 
     monkeypatch.setattr(LiveRanges, "delay_prefetches", watched)
-    monkeypatch.setattr(search, "EFFORT", 4_000)
     graph = lora_graph(shape, 220 << 20)
-    plan = build_timed(graph, Machine(), cyclic=True)
+    plan = build_timed(graph, Machine(), cyclic=True, settings=TimedSettings(effort=4_000))
     assert fitted, "the case has become too easy: find one whose draft does not fit"
     for ranges in fitted:
         verify(graph, ranges.plan(cyclic=True))

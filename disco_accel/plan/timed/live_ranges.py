@@ -17,9 +17,6 @@ from disco_accel.plan.common.plan_log import PlanLog
 from disco_accel.plan.timed.packing import Buffer, Packed, pack
 from disco_accel.plan.timed.requirements import Profile, StepRequirements
 
-_DELAYS = (0.03, 0.12, 0.4)
-"""Shares of the time from a reload to its first reader by which the reload is delayed, most promising first."""
-
 
 @dataclass(slots=True, eq=False)
 class LiveRange:
@@ -82,7 +79,8 @@ class LiveRanges:
     ``planned``: the vertices but for inputs, in order; ``all``: every live range by begin; ``by_value``: that of each
     value, as it is named in the plan; ``positions``: which vertex of the serial order is the next at each tick;
     ``ticks``: that of each of ``planned``; ``end``: the tick behind the last; ``packings``: by device, the result of
-    ``assign_offsets``; ``tried``: how many offsets were looked for."""
+    ``assign_offsets``; ``tried``: how many offsets were looked for; ``delays`` and
+    ``repacking_rounds``: of the settings (``prefetch_delays``)."""
 
     requirements: StepRequirements
     planned: list[Vertex]
@@ -93,6 +91,8 @@ class LiveRanges:
     end: int
     packings: dict[int, _DevicePacking] = field(default_factory=dict)
     tried: int = 0
+    delays: tuple[float, ...] = ()
+    repacking_rounds: int = 0
 
     def assign_offsets(self, capacity: Mapping[int, int], *, lowest: bool) -> dict[int, Profile]:
         """Give every live range an offset; return by device and position the bytes above ``capacity``, nothing if all
@@ -131,7 +131,7 @@ class LiveRanges:
     def _pack_delayed(self, device: int, memory: int) -> _DevicePacking:
         """Delay reloads by more and more and pack again, until all fits or no reload is left that would help."""
         best = packing = self.packings[device]
-        for delay in _DELAYS:
+        for delay in self.delays:
             if best.packed.height <= memory or not self._delay_reloads(packing, memory, delay):
                 break
             packing = self._pack(device, memory, best.packed.order)
@@ -148,7 +148,7 @@ class LiveRanges:
         ranges = [live for live in self.all if live.device == device and live.at_step_start is None]
         at_end = {id(live.at_step_start): live for live in self.all if live.at_step_start is not None}
         buffers = [Buffer(live.block, _lifespans(live, at_end.get(id(live)))) for live in ranges]
-        packed = pack(buffers, memory, order)
+        packed = pack(buffers, memory, order, self.repacking_rounds)
         self.tried += packed.tried * len(buffers)
         return _DevicePacking(ranges, buffers, packed)
 

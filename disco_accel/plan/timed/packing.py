@@ -50,9 +50,8 @@ _TINY = 2000
 """Buffers smaller than one part in so many of the memory get the lowest offsets, longest lived first: above large ones
 they would break up the gaps."""
 
-_ROUNDS = 60
-_ROUNDS_FEW = 120
-"""Rounds in which buffers above the memory are packed first; the latter up to ``_FEW`` buffers."""
+ROUNDS = 60
+"""Rounds in which buffers above the memory are packed first; twice as many up to ``_FEW`` buffers."""
 
 _WITHIN = 1.08
 """A packing higher than so many times the memory hardly comes down to it by rounds."""
@@ -98,10 +97,10 @@ class Packed:
     tried: int
 
 
-def pack(buffers: Sequence[Buffer], limit: int, order: list[int] | None = None) -> Packed:
+def pack(buffers: Sequence[Buffer], limit: int, order: list[int] | None = None, rounds: int = ROUNDS) -> Packed:
     """Return the lowest packing that is found, or the first not above ``limit`` bytes.
 
-    ``order``: start with this one alone."""
+    ``order``: start with this one alone; ``rounds``: see ``ROUNDS``."""
     best: Packed | None = None
     tried = 0
     packer = packer_of(buffers)
@@ -116,8 +115,8 @@ def pack(buffers: Sequence[Buffer], limit: int, order: list[int] | None = None) 
     limit = limit or _live_peak(buffers)
     # Rounds go on from the best order; the second time only from a packing that is a hair's breadth above the limit.
     for within in (_WITHIN if order is None else _WITHIN_GIVEN_ORDER, _ALMOST):
-        if limit < best.height <= within * limit:
-            best = packer.pack(best.order, limit, _ROUNDS_FEW if len(buffers) <= _FEW else _ROUNDS)
+        if rounds and limit < best.height <= within * limit:
+            best = packer.pack(best.order, limit, 2 * rounds if len(buffers) <= _FEW else rounds)
             tried += best.tried
     return replace(best, tried=tried)
 

@@ -31,67 +31,33 @@ from disco_accel.plan.timed.drafts import (
 from disco_accel.plan.timed.live_ranges import LiveRanges
 from disco_accel.plan.timed.replay import live_ranges_of
 from disco_accel.plan.timed.requirements import Profile, StepRequirements, requirements_of
+from disco_accel.plan.timed.settings import TimedSettings
 from disco_accel.plan.timed.swap_schedule import SwapEvent, SwapSchedule
 from disco_accel.simulate.simulator import Machine, simulate
 
-RESIDENT_SHARES = (0.0, 0.5, 0.9, 0.95, 0.3, 0.7)
-"""Shares of the memory, beside pinned bytes at their peak, for buffers that never leave; most promising first."""
-
-MIN_GAP_RATIOS = (None, 10.0, 5.0, 2.0)
-"""An activation is offloaded only if its idle gap is at least this many times its two copies; None: never."""
-
-EFFORT = 400_000
-"""Vertices in all the drafts of one search; the first share of each ratio is tried in any case."""
-
-PREFETCH_HORIZONS = (0.2, 0.05)
-"""Shares of a step with memory for everything: nothing is evicted for a reader further ahead. Without such a limit an
-idle link trades what is on the device for what is wanted sooner, again and again, and is busy when it matters."""
-
-_PLACED = 4_000_000
-"""Offsets that are tried in one search, after which the first plan found is the last."""
-
-_TRIES = 6
-"""Drafts that are tried even if that takes more offsets."""
-
-_GOOD = 1.003
-"""A draft that takes at most so many times what a step with memory for everything takes is not bettered any more."""
-
-_DRAFTING = 0.5
-"""Share of the work, or of the user's time, after which no more options are drafted: drafts need offsets."""
-
-_STEP = 0.08
-_REORDERED = 12_000
-"""Vertices of a graph for which an order with a lower peak is tried too."""
-
-_RETRIES = 8
-_LEAST = 256
-"""Buffers come and go as a whole: taking away less than one part in so many of the memory may change nothing."""
-
-_RETRY_BONUS = 0.02
-"""How much sooner, as a share of its seconds, a draft gets offsets for each retry that it has been through."""
-
-_BUSY = 0.9
-"""Share of a step that a link is busy from which on a reload that starts later makes the step longer."""
-
-_LATE = 1.002
-"""A plan that takes more than so many times what its draft takes has lost it by delayed reloads."""
-
-_CUT_PENALTY = 0.25
-"""How much longer a step becomes, as a share of itself, by giving up all of its memory; a guess for small cuts."""
-
-_SMALL = 1000
-"""Positions of a step up to which a draft without offsets is followed by several others, not one."""
+_WASTE_TRIED_AT = 1
+"""Which of the other shares is tried even where the best draft is good enough, if that reloads anything: it may take
+as long and reload less."""
 
 _Unpacked = tuple[LiveRanges, dict[int, Profile]]
 """Live ranges that do not fit, and by device and position the bytes above the memory."""
 
 
-def build_timed(graph: TaskGraph, machine: Machine, *, cyclic: bool, work: Work | None = None) -> MemGraph:
+def build_timed(
+    graph: TaskGraph,
+    machine: Machine,
+    *,
+    cyclic: bool,
+    work: Work | None = None,
+    settings: TimedSettings | None = None,
+) -> MemGraph:
     """Return the fastest plan found before ``work`` is over. Raises Infeasible if there is none by then."""
-    search = _Search(graph, machine, cyclic, work or Work())
+    settings = settings or TimedSettings()
+    search = _Search(graph, machine, cyclic, work or Work(), settings)
     search.run()
     search.assign_offsets()
-    if search.makespan > search.floor and search.effort < EFFORT and not search.over():
+    lost = search.makespan > search.floor and settings.second_run
+    if lost and search.effort < settings.effort and not search.over():
         # A draft that was good enough may have lost by its offsets.
         search.floor = 0.0
         search.run()
@@ -104,8 +70,9 @@ def build_timed(graph: TaskGraph, machine: Machine, *, cyclic: bool, work: Work 
 class _Search:
     """Drafts with different options, and the best ``plan`` with its ``makespan``."""
 
-    def __init__(self, graph: TaskGraph, machine: Machine, cyclic: bool, work: Work) -> None:
+    def __init__(self, graph: TaskGraph, machine: Machine, cyclic: bool, work: Work, settings: TimedSettings) -> None:
         self.graph = graph
+        self.settings = settings
         self.work = work
         self.machine = machine
         self.cyclic = cyclic
@@ -122,7 +89,7 @@ class _Search:
         self.offsets_tried = 0
         self.drafts_packed = 0
         self.ideal = self._ideal()
-        self.floor = _GOOD * self.ideal
+        self.floor = settings.good * self.ideal
         self.plan: MemGraph | None = None
         self.makespan = float("inf")
 
@@ -136,22 +103,29 @@ class _Search:
         Invariant: ``best`` only ever gets faster, so the order decides what is found. Gap ratios come first because the
         others depend on which activations are swappable; the fine search around the best share comes last. No option
         is tried once a draft is within the floor, except those that may save reloads without costing time."""
-        for ratio in MIN_GAP_RATIOS:
-            if not self.drafted or self.effort * 4 < EFFORT:
-                self.attempt(DraftOptions(ratio, RESIDENT_SHARES[0]))
-        if self.drafted:
+        settings = self.settings
+        first_share, *other_shares = settings.resident_shares
+        for ratio in settings.min_gap_ratios:
+            if not self.drafted or self.effort * 4 < settings.effort:
+                self.attempt(DraftOptions(ratio, first_share))
+        if self.drafted and settings.low_peak_order:
             self.attempt(replace(self.best(), low_peak_order=True), limited=True)
+        if self.drafted and settings.evict_outliers_at_boundary:
             self.attempt(replace(self.best(), evict_outliers_at_boundary=True), limited=True)
-        for share in RESIDENT_SHARES[1:]:
-            wasteful = share == RESIDENT_SHARES[2] and bool(self.drafted) and self.best_schedule().reloaded > 0
+        for number, share in enumerate(other_shares):
+            wasteful = number == _WASTE_TRIED_AT and bool(self.drafted) and self.best_schedule().reloaded > 0
             self.attempt(replace(self.best(), resident_share=share), limited=True, even_if_good=wasteful)
-        self.attempt(replace(self.best(), outliers_permanent=True), limited=True)
+        if settings.outliers_permanent:
+            self.attempt(replace(self.best(), outliers_permanent=True), limited=True)
         if self.drafted and self.best_schedule().reloaded:
-            for horizon in PREFETCH_HORIZONS:
+            for horizon in settings.prefetch_horizons:
                 self.attempt(replace(self.best(), prefetch_horizon=horizon), limited=True, even_if_good=True)
-        # The step is halved where neither neighbour is faster, so this ends: seconds fall or the step does.
-        step = _STEP
-        while step > _STEP / 5:
+        self._refine_share()
+
+    def _refine_share(self) -> None:
+        """Look around the best share; the step is halved where neither neighbour is faster, so this ends."""
+        step = self.settings.share_step
+        while step > self.settings.share_step / 5:
             best, before = self.best(), self.fastest()
             for share in (best.resident_share - step, best.resident_share + step):
                 if 0.0 <= share <= 1.0:
@@ -164,7 +138,8 @@ class _Search:
 
         A draft that does not fit comes back to the queue with its packing, ranked by what mending it may cost; when its
         turn comes again it is mended, by delayed reloads or by a new draft with less memory."""
-        offsets, drafts = self.offsets_tried + _PLACED, self.drafts_packed + _TRIES
+        offsets = self.offsets_tried + self.settings.offsets
+        drafts = self.drafts_packed + self.settings.drafts_packed
         while self.queue and self.makespan > self.floor and not self.over():
             if self.offsets_tried > offsets and (
                 self.plan or (self.drafts_packed > drafts and self.offsets_tried > 4 * offsets)
@@ -177,13 +152,14 @@ class _Search:
             self.drafts_packed += 1
             if unpacked is None:
                 self._pack(draft)
-            elif self._waits_for_link(draft):
+            elif self._waits_for_link(draft) or not self.settings.prefetch_delays:
                 self._redraft(draft, unpacked[1])
             else:
                 self._delay_prefetches(draft, *unpacked)
 
     def _pack(self, draft: Draft) -> None:
         live = live_ranges_of(draft.requirements, draft.schedule, draft.permanent, draft.at_start, self.cyclic)
+        live.delays, live.repacking_rounds = self.settings.prefetch_delays, self.settings.repacking_rounds
         self.work.add(REPLAYED, draft.requirements.end)
         over = live.assign_offsets(self.capacity, lowest=not draft.schedule.reloaded)
         self._count_offsets(live.tried)
@@ -197,7 +173,7 @@ class _Search:
         tried, still_over = live.tried, live.delay_prefetches(self.capacity)
         self._count_offsets(live.tried - tried)
         seconds = float("inf") if still_over else self._keep_if_faster(live.plan(self.cyclic))
-        if seconds > _LATE * draft.schedule.seconds:
+        if seconds > self.settings.late * draft.schedule.seconds:
             self._redraft(draft, still_over or over)
 
     def _count_offsets(self, tried: int) -> None:
@@ -215,7 +191,7 @@ class _Search:
     def _waits_for_link(self, draft: Draft) -> bool:
         """Whether the draft keeps links so busy that a reload which starts later cannot be made up for."""
         links = self.machine.h2d.bandwidth * len(self.capacity)
-        return draft.schedule.reloaded > _BUSY * draft.schedule.seconds * links
+        return draft.schedule.reloaded > self.settings.busy_link * draft.schedule.seconds * links
 
     def _enqueue(self, draft: Draft, unpacked: _Unpacked | None = None) -> None:
         """Queue ``draft``, the sooner the faster it promises to be once what is above the memory has been cut."""
@@ -223,20 +199,23 @@ class _Search:
         if unpacked is not None:
             over = max(int(profile.max()) / self.capacity[device] for device, profile in unpacked[1].items())
         # One that has been through a few retries needs few more.
-        rank = self._rank(draft.schedule)[0] * (1 - _RETRY_BONUS * draft.retries) * (1 + _CUT_PENALTY * over)
+        bonus, penalty = self.settings.retry_bonus * draft.retries, self.settings.cut_penalty * over
+        rank = self._rank(draft.schedule)[0] * (1 - bonus) * (1 + penalty)
         self.queued += 1
         heapq.heappush(self.queue, (rank, draft.schedule.reloaded, self.queued, draft, unpacked))
 
     def _redraft(self, draft: Draft, over: Mapping[int, Profile]) -> None:
         """Draft once more with less memory where the packing was above it; of a small graph also with less memory
         everywhere."""
-        if draft.retries >= _RETRIES:
+        if draft.retries >= self.settings.redrafts:
             return
         pinned_bytes = draft.requirements.pinned_bytes
         spare = spare_bytes(draft, self.capacity)
-        least = {device: memory // _LEAST * (draft.retries + 1) for device, memory in self.capacity.items()}
+        least = {
+            device: memory // self.settings.least_cut * (draft.retries + 1) for device, memory in self.capacity.items()
+        }
         cuts = [{d: np.where(profile > 0, np.maximum(profile, least[d]), 0) for d, profile in over.items()}]
-        if draft.requirements.end <= _SMALL:
+        if draft.requirements.end <= self.settings.several_redrafts_up_to:
             cuts += [
                 {device: np.full_like(profile, profile.max() // part) for device, profile in over.items()}
                 for part in (1, 3)
@@ -285,15 +264,20 @@ class _Search:
     def best(self) -> DraftOptions:
         """Return the options of the best draft so far."""
         best = min(self.drafted, key=lambda drafted: self._rank(drafted[0].schedule), default=None)
-        return DraftOptions(MIN_GAP_RATIOS[-1], RESIDENT_SHARES[0]) if best is None else best[1]
+        return (
+            DraftOptions(self.settings.min_gap_ratios[-1], self.settings.resident_shares[0])
+            if best is None
+            else best[1]
+        )
 
     def _rank(self, schedule: SwapSchedule) -> tuple[float, int]:
-        return max(schedule.seconds, _GOOD * self.ideal), schedule.reloaded
+        return max(schedule.seconds, self.settings.good * self.ideal), schedule.reloaded
 
     def attempt(self, options: DraftOptions, limited: bool = False, even_if_good: bool = False) -> None:
         """Draft with these options unless the search has gone on for long enough."""
-        spent = (self.effort > EFFORT or self.over(_DRAFTING)) and (limited or self.drafted)
-        if spent or self.work.late(_DRAFTING) or (self.fastest() <= self.floor and not even_if_good):
+        drafting = self.settings.drafting_share
+        spent = (self.effort > self.settings.effort or self.over(drafting)) and (limited or self.drafted)
+        if spent or self.work.late(drafting) or (self.fastest() <= self.floor and not even_if_good):
             return
         requirements = self._requirements(options.min_gap_ratio, options.low_peak_order)
         if requirements is None:
@@ -311,7 +295,7 @@ class _Search:
 
     def _ideal(self) -> float:
         """Return the seconds of a step in this order if nothing ever had to leave."""
-        requirements = self._requirements(None) or self._requirements(MIN_GAP_RATIOS[-1])
+        requirements = self._requirements(None) or self._requirements(self.settings.min_gap_ratios[-1])
         return 0.0 if requirements is None else seconds_if_all_resident(requirements, self.machine, self.capacity)
 
     def _requirements(self, ratio: float | None, low_peak_order: bool = False) -> StepRequirements | None:
@@ -327,4 +311,4 @@ class _Search:
     @cached_property
     def low_peak_graph(self) -> TaskGraph | None:
         """The graph in an order with a lower peak, if there is one and the graph is small enough to look for it."""
-        return lower_order(self.graph) if len(self.graph.vertices) <= _REORDERED else None
+        return lower_order(self.graph) if len(self.graph.vertices) <= self.settings.low_peak_order_up_to else None
