@@ -1,7 +1,7 @@
 """What a search for a plan may cost, and what it has cost.
 
 The planner's output is a function of its input alone, so its own limit counts work, not seconds: vertices drafted,
-addresses tried, vertices walked, each with the seconds that one takes on a usual core. Only a deadline that the user
+offsets tried, vertices walked, each with the seconds that one takes on a usual core. Only a deadline that the user
 sets is read from the clock; a plan that it cut short may differ from run to run, and ``Work.cut`` says so.
 """
 
@@ -15,20 +15,20 @@ DRAFTED = 14e-6
 one core of a 2.x GHz Xeon, on captured steps of 400 to 9,600 vertices; there they hold within a third."""
 
 PLACED = 1.5e-6
-"""Seconds for an address that is tried."""
+"""Seconds for an offset that is tried."""
 
 REPLAYED = 14e-6
-"""Seconds for a vertex of a draft whose stays are listed."""
+"""Seconds for a vertex of a draft whose live ranges are listed."""
 
 FINISHED = 21e-6
-"""Seconds for a vertex of a plan that is put together and simulated."""
+"""Seconds for a vertex of a plan that is assembled and simulated."""
 
 WALKED = 40e-6
 """Seconds for a vertex that BUILDMEMGRAPH walks past."""
 
-_LEAST = 2.0
-_EACH = 1.4e-3
-_MOST = 60.0
+_BASE_SECONDS = 2.0
+_SECONDS_PER_VERTEX = 1.4e-3
+_MAX_SECONDS = 60.0
 
 
 def enough(vertices: int) -> float:
@@ -36,7 +36,7 @@ def enough(vertices: int) -> float:
 
     Tuned on captured steps of 400 to 9,600 vertices (docs/planner.md): none of 20 plans is slower for the limit.
     """
-    return min(_LEAST + _EACH * vertices, _MOST)
+    return min(_BASE_SECONDS + _SECONDS_PER_VERTEX * vertices, _MAX_SECONDS)
 
 
 @dataclass(slots=True)

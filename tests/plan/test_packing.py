@@ -31,15 +31,15 @@ def random_buffers(seed: int, count: int = 120, ticks: int = 60) -> list[Buffer]
 
 
 def overlaps(buffers: list[Buffer], offsets: list[int]) -> list[tuple[int, int]]:
-    found = []
+    overlapping = []
     for i, a in enumerate(buffers):
         for j in range(i):
             b = buffers[j]
             at_once = any(s < f and t < e for s, e in a.lifespans for t, f in b.lifespans)
             apart = offsets[i] + a.size <= offsets[j] or offsets[j] + b.size <= offsets[i]
             if at_once and not apart:
-                found.append((j, i))
-    return found
+                overlapping.append((j, i))
+    return overlapping
 
 
 def live_peak(buffers: list[Buffer]) -> int:

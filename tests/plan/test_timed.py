@@ -47,7 +47,7 @@ def test_plans_of_random_graphs_pass_both_judges(start: int) -> None:
     assert planned > 80, "nearly every graph was refused, so nothing was judged"
 
 
-def test_pages_that_the_running_vertex_reads_are_never_dropped_for_its_outputs() -> None:
+def test_buffers_that_the_running_vertex_reads_are_never_evicted_for_its_outputs() -> None:
     """Found by the random search: held for later, but read right now."""
     rng = random.Random(3449)
     factor = rng.choice(FACTORS)
