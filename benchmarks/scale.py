@@ -25,7 +25,7 @@ from disco_accel.graph.files import write_atomically
 from disco_accel.graph.order import data_edges
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind, with_memory
 from disco_accel.plan import make_plan
-from disco_accel.plan.common.transitive_reduction import prune
+from disco_accel.plan.common.transitive_reduction import remove_implied_edges
 from disco_accel.sizes import format_size, parse_size
 from disco_accel.testing.lora_graph import LoraShape, lora_graph
 from disco_accel.testing.tensor_parallel import PrefillShape, layers_for, tensor_parallel_prefill
@@ -74,7 +74,7 @@ def measure(graph: TaskGraph, memory: int, planner: str) -> Point:
     planned = time.process_time()
     verify(with_memory(graph, lambda device: memory), plan)
     verified = time.process_time()
-    prune(plan.vertices, data_edges(plan.vertices), plan.memory_edges)
+    remove_implied_edges(plan.vertices, data_edges(plan.vertices), plan.memory_edges)
     pruned = time.process_time()
     return Point(
         graph=graph.name,

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from disco_accel.verify import happens_before
-from disco_accel.verify.happens_before import Claim, first_unfounded
+from disco_accel.verify.happens_before import Claim, first_violated
 
 GRAPHS = 300
 
@@ -54,7 +54,7 @@ def test_claims_hold_or_not_as_the_closure_says(span: int, paths: int, monkeypat
         guesses = [(rng.randrange(size), rng.randrange(size)) for _ in range(12)]
         for first, then in (*guesses, *rng.sample(true, min(12, len(true)))):
             claim: Claim = (first, then, no_reason)
-            wrong = first_unfounded(predecessors, [claim])
+            wrong = first_violated(predecessors, [claim])
             assert (wrong is None) == (first in ancestors[then]), (predecessors, first, then)
             held += wrong is None
             far += then - first >= 2 * span
@@ -71,9 +71,9 @@ def test_many_claims_at_once_are_right_if_each_is(span: int, monkeypatch: pytest
         ancestors = closure(predecessors)
         true = [(a, then, no_reason) for then, before in enumerate(ancestors) for a in before]
         rng.shuffle(true)
-        assert first_unfounded(predecessors, true) is None
+        assert first_violated(predecessors, true) is None
         pairs = [(a, b) for b in range(len(predecessors)) for a in range(len(predecessors))]
         false = [(a, b, no_reason) for a, b in pairs if a not in ancestors[b]]
         wrong = rng.choice(false)
         at = rng.randint(0, len(true))
-        assert first_unfounded(predecessors, [*true[:at], wrong, *true[at:]]) == wrong
+        assert first_violated(predecessors, [*true[:at], wrong, *true[at:]]) == wrong

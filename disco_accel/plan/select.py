@@ -16,7 +16,7 @@ from disco_accel.graph.strict_json import plain
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind, with_memory
 from disco_accel.plan.buildmemgraph.builder import build
 from disco_accel.plan.buildmemgraph.eviction import AUTO, Policy, policy_named
-from disco_accel.plan.buildmemgraph.min_memory import Attempt, first_fitting, smallest
+from disco_accel.plan.buildmemgraph.min_memory import Attempt, first_fitting, smallest_feasible_memory
 from disco_accel.plan.buildmemgraph.residents import Residents, first_choices, improve, plain_choices
 from disco_accel.plan.buildmemgraph.sim_malloc import Repairs
 from disco_accel.plan.common.serial_orders import dispatched
@@ -132,7 +132,7 @@ def plan_build(
 
 def _too_small(graph: TaskGraph, policy: Policy, cyclic: bool, lookahead: int | None, work: Work) -> BudgetTooSmall:
     given = max(device.memory for device in graph.devices)
-    needed = smallest(graph, policy, cyclic, partial(_attempts, lookahead=lookahead), work)
+    needed = smallest_feasible_memory(graph, policy, cyclic, partial(_attempts, lookahead=lookahead), work)
     return BudgetTooSmall(needed, given, f"the plan of '{plain(graph.name)}'")
 
 

@@ -43,19 +43,19 @@ def machine_from_json(data: object) -> Machine:
     links = data.get("links", [])
     if not isinstance(links, list):
         raise ConfigError(f"links: expected a list, got {shown(links)}")
-    found: dict[str, Link] = {}
+    link_of: dict[str, Link] = {}
     joint: list[tuple[str, ...]] = []
     for index, entry in enumerate(links):
         where = f"links[{index}]"
         kinds, link = _link(entry, where)
         for kind in kinds:
-            if kind in found:
+            if kind in link_of:
                 raise ConfigError(f"{where}: kinds: {kind} has a link already")
-            found[kind] = link
+            link_of[kind] = link
         if len(kinds) > 1:
             joint.append(kinds)
     default = Machine()
-    h2d, d2h, p2p = (found.get(kind, default.link(kind)) for kind in LINK_KINDS)
+    h2d, d2h, p2p = (link_of.get(kind, default.link(kind)) for kind in LINK_KINDS)
     return Machine(streams, h2d, d2h, p2p, tuple(joint))
 
 

@@ -122,6 +122,6 @@ _FLOPS: Mapping[Arithmetic, Callable[[Shapes], float]] = {
 
 
 def _traffic(spec: TensorSpec) -> int:
-    """Bytes that are read of a tensor; what is expanded along an axis is there once."""
-    there = math.prod(size for size, stride in zip(spec.shape, spec.stride, strict=True) if stride)
-    return there * _BYTES.get(spec.dtype, 4)
+    """Bytes read of a tensor; elements expanded along an axis (stride 0) are one element in memory."""
+    elements = math.prod(size for size, stride in zip(spec.shape, spec.stride, strict=True) if stride)
+    return elements * _BYTES.get(spec.dtype, 4)

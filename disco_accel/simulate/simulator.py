@@ -12,7 +12,7 @@ from disco_accel.errors import ConfigError, Stalled
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.simulate.machine import Link, Machine
-from disco_accel.simulate.step_boundary import Border, border_of
+from disco_accel.simulate.step_boundary import CrossStepDependencies, cross_step_dependencies
 
 __all__ = ["DISPATCHES", "Link", "Machine", "Simulation", "Simulator", "lower_bound", "simulate"]
 
@@ -86,9 +86,9 @@ class Simulator:
         self.out = [vertex.out and vertex.kind is not VertexKind.INPUT for vertex in memgraph.vertices]
         self.seconds = [machine.seconds(vertex) for vertex in memgraph.vertices]
         names = _lanes(memgraph, machine)
-        self.lane_names = sorted({name for name, given in zip(names, self.inputs, strict=True) if not given})
+        self.lane_names = sorted({name for name, is_input in zip(names, self.inputs, strict=True) if not is_input})
         number = {name: lane for lane, name in enumerate(self.lane_names)}
-        self.lanes = [-1 if given else number[name] for name, given in zip(names, self.inputs, strict=True)]
+        self.lanes = [-1 if is_input else number[name] for name, is_input in zip(names, self.inputs, strict=True)]
         self.width = [machine.compute_streams if name.startswith("compute") else 1 for name in self.lane_names]
         self.successors: list[list[int]] = [[] for _ in self.ids]
         self.waiting = [0] * len(self.ids)
@@ -105,7 +105,7 @@ class Simulator:
         if any(self.out):
             for i in self.late:
                 self.waiting[i] += 1
-        self._border: Border | None = None
+        self._cross_step: CrossStepDependencies | None = None
 
     def run(self, *, dispatch: str = "priority", seed: int = 0, jitter: float = 0.0, steps: int = 1) -> Simulation:
         """Simulate ``steps`` steps that follow each other, each as soon as the one before lets it.
@@ -123,9 +123,11 @@ class Simulator:
         if steps < 1 or steps * len(self.ids) > MAX_RUNS:
             most = MAX_RUNS // max(1, len(self.ids))
             raise ConfigError(f"steps: {steps} does not work; use a number from 1 to {most}")
-        if steps > 1 and self._border is None:
-            self._border = border_of(self.memgraph)
-        return _Run(self, dispatch, random.Random(seed), jitter, steps, self._border or Border()).to_end()
+        if steps > 1 and self._cross_step is None:
+            self._cross_step = cross_step_dependencies(self.memgraph)
+        return _Run(
+            self, dispatch, random.Random(seed), jitter, steps, self._cross_step or CrossStepDependencies()
+        ).to_end()
 
     def levels(self) -> list[int]:
         """Return for each vertex how many vertices the longest chain before it has; late values follow all ``out``."""
@@ -146,28 +148,34 @@ class _Run:
     """One simulation. Vertex i of step s has the number ``s * count + i``."""
 
     def __init__(
-        self, plan: Simulator, dispatch: str, rng: random.Random, jitter: float, steps: int, border: Border
+        self,
+        plan: Simulator,
+        dispatch: str,
+        rng: random.Random,
+        jitter: float,
+        steps: int,
+        cross_step: CrossStepDependencies,
     ) -> None:
         self.plan = plan
         self.dispatch = dispatch
         self.rng = rng
         self.steps = steps
-        self.border = border
+        self.cross_step = cross_step
         self.count = count = len(plan.ids)
         self.seconds: Sequence[float] = plan.seconds * steps
         if jitter:
             self.seconds = [each * rng.uniform(1 - jitter, 1 + jitter) for each in self.seconds]
-        later = [waits + more for waits, more in zip(plan.waiting, border.waiting(count), strict=True)]
+        later = [waits + more for waits, more in zip(plan.waiting, cross_step.waiting(count), strict=True)]
         self.waiting = plan.waiting + later * (steps - 1)
         self.successors = plan.successors
-        if border.within:
+        if cross_step.within:
             self.successors = [list(each) for each in plan.successors]
-            for before, then in border.within:
+            for before, then in cross_step.within:
                 self.successors[before].append(then)
                 for step in range(steps):
                     self.waiting[step * count + then] += 1
         self.outs_left = [sum(plan.out)] * steps
-        self.work_left = [border.work] * steps
+        self.work_left = [cross_step.work] * steps
         self.free = list(plan.width)
         self.queues: list[list[tuple[float, int]]] = [[] for _ in plan.lane_names]
         self.running: list[tuple[float, int]] = []
@@ -235,12 +243,12 @@ class _Run:
 
     def _release_next(self, step: int, place: int) -> None:
         first = (step + 1) * self.count
-        for successor in self.border.successors.get(place, ()):
+        for successor in self.cross_step.successors.get(place, ()):
             self._release(first + successor)
-        if place in self.border.workers:
+        if place in self.cross_step.workers:
             self.work_left[step] -= 1
             if not self.work_left[step]:
-                for gated in self.border.gated:
+                for gated in self.cross_step.gated:
                     self._release(first + gated)
 
     def _release(self, i: int) -> None:
@@ -268,8 +276,8 @@ class _Levels:
         self.count = len(levels)
         self.depth = max(levels, default=0) + 1
         work = [0] * self.depth
-        for level, given in zip(levels, inputs, strict=True):
-            work[level] += not given
+        for level, is_input in zip(levels, inputs, strict=True):
+            work[level] += not is_input
         self.left = work * steps
         self.held: dict[int, list[int]] = {}
         self.current = 0

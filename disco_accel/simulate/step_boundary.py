@@ -1,4 +1,4 @@
-"""What a step of a repeating plan waits for of the step before: results, and the memory that it writes."""
+"""Dependencies from one step of a repeating plan to the next: through results, and through memory that is reused."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _Range = tuple[int, int, Ref]
 
 
 @dataclass(frozen=True, slots=True)
-class Border:
-    """Numbers of vertices in the order of the plan.
+class CrossStepDependencies:
+    """Vertices by their number in the order of the plan.
 
-    ``successors``: vertex of a step → those of the next step that wait for it; ``workers``: kernels and transfers, all
-    of which must have ended before any of ``gated`` starts in the next step; ``within``: pairs of one step, what the
-    user brings and nobody reads before what is put in its place.
+    ``successors``: vertex of a step → the vertices of the next step that wait for it; ``workers``: kernels and
+    transfers, all of which must have ended before any of ``gated`` starts in the next step; ``within``: pairs of one
+    step, an input of the user's that nobody reads and a vertex that writes over it, which waits for it.
     """
 
     successors: Mapping[int, Sequence[int]] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class Border:
         return len(self.workers)
 
     def waiting(self, count: int) -> list[int]:
-        """Return for each of ``count`` vertices how many things of the step before it waits for."""
+        """Return for each of ``count`` vertices how many dependencies on the step before it has."""
         waits = [0] * count
         for successors in self.successors.values():
             for successor in successors:
@@ -48,16 +48,19 @@ class Border:
         return waits
 
 
-def border_of(plan: MemGraph) -> Border:
-    """Return what each step of ``plan`` waits for of the one before.
+def cross_step_dependencies(plan: MemGraph) -> CrossStepDependencies:
+    """Return the dependencies of each step of ``plan`` on the step before.
 
-    A vertex that is the first of its step to write some bytes waits for all who used what lay there last. What the user
-    keeps may go once all kernels have ended. Raises PlanError naming a resident that is not back when a step ends.
+    The first vertex of a step to write some bytes waits for all users of the value that lay there at the end of the
+    step before. Kept outputs are overwritten only after all kernels of their step have ended: the caller has copied
+    them by then. Raises PlanError naming a resident that is not back at its address when a step ends.
     """
-    return _Chain(plan).border()
+    return _TwoSteps(plan).dependencies()
 
 
-class _Chain:
+class _TwoSteps:
+    """The last users of each byte in one step against its first users in the next."""
+
     def __init__(self, plan: MemGraph) -> None:
         self.plan = plan
         self.number = {vertex.id: i for i, vertex in enumerate(plan.vertices)}
@@ -80,42 +83,44 @@ class _Chain:
         """The vertex that makes ``ref``."""
         return self.plan.vertices[self.number[ref[0]]]
 
-    def border(self) -> Border:
-        """Compare who uses each byte last with who writes it first."""
+    def dependencies(self) -> CrossStepDependencies:
+        """Compare the last user of each byte with its first writer."""
         for device in self.plan.devices:
-            places = [
+            ranges = [
                 (slot.addr, slot.addr + slot.size, ref)
                 for ref, slot in self.plan.slots.items()
                 if slot.device == device.id and slot.size
             ]
-            self._compare(places)
-            self._unread(places)
+            self._compare(ranges)
+            self._order_unread(ranges)
         host = self.plan.host_offsets
         sizes = {offload: self.vertex((offload, 0)).sizes[0] for offload in host}
         self._compare([(at, at + sizes[offload], (offload, 0)) for offload, at in host.items() if sizes[offload]])
         successors: dict[int, list[int]] = {}
         for u, v in sorted(self.pairs):
             successors.setdefault(u, []).append(v)
-        return Border(successors, self.workers, sorted(self.gated), self.within)
+        return CrossStepDependencies(successors, self.workers, sorted(self.gated), self.within)
 
-    def _compare(self, places: list[_Range]) -> None:
-        def turn(place: _Range) -> tuple[bool, int, int]:
-            ref = place[2]
+    def _compare(self, ranges: list[_Range]) -> None:
+        def order_written(each: _Range) -> tuple[bool, int, int]:
+            ref = each[2]
             return self.vertex(ref).kind is not VertexKind.INPUT, self.number[ref[0]], ref[1]
 
-        places.sort(key=turn)
-        last, first = _occupants(places), _occupants(reversed(places))
+        # Written one after another they leave the last occupant of each byte, written backward the first.
+        ranges.sort(key=order_written)
+        last, first = _occupants(ranges), _occupants(reversed(ranges))
         at = 0
         for begin, end, ref in first:
+            # Both lists are sorted by address: those of last that end before this range meet no later one either.
             while at < len(last) and last[at][1] <= begin:
                 at += 1
-            here = at
-            while here < len(last) and last[here][0] < end:
-                self._follow(last[here][2], ref)
-                here += 1
+            overlap = at
+            while overlap < len(last) and last[overlap][0] < end:
+                self._follow(last[overlap][2], ref)
+                overlap += 1
 
     def _follow(self, last: Ref, first: Ref) -> None:
-        """Make ``first``, which a step puts where the step before left ``last``, wait for all that use ``last``."""
+        """Make ``first``, which a step writes where the step before left ``last``, wait for all users of ``last``."""
         writer, owner = self.vertex(first), self.vertex(last)
         target = self.number[first[0]]
         if writer.kind is VertexKind.INPUT and writer.clean:
@@ -127,22 +132,22 @@ class _Chain:
             self.pairs.add((user, target))
         if owner.kind is not VertexKind.INPUT:
             self.pairs.add((self.number[last[0]], target))
-        kept = self.vertex(self.carried[last])
-        if kept.keep or kept.out:
+        origin = self.vertex(self.carried[last])
+        if origin.keep or origin.out:
             self.gated.add(target)
 
-    def _unread(self, places: list[_Range]) -> None:
-        """Order what is put over an input that the user brings behind it, if no reader does that."""
+    def _order_unread(self, ranges: list[_Range]) -> None:
+        """Order each vertex that writes over an input of the user's after that input, if nobody reads the input."""
         unread = [
             (begin, end, ref)
-            for begin, end, ref in places
+            for begin, end, ref in ranges
             if self.vertex(ref).kind is VertexKind.INPUT and not self.vertex(ref).clean and ref not in self.readers
         ]
         if not unread:
             return
         unread.sort()
         starts = [begin for begin, _, _ in unread]
-        for begin, end, ref in places:
+        for begin, end, ref in ranges:
             at = max(0, bisect_right(starts, begin) - 1)
             while at < len(unread) and unread[at][0] < end:
                 if unread[at][1] > begin and unread[at][2] != ref:
@@ -159,20 +164,20 @@ class _Chain:
             )
 
 
-def _occupants(places: Iterable[_Range]) -> list[_Range]:
-    """Return who holds each byte when ``places`` have been taken one after another, by address."""
-    ranges: list[_Range] = []
-    for start, end, ref in places:
-        at = bisect_right(ranges, start, key=lambda each: each[0])
-        low = at - 1 if at and ranges[at - 1][1] > start else at
+def _occupants(ranges: Iterable[_Range]) -> list[_Range]:
+    """Return the occupant of each byte, by address, when ``ranges`` have been written one after another."""
+    occupied: list[_Range] = []
+    for start, end, ref in ranges:
+        at = bisect_right(occupied, start, key=lambda each: each[0])
+        low = at - 1 if at and occupied[at - 1][1] > start else at
         high = low
-        kept: list[_Range] = []
-        while high < len(ranges) and ranges[high][0] < end:
-            begin, stop, occupant = ranges[high]
+        remaining: list[_Range] = []
+        while high < len(occupied) and occupied[high][0] < end:
+            begin, stop, occupant = occupied[high]
             if begin < start:
-                kept.append((begin, start, occupant))
+                remaining.append((begin, start, occupant))
             if stop > end:
-                kept.append((end, stop, occupant))
+                remaining.append((end, stop, occupant))
             high += 1
-        ranges[low:high] = sorted([*kept, (start, end, ref)])
-    return ranges
+        occupied[low:high] = sorted([*remaining, (start, end, ref)])
+    return occupied

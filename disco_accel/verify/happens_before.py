@@ -1,8 +1,8 @@
 """What happens before what, for the static judge: claims are collected and then checked all at once.
 
-A claim that spans few positions is looked up in exact sets of ancestors, kept as bits of integers within a window. One
-that spans more is searched for, and the search is cut short where it meets a long path that is known to lead on.
-Either way the answer is exact.
+A claim that spans few positions is looked up in exact sets of ancestors, kept as bits of integers within a window. For
+one that spans more, the graph is searched backward, and the search ends early where it meets a long path that the first
+vertex is known to reach. Either way the answer is exact.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SPAN = 1 << 13
 _LONG_PATHS = 4
 
 
-def first_unfounded(predecessors: Sequence[Sequence[int]], claims: Sequence[Claim]) -> Claim | None:
+def first_violated(predecessors: Sequence[Sequence[int]], claims: Sequence[Claim]) -> Claim | None:
     """Return a claim that does not hold, None if all do.
 
     ``predecessors`` by position, all of them at earlier positions.
@@ -27,18 +27,20 @@ def first_unfounded(predecessors: Sequence[Sequence[int]], claims: Sequence[Clai
         if claim[0] >= claim[1]:
             return claim
         by_target[claim[1]].append(claim)
+    # Invariant: bit b of ancestors[i] says whether position base + b reaches position base + i. It is exact: every path
+    # from one to the other stays between them, so none goes below base.
     base = 0
-    window: list[int] = []
+    ancestors: list[int] = []
     far: list[Claim] = []
     for position, waits_for in enumerate(predecessors):
         if position - base == 2 * _SPAN:
             base += _SPAN
-            window = [bits >> _SPAN for bits in window[_SPAN:]]
+            ancestors = [bits >> _SPAN for bits in ancestors[_SPAN:]]
         bits = 0
         for predecessor in waits_for:
             if predecessor >= base:
-                bits |= window[predecessor - base] | (1 << (predecessor - base))
-        window.append(bits)
+                bits |= ancestors[predecessor - base] | (1 << (predecessor - base))
+        ancestors.append(bits)
         for claim in by_target.get(position, ()):
             if claim[0] < base:
                 far.append(claim)
@@ -48,28 +50,30 @@ def first_unfounded(predecessors: Sequence[Sequence[int]], claims: Sequence[Clai
 
 
 class _Path:
-    """A path through the graph: where on it a position arrives at the earliest, and where it was passed at the latest.
+    """A path through the graph, and what it says of reachability.
 
-    ``leads``: the first place on the path that can be reached from a position; ``left``: the last place from which the
-    position can be reached. If ``leads[u] <= left[v]``, then v can be reached from u.
+    ``earliest_reached``: by position, the first place on the path that can be reached from it; ``latest_reaching``: the
+    last place on the path from which it can be reached. If ``earliest_reached[u] <= latest_reaching[v]``, u reaches v.
     """
 
     def __init__(self, places: Sequence[int], predecessors: Sequence[Sequence[int]]) -> None:
-        self.leads = [len(places)] * len(predecessors)
-        self.left = [-1] * len(predecessors)
+        self.earliest_reached = [len(places)] * len(predecessors)
+        self.latest_reaching = [-1] * len(predecessors)
         for place, position in enumerate(places):
-            self.leads[position] = self.left[position] = place
+            self.earliest_reached[position] = self.latest_reaching[position] = place
+        # Forward, each position takes the maximum over its predecessors; backward, it gives them its minimum.
         for position, waits_for in enumerate(predecessors):
             for predecessor in waits_for:
-                if self.left[predecessor] > self.left[position]:
-                    self.left[position] = self.left[predecessor]
+                if self.latest_reaching[predecessor] > self.latest_reaching[position]:
+                    self.latest_reaching[position] = self.latest_reaching[predecessor]
         for position in range(len(predecessors) - 1, -1, -1):
             for predecessor in predecessors[position]:
-                if self.leads[position] < self.leads[predecessor]:
-                    self.leads[predecessor] = self.leads[position]
+                if self.earliest_reached[position] < self.earliest_reached[predecessor]:
+                    self.earliest_reached[predecessor] = self.earliest_reached[position]
 
 
 def _first_unreached(predecessors: Sequence[Sequence[int]], claims: Sequence[Claim]) -> Claim | None:
+    """Return a claim of a long span that does not hold. Paths settle most of those that hold, a search the others."""
     paths: list[_Path] = []
     used: set[int] = set()
     while claims and len(paths) < _LONG_PATHS:
@@ -77,7 +81,7 @@ def _first_unreached(predecessors: Sequence[Sequence[int]], claims: Sequence[Cla
         used.update(places)
         path = _Path(places, predecessors)
         paths.append(path)
-        claims = [claim for claim in claims if path.leads[claim[0]] > path.left[claim[1]]]
+        claims = [claim for claim in claims if path.earliest_reached[claim[0]] > path.latest_reaching[claim[1]]]
     for claim in claims:
         if not _reaches(predecessors, paths, claim[0], claim[1]):
             return claim
@@ -85,23 +89,26 @@ def _first_unreached(predecessors: Sequence[Sequence[int]], claims: Sequence[Cla
 
 
 def _longest(predecessors: Sequence[Sequence[int]], used: set[int]) -> list[int]:
-    """Return a path with as many positions that are not ``used`` as can be."""
+    """Return a path with the most positions that are not ``used``."""
     count = [0] * len(predecessors)
     for position, waits_for in enumerate(predecessors):
         count[position] = max((count[p] for p in waits_for), default=0) + (position not in used)
-    walk = [max(range(len(count)), key=count.__getitem__)]
-    while predecessors[walk[-1]]:
-        walk.append(max(predecessors[walk[-1]], key=lambda p: (count[p], p)))
-    return walk[::-1]
+    path = [max(range(len(count)), key=count.__getitem__)]
+    while predecessors[path[-1]]:
+        path.append(max(predecessors[path[-1]], key=lambda p: (count[p], p)))
+    return path[::-1]
 
 
 def _reaches(predecessors: Sequence[Sequence[int]], paths: Sequence[_Path], first: int, then: int) -> bool:
-    """Search backward from ``then`` for ``first`` or for a point that a path leads to from there."""
+    """Whether ``first`` reaches ``then``: a search backward from ``then`` for it, or for a path that it reaches before.
+
+    Positions before ``first`` cannot lie between the two and are left out.
+    """
     seen = {then}
     stack = [then]
     while stack:
         position = stack.pop()
-        if position == first or any(path.leads[first] <= path.left[position] for path in paths):
+        if position == first or any(path.earliest_reached[first] <= path.latest_reaching[position] for path in paths):
             return True
         for predecessor in predecessors[position]:
             if predecessor >= first and predecessor not in seen:

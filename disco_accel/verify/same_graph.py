@@ -59,16 +59,17 @@ def _check_devices(graph: TaskGraph, plan: MemGraph) -> None:
     if len(planned) != len(plan.devices) or planned.keys() != own.keys():
         raise VerifyError(f"the plan is for devices {_some(plan.devices)}, the task graph for {_some(graph.devices)}")
     for device in plan.devices:
-        given = own[device.id]
-        if device.memory > given.memory:
+        allowed = own[device.id]
+        if device.memory > allowed.memory:
             raise VerifyError(
                 f"device {device.id}: the plan counts on {device.memory} bytes of memory, the task graph has"
-                f" {given.memory}; if it was planned for more, give that (on the command line --memory {device.memory})"
+                f" {allowed.memory}; if it was planned for more, give that (on the command line --memory"
+                f" {device.memory})"
             )
-        if device.alignment < 1 or given.alignment < 1 or device.alignment % given.alignment:
+        if device.alignment < 1 or allowed.alignment < 1 or device.alignment % allowed.alignment:
             raise VerifyError(
                 f"device {device.id}: the plan aligns to {device.alignment} bytes, which is not a multiple of the"
-                f" task graph's {given.alignment}"
+                f" task graph's {allowed.alignment}"
             )
 
 

@@ -18,7 +18,7 @@ from disco_accel.gc_pause import collector_paused
 from disco_accel.graph.check import called
 from disco_accel.graph.memgraph import MemGraph, Slot
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
-from disco_accel.verify.happens_before import Claim, first_unfounded
+from disco_accel.verify.happens_before import Claim, first_violated
 from disco_accel.verify.same_graph import check_same
 
 
@@ -131,7 +131,7 @@ class _Before:
         """Check every claim. Raises VerifyError at the first that does not hold."""
         order = self.order
         predecessors = [[order[p] for p in self.plan.predecessors[vertex]] for vertex in order]
-        wrong = first_unfounded(predecessors, self.claims)
+        wrong = first_violated(predecessors, self.claims)
         if wrong is not None:
             by_position = list(order)
             first, then = by_position[wrong[0]], by_position[wrong[1]]
@@ -236,7 +236,7 @@ _Range = tuple[int, int, Ref]
 
 
 class _Occupants:
-    """Who wrote last to each byte range of one arena."""
+    """The value written last to each byte range of one arena; ranges are sorted by address and do not overlap."""
 
     def __init__(self) -> None:
         self.ranges: list[_Range] = []
@@ -247,29 +247,29 @@ class _Occupants:
         at = bisect_right(ranges, start, key=lambda r: r[0])
         first = at - 1 if at and ranges[at - 1][1] > start else at
         last = first
-        kept: list[_Range] = []
+        remaining: list[_Range] = []
         former: list[Ref] = []
         while last < len(ranges) and ranges[last][0] < end:
             begin, stop, occupant = ranges[last]
             former.append(occupant)
             if begin < start:
-                kept.append((begin, start, occupant))
+                remaining.append((begin, start, occupant))
             if stop > end:
-                kept.append((end, stop, occupant))
+                remaining.append((end, stop, occupant))
             last += 1
-        ranges[first:last] = sorted([*kept, (start, end, ref)])
+        ranges[first:last] = sorted([*remaining, (start, end, ref)])
         return list(dict.fromkeys(former))
 
     def at(self, start: int, end: int) -> set[Ref]:
         """Return the occupants of ``[start, end)``."""
         first = max(0, bisect_right(self.ranges, start, key=lambda r: r[0]) - 1)
-        found = set()
+        occupants: set[Ref] = set()
         for begin, stop, occupant in self.ranges[first:]:
             if begin >= end:
                 break
             if stop > start:
-                found.add(occupant)
-        return found
+                occupants.add(occupant)
+        return occupants
 
 
 def _readers(plan: _Plan) -> dict[Ref, list[int]]:

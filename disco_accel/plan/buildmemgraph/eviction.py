@@ -1,4 +1,4 @@
-"""Eviction policies: which value leaves the device first. A policy ranks, the planner decides what is allowed."""
+"""Eviction policies: which value leaves the device first. A policy ranks; the planner decides what may be evicted."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from disco_accel.errors import ConfigError
 class Candidate:
     """A copy that may be evicted: ``size`` in bytes; positions are places in the serial order.
 
-    ``born``: where the copy was made; ``last_use``: last reader so far; ``next_use``: next reader; ``now``: the vertex
-    being executed; ``clean``: the host has the value, so that evicting it copies nothing.
+    ``made_at``: where the copy was made; ``last_use``: last reader so far; ``next_use``: next reader; ``now``: the
+    vertex being executed; ``clean``: the host has the value, so that evicting it copies nothing.
     """
 
     size: int
-    born: int
+    made_at: int
     last_use: int
     next_use: int
     now: int
@@ -28,12 +28,12 @@ Policy = Callable[[Candidate], float]
 """Returns a rank: the candidate with the largest goes first."""
 
 COPY_LATENCY_BYTES = 200_000
-"""What the fixed cost of a copy is worth in bytes: 10 microseconds at 20 GB/s."""
+"""The fixed cost of a copy in bytes: 10 microseconds at 20 GB/s."""
 
 
 def fifo(candidate: Candidate) -> float:
     """The copy that was made first."""
-    return -candidate.born
+    return -candidate.made_at
 
 
 def lru(candidate: Candidate) -> float:
@@ -47,22 +47,22 @@ def belady(candidate: Candidate) -> float:
 
 
 def size_aware(candidate: Candidate) -> float:
-    """The most room for the longest time: bytes times the vertices until the next use."""
+    """The copy that blocks most memory for longest: bytes times the vertices until the next use."""
     return candidate.size * (candidate.next_use - candidate.now)
 
 
 def latency_aware(candidate: Candidate) -> float:
-    """What is brought back most easily in time: the vertices until the next use over what the copies cost."""
+    """The value with most time for its copies: the vertices until the next use over the cost of the copies."""
     return (candidate.next_use - candidate.now) / _price(candidate)
 
 
 def cost(candidate: Candidate) -> float:
-    """Bytes freed times the vertices until the next use, over what the copies cost."""
+    """Bytes freed times the vertices until the next use, over the cost of the copies."""
     return size_aware(candidate) / _price(candidate)
 
 
 def _price(candidate: Candidate) -> int:
-    """Return what it costs to evict and to bring back, in bytes: an unchanged value is copied once, not twice."""
+    """Return the cost of eviction and reload, in bytes copied: a clean value is copied once, not twice."""
     return (1 if candidate.clean else 2) * (candidate.size + COPY_LATENCY_BYTES)
 
 
@@ -77,7 +77,7 @@ POLICIES: Mapping[str, Policy] = {
 
 
 AUTO = "auto"
-"""The name of no policy: the user leaves it to the planner, and BUILDMEMGRAPH takes ``belady``."""
+"""Not a policy but the planner's choice: BUILDMEMGRAPH takes ``belady``."""
 
 
 def policy_named(name: str) -> Policy:

@@ -1,4 +1,4 @@
-"""The budget that would do: the smallest arena that is found to work while one alignment unit less does not."""
+"""The smallest feasible memory: an arena in which BUILDMEMGRAPH has a plan while one alignment unit less has none."""
 
 from __future__ import annotations
 
@@ -26,40 +26,40 @@ class Attempt:
 
 
 Attempts = Callable[[TaskGraph], Iterator[Attempt]]
-"""What is tried for a graph, in order; the last is the most modest."""
+"""The attempts for a graph, in order; the last one needs the least memory."""
 
 
 def working_set(graph: TaskGraph) -> int:
-    """Return bytes below which no plan exists, the same for every device: what its neediest vertex has there."""
+    """Return the bytes below which no plan exists, the same for every device: the need of its neediest vertex."""
     return max(largest_need(graph, device.id)[0] for device in graph.devices)
 
 
 _EXACT = 100_000
-"""Vertices that a search for the smallest size to the alignment unit may walk past, about four seconds."""
+"""Vertices that a search which is exact to the alignment unit may walk past, about four seconds."""
 
 _USUAL = 40
-"""Walks that such a search takes as a rule; where there is no time for as many, it ends with some size nearby."""
+"""Walks that such a search usually takes; where there is no time for as many, it ends with a size nearby."""
 
 _FIRST = 128
 _SAME = 8
 _SLOW = 20_000
 _FINER = 5
 """Sizes are tried from the working set up, in steps of one part in ``_FIRST`` of it, ``_SAME`` times or ``_SLOW``
-vertices before steps double; the last step is halved so often. In captured steps what fits is not always what is above
-a size, and a search whose steps double each time may miss the smallest by a fifth."""
+vertices before steps double; the last step is halved ``_FINER`` times. Whether a captured step fits is not monotone in
+the size, and a search whose steps double each time may miss the smallest feasible one by a fifth."""
 
 
-def smallest(graph: TaskGraph, policy: Policy, cyclic: bool, attempts: Attempts, work: Work) -> int:
+def smallest_feasible_memory(graph: TaskGraph, policy: Policy, cyclic: bool, attempts: Attempts, work: Work) -> int:
     """Return the smallest size found, the same for every device, at which BUILDMEMGRAPH has a plan of ``graph``.
 
-    One alignment unit less fails, unless the search for that would take long (``_EXACT``), or the user's time is up;
-    what the devices of ``graph`` have now is known to fail. Planning is not monotone in memory, so there may be smaller
-    sizes that work by chance. The most modest attempt gets close; all are asked just below what it needs, and the
-    search goes on with one that works there.
+    One alignment unit less fails, unless the search for that would take long (``_EXACT``), or the user's time is up.
+    The memory that the devices of ``graph`` have now is known to be infeasible. Planning is not monotone in memory, so
+    a smaller size may be feasible by chance. The attempt that needs least memory gets close; then all attempts are
+    tried one unit below what it needs, and the search goes on with one that works there.
     """
     unit = max(device.alignment for device in graph.devices)
-    given = min(device.memory for device in graph.devices)
-    least = max(-(-working_set(graph) // unit), given // unit + 1)
+    infeasible = min(device.memory for device in graph.devices)
+    least = max(-(-working_set(graph) // unit), infeasible // unit + 1)
     walked = 0
 
     def exact() -> bool:
@@ -71,47 +71,50 @@ def smallest(graph: TaskGraph, policy: Policy, cyclic: bool, attempts: Attempts,
         walked += len(graph.vertices) if at is None and until is None else at or until or 0
         return at
 
-    def works(units: int, attempt: int) -> bool:
+    def feasible(units: int, attempt: int) -> bool:
         return failing(units, attempt) is None
 
-    def first(units: int) -> int | None:
-        return next((n for n in range(len(list(attempts(graph)))) if failing(units, n) is None), None)
+    def first_feasible(units: int) -> int | None:
+        return next((n for n in range(len(list(attempts(graph)))) if feasible(units, n)), None)
 
     def modest(units: int, until: int | None) -> int | None:
         return failing(units, 0, until)
 
     sizes = {size for vertex in graph.vertices if not vertex.external for size in vertex.sizes}
     grain = max(1, math.gcd(*(-(-size // unit) for size in sizes)))
-    working = _scan(least, grain, modest, work)
-    while working > least and exact() and (other := first(working - 1)) is not None:
-        working = lowered(working - 1, least, partial(works, attempt=other), exact)
+    units = _grow_until_feasible(least, grain, modest, work)
+    # Invariant: some attempt has a plan in units. The loop ends where none has one in units - 1, or no longer exactly.
+    while units > least and exact() and (attempt := first_feasible(units - 1)) is not None:
+        units = bisect_down(units - 1, least, partial(feasible, attempt=attempt), exact)
     work.add(WALKED, walked)
-    return working * unit
+    return units * unit
 
 
-def _scan(size: int, grain: int, failing: Callable[[int, int | None], int | None], work: Work) -> int:
-    """Return a number from ``size`` on that does not fail, in few walks.
+def _grow_until_feasible(least: int, grain: int, failing: Callable[[int, int | None], int | None], work: Work) -> int:
+    """Return a number from ``least`` on that does not fail, in few walks.
 
     ``failing(n, until)``: the position at which ``n`` fails, looking no further than ``until``. All allocations are
     multiples of ``grain``.
     """
-    least, count, last, passed = size, 0, -1, 0
+    size, count, furthest, passed = least, 0, -1, 0
     step = before = max(grain, least // _FIRST // grain * grain)
     while (at := failing(size, None)) is not None:
-        last, before = max(last, at), step
+        furthest, before = max(furthest, at), step
         size, count, passed = size + step, count + 1, passed + at
         if count == _SAME or passed > _SLOW or work.late():
             step, count, passed = step * 2, 0, 0
     finer = size
     for _ in range(_FINER if finer > least else 0):
         before = before // 2 // grain * grain
-        if before and not work.late() and failing(finer - before, last) is None:
+        # A size that passes the furthest position at which a smaller one failed most likely passes the others too; one
+        # whole walk at the end makes sure.
+        if before and not work.late() and failing(finer - before, furthest) is None:
             finer -= before
     return finer if finer == size or failing(finer, None) is None else size
 
 
 def first_fitting(graph: TaskGraph, policy: Policy, cyclic: bool, attempts: Attempts) -> int | None:
-    """Return the number of an attempt with which BUILDMEMGRAPH has a plan, counted from the most modest one."""
+    """Return the number of an attempt with which BUILDMEMGRAPH has a plan, counted from the last one of all."""
     for attempt in range(len(list(attempts(graph)))):
         if _failing(graph, policy, cyclic, attempts, attempt) is None:
             return attempt
@@ -121,11 +124,11 @@ def first_fitting(graph: TaskGraph, policy: Policy, cyclic: bool, attempts: Atte
 def _failing(
     graph: TaskGraph, policy: Policy, cyclic: bool, attempts: Attempts, attempt: int, until: int | None = None
 ) -> int | None:
-    """Return where that attempt, counted from the most modest one, fails up to ``until``; None if it does not."""
-    ordered = list(attempts(graph))[::-1]
-    if attempt >= len(ordered):
+    """Return the position up to ``until`` at which that attempt, counted from the last of all, fails; None if none."""
+    from_last = list(attempts(graph))[::-1]
+    if attempt >= len(from_last):
         return 0
-    tried = ordered[attempt]
+    tried = from_last[attempt]
     return failing_position(
         graph,
         policy,
@@ -138,29 +141,32 @@ def _failing(
     )
 
 
-def lowered(working: int, least: int, fits: Callable[[int], bool], exact: Callable[[], bool] = lambda: True) -> int:
-    """Return a number from ``least`` to ``working`` that fits and is ``least`` or has a neighbour below that does not.
+def bisect_down(
+    feasible: int, least: int, fits: Callable[[int], bool], exact: Callable[[], bool] = lambda: True
+) -> int:
+    """Return a number from ``least`` to ``feasible`` that fits and is ``least`` or has a neighbour below that does not.
 
-    Steps down from ``working``, which fits, are doubled until one fails. Where ``exact`` says no it is the number that
-    the search has come to.
+    Steps down from ``feasible``, which fits, are doubled until one fails; between the two it is bisected. Once
+    ``exact`` says no, it is the smallest number so far that fits.
     """
     step = 1
     failing = least - 1
-    while working > least and exact():
-        lower = max(least, working - step)
+    while feasible > least and exact():
+        lower = max(least, feasible - step)
         if not fits(lower):
             failing = lower
             break
-        working, step = lower, step * 2
-    return boundary(failing, working, fits, exact)
+        feasible, step = lower, step * 2
+    return bisect(failing, feasible, fits, exact)
 
 
-def boundary(failing: int, working: int, fits: Callable[[int], bool], exact: Callable[[], bool] = lambda: True) -> int:
-    """Return a number that fits although the one before does not, given one that fails and a larger one that fits."""
-    while working - failing > 1 and exact():
-        middle = (failing + working) // 2
+def bisect(failing: int, feasible: int, fits: Callable[[int], bool], exact: Callable[[], bool] = lambda: True) -> int:
+    """Return a number that fits although the one below does not, given one that fails and a larger one that fits."""
+    # Invariant: failing < feasible, feasible fits and failing does not.
+    while feasible - failing > 1 and exact():
+        middle = (failing + feasible) // 2
         if fits(middle):
-            working = middle
+            feasible = middle
         else:
             failing = middle
-    return working
+    return feasible

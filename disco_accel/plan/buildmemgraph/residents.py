@@ -14,16 +14,16 @@ from disco_accel.plan.search_work import WALKED, Work
 from disco_accel.simulate.simulator import Machine, simulate
 
 SMALL = 2 << 20
-"""Below this a reload's latency outweighs its bytes, so such inputs stay first."""
+"""Bytes below which a reload costs more latency than transfer, so that such inputs are made resident first."""
 
 SHARES = ((0, 0.8), (0.15, 0.9), (0, 0.9), (0.3, 0.8), (0, 0), (0.5, 0.5), (0.3, 0.3), (0, 0.7), (0.15, 0.7))
-"""Shares of the memory: of inputs that never leave, and of all that are there at the start. In the order of promise."""
+"""Shares of the memory: of inputs that never leave, and of all residents at the start. The most promising first."""
 
 GRID = tuple((permanent / 10, present / 10) for present in range(9, -1, -1) for permanent in range(present, -1, -1))
 """All the others, for graphs that are planned so fast that it does not matter."""
 
 FIRST_SHARES = (0.15, 0.9)
-"""What is tried where there is time for one try alone."""
+"""The shares to try where there is time for one try alone."""
 
 EFFORT = 25_000
 """Vertices planned in all before the search for better shares ends."""
@@ -46,18 +46,18 @@ class Build(Protocol):
 
 
 def plain_choices(graph: TaskGraph) -> list[Residents]:
-    """Return the choices that decide whether a plan exists: everything, small inputs only, nothing resident."""
+    """Return the choices that decide whether a plan exists: all inputs resident, small ones only, none."""
     search = _Search(graph)
     choices = [search.residents(0, 0), Residents()]
-    if sum(vertex.sizes[0] for vertex in search.clean) <= search.room:
+    if sum(vertex.sizes[0] for vertex in search.clean) <= search.memory:
         choices.insert(0, search.everything)
     return list(dict.fromkeys(choices))
 
 
 def first_choices(graph: TaskGraph) -> list[Residents]:
-    """Return the choices for a graph that is planned once: as ``plain_choices``, but with residents where they pay.
+    """Return the choices for a graph that is planned once: ``plain_choices``, and on one device a share of residents.
 
-    Many small kernels on several devices wait for each other more than for weights.
+    On several devices kernels wait for each other more than for weights, so residents gain little there.
     """
     choices = plain_choices(graph)
     search = _Search(graph)
@@ -98,8 +98,8 @@ class _Search:
         self.everything = Residents(permanent=tuple(vertex.id for vertex in self.clean))
         self.small = tuple(vertex.id for vertex in self.clean if vertex.sizes[0] < SMALL)
         self.large = [vertex for vertex in self.clean if vertex.sizes[0] >= SMALL]
-        self.room = sum(device.memory for device in graph.devices)
-        if sum(vertex.sizes[0] for vertex in self.clean if vertex.sizes[0] < SMALL) * 4 > self.room:
+        self.memory = sum(device.memory for device in graph.devices)
+        if sum(vertex.sizes[0] for vertex in self.clean if vertex.sizes[0] < SMALL) * 4 > self.memory:
             self.small, self.large = (), list(self.clean)
         self.reloads = _reloads(graph)
         self.effort = 0
@@ -113,7 +113,7 @@ class _Search:
         self.makespan = simulate(plan, machine).makespan
 
     def attempt(self, permanent: float, present: float) -> bool:
-        """Plan with these shares of the memory and keep the plan if it is the fastest so far; whether it is."""
+        """Plan with these shares of the memory and keep the plan if it is the fastest so far; True if it is."""
         residents = self.residents(permanent, present)
         if residents in self.tried:
             return False
@@ -145,16 +145,16 @@ class _Search:
 
     def residents(self, permanent: float, present: float) -> Residents:
         """Return the inputs that make up these shares of the memory, and the small ones."""
-        stay = list(_spread(self.large, self.reloads, int(permanent * self.room)))
-        chosen = set(stay)
-        budget = int(present * self.room) - sum(vertex.sizes[0] for vertex in self.large if vertex.id in chosen)
+        never_leaving = list(_spread(self.large, self.reloads, int(permanent * self.memory)))
+        chosen = set(never_leaving)
+        budget = int(present * self.memory) - sum(vertex.sizes[0] for vertex in self.large if vertex.id in chosen)
         visiting = []
         for vertex in self.large:
-            # In the order of first use: what the start of the next step needs is what the end of this one brings back.
+            # In the order of first use: the end of a step reloads the weights that the next step reads first.
             if vertex.id not in chosen and vertex.sizes[0] <= budget:
                 budget -= vertex.sizes[0]
                 visiting.append(vertex.id)
-        return Residents((*self.small, *stay), tuple(visiting))
+        return Residents((*self.small, *never_leaving), tuple(visiting))
 
 
 def _clean_inputs(graph: TaskGraph) -> list[Vertex]:
@@ -181,7 +181,7 @@ def _reloads(graph: TaskGraph) -> dict[int, int]:
 def _spread(vertices: Sequence[Vertex], reloads: dict[int, int], budget: int) -> Iterator[int]:
     """Yield ids of ``vertices`` worth ``budget`` bytes: those that save most reloads, spread evenly over the step.
 
-    Evenly, because then the link works on what is missing while compute uses what is there.
+    Evenly, because then the link loads missing weights while compute uses resident ones.
     """
     for saved in sorted({reloads[vertex.id] for vertex in vertices}, reverse=True):
         group = [vertex for vertex in vertices if reloads[vertex.id] == saved]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from disco_accel.graph.taskgraph import Device, Ref
 from disco_accel.plan.buildmemgraph.eviction import Candidate, Policy, belady, fifo, lru
-from disco_accel.plan.common.device_copy import Piece, Stay, Value
-from disco_accel.plan.common.free_list import FreeSpace, Rank, Window
+from disco_accel.plan.common.device_copy import DeviceCopy, FreeBlock, ValueState
+from disco_accel.plan.common.free_list import AddressRange, FreeList, Rank
 from disco_accel.plan.common.plan_log import PlanLog
 from disco_accel.plan.infeasible import Infeasible
 
@@ -21,18 +21,18 @@ class Repairs:
     spare_inputs: bool = True
     """Never evict an input of the vertex being executed."""
     revoke: bool = True
-    """Take back memory reserved ahead for copies not made yet, instead of evicting what does not exist."""
+    """Cancel reloads planned ahead that nobody has read yet, where their memory is needed sooner."""
     consumers_before_exec: bool = True
     """A victim's earlier consumers are those before ``exec_horizon``, not those before the vertex allocated for."""
     release_every_byte: bool = True
-    """An allocation waits for all former users of all its bytes, not only of the first piece."""
+    """An allocation waits for all former users of all its bytes, not only of the first block."""
     end_vertex: bool = True
     """Kept values are read by a virtual vertex at the end."""
     shorten_lookahead: bool = True
-    """An infeasible plan is tried again with less look-ahead, and the budget that would do is searched for."""
+    """An infeasible plan is tried again with less look-ahead; if that fails, a budget that suffices is searched for."""
 
 
-_TIMELESS = (belady, fifo, lru)
+_STATIC_RANKS = (belady, fifo, lru)
 """Policies whose rank of a copy does not change while the copy is not used."""
 
 
@@ -41,7 +41,11 @@ class DeviceMemory:
 
     ``exec_horizon`` is the position being executed; copies are allocated up to ``alloc_horizon``, as far ahead as
     memory allows. Outputs of kernels get their place when they are executed: kernels of a stream follow each other
-    anyway, so allocating those early would gain nothing and take the room that copies can use.
+    anyway, so allocating those early would gain nothing and take memory that reloads can use.
+
+    Every byte of the arena is either in the free list or in one copy: a permanent one, one that is reserved for its
+    next use (``_reserved``, by furthest next use), or one of ``held``, which only an eviction takes off the device.
+    ``pinned`` are the inputs of the vertex being executed.
     """
 
     def __init__(
@@ -49,276 +53,297 @@ class DeviceMemory:
     ) -> None:
         self.align = device.alignment
         size = device.memory // device.alignment * device.alignment
-        self.space = FreeSpace(size, policy in _TIMELESS, aged=slack is not None)
+        self.free_list = FreeList(size, policy in _STATIC_RANKS, oldest_first=slack is not None)
         self.slack = int((slack or 0.0) * size)
         self.policy = policy
         self.repairs = repairs
         self.plan = plan
         self.exec_horizon = 0
         self.alloc_horizon = 0
-        self.home_floor = self.space.bytes
-        self.has_homes = False
+        self.lowest_resident_offset = self.free_list.bytes
+        self.has_resident_offsets = False
         self.pinned: set[Ref] = set()
-        self.held: dict[Ref, Stay] = {}
-        self._reserved: list[tuple[int, int, Value]] = []
+        self.held: dict[Ref, DeviceCopy] = {}
+        self._reserved: list[tuple[int, int, ValueState]] = []
         self._tick = 0
 
-    def block(self, size: int) -> int:
+    def aligned(self, size: int) -> int:
         """Return ``size`` rounded up to the alignment."""
         return -(-size // self.align) * self.align
 
-    def rank(self, stay: Stay) -> float:
-        """Return how gladly ``stay`` is evicted."""
-        value = stay.value
+    def rank(self, copy: DeviceCopy) -> float:
+        """Return the eviction rank of ``copy``: the larger, the sooner it leaves."""
+        value = copy.value
         clean = value.host is not None
-        candidate = Candidate(stay.block, stay.born, stay.newest, value.next_use, self.exec_horizon, clean)
+        candidate = Candidate(copy.aligned_size, copy.made_at, copy.last_use, value.next_use, self.exec_horizon, clean)
         return self.policy(candidate)
 
-    def sim_malloc(self, size: int, stays: bool = False) -> list[Piece]:
-        """Take room for an output of the vertex being executed, evicting if need be. Raises Infeasible.
+    def sim_malloc(self, size: int, until_end: bool = False) -> list[FreeBlock]:
+        """Allocate an output of the vertex being executed, evicting if need be. Raises Infeasible.
 
-        ``stays``: it is kept to the end, so it should not lie where a resident must come back to.
+        ``until_end``: it lives to the step's end, so it should not lie on the offset of a resident that must come back.
         """
-        block = self.block(size)
-        if stays:
-            window = self.space.lowest_fit(block, self.home_floor)
-            while window is None and self._revoke():
-                window = self.space.lowest_fit(block, self.home_floor)
-            if window is not None:
-                return self.space.take(window.start, window.end)
-        return self._force(block, self.space.first_fit)
+        aligned_size = self.aligned(size)
+        if until_end:
+            fit = self.free_list.lowest_fit(aligned_size, self.lowest_resident_offset)
+            while fit is None and self._revoke():
+                fit = self.free_list.lowest_fit(aligned_size, self.lowest_resident_offset)
+            if fit is not None:
+                return self.free_list.allocate(fit.start, fit.end)
+        return self._force(aligned_size, self.free_list.first_fit)
 
-    def compact(self, values: Iterable[Value], sizes: Iterable[int]) -> list[list[Piece]]:
-        """Take room for outputs of ``sizes`` when inputs of the same vertex lie in the way.
+    def compact(self, values: Iterable[ValueState], sizes: Iterable[int]) -> list[list[FreeBlock]]:
+        """Allocate outputs of ``sizes`` when the free bytes suffice but lie in pieces between the vertex's own inputs.
 
-        ``values``, its inputs, leave the device for a moment and are to be reloaded. Raises Infeasible.
+        ``values``, its inputs, leave the device, and the caller reloads them after. Raises Infeasible.
         """
         for value in values:
-            stay = value.stay
-            if stay is None or stay.permanent or value.out:
+            copy = value.copy
+            if copy is None or copy.permanent or value.out:
                 continue
-            if stay.planned is not None and not stay.readers:
-                self._unmake(value, stay)
+            if copy.planned is not None and not copy.readers:
+                self._cancel_reload(value, copy)
                 continue
             if value.host is None:
                 self.sim_malloc_offload(value)
             self._cache(value)
-        return [self._force(self.block(size), self.space.first_fit) for size in sizes]
+        return [self._force(self.aligned(size), self.free_list.first_fit) for size in sizes]
 
-    def sim_malloc_reload(self, value: Value, force: bool) -> bool:
-        """Bring ``value`` to the device for its next use: take back the intact copy, or reserve room and add a reload.
+    def sim_malloc_reload(self, value: ValueState, force: bool) -> bool:
+        """Bring ``value`` to the device for its next use: take back the intact copy, or allocate and add a reload.
 
-        Without ``force`` nothing that is held or needed sooner is moved, and False says that there was no room.
+        Without ``force`` nothing is evicted and no reservation is revoked; False if the free bytes do not suffice.
         """
         if self._take_back(value):
             return True
-        block = self.block(value.size)
-        taken = self._go_home(value, block)
-        if taken is not None:
+        aligned_size = self.aligned(value.size)
+        blocks = self._allocate_resident_offset(value, aligned_size)
+        if blocks is not None:
             pass
-        elif value.only_at_home or (not force and value.last_call):
+        elif value.needed_only_at_step_end or (not force and value.serves_rest_and_end):
+            # Reloaded elsewhere it would need another reload to its resident offset: it waits until that is free.
             return False
         elif force:
-            taken = self._force(block, self.space.oldest_fit)
+            blocks = self._force(aligned_size, self.free_list.oldest_fit)
         else:
-            enough = self.space.bytes >= block + self.slack
-            window = self.space.oldest_fit(block, self.rank) if enough else None
-            if window is None:
+            enough = self.free_list.bytes >= aligned_size + self.slack
+            fit = self.free_list.oldest_fit(aligned_size, self.rank) if enough else None
+            if fit is None:
                 return False
-            taken = self.space.take(window.start, window.end)
-        value.stay = self._reload_into(value, taken)
+            blocks = self.free_list.allocate(fit.start, fit.end)
+        value.copy = self._reload_into(value, blocks)
         self.reserve(value)
         return True
 
-    def sim_malloc_copy(self, value: Value) -> Stay:
+    def sim_malloc_copy(self, value: ValueState) -> DeviceCopy:
         """Make a second copy of ``value`` for a vertex that overwrites it while the first must live on."""
         if value.host is None:
             self.sim_malloc_offload(value)
-        return self._reload_into(value, self._force(self.block(value.size), self.space.oldest_fit))
+        return self._reload_into(value, self._force(self.aligned(value.size), self.free_list.oldest_fit))
 
-    def _reload_into(self, value: Value, taken: list[Piece]) -> Stay:
-        """Add a reload of ``value`` into ``taken`` and return the copy it makes."""
+    def _reload_into(self, value: ValueState, blocks: list[FreeBlock]) -> DeviceCopy:
+        """Add a reload of ``value`` into ``blocks`` and return the copy it makes."""
         assert value.host is not None
-        stay = self.stay_at(value, taken)
-        stay.planned = self.plan.reload(value, taken_release(taken, self.repairs), stay.addr)
-        stay.producer = stay.planned.vertex.id
-        stay.ref = (stay.producer, 0)
-        stay.taken = taken
-        return stay
+        copy = self.copy_in(value, blocks)
+        copy.planned = self.plan.reload(value, release_of(blocks, self.repairs), copy.addr)
+        copy.producer = copy.planned.vertex.id
+        copy.ref = (copy.producer, 0)
+        copy.reserved_blocks = blocks
+        return copy
 
-    def stay_at(self, value: Value, taken: list[Piece]) -> Stay:
-        """Return a copy of ``value`` in ``taken``, still without a producer."""
-        start, end = taken[0].start, taken[-1].end
-        return Stay(value, value.ref, start, end - start, None, self.exec_horizon, born=self.exec_horizon)
+    def copy_in(self, value: ValueState, blocks: list[FreeBlock]) -> DeviceCopy:
+        """Return a copy of ``value`` in the adjacent ``blocks``, still without a producer."""
+        start, end = blocks[0].start, blocks[-1].end
+        return DeviceCopy(value, value.ref, start, end - start, None, self.exec_horizon, made_at=self.exec_horizon)
 
-    def sim_malloc_offload(self, value: Value) -> None:
+    def sim_malloc_offload(self, value: ValueState) -> None:
         """Give ``value`` a copy on the host. It waits for the producer alone, so it can run well before eviction."""
-        stay = value.stay
-        assert stay is not None and value.host is None
-        offload = self.plan.offload(value, stay)
-        stay.readers.append(offload)
+        copy = value.copy
+        assert copy is not None and value.host is None
+        offload = self.plan.offload(value, copy)
+        copy.readers.append(offload)
         value.host = (offload, 0)
 
-    def sim_free(self, stay: Stay, cached: bool = False, more: Iterable[int] = ()) -> None:
-        """Give back the memory of ``stay``; its readers, or its producer if there is none, must finish before reuse.
+    def sim_free(self, copy: DeviceCopy, cached: bool = False, more: Iterable[int] = ()) -> None:
+        """Free the memory of ``copy``; its readers, or its producer if it has none, must finish before reuse.
 
-        ``cached``: the bytes are still good, should they be wanted again before something else is put there.
+        ``cached``: the host has the value too, so the copy may be taken back until its bytes are allocated again.
+        ``more``: further vertices that must finish before reuse.
         """
-        self.held.pop(stay.value.ref, None)
-        if stay.permanent:
+        self.held.pop(copy.value.ref, None)
+        if copy.permanent:
             return
-        users = (*stay.readers, *more)
-        if not users and stay.producer is not None:
-            users = (stay.producer,)
+        users = (*copy.readers, *more)
+        if not users and copy.producer is not None:
+            users = (copy.producer,)
         release = tuple(dict.fromkeys(users))
-        piece = Piece(stay.addr, stay.addr + stay.block, release, stay.newest)
+        block = FreeBlock(copy.addr, copy.addr + copy.aligned_size, release, copy.last_use)
         if cached:
-            piece.cached, piece.rank = stay, self.rank(stay)
-        self.space.give([piece])
+            block.cached, block.rank = copy, self.rank(copy)
+        self.free_list.free([block])
 
-    def retire(self, value: Value) -> None:
-        """Decide what becomes of ``value`` after the vertex being executed has used it."""
-        stay = value.stay
-        if stay is None or stay.permanent:
+    def retire(self, value: ValueState) -> None:
+        """Free, cache or reserve the copy of ``value`` after the vertex being executed has used it."""
+        copy = value.copy
+        if copy is None or copy.permanent:
             return
-        astray = value.only_at_home and stay.addr != value.home
-        if astray:
-            # It is to be loaded once more, so the look-ahead has to pass its end again.
+        off_resident_offset = value.needed_only_at_step_end and copy.addr != value.resident_offset
+        if off_resident_offset:
+            # It must be reloaded to its resident offset, so the look-ahead has to pass its last use again.
             self.alloc_horizon = min(self.alloc_horizon, value.next_use)
-        if value.next_use == value.after_last or astray:
-            value.stay = None
+        if value.next_use == value.after_last or off_resident_offset:
+            value.copy = None
             value.reserved = False
-            self.sim_free(stay)
+            self.sim_free(copy)
         elif value.host is not None and not value.out:
-            spared = self.repairs.consumers_before_exec
-            reach = self.exec_horizon if spared else max(self.exec_horizon, self.alloc_horizon - 1)
+            from_exec = self.repairs.consumers_before_exec
+            reach = self.exec_horizon if from_exec else max(self.exec_horizon, self.alloc_horizon - 1)
             if value.use_after(reach) < self.alloc_horizon:
+                # The look-ahead has passed its next use and will not ask for it again.
                 self.reserve(value)
             else:
-                self._cache(value, () if spared else self.plan.serial_ids(value, reach))
+                self._cache(value, () if from_exec else self.plan.readers_until(value, reach))
 
-    def reserve(self, value: Value) -> None:
-        """Hold ``value`` on the device for its next use, until something nearer needs the room."""
+    def reserve(self, value: ValueState) -> None:
+        """Hold ``value`` on the device for its next use, until a nearer use needs its memory."""
         value.reserved = True
         self._tick += 1
         heapq.heappush(self._reserved, (-value.next_use, self._tick, value))
 
-    def _cache(self, value: Value, more: Iterable[int] = ()) -> None:
-        stay = value.stay
-        assert stay is not None
-        value.stay = None
+    def _cache(self, value: ValueState, more: Iterable[int] = ()) -> None:
+        copy = value.copy
+        assert copy is not None
+        value.copy = None
         value.reserved = False
-        value.cached = stay
-        self.sim_free(stay, cached=True, more=more)
+        value.cached = copy
+        self.sim_free(copy, cached=True, more=more)
 
-    def _go_home(self, value: Value, block: int) -> list[Piece] | None:
-        """Take the place where ``value`` must be at the end anyway, if it has one and that is free."""
-        if value.home is None or not self.space.is_free(value.home, value.home + block):
+    def _allocate_resident_offset(self, value: ValueState, aligned_size: int) -> list[FreeBlock] | None:
+        """Allocate the bytes where ``value`` must be at the end anyway; None if it has none or they are not free."""
+        start = value.resident_offset
+        if start is None or not self.free_list.is_free(start, start + aligned_size):
             return None
-        return self.space.take(value.home, value.home + block)
+        return self.free_list.allocate(start, start + aligned_size)
 
-    def _take_back(self, value: Value) -> bool:
-        stay = value.cached
-        if stay is None:
+    def _take_back(self, value: ValueState) -> bool:
+        """Use the cached copy of ``value`` again if its bytes are intact and may serve the next use."""
+        copy = value.cached
+        if copy is None:
             return False
         value.cached = None
-        if value.only_at_home and stay.addr != value.home:
-            self.space.forget(stay)
+        if value.needed_only_at_step_end and copy.addr != value.resident_offset:
+            self.free_list.forget(copy)
             return False
-        if not self.space.holds(stay):
+        if not self.free_list.holds(copy):
             return False
-        self.space.take(stay.addr, stay.addr + stay.block)
-        value.stay = stay
+        self.free_list.allocate(copy.addr, copy.addr + copy.aligned_size)
+        value.copy = copy
         self.reserve(value)
         return True
 
-    def _force(self, block: int, search: Callable[[int, Rank], Window | None]) -> list[Piece]:
-        window = search(block, self.rank) if self.space.bytes >= block else None
-        while window is None and self._revoke():
-            window = search(block, self.rank) if self.space.bytes >= block else None
-        if window is None:
-            window = self._evict(block)
-        return self.space.take(window.start, window.end)
+    def _force(self, aligned_size: int, search: Callable[[int, Rank], AddressRange | None]) -> list[FreeBlock]:
+        """Allocate by ``search``; while that fails revoke reservations, which are only for later, and at last evict."""
+        fit = search(aligned_size, self.rank) if self.free_list.bytes >= aligned_size else None
+        while fit is None and self._revoke():
+            fit = search(aligned_size, self.rank) if self.free_list.bytes >= aligned_size else None
+        if fit is None:
+            fit = self._evict(aligned_size)
+        return self.free_list.allocate(fit.start, fit.end)
 
     def _revoke(self) -> bool:
-        """Give up the reservation that is needed last; False if there is none that may be given up."""
-        spared: list[tuple[int, int, Value]] = []
-        found = None
-        while self._reserved and found is None:
+        """Give up the reservation with the furthest next use; False if there is none that may be given up."""
+        # Entries are never changed in the heap: one whose value was used, freed or evicted since is stale (its next use
+        # is not the value's), and is dropped when it comes to the top.
+        pinned: list[tuple[int, int, ValueState]] = []
+        furthest = None
+        while self._reserved and furthest is None:
             entry = heapq.heappop(self._reserved)
             value = entry[2]
-            if not value.reserved or value.next_use != -entry[0] or value.stay is None or value.stay.permanent:
+            if not value.reserved or value.next_use != -entry[0] or value.copy is None or value.copy.permanent:
                 continue
-            unmade = value.stay.planned is not None and not value.stay.readers
-            needed_now = value.ref in self.pinned and (unmade or self.repairs.spare_inputs)
-            if needed_now or (unmade and not self.repairs.revoke):
-                spared.append(entry)
+            unread_reload = value.copy.planned is not None and not value.copy.readers
+            needed_now = value.ref in self.pinned and (unread_reload or self.repairs.spare_inputs)
+            if needed_now or (unread_reload and not self.repairs.revoke):
+                pinned.append(entry)
             else:
-                found = value
-        for entry in spared:
+                furthest = value
+        # Inputs of the vertex being executed are reserved still, for the vertices after it.
+        for entry in pinned:
             heapq.heappush(self._reserved, entry)
-        if found is None:
+        if furthest is None:
             return False
-        self.alloc_horizon = min(self.alloc_horizon, found.next_use)
-        stay = found.stay
-        assert stay is not None
-        if stay.planned is not None and not stay.readers:
-            self._unmake(found, stay)
+        # The look-ahead has to pass this use again, or nobody would bring the value back.
+        self.alloc_horizon = min(self.alloc_horizon, furthest.next_use)
+        copy = furthest.copy
+        assert copy is not None
+        if copy.planned is not None and not copy.readers:
+            self._cancel_reload(furthest, copy)
         else:
-            self._cache(found)
+            self._cache(furthest)
         return True
 
-    def _unmake(self, value: Value, stay: Stay) -> None:
-        assert stay.planned is not None
-        value.stay = None
+    def _cancel_reload(self, value: ValueState, copy: DeviceCopy) -> None:
+        """Remove the reload of ``copy``, which nobody has read, from the plan, and free its blocks as they were."""
+        assert copy.planned is not None
+        value.copy = None
         value.reserved = False
-        stay.planned.alive = False
-        self.space.give(stay.taken)
+        copy.planned.alive = False
+        self.free_list.free(copy.reserved_blocks)
 
-    def _evict(self, block: int) -> Window:
-        """Make a hole of ``block`` bytes out of free pieces and held values, those that the policy ranks first."""
-        victims = [stay for stay in self.held.values() if self._may_go(stay)]
-        ranks = {id(stay): self.rank(stay) for stay in victims}
-        spans: list[tuple[int, int, Stay | None]] = [(piece.start, piece.end, None) for piece in self.space.pieces]
-        spans += [(stay.addr, stay.addr + stay.block, stay) for stay in victims]
-        spans.sort(key=lambda span: span[0])
-        best: tuple[bool, float, int, int, list[Stay]] | None = None
-        for first, (start, _, _) in enumerate(spans):
-            chosen: list[Stay] = []
-            kept, rank, moved, reach = False, float("inf"), 0, start
-            for index in range(first, len(spans)):
-                begin, end, stay = spans[index]
-                if begin != reach or reach - start >= block:
+    def _evict(self, aligned_size: int) -> AddressRange:
+        """Evict held copies so that they and free blocks make ``aligned_size`` adjacent bytes, and return these.
+
+        Of all such ranges: one without a value that is needed only at the step's end, then the one whose copy with the
+        lowest rank has the highest rank (the policy's least willing victim), then the fewest bytes to offload, then the
+        lowest address. Raises Infeasible.
+        """
+        victims = [copy for copy in self.held.values() if self._may_evict(copy)]
+        ranks = {id(copy): self.rank(copy) for copy in victims}
+        extents: list[tuple[int, int, DeviceCopy | None]] = [(b.start, b.end, None) for b in self.free_list.blocks]
+        extents += [(copy.addr, copy.addr + copy.aligned_size, copy) for copy in victims]
+        extents.sort(key=lambda extent: extent[0])
+        best: tuple[bool, float, int, int, list[DeviceCopy]] | None = None
+        # Only ranges that begin with an extent are compared: any other one, moved down to the start of its first
+        # extent, has the same victims or fewer. From each start the range grows by whole adjacent extents, until it is
+        # large enough.
+        for first, (start, _, _) in enumerate(extents):
+            evicted: list[DeviceCopy] = []
+            holds_kept, lowest_rank, offload_bytes, reach = False, float("inf"), 0, start
+            for index in range(first, len(extents)):
+                begin, end, copy = extents[index]
+                # Between two extents lies a copy that may not leave.
+                if begin != reach or reach - start >= aligned_size:
                     break
                 reach = end
-                if stay is not None:
-                    chosen.append(stay)
-                    kept = kept or stay.value.next_use == stay.value.after_last - 1
-                    rank = min(rank, ranks[id(stay)])
-                    moved += stay.block if stay.value.host is None else 0
-            found = (kept, -rank, moved, start, chosen)
-            if reach - start >= block and (best is None or found[:4] < best[:4]):
-                best = found
+                if copy is not None:
+                    evicted.append(copy)
+                    holds_kept = holds_kept or copy.value.next_use == copy.value.after_last - 1
+                    lowest_rank = min(lowest_rank, ranks[id(copy)])
+                    offload_bytes += copy.aligned_size if copy.value.host is None else 0
+            candidate = (holds_kept, -lowest_rank, offload_bytes, start, evicted)
+            if reach - start >= aligned_size and (best is None or candidate[:4] < best[:4]):
+                best = candidate
         if best is None:
             raise Infeasible(self.exec_horizon)
         for victim in best[4]:
             value = victim.value
             if value.host is None:
                 self.sim_malloc_offload(value)
-                # The copy out ends later than any kernel before it: a younger release set than theirs.
-                victim.newest = self.exec_horizon
+                # The offload ends later than any kernel before it, so these bytes count as used now.
+                victim.last_use = self.exec_horizon
+            # The look-ahead has to pass the victim's next use again to reload it.
             self.alloc_horizon = min(self.alloc_horizon, value.next_use)
             self._cache(value)
-        return Window(best[3], best[3] + block)
+        return AddressRange(best[3], best[3] + aligned_size)
 
-    def _may_go(self, stay: Stay) -> bool:
-        if stay.permanent or stay.value.out:
+    def _may_evict(self, copy: DeviceCopy) -> bool:
+        if copy.permanent or copy.value.out:
             return False
-        return not (stay.value.ref in self.pinned and self.repairs.spare_inputs)
+        return not (copy.value.ref in self.pinned and self.repairs.spare_inputs)
 
 
-def taken_release(taken: list[Piece], repairs: Repairs) -> tuple[int, ...]:
-    """Return all vertices that must finish before ``taken`` is written."""
+def release_of(blocks: list[FreeBlock], repairs: Repairs) -> tuple[int, ...]:
+    """Return the ids of all vertices that must finish before ``blocks`` are written."""
     if not repairs.release_every_byte:
-        taken = taken[:1]
-    return tuple(dict.fromkeys(vertex for piece in taken for vertex in piece.release))
+        blocks = blocks[:1]
+    return tuple(dict.fromkeys(vertex for block in blocks for vertex in block.release))

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import replace
 
 from disco_accel.graph.memgraph import MemGraph, Slot
 from disco_accel.graph.order import data_edges
 from disco_accel.graph.taskgraph import Ref, TaskGraph, VertexKind
-from disco_accel.plan.common.device_copy import Value
-from disco_accel.plan.common.host_offsets import place_on_host
+from disco_accel.plan.common.host_offsets import assign_host_offsets
 from disco_accel.plan.common.plan_log import PlanLog
-from disco_accel.plan.common.transitive_reduction import prune
+from disco_accel.plan.common.transitive_reduction import remove_implied_edges
 
 
-def assemble(
-    graph: TaskGraph, log: PlanLog, slots: dict[Ref, Slot], values: Mapping[Ref, Value], *, cyclic: bool
-) -> MemGraph:
+def assemble(graph: TaskGraph, log: PlanLog, slots: dict[Ref, Slot], *, cyclic: bool) -> MemGraph:
     """Return the plan that ``log`` holds; ``slots`` are those of the task graph's own values."""
     inputs = [vertex for vertex in log.serial if vertex.kind is VertexKind.INPUT]
-    shared = Counter(p.vertex.inputs[0] for p in log.planned if p.alive and p.vertex.kind is VertexKind.RELOAD)
+    reloads = Counter(p.vertex.inputs[0] for p in log.planned if p.alive and p.vertex.kind is VertexKind.RELOAD)
     clean = {vertex.id for vertex in inputs if vertex.clean}
     vertices = list(inputs)
     for planned in log.planned:
@@ -29,16 +25,16 @@ def assemble(
             continue
         if vertex.kind is VertexKind.RELOAD:
             source = vertex.inputs[0]
-            vertex = replace(vertex, clean=source[0] in clean or shared[source] > 1)
+            vertex = replace(vertex, clean=source[0] in clean or reloads[source] > 1)
         vertices.append(vertex)
     order = tuple(vertices)
-    host = place_on_host(order, graph, values)
+    host = assign_host_offsets(order, graph)
     memory_edges = [(u, v.id) for v in order for u in (*log.memory_edges.get(v.id, ()), *host.waits.get(v.id, ()))]
     edges = data_edges(order)
     read = {ref for vertex in order for ref in vertex.inputs if vertex.kind is not VertexKind.RELOAD}
     slots = {**slots, **log.slots}
     if not cyclic:
-        # A clean copy that was overwritten before its first reader might as well not have been there.
+        # A resident that nobody reads before it is overwritten need not have been loaded: its slot is dropped.
         slots = {ref: slot for ref, slot in slots.items() if ref[0] not in clean or ref in read}
     return MemGraph(
         name=graph.name,
@@ -46,7 +42,7 @@ def assemble(
         vertices=order,
         slots={(v.id, k): slots[v.id, k] for v in order for k in range(len(v.sizes)) if (v.id, k) in slots},
         data_edges=edges,
-        memory_edges=prune(order, edges, memory_edges),
+        memory_edges=remove_implied_edges(order, edges, memory_edges),
         host_offsets=host.offsets,
         host_memory=host.memory,
         cyclic=cyclic,

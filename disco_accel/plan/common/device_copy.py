@@ -1,4 +1,4 @@
-"""What the planner knows about a value while it walks the serial order."""
+"""What the planner knows about a value, and about its copy in device memory, while it walks the serial order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _CLOSE = 20
 
 
 @dataclass(slots=True, eq=False)
-class Planned:
+class PlannedVertex:
     """A vertex of the plan in the making; ``alive`` turns false if it is revoked before anything depends on it."""
 
     vertex: Vertex
@@ -19,50 +19,58 @@ class Planned:
 
 
 @dataclass(slots=True, eq=False)
-class Stay:
+class DeviceCopy:
     """One copy of a value in device memory, from the vertex that writes it to its last reader.
 
-    ``ref`` is how the plan names the copy. ``readers`` are the ids of the vertices that read it so far and ``newest``
-    is the serial position of the last of them, or of the writer. ``producer`` is None if it is there at the start.
-    ``taken`` are the free pieces it was made of, kept until the copy is first read so that it can be revoked.
+    ``ref`` is how the plan names the copy. Its bytes are ``[addr, addr + aligned_size)``. ``readers`` are the ids of
+    the vertices that read it so far and ``last_use`` is the serial position of the last of them, or of the writer.
+    ``producer`` is the id of the writer, None for a copy that exists when the step starts. ``permanent``: it is never
+    freed. ``planned`` is the reload that makes it, if one does; ``reserved_blocks`` are the free blocks it was made of,
+    until the copy is first read: till then the reload can be revoked and the blocks freed as they were. ``made_at`` is
+    the serial position at which it was allocated.
     """
 
-    value: Value
+    value: ValueState
     ref: Ref
     addr: int
-    block: int
+    aligned_size: int
     producer: int | None
-    newest: int
+    last_use: int
     permanent: bool = False
-    planned: Planned | None = None
-    taken: list[Piece] = field(default_factory=list)
+    planned: PlannedVertex | None = None
+    reserved_blocks: list[FreeBlock] = field(default_factory=list)
     readers: list[int] = field(default_factory=list)
-    born: int = 0
+    made_at: int = 0
 
 
 @dataclass(slots=True, eq=False)
-class Piece:
+class FreeBlock:
     """Free bytes ``[start, end)`` that may be written once every vertex of ``release`` has finished.
 
-    ``newest`` is the serial position of the latest of them (-1 if none). ``cached``: these bytes still hold that copy,
-    which the host has too: it can be taken back as long as nothing else was written there. ``rank`` is how gladly it
-    was given up when it was cached.
+    ``last_use`` is the serial position of the latest of them (-1 if none). ``cached``: these bytes still hold that copy
+    of a value that the host has too; it can be taken back as long as nothing else was written to them. ``rank`` is the
+    eviction rank that the copy had when it was cached.
     """
 
     start: int
     end: int
     release: tuple[int, ...]
-    newest: int
-    cached: Stay | None = None
+    last_use: int
+    cached: DeviceCopy | None = None
     rank: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
-class Value:
-    """A value of the task graph. ``uses`` are the serial positions that read it, ascending, each once; the position
-    after the last vertex stands for the virtual end vertex that reads what is kept. ``host`` names the copy that the
-    host has: a clean input or an offload. ``cached`` is the last copy given back while still intact.
-    ``home`` is the address at which a resident of a cyclic plan must be when the step ends."""
+class ValueState:
+    """A value of the task graph at the current position of the planner's walk.
+
+    ``uses`` are the serial positions that read it, ascending, each once; the position after the last vertex stands for
+    the virtual end vertex that reads kept values. ``next`` counts the uses that have been executed. ``copy`` is the
+    copy on the device, if there is one; ``cached`` is the last copy that was freed, whose bytes may be intact.
+    ``host`` names the copy on the host: a clean input or an offload. ``reserved``: the copy is held for the next use,
+    until a nearer use needs its memory. ``resident_offset`` is the address at which a resident of a cyclic plan must be
+    when the step ends.
+    """
 
     ref: Ref
     size: int
@@ -72,21 +80,21 @@ class Value:
     uses: list[int]
     after_last: int
     next: int = 0
-    stay: Stay | None = None
-    cached: Stay | None = None
+    copy: DeviceCopy | None = None
+    cached: DeviceCopy | None = None
     host: Ref | None = None
     reserved: bool = False
-    home: int | None = None
+    resident_offset: int | None = None
 
     @property
-    def only_at_home(self) -> bool:
-        """Whether all that is left to do is to be at home when the step ends."""
-        return self.home is not None and self.next_use == self.after_last - 1
+    def needed_only_at_step_end(self) -> bool:
+        """Whether its one remaining use is to be at its resident offset when the step ends."""
+        return self.resident_offset is not None and self.next_use == self.after_last - 1
 
     @property
-    def last_call(self) -> bool:
-        """Whether a copy at home would serve the remaining readers, if close together, and the end of the step."""
-        if self.home is None or self.next + 1 >= len(self.uses):
+    def serves_rest_and_end(self) -> bool:
+        """Whether one reload to the resident offset serves all remaining reads, which are close, and the step's end."""
+        if self.resident_offset is None or self.next + 1 >= len(self.uses):
             return False
         return (self.uses[-2] - self.uses[self.next]) * _CLOSE <= self.after_last
 

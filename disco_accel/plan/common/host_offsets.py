@@ -1,59 +1,65 @@
-"""Addresses for offloaded values in the host arena, reused without races."""
+"""Offsets for offloaded values in the host arena, reused without races."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
-from disco_accel.plan.common.device_copy import Piece, Value
-from disco_accel.plan.common.free_list import FreeSpace
+from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
+from disco_accel.plan.common.device_copy import FreeBlock
+from disco_accel.plan.common.free_list import FreeList
 
 HOST_ALIGNMENT = 256
 
 
 @dataclass(slots=True)
-class HostPlaces:
-    """``offsets``: OFFLOAD id → byte offset; ``waits``: OFFLOAD id → who must finish first; ``memory``: bytes."""
+class HostOffsets:
+    """``offsets``: OFFLOAD id → byte offset; ``waits``: OFFLOAD id → ids of the former users of its bytes, which must
+    finish first; ``memory``: bytes of the host arena."""
 
     offsets: dict[int, int] = field(default_factory=dict)
     waits: dict[int, tuple[int, ...]] = field(default_factory=dict)
     memory: int = 0
 
 
-def place_on_host(vertices: tuple[Vertex, ...], graph: TaskGraph, values: Mapping[Ref, Value]) -> HostPlaces:
-    """Place every offload of ``vertices`` (the plan's order). A place is free again after the last reload from it."""
-    places = HostPlaces()
-    space = FreeSpace(0)
-    kept = {vertex.id for vertex in graph.vertices if vertex.keep or vertex.out}
+def assign_host_offsets(vertices: tuple[Vertex, ...], graph: TaskGraph) -> HostOffsets:
+    """Return an offset for every offload of ``vertices`` (the plan's order): first fit in an arena that grows.
+
+    The bytes are free again after the last reload of the offload, never for a value that the step must keep.
+    """
+    host = HostOffsets()
+    free_list = FreeList(0)
+    must_survive = {vertex.id for vertex in graph.vertices if vertex.keep or vertex.out}
     offloads = {vertex.id: vertex for vertex in vertices if vertex.kind is VertexKind.OFFLOAD}
     origin = _origins(vertices)
-    readers: dict[int, list[tuple[int, int]]] = {offload: [] for offload in offloads}
+    reloads: dict[int, list[tuple[int, int]]] = {offload: [] for offload in offloads}
     for position, vertex in enumerate(vertices):
         if vertex.kind is VertexKind.RELOAD and vertex.inputs[0][0] in offloads:
-            readers[vertex.inputs[0][0]].append((position, vertex.id))
+            reloads[vertex.inputs[0][0]].append((position, vertex.id))
     ends: dict[int, list[int]] = {}
     for position, vertex in enumerate(vertices):
         if vertex.kind is VertexKind.OFFLOAD:
-            block = -(-vertex.sizes[0] // HOST_ALIGNMENT) * HOST_ALIGNMENT
-            window = space.first_fit(block, lambda _: 0.0)
-            if window is None:
-                start = places.memory
-                places.memory += block
+            size = _aligned(vertex.sizes[0])
+            fit = free_list.first_fit(size, lambda _: 0.0)
+            if fit is None:
+                start = host.memory
+                host.memory += size
             else:
-                start = window.start
-                taken = space.take(window.start, window.end)
-                places.waits[vertex.id] = tuple(dict.fromkeys(v for piece in taken for v in piece.release))
-            places.offsets[vertex.id] = start
-            last = readers[vertex.id][-1][0] if readers[vertex.id] else position
-            if origin[vertex.id] not in kept:
+                start = fit.start
+                blocks = free_list.allocate(fit.start, fit.end)
+                host.waits[vertex.id] = tuple(dict.fromkeys(v for block in blocks for v in block.release))
+            host.offsets[vertex.id] = start
+            last = reloads[vertex.id][-1][0] if reloads[vertex.id] else position
+            if origin[vertex.id] not in must_survive:
                 ends.setdefault(last, []).append(vertex.id)
         for offload in ends.get(position, ()):
-            start = places.offsets[offload]
-            block = -(-offloads[offload].sizes[0] // HOST_ALIGNMENT) * HOST_ALIGNMENT
-            users = tuple(reader for _, reader in readers[offload]) or (offload,)
-            space.give([Piece(start, start + block, users, position)])
-    return places
+            start = host.offsets[offload]
+            users = tuple(reader for _, reader in reloads[offload]) or (offload,)
+            free_list.free([FreeBlock(start, start + _aligned(offloads[offload].sizes[0]), users, position)])
+    return host
+
+
+def _aligned(size: int) -> int:
+    return -(-size // HOST_ALIGNMENT) * HOST_ALIGNMENT
 
 
 def _origins(vertices: tuple[Vertex, ...]) -> dict[int, int]:

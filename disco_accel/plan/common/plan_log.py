@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from disco_accel.graph.memgraph import Slot
 from disco_accel.graph.taskgraph import Ref, Vertex, VertexKind
-from disco_accel.plan.common.device_copy import Planned, Stay, Value
+from disco_accel.plan.common.device_copy import DeviceCopy, PlannedVertex, ValueState
 
 
 class PlanLog:
@@ -14,37 +14,37 @@ class PlanLog:
 
     def __init__(self, order: tuple[Vertex, ...]) -> None:
         self.serial = order
-        self.planned: list[Planned] = []
+        self.planned: list[PlannedVertex] = []
         self.memory_edges: dict[int, tuple[int, ...]] = {}
         self.slots: dict[Ref, Slot] = {}
-        self._fresh = max((vertex.id for vertex in order), default=-1) + 1
+        self._next_id = max((vertex.id for vertex in order), default=-1) + 1
 
-    def reload(self, value: Value, release: tuple[int, ...], addr: int) -> Planned:
+    def reload(self, value: ValueState, release: tuple[int, ...], addr: int) -> PlannedVertex:
         """Add a reload of ``value`` to ``addr`` that waits for ``release``."""
         assert value.host is not None
-        vertex = Vertex(self._id(), VertexKind.RELOAD, value.device, "reload", (value.host,), (value.size,))
-        planned = Planned(vertex)
+        vertex = Vertex(self._new_id(), VertexKind.RELOAD, value.device, "reload", (value.host,), (value.size,))
+        planned = PlannedVertex(vertex)
         self.planned.append(planned)
         self.memory_edges[vertex.id] = release
         self.slots[vertex.id, 0] = Slot(value.device, addr, value.size)
         return planned
 
-    def offload(self, value: Value, stay: Stay) -> int:
-        """Add an offload of the copy ``stay`` of ``value`` and return its id."""
-        vertex = Vertex(self._id(), VertexKind.OFFLOAD, value.device, "offload", (stay.ref,), (value.size,))
-        self.planned.append(Planned(vertex))
+    def offload(self, value: ValueState, copy: DeviceCopy) -> int:
+        """Add an offload of the copy ``copy`` of ``value`` and return its id."""
+        vertex = Vertex(self._new_id(), VertexKind.OFFLOAD, value.device, "offload", (copy.ref,), (value.size,))
+        self.planned.append(PlannedVertex(vertex))
         self.memory_edges[vertex.id] = ()
         return vertex.id
 
     def add(self, vertex: Vertex, release: Iterable[int]) -> None:
         """Add a vertex of the task graph that waits for ``release`` besides its inputs."""
-        self.planned.append(Planned(vertex))
+        self.planned.append(PlannedVertex(vertex))
         self.memory_edges[vertex.id] = tuple(dict.fromkeys(release))
 
-    def serial_ids(self, value: Value, reach: int) -> list[int]:
-        """Return the ids of the readers of ``value`` still to come up to position ``reach``."""
-        return [self.serial[p].id for p in value.uses[value.next :] if p <= reach and p < len(self.serial)]
+    def readers_until(self, value: ValueState, last: int) -> list[int]:
+        """Return the ids of the readers of ``value`` from its next use up to position ``last``."""
+        return [self.serial[p].id for p in value.uses[value.next :] if p <= last and p < len(self.serial)]
 
-    def _id(self) -> int:
-        self._fresh += 1
-        return self._fresh - 1
+    def _new_id(self) -> int:
+        self._next_id += 1
+        return self._next_id - 1

@@ -12,7 +12,7 @@ import numpy as np
 from disco_accel.graph.memgraph import MemGraph, Slot
 from disco_accel.graph.taskgraph import Ref, Vertex
 from disco_accel.plan.common.assemble import assemble
-from disco_accel.plan.common.device_copy import Planned
+from disco_accel.plan.common.device_copy import PlannedVertex
 from disco_accel.plan.common.plan_log import PlanLog
 from disco_accel.plan.timed.packing import Buffer, Packed, pack
 from disco_accel.plan.timed.requirements import Profile, StepRequirements
@@ -205,7 +205,7 @@ class LiveRanges:
         log = PlanLog((*requirements.inputs, *requirements.order))
         reloads = {live.values[0][0][0]: live.begin for live in self.all if live.scheduled >= 0}
         by_tick = sorted(range(len(self.planned)), key=lambda i: reloads.get(self.planned[i].id, self.ticks[i]))
-        log.planned = [Planned(self.planned[i]) for i in by_tick]
+        log.planned = [PlannedVertex(self.planned[i]) for i in by_tick]
         waits: dict[int, list[int]] = {}
         occupants: dict[int, _LastOccupants] = {device: _LastOccupants() for device in requirements.pinned_bytes}
         for live in self.all:
@@ -219,7 +219,7 @@ class LiveRanges:
         vertices = (*requirements.inputs, *self.planned)
         sizes = {(vertex.id, k): size for vertex in vertices for k, size in enumerate(vertex.sizes)}
         slots = {ref: Slot(live.device, live.offset, sizes[ref]) for ref, live in self.by_value.items()}
-        return assemble(requirements.graph, log, slots, {}, cyclic=cyclic)
+        return assemble(requirements.graph, log, slots, cyclic=cyclic)
 
 
 def _lifespans(live: LiveRange, at_end: LiveRange | None) -> tuple[tuple[int, int], ...]:

@@ -14,14 +14,14 @@ from disco_accel.plan.buildmemgraph import residents
 from disco_accel.plan.buildmemgraph.eviction import AUTO, POLICIES, Candidate, policy_named
 
 MIB = 1 << 20
-BASE = Candidate(size=MIB, born=10, last_use=20, next_use=60, now=40, clean=True)
+BASE = Candidate(size=MIB, made_at=10, last_use=20, next_use=60, now=40, clean=True)
 GRAPH = Path(__file__).parent.parent / "data" / "graphs" / "lora_small.taskgraph.json"
 
 
 @pytest.mark.parametrize(
     ("name", "sooner"),
     [
-        ("fifo", {"born": 5}),
+        ("fifo", {"made_at": 5}),
         ("lru", {"last_use": 15}),
         ("belady", {"next_use": 70}),
         ("size_aware", {"size": 2 * MIB}),

@@ -13,7 +13,7 @@ import pytest
 from disco_accel.graph.memgraph import Edge
 from disco_accel.graph.taskgraph import Vertex, VertexKind
 from disco_accel.plan.common import transitive_reduction as module
-from disco_accel.plan.common.transitive_reduction import prune
+from disco_accel.plan.common.transitive_reduction import remove_implied_edges
 from tests.test_verify_order import closure, random_predecessors
 
 GRAPHS = 150
@@ -64,7 +64,7 @@ def test_what_is_left_implies_what_was_there(window: int, paths: int, monkeypatc
     left = dropped = 0
     for _ in range(GRAPHS):
         vertices, data, memory = random_edges(rng)
-        needed = prune(vertices, data, memory)
+        needed = remove_implied_edges(vertices, data, memory)
         assert set(needed) <= set(memory) and len(set(needed)) == len(needed)
         assert ancestors(vertices, [*data, *needed]) == ancestors(vertices, [*data, *memory])
         position = {vertex.id: index for index, vertex in enumerate(vertices)}
@@ -81,4 +81,4 @@ def test_an_edge_that_goes_backward_is_returned(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(module, "_WINDOW", 1)
     vertices = tuple(Vertex(id, VertexKind.KERNEL, 0) for id in range(6))
     chain = [(v, v + 1) for v in range(5)]
-    assert prune(vertices, chain, [(4, 2), (0, 3), (0, 5)]) == ((4, 2),)
+    assert remove_implied_edges(vertices, chain, [(4, 2), (0, 3), (0, 5)]) == ((4, 2),)

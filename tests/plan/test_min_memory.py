@@ -11,7 +11,7 @@ import pytest
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.plan import make_plan
 from disco_accel.plan.buildmemgraph import min_memory as needed_module
-from disco_accel.plan.buildmemgraph.min_memory import boundary, lowered, working_set
+from disco_accel.plan.buildmemgraph.min_memory import bisect, bisect_down, working_set
 from disco_accel.testing.lora_graph import LoraShape, lora_graph
 from disco_accel.testing.strategies import random_taskgraph, with_memory
 from disco_accel.testing.tensor_parallel import PrefillShape, tensor_parallel_prefill
@@ -78,13 +78,13 @@ def test_layered_graphs_need_little_more_than_their_largest_vertex(
     assert walks <= 300
 
 
-def test_the_searches_end_at_a_border() -> None:
-    """Also where what fits is not what is above a number."""
+def test_the_bisections_end_where_the_number_below_does_not_fit() -> None:
+    """Also where fitting is not monotone."""
     for seed in range(300):
         rng = random.Random(seed)
         good = {n for n in range(101) if rng.random() < rng.choice((0.2, 0.5, 0.9))} | {100} - {0}
-        found = boundary(0, 100, good.__contains__)
-        assert (found in good and found - 1 not in good) or found == 1
+        least = bisect(0, 100, good.__contains__)
+        assert (least in good and least - 1 not in good) or least == 1
         low = rng.randint(1, 100)
-        found = lowered(100, low, good.__contains__)
-        assert found in good and (found == low or found - 1 not in good)
+        least = bisect_down(100, low, good.__contains__)
+        assert least in good and (least == low or least - 1 not in good)

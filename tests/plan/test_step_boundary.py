@@ -1,4 +1,4 @@
-"""Steps that overlap are safe: two of them in a row, as one plan with the border's edges, pass the judge."""
+"""Steps that overlap are safe: two of them in a row, as one plan with the edges between steps, pass the judge."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from disco_accel.graph.check import check_taskgraph
 from disco_accel.graph.memgraph import Edge, MemGraph, Slot
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.plan import make_plan
-from disco_accel.simulate.step_boundary import Border, border_of
+from disco_accel.simulate.step_boundary import CrossStepDependencies, cross_step_dependencies
 from disco_accel.testing.strategies import Shape, random_taskgraph, with_memory
 from disco_accel.verify.static import verify
 
@@ -22,7 +22,7 @@ FAR = 1000
 SHAPE = Shape(vertices=18, gate=False, keep=0.15)
 
 
-def twice(graph: TaskGraph, plan: MemGraph, border: Border) -> tuple[TaskGraph, MemGraph]:
+def twice(graph: TaskGraph, plan: MemGraph, cross_step: CrossStepDependencies) -> tuple[TaskGraph, MemGraph]:
     """Two steps as one graph and one plan. What the user brings for the second is made by a kernel without inputs."""
     clean = {v.id for v in graph.vertices if v.clean}
     back = _where_residents_end(plan)
@@ -51,32 +51,32 @@ def twice(graph: TaskGraph, plan: MemGraph, border: Border) -> tuple[TaskGraph, 
     data += [(p, v.id) for v in vertices if v.id >= FAR for p, _ in v.inputs]
     data += [(producer, user.id) for producer, _ in user.inputs]
     memory = [*plan.memory_edges, *((u + FAR, v + FAR) for u, v in plan.memory_edges if u not in clean)]
-    memory += _border_edges(plan, border, clean, user.id)
-    given = {v.id for v in vertices if v.kind is VertexKind.INPUT}
+    memory += _edges_between(plan, cross_step, clean, user.id)
+    input_ids = {v.id for v in vertices if v.kind is VertexKind.INPUT}
     return task, replace(
         plan,
         vertices=(*vertices, user),
         slots=slots,
         data_edges=tuple(data),
-        memory_edges=tuple(edge for edge in memory if edge[1] not in given),
+        memory_edges=tuple(edge for edge in memory if edge[1] not in input_ids),
         host_offsets={**plan.host_offsets, **{id + FAR: at for id, at in plan.host_offsets.items()}},
         cyclic=False,
     )
 
 
-def _border_edges(plan: MemGraph, border: Border, clean: set[int], user: int) -> list[Edge]:
+def _edges_between(plan: MemGraph, cross_step: CrossStepDependencies, clean: set[int], user: int) -> list[Edge]:
     ids = [v.id for v in plan.vertices]
     edges: list[Edge] = []
-    for u, successors in border.successors.items():
+    for u, successors in cross_step.successors.items():
         for v in successors:
             if ids[v] not in clean:
                 edges.append((ids[u], ids[v] + FAR))
             else:
                 # A resident that comes back: whoever reads it in the second step waits for that.
                 edges += [(ids[u], w.id + FAR) for w in plan.vertices if (ids[v], 0) in w.inputs]
-    edges += [(ids[u] + FAR, ids[v] + FAR) for u, v in border.within]
-    edges += [(ids[worker], user) for worker in border.workers]
-    return edges + [(user, ids[gated] + FAR) for gated in border.gated]
+    edges += [(ids[u] + FAR, ids[v] + FAR) for u, v in cross_step.within]
+    edges += [(ids[worker], user) for worker in cross_step.workers]
+    return edges + [(user, ids[gated] + FAR) for gated in cross_step.gated]
 
 
 def _where_residents_end(plan: MemGraph) -> dict[Ref, Ref]:
@@ -135,11 +135,11 @@ def test_two_steps_in_a_row_share_the_memory_without_a_race() -> None:
     """And of the edges between them, some are needed: without them the judge objects."""
     needed = 0
     for graph, plan in cases(150):
-        border = border_of(plan)
-        task, doubled = twice(graph, plan, border)
+        cross_step = cross_step_dependencies(plan)
+        task, doubled = twice(graph, plan, cross_step)
         verify(_task_refs(task, doubled), doubled)
-        for successors in ({}, dict(list(border.successors.items())[1:])):
-            task, loose = twice(graph, plan, replace(border, successors=successors))
+        for successors in ({}, dict(list(cross_step.successors.items())[1:])):
+            task, loose = twice(graph, plan, replace(cross_step, successors=successors))
             try:
                 verify(_task_refs(task, loose), loose)
             except VerifyError:
@@ -161,9 +161,9 @@ def test_kept_values_wait_for_the_user() -> None:
     """Without the gate, what a step keeps would be overwritten by the next one's loads."""
     caught = 0
     for graph, plan in cases(150):
-        border = border_of(plan)
-        kernels = {i for i in border.gated if plan.vertices[i].kind in (VertexKind.KERNEL, VertexKind.TRANSFER)}
-        task, loose = twice(graph, plan, replace(border, gated=sorted(kernels)))
+        cross_step = cross_step_dependencies(plan)
+        kernels = {i for i in cross_step.gated if plan.vertices[i].kind in (VertexKind.KERNEL, VertexKind.TRANSFER)}
+        task, loose = twice(graph, plan, replace(cross_step, gated=sorted(kernels)))
         try:
             verify(_task_refs(task, loose), loose)
         except VerifyError:
