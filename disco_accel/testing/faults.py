@@ -179,7 +179,10 @@ def lose_an_address(plan: MemGraph, rng: random.Random) -> MemGraph | None:
 
 
 def device_larger_than_allowed(plan: MemGraph, rng: random.Random) -> MemGraph | None:
-    """A device has more memory than the graph's, and the plan uses all of it."""
+    """A device has more memory than the graph's, by one byte that is not used, or by a whole value that lies there."""
+    if rng.random() < 0.3:
+        larger = rng.choice(plan.devices)
+        return replace(plan, devices=tuple(replace(d, memory=d.memory + (d == larger)) for d in plan.devices))
     ref = _some_slot(plan, rng)
     if ref is None:
         return None
@@ -200,12 +203,12 @@ def alignment_weakened(plan: MemGraph, rng: random.Random) -> MemGraph | None:
 
 
 def device_that_is_not_there(plan: MemGraph, rng: random.Random) -> MemGraph | None:
-    """The plan has a device that the graph has not, and reloads or offloads nothing there yet."""
+    """The plan has a device that the graph has not, though it uses none of its memory."""
     return replace(plan, devices=(*plan.devices, replace(rng.choice(plan.devices), id=1 + max(_ids(plan)))))
 
 
 def host_offset_outside(plan: MemGraph, rng: random.Random) -> MemGraph | None:
-    """An offload goes behind the end of the host's arena, or before its start."""
+    """An offload lies behind the end of the host's arena, or before its start."""
     if not plan.host_offsets:
         return None
     offload = rng.choice(sorted(plan.host_offsets))

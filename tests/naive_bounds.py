@@ -1,0 +1,66 @@
+"""By definition: does a plan say what its graph says, and lie its values where they may? (c), (d) of docs/schema.md.
+
+One vertex, one address after the other; ``naive_judge`` compares them with each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
+
+HOST = -1
+OFFLOAD, RELOAD = VertexKind.OFFLOAD, VertexKind.RELOAD
+
+
+class Misplaced(Exception):
+    """A value without an address that needs one, or with one that it may not have."""
+
+
+def says_what_the_graph_says(graph: TaskGraph, plan: MemGraph) -> bool:
+    """Whether devices and vertices are the graph's, and all vertices besides are plain copies."""
+    own, of = {v.id: v for v in graph.vertices}, {v.id: v for v in plan.vertices}
+    refs = {(v.id, k) for v in plan.vertices for k in range(len(v.sizes))}
+    devices = {d.id: d for d in graph.devices}
+    reloads = [v.inputs for v in plan.vertices if v.kind == RELOAD]
+    for v in plan.vertices:
+        if v.device not in devices or not set(v.inputs) <= refs:
+            return False
+        if v.id in own:
+            right = v == replace(own[v.id], inputs=v.inputs) and len(v.inputs) == len(own[v.id].inputs)
+        else:
+            plain = Vertex(v.id, v.kind, v.device, v.op, v.inputs, v.sizes, v.duration, v.clean)
+            right = v == plain and v.kind in (OFFLOAD, RELOAD) and len(v.inputs) == len(v.sizes) == 1
+            if v.clean:
+                shared = of[v.inputs[0][0]].kind == VertexKind.INPUT or reloads.count(v.inputs) > 1
+                right = right and v.kind == RELOAD and shared
+        if not right:
+            return False
+    for d in plan.devices:
+        if d.memory > devices[d.id].memory or d.alignment < 1 or d.alignment % devices[d.id].alignment:
+            return False
+    same_devices = sorted(d.id for d in plan.devices) == sorted(devices)
+    return same_devices and len(of) == len(plan.vertices) and own.keys() <= of.keys()
+
+
+def places(plan: MemGraph) -> dict[Ref, tuple[int, int, int]]:
+    """Return arena (a device or HOST), begin and end of each value that has an address. Raises Misplaced."""
+    of = {v.id: v for v in plan.vertices}
+    if plan.host_memory < 0 or plan.host_alignment < 1:
+        raise Misplaced
+    arenas = {d.id: (d.memory, d.alignment) for d in plan.devices}
+    arenas[HOST] = (plan.host_memory, plan.host_alignment)
+    at = [((o, 0), HOST, start, start + sum(of[o].sizes)) for o, start in plan.host_offsets.items()]
+    at += [(ref, s.device, s.addr, s.addr + s.size) for ref, s in plan.slots.items()]
+    for (id, k), arena, start, end in at:
+        v, (memory, alignment) = of[id], arenas[arena]
+        if arena != (HOST if v.kind == OFFLOAD else v.device) or v.external or k < 0 or end - start != v.sizes[k]:
+            raise Misplaced
+        if start < 0 or end > memory or start % alignment:
+            raise Misplaced
+    for v in plan.vertices:
+        needs_none = v.kind == OFFLOAD or v.external or (v.kind == VertexKind.INPUT and v.clean)
+        if not needs_none and any(size and (v.id, k) not in plan.slots for k, size in enumerate(v.sizes)):
+            raise Misplaced
+    return {ref: (arena, start, end) for ref, arena, start, end in at}
