@@ -1,8 +1,8 @@
-"""What no cyclic plan of a graph can beat, in the given order, on a given machine.
+"""A lower bound of the step time over all cyclic plans of a graph, in its order, on a given machine.
 
-The largest of four: compute, the critical path, the link (a linear program on the bytes that have to be loaded), and
-the phases (stretches of the step that the link holds up although it idles in others). All are the machine's and the
-graph's; none knows of a plan.
+The largest of four bounds: compute, the critical path, the link (a linear program on the bytes that must be loaded),
+and the phases (stretches of the step in which the link is the bottleneck although it idles in others). They depend on
+the machine and the graph, not on a plan.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from disco_accel.simulate.simulator import Machine
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Seconds, but for ``lp_reload_bytes``: what a step has to load at least, all devices together."""
+    """Seconds, but for ``lp_reload_bytes``: the least bytes that a step must load, of all devices together."""
 
     compute: float
     link: float
@@ -33,12 +33,12 @@ class Bound:
 
     @property
     def bound(self) -> float:
-        """The seconds that no cyclic plan beats."""
+        """The lower bound of a step, in seconds."""
         return max(self.compute, self.link, self.critical_path, self.phases)
 
 
 def bound_of(graph: TaskGraph, machine: Machine | None = None, memory: int | None = None) -> Bound:
-    """Return the bound of ``graph`` with ``memory`` bytes on every device (None: what its devices say)."""
+    """Return the bound of ``graph`` with ``memory`` bytes on every device (None: the memory of its own devices)."""
     machine = machine or Machine()
     facts = [_Facts(graph, machine, device.id, device.memory if memory is None else memory) for device in graph.devices]
     programs = [_least_reloads(each) for each in facts]
@@ -88,7 +88,7 @@ class _Value:
 
 
 class _Facts:
-    """What one device does by position: ``seconds`` of compute, ``needed`` bytes of inputs and outputs together."""
+    """One device by position: ``seconds`` of compute, bytes ``needed`` for inputs and outputs, ``outputs`` alone."""
 
     def __init__(self, graph: TaskGraph, machine: Machine, device: int, memory: int) -> None:
         self.machine = machine
@@ -126,7 +126,7 @@ class _Facts:
 
 @dataclass(frozen=True, slots=True)
 class _Gap:
-    """``size`` bytes that nobody reads in ``[begin, end)``, which goes over the step's border if ``begin > end``."""
+    """``size`` bytes that nobody reads in ``[begin, end)``, which crosses the step boundary if ``begin > end``."""
 
     begin: int
     end: int
@@ -134,7 +134,7 @@ class _Gap:
 
 
 def _gaps(facts: _Facts, least: int) -> list[_Gap]:
-    """Return the gaps between two uses in which keeping a value saves a reload; values below ``least`` are left out."""
+    """Return the gaps between two uses in which keeping a value saves a reload, of values from ``least`` bytes on."""
     gaps = []
     for value in facts.values.values():
         if value.size < least or not value.uses:
@@ -147,7 +147,7 @@ def _gaps(facts: _Facts, least: int) -> list[_Gap]:
 
 
 def _rows(facts: _Facts, gaps: Sequence[_Gap]) -> list[int]:
-    """Return the positions that can matter: where not everything fits, the fullest between any two changes of size."""
+    """Return the positions that can bind: those where not everything fits, thinned out to ``_MAX_ROWS``."""
     load = facts.needed.astype(np.int64)
     for gap in gaps:
         if gap.begin <= gap.end:
@@ -163,15 +163,15 @@ def _rows(facts: _Facts, gaps: Sequence[_Gap]) -> list[int]:
 
 
 _MAX_ROWS = 20_000
-"""Beyond so many some are left out, which keeps it a bound and the program small."""
+"""Beyond so many some are left out, which keeps the program small, and its optimum a bound."""
 
 
 def _least_reloads(facts: _Facts) -> tuple[float, float]:
     """Return seconds and bytes that the link needs at least in a step, by linear programming.
 
-    Unknown are the bytes of each value kept through each gap; at no position may more be kept than fits beside what
-    the vertex there needs. What is not kept is loaded again. A step is a ring: what is there at its end is there at its
-    start.
+    The variables are the bytes of each value kept through each gap; at no position may more be kept than fits beside
+    the inputs and outputs of its vertex. Bytes that are not kept are reloaded. The step is a ring: values on the device
+    at its end are there at its start.
     """
     from scipy.optimize import linprog
     from scipy.sparse import csc_array
@@ -187,7 +187,7 @@ def _least_reloads(facts: _Facts) -> tuple[float, float]:
         first, last = int(np.searchsorted(at, gap.begin)), int(np.searchsorted(at, gap.end))
         around = gap.begin > gap.end
         if around or last > first:
-            # Gaps of one length and equal size are as good as one.
+            # Gaps over the same rows and of equal size are one variable.
             spans[first, last, gap.size].append(gap)
     free = facts.memory - facts.needed[at]
     if (free < 0).any():
@@ -200,7 +200,7 @@ def _least_reloads(facts: _Facts) -> tuple[float, float]:
             column.append(c)
             entry.append(value)
 
-    # Each row less the one before it: a gap then has an entry where it begins and one where it ends.
+    # Each row is the difference to the one before: a gap has one entry where it begins and one where it ends.
     for c, ((first, last, size), same) in enumerate(spans.items()):
         around = same[0].begin > same[0].end
         if around:
@@ -232,9 +232,9 @@ _TURNS = 16
 def _phases(facts: _Facts) -> float:
     """Return the seconds that stretches of the step need one after another.
 
-    From the start of one vertex to the start of a later one, all that is read between, was there before and does not
-    fit beside the outputs of the first has to be loaded. Steps follow each other, so a stretch may go over the border.
-    The best division of the ring into such stretches is found.
+    From the start of one vertex to the start of a later one, the values that are read between and were made before,
+    less the bytes that fit beside the outputs of the first, must be loaded. A stretch may cross the step boundary.
+    The result is the largest sum over divisions of the ring into such stretches.
     """
     marks = sorted({round(i * facts.end / _MARKS) for i in range(_MARKS)})
     count = len(marks)
@@ -265,7 +265,7 @@ def _stretch(facts: _Facts, marks: list[int], a: int) -> list[float]:
             if value.made < begin:
                 first[use] += value.size
         elif value.clean and value.uses:
-            # Its next reader is in the step after.
+            # Its next reader is in the next step.
             first[value.uses[0]] += value.size
     around = np.concatenate((first[begin:end], first[:begin]))
     total = np.concatenate(([0], np.cumsum(around)))

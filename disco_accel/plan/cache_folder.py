@@ -106,12 +106,12 @@ def read_private(path: Path, most: int) -> bytes | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     with os.fdopen(handle, "rb") as stream:
-        found = os.fstat(handle)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
             raise Unusable("not a plain file")
-        if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
+        if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o022:
             raise Unusable("others than this user can have written it")
-        if found.st_size > most:
+        if status.st_size > most:
             raise Unusable(f"larger than the {format_size(most)} that such a file may have")
         return stream.read(most)
 

@@ -1,9 +1,9 @@
 """Plans on disk, so that a second run of the same training plans nothing.
 
-A file per fingerprint, which covers all that a plan is made from except measured durations: these differ from run to
-run, and any plan of the same graph is right whatever they are. Each file is a MEMGRAPH with one more key. Nothing in a
-file is trusted: it is read strictly, every vertex of the task graph is taken from the graph at hand, and the judge
-must accept the result. What is wrong with a file is said in one line, and the file is as good as absent.
+One file per fingerprint, which covers everything a plan is made from except measured durations: these differ from run
+to run, and a plan of the same graph is correct whatever they are. Each file is a MEMGRAPH with one more key. No file is
+trusted: it is read strictly, every vertex of the task graph is taken from the caller's graph, and the static judge must
+accept the result. A file with a fault is ignored, and one line of the log names the fault.
 """
 
 from __future__ import annotations
@@ -49,12 +49,11 @@ def plan_fingerprint(
     environment: Mapping[str, str],
     plan_seconds: float | None = None,
 ) -> str:
-    """The sha256, in hex, of all that the plan of ``graph`` depends on but durations.
+    """The sha256, in hex, of everything that the plan of ``graph`` depends on except durations.
 
-    ``graph`` has the memory and the alignment that the plan gets. ``environment`` is what else must be equal: PyTorch's
-    version, the device's name. ``plan_seconds``: the user's deadline; a plan that it cut short is
-    found again by those who set the same, and by nobody else. This package's version and the sources of its planners
-    are added.
+    ``graph`` has the memory and the alignment that the plan gets. ``environment``: other facts that must be equal, such
+    as PyTorch's version and the device's name. ``plan_seconds``: the user's deadline; a plan that it cut short is used
+    again only with the same deadline. This package's version and the sources of its planners are added.
     """
     bare = replace(graph, vertices=tuple(replace(vertex, duration=None) for vertex in graph.vertices))
     calls = hashlib.sha256()
@@ -76,7 +75,7 @@ def plan_fingerprint(
 
 @functools.cache
 def _sources() -> str:
-    """A hash of what makes plans: plans of a changed planner are made anew, whether its version changed or not."""
+    """A hash of the planners' sources: after a change to them all plans are made anew, whatever the version says."""
     digest = hashlib.sha256()
     package = Path(__file__).parents[1]
     for part in _SOURCES:
@@ -150,7 +149,7 @@ def _usable(data: object, key: str, graph: TaskGraph, cyclic: bool) -> MemGraph:
 
 
 def _rebuilt(vertex: Vertex, own: Mapping[int, Vertex]) -> Vertex:
-    """What a vertex is comes from the graph, and a copy is nothing but a copy; the plan says where inputs are."""
+    """Return ``vertex`` with every field but its inputs from the graph, or as a plain copy if the plan has added it."""
     if vertex.id in own:
         return replace(own[vertex.id], inputs=vertex.inputs)
     copy = Vertex(vertex.id, vertex.kind, vertex.device, vertex.op, vertex.inputs, vertex.sizes)

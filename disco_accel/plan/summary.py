@@ -14,16 +14,16 @@ from disco_accel.simulate.simulator import Machine, lower_bound, simulate
 def summary(plan: MemGraph, machine: Machine | None = None) -> dict[str, int | float | str]:
     """Return counts, bytes and seconds of ``plan``.
 
-    ``peak_bytes``: the highest address in use, of the fullest device. ``bound``: seconds that no execution of this plan
-    on ``machine`` can beat; ``makespan``: what simulation says it takes. ``planner``: who made it, "" if unknown, which
-    need not be who was asked: the timed planner keeps BUILDMEMGRAPH's plan where that is faster.
+    ``peak_bytes``: the highest address in use on any device. ``bound``: a lower bound in seconds of every execution of
+    this plan on ``machine``; ``makespan``: its simulated seconds. ``planner``: the planner that made it, "" if unknown;
+    asked for a plan, the timed planner returns BUILDMEMGRAPH's where that is faster.
     """
     memory_edges = len(set(plan.memory_edges))
     return {
         "vertices": len(plan.vertices),
         "data_edges": len(set(plan.data_edges)),
         "memory_edges": memory_edges,
-        # The planner leaves out what other edges imply.
+        # The planner has removed the edges that others imply.
         "essential_memory_edges": memory_edges,
         "offload_bytes": copied_bytes(plan, VertexKind.OFFLOAD),
         "reload_bytes": copied_bytes(plan, VertexKind.RELOAD),
@@ -57,9 +57,9 @@ def resident_bytes(plan: MemGraph) -> int:
 
 
 def staying(plan: MemGraph) -> frozenset[int]:
-    """Return the clean inputs that never leave: on a device when the step starts, and no other value takes their place.
+    """Return the clean inputs that never leave their device: residents not reloaded, whose bytes no other value shares.
 
-    The others among those that are there at the start make room during the step and are loaded again for the next one.
+    Other residents are overwritten during the step and reloaded for the next one.
     """
     clean = {vertex.id for vertex in plan.vertices if vertex.kind is VertexKind.INPUT and vertex.clean}
     reloaded = {ref[0] for v in plan.vertices if v.kind is VertexKind.RELOAD for ref in v.inputs}

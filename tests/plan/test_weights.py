@@ -15,7 +15,7 @@ from disco_accel.errors import ConfigError, VerifyError
 from disco_accel.plan.beaumont.judge import check_schedule
 from disco_accel.plan.beaumont.milp import lower_bound
 from disco_accel.plan.beaumont.schedule import Copy, Schedule, best_schedule
-from disco_accel.plan.beaumont.selection import Gap, Instance, Layer, select, without_idlers
+from disco_accel.plan.beaumont.selection import Gap, Instance, Layer, select, without_superfluous
 from disco_accel.plan.beaumont.solve import solve
 
 MIB = float(1 << 20)
@@ -73,7 +73,7 @@ def bert(depth: int) -> Instance:
 def test_every_choice_leaves_room_and_its_schedule_holds(instance: Instance) -> None:
     """Whatever is chosen, with the discount or without, the best schedule of it passes the judge."""
     for spare, discount in ((1.0, True), (1.0, False), (0.0, True)):
-        chosen = without_idlers(instance, select(instance, spare=spare, discount=discount), spare)
+        chosen = without_superfluous(instance, select(instance, spare=spare, discount=discount), spare)
         if (instance.excess(chosen) > 1).any():
             chosen = instance.gaps()
         assert not (instance.excess(chosen) > 1).any()

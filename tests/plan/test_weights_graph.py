@@ -9,7 +9,7 @@ import pytest
 from disco_accel.errors import ConfigError, PlanError
 from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind, with_memory
 from disco_accel.plan.beaumont.chain import Chain, chain_of, residents_of
-from disco_accel.plan.beaumont.selection import Gap, select, without_idlers
+from disco_accel.plan.beaumont.selection import Gap, select, without_superfluous
 from disco_accel.plan.beaumont.solve import solve
 from disco_accel.plan.buildmemgraph.builder import build
 from disco_accel.plan.buildmemgraph.eviction import belady
@@ -79,7 +79,7 @@ def test_more_memory_keeps_more() -> None:
     kept = []
     for mebibytes in (70, 90, 120, 150, 300):
         chain = chain_of(with_memory(GRAPH, lambda device, m=mebibytes: m * MIB), Machine())  # type: ignore[misc]
-        chosen = without_idlers(chain.instance, select(chain.instance), 1.0)
+        chosen = without_superfluous(chain.instance, select(chain.instance), 1.0)
         kept.append(len(residents_of(chain, chosen).permanent))
     assert kept == sorted(kept) and kept[0] < kept[-1] == sum(map(len, (*chain.layers, chain.small)))
 

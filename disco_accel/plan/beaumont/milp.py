@@ -46,8 +46,8 @@ def lower_bound(instance: Instance, limit: float, attained: float = math.inf) ->
         left = limit - (time.perf_counter() - began)
         if best.optimal or left <= 0 or (4 if stage.frozen else 12) * len(instance.layers) ** 2 > MANY_VARIABLES:
             break
-        found = _solved(stage, left)
-        best = Bound(max(best.seconds, found.seconds), found.optimal and stage.frozen == instance.frozen)
+        solved = _solved(stage, left)
+        best = Bound(max(best.seconds, solved.seconds), solved.optimal and stage.frozen == instance.frozen)
     return Bound(best.seconds, best.optimal or best.seconds >= attained * (1 - GAP))
 
 

@@ -64,8 +64,8 @@ def best_schedule(instance: Instance, chosen: Collection[Gap], effort: int = EFF
     for cut in range(stride, instance.ops, stride):
         if best.period <= instance.sum_u * (1 + _TINY):
             return best
-        found = _Run(instance, gaps, cut, 1).alone(best.period)
-        best = best if found is None or found.period >= best.period else found
+        from_cut = _Run(instance, gaps, cut, 1).alone(best.period)
+        best = best if from_cut is None or from_cut.period >= best.period else from_cut
     steady = _Run(instance, gaps, 0, PERIODS).repeated()
     return best if steady is None or steady.period >= best.period else steady
 

@@ -181,15 +181,15 @@ def select(instance: Instance, *, spare: float = 1.0, discount: bool = True) -> 
     return chosen
 
 
-def without_idlers(instance: Instance, chosen: Sequence[Gap], spare: float = 0.0) -> list[Gap]:
+def without_superfluous(instance: Instance, chosen: Sequence[Gap], spare: float = 0.0) -> list[Gap]:
     """``chosen`` less the gaps that the later ones made superfluous, largest weights first."""
     over = instance.excess(chosen, spare)
-    # What cannot be reached with this much spare room is no reason to keep everything.
+    # Where even all of chosen exceed the memory by something, they may go on to exceed it by as much.
     allowed = over.clip(0)
-    kept = set(chosen)
+    needed = set(chosen)
     for gap in sorted(chosen, key=lambda g: -instance.layers[g.layer].w):
         ops, weight = instance.during(gap), instance.layers[gap.layer].w
         if np.all(over[ops] + weight <= allowed[ops]):
             over[ops] += weight
-            kept.remove(gap)
-    return [gap for gap in chosen if gap in kept]
+            needed.remove(gap)
+    return [gap for gap in chosen if gap in needed]

@@ -9,7 +9,7 @@ from typing import Any
 from disco_accel.plan.beaumont.judge import check_schedule
 from disco_accel.plan.beaumont.milp import Bound, lower_bound
 from disco_accel.plan.beaumont.schedule import EFFORT, Schedule, best_schedule
-from disco_accel.plan.beaumont.selection import Gap, Instance, select, without_idlers
+from disco_accel.plan.beaumont.selection import Gap, Instance, select, without_superfluous
 
 _ROUNDING = 1e-9
 _MOST = 4
@@ -54,35 +54,38 @@ def solve(instance: Instance, milp_seconds: float) -> Solution:
     best = star
     choices = _choices(instance)
     if len(choices) > _MOST:
-        # At first with few cuts: no choice gains much more by the others.
+        # Few cuts at first: no choice gains much more than another by the remaining ones.
         brief = [best_schedule(instance, choice, EFFORT // 50).period for choice in choices]
         choices = [choices[i] for i in sorted(range(len(choices)), key=brief.__getitem__)[:_MOST]]
     for choice in choices:
         if best.schedule.period <= instance.sum_u * (1 + _ROUNDING):
             break
-        found = _scheduled(instance, choice)
-        if found.schedule.period < best.schedule.period * (1 - _ROUNDING):
-            best = found
+        greedy = _scheduled(instance, choice)
+        if greedy.schedule.period < best.schedule.period * (1 - _ROUNDING):
+            best = greedy
     for answer in (star, best):
         check_schedule(instance, answer.schedule)
     return Solution(instance, best, star, lower_bound(instance, milp_seconds, best.schedule.period))
 
 
 def _choices(instance: Instance) -> list[list[Gap]]:
-    """Choices of gaps worth a schedule: with room for what arrives while a layer runs, which keeps the compute busy,
-    and without, which moves fewer bytes; with writes priced, and as if they cost nothing, which holds when the other
-    direction of the link is the busier one; and all gaps, which moves most but never waits for room."""
-    found = []
+    """Choices of gaps worth a schedule.
+
+    With spare memory for weights that arrive while a layer runs, which keeps the compute busy, and without, which
+    copies fewer bytes; with writes priced, and as if they were free, which is right where the other direction of the
+    link is busier; and all gaps, which copies most but never waits for memory.
+    """
+    choices = []
     for priced in (instance,) if instance.frozen else (instance, replace(instance, frozen=True)):
         for spare in (1.0, 0.5, 0.0):
             chosen = _fitting(instance, select(priced, spare=spare))
-            found += [chosen, without_idlers(instance, chosen, spare)]
-    found.append(instance.gaps())
-    return list(map(list, dict.fromkeys(map(tuple, found))))
+            choices += [chosen, without_superfluous(instance, chosen, spare)]
+    choices.append(instance.gaps())
+    return list(map(list, dict.fromkeys(map(tuple, choices))))
 
 
 def _fitting(instance: Instance, chosen: Sequence[Gap]) -> list[Gap]:
-    """``chosen`` and, where that leaves an op without room, all other gaps that help."""
+    """``chosen``, and all other gaps where ``chosen`` leaves an op without enough memory."""
     if not (instance.excess(chosen) > instance.memory * _ROUNDING).any():
         return list(chosen)
     return [*chosen, *(gap for gap in instance.gaps() if gap not in set(chosen))]
