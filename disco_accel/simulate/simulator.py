@@ -18,8 +18,8 @@ __all__ = ["DISPATCHES", "Link", "Machine", "Simulation", "Simulator", "lower_bo
 
 DISPATCHES = ("priority", "fifo", "random", "fixed")
 """``priority``: the ready vertex that the plan lists first; ``fifo``: the one that has been ready longest; ``random``:
-any; ``fixed``: level by level, a level being what has equally long chains before it, and none starting before all of
-the level before has ended."""
+any; ``fixed``: level by level. A level is the set of vertices at equal depth (see ``Simulator.levels``), and starts
+when all of the level before has ended."""
 
 MAX_RUNS = 20_000_000
 """Vertices times steps of one simulation: more would not fit the memory."""
@@ -52,7 +52,7 @@ def simulate(
 
 
 def lower_bound(memgraph: MemGraph, machine: Machine | None = None) -> float:
-    """Return the seconds that no execution of ``memgraph`` can beat: the busiest lane's work."""
+    """Return a lower bound, in seconds, of every execution of ``memgraph``: the work of the busiest lane."""
     machine = machine or Machine()
     work: dict[str, float] = defaultdict(float)
     for vertex, lane in zip(memgraph.vertices, _lanes(memgraph, machine), strict=True):
@@ -92,7 +92,7 @@ class Simulator:
         self.width = [machine.compute_streams if name.startswith("compute") else 1 for name in self.lane_names]
         self.successors: list[list[int]] = [[] for _ in self.ids]
         self.waiting = [0] * len(self.ids)
-        # An edge that is there twice is counted twice on both sides.
+        # A duplicate edge is counted twice on both sides.
         for edges in (memgraph.data_edges, memgraph.memory_edges):
             for u, v in edges:
                 self.successors[index[u]].append(index[v])
@@ -108,13 +108,13 @@ class Simulator:
         self._cross_step: CrossStepDependencies | None = None
 
     def run(self, *, dispatch: str = "priority", seed: int = 0, jitter: float = 0.0, steps: int = 1) -> Simulation:
-        """Simulate ``steps`` steps that follow each other, each as soon as the one before lets it.
+        """Simulate ``steps`` consecutive steps, each vertex as soon as its dependencies on the step before allow.
 
-        Kernels and transfers of a step wait for all those of the step before: the user calls it with their results.
-        Copies wait for the memory that they write, so the end of a step loads for the next one. ``jitter``: each
-        vertex's seconds are multiplied by a random number from 1 - jitter to 1 + jitter; it and ``random`` depend on
-        ``seed`` alone. Raises ConfigError for what makes no sense, PlanError for several steps of a plan that does not
-        end as it began, Stalled.
+        Kernels and transfers of a step wait for all those of the step before, since the caller starts it with their
+        results. Copies wait only for the memory that they write, so the end of a step reloads values for the next one.
+        ``jitter``: each vertex's seconds are multiplied by a random number from 1 - jitter to 1 + jitter; it and
+        ``random`` depend on ``seed`` alone. Raises ConfigError for an argument out of range, PlanError for several
+        steps of a plan that does not end as it began, Stalled.
         """
         if dispatch not in DISPATCHES:
             raise ConfigError(f"dispatch: {dispatch!r} is unknown; known ones: {', '.join(DISPATCHES)}")
@@ -130,7 +130,7 @@ class Simulator:
         ).to_end()
 
     def levels(self) -> list[int]:
-        """Return for each vertex how many vertices the longest chain before it has; late values follow all ``out``."""
+        """Return the depth of each vertex: vertices in the longest chain before it. Late values follow all ``out``."""
         level = [0] * len(self.ids)
         for gate in (False, True):
             if gate:

@@ -62,7 +62,7 @@ class _Memory:
         }
 
     def poison(self, spared: Iterable[Ref]) -> None:
-        """Forget everything but the copies ``spared``."""
+        """Overwrite every byte but those of the copies ``spared``."""
         saved = [(self.view[ref], self.view[ref].copy()) for ref in spared if ref in self.view]
         for cells in self.arena.values():
             cells.fill(_POISON)
@@ -90,24 +90,24 @@ class _Step:
         """Values outside all arenas (foreign memory, zero bytes): ref → token."""
 
     def run(self) -> None:
-        """Run until everything has finished, then look at what must be left."""
+        """Run until every vertex has finished, then check the values that must have survived."""
         self._connect()
         self.ready = [v.id for v in self.vertices.values() if v.kind is not VertexKind.INPUT and not self.waiting[v.id]]
         self._fill_inputs()
         self._open_gate_if_due()
-        choose = self._temper()
+        starts_next = self._eagerness()
         while self.ready or self.running:
-            if self.ready and (not self.running or choose()):
+            if self.ready and (not self.running or starts_next()):
                 self._start(self.ready.pop(self.rng.randrange(len(self.ready))))
             else:
                 self._finish(self.rng.choice(list(self.running)))
         if self.finished < len(self.vertices):
             stuck = [vertex for vertex, count in self.waiting.items() if count > 0][:8]
             raise Stalled(f"nothing can go on; these vertices still wait: {stuck}")
-        self._look_at_the_end()
+        self._check_end()
 
-    def _temper(self) -> Callable[[], bool]:
-        """How eager this run is to start things before it finishes others."""
+    def _eagerness(self) -> Callable[[], bool]:
+        """Return a random choice between starting a vertex and finishing one, with odds drawn for this run."""
         eagerness = self.rng.choice((0.1, 0.5, 0.9, 1.0))
         return lambda: self.rng.random() < eagerness
 
@@ -167,7 +167,7 @@ class _Step:
             positions = (*task.may_inplace, *(() if task.inplace is None else (task.inplace,)))
             reused = {vertex.inputs[position] for position in positions}
         if vertex.kind in (VertexKind.OFFLOAD, VertexKind.RELOAD):
-            outputs = {(vertex_id, 0): self._held(vertex)}
+            outputs = {(vertex_id, 0): self._token_at_source(vertex)}
         else:
             outputs = {(vertex_id, k): self.memory.token[vertex_id, k] for k in range(len(vertex.sizes))}
         for ref, token in outputs.items():
@@ -193,8 +193,8 @@ class _Step:
             self.outs_left -= 1
             self._open_gate_if_due()
 
-    def _held(self, copy: Vertex) -> int:
-        """The token that a copy carries: whatever its source holds, right or wrong."""
+    def _token_at_source(self, copy: Vertex) -> int:
+        """Return the token that ``copy`` carries: the one at its source, right or wrong."""
         source = copy.inputs[0]
         if copy.kind is VertexKind.RELOAD and self.vertices[source[0]].kind is VertexKind.INPUT:
             return self.memory.token[source]
@@ -240,7 +240,7 @@ class _Step:
         if not host_only:
             self.content[ref] = token
 
-    def _look_at_the_end(self) -> None:
+    def _check_end(self) -> None:
         copies: dict[int, list[Ref]] = defaultdict(list)
         for ref, view in self.memory.view.items():
             if view.size and bool((view == view[0]).all()):

@@ -1,8 +1,8 @@
 """The static judge: does a MemGraph compute its TaskGraph without races in any order that its edges allow?
 
-Deliberately naive, and shares nothing with the planner but the data classes. Checks what docs/schema.md demands.
-Overlaps are examined byte range by byte range in a topological order: if each occupant is done with before the next
-one is written, so is every earlier one.
+It shares nothing with the planner but the data classes, and checks the demands of docs/schema.md. Overlaps are examined
+byte range by byte range in a topological order: if all users of each occupant finish before the next one is written,
+so do those of every earlier one, and no pairs need to be compared.
 """
 
 from __future__ import annotations
@@ -294,6 +294,8 @@ def _check_device_memory(
     def turn(ref: Ref) -> tuple[bool, int, int]:
         return plan.vertex[ref[0]].kind is not VertexKind.INPUT, order[ref[0]], ref[1]
 
+    # Invariant: memory has the last occupant of each byte, in the order of writing. For each two consecutive occupants of
+    # a byte, claims say that all users of the first finish before the second is written.
     for ref in sorted((ref for ref, slot in plan.mem.slots.items() if slot.size), key=turn):
         slot = plan.mem.slots[ref]
         for former in memory[slot.device].replace(slot.addr, slot.addr + slot.size, ref):
@@ -324,7 +326,7 @@ def _check_overwrite(plan: _Plan, former: Ref, ref: Ref, readers: Sequence[int],
         _check_reuse(plan, former, ref, both)
     if not readers and plan.vertex[former[0]].kind is not VertexKind.INPUT:
         before.claim(former[0], writer, both)
-    # Each reader has a data edge from the producer, which is thus done as well.
+    # The producer need not be claimed: each reader has a data edge from it.
     for reader in readers:
         if reader != writer:
             before.claim(reader, writer, both)
