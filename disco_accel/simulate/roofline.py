@@ -85,7 +85,7 @@ Shapes = list[tuple[int, ...]]
 
 
 def _product(shapes: Shapes) -> float:
-    """(.., m, k) times (.., k, n); what is added comes first and weighs nothing."""
+    """(.., m, k) times (.., k, n). A tensor that is added comes first and counts nothing."""
     left, right = shapes[-2:]
     return 2.0 * math.prod(left) * right[-1]
 

@@ -33,7 +33,7 @@ def drop_data_edge(plan: MemGraph, rng: random.Random) -> MemGraph | None:
 
 
 def move_onto_input(plan: MemGraph, rng: random.Random) -> MemGraph | None:
-    """The second or only output of a kernel is written over what the kernel reads, without leave."""
+    """The second or only output of a kernel is written over an input, which it may not be."""
     places = []
     for vertex in plan.vertices:
         for ref in vertex.inputs:
@@ -143,7 +143,7 @@ def edge_into_input(plan: MemGraph, rng: random.Random) -> MemGraph | None:
 
 
 def close_a_cycle(plan: MemGraph, rng: random.Random) -> MemGraph | None:
-    """A vertex waits for what waits for it."""
+    """Two vertices wait for each other."""
     edges = [*plan.data_edges, *plan.memory_edges]
     inputs = {vertex.id for vertex in plan.vertices if vertex.kind is VertexKind.INPUT}
     edges = [edge for edge in edges if edge[0] not in inputs]
@@ -286,7 +286,7 @@ RUN_FAULTS: Mapping[str, Fault] = {
         lose_an_address,
     )
 }
-"""Faults in what a plan does."""
+"""Faults in the execution that a plan allows."""
 
 CLAIM_FAULTS: Mapping[str, Fault] = {
     fault.__name__: fault
@@ -299,7 +299,7 @@ CLAIM_FAULTS: Mapping[str, Fault] = {
         *(_flip(key) for key in (*_FIELDS, *_REUSE)),
     )
 }
-"""Faults in what a plan says of memory and of the graph. On tokens, in memory without end, most make no difference."""
+"""Faults in the plan's claims about memory and the graph. Run on tokens, in unlimited memory, most are harmless."""
 
 FAULTS: Mapping[str, Fault] = {**RUN_FAULTS, **CLAIM_FAULTS}
 

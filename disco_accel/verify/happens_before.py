@@ -1,4 +1,4 @@
-"""What happens before what, for the static judge: claims are collected and then checked all at once.
+"""Happens-before for the static judge: claims are collected and then checked all at once.
 
 A claim that spans few positions is looked up in exact sets of ancestors, kept as bits of integers within a window. For
 one that spans more, the graph is searched backward, and the search ends early where it meets a long path that the first
@@ -50,7 +50,7 @@ def first_violated(predecessors: Sequence[Sequence[int]], claims: Sequence[Claim
 
 
 class _Path:
-    """A path through the graph, and what it says of reachability.
+    """A path through the graph, and the reachability that follows from it.
 
     ``earliest_reached``: by position, the first place on the path that can be reached from it; ``latest_reaching``: the
     last place on the path from which it can be reached. If ``earliest_reached[u] <= latest_reaching[v]``, u reaches v.

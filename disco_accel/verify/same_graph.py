@@ -1,7 +1,7 @@
-"""Is a plan one of this graph, and of no more memory than the graph's devices have? What the static judge asks first.
+"""The first demand of the static judge: a plan is one of its graph, for no more memory than the graph's devices have.
 
-A plan may say where values lie, when they are copied and what waits for what. All else that it says must be what the
-graph says: nothing that runs a plan has to ask which of the two to believe.
+A plan adds addresses, copies and edges. Every other field must be the graph's, so that no code that runs a plan has to
+decide which of the two to believe.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SAME = (*_FIRST, *(f.name for f in fields(Vertex) if f.name not in (*_FIRST, "id
 _repeated = attrgetter(*SAME)
 
 _BARE = ("late", "external", "out", "keep", "after", "inplace", "may_inplace")
-"""What only a vertex of the task graph can have."""
+"""Fields that only a vertex of the task graph can have."""
 
 _bare = attrgetter(*_BARE)
 _PLAIN = Vertex(0, VertexKind.OFFLOAD, 0)
@@ -96,7 +96,7 @@ def _check_vertex(vertex: Vertex, planned: Vertex | None) -> None:
 
 
 def _check_copies(plan: MemGraph, known: set[int], planned: Mapping[int, Vertex]) -> None:
-    """A vertex that the plan adds is a copy and no more; a reload marked clean shares what it reads."""
+    """Raise VerifyError unless each added vertex is a plain copy, and a reload marked clean shares its source."""
     reloads: Counter[Ref] = Counter()
     for vertex in plan.vertices:
         if vertex.kind is VertexKind.RELOAD:

@@ -273,7 +273,7 @@ class _Occupants:
 
 
 def _readers(plan: _Plan) -> dict[Ref, list[int]]:
-    """Return who reads each copy where it is: a reload of an input reads the host's copy, not the device's."""
+    """Return the readers of each copy, in memory: a reload of an input reads the host's copy, not the device's."""
     readers: dict[Ref, list[int]] = defaultdict(list)
     for vertex in plan.mem.vertices:
         for ref in dict.fromkeys(vertex.inputs):
@@ -288,14 +288,14 @@ def _check_device_memory(
     readers = _readers(plan)
     has_gate = any(vertex.late for vertex in plan.graph.vertices)
     memory: dict[int, _Occupants] = defaultdict(_Occupants)
-    # Written over a late input, an output lives in its reserved place.
+    # An output written over a late input lies in that input's reserved bytes.
     reserved = {(vertex.id, 0) for vertex in plan.graph.vertices if vertex.late}
 
     def turn(ref: Ref) -> tuple[bool, int, int]:
         return plan.vertex[ref[0]].kind is not VertexKind.INPUT, order[ref[0]], ref[1]
 
-    # Invariant: memory has the last occupant of each byte, in the order of writing. For each two consecutive occupants of
-    # a byte, claims say that all users of the first finish before the second is written.
+    # Invariant: memory has the last occupant of each byte, in the order of writing. For each two consecutive occupants
+    # of a byte, claims say that all users of the first finish before the second is written.
     for ref in sorted((ref for ref, slot in plan.mem.slots.items() if slot.size), key=turn):
         slot = plan.mem.slots[ref]
         for former in memory[slot.device].replace(slot.addr, slot.addr + slot.size, ref):

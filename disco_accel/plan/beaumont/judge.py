@@ -1,4 +1,4 @@
-"""Is a schedule of weights one that a device could follow? Shares nothing with what makes schedules but the data."""
+"""The judge of schedules of weights: could a device follow one? It shares only data with the code that makes them."""
 
 from __future__ import annotations
 

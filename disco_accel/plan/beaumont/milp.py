@@ -95,7 +95,7 @@ class _Program:
         self.idle = self._variables(self.ops)
         self.used = dict(zip(gaps, self._variables(len(gaps)), strict=True))
         self.link: dict[tuple[str, int], list[tuple[int, float]]] = defaultdict(list)
-        """Direction and phase → what is copied in it."""
+        """Direction and phase → the bytes copied in it."""
         self.held: list[list[tuple[int, float]]] = [[] for _ in range(self.phases)]
         """Bytes of weights as each phase ends, beside those that are there in any case."""
         self.sure = np.full(self.phases, instance.weights.sum() * self.per_byte)

@@ -177,11 +177,11 @@ class _Run:
         return (*reads.values(), *writes)
 
     def _op(self, position: int) -> None:
-        """Wait for weights and memory, run the op, and let go of what it was the last to need."""
+        """Wait for weights and memory, run the op, and free the memory that it was the last to need."""
         index = position % self.ops
         while self.missing[position]:
             self._advance(math.inf, reading=True)
-        # Reads for later ops must not take what this one waits for.
+        # Reads for later ops must not take the memory that this op waits for.
         while self.present + self.during[index] > self.instance.memory + self.tolerance:
             self._advance(math.inf, reading=False)
         self.starts.append(self.time)
@@ -203,7 +203,7 @@ class _Run:
         heapq.heappush(self.writes, (dropped, layer))
 
     def _open(self, gap: Gap, due: int) -> None:
-        """``gap`` begins: what the host has is freed."""
+        """``gap`` begins: the bytes that the host has are freed."""
         write = self.unwritten.get(gap.layer)
         self.present -= self.instance.layers[gap.layer].w - (write.left if write else 0.0)
         self.missing[due] += 1

@@ -159,7 +159,7 @@ def select(instance: Instance, *, spare: float = 1.0, discount: bool = True) -> 
         # Of equals the longest gap, which leaves most time for its copies.
         return -profit(gap, value), -float(instance.seconds[instance.during(gap)].sum()), gap
 
-    # Ops that take no time come last: only what still exceeds the memory then is chosen for their sake.
+    # Ops that take no time come last: gaps are chosen for them only as far as memory is still exceeded then.
     for value in (instance.seconds, np.ones(instance.ops)):
         heap = [entry(gap, value) for gap in instance.gaps() if gap not in taken]
         heapq.heapify(heap)

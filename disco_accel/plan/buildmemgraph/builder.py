@@ -36,9 +36,9 @@ def build(
 ) -> MemGraph:
     """Return a plan of ``graph`` within the memory of its devices.
 
-    ``lookahead``: how many vertices ahead of execution copies may be placed (None: no limit). ``residents``: clean
-    inputs on the device when the step starts; a ``cyclic`` plan brings them back by its end. ``outs_apart``: what is
-    handed out, and may not be moved before that, is reserved bytes of its own from the start. ``slack``: share of the
+    ``lookahead``: how many vertices ahead of execution reloads may be placed (None: no limit). ``residents``: clean
+    inputs on the device when the step starts; a ``cyclic`` plan reloads them by its end. ``outs_apart``: values that
+    are handed out, and may not be moved before that, get bytes of their own from the start. ``slack``: share of the
     memory that look-ahead leaves free, so that outputs find bytes that nobody has used for long; None: none, and
     outputs lie as low as they can. Raises Infeasible.
     """

@@ -16,7 +16,7 @@ from disco_accel.plan.infeasible import Infeasible
 
 @dataclass(frozen=True, slots=True)
 class Repairs:
-    """What BUILDMEMGRAPH needs beyond the paper's figures. All on; tests switch one off to show what it is for."""
+    """Additions to the paper's figures without which plans are wrong; see README.md. Tests switch one off."""
 
     spare_inputs: bool = True
     """Never evict an input of the vertex being executed."""
@@ -40,7 +40,7 @@ class DeviceMemory:
     """The arena of one device during planning, with its two horizons.
 
     ``exec_horizon`` is the position being executed; copies are allocated up to ``alloc_horizon``, as far ahead as
-    memory allows. Outputs of kernels get their place when they are executed: kernels of a stream follow each other
+    memory allows. Outputs of kernels are allocated when they are executed: kernels of a stream follow each other
     anyway, so allocating those early would gain nothing and take memory that reloads can use.
 
     Every byte of the arena is either in the free list or in one copy: a permanent one, one that is reserved for its

@@ -1,1 +1,1 @@
-"""What both planners use: copies in device memory, free lists, the plan in the making and what finishes it."""
+"""Shared by both planners: copies in device memory, free lists, the log of planned vertices, and assembly."""

@@ -1,4 +1,4 @@
-"""Other serial orders of a graph with the same results: what enlarges memory runs late, what frees memory runs early.
+"""Other serial orders of a graph with the same results: kernels that grow memory run late, those that free it early.
 
 Every dependency is kept, accumulations are chained by data, and draws of random numbers by ``after``; so any of these
 orders gives the same bits.
@@ -29,7 +29,7 @@ def lower_order(graph: TaskGraph) -> TaskGraph | None:
 
 def dispatched(graph: TaskGraph, machine: Machine) -> tuple[TaskGraph, float]:
     """Return ``graph`` in the order in which its vertices start on ``machine`` with memory for everything, and the
-    seconds that this takes. On several devices a serial order may make one wait for what another need not do yet."""
+    seconds that this takes. On several devices a serial order may make one wait for work that another may do later."""
     order = serial_order(graph)
     before = tuple((order[reader].id, order[writer].id) for reader, writer in _overwritings(order))
     unlimited = MemGraph(graph.name, graph.devices, order, {}, data_edges(order), before, {})
@@ -42,28 +42,28 @@ def sink(order: Sequence[Vertex]) -> tuple[Vertex, ...]:
     """Return ``order`` with each kernel that makes more bytes than it frees right before the first to wait for it."""
     growth = _growth(order)
     behind = _successors(order)
-    place = list(range(len(order)))
+    target = list(range(len(order)))
     for v in reversed(range(len(order))):
         vertex = order[v]
         moves = vertex.kind is VertexKind.KERNEL and not (vertex.keep or vertex.out)
         if moves and growth[v] > 0 and behind[v]:
-            place[v] = min(place[s] for s in behind[v])
-    return tuple(order[v] for v in sorted(range(len(order)), key=lambda v: (place[v], v)))
+            target[v] = min(target[s] for s in behind[v])
+    return tuple(order[v] for v in sorted(range(len(order)), key=lambda v: (target[v], v)))
 
 
 def hoist(order: Sequence[Vertex]) -> tuple[Vertex, ...]:
     """Return ``order`` with each kernel that frees more bytes than it makes right behind the last that it waits for."""
     growth = _growth(order)
     behind = _successors(order)
-    place = list(range(len(order)))
+    target = list(range(len(order)))
     latest = [-1] * len(order)
     for v, vertex in enumerate(order):
         if vertex.kind is VertexKind.KERNEL and growth[v] < 0 and latest[v] >= 0:
-            place[v] = latest[v]
+            target[v] = latest[v]
         for s in behind[v]:
-            latest[s] = max(latest[s], place[v])
-    # What stays comes before what moves behind it.
-    return tuple(order[v] for v in sorted(range(len(order)), key=lambda v: (place[v], place[v] != v, v)))
+            latest[s] = max(latest[s], target[v])
+    # At one target the vertex that was there comes before those moved to it.
+    return tuple(order[v] for v in sorted(range(len(order)), key=lambda v: (target[v], target[v] != v, v)))
 
 
 def live_peak(order: Sequence[Vertex]) -> int:
@@ -84,7 +84,7 @@ def _last_readers(order: Sequence[Vertex]) -> Mapping[Ref, int]:
 
 
 def _growth(order: Sequence[Vertex]) -> list[int]:
-    """Return, for each vertex, the bytes that it makes less those of made values that nobody reads after it."""
+    """Return, for each vertex, the bytes of its outputs less those of the made values that it is the last to read."""
     last = _last_readers(order)
     made = {
         (vertex.id, k): 0 if vertex.keep or vertex.out or vertex.kind is VertexKind.INPUT else size
@@ -99,7 +99,7 @@ def _growth(order: Sequence[Vertex]) -> list[int]:
 
 
 def _successors(order: Sequence[Vertex]) -> list[list[int]]:
-    """Return the positions of those that have to run behind each vertex: dependents and who writes over its inputs."""
+    """Return, for each vertex, the positions that must run behind it: dependents, and writers over its inputs."""
     position = {vertex.id: v for v, vertex in enumerate(order)}
     behind: list[list[int]] = [[] for _ in order]
     for v, vertex in enumerate(order):
@@ -111,7 +111,7 @@ def _successors(order: Sequence[Vertex]) -> list[list[int]]:
 
 
 def _overwritings(order: Sequence[Vertex]) -> Iterator[tuple[int, int]]:
-    """Yield positions of a reader and of the vertex behind it that writes in place over what it read."""
+    """Yield pairs of positions: a reader, and a vertex behind it that writes in place over an input of the reader."""
     readers: dict[Ref, list[int]] = {}
     for v, vertex in enumerate(order):
         if vertex.inplace is not None:
