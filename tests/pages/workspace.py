@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,23 @@ def make(folder: Path) -> None:
     (folder / "acc.yaml").write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nnum_processes: 1\n")
     zero = {"stage": 3, "offload_param": {"device": "cpu"}}
     (folder / "ds.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero}))
-    shutil.copy(ROOT / "docs" / "example" / "chain.taskgraph.json", folder / "task.json")
+    shutil.copy(ROOT / "docs" / "examples" / "chain.taskgraph.json", folder / "task.json")
+
+
+def shell(text: str, folder: Path, environment: dict[str, str], where: str) -> str:
+    """Run the lines of ``text`` in ``folder``; return what they printed. AssertionError naming ``where`` on failure."""
+    done = subprocess.run(
+        [shutil.which("bash") or "/bin/bash", "-eux", "-o", "pipefail", "-c", text],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, f"{where}: ended with {done.returncode}\n{text}\n{done.stdout[-4000:]}"
+    return done.stdout
 
 
 if __name__ == "__main__":

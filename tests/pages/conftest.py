@@ -1,0 +1,38 @@
+"""What the tests of pages and examples share: a reader's folder and a shell's environment."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.pages import workspace
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reader's folder, shared by all pages: pages add files to it, as a reader does."""
+    made = tmp_path_factory.mktemp("reader")
+    workspace.make(made)
+    return made
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """What a shell in the folder has: the environment's programs on PATH, no network, no GPU."""
+    served = tmp_path_factory.mktemp("served")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("DISCO_", "ACCELERATE_"))}
+    clean |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(ROOT / "tests/pages/forkserver.py"), str(served)]
+    with subprocess.Popen(command, env=clean, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        assert any(line == "ready\n" for line in server.stdout), "the server that forks for commands ended"
+        path = os.pathsep.join([str(served / "bin"), str(Path(sys.executable).parent), clean["PATH"]])
+        yield clean | {"PATH": path}
+        server.kill()
