@@ -281,8 +281,8 @@ def from_json(row: Mapping[str, Any]) -> dict[str, Any]:
 
 _COLUMNS = 11 + len(PEERS)
 HEADER = (
-    "| tokens | budget (of the weights) | peak | planned, ms | first token | max(compute, link) reached | "
-    "any plan's bound reached | link, GB/s | fixed order / planned | streamed / planned | in memory / planned | "
+    "| tokens | budget (of the weights) | peak | planned, ms | first token | max(compute, link) / planned | "
+    "lower bound / planned | link, GB/s | fixed order / planned | streamed / planned | in memory / planned | "
     + " | ".join(f"{TITLES[name]} / planned" for name in PEERS)
     + " |\n|"
     + "---|" * _COLUMNS

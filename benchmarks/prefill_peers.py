@@ -163,7 +163,7 @@ def _rows(workers: Sequence[Worker]) -> list[dict[str, Any]]:
 
 
 HEADER = (
-    "| engine | s per prompt | device used | device reserved | process memory | to device, GB/s | of any plan's bound "
+    "| engine | s per prompt | device used | device reserved | process memory | to device, GB/s | lower bound / prompt "
     "| equal to eager |\n|" + "---|" * 8
 )
 

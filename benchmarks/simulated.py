@@ -147,8 +147,8 @@ def _period(plan: MemGraph) -> float:
 
 
 HEADER = (
-    "| LoRA step, bf16 | weights | all resident: peak, s | budget | s per step | over all resident "
-    "| over any plan's bound | limit | link in use | loaded | saved |\n|" + "---|" * 11
+    "| LoRA step, bf16 | weights | all resident: peak, s | budget | s per step | step / all resident "
+    "| step / lower bound | limit | link in use | loaded | saved |\n|" + "---|" * 11
 )
 
 

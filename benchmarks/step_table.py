@@ -155,23 +155,30 @@ def _row(
 
 HEADER = (
     "| engine | s per step | tokens/s | device used | device reserved | process memory | to device, GB/s "
-    "| from device, GB/s | of max(compute, link) | of any plan's bound | equal to eager |\n|" + "---|" * 11
+    "| from device, GB/s | max(compute, link) / step | lower bound / step | equal to eager |\n|" + "---|" * 11
 )
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Markdown: a line for each row; an engine that could not run says why in the last cell."""
+    """Markdown: a line for each row; why an engine could not run stands in a footnote under the table."""
     budgets = {row["budget"] for row in result["rows"] if row["budget"] is not None}
-    return "\n".join([HEADER, *(line(row, len(budgets) > 1) for row in result["rows"])])
+    lines, notes = [HEADER], []
+    for row in result["rows"]:
+        mark = None
+        if row["error"] is not None:
+            mark = f"<sup>{len(notes) + 1}</sup>"
+            notes.append(f"{mark} {cell_text(row['error'])}")
+        lines.append(line(row, len(budgets) > 1, mark))
+    return "\n".join([*lines, *(["", "; ".join(notes) + "."] if notes else [])])
 
 
-def line(row: Mapping[str, Any], name_budget: bool) -> str:
-    """One row as Markdown."""
+def line(row: Mapping[str, Any], name_budget: bool, mark: str | None = None) -> str:
+    """One row as Markdown. An engine that could not run says why in the last cell, or has ``mark`` there."""
     title = TITLES[row["engine"]]
     if name_budget and row["budget"] is not None:
         title += f", {format_size(row['budget'])}"
     if row["error"] is not None:
-        return f"| {title} |" + " — |" * 9 + f" {cell_text(row['error'])} |"
+        return f"| {title} |" + " — |" * 9 + f" {mark or cell_text(row['error'])} |"
     times = Times(tuple(row["seconds"]))
     cells = [
         title,

@@ -45,7 +45,7 @@ def test_a_table_says_where_when_and_how(tmp_path: Path) -> None:
     made = _section(tmp_path)
     for word in (
         "host device on 2 cores, load 0.5; 2026-01-02; `disco-accel bench step`; torch 9.9",
-        "| cannot run (ImportError) |",
+        "| <sup>1</sup> |\n\n<sup>1</sup> cannot run (ImportError).",
     ):
         assert word in made
     assert made.startswith(report.NOT_ON_GPU) and "busy" not in made

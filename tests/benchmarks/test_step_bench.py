@@ -122,7 +122,7 @@ def test_a_row_has_a_cell_for_each_heading() -> None:
     """What no plan beats stands beside max(compute, link), each over the step."""
     headings = [cell.strip() for cell in HEADER.splitlines()[0].strip("| ").split("|")]
     row = dict(zip(headings, _figures(0.5, 0.45), strict=True))
-    assert (row["of max(compute, link)"], row["of any plan's bound"]) == ("60%", "90%")
+    assert (row["max(compute, link) / step"], row["lower bound / step"]) == ("60%", "90%")
 
 
 def test_errors_do_not_name_folders_of_this_machine() -> None:
