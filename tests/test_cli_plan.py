@@ -122,7 +122,7 @@ def test_a_plan_of_a_gigabyte_does_not_fit_a_device_of_3072_bytes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """However the file says that it has a device of that size."""
-    chain, plan = str(GRAPHS.parents[2] / "docs" / "example" / "chain.taskgraph.json"), tmp_path / "plan.json"
+    chain, plan = str(GRAPHS.parents[2] / "docs" / "examples" / "chain.taskgraph.json"), tmp_path / "plan.json"
     assert main(["compile", chain, "-o", str(plan), "--memory", "3072", "--cyclic"]) == 0
     data = json.loads(plan.read_text())
     moved = next(v for v in data["vertices"] if v["kind"] == "compute")

@@ -1,4 +1,4 @@
-"""A plugin in a loop of Accelerate's, in whatever engine the accelerator runs: one process, DDP, DeepSpeed.
+"""A plugin in a loop of Accelerate's, in any engine of the accelerator: one process, DDP, DeepSpeed.
 
 python docs/examples/plugin.py
 """

@@ -1,4 +1,4 @@
-"""What a plan does: numbers from stats(), and files from report_dir after the first steady step.
+"""A plan in numbers (stats) and files (report_dir), after the first steady step.
 
 python docs/examples/report.py
 """
