@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,15 @@ def test_what_a_page_says_to_type_works(page: str, folder: Path, environment: di
             _try(block, folder, environment)
     launched = sum(b.text.count("train.py") for b in BLOCKS[page] if b.language == "sh" and b.reason is None)
     assert planned.read_text().splitlines() == ["2 0"] * launched, "steps from a plan, and others, of each launch"
+
+
+def test_the_glossary_explains_words_that_other_pages_use() -> None:
+    """A word that nobody uses any more goes."""
+    first_cells = re.findall(r"^\| (\*\*.+?\*\*) \|", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE)
+    words = [word for cell in first_cells for word in re.findall(r"\*\*(.+?)\*\*", cell)]
+    others = " ".join((ROOT / page).read_text().lower() for page in PAGES if page != "docs/glossary.md")
+    text = " ".join(others.split())
+    assert len(words) > 12 and not [word for word in words if word not in text]
 
 
 def _try(block: Block, folder: Path, environment: dict[str, str]) -> None:
