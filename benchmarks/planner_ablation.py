@@ -18,7 +18,7 @@ from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.search_work import Work
 from disco_accel.plan.select import inputs_by_use
 from disco_accel.plan.timed.search import build_timed
-from disco_accel.plan.timed.settings import TimedSettings
+from disco_accel.plan.timed.search_settings import TimedSettings
 from disco_accel.simulate.simulator import Machine, simulate
 from disco_accel.sizes import format_size
 from disco_accel.verify.static import verify

@@ -55,9 +55,10 @@ UPDATE: dict[str, Any] = {
 
 
 def normal(vertices: tuple[Vertex, ...]) -> tuple[Vertex, ...]:
-    """``vertices`` without what says nothing, as version 2 has them: inputs first and without durations, no waiting for
+    """``vertices`` without what says nothing, as version 2 has them: inputs first, by id and without durations, no waiting for
     inputs that are there from the start, and one name for the gate."""
     inputs = [replace(v, duration=None) for v in vertices if v.kind is VertexKind.INPUT]
+    inputs.sort(key=lambda v: v.id)
     late = [v.id for v in inputs if v.late]
     silent = {v.id for v in inputs if not v.late}
     others = []
@@ -118,7 +119,7 @@ def test_plans_of_both_planners_come_back_as_good_as_they_were() -> None:
 
 def waits(plan: MemGraph) -> set[tuple[int, int]]:
     """Edges but those from inputs that are there at the start; one late input stands for all."""
-    late = [v.id for v in plan.vertices if v.late]
+    late = sorted(v.id for v in plan.vertices if v.late)
     inputs = {v.id for v in plan.vertices if v.kind is VertexKind.INPUT}
     edges = (*plan.data_edges, *plan.memory_edges)
     return {(late[0] if u in late else u, v) for u, v in edges if u not in inputs or u in late}

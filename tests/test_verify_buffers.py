@@ -249,6 +249,22 @@ def elsewhere_than_read(plan: Plan) -> Plan:
     return changed(plan, new, replace(new, offset=new.offset + SIZE))
 
 
+def updated_elsewhere(plan: Plan) -> Plan:
+    """The resident weight is copied within the device before its update, and changed there."""
+    old, new = (next(b for b in plan.buffers if b.version == (1, k)) for k in (0, 1))
+    update = next(planned for planned in plan.order if new.id in planned.writes)
+    at = plan.order.index(update)
+    moved, copy = Buffer(900, (1, 0), 0, 8 * SIZE), Planned(900, (old.id,), (900,))
+    changed_update = replace(update, reads=tuple(900 if each == old.id else each for each in update.reads))
+    plan = changed(plan, new, replace(new, offset=8 * SIZE))
+    return replace(
+        plan,
+        buffers=(*plan.buffers, moved),
+        order=(*plan.order[:at], copy, changed_update, *plan.order[at + 1 :]),
+        data_edges=(*plan.data_edges, (900, update.id)),
+    )
+
+
 def another_home(plan: Plan) -> Plan:
     back = plan.buffers[-1]
     return changed(plan, back, replace(back, version=(back.version[0] + 1, 1)))
@@ -259,14 +275,7 @@ LASTING: dict[str, tuple[int, Callable[[Plan], Plan]]] = {
     "must copy one buffer to another of the same version": (0, another_home),
     "need not finish before .* starts: buffers .* share memory": (0, reuse_before_written_back),
     "changes value 3 in place, but buffer .* is elsewhere": (0, elsewhere_than_read),
-    "resident but not back in its place": (
-        1,
-        lambda plan: changed(
-            plan,
-            next(b for b in plan.buffers if b.version == (1, 0)),
-            replace(next(b for b in plan.buffers if b.version == (1, 0)), offset=8 * SIZE),
-        ),
-    ),
+    "value 1 is resident but not back in its place": (1, updated_elsewhere),
 }
 
 

@@ -144,18 +144,20 @@ class _To2:
         fresh = max((vertex.id for vertex in source.vertices), default=-1) + 1
         values: list[Value] = []
         taken: dict[Version, int] = {}
-        for vertex in source.vertices:
+        # By id and not by place, so that a graph and a plan of it, which may have another order, agree on names.
+        for vertex in sorted(source.vertices, key=lambda vertex: vertex.id):
             if vertex.kind is VertexKind.INPUT:
                 values.append(_input_to_2(vertex, host.id))
                 self.version[vertex.id, 0] = (vertex.id, 0)
                 continue
             for k, size in enumerate(vertex.sizes):
-                if k == 0 and vertex.inplace is not None:
-                    self.version[vertex.id, 0] = self._next_version(vertex, taken)
-                else:
+                if k or vertex.inplace is None:
                     values.append(Value(fresh, size, vertex.device))
                     self.version[vertex.id, k] = (fresh, 0)
                     fresh += 1
+        for vertex in source.vertices:
+            if vertex.inplace is not None:
+                self.version[vertex.id, 0] = self._next_version(vertex, taken)
         return check_graph(
             schema2.Graph(
                 source.name,

@@ -1,14 +1,14 @@
 """The static judge of version-2 plans: does a plan compute its graph without races in any order that its edges allow?
 
 One rule for memory of every kind: whatever has the same bytes of a space, or the same value's home, is written one
-after the other, each when its readers have ended. Deliberately naive; shares nothing with planners but the data classes.
+after the other, each when its readers have ended. Deliberately naive; no code of planners but the data classes.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from disco_accel.errors import VerifyError
 from disco_accel.graph.schema2 import (
@@ -25,7 +25,7 @@ from disco_accel.graph.schema2 import (
     Vertex,
     Work,
 )
-from disco_accel.verify.happens_before import Claim, first_unfounded
+from disco_accel.verify.happens_before import Claim, first_violated
 
 _Memory = tuple[str, int]
 """A space by its id, or the home of a value by the value's id."""
@@ -90,8 +90,10 @@ class _Judged:
 
 
 def _check_graph(graph: Graph, repeated: Graph) -> None:
-    if replace(repeated, spaces=(), ops={}, name="") != replace(graph, spaces=(), ops={}, name=""):
-        raise VerifyError("the plan is of another graph: values, vertices and outputs must be those of the graph")
+    for key in ("values", "vertices", "at_gate", "at_end"):
+        # Their order is the plan's to choose.
+        if set(getattr(repeated, key)) != set(getattr(graph, key)):
+            raise VerifyError(f"the plan is of another graph: {key} are not those of the graph")
     if repeated.space.keys() != graph.space.keys():
         raise VerifyError(f"the plan is for spaces {sorted(repeated.space)}, the graph has {sorted(graph.space)}")
     for space in repeated.spaces:
@@ -331,7 +333,7 @@ def _resolve(judged: _Judged, order: dict[int, int]) -> None:
     numbers = sorted(order, key=order.__getitem__)
     before: list[Sequence[int]] = [[order[p] for p in judged.waits[number] - {GATE}] for number in numbers]
     claims: list[Claim] = [(order[first], order[then], why) for first, then, why in judged.claims]
-    wrong = first_unfounded(before, claims)
+    wrong = first_violated(before, claims)
     if wrong is not None:
         first, then = (judged.name(numbers[position]) for position in wrong[:2])
         raise VerifyError(f"{first} need not finish before {then} starts: {wrong[2]()}")

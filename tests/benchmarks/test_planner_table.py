@@ -11,7 +11,7 @@ import pytest
 from benchmarks.planner import live_peak
 from disco_accel.cli.main import main
 from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
-from disco_accel.plan.timed.settings import TimedSettings
+from disco_accel.plan.timed.search_settings import TimedSettings
 
 GRAPH = Path(__file__).parent.parent / "data" / "graphs" / "chain8.taskgraph.json"
 

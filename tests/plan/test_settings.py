@@ -21,7 +21,7 @@ from disco_accel.plan.timed import search
 from disco_accel.plan.timed.drafts import DraftOptions
 from disco_accel.plan.timed.requirements import StepRequirements
 from disco_accel.plan.timed.search import build_timed
-from disco_accel.plan.timed.settings import TimedSettings
+from disco_accel.plan.timed.search_settings import TimedSettings
 from disco_accel.simulate.simulator import Link, Machine
 from disco_accel.testing.strategies import Shape, random_taskgraph
 from disco_accel.testing.strategies import with_memory as with_room

@@ -31,7 +31,7 @@ from disco_accel.plan.timed.drafts import (
 from disco_accel.plan.timed.live_ranges import LiveRanges
 from disco_accel.plan.timed.replay import live_ranges_of
 from disco_accel.plan.timed.requirements import Profile, StepRequirements, requirements_of
-from disco_accel.plan.timed.settings import TimedSettings
+from disco_accel.plan.timed.search_settings import TimedSettings
 from disco_accel.plan.timed.swap_schedule import SwapEvent, SwapSchedule
 from disco_accel.simulate.simulator import Machine, simulate
 
