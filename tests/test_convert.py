@@ -55,8 +55,8 @@ UPDATE: dict[str, Any] = {
 
 
 def normal(vertices: tuple[Vertex, ...]) -> tuple[Vertex, ...]:
-    """``vertices`` without what says nothing, as version 2 has them: inputs first, by id and without durations, no waiting for
-    inputs that are there from the start, and one name for the gate."""
+    """``vertices`` without what says nothing, as version 2 has them: inputs first, by id and without durations, no
+    waiting for inputs that are there from the start, and one name for the gate."""
     inputs = [replace(v, duration=None) for v in vertices if v.kind is VertexKind.INPUT]
     inputs.sort(key=lambda v: v.id)
     late = [v.id for v in inputs if v.late]
