@@ -113,7 +113,8 @@ def vertex(**changes: Any) -> dict[str, Any]:
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "not an object": ([], "object"),  # type: ignore[dict-item]
     "format": (task(format="memgraph"), "format"),
-    "version": (task(version=2), "version"),
+    "version": (task(version=3), "version: expected 1 or 2"),
+    "version 2 has spaces": (task(version=2), "spaces"),
     "version is no bool": (task(version=True), "version"),
     "no devices": (task(devices=[]), "devices"),
     "device twice": (task(devices=[{"id": 0, "memory": 1}] * 2), "devices"),

@@ -88,7 +88,8 @@ def test_no_answer_beats_the_bound(instance: Instance) -> None:
     """Random instances: seconds of the ops <= bound <= greedy <= the baseline without the discount."""
     found = solve(instance, milp_seconds=10)
     assert instance.sum_u * (1 - 1e-9) <= found.bound.seconds
-    assert found.bound.seconds <= found.greedy.schedule.period * (1 + 1e-6)
+    # The solver of the mixed program keeps its constraints to 1e-6, several of which add up.
+    assert found.bound.seconds <= found.greedy.schedule.period * (1 + 1e-5)
     assert found.greedy.schedule.period <= found.star.schedule.period * (1 + 1e-9)
 
 
