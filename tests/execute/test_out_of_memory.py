@@ -16,6 +16,7 @@ from disco_accel.errors import DiscoError
 from disco_accel.execute.executor import Executor
 from disco_accel.measure.record import record
 from disco_accel.native.extension import load_extension
+from disco_accel.native.host_backend import HostBackend
 from tests.execute.programs import Builder, assert_bits, build, bump_plan, measured, step
 
 
@@ -73,7 +74,7 @@ def _small(b: Builder, g: torch.Generator) -> None:
 def test_every_allocation_of_recording_may_fail(live_bytes: Callable[[], int], monkeypatch: pytest.MonkeyPatch) -> None:
     """DiscoError, no byte kept; recording again gives what it gave before."""
     # Each op is timed by one run instead of five or fifteen.
-    monkeypatch.setattr("disco_accel.measure.record._median_seconds", lambda ops, op, device: ops.time(op, 1)[0])
+    monkeypatch.setattr(HostBackend, "op_seconds", lambda self, ops, op: ops.time(op, 1)[0])
     graph = build(_small).graph()
     before = record(graph)
     assert _failing_at_every_allocation(lambda: record(graph), live_bytes) > 10
