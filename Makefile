@@ -27,7 +27,7 @@ $(INSTALLED): pyproject.toml constraints.txt .ci/venv
 	@.ci/venv $(VENV)
 	@touch $@
 
-lint: $(INSTALLED)  ## ruff, mypy --strict on the torch-free packages, clang-format
+lint: $(INSTALLED)  ## ruff, mypy --strict, clang-format
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
