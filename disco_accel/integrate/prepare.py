@@ -131,7 +131,7 @@ def prepare(model: torch.nn.Module, config: DiscoConfig) -> torch.nn.Module:
             raise
         logger.warning("the model is left as it is, outside the memory budget: %s", error)
         return model
-    _attach(Session(model, config, HuggingFace(config.buckets)), model)
+    _attach(_session(model, config), model)
     return model
 
 
@@ -142,12 +142,17 @@ def prepare_frozen(model: torch.nn.Module, config: DiscoConfig) -> Session:
         ConfigError: a key of ``config`` does not fit this machine, or weights are quantised.
     """
     require_plain_weights(model)
-    state = Session(model, config, HuggingFace(config.buckets))
+    state = _session(model, config)
     state.frozen_for_prefill = [p for p in model.parameters() if p.requires_grad]
     for parameter in state.frozen_for_prefill:
         parameter.requires_grad_(False)
     _attach(state, model)
     return state
+
+
+def _session(model: torch.nn.Module, config: DiscoConfig) -> Session:
+    _drop_copied_patch(model)
+    return Session(model, config, HuggingFace(config.buckets))
 
 
 def _drop_copied_patch(model: torch.nn.Module) -> None:
