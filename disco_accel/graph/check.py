@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Sequence
 
 from disco_accel.errors import GraphFileError
 from disco_accel.graph.memgraph import Edge
+from disco_accel.graph.stable_order import stable_order
 from disco_accel.graph.strict_json import plain
 from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
 
@@ -21,26 +21,11 @@ def dependencies(vertex: Vertex) -> list[int]:
 def stable_topological_order(vertices: Sequence[Vertex], edges: Iterable[Edge] = ()) -> list[Vertex] | None:
     """Return ``vertices`` so that each follows what it depends on, moving none without need; None if there is a cycle.
 
-    The result is the first topological order in terms of the given positions, so an order that is already
-    topological comes back unchanged. ``edges`` are further pairs of ids; all ids must exist.
+    ``edges`` are further pairs of ids; all ids must exist.
     """
-    position = {vertex.id: index for index, vertex in enumerate(vertices)}
-    successors: list[list[int]] = [[] for _ in vertices]
-    waiting = [0] * len(vertices)
     pairs = [(dep, vertex.id) for vertex in vertices for dep in dependencies(vertex)]
-    for before, then in [*pairs, *edges]:
-        successors[position[before]].append(position[then])
-        waiting[position[then]] += 1
-    ready = [index for index, count in enumerate(waiting) if count == 0]
-    order: list[Vertex] = []
-    while ready:
-        index = heapq.heappop(ready)
-        order.append(vertices[index])
-        for successor in successors[index]:
-            waiting[successor] -= 1
-            if waiting[successor] == 0:
-                heapq.heappush(ready, successor)
-    return order if len(order) == len(vertices) else None
+    places = stable_order([vertex.id for vertex in vertices], [*pairs, *edges])
+    return None if places is None else [vertices[place] for place in places]
 
 
 def after_gate(vertices: Sequence[Vertex], edges: Iterable[Edge] = ()) -> set[int]:

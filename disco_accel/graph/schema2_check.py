@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 
 from disco_accel.errors import GraphFileError
 from disco_accel.graph.schema2 import (
@@ -19,6 +19,7 @@ from disco_accel.graph.schema2 import (
     Work,
     overwrites,
 )
+from disco_accel.graph.stable_order import stable_order
 from disco_accel.graph.strict_json import plain
 from disco_accel.sizes import MAX_SIZE
 
@@ -165,31 +166,27 @@ def _check_versions(graph: Graph) -> None:
 
 def _ordered(graph: Graph) -> Graph:
     """``graph`` in the first topological order in terms of the given positions."""
-    position = {vertex.id: at for at, vertex in enumerate(graph.vertices)}
-    writer = {version: vertex.id for version, vertex in graph.writers.items()}
-    followers: list[list[int]] = [[] for _ in graph.vertices]
-    waiting = [0] * len(graph.vertices)
-    for at, vertex in enumerate(graph.vertices):
+    pairs: list[tuple[int, int]] = []
+    for vertex in graph.vertices:
         # A reader of a version that was changed in place needs no edge: a plan may have copied it elsewhere.
-        before = [writer[version] for version in vertex.reads if version in writer]
-        for other in dict.fromkeys([*before, *(a for a in vertex.after if a != GATE)]):
-            followers[position[other]].append(at)
-            waiting[at] += 1
-    ready = [at for at, count in enumerate(waiting) if not count]
-    order: list[Vertex] = []
-    while ready:
-        at = heapq.heappop(ready)
-        order.append(graph.vertices[at])
-        for follower in followers[at]:
-            waiting[follower] -= 1
-            if not waiting[follower]:
-                heapq.heappush(ready, follower)
-    if len(order) < len(graph.vertices):
-        stuck = [vertex.id for at, vertex in enumerate(graph.vertices) if waiting[at]][:8]
+        before = [graph.writers[version].id for version in vertex.reads if version in graph.writers]
+        pairs += [(other, vertex.id) for other in dict.fromkeys([*before, *(a for a in vertex.after if a != GATE)])]
+    places = stable_order([vertex.id for vertex in graph.vertices], pairs)
+    if places is None:
+        stuck = _some_of_cycle(graph, pairs)
         raise GraphFileError(f"reads/writes/after: the vertices depend on each other in a cycle; among them: {stuck}")
-    if tuple(order) == graph.vertices:
-        return graph
-    return Graph(graph.name, graph.spaces, graph.values, tuple(order), graph.at_gate, graph.at_end, graph.ops)
+    return graph if places == sorted(places) else replace(graph, vertices=tuple(graph.vertices[at] for at in places))
+
+
+def _some_of_cycle(graph: Graph, pairs: Iterable[tuple[int, int]]) -> list[int]:
+    """Ids of vertices that wait for each other, or for such, at most eight of them."""
+    waits: dict[int, set[int]] = {vertex.id: set() for vertex in graph.vertices}
+    for before, then in pairs:
+        waits[then].add(before)
+    while free := [number for number, others in waits.items() if not others & waits.keys()]:
+        for number in free:
+            del waits[number]
+    return sorted(waits)[:8]
 
 
 def behind_gate(graph: Graph) -> set[int]:

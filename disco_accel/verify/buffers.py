@@ -24,8 +24,10 @@ from disco_accel.graph.schema2 import (
     Version,
     Vertex,
     Work,
+    handed_out_at_gate,
 )
-from disco_accel.verify.happens_before import Claim, first_violated
+from disco_accel.verify.happens_before import Claim, first_violated, topological_order
+from disco_accel.verify.occupants import Occupants
 
 _Memory = tuple[str, int]
 """A space by its id, or the home of a value by the value's id."""
@@ -36,7 +38,9 @@ def verify_buffers(graph: Graph, plan: Plan) -> None:
     _check_graph(graph, plan.graph)
     judged = _Judged(graph, plan)
     _check_order(judged)
-    order = _topological(judged)
+    order = topological_order(
+        [planned.id for planned in plan.order], {v: waits - {GATE} for v, waits in judged.waits.items()}
+    )
     _check_buffers(judged)
     for planned in plan.order:
         _check_planned(judged, planned)
@@ -136,27 +140,6 @@ def _check_order(judged: _Judged) -> None:
                 judged.waits[planned.id].add(GATE)
 
 
-def _topological(judged: _Judged) -> dict[int, int]:
-    """Id → position in an order of all edges: the plan's own where it is one."""
-    followers: dict[int, list[int]] = defaultdict(list)
-    waiting = {}
-    for number, waits in judged.waits.items():
-        waiting[number] = len(waits - {GATE})
-        for other in waits - {GATE}:
-            followers[other].append(number)
-    queue = [planned.id for planned in judged.plan.order if not waiting[planned.id]]
-    for number in queue:
-        for follower in followers[number]:
-            waiting[follower] -= 1
-            if not waiting[follower]:
-                queue.append(follower)
-    if len(queue) < len(judged.planned):
-        raise VerifyError(
-            f"the edges form a cycle; among what never starts: {sorted(set(judged.planned) - set(queue))[:8]}"
-        )
-    return {number: position for position, number in enumerate(queue)}
-
-
 def _check_buffers(judged: _Judged) -> None:
     for buffer in judged.plan.buffers:
         value = judged.graph.value.get(buffer.version[0])
@@ -231,34 +214,13 @@ def _behind_gate(judged: _Judged, order: dict[int, int]) -> set[int]:
         if GATE in judged.waits[number] or judged.waits[number] & behind:
             behind.add(number)
             for version in vertex.writes if vertex else ():
-                if version in judged.graph.gate_outputs:
+                if handed_out_at_gate(judged.graph, version):
                     raise VerifyError(f"{judged.name(number)} is handed out at the gate but waits for it")
     return behind
 
 
-class _Occupants:
-    """The buffer that was written last to each byte range of one memory."""
-
-    def __init__(self) -> None:
-        self.ranges: list[tuple[int, int, int]] = []
-
-    def replace(self, begin: int, end: int, buffer: int) -> list[int]:
-        """Make ``buffer`` the occupant of ``[begin, end)``; return the former ones."""
-        former = [each for each in self.ranges if each[0] < end and each[1] > begin]
-        rest = [each for each in self.ranges if each not in former]
-        for low, high, other in former:
-            rest += [(low, begin, other)] if low < begin else []
-            rest += [(end, high, other)] if high > end else []
-        self.ranges = sorted([*rest, (begin, end, buffer)])
-        return list(dict.fromkeys(other for _, _, other in former))
-
-    def at(self, begin: int, end: int) -> set[int]:
-        """The occupants of ``[begin, end)``."""
-        return {other for low, high, other in self.ranges if low < end and high > begin}
-
-
-def _check_memory(judged: _Judged, order: dict[int, int], behind: set[int]) -> dict[_Memory, _Occupants]:
-    memories: dict[_Memory, _Occupants] = defaultdict(_Occupants)
+def _check_memory(judged: _Judged, order: dict[int, int], behind: set[int]) -> dict[_Memory, Occupants[int]]:
+    memories: dict[_Memory, Occupants[int]] = defaultdict(Occupants)
     has_gate = any(value.arrival is Arrival.GATE for value in judged.graph.values)
     reserved: set[int] = set()
 
@@ -281,15 +243,11 @@ def _check_memory(judged: _Judged, order: dict[int, int], behind: set[int]) -> d
                         f"buffer {buffer.id} is where what arrives at the gate has its place all the time"
                     )
                 reserved.add(buffer.id)
-            handed_out = former.version in judged.graph.gate_outputs and judged.writer.get(former.id) in judged.vertices
-            if has_gate and writer not in behind and (handed_out or _brought_out(judged, former)):
-                raise VerifyError(f"{judged.name(writer or 0)} overwrites buffer {former.id} before it is handed out")
+            first = judged.writer.get(former.id)
+            is_copy = first is not None and first not in judged.vertices
+            if has_gate and not is_copy and writer not in behind and handed_out_at_gate(judged.graph, former.version):
+                raise VerifyError(f"buffer {buffer.id} overwrites buffer {former.id} before it is handed out")
     return memories
-
-
-def _brought_out(judged: _Judged, buffer: Buffer) -> bool:
-    """Whether the user gets at the gate what he brought at the start."""
-    return buffer.version in judged.graph.gate_outputs and buffer.id not in judged.writer
 
 
 def _check_reuse(judged: _Judged, former: Buffer, buffer: Buffer, writer: int | None) -> None:
@@ -339,7 +297,7 @@ def _resolve(judged: _Judged, order: dict[int, int]) -> None:
         raise VerifyError(f"{first} need not finish before {then} starts: {wrong[2]()}")
 
 
-def _check_end(judged: _Judged, memories: dict[_Memory, _Occupants]) -> None:
+def _check_end(judged: _Judged, memories: dict[_Memory, Occupants[int]]) -> None:
     def holds(buffer: Buffer) -> bool:
         memory = judged.memory(buffer)
         return memory is None or memories[memory].at(*judged.extent(buffer)) == {buffer.id}

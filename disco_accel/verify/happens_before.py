@@ -8,13 +8,45 @@ vertex is known to reach. Either way the answer is exact.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from disco_accel.errors import VerifyError
 
 Claim = tuple[int, int, Callable[[], str]]
 """``(first, then, why)`` by position: ``first`` must have finished before ``then`` starts. ``why`` is for messages."""
 
 _SPAN = 1 << 13
 _LONG_PATHS = 4
+
+
+def topological_order(ids: Sequence[int], waits: Mapping[int, Collection[int]]) -> dict[int, int]:
+    """Return id → position in an order in which each of ``ids`` comes after all that it ``waits`` for: the given one if
+    it is such an order. Raises VerifyError if there is none."""
+    order: dict[int, int] = {}
+    for number in ids:
+        if any(other not in order for other in waits[number]):
+            return _some_order(ids, waits)
+        order[number] = len(order)
+    return order
+
+
+def _some_order(ids: Sequence[int], waits: Mapping[int, Collection[int]]) -> dict[int, int]:
+    successors: dict[int, list[int]] = defaultdict(list)
+    waiting = {}
+    for number in ids:
+        waiting[number] = len(waits[number])
+        for predecessor in waits[number]:
+            successors[predecessor].append(number)
+    queue = [number for number in ids if waiting[number] == 0]
+    for number in queue:
+        for successor in successors[number]:
+            waiting[successor] -= 1
+            if waiting[successor] == 0:
+                queue.append(successor)
+    if len(queue) < len(ids):
+        stuck = sorted(set(ids) - set(queue))[:8]
+        raise VerifyError(f"the edges form a cycle; among the vertices that could never start: {stuck}")
+    return {number: position for position, number in enumerate(queue)}
 
 
 def first_violated(predecessors: Sequence[Sequence[int]], claims: Sequence[Claim]) -> Claim | None:

@@ -7,7 +7,6 @@ so do those of every earlier one, and no pairs need to be compared.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,8 @@ from disco_accel.gc_pause import collector_paused
 from disco_accel.graph.check import called
 from disco_accel.graph.memgraph import MemGraph, Slot
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
-from disco_accel.verify.happens_before import Claim, first_violated
+from disco_accel.verify.happens_before import Claim, first_violated, topological_order
+from disco_accel.verify.occupants import Occupants
 from disco_accel.verify.same_graph import check_same
 
 
@@ -28,7 +28,7 @@ def verify(graph: TaskGraph, memgraph: MemGraph) -> None:
     check_same(graph, memgraph)
     plan = _Plan(graph, memgraph)
     _check_edges(plan)
-    order = _topological_order(plan)
+    order = topological_order(list(plan.vertex), plan.predecessors)
     before = _Before(plan, order)
     _check_values(plan, order)
     _check_after(plan, before)
@@ -83,35 +83,6 @@ def _check_edges(plan: _Plan) -> None:
                 plan.predecessors[vertex.id].add(producer)
             elif (producer, vertex.id) not in data:
                 raise VerifyError(f"{plan.name(vertex.id)} reads {plan.name(producer)} without a data edge")
-
-
-def _topological_order(plan: _Plan) -> dict[int, int]:
-    """Return vertex id → position in an order that respects all edges: the plan's own if it does."""
-    order: dict[int, int] = {}
-    for vertex in plan.vertex:
-        if not order.keys() >= plan.predecessors[vertex]:
-            return _some_order(plan)
-        order[vertex] = len(order)
-    return order
-
-
-def _some_order(plan: _Plan) -> dict[int, int]:
-    successors: dict[int, list[int]] = defaultdict(list)
-    waiting = {}
-    for vertex, predecessors in plan.predecessors.items():
-        waiting[vertex] = len(predecessors)
-        for predecessor in predecessors:
-            successors[predecessor].append(vertex)
-    queue = [vertex for vertex in plan.vertex if waiting[vertex] == 0]
-    for vertex in queue:
-        for successor in successors[vertex]:
-            waiting[successor] -= 1
-            if waiting[successor] == 0:
-                queue.append(successor)
-    if len(queue) < len(plan.vertex):
-        stuck = sorted(set(plan.vertex) - set(queue))[:8]
-        raise VerifyError(f"the edges form a cycle; among the vertices that could never start: {stuck}")
-    return {vertex: position for position, vertex in enumerate(queue)}
 
 
 class _Before:
@@ -232,46 +203,6 @@ def _check_slots(plan: _Plan) -> None:
                 raise VerifyError(f"{plan.name(vertex.id)}: output {k} has no address")
 
 
-_Range = tuple[int, int, Ref]
-
-
-class _Occupants:
-    """The value written last to each byte range of one arena; ranges are sorted by address and do not overlap."""
-
-    def __init__(self) -> None:
-        self.ranges: list[_Range] = []
-
-    def replace(self, start: int, end: int, ref: Ref) -> list[Ref]:
-        """Make ``ref`` the occupant of ``[start, end)`` and return the former ones."""
-        ranges = self.ranges
-        at = bisect_right(ranges, start, key=lambda r: r[0])
-        first = at - 1 if at and ranges[at - 1][1] > start else at
-        last = first
-        remaining: list[_Range] = []
-        former: list[Ref] = []
-        while last < len(ranges) and ranges[last][0] < end:
-            begin, stop, occupant = ranges[last]
-            former.append(occupant)
-            if begin < start:
-                remaining.append((begin, start, occupant))
-            if stop > end:
-                remaining.append((end, stop, occupant))
-            last += 1
-        ranges[first:last] = sorted([*remaining, (start, end, ref)])
-        return list(dict.fromkeys(former))
-
-    def at(self, start: int, end: int) -> set[Ref]:
-        """Return the occupants of ``[start, end)``."""
-        first = max(0, bisect_right(self.ranges, start, key=lambda r: r[0]) - 1)
-        occupants: set[Ref] = set()
-        for begin, stop, occupant in self.ranges[first:]:
-            if begin >= end:
-                break
-            if stop > start:
-                occupants.add(occupant)
-        return occupants
-
-
 def _readers(plan: _Plan) -> dict[Ref, list[int]]:
     """Return the readers of each copy, in memory: a reload of an input reads the host's copy, not the device's."""
     readers: dict[Ref, list[int]] = defaultdict(list)
@@ -284,10 +215,10 @@ def _readers(plan: _Plan) -> dict[Ref, list[int]]:
 
 def _check_device_memory(
     plan: _Plan, order: Mapping[int, int], before: _Before, gate: set[int]
-) -> dict[int, _Occupants]:
+) -> dict[int, Occupants[Ref]]:
     readers = _readers(plan)
     has_gate = any(vertex.late for vertex in plan.graph.vertices)
-    memory: dict[int, _Occupants] = defaultdict(_Occupants)
+    memory: dict[int, Occupants[Ref]] = defaultdict(Occupants)
     # An output written over a late input lies in that input's reserved bytes.
     reserved = {(vertex.id, 0) for vertex in plan.graph.vertices if vertex.late}
 
@@ -358,9 +289,9 @@ def _share_host(plan: _Plan, first: int, then: int) -> str:
     return f"{plan.name(first)} and {plan.name(then)} share host memory"
 
 
-def _check_host_memory(plan: _Plan, order: Mapping[int, int], before: _Before) -> _Occupants:
+def _check_host_memory(plan: _Plan, order: Mapping[int, int], before: _Before) -> Occupants[Ref]:
     readers = _readers(plan)
-    memory = _Occupants()
+    memory: Occupants[Ref] = Occupants()
     offsets = plan.mem.host_offsets
     for offload in offsets:
         if offload not in plan.vertex or plan.vertex[offload].kind is not VertexKind.OFFLOAD:
@@ -393,7 +324,7 @@ def _copies(plan: _Plan) -> dict[Ref, list[Ref]]:
     return copies
 
 
-def _intact(plan: _Plan, copy: Ref, devices: Mapping[int, _Occupants], host: _Occupants) -> bool:
+def _intact(plan: _Plan, copy: Ref, devices: Mapping[int, Occupants[Ref]], host: Occupants[Ref]) -> bool:
     """Whether the bytes of ``copy`` are still there when everything has run."""
     if plan.vertex[copy[0]].kind is VertexKind.OFFLOAD:
         if copy[0] not in plan.mem.host_offsets:
@@ -406,7 +337,7 @@ def _intact(plan: _Plan, copy: Ref, devices: Mapping[int, _Occupants], host: _Oc
     return devices[slot.device].at(slot.addr, slot.addr + slot.size) == {copy}
 
 
-def _check_kept(plan: _Plan, devices: Mapping[int, _Occupants], host: _Occupants) -> None:
+def _check_kept(plan: _Plan, devices: Mapping[int, Occupants[Ref]], host: Occupants[Ref]) -> None:
     copies = _copies(plan)
     has_gate = any(vertex.late for vertex in plan.graph.vertices)
     for vertex in plan.graph.vertices:
@@ -417,7 +348,7 @@ def _check_kept(plan: _Plan, devices: Mapping[int, _Occupants], host: _Occupants
                 raise VerifyError(f"{plan.name(vertex.id)}: output {k} must be kept but is overwritten")
 
 
-def _check_cyclic(plan: _Plan, devices: Mapping[int, _Occupants]) -> None:
+def _check_cyclic(plan: _Plan, devices: Mapping[int, Occupants[Ref]]) -> None:
     for vertex in plan.graph.vertices:
         slot = plan.mem.slots.get((vertex.id, 0))
         if vertex.kind is not VertexKind.INPUT or not vertex.clean or slot is None or not slot.size:

@@ -24,7 +24,7 @@ PYTEST = ("-m", "pytest", "-p", "tests.emulated.plugin", "-p", "no:cacheprovider
 _STEPS = ("tests/gpu", "tests/emulated/test_order.py", "tests/emulated/test_engine.py")
 """Run in every mode: what goes wrong when pieces of work come in another order."""
 _JITTER_US = 500.0
-"""Many times what a piece of work takes here (20 to 100 us), so that pieces come in any order; 2 ms double the time."""
+"""The same as that under which planted faults are looked for (``mutants.py``)."""
 
 
 @dataclass(frozen=True, slots=True)
