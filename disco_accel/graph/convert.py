@@ -321,7 +321,10 @@ class _To1:
 
     def _input(self, value: Value, number: int) -> Vertex:
         if value.lifetime is Lifetime.STEPS and value.access is Access.READ_WRITE:
-            raise GraphFileError(f"value {value.id}: access: version 1 has no values that live over steps and change")
+            raise GraphFileError(
+                f"value {value.id}: access: version 1 has no values that live over steps and change, and plans are "
+                "made in version 1 so far"
+            )
         if value.access is Access.READ and value.lifetime is Lifetime.STEP:
             raise GraphFileError(f"value {value.id}: access: in version 1 only what the host has (steps) is read alone")
         return Vertex(
