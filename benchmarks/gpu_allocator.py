@@ -11,6 +11,7 @@ from benchmarks.gpu_models import SMALL, arena_llama, batch_for, with_adapter
 from disco_accel.capture.step import capture_step
 from disco_accel.errors import DiscoError
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
+from disco_accel.graph.traits import FOREIGN
 from disco_accel.integrate.hf.tracing import hf_contexts
 from disco_accel.measure.record import record
 from disco_accel.native.backend import prepare_device, run_device
@@ -39,7 +40,7 @@ def measure(device: str, small: bool, stage: str) -> dict[str, Any]:
 def _record_each(graph: TaskGraph, device: str, what: str, figures: dict[str, Any]) -> None:
     # A stand-in for every kernel but one: recording looks at the sizes of a vertex's inputs alone.
     stand_ins = {
-        v.id: dataclasses.replace(v, kind=VertexKind.INPUT, inputs=(), external=True, inplace=None, may_inplace=())
+        v.id: dataclasses.replace(v, kind=VertexKind.INPUT, inputs=(), traits=FOREIGN, inplace=(), may_inplace=())
         for v in graph.vertices
     }
     seen = set()

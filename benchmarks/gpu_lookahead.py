@@ -11,6 +11,7 @@ import torch
 
 from disco_accel.execute.executor import EngineOptions, Executor
 from disco_accel.graph.taskgraph import Device, OpCall, OpResult, TaskGraph, TensorArg, TensorSpec, Vertex, VertexKind
+from disco_accel.graph.traits import FOREIGN, FROZEN
 from disco_accel.measure.record import apply, record
 from disco_accel.native.backend import run_device
 from disco_accel.native.cuda_backend import median_seconds
@@ -26,8 +27,8 @@ def chain(length: int, size: int) -> TaskGraph:
     spec = TensorSpec("bfloat16", (size, size), (size, 1))
     nbytes = 2 * size * size
     vertices = [
-        Vertex(0, VertexKind.INPUT, 0, sizes=(nbytes,), external=True),
-        Vertex(1, VertexKind.INPUT, 0, sizes=(nbytes,), clean=True),
+        Vertex(0, VertexKind.INPUT, 0, sizes=(nbytes,), traits=FOREIGN),
+        Vertex(1, VertexKind.INPUT, 0, sizes=(nbytes,), traits=FROZEN),
     ]
     call = OpCall("aten::mm", "default", (TensorArg(0, spec), TensorArg(1, spec)), (OpResult(0, spec),), "chain")
     for i in range(2, 2 + length):

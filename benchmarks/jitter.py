@@ -19,6 +19,7 @@ from statistics import median
 
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
+from disco_accel.graph.values import host_copy_exists
 from disco_accel.plan import Machine, make_plan
 from disco_accel.testing.tensor_parallel import PrefillShape, tensor_parallel_prefill
 from disco_accel.verify.static import verify
@@ -34,7 +35,9 @@ def subject(devices: int) -> TaskGraph:
     """A prefill of four layers on so many devices, in 40 % of what its weights take."""
     shape = PrefillShape(layers=4, devices=devices, tokens=2048)
     graph = tensor_parallel_prefill(shape, 1)
-    weights = [sum(sum(v.sizes) for v in graph.vertices if v.clean and v.device == d.id) for d in graph.devices]
+    weights = [
+        sum(sum(v.sizes) for v in graph.vertices if host_copy_exists(v) and v.device == d.id) for d in graph.devices
+    ]
     sized = zip(graph.devices, weights, strict=True)
     devices_of = tuple(replace(device, memory=int(_SHARE * nbytes) // 256 * 256) for device, nbytes in sized)
     return replace(graph, devices=devices_of)

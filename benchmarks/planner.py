@@ -23,6 +23,7 @@ from benchmarks import planner_ablation
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.files import read_taskgraph, write_atomically
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind, with_memory
+from disco_accel.graph.values import host_copy_exists
 from disco_accel.plan import make_plan
 from disco_accel.plan.bound import Bound, bound_of
 from disco_accel.plan.summary import copied_bytes
@@ -131,7 +132,7 @@ def measure(graph: TaskGraph, memory: int, bandwidth: float, planners: Iterable[
 
 def weights(graph: TaskGraph) -> int:
     """Return the bytes of all clean inputs."""
-    return sum(vertex.sizes[0] for vertex in graph.vertices if vertex.clean)
+    return sum(vertex.sizes[0] for vertex in graph.vertices if host_copy_exists(vertex))
 
 
 def live_peak(graph: TaskGraph) -> tuple[int, int]:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from disco_accel.errors import BudgetTooSmall, Stalled, VerifyError
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph
+from disco_accel.graph.values import host_copy_exists
 from disco_accel.plan import POLICIES, make_plan
 from disco_accel.plan.buildmemgraph.builder import build
 from disco_accel.plan.buildmemgraph.residents import Residents
@@ -57,7 +58,7 @@ def random_case(seed: int, result: Result) -> tuple[TaskGraph, MemGraph | None]:
     graph = with_memory(graph, rng.choice(FACTORS))
     policy, cyclic = rng.choice(sorted(POLICIES)), rng.random() < 0.5
     if rng.random() < 0.5:
-        clean = [vertex.id for vertex in graph.vertices if vertex.clean and rng.random() < 0.4]
+        clean = [vertex.id for vertex in graph.vertices if host_copy_exists(vertex) and rng.random() < 0.4]
         permanent = tuple(vertex for vertex in clean if rng.random() < 0.4)
         residents = Residents(permanent, tuple(vertex for vertex in clean if vertex not in permanent))
         ahead = rng.choice((0, 2, None, None))

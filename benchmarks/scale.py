@@ -23,7 +23,8 @@ from pathlib import Path
 from disco_accel.graph.check import check_taskgraph
 from disco_accel.graph.files import write_atomically
 from disco_accel.graph.order import data_edges
-from disco_accel.graph.taskgraph import TaskGraph, VertexKind, with_memory
+from disco_accel.graph.taskgraph import TaskGraph, with_memory
+from disco_accel.graph.values import host_copy_exists
 from disco_accel.plan import make_plan
 from disco_accel.plan.common.transitive_reduction import remove_implied_edges
 from disco_accel.sizes import format_size, parse_size
@@ -137,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.one:
         graph = graph_of(options.graph[0], options.vertices[0])
-        weights = sum(v.sizes[0] for v in graph.vertices if v.kind is VertexKind.INPUT and v.clean and v.device == 0)
+        weights = sum(v.sizes[0] for v in graph.vertices if host_copy_exists(v) and v.device == 0)
         memory = parse_size(options.memory) if options.memory else int(options.share * weights)
         print(json.dumps(asdict(measure(graph, memory, options.planner))))
         return 0

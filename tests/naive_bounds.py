@@ -18,23 +18,27 @@ class Misplaced(Exception):
     """A value without an address that needs one, or with one that it may not have."""
 
 
+def foreign(v: Vertex) -> bool:
+    return v.traits.access == "foreign"
+
+
+def on_host(v: Vertex) -> bool:
+    return v.kind == VertexKind.INPUT and v.traits.lifetime == "steps" and not foreign(v)
+
+
 def says_what_the_graph_says(graph: TaskGraph, plan: MemGraph) -> bool:
     """Whether devices and vertices are the graph's, and all vertices besides are plain copies."""
     own, of = {v.id: v for v in graph.vertices}, {v.id: v for v in plan.vertices}
     refs = {(v.id, k) for v in plan.vertices for k in range(len(v.sizes))}
     devices = {d.id: d for d in graph.devices}
-    reloads = [v.inputs for v in plan.vertices if v.kind == RELOAD]
     for v in plan.vertices:
         if v.device not in devices or not set(v.inputs) <= refs:
             return False
         if v.id in own:
             right = v == replace(own[v.id], inputs=v.inputs) and len(v.inputs) == len(own[v.id].inputs)
         else:
-            plain = Vertex(v.id, v.kind, v.device, v.op, v.inputs, v.sizes, v.duration, v.clean)
+            plain = Vertex(v.id, v.kind, v.device, v.op, v.inputs, v.sizes, v.duration)
             right = v == plain and v.kind in (OFFLOAD, RELOAD) and len(v.inputs) == len(v.sizes) == 1
-            if v.clean:
-                shared = of[v.inputs[0][0]].kind == VertexKind.INPUT or reloads.count(v.inputs) > 1
-                right = right and v.kind == RELOAD and shared
         if not right:
             return False
     for d in plan.devices:
@@ -55,12 +59,12 @@ def places(plan: MemGraph) -> dict[Ref, tuple[int, int, int]]:
     at += [(ref, s.device, s.addr, s.addr + s.size) for ref, s in plan.slots.items()]
     for (id, k), arena, start, end in at:
         v, (memory, alignment) = of[id], arenas[arena]
-        if arena != (HOST if v.kind == OFFLOAD else v.device) or v.external or k < 0 or end - start != v.sizes[k]:
+        if arena != (HOST if v.kind == OFFLOAD else v.device) or foreign(v) or k < 0 or end - start != v.sizes[k]:
             raise Misplaced
         if start < 0 or end > memory or start % alignment:
             raise Misplaced
     for v in plan.vertices:
-        needs_none = v.kind == OFFLOAD or v.external or (v.kind == VertexKind.INPUT and v.clean)
+        needs_none = v.kind == OFFLOAD or foreign(v) or on_host(v)
         if not needs_none and any(size and (v.id, k) not in plan.slots for k, size in enumerate(v.sizes)):
             raise Misplaced
     return {ref: (arena, start, end) for ref, arena, start, end in at}

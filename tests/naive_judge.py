@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
-from tests.naive_bounds import Misplaced, places, says_what_the_graph_says
+from tests.naive_bounds import Misplaced, foreign, on_host, places, says_what_the_graph_says
 
 INPUT, KERNEL, TRANSFER, OFFLOAD, RELOAD = VertexKind
 
@@ -25,7 +25,7 @@ class _Judge:
         self.graph, self.plan, self.at = graph, plan, places(plan)
         self.own, self.of = {v.id: v for v in graph.vertices}, {v.id: v for v in plan.vertices}
         self.size = {(v.id, k): size for v in plan.vertices for k, size in enumerate(v.sizes)}
-        self.late = {v.id for v in graph.vertices if v.late}
+        self.late = {v.id for v in graph.vertices if v.traits.arrival == "gate"}
         self.before = {v: {p for p, _ in self.of[v].inputs if self.of[p].kind == INPUT} for v in self.of}
 
     def accepts(self) -> bool:
@@ -55,14 +55,14 @@ class _Judge:
 
     def reads(self, v: Vertex, p: int) -> bool:
         ref, source = v.inputs[p], self.of[v.inputs[p][0]]
-        on_device = source.kind != OFFLOAD and (ref in self.at or source.external or not self.size[ref])
+        on_device = source.kind != OFFLOAD and (ref in self.at or foreign(source) or not self.size[ref])
         if v.id in self.own:
             wanted = self.own[v.id].inputs[p]
             right = on_device and self.value(ref) == wanted and source.device == self.own[wanted[0]].device
         elif v.kind == OFFLOAD:
             right = on_device and source.device == v.device and self.size[ref] == v.sizes[0]
         else:
-            right = self.size[ref] == v.sizes[0] and (source.kind == OFFLOAD or (source.kind == INPUT and source.clean))
+            right = self.size[ref] == v.sizes[0] and (source.kind == OFFLOAD or on_host(source))
         return right and (source.kind == INPUT or (source.id, v.id) in self.plan.data_edges)
 
     def overlap(self, a: Ref, b: Ref) -> bool:
@@ -73,8 +73,9 @@ class _Judge:
         """Whether ``b`` is written when all users of ``a`` have finished, or over it by a reader that may."""
         writer, from_host = self.of[b[0]], self.of[a[0]].kind == INPUT
         users = {v.id for v in self.of.values() if a in v.inputs and not (v.kind == RELOAD and from_host)} | {a[0]}
-        may = [writer.inputs[p] for p in (*writer.may_inplace, writer.inplace) if p is not None]
-        exact = a in may and b[1] == 0 and self.at[a][1] == self.at[b][1] and self.size[b] <= self.size[a]
+        may = [writer.inputs[p] for p in (() if b[1] else writer.may_inplace)]
+        may += [writer.inputs[p] for k, p in writer.inplace if k == b[1]]
+        exact = a in may and self.at[a][1] == self.at[b][1] and self.size[b] <= self.size[a]
         if writer.kind == INPUT or a[0] == b[0] or (writer.id in users and not exact):
             return False
         held_for_gate = self.late and self.of[a[0]].out and not self.behind(writer.id)
@@ -87,17 +88,17 @@ class _Judge:
     def e(self) -> bool:  # and (f): the host is one more arena
         pairs = [(a, b) for a in self.at for b in self.at if self.overlap(a, b)]
         reserved = all(self.in_late_place(b) for a, b in pairs if a[0] in self.late)
-        forced = [v for v in self.of.values() if v.inplace is not None and self.size[v.id, 0]]
-        inplace = all(self.at[v.inputs[v.inplace or 0]][:2] == self.at[v.id, 0][:2] for v in forced)
+        forced = [(v.inputs[p], (v.id, k)) for v in self.of.values() for k, p in v.inplace if v.sizes[k]]
+        inplace = all(self.at[over][:2] == self.at[ref][:2] for over, ref in forced)
         return reserved and inplace and all(self.written_over(a, b) or self.written_over(b, a) for a, b in pairs)
 
     def g(self) -> bool:
         for v in self.own.values():
-            kept = (v.keep or (v.out and not self.late)) and not v.clean and not v.external
+            kept = (v.keep or (v.out and not self.late)) and not on_host(v) and not foreign(v)
             for ref in ((v.id, k) for k, size in enumerate(v.sizes) if size):
                 intact = [c for c in self.size if self.value(c) == ref and self.intact(c)]
                 back = any(self.at.get(c) == self.at.get(ref) for c in intact)
-                if (kept and not intact) or (self.plan.cyclic and v.clean and ref in self.at and not back):
+                if (kept and not intact) or (self.plan.cyclic and on_host(v) and ref in self.at and not back):
                     return False
         return True
 

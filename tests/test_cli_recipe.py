@@ -11,6 +11,7 @@ import pytest
 from disco_accel.cli.main import main
 from disco_accel.graph.files import read_memgraph, read_taskgraph
 from disco_accel.graph.taskgraph import VertexKind
+from disco_accel.graph.values import arrives_at_gate, is_foreign
 from disco_accel.verify.static import verify
 
 CONFIG = {
@@ -64,7 +65,7 @@ def test_a_captured_recipe_compiles(recipe: str, tmp_path: Path, capsys: pytest.
     layer = 2 * (128 * 128 * 2 + 2 * 128 * 64 + 3 * 128 * 256 + 2 * 128)
     # Layers, embedding, head and last norm in two bytes; rotary frequencies in four.
     assert found["frozen_bytes"] == 3 * layer + 2 * (2 * 512 * 128 + 128) + 4 * 16
-    assert sum(v.late for v in graph.vertices) == 1 and any(v.external for v in graph.vertices)
+    assert sum(arrives_at_gate(v) for v in graph.vertices) == 1 and any(is_foreign(v) for v in graph.vertices)
     assert main(["compile", task, "-o", plan, "--memory", "1MiB", "--cyclic", "--planner", "timed"]) == 0
     assert main(["verify", task, plan]) == 0
 

@@ -28,6 +28,8 @@ from disco_accel.graph.schema2 import (
 )
 from disco_accel.graph.schema2_files import graph_from_json, graph_to_json, plan_from_json, plan_to_json
 from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.traits import FOREIGN, FROZEN
+from disco_accel.graph.values import arrives_at_gate
 from disco_accel.plan import make_plan
 from disco_accel.testing.strategies import random_taskgraph, with_room
 from disco_accel.verify.static import verify
@@ -59,8 +61,8 @@ def normal(vertices: tuple[Vertex, ...]) -> tuple[Vertex, ...]:
     waiting for inputs that are there from the start, and one name for the gate."""
     inputs = [replace(v, duration=None) for v in vertices if v.kind is VertexKind.INPUT]
     inputs.sort(key=lambda v: v.id)
-    late = [v.id for v in inputs if v.late]
-    silent = {v.id for v in inputs if not v.late}
+    late = [v.id for v in inputs if arrives_at_gate(v)]
+    silent = {v.id for v in inputs if not arrives_at_gate(v)}
     others = []
     for v in vertices:
         if v.kind is not VertexKind.INPUT:
@@ -119,7 +121,7 @@ def test_plans_of_both_planners_come_back_as_good_as_they_were() -> None:
 
 def waits(plan: MemGraph) -> set[tuple[int, int]]:
     """Edges but those from inputs that are there at the start; one late input stands for all."""
-    late = sorted(v.id for v in plan.vertices if v.late)
+    late = sorted(v.id for v in plan.vertices if arrives_at_gate(v))
     inputs = {v.id for v in plan.vertices if v.kind is VertexKind.INPUT}
     edges = (*plan.data_edges, *plan.memory_edges)
     return {(late[0] if u in late else u, v) for u, v in edges if u not in inputs or u in late}
@@ -222,8 +224,8 @@ def test_the_command_line_reads_both_versions_and_writes_the_one_that_it_is_give
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     vertices = (
-        Vertex(0, VertexKind.INPUT, 0, "w", sizes=(512,), clean=True),
-        Vertex(1, VertexKind.INPUT, 0, "x", sizes=(512,), external=True),
+        Vertex(0, VertexKind.INPUT, 0, "w", sizes=(512,), traits=FROZEN),
+        Vertex(1, VertexKind.INPUT, 0, "x", sizes=(512,), traits=FOREIGN),
         Vertex(2, VertexKind.KERNEL, 0, "mm", ((0, 0), (1, 0)), (512,), 0.001, keep=True),
     )
     one, two = tmp_path / "one.json", tmp_path / "two.json"

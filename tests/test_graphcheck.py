@@ -7,6 +7,7 @@ import random
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.check import largest_need
 from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.traits import FOREIGN, FROZEN
 from disco_accel.plan import make_plan
 from disco_accel.testing.strategies import Shape, random_taskgraph, with_memory
 
@@ -28,9 +29,9 @@ def test_where_a_plan_fits_every_vertex_does() -> None:
 
 def test_the_vertex_that_needs_most_is_found_with_what_it_shares() -> None:
     vertices = (
-        Vertex(0, VertexKind.INPUT, 0, sizes=(1000,), clean=True),
-        Vertex(1, VertexKind.INPUT, 0, sizes=(9000,), external=True),
-        Vertex(2, VertexKind.INPUT, 0, sizes=(5000,), clean=True),
+        Vertex(0, VertexKind.INPUT, 0, sizes=(1000,), traits=FROZEN),
+        Vertex(1, VertexKind.INPUT, 0, sizes=(9000,), traits=FOREIGN),
+        Vertex(2, VertexKind.INPUT, 0, sizes=(5000,), traits=FROZEN),
         Vertex(3, VertexKind.KERNEL, 0, "add", ((0, 0), (0, 0), (1, 0)), (1000,)),
         Vertex(4, VertexKind.KERNEL, 0, "relu", ((3, 0),), (1000,), may_inplace=(0,)),
         Vertex(5, VertexKind.TRANSFER, 1, "copy", ((3, 0),), (700,)),

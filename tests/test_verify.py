@@ -12,6 +12,8 @@ from disco_accel.errors import VerifyError
 from disco_accel.graph.files import read_memgraph, read_taskgraph
 from disco_accel.graph.memgraph import MemGraph, Slot
 from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.traits import FROZEN, LATE, LATE_FOREIGN
+from disco_accel.graph.values import host_copy_exists
 from disco_accel.plan.buildmemgraph.builder import build
 from disco_accel.plan.buildmemgraph.eviction import belady
 from disco_accel.plan.buildmemgraph.residents import Residents
@@ -60,7 +62,7 @@ def test_a_plan_that_forgets_what_is_kept_is_noticed() -> None:
 def test_a_cyclic_plan_must_bring_its_residents_back() -> None:
     caught = 0
     for graph, _ in PLANS:
-        everything = tuple(vertex.id for vertex in graph.vertices if vertex.clean)
+        everything = tuple(vertex.id for vertex in graph.vertices if host_copy_exists(vertex))
         try:
             plan = build(graph, belady, residents=Residents((), everything))
         except Infeasible:
@@ -103,7 +105,7 @@ def test_an_output_may_replace_an_input_only_where_the_graph_allows_it() -> None
 
 
 def test_an_output_that_must_replace_its_input_does() -> None:
-    demanded = chain(inplace=0)
+    demanded = chain(inplace=((0, 0),))
     verify(demanded, plan_of(demanded, 0, 256, 256))
     with pytest.raises(VerifyError, match="must be written over"):
         verify(demanded, plan_of(demanded, 0, 256, 512))
@@ -131,7 +133,7 @@ def gated(keep: bool = False) -> TaskGraph:
         "gated",
         (Device(0, 512),),
         (
-            Vertex(0, VertexKind.INPUT, 0, "tangent", sizes=(256,), external=True, late=True),
+            Vertex(0, VertexKind.INPUT, 0, "tangent", sizes=(256,), traits=LATE_FOREIGN),
             Vertex(1, VertexKind.KERNEL, 0, "loss", (), (256,), out=True, keep=keep),
             Vertex(2, VertexKind.KERNEL, 0, "early", ((1, 0),), (256,)),
             Vertex(3, VertexKind.KERNEL, 0, "behind", ((2, 0), (0, 0)), (256,)),
@@ -166,7 +168,7 @@ def test_nothing_handed_out_may_wait_for_the_gate() -> None:
 
 def test_a_late_input_keeps_its_place_for_the_whole_step() -> None:
     graph = gated()
-    late = replace(graph.vertices[0], external=False)
+    late = replace(graph.vertices[0], traits=LATE)
     graph = replace(graph, devices=(Device(0, 1024),), vertices=(late, *graph.vertices[1:]))
     plan = gated_plan(graph, 0, 256, 512)
     verify(graph, replace(plan, slots={**plan.slots, (0, 0): Slot(0, 768, 256)}))
@@ -183,12 +185,12 @@ def test_a_copy_on_another_device_is_not_read() -> None:
         "two",
         (Device(0, 512), Device(1, 512)),
         (
-            Vertex(0, VertexKind.INPUT, 0, "w", sizes=(256,), clean=True),
+            Vertex(0, VertexKind.INPUT, 0, "w", sizes=(256,), traits=FROZEN),
             Vertex(1, VertexKind.KERNEL, 0, "a", ((0, 0),), (256,)),
         ),
     )
     for device in (0, 1):
-        reload = Vertex(2, VertexKind.RELOAD, device, "", ((0, 0),), (256,), clean=True)
+        reload = Vertex(2, VertexKind.RELOAD, device, "", ((0, 0),), (256,))
         kernel = replace(graph.vertices[1], inputs=((2, 0),))
         slots = {(2, 0): Slot(device, 0, 256), (1, 0): Slot(0, 256, 256)}
         plan = MemGraph("two", graph.devices, (graph.vertices[0], reload, kernel), slots, ((2, 1),), (), {})

@@ -11,23 +11,10 @@ import pytest
 
 from disco_accel.errors import BudgetTooSmall, GraphFileError, VerifyError
 from disco_accel.graph.convert import graph_to_1, graph_to_2, plan_to_1, plan_to_2
-from disco_accel.graph.schema2 import (
-    Access,
-    Arrival,
-    Buffer,
-    Edge,
-    Graph,
-    Lifetime,
-    Plan,
-    Planned,
-    Space,
-    SpaceKind,
-    Value,
-    Vertex,
-    Work,
-)
+from disco_accel.graph.schema2 import Buffer, Edge, Graph, Plan, Planned, Space, SpaceKind, Value, Vertex, Work
 from disco_accel.graph.schema2_check import check_graph
 from disco_accel.graph.taskgraph import TaskGraph
+from disco_accel.graph.traits import Access, Arrival, Lifetime
 from disco_accel.plan import make_plan
 from disco_accel.testing.strategies import Shape, random_taskgraph, with_room
 from disco_accel.verify.buffers import verify_buffers

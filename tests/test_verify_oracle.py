@@ -15,6 +15,7 @@ import pytest
 from disco_accel.errors import PlanError, VerifyError
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
+from disco_accel.graph.values import arrives_at_gate
 from disco_accel.plan import make_plan
 from disco_accel.testing.faults import FAULTS
 from disco_accel.testing.plans import tight_plans
@@ -202,7 +203,7 @@ def stacked(plan: MemGraph, rng: random.Random) -> MemGraph:
         ((v.id, k), other)
         for v in plan.vertices
         for k in range(len(v.sizes))
-        for other in (*v.inputs, *((w.id, 0) for w in plan.vertices if w.late))
+        for other in (*v.inputs, *((w.id, 0) for w in plan.vertices if arrives_at_gate(w)))
         if (v.id, k) in plan.slots and other in plan.slots and other != (v.id, k)
     ]
     if not pairs:

@@ -18,6 +18,8 @@ from disco_accel.capture.trace_log import RECOMPUTE, NodeInfo, node_info
 from disco_accel.errors import CaptureError
 from disco_accel.graph.op_traits import op_traits
 from disco_accel.graph.taskgraph import Arg, EnumArg, OpCall, OpResult, Ref, RngSite, TensorArg, Vertex, VertexKind
+from disco_accel.graph.traits import Traits
+from disco_accel.graph.values import arrives_at_gate
 from disco_accel.native.op_encoding import op_overload
 
 
@@ -26,9 +28,7 @@ class InputFlags:
     """How the host sees an INPUT; meanings as in ``Vertex``."""
 
     op: str
-    clean: bool = False
-    external: bool = False
-    late: bool = False
+    traits: Traits
 
 
 @dataclass
@@ -60,9 +60,7 @@ class Lowering:
             device=0,
             op=flags.op,
             sizes=(storage_bytes(tensor),),
-            clean=flags.clean,
-            external=flags.external,
-            late=flags.late,
+            traits=flags.traits,
         )
         self.vertices.append(vertex)
         key = storage_key(tensor)
@@ -139,14 +137,14 @@ def _lower_kernel(node: fx.Node, target: torch._ops.OpOverload, low: Lowering, r
     id_ = len(low.vertices)
     written = _written_storages(node, target)
     sizes: list[int] = []
-    inplace = None
+    inplace: tuple[tuple[int, int], ...] = ()
     if written:
         if len(written) > 1:
             raise CaptureError(f"{where} writes into {len(written)} tensors; only one can be captured")
         key, size = written.popitem()
         if low.vertices[low.owner[key][0]].kind is VertexKind.INPUT:
             raise CaptureError(f"{where} changes an input of the step {_in_place(low.vertices[low.owner[key][0]].op)}")
-        inplace = inputs.index(low.owner[key])
+        inplace = ((0, inputs.index(low.owner[key])),)
         sizes.append(size)
         low.owner[key] = (id_, 0)
     results = _results(node, low, id_, sizes, where)
@@ -163,7 +161,7 @@ def _lower_kernel(node: fx.Node, target: torch._ops.OpOverload, low: Lowering, r
             inputs=tuple(inputs),
             sizes=tuple(sizes),
             inplace=inplace,
-            may_inplace=() if inplace is not None else overwritable(tuple(inputs), tuple(sizes), call, low.vertices),
+            may_inplace=() if inplace else overwritable(tuple(inputs), tuple(sizes), call, low.vertices),
         )
     )
     low.ops[id_] = call
@@ -261,7 +259,7 @@ def hold_back(low: Lowering, output_grads: Mapping[int, Iterable[torch.Tensor]])
         layer: {low.maker[storage_key(grad)][0] for grad in grads if storage_key(grad) in low.maker}
         for layer, grads in output_grads.items()
     }
-    held = {v.id for v in low.vertices if v.late}
+    held = {v.id for v in low.vertices if arrives_at_gate(v)}
     previous = -1
     for position, vertex in enumerate(low.vertices):
         if vertex.kind is VertexKind.INPUT:

@@ -21,6 +21,7 @@ from disco_accel.capture.thread_patches import patched
 from disco_accel.capture.trace_log import FORWARD, RECOMPUTE, TraceLog, node_info
 from disco_accel.errors import CaptureError
 from disco_accel.graph.taskgraph import Ref, RngSite
+from disco_accel.graph.values import arrives_at_gate
 
 
 @contextmanager
@@ -180,7 +181,7 @@ def chain_draws(low: Lowering, loss: Ref) -> None:
 
 
 def _reads_late(low: Lowering, id_: int) -> bool:
-    return any(low.vertices[producer].late for producer, _ in low.vertices[id_].inputs)
+    return any(arrives_at_gate(low.vertices[producer]) for producer, _ in low.vertices[id_].inputs)
 
 
 def _wait(low: Lowering, id_: int, other: int) -> None:

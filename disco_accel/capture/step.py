@@ -34,6 +34,7 @@ from disco_accel.capture.storages import storage_key, tensor_spec
 from disco_accel.capture.trace_log import TraceLog, logging_trace
 from disco_accel.errors import CaptureError
 from disco_accel.graph.taskgraph import Device, TaskGraph, VertexKind
+from disco_accel.graph.traits import FOREIGN, FROZEN, LATE_FOREIGN
 from disco_accel.shortage import met_shortage
 
 Contexts = Sequence[Callable[[], AbstractContextManager[Any]]]
@@ -45,13 +46,13 @@ UNREACHED = "requires_grad: no trainable parameter reaches the"
 _CPU = torch.device("cpu")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _FLAGS = {
-    InputSource.FROZEN: InputFlags("frozen", clean=True),
-    InputSource.BUFFER: InputFlags("buffer", clean=True),
-    InputSource.CONSTANT: InputFlags("constant", clean=True),
-    InputSource.TRAINABLE: InputFlags("trainable", external=True),
-    InputSource.BATCH: InputFlags("batch", external=True),
-    InputSource.TANGENT: InputFlags("tangent", external=True, late=True),
-    InputSource.OUTSIDE: InputFlags("outside", external=True),
+    InputSource.FROZEN: InputFlags("frozen", FROZEN),
+    InputSource.BUFFER: InputFlags("buffer", FROZEN),
+    InputSource.CONSTANT: InputFlags("constant", FROZEN),
+    InputSource.TRAINABLE: InputFlags("trainable", FOREIGN),
+    InputSource.BATCH: InputFlags("batch", FOREIGN),
+    InputSource.TANGENT: InputFlags("tangent", LATE_FOREIGN),
+    InputSource.OUTSIDE: InputFlags("outside", FOREIGN),
 }
 
 

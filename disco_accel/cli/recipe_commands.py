@@ -10,6 +10,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from disco_accel.errors import BudgetTooSmall, ConfigError
+from disco_accel.graph.values import host_copy_exists
 
 if TYPE_CHECKING:
     from disco_accel.config.settings import DiscoConfig
@@ -117,7 +118,7 @@ def capture(options: argparse.Namespace) -> int:
         raise ConfigError(f"{options.output}: cannot be written: {error.strerror}") from None
     kernels = len(graph.ops)
     seconds = sum(v.duration or 0.0 for v in graph.vertices)
-    frozen = sum(v.sizes[0] for v in graph.vertices if v.clean)
+    frozen = sum(v.sizes[0] for v in graph.vertices if host_copy_exists(v))
     adapters = outlined.budget(0).adapters
     print(json.dumps({"kernels": kernels, "compute_seconds": seconds, "frozen_bytes": frozen, "adapters": adapters}))
     return 0

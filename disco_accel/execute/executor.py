@@ -17,6 +17,7 @@ from disco_accel.execute.program import Lowering, Memory, external_dtypes
 from disco_accel.execute.vertex_names import Describer, Unfinished
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import OpCall, Ref, TensorSpec, VertexKind
+from disco_accel.graph.values import arrives_at_gate
 from disco_accel.measure.record import OpRecord
 from disco_accel.native.arena import alias, device_arena, host_arena, is_arena, touched_bytes
 from disco_accel.native.backend import backend_of, run_device
@@ -147,7 +148,7 @@ class Executor:
         self._table = op_table(device)
         tables = Lowering(memgraph, ops, records, self._memory, self._table).run()
         self._planned = tables.planned
-        late = {v.id for v in memgraph.vertices if v.late}
+        late = {v.id for v in memgraph.vertices if arrives_at_gate(v)}
         self._early = _Externals.of({k: s for k, s in tables.externals.items() if k not in late})
         self._late = _Externals.of({k: s for k, s in tables.externals.items() if k in late})
         memory = self._memory

@@ -10,6 +10,7 @@ import torch
 from disco_accel.errors import ExecutionError
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import OpCall, Ref, Vertex, VertexKind, tensor_args
+from disco_accel.graph.values import arrives_at_gate, handed_out_at_gate, host_copy_exists, is_foreign
 from disco_accel.measure.record import OpRecord
 from disco_accel.native.engine_numbers import COPIED_COLUMNS, EDGE_COLUMNS, VERTEX_COLUMNS, ResultMode, VertexFlag
 from disco_accel.native.host_memory import ALIGNMENT
@@ -79,8 +80,8 @@ class Lowering:
         )
 
     def _row(self, vertex: Vertex) -> tuple[int, int, int, int, int, int, int]:
-        flags = VertexFlag.LATE if vertex.late else VertexFlag(0)
-        if vertex.out and vertex.kind is not VertexKind.INPUT:
+        flags = VertexFlag.LATE if arrives_at_gate(vertex) else VertexFlag(0)
+        if handed_out_at_gate(vertex) and vertex.kind is not VertexKind.INPUT:
             flags |= VertexFlag.OUT
         op, dst, src, nbytes = -1, 0, 0, 0
         if vertex.kind is VertexKind.INPUT:
@@ -98,12 +99,12 @@ class Lowering:
         return self._devices[self._vertices[source].device]
 
     def _input(self, vertex: Vertex) -> tuple[int, int, int]:
-        if vertex.external:
+        if is_foreign(vertex):
             self._externals[vertex.id] = self._storages[vertex.id, 0] = self._ops.add_external(vertex.sizes[0])
             return 0, 0, 0
-        if vertex.late:
+        if arrives_at_gate(vertex):
             raise ExecutionError(f"input {vertex.id} is late but not external: nobody can deliver it")
-        if not vertex.clean:
+        if not host_copy_exists(vertex):
             raise ExecutionError(f"input {vertex.id} is neither clean nor external: nobody holds its value")
         held = self._memory.clean.get(vertex.id)
         if held is None or held.numel() * held.element_size() != vertex.sizes[0]:
@@ -120,7 +121,7 @@ class Lowering:
         source = self._vertices[ref[0]]
         target = self._address((vertex.id, 0), nbytes)
         if vertex.kind is VertexKind.TRANSFER:
-            if not source.external:
+            if not is_foreign(source):
                 return target, self._address(ref, nbytes)
             self._copied.append((self._externals[source.id], self._positions[vertex.id]))
             # Any address will do until the input is bound: nothing runs before.
@@ -199,7 +200,7 @@ class Lowering:
         op = int(
             self._ops.add_op(call.name, dispatcher_overload(call.overload), encode_args(call, storage_of), label(call))
         )
-        placed = {a.output for a in record.allocations} | ({0} if vertex.inplace is not None else set())
+        placed = {a.output for a in record.allocations} | {output for output, _ in vertex.inplace}
         for result in call.results:
             if result is None or result.output in record.elsewhere:
                 self._ops.expect_result(op, ResultMode.IGNORED.value, ())
@@ -222,7 +223,7 @@ def _within(arena: torch.Tensor, offset: int, nbytes: int, what: str, where: str
 
 def external_dtypes(graph: MemGraph, calls: Mapping[int, OpCall]) -> dict[int, str]:
     """External INPUT id to the dtype that all kernels read it as, where they agree."""
-    external = {v.id for v in graph.vertices if v.external}
+    external = {v.id for v in graph.vertices if is_foreign(v)}
     seen: dict[int, set[str]] = {}
     for vertex in graph.vertices:
         if vertex.id not in calls:

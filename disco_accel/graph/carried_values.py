@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 
 from disco_accel.errors import PlanError
 from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.taskgraph import Ref, TaskGraph, VertexKind
+from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 
 _COPIES = (VertexKind.OFFLOAD, VertexKind.RELOAD)
 
@@ -31,6 +33,13 @@ def carried_values(plan: MemGraph) -> dict[Ref, Ref]:
             value = carried.get(path[-1], path[-1])
             carried.update(dict.fromkeys(path, value))
     return carried
+
+
+def shared_sources(vertices: Iterable[Vertex]) -> set[Ref]:
+    """Return what reloads read without an offload of their own: inputs, and offloads that several of them read."""
+    inputs = {(v.id, 0) for v in vertices if v.kind is VertexKind.INPUT}
+    read = Counter(ref for v in vertices if v.kind is VertexKind.RELOAD for ref in v.inputs)
+    return inputs | {ref for ref, times in read.items() if times > 1}
 
 
 def taskgraph_of(plan: MemGraph) -> TaskGraph:

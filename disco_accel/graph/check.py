@@ -9,8 +9,8 @@ from disco_accel.graph.memgraph import Edge
 from disco_accel.graph.stable_order import stable_order
 from disco_accel.graph.strict_json import plain
 from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
-
-_INPUT_ONLY = ("clean", "late", "external")
+from disco_accel.graph.traits import BROUGHT
+from disco_accel.graph.values import arrives_at_gate, handed_out_at_gate, host_copy_exists, is_foreign, overwrites
 
 
 def dependencies(vertex: Vertex) -> list[int]:
@@ -39,7 +39,7 @@ def after_gate(vertices: Sequence[Vertex], edges: Iterable[Edge] = ()) -> set[in
     behind: set[int] = set()
     for vertex in vertices:
         if (
-            vertex.late
+            arrives_at_gate(vertex)
             or any(p in behind for p in dependencies(vertex))
             or any(p in behind for p in predecessors.get(vertex.id, ()))
         ):
@@ -81,7 +81,7 @@ def check_taskgraph(graph: TaskGraph) -> TaskGraph:
         raise GraphFileError(f"inputs/after: the vertices depend on each other in a cycle: {_some_cycle(graph)}")
     behind = after_gate(order)
     for vertex in order:
-        if vertex.out and vertex.id in behind:
+        if handed_out_at_gate(vertex) and vertex.id in behind:
             raise _fail(vertex, "out", "depends on a late input, which arrives only after every out vertex")
     return TaskGraph(graph.name, graph.devices, tuple(order), graph.ops)
 
@@ -114,9 +114,8 @@ def _check_references(vertex: Vertex, by_id: dict[int, Vertex]) -> None:
 
 def _check_flags(vertex: Vertex) -> None:
     if vertex.kind is not VertexKind.INPUT:
-        for key in _INPUT_ONLY:
-            if getattr(vertex, key):
-                raise _fail(vertex, key, "only an input can be so marked")
+        if vertex.traits != BROUGHT:
+            raise _fail(vertex, "traits", "only an input can have any; what a vertex makes lives in one step")
         return
     if vertex.inputs or vertex.after:
         raise _fail(
@@ -124,9 +123,9 @@ def _check_flags(vertex: Vertex) -> None:
         )
     if len(vertex.sizes) != 1:
         raise _fail(vertex, "outputs", "an input has exactly one output")
-    if vertex.late and vertex.clean:
+    if arrives_at_gate(vertex) and host_copy_exists(vertex):
         raise _fail(vertex, "late", "a value that the host holds from the start (clean) cannot arrive late")
-    if vertex.late and vertex.out:
+    if arrives_at_gate(vertex) and handed_out_at_gate(vertex):
         raise _fail(vertex, "late", "a late input arrives only after every out vertex, so it cannot be one")
 
 
@@ -134,20 +133,23 @@ def _check_inplace(vertex: Vertex, by_id: dict[int, Vertex]) -> None:
     for position in vertex.may_inplace:
         if not 0 <= position < len(vertex.inputs):
             raise _fail(vertex, "may_inplace", f"there is no input position {position}")
-    if vertex.inplace is None:
-        return
-    if vertex.kind is not VertexKind.KERNEL:
+    if vertex.inplace and vertex.kind is not VertexKind.KERNEL:
         raise _fail(vertex, "inplace", "only a kernel can write over its input")
-    if not 0 <= vertex.inplace < len(vertex.inputs):
-        raise _fail(vertex, "inplace", f"there is no input position {vertex.inplace}")
-    producer, output = vertex.inputs[vertex.inplace]
-    source = by_id[producer]
-    if vertex.sizes[0] > source.sizes[output]:
-        raise _fail(
-            vertex, "inplace", f"output 0 is larger than the value of vertex {producer} it must be written over"
-        )
-    if source.external:
-        raise _fail(vertex, "inplace", f"vertex {producer} is external: its memory is not the plan's to overwrite")
+    for written, position in vertex.inplace:
+        if not 0 <= position < len(vertex.inputs):
+            raise _fail(vertex, "inplace", f"there is no input position {position}")
+        if not 0 <= written < len(vertex.sizes):
+            raise _fail(vertex, "inplace", f"there is no output {written}")
+        producer, output = vertex.inputs[position]
+        source = by_id[producer]
+        if vertex.sizes[written] > source.sizes[output]:
+            too_large = f"output {written} is larger than the value of vertex {producer} it must be written over"
+            raise _fail(vertex, "inplace", too_large)
+        if is_foreign(source):
+            raise _fail(vertex, "inplace", f"vertex {producer} is external: its memory is not the plan's to overwrite")
+    overwritten = {ref for _, ref in overwrites(vertex)}
+    if len(overwritten) < len(vertex.inplace) or len(dict(vertex.inplace)) < len(vertex.inplace):
+        raise _fail(vertex, "inplace", "an output is written over one input, and an input by one output")
 
 
 def _some_cycle(graph: TaskGraph) -> str:
@@ -189,13 +191,14 @@ def largest_need(graph: TaskGraph, device: int) -> tuple[int, Vertex | None]:
         sizes = {}
         for producer, output in vertex.inputs:
             source = by_id[producer]
-            if source.device == device and not source.external:
+            if source.device == device and not is_foreign(source):
                 sizes[producer, output] = source.sizes[output]
-        over = (*vertex.may_inplace, *(() if vertex.inplace is None else (vertex.inplace,)))
-        reuses = any(vertex.inputs[position] in sizes for position in over)
+        over = (vertex.inputs[position] for position in vertex.may_inplace)
+        reuses = {0} if any(ref in sizes for ref in over) else set()
+        reuses |= {k for k, ref in overwrites(vertex) if ref in sizes}
         # A clean input that nobody reads stays on the host.
-        if vertex.device == device and not vertex.external and not vertex.clean:
-            sizes |= {(vertex.id, k): size for k, size in enumerate(vertex.sizes) if k or not reuses}
+        if vertex.device == device and not is_foreign(vertex) and not host_copy_exists(vertex):
+            sizes |= {(vertex.id, k): size for k, size in enumerate(vertex.sizes) if k not in reuses}
         need = sum(-(-size // unit) * unit for size in sizes.values())
         if need > most:
             most, culprit = need, vertex

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
@@ -11,9 +10,11 @@ from disco_accel.graph import schema2
 from disco_accel.graph.carried_values import carried_values, taskgraph_of
 from disco_accel.graph.check import called, check_taskgraph
 from disco_accel.graph.memgraph import Edge, MemGraph, Slot
-from disco_accel.graph.schema2 import GATE, Access, Arrival, Lifetime, Space, SpaceKind, Value, Version, Work
+from disco_accel.graph.schema2 import GATE, Space, SpaceKind, Value, Version, Work
 from disco_accel.graph.schema2_check import check_graph
 from disco_accel.graph.taskgraph import Device, Ref, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.traits import Access, Arrival, Lifetime, Traits
+from disco_accel.graph.values import arrives_at_gate, changes_over_steps, host_copy_exists, is_foreign, overwrites
 
 _COPIES = (VertexKind.OFFLOAD, VertexKind.RELOAD)
 
@@ -39,7 +40,7 @@ def plan_to_2(plan: MemGraph) -> schema2.Plan:
     graph = to2.graph(host)
     carried = carried_values(plan)
     buffers = _Buffers(graph)
-    external = {vertex.id for vertex in plan.vertices if vertex.external}
+    external = {vertex.id for vertex in plan.vertices if is_foreign(vertex)}
     held: dict[Ref, int] = {}
     for vertex in plan.vertices:
         for k, size in enumerate(vertex.sizes):
@@ -48,6 +49,10 @@ def plan_to_2(plan: MemGraph) -> schema2.Plan:
             version = to2.version[carried[ref]]
             if vertex.kind is VertexKind.OFFLOAD:
                 offset = plan.host_offsets.get(vertex.id)
+                value = graph.value[version[0]]
+                if value.lifetime is Lifetime.STEPS and value.access is Access.READ_WRITE:
+                    held[ref] = buffers.add(version, host.id, None)
+                    continue
                 if offset is None and size:
                     raise GraphFileError(f"{called(vertex)}: host_offset: missing, so its place is not the plan's")
                 held[ref] = buffers.add(version, host.id, offset)
@@ -100,14 +105,10 @@ def plan_to_1(plan: schema2.Plan) -> MemGraph:
             vertices.append(replace(by_id[planned.id], inputs=inputs))
         else:
             vertices.append(_copy_to_1(planned, inputs, buffers, plan, kinds))
-    shared = _sources(vertices)
-    vertices = [
-        replace(v, clean=True) if v.kind is VertexKind.RELOAD and v.inputs[0] in shared else v for v in vertices
-    ]
     host = next((space for space in plan.graph.spaces if space.kind is SpaceKind.HOST), None)
-    gate = next((v.id for v in vertices if v.late), None)
+    gate = next((v.id for v in vertices if arrives_at_gate(v)), None)
     data, memory = (_edges_to_1(edges, gate) for edges in (plan.data_edges, plan.memory_edges))
-    late = {v.id for v in vertices if v.late}
+    late = {v.id for v in vertices if arrives_at_gate(v)}
     arrived = [(ref[0], v.id) for v in vertices for ref in dict.fromkeys(v.inputs) if ref[0] in late]
     return MemGraph(
         plan.graph.name,
@@ -151,13 +152,13 @@ class _To2:
                 self.version[vertex.id, 0] = (vertex.id, 0)
                 continue
             for k, size in enumerate(vertex.sizes):
-                if k or vertex.inplace is None:
+                if k not in dict(vertex.inplace):
                     values.append(Value(fresh, size, vertex.device))
                     self.version[vertex.id, k] = (fresh, 0)
                     fresh += 1
         for vertex in source.vertices:
-            if vertex.inplace is not None:
-                self.version[vertex.id, 0] = self._next_version(vertex, taken)
+            for output, ref in overwrites(vertex):
+                self.version[vertex.id, output] = self._next_version(vertex, output, ref, taken)
         return check_graph(
             schema2.Graph(
                 source.name,
@@ -170,15 +171,13 @@ class _To2:
             )
         )
 
-    def _next_version(self, vertex: Vertex, taken: dict[Version, int]) -> Version:
-        assert vertex.inplace is not None
-        ref = vertex.inputs[vertex.inplace]
+    def _next_version(self, vertex: Vertex, output: int, ref: Ref, taken: dict[Version, int]) -> Version:
         source = self._by_id[ref[0]]
-        if source.clean:
+        if host_copy_exists(source) and not changes_over_steps(source):
             raise GraphFileError(
                 f"{called(vertex)}: inplace: over {called(source)}, which is clean: the host's copy stays"
             )
-        if vertex.sizes[0] != source.sizes[ref[1]]:
+        if vertex.sizes[output] != source.sizes[ref[1]]:
             raise GraphFileError(
                 f"{called(vertex)}: inplace: over a value of more bytes, which is no new version of it"
             )
@@ -194,7 +193,7 @@ class _To2:
         for other in vertex.after:
             if self._by_id[other].kind is not VertexKind.INPUT:
                 after.append(other)
-            elif self._by_id[other].late:
+            elif arrives_at_gate(self._by_id[other]):
                 after.append(GATE)
         return schema2.Vertex(
             vertex.id,
@@ -214,16 +213,17 @@ class _To2:
 
 
 def _input_to_2(vertex: Vertex, host: int) -> Value:
-    value = Value(vertex.id, vertex.sizes[0], vertex.device, name=vertex.op)
-    if vertex.external:
-        if vertex.clean:
-            raise GraphFileError(f"{called(vertex)}: clean: foreign memory has no copy that a plan could load")
-        lifetime = Lifetime.STEP if vertex.late else Lifetime.STEPS
-        arrival = Arrival.GATE if vertex.late else Arrival.START
-        return replace(value, access=Access.FOREIGN, lifetime=lifetime, arrival=arrival)
-    if vertex.clean:
-        return replace(value, access=Access.READ, lifetime=Lifetime.STEPS, home=host, arrival=Arrival.START)
-    return replace(value, arrival=Arrival.GATE if vertex.late else Arrival.START)
+    traits = vertex.traits
+    return Value(
+        vertex.id,
+        vertex.sizes[0],
+        vertex.device,
+        traits.lifetime,
+        traits.access,
+        host if host_copy_exists(vertex) else None,
+        traits.arrival,
+        vertex.op,
+    )
 
 
 class _Buffers:
@@ -251,7 +251,7 @@ def _edges_to_2(edges: Iterable[Edge], by_id: Mapping[int, Vertex]) -> tuple[Edg
     for u, v in edges:
         if by_id[u].kind is not VertexKind.INPUT:
             converted.append((u, v))
-        elif by_id[u].late:
+        elif arrives_at_gate(by_id[u]):
             converted.append((GATE, v))
     return tuple(dict.fromkeys(converted))
 
@@ -264,13 +264,6 @@ def _edges_to_1(edges: Iterable[Edge], gate: int | None) -> tuple[Edge, ...]:
         elif gate is not None:
             converted.append((gate, v))
     return tuple(converted)
-
-
-def _sources(vertices: Iterable[Vertex]) -> set[Ref]:
-    """What reloads read without an offload of their own: inputs, and offloads that several of them read."""
-    inputs = {(v.id, 0) for v in vertices if v.kind is VertexKind.INPUT}
-    read = Counter(v.inputs[0] for v in vertices if v.kind is VertexKind.RELOAD)
-    return inputs | {ref for ref, times in read.items() if times > 1}
 
 
 def _copy_to_1(
@@ -315,18 +308,11 @@ class _To1:
             for k, version in enumerate(vertex.writes):
                 self.ref[version] = (vertex.id, k)
         inputs = [self._input(value, ids[value.id]) for value in arriving]
-        gate = next((vertex.id for vertex in inputs if vertex.late), None)
+        gate = next((vertex.id for vertex in inputs if arrives_at_gate(vertex)), None)
         kernels = [self._vertex(vertex, gate) for vertex in source.vertices]
         return check_taskgraph(TaskGraph(source.name, tuple(devices), (*inputs, *kernels), source.ops))
 
     def _input(self, value: Value, number: int) -> Vertex:
-        if value.lifetime is Lifetime.STEPS and value.access is Access.READ_WRITE:
-            raise GraphFileError(
-                f"value {value.id}: access: version 1 has no values that live over steps and change, and plans are "
-                "made in version 1 so far"
-            )
-        if value.access is Access.READ and value.lifetime is Lifetime.STEP:
-            raise GraphFileError(f"value {value.id}: access: in version 1 only what the host has (steps) is read alone")
         return Vertex(
             number,
             VertexKind.INPUT,
@@ -334,21 +320,15 @@ class _To1:
             value.name,
             (),
             (value.bytes,),
-            clean=value.access is Access.READ,
-            late=value.arrival is Arrival.GATE,
-            external=value.access is Access.FOREIGN,
+            traits=Traits(value.lifetime, value.access, value.arrival),
             out=self._marked([(value.id, 0)], self._source.gate_outputs, f"value {value.id}"),
             keep=self._marked([(value.id, 0)], self._source.end_outputs, f"value {value.id}"),
         )
 
     def _vertex(self, vertex: schema2.Vertex, gate: int | None) -> Vertex:
-        changed = [k for k, version in enumerate(vertex.writes) if version[1]]
-        if changed and changed != [0]:
-            raise GraphFileError(f"vertex {vertex.id}: writes: version 1 changes output 0 in place, and no other")
-        inplace = None
-        if changed:
-            value, version = vertex.writes[0]
-            inplace = vertex.reads.index((value, version - 1))
+        inplace = tuple(
+            (k, vertex.reads.index((value, version - 1))) for k, (value, version) in enumerate(vertex.writes) if version
+        )
         if GATE in vertex.after and gate is None:
             raise GraphFileError(f"vertex {vertex.id}: after: nothing arrives at the gate, which version 1 cannot name")
         sizes = tuple(self._source.value[value].bytes for value, _ in vertex.writes)

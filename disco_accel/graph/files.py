@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from disco_accel.errors import GraphFileError
+from disco_accel.graph.carried_values import shared_sources
 from disco_accel.graph.check import called, check_taskgraph, stable_topological_order
 from disco_accel.graph.convert import graph_to_1, graph_to_2, plan_to_1, plan_to_2
 from disco_accel.graph.memgraph import Edge, MemGraph, Slot
@@ -21,6 +22,8 @@ from disco_accel.graph.schema2_files import graph_from_json, graph_to_json, line
 from disco_accel.graph.strict_json import a_list, an_object, flag, integer, number, plain, shown, text
 from disco_accel.graph.strict_json import parse_json as parse_json
 from disco_accel.graph.taskgraph import Device, Ref, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.traits import BROUGHT, FOREIGN, FROZEN, LATE, LATE_FOREIGN, Access, Arrival, Traits
+from disco_accel.graph.values import host_copy_exists
 from disco_accel.sizes import MAX_SIZE
 
 MAX_FILE_BYTES = 1 << 30
@@ -143,6 +146,7 @@ def memgraph_from_json(data: object, names: IdNames | None = None) -> MemGraph:
     memory_edges = _edges(edges.get("memory", []), "edges.memory", names)
     devices = _devices(top)
     _check_ids(vertices, (*data_edges, *memory_edges))
+    _check_marks(top["vertices"], vertices)
     _check_shapes(vertices, {device.id for device in devices})
     host = an_object(top.get("host", {}), "host")
     cyclic = flag(top, "cyclic", "graph")
@@ -171,9 +175,12 @@ def taskgraph_to_json(graph: TaskGraph, names: Mapping[int, str] | None = None) 
 def memgraph_to_json(graph: MemGraph, names: Mapping[int, str] | None = None) -> dict[str, Any]:
     """Return ``graph`` as the object that its file holds."""
     label = names or {}
+    shared = shared_sources(graph.vertices)
     vertices = []
     for vertex in graph.vertices:
         raw = _vertex_to_json(vertex, label)
+        if vertex.kind is VertexKind.RELOAD and vertex.inputs[0] in shared:
+            raw["clean"] = True
         if vertex.kind is VertexKind.OFFLOAD:
             if vertex.id in graph.host_offsets:
                 raw["host_offset"] = graph.host_offsets[vertex.id]
@@ -183,7 +190,7 @@ def memgraph_to_json(graph: MemGraph, names: Mapping[int, str] | None = None) ->
                     entry["addr"] = slot.addr
         elif (slot := graph.slots.get((vertex.id, 0))) is not None:
             raw["addr"] = slot.addr
-        elif vertex.kind is VertexKind.INPUT and vertex.clean:
+        elif host_copy_exists(vertex):
             raw["addr"] = None
         vertices.append(raw)
     top = _top("memgraph", graph.name, graph.devices, vertices)
@@ -267,12 +274,23 @@ def _vertex(raw: object, names: IdNames | None, kinds: Mapping[str, VertexKind])
     return vertex, addresses
 
 
-_FLAGS = ("clean", "late", "external", "out", "keep")
+_TRAITS = {
+    ("clean",): FROZEN,
+    ("late",): LATE,
+    ("external",): FOREIGN,
+    ("late", "external"): LATE_FOREIGN,
+    (): BROUGHT,
+}
+"""Keys that an input has → what they mean. Others contradict each other."""
+
+_TRAIT_KEYS = ("clean", "late", "external")
+_HANDED_OUT = ("out", "keep")
 
 
 def _optional(entry: Mapping[str, Any], where: str, names: IdNames | None) -> dict[str, Any]:
     """Return the fields of a vertex that few have."""
-    found: dict[str, Any] = {key: flag(entry, key, where) for key in _FLAGS if key in entry}
+    found: dict[str, Any] = {key: flag(entry, key, where) for key in _HANDED_OUT if key in entry}
+    found["traits"] = _traits(entry, where)
     duration = entry.get("duration")
     if duration is not None:
         if isinstance(duration, bool) or not isinstance(duration, int | float):
@@ -284,11 +302,24 @@ def _optional(entry: Mapping[str, Any], where: str, names: IdNames | None) -> di
         place = f"{where}: after"
         found["after"] = tuple([_identity(other, place, names) for other in a_list(entry["after"], place)])
     if entry.get("inplace") is not None:
-        found["inplace"] = integer(entry, "inplace", where)
+        found["inplace"] = ((0, integer(entry, "inplace", where)),)
     if "may_inplace" in entry:
         place = f"{where}: may_inplace"
         found["may_inplace"] = tuple([number(position, place) for position in a_list(entry["may_inplace"], place)])
     return found
+
+
+def _traits(entry: Mapping[str, Any], where: str) -> Traits:
+    marks = tuple([key for key in _TRAIT_KEYS if key in entry and flag(entry, key, where)])
+    if marks == ("clean",) and entry["kind"] == "reload":
+        return BROUGHT
+    if marks and entry["kind"] != "input":
+        raise GraphFileError(f"{where}: {marks[0]}: only an input can be so marked")
+    if marks not in _TRAITS:
+        raise GraphFileError(
+            f"{where}: {marks[1]}: a value that the host holds from the start (clean) is not {marks[1]}"
+        )
+    return _TRAITS[marks]
 
 
 def _in_taskgraph(kind: str, kinds: Mapping[str, VertexKind], where: str) -> VertexKind:
@@ -337,6 +368,14 @@ def _check_ids(vertices: Iterable[Vertex], edges: Iterable[Edge]) -> None:
     for u, v in edges:
         if u not in outputs or v not in outputs:
             raise GraphFileError(f"edges: [{u}, {v}] names a vertex that does not exist")
+
+
+def _check_marks(raw: Iterable[Mapping[str, Any]], vertices: Sequence[Vertex]) -> None:
+    """A reload marked clean did not need an offload of its own."""
+    shared = shared_sources(vertices)
+    for entry, vertex in zip(raw, vertices, strict=True):
+        if vertex.kind is VertexKind.RELOAD and entry.get("clean") and not shared.issuperset(vertex.inputs):
+            raise GraphFileError(f"{called(vertex)}: clean: it is the only reload of its offload")
 
 
 def _check_total(vertices: Iterable[Vertex]) -> None:
@@ -415,16 +454,38 @@ def _vertex_to_json(vertex: Vertex, names: Mapping[int, str]) -> dict[str, Any]:
         raw["outputs"] = [{"size": size} for size in vertex.sizes]
     if vertex.duration is not None:
         raw["duration"] = vertex.duration
-    for key in ("clean", "late", "external", "out", "keep"):
-        if getattr(vertex, key):
-            raw[key] = True
+    for key in (*_keys(vertex), *(key for key in _HANDED_OUT if getattr(vertex, key))):
+        raw[key] = True
     if vertex.after:
         raw["after"] = [names.get(other, other) for other in vertex.after]
-    if vertex.inplace is not None:
-        raw["inplace"] = vertex.inplace
+    if vertex.inplace:
+        raw["inplace"] = _inplace(vertex)
     if vertex.may_inplace:
         raw["may_inplace"] = list(vertex.may_inplace)
     return raw
+
+
+def _keys(vertex: Vertex) -> tuple[str, ...]:
+    """What version 1 calls the traits of ``vertex``. Raises GraphFileError."""
+    if vertex.traits.access is Access.FOREIGN:
+        return ("late", "external") if vertex.traits.arrival is Arrival.GATE else ("external",)
+    for keys, traits in _TRAITS.items():
+        if vertex.traits == traits:
+            return keys
+    raise GraphFileError(
+        f"{called(vertex)}: version 1 has no word for a value that lives over {vertex.traits.lifetime} and is "
+        f"{vertex.traits.access}: write version 2 (on the command line --schema 2)"
+    )
+
+
+def _inplace(vertex: Vertex) -> int:
+    [*others, (output, position)] = vertex.inplace
+    if others or output:
+        raise GraphFileError(
+            f"{called(vertex)}: inplace: version 1 changes output 0 in place, and no other: write version 2 (on the "
+            "command line --schema 2)"
+        )
+    return position
 
 
 def _lines(data: dict[str, Any]) -> bytes:

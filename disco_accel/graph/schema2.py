@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from disco_accel.graph.taskgraph import OpCall
+from disco_accel.graph.traits import Access, Arrival, Lifetime
 
 Version = tuple[int, int]
 """``(value id, version)``: one content. Version 0 is what the value holds first."""
@@ -31,30 +32,6 @@ class SpaceKind(enum.StrEnum):
     DEVICE = "device"
     HOST = "host"
     STORAGE = "storage"
-
-
-class Lifetime(enum.StrEnum):
-    """STEP: made, or brought, in each step. STEPS: goes on from step to step, at its home in between."""
-
-    STEP = "step"
-    STEPS = "steps"
-
-
-class Access(enum.StrEnum):
-    """READ: no kernel changes it. READ_WRITE: kernels may write new versions. FOREIGN: memory that is not the plan's,
-    whose pointer is looked up at each run."""
-
-    READ = "read"
-    READ_WRITE = "read-write"
-    FOREIGN = "foreign"
-
-
-class Arrival(enum.StrEnum):
-    """Where version 0 comes from: there when the step STARTs, brought at the GATE, or MADE by a vertex."""
-
-    START = "start"
-    GATE = "gate"
-    MADE = "made"
 
 
 class Work(enum.StrEnum):

@@ -6,21 +6,10 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from disco_accel.errors import GraphFileError
-from disco_accel.graph.schema2 import (
-    GATE,
-    Access,
-    Arrival,
-    Graph,
-    Lifetime,
-    SpaceKind,
-    Value,
-    Version,
-    Vertex,
-    Work,
-    overwrites,
-)
+from disco_accel.graph.schema2 import GATE, Graph, SpaceKind, Value, Version, Vertex, Work, overwrites
 from disco_accel.graph.stable_order import stable_order
 from disco_accel.graph.strict_json import plain
+from disco_accel.graph.traits import Access, Arrival, Lifetime
 from disco_accel.sizes import MAX_SIZE
 
 

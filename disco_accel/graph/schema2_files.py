@@ -11,12 +11,9 @@ from typing import Any, TypeVar
 from disco_accel.errors import GraphFileError
 from disco_accel.graph.schema2 import (
     GATE,
-    Access,
-    Arrival,
     Buffer,
     Edge,
     Graph,
-    Lifetime,
     Plan,
     Planned,
     Space,
@@ -28,6 +25,7 @@ from disco_accel.graph.schema2 import (
 )
 from disco_accel.graph.schema2_check import check_graph
 from disco_accel.graph.strict_json import a_list, an_object, flag, integer, number, shown, text
+from disco_accel.graph.traits import Access, Arrival, Lifetime
 
 VERSION = 2
 MAX_SPACES = 1024

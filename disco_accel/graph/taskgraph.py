@@ -10,6 +10,8 @@ import enum
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from disco_accel.graph.traits import BROUGHT, Traits
+
 Ref = tuple[int, int]
 """``(vertex id, output index)``: one value, that is, one storage with one content."""
 
@@ -37,6 +39,8 @@ class Vertex:
 
     ``sizes`` are the bytes of each output's storage (0 = no memory); ``duration`` is in seconds.
     For an OFFLOAD ``device`` is the device copied from; everywhere else it is where the outputs live.
+    ``traits``: of an INPUT's value. ``inplace``: pairs of an output and the position of the input that it is written
+    over. What these mean for a plan is asked through ``graph/values.py``.
     """
 
     id: int
@@ -46,13 +50,11 @@ class Vertex:
     inputs: tuple[Ref, ...] = ()
     sizes: tuple[int, ...] = (0,)
     duration: float | None = None
-    clean: bool = False
-    late: bool = False
-    external: bool = False
+    traits: Traits = BROUGHT
     out: bool = False
     keep: bool = False
     after: tuple[int, ...] = ()
-    inplace: int | None = None
+    inplace: tuple[tuple[int, int], ...] = ()
     may_inplace: tuple[int, ...] = ()
 
 

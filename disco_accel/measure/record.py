@@ -16,6 +16,7 @@ import torch
 from disco_accel.errors import CaptureError, DiscoError
 from disco_accel.graph.op_traits import op_traits
 from disco_accel.graph.taskgraph import Arg, OpCall, TaskGraph, TensorArg, TensorSpec, Vertex, VertexKind, tensor_args
+from disco_accel.graph.values import overwrites
 from disco_accel.measure.dynamic_scratch import loose_bytes
 from disco_accel.native.backend import backend_of, run_device
 from disco_accel.native.op_encoding import dispatcher_overload, encode_args, encode_out_call, label, op_overload
@@ -64,7 +65,7 @@ class _Signature:
     kinds: tuple[type, ...]
     input_sizes: tuple[int, ...]
     output_sizes: tuple[int, ...]
-    inplace: int | None
+    inplace: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +160,7 @@ def _signature(vertex: Vertex, call: OpCall, vertices: Mapping[int, Vertex]) -> 
         tuple(_kinds(call.args)),
         tuple(vertices[producer].sizes[k] for producer, k in order),
         vertex.sizes,
-        None if vertex.inplace is None else order[vertex.inputs[vertex.inplace]],
+        tuple((output, order[ref]) for output, ref in overwrites(vertex)),
     )
 
 
@@ -258,7 +259,7 @@ def _measure_on(inputs: list[torch.Tensor], signature: _Signature, name: str, de
     reference = _steady(ops, functional, name)
     chosen, native_out = functional, False
     placed = _allocations(signature, reference, name)
-    if signature.inplace is None:
+    if not signature.inplace:
         out = _try_out(ops, signature, storages, outputs, reference, name)
         if out is not None and out[1][1] <= placed[1]:
             chosen, native_out, placed = out[0], True, out[1]

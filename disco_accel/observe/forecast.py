@@ -14,6 +14,7 @@ from disco_accel.errors import ConfigError
 from disco_accel.graph.files import write_atomically, write_memgraph, write_taskgraph
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
+from disco_accel.graph.values import host_copy_exists
 from disco_accel.observe.report import table
 from disco_accel.observe.timeline import write_chrome_trace
 from disco_accel.plan.bound import bound_of
@@ -68,7 +69,7 @@ def forecast(
         if v.kind is not VertexKind.INPUT
         for lane, start in ((_LANES.get(v.kind, "compute0"), run.starts[v.id]),)
     )
-    clean = [v for v in graph.vertices if v.kind is VertexKind.INPUT and v.clean and v.sizes[0]]
+    clean = [v for v in graph.vertices if host_copy_exists(v) and v.sizes[0]]
     stays = staying(plan)
     bound = bound_of(graph, machine)
     used = max((slot.addr + slot.size for slot in plan.slots.values()), default=0)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from disco_accel.graph.files import write_atomically
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import Vertex, VertexKind
+from disco_accel.graph.values import handed_out_at_gate
 from disco_accel.observe.timeline import Content, TracedEvent, lane_order, occupancy
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ def _draw_limits(axis: Axes, budget: int | None, in_memory_peak: int | None) -> 
 
 
 def _mark_gate(axis: Axes, plan: MemGraph, events: Sequence[TracedEvent], *, label: bool) -> None:
-    outs = {v.id for v in plan.vertices if v.out}
+    outs = {v.id for v in plan.vertices if handed_out_at_gate(v)}
     ends = [e.end for e in events if e.vertex in outs]
     if not ends:
         return

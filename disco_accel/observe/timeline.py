@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from disco_accel.graph.files import write_atomically
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import Ref, Vertex, VertexKind
+from disco_accel.graph.values import host_copy_exists, must_survive_step
 from disco_accel.plan.summary import staying
 
 
@@ -81,14 +82,14 @@ def contents(plan: MemGraph) -> dict[Ref, Content]:
 
 
 def _content(vertex: Vertex, by_id: Mapping[int, Vertex], resident: Container[int]) -> Content:
-    if vertex.kind is VertexKind.INPUT and vertex.clean:
+    if host_copy_exists(vertex):
         # A weight that is there when the step starts, makes room and comes back is one of those that are streamed.
         return Content.RESIDENT if vertex.id in resident else Content.STREAMED
     if vertex.kind is VertexKind.RELOAD:
         source = by_id[vertex.inputs[0][0]]
         if source.kind is VertexKind.INPUT:
             return Content.STREAMED
-    return Content.KEPT if vertex.keep else Content.ACTIVATION
+    return Content.KEPT if must_survive_step(vertex) else Content.ACTIVATION
 
 
 def stays(plan: MemGraph, events: Sequence[TracedEvent]) -> list[Stay]:
@@ -112,7 +113,7 @@ def stays(plan: MemGraph, events: Sequence[TracedEvent]) -> list[Stay]:
         start, produced = (event.start, event.end) if event is not None else (0.0, 0.0)
         end = max(last_read.get(ref, 0.0), produced)
         stay = Stay(ref, what[ref], slot.device, slot.addr, slot.size, start, end)
-        lasts = vertex.keep or vertex.kind is VertexKind.INPUT or _comes_home(vertex, plan)
+        lasts = must_survive_step(vertex) or vertex.kind is VertexKind.INPUT or _comes_home(vertex, plan)
         (lasting if lasts else stays).append(stay)
     taken = _Places([*stays, *lasting])
     stays += [s if taken.later(s) else replace(s, end=finish) for s in lasting]

@@ -18,6 +18,7 @@ import numpy as np
 from disco_accel.graph.check import dependencies
 from disco_accel.graph.order import serial_order
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.values import arrives_at_gate, handed_out_at_gate, host_copy_exists, is_foreign, overwrites
 from disco_accel.simulate.simulator import Machine
 
 
@@ -64,7 +65,7 @@ def bound_of(graph: TaskGraph, machine: Machine | None = None, memory: int | Non
 def _critical_path(graph: TaskGraph, machine: Machine) -> float:
     """Return the longest chain of kernels and transfers; a late input waits for everything that is handed out."""
     ends: dict[int, float] = {}
-    late = {vertex.id for vertex in graph.vertices if vertex.late}
+    late = {vertex.id for vertex in graph.vertices if arrives_at_gate(vertex)}
     gate = 0.0
     for vertex in serial_order(graph):
         sources = dependencies(vertex)
@@ -72,7 +73,7 @@ def _critical_path(graph: TaskGraph, machine: Machine) -> float:
         if not late.isdisjoint(sources):
             begin = max(begin, gate)
         ends[vertex.id] = begin + machine.seconds(vertex)
-        if vertex.out:
+        if handed_out_at_gate(vertex):
             gate = max(gate, ends[vertex.id])
     return max(ends.values(), default=0.0)
 
@@ -97,8 +98,13 @@ class _Facts:
         self.end = len(order)
         self.values: dict[Ref, _Value] = {}
         for vertex in graph.vertices:
-            if vertex.kind is VertexKind.INPUT and vertex.device == device and not vertex.external and vertex.sizes[0]:
-                self.values[vertex.id, 0] = _Value(vertex.sizes[0], -1, vertex.clean)
+            if (
+                vertex.kind is VertexKind.INPUT
+                and vertex.device == device
+                and not is_foreign(vertex)
+                and vertex.sizes[0]
+            ):
+                self.values[vertex.id, 0] = _Value(vertex.sizes[0], -1, host_copy_exists(vertex))
         self.seconds = [0.0] * self.end
         self.needed = np.zeros(self.end, np.int64)
         self.outputs = np.zeros(self.end, np.int64)
@@ -112,10 +118,11 @@ class _Facts:
         for value in read:
             value.uses.append(position)
         written = sum(vertex.sizes) if vertex.device == device else 0
-        over = [p for p in (*vertex.may_inplace, *([] if vertex.inplace is None else [vertex.inplace]))]
-        if written and any(vertex.inputs[p] in self.values for p in over):
-            # Output 0 may cost nothing of its own.
-            written -= vertex.sizes[0]
+        if written:
+            # An output costs nothing of its own where it is, or may be, written over an input.
+            over = {k for k, ref in overwrites(vertex) if ref in self.values}
+            over |= {0 for p in vertex.may_inplace if vertex.inputs[p] in self.values}
+            written -= sum(vertex.sizes[k] for k in over)
         self.needed[position] = sum(value.size for value in read) + written
         self.outputs[position] = written
         if vertex.device == device:

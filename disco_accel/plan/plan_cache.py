@@ -152,5 +152,4 @@ def _rebuilt(vertex: Vertex, own: Mapping[int, Vertex]) -> Vertex:
     """Return ``vertex`` with every field but its inputs from the graph, or as a plain copy if the plan has added it."""
     if vertex.id in own:
         return replace(own[vertex.id], inputs=vertex.inputs)
-    copy = Vertex(vertex.id, vertex.kind, vertex.device, vertex.op, vertex.inputs, vertex.sizes)
-    return replace(copy, clean=vertex.clean)
+    return Vertex(vertex.id, vertex.kind, vertex.device, vertex.op, vertex.inputs, vertex.sizes)

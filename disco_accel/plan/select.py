@@ -14,6 +14,7 @@ from disco_accel.graph.check import check_taskgraph
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.strict_json import plain
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind, with_memory
+from disco_accel.graph.values import handed_out_at_gate
 from disco_accel.plan.buildmemgraph.builder import build
 from disco_accel.plan.buildmemgraph.eviction import AUTO, Policy, policy_named
 from disco_accel.plan.buildmemgraph.min_memory import Attempt, first_fitting, smallest_feasible_memory
@@ -227,7 +228,7 @@ def _attempts(graph: TaskGraph, lookahead: int | None, repairs: Repairs | None =
     """Yield what is tried in turn: first as much look-ahead and as many residents as can be, last none of both."""
     repairs = repairs or Repairs()
     choices = plain_choices(graph) if len(graph.vertices) <= _SEARCH_UP_TO else first_choices(graph)
-    if repairs.shorten_lookahead and any(vertex.out for vertex in graph.vertices):
+    if repairs.shorten_lookahead and any(handed_out_at_gate(vertex) for vertex in graph.vertices):
         modest = [Attempt(0, Residents(), outs_apart=True), Attempt(0, Residents())]
     else:
         modest = []

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
+from disco_accel.graph.values import host_copy_exists
 from disco_accel.plan.bound import bound_of
 from disco_accel.plan.search_work import Work
 from disco_accel.simulate.simulator import Machine, lower_bound, simulate
@@ -52,7 +53,7 @@ def copied_bytes(plan: MemGraph, kind: VertexKind) -> int:
 
 def resident_bytes(plan: MemGraph) -> int:
     """Return the bytes of clean inputs that are on a device when the step starts."""
-    clean = {vertex.id for vertex in plan.vertices if vertex.kind is VertexKind.INPUT and vertex.clean}
+    clean = {vertex.id for vertex in plan.vertices if host_copy_exists(vertex)}
     return sum(slot.size for (vertex, _), slot in plan.slots.items() if vertex in clean)
 
 
@@ -61,7 +62,7 @@ def staying(plan: MemGraph) -> frozenset[int]:
 
     Other residents are overwritten during the step and reloaded for the next one.
     """
-    clean = {vertex.id for vertex in plan.vertices if vertex.kind is VertexKind.INPUT and vertex.clean}
+    clean = {vertex.id for vertex in plan.vertices if host_copy_exists(vertex)}
     reloaded = {ref[0] for v in plan.vertices if v.kind is VertexKind.RELOAD for ref in v.inputs}
     shared: set[int] = set()
     device, end, last = -1, 0, -1

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from disco_accel.errors import ConfigError, Stalled
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import VertexKind
+from disco_accel.graph.values import arrives_at_gate, handed_out_at_gate
 from disco_accel.simulate.machine import Link, Machine
 from disco_accel.simulate.step_boundary import CrossStepDependencies, cross_step_dependencies
 
@@ -82,8 +83,8 @@ class Simulator:
         self.ids = [vertex.id for vertex in memgraph.vertices]
         index = {vertex: i for i, vertex in enumerate(self.ids)}
         self.inputs = [vertex.kind is VertexKind.INPUT for vertex in memgraph.vertices]
-        self.late = [i for i, vertex in enumerate(memgraph.vertices) if vertex.late]
-        self.out = [vertex.out and vertex.kind is not VertexKind.INPUT for vertex in memgraph.vertices]
+        self.late = [i for i, vertex in enumerate(memgraph.vertices) if arrives_at_gate(vertex)]
+        self.out = [handed_out_at_gate(vertex) and vertex.kind is not VertexKind.INPUT for vertex in memgraph.vertices]
         self.seconds = [machine.seconds(vertex) for vertex in memgraph.vertices]
         names = _lanes(memgraph, machine)
         self.lane_names = sorted({name for name, is_input in zip(names, self.inputs, strict=True) if not is_input})

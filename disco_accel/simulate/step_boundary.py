@@ -11,6 +11,7 @@ from disco_accel.graph.carried_values import carried_values
 from disco_accel.graph.check import called
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import Ref, Vertex, VertexKind
+from disco_accel.graph.values import host_copy_exists, is_handed_out
 
 _COPIES = (VertexKind.OFFLOAD, VertexKind.RELOAD)
 
@@ -75,7 +76,7 @@ class _TwoSteps:
         work = (VertexKind.KERNEL, VertexKind.TRANSFER)
         self.workers = {i for i, vertex in enumerate(plan.vertices) if vertex.kind in work}
         self.gated = set(self.workers)
-        self.gated |= {i for i, v in enumerate(plan.vertices) if v.kind is VertexKind.INPUT and not v.clean}
+        self.gated |= {i for i, v in enumerate(plan.vertices) if v.kind is VertexKind.INPUT and not host_copy_exists(v)}
         self.pairs: set[tuple[int, int]] = set()
         self.within: list[tuple[int, int]] = []
 
@@ -123,7 +124,7 @@ class _TwoSteps:
         """Make ``first``, which a step writes where the step before left ``last``, wait for all users of ``last``."""
         writer, owner = self.vertex(first), self.vertex(last)
         target = self.number[first[0]]
-        if writer.kind is VertexKind.INPUT and writer.clean:
+        if writer.kind is VertexKind.INPUT and host_copy_exists(writer):
             self._check_back(last, first)
             if owner is not writer:
                 self.pairs.add((self.number[last[0]], target))
@@ -133,7 +134,7 @@ class _TwoSteps:
         if owner.kind is not VertexKind.INPUT:
             self.pairs.add((self.number[last[0]], target))
         origin = self.vertex(self.carried[last])
-        if origin.keep or origin.out:
+        if is_handed_out(origin):
             self.gated.add(target)
 
     def _order_unread(self, ranges: list[_Range]) -> None:
@@ -141,7 +142,9 @@ class _TwoSteps:
         unread = [
             (begin, end, ref)
             for begin, end, ref in ranges
-            if self.vertex(ref).kind is VertexKind.INPUT and not self.vertex(ref).clean and ref not in self.readers
+            if self.vertex(ref).kind is VertexKind.INPUT
+            and not host_copy_exists(self.vertex(ref))
+            and ref not in self.readers
         ]
         if not unread:
             return

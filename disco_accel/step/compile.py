@@ -22,6 +22,7 @@ from disco_accel.execute.executor import EngineOptions, Executor
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.op_traits import op_traits
 from disco_accel.graph.taskgraph import TaskGraph, TensorArg, VertexKind
+from disco_accel.graph.values import host_copy_exists
 from disco_accel.measure.record import OpRecord, apply, record
 from disco_accel.native.backend import backend_of, run_device
 from disco_accel.native.host_memory import bytes_of
@@ -426,7 +427,7 @@ def _host_bytes(model: torch.nn.Module, captured: CapturedStep) -> dict[int, tor
 def describe(step: CompiledStep) -> str:
     """One line for the user: what was captured and what the plan does."""
     kernels = sum(v.kind is VertexKind.KERNEL for v in step.graph.vertices)
-    weights = sum(sum(v.sizes) for v in step.graph.vertices if v.kind is VertexKind.INPUT and v.clean)
+    weights = sum(sum(v.sizes) for v in step.graph.vertices if host_copy_exists(v))
     return (
         f"captured {kernels} kernels; budget {format_size(step.budget.total)} "
         f"(arena {format_size(step.budget.arena)}); {format_size(step.resident_bytes)} of "

@@ -9,6 +9,8 @@ from typing import Any
 
 from disco_accel.graph.memgraph import Edge, MemGraph, Slot
 from disco_accel.graph.taskgraph import Ref, Vertex, VertexKind
+from disco_accel.graph.traits import TRAITS
+from disco_accel.graph.values import host_copy_exists
 
 Fault = Callable[[MemGraph, random.Random], MemGraph | None]
 
@@ -38,7 +40,7 @@ def move_onto_input(plan: MemGraph, rng: random.Random) -> MemGraph | None:
     for vertex in plan.vertices:
         for ref in vertex.inputs:
             source, target = plan.slots.get(ref), plan.slots.get((vertex.id, len(vertex.sizes) - 1))
-            free = vertex.inplace is None and not vertex.may_inplace
+            free = not vertex.inplace and not vertex.may_inplace
             if source is not None and target is not None and source.device == target.device and free:
                 places.append(((vertex.id, len(vertex.sizes) - 1), source.addr))
     return _moved(plan, *rng.choice(places)) if places else None
@@ -62,7 +64,7 @@ def shift_out_of_range(plan: MemGraph, rng: random.Random) -> MemGraph | None:
 def reload_other_value(plan: MemGraph, rng: random.Random) -> MemGraph | None:
     """A reload brings another value of the same size."""
     value = carried(plan)
-    sources = [v for v in plan.vertices if v.kind is VertexKind.OFFLOAD or (v.kind is VertexKind.INPUT and v.clean)]
+    sources = [v for v in plan.vertices if v.kind is VertexKind.OFFLOAD or (host_copy_exists(v))]
     read = {ref[0] for vertex in plan.vertices for ref in vertex.inputs}
     swaps = [
         (vertex, (source.id, 0))
@@ -232,8 +234,8 @@ def _flip(key: str) -> Fault:
 
     def flip(plan: MemGraph, rng: random.Random) -> MemGraph | None:
         copies = (VertexKind.OFFLOAD, VertexKind.RELOAD)
-        # What a copy costs is not the graph's to say, and a reload may be marked clean.
-        free = ("duration", "op", "sizes", "kind", "device", "clean")
+        # What a copy costs is not the graph's to say.
+        free = ("duration", "op", "sizes", "kind", "device")
         victims = [v for v in plan.vertices if key not in free or v.kind not in copies]
         if not victims:
             return None
@@ -250,6 +252,8 @@ def _other(value: object, key: str, rng: random.Random) -> object:
     """A value that a field could have as well."""
     if isinstance(value, bool):
         return not value
+    if key == "traits":
+        return rng.choice([traits for traits in TRAITS if traits != value])
     if key == "kind":
         return rng.choice([kind for kind in VertexKind if kind != value])
     if key == "sizes":
@@ -265,7 +269,7 @@ def _other(value: object, key: str, rng: random.Random) -> object:
     return 1 + value if isinstance(value, int) else 0
 
 
-_FIELDS = ("kind", "device", "op", "sizes", "duration", "clean", "late", "external", "out", "keep", "after")
+_FIELDS = ("kind", "device", "op", "sizes", "duration", "traits", "out", "keep", "after")
 _REUSE = ("inplace", "may_inplace")
 
 RUN_FAULTS: Mapping[str, Fault] = {

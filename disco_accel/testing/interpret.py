@@ -21,6 +21,7 @@ from disco_accel.graph.taskgraph import (
     Vertex,
     VertexKind,
 )
+from disco_accel.graph.values import must_survive_step, overwrites
 
 
 def interpret(
@@ -40,7 +41,7 @@ def interpret(
     values: dict[Ref, torch.Tensor] = {}
     states: dict[int, torch.Tensor] = {}
     last = {ref: vertex.id for vertex in graph.vertices for ref in vertex.inputs}
-    kept = {v.id for v in graph.vertices if v.keep or v.kind is VertexKind.INPUT}
+    kept = {v.id for v in graph.vertices if must_survive_step(v) or v.kind is VertexKind.INPUT}
     with torch.no_grad():
         for vertex in graph.vertices:
             if vertex.kind is VertexKind.INPUT:
@@ -81,15 +82,15 @@ def serial_peak(graph: TaskGraph) -> int:
     for ref, index in last.items():
         dying.setdefault(index, []).append(ref)
     size = {(v.id, k): n for v in graph.vertices for k, n in enumerate(v.sizes) if v.kind is not VertexKind.INPUT}
-    kept = {v.id for v in graph.vertices if v.keep}
+    kept = {v.id for v in graph.vertices if must_survive_step(v)}
     live = peak = 0
     for index, vertex in enumerate(graph.vertices):
         mine = [ref for ref in size if ref[0] == vertex.id] if vertex.kind is not VertexKind.INPUT else []
-        live += sum(size[ref] for ref in mine if vertex.inplace is None or ref[1] > 0)
+        live += sum(size[ref] for ref in mine if ref[1] not in dict(vertex.inplace))
         peak = max(peak, live)
         live -= sum(size[ref] for ref in mine if ref not in last and vertex.id not in kept)
         for ref in dying.get(index, []):
-            renewed = vertex.inplace is not None and vertex.inputs[vertex.inplace] == ref
+            renewed = any(overwritten == ref for _, overwritten in overwrites(vertex))
             if ref[0] not in kept and not renewed:
                 live -= size.get(ref, 0)
     return peak
@@ -120,10 +121,12 @@ def _run(vertex: Vertex, call: OpCall, values: dict[Ref, torch.Tensor], over: Re
         raise ExecutionError(f"{where}: {error}") from error
     results = _flatten(returned)
     outputs = [torch.empty(size, dtype=torch.uint8) for size in vertex.sizes]
-    if vertex.inplace is not None:
-        outputs[0] = storages[vertex.inplace]
+    for output, position in vertex.inplace:
+        outputs[output] = storages[position]
+    written_over = {output for output, _ in vertex.inplace}
     if over is not None:
         outputs[0] = values.pop(over)
+        written_over.add(0)
     for tensor, result in zip(results, call.results, strict=True):
         if result is None or tensor is None:
             continue
@@ -131,7 +134,7 @@ def _run(vertex: Vertex, call: OpCall, values: dict[Ref, torch.Tensor], over: Re
         got = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tuple(tensor.stride()))
         if got != (spec.dtype, spec.shape, spec.stride):
             raise ExecutionError(f"{where}: captured as {spec}, returned {got}")
-        if (vertex.inplace is None and over is None) or result.output > 0:
+        if result.output not in written_over:
             view(outputs[result.output], spec).copy_(tensor)
     for output, storage in enumerate(outputs):
         values[vertex.id, output] = storage

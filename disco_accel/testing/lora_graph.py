@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from disco_accel.graph.taskgraph import Device, Ref, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.traits import FOREIGN, FROZEN, LATE_FOREIGN
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +48,12 @@ class _Step:
 
     def _weight(self, name: str, rows: int, columns: int) -> Ref:
         if name not in self.weights:
-            self.weights[name] = self._add(name, (), 2 * rows * columns, clean=True)
+            self.weights[name] = self._add(name, (), 2 * rows * columns, traits=FROZEN)
         return self.weights[name]
 
     def _adapter(self, name: str, rows: int, columns: int) -> Ref:
         if name not in self.weights:
-            self.weights[name] = self._add(name, (), 2 * rows * columns, external=True)
+            self.weights[name] = self._add(name, (), 2 * rows * columns, traits=FOREIGN)
         return self.weights[name]
 
     def _linear(self, x: Ref, name: str, rows: int, columns: int, tag: str) -> Ref:
@@ -114,7 +115,7 @@ class _Step:
     def graph(self, memory: int) -> TaskGraph:
         """Build the whole step."""
         s, t, h, vocabulary = self.shape, self.shape.tokens, self.shape.hidden, self.shape.vocabulary
-        ids = self._add("ids", (), 8 * t, external=True)
+        ids = self._add("ids", (), 8 * t, traits=FOREIGN)
         x = self._add("embedding", (ids, self._weight("embedding", vocabulary, h)), 2 * t * h)
         saved = []
         for i in range(s.layers):
@@ -124,7 +125,7 @@ class _Step:
         flops = 2.0 * t * h * vocabulary
         logits = self._add("logits", (n, self._weight("head", h, vocabulary)), 4 * t * vocabulary, flops)
         loss = self._add("loss", (logits, ids), 4, out=True, keep=True)
-        tangent = self._add("tangent", (), 4, external=True, late=True)
+        tangent = self._add("tangent", (), 4, traits=LATE_FOREIGN)
         dlogits = self._add("dloss", (logits, tangent, loss), 4 * t * vocabulary, may_inplace=(0,))
         dn = self._add("dlogits", (dlogits, self._weight("head", h, vocabulary)), 2 * t * h, flops)
         dy = self._add("dnorm", (dn, x, self._weight("norm", 1, h)), 2 * t * h)
@@ -141,7 +142,7 @@ class _Step:
     def prefill(self, memory: int) -> TaskGraph:
         """Build the forward pass."""
         s, t, h, vocabulary = self.shape, self.shape.tokens, self.shape.hidden, self.shape.vocabulary
-        ids = self._add("ids", (), 8 * t, external=True)
+        ids = self._add("ids", (), 8 * t, traits=FOREIGN)
         x = self._add("embedding", (ids, self._weight("embedding", vocabulary, h)), 2 * t * h)
         for i in range(s.layers):
             x, kept = self._layer(x, i, "")

@@ -6,6 +6,7 @@ import random
 
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph
+from disco_accel.graph.values import host_copy_exists
 from disco_accel.plan.buildmemgraph.builder import build
 from disco_accel.plan.buildmemgraph.eviction import belady
 from disco_accel.plan.buildmemgraph.residents import Residents
@@ -22,7 +23,7 @@ def tight_plans(count: int, first_seed: int = 0) -> list[tuple[TaskGraph, MemGra
         rng = random.Random(seed)
         shape = Shape(inplace=0.0, may_inplace=0.0, keep=0.2)
         graph = with_memory(random_taskgraph(rng, shape), rng.choice((1.2, 1.5, 2.0)))
-        clean = tuple(v.id for v in graph.vertices if v.clean and rng.random() < 0.3)
+        clean = tuple(v.id for v in graph.vertices if host_copy_exists(v) and rng.random() < 0.3)
         try:
             found.append((graph, build(graph, belady, residents=Residents((), clean), cyclic=rng.random() < 0.5)))
         except Infeasible:

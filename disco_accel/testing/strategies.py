@@ -9,8 +9,13 @@ from hypothesis import strategies as st
 
 from disco_accel.graph.check import after_gate, check_taskgraph
 from disco_accel.graph.taskgraph import Device, Ref, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.traits import BROUGHT, FOREIGN, FROZEN, LATE, LATE_FOREIGN
+from disco_accel.graph.values import arrives_at_gate, handed_out_at_gate, host_copy_exists, is_foreign
 
 _SIZES = (0, 1, 256, 300, 512, 512, 1024, 1024, 2048, 3000)
+
+
+_TRAITS = {"clean": FROZEN, "plain": BROUGHT, "external": FOREIGN, "late": LATE, "late external": LATE_FOREIGN}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +50,8 @@ def working_set(graph: TaskGraph, device: int) -> int:
     by_id = {vertex.id: vertex for vertex in graph.vertices}
     largest = 0
     for vertex in graph.vertices:
-        refs: set[Ref] = {ref for ref in vertex.inputs if not by_id[ref[0]].external}
-        refs |= {(vertex.id, k) for k in range(len(vertex.sizes)) if not vertex.external}
+        refs: set[Ref] = {ref for ref in vertex.inputs if not is_foreign(by_id[ref[0]])}
+        refs |= {(vertex.id, k) for k in range(len(vertex.sizes)) if not is_foreign(vertex)}
         sizes = [by_id[v].sizes[k] for v, k in refs if by_id[v].device == device]
         largest = max(largest, sum(-(-size // align) * align for size in sizes))
     return largest
@@ -66,10 +71,14 @@ def held(graph: TaskGraph, device: int) -> tuple[int, int]:
     align = next(d.alignment for d in graph.devices if d.id == device)
     fixed = started = 0
     for vertex in graph.vertices:
-        if vertex.device == device and not vertex.external:
+        if vertex.device == device and not is_foreign(vertex):
             block = sum(-(-size // align) * align for size in vertex.sizes)
-            fixed += block if vertex.out or vertex.late else 0
-            started += block if vertex.kind is VertexKind.INPUT and not vertex.clean and not vertex.late else 0
+            fixed += block if handed_out_at_gate(vertex) or arrives_at_gate(vertex) else 0
+            started += (
+                block
+                if vertex.kind is VertexKind.INPUT and not host_copy_exists(vertex) and not arrives_at_gate(vertex)
+                else 0
+            )
     return fixed, started
 
 
@@ -118,9 +127,7 @@ class _Maker:
                 device=self._device(),
                 op=f"in_{sort}",
                 sizes=(self._size(),),
-                clean=sort == "clean",
-                late=late,
-                external=sort == "external" or (late and self.rng.random() < 0.5),
+                traits=_TRAITS["late external" if late and self.rng.random() < 0.5 else sort],
                 keep=self.rng.random() < self.shape.keep / 2,
             )
         )
@@ -145,15 +152,14 @@ class _Maker:
 
     def _append(self, kind: VertexKind, device: int, inputs: tuple[Ref, ...], sizes: tuple[int, ...]) -> None:
         rng, shape = self.rng, self.shape
-        inplace: int | None = None
+        inplace: tuple[tuple[int, int], ...] = ()
         may: tuple[int, ...] = ()
         if kind is VertexKind.KERNEL and inputs:
             if rng.random() < shape.inplace:
-                inplace = rng.randrange(len(inputs))
-                if self.vertices[inputs[inplace][0]].external or inputs.count(inputs[inplace]) > 1:
-                    inplace = None
-                else:
-                    sizes = (min(sizes[0], self._size_of(inputs[inplace])), *sizes[1:])
+                over = rng.randrange(len(inputs))
+                if not is_foreign(self.vertices[inputs[over][0]]) and inputs.count(inputs[over]) == 1:
+                    inplace = ((0, over),)
+                    sizes = (min(sizes[0], self._size_of(inputs[over])), *sizes[1:])
             if rng.random() < shape.may_inplace:
                 may = tuple(sorted(rng.sample(range(len(inputs)), rng.randint(1, len(inputs)))))
         candidates = [v.id for v in self.vertices if v.kind is not VertexKind.INPUT]

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 from disco_accel.graph.taskgraph import Device, Ref, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.traits import FOREIGN, FROZEN
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class _Prefill:
         return vertex.id
 
     def _weight(self, op: str, device: int, elements: int) -> Ref:
-        vertex = Vertex(len(self.vertices), VertexKind.INPUT, device, op, (), (2 * elements,), clean=True)
+        vertex = Vertex(len(self.vertices), VertexKind.INPUT, device, op, (), (2 * elements,), traits=FROZEN)
         self.vertices.append(vertex)
         return vertex.id, 0
 
@@ -125,7 +126,7 @@ class _Prefill:
         s, every = self.shape, range(self.shape.devices)
         x: list[Ref] = []
         for device in every:
-            vertex = Vertex(len(self.vertices), VertexKind.INPUT, device, "x", (), (self._slice,), external=True)
+            vertex = Vertex(len(self.vertices), VertexKind.INPUT, device, "x", (), (self._slice,), traits=FOREIGN)
             self.vertices.append(vertex)
             x.append((vertex.id, 0))
         per_chunk = s.devices // s.pieces

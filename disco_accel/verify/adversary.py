@@ -17,6 +17,13 @@ from disco_accel.errors import Stalled, VerifyError
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.strict_json import plain
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.values import (
+    arrives_at_gate,
+    handed_out_at_gate,
+    host_copy_exists,
+    is_foreign,
+    must_survive_step,
+)
 
 _POISON = -1
 _Cells = np.ndarray[Any, np.dtype[np.int64]]
@@ -84,7 +91,9 @@ class _Step:
         self.successors: dict[int, list[int]] = defaultdict(list)
         self.ready: list[int] = []
         self.running: dict[int, dict[Ref, int]] = {}
-        self.outs_left = sum(vertex.out for vertex in graph.vertices if vertex.kind is not VertexKind.INPUT)
+        self.outs_left = sum(
+            handed_out_at_gate(vertex) for vertex in graph.vertices if vertex.kind is not VertexKind.INPUT
+        )
         self.finished = 0
         self.content: dict[Ref, int] = {}
         """Values outside all arenas (foreign memory, zero bytes): ref → token."""
@@ -124,14 +133,14 @@ class _Step:
                 self.successors[predecessor].append(vertex.id)
 
     def _fill_inputs(self) -> None:
-        clean = [(vertex.id, 0) for vertex in self.task.values() if vertex.clean]
+        clean = [(vertex.id, 0) for vertex in self.task.values() if host_copy_exists(vertex)]
         self.memory.poison([] if self.first else clean)
         for vertex in self.task.values():
             if vertex.kind is not VertexKind.INPUT:
                 continue
-            if vertex.clean and not self.first:
+            if host_copy_exists(vertex) and not self.first:
                 self._expect(vertex.id, (vertex.id, 0), (vertex.id, 0), "is resident but not back")
-            if not vertex.late:
+            if not arrives_at_gate(vertex):
                 self._arrive(vertex)
 
     def _arrive(self, vertex: Vertex) -> None:
@@ -143,9 +152,9 @@ class _Step:
             return
         self.outs_left = -1
         for vertex in self.task.values():
-            if vertex.out and vertex.kind is not VertexKind.INPUT:
+            if handed_out_at_gate(vertex) and vertex.kind is not VertexKind.INPUT:
                 self._expect_value(vertex, "is handed out")
-        late = [vertex for vertex in self.task.values() if vertex.late]
+        late = [vertex for vertex in self.task.values() if arrives_at_gate(vertex)]
         self.rng.shuffle(late)
         for vertex in late:
             self._arrive(vertex)
@@ -164,7 +173,7 @@ class _Step:
         self._check_inputs(vertex)
         reused = set()
         if task is not None:
-            positions = (*task.may_inplace, *(() if task.inplace is None else (task.inplace,)))
+            positions = (*task.may_inplace, *(position for _, position in task.inplace))
             reused = {vertex.inputs[position] for position in positions}
         if vertex.kind in (VertexKind.OFFLOAD, VertexKind.RELOAD):
             outputs = {(vertex_id, 0): self._token_at_source(vertex)}
@@ -189,7 +198,7 @@ class _Step:
                 raise VerifyError(f"the output of vertex {vertex_id} ({plain(vertex.op)}) was overwritten while it ran")
         self._release(vertex_id)
         task = self.task.get(vertex_id)
-        if task is not None and task.out:
+        if task is not None and handed_out_at_gate(task):
             self.outs_left -= 1
             self._open_gate_if_due()
 
@@ -218,7 +227,7 @@ class _Step:
             self._expect(vertex.id, (vertex.id, k), (vertex.id, k), what)
 
     def _expect(self, vertex: int, ref: Ref, value: Ref, what: str) -> None:
-        if ref not in self.memory.view and self.vertices[ref[0]].clean and what.startswith("is resident"):
+        if ref not in self.memory.view and host_copy_exists(self.vertices[ref[0]]) and what.startswith("is resident"):
             return
         if not self._holds(ref, self.memory.token[value]):
             op = plain(self.vertices[vertex].op)
@@ -236,7 +245,7 @@ class _Step:
             view[:] = token
             return
         vertex = self.vertices[ref[0]]
-        host_only = vertex.kind is VertexKind.INPUT and not vertex.external and vertex.sizes[0] > 0
+        host_only = vertex.kind is VertexKind.INPUT and not is_foreign(vertex) and vertex.sizes[0] > 0
         if not host_only:
             self.content[ref] = token
 
@@ -246,12 +255,12 @@ class _Step:
             if view.size and bool((view == view[0]).all()):
                 copies[int(view[0])].append(ref)
         for vertex in self.task.values():
-            if not vertex.keep or vertex.clean or vertex.external:
+            if not must_survive_step(vertex) or host_copy_exists(vertex) or is_foreign(vertex):
                 continue
             for k, size in enumerate(vertex.sizes):
                 if size and not copies[self.memory.token[vertex.id, k]]:
                     raise VerifyError(f"vertex {vertex.id} ({plain(vertex.op)}): output {k} must be kept but is gone")
         if self.memgraph.cyclic:
             for vertex in self.task.values():
-                if vertex.clean and (vertex.id, 0) in self.memory.view:
+                if host_copy_exists(vertex) and (vertex.id, 0) in self.memory.view:
                     self._expect(vertex.id, (vertex.id, 0), (vertex.id, 0), "is resident but not back")

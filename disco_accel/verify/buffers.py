@@ -13,11 +13,8 @@ from dataclasses import dataclass, field
 from disco_accel.errors import VerifyError
 from disco_accel.graph.schema2 import (
     GATE,
-    Access,
-    Arrival,
     Buffer,
     Graph,
-    Lifetime,
     Plan,
     Planned,
     Value,
@@ -26,6 +23,7 @@ from disco_accel.graph.schema2 import (
     Work,
     handed_out_at_gate,
 )
+from disco_accel.graph.traits import Access, Arrival, Lifetime
 from disco_accel.verify.happens_before import Claim, first_violated, topological_order
 from disco_accel.verify.occupants import Occupants
 

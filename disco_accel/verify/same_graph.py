@@ -6,15 +6,13 @@ decide which of the two to believe.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import fields
 from operator import attrgetter
 
 from disco_accel.errors import VerifyError
 from disco_accel.graph.check import called
 from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
 from disco_accel.sizes import MAX_SIZE
 
 _COPIES = (VertexKind.OFFLOAD, VertexKind.RELOAD)
@@ -24,7 +22,7 @@ SAME = (*_FIRST, *(f.name for f in fields(Vertex) if f.name not in (*_FIRST, "id
 
 _repeated = attrgetter(*SAME)
 
-_BARE = ("late", "external", "out", "keep", "after", "inplace", "may_inplace")
+_BARE = ("traits", "out", "keep", "after", "inplace", "may_inplace")
 """Fields that only a vertex of the task graph can have."""
 
 _bare = attrgetter(*_BARE)
@@ -50,7 +48,7 @@ def check_same(graph: TaskGraph, plan: MemGraph) -> None:
         for producer, output in vertex.inputs:
             if producer not in planned or not 0 <= output < len(planned[producer].sizes):
                 raise VerifyError(f"{called(vertex)}: reads [{producer}, {output}], which does not exist")
-    _check_copies(plan, known, planned)
+    _check_copies(plan, known)
 
 
 def _check_devices(graph: TaskGraph, plan: MemGraph) -> None:
@@ -95,22 +93,11 @@ def _check_vertex(vertex: Vertex, planned: Vertex | None) -> None:
         raise VerifyError(f"{called(vertex)}: has {len(planned.inputs)} inputs, not {len(vertex.inputs)}")
 
 
-def _check_copies(plan: MemGraph, known: set[int], planned: Mapping[int, Vertex]) -> None:
-    """Raise VerifyError unless each added vertex is a plain copy, and a reload marked clean shares its source."""
-    reloads: Counter[Ref] = Counter()
-    for vertex in plan.vertices:
-        if vertex.kind is VertexKind.RELOAD:
-            reloads.update(vertex.inputs)
+def _check_copies(plan: MemGraph, known: set[int]) -> None:
+    """Raise VerifyError unless each added vertex is a plain copy."""
     for vertex in plan.vertices:
         if vertex.id in known:
             continue
         if _bare(vertex) != _bare(_PLAIN):
             key = next(key for key in _BARE if getattr(vertex, key) != getattr(_PLAIN, key))
             raise VerifyError(f"{called(vertex)}: {key}: only a vertex of the task graph can have it, not a copy")
-        if not vertex.clean:
-            continue
-        if vertex.kind is VertexKind.OFFLOAD:
-            raise VerifyError(f"{called(vertex)}: clean: an offload cannot be so marked")
-        shared = any(planned[ref[0]].kind is VertexKind.INPUT or reloads[ref] > 1 for ref in vertex.inputs)
-        if not shared:
-            raise VerifyError(f"{called(vertex)}: clean: it is the only reload of its offload")

@@ -17,6 +17,13 @@ from disco_accel.gc_pause import collector_paused
 from disco_accel.graph.check import called
 from disco_accel.graph.memgraph import MemGraph, Slot
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.values import (
+    arrives_at_gate,
+    handed_out_at_gate,
+    host_copy_exists,
+    is_foreign,
+    must_survive_step,
+)
 from disco_accel.verify.happens_before import Claim, first_violated, topological_order
 from disco_accel.verify.occupants import Occupants
 from disco_accel.verify.same_graph import check_same
@@ -132,7 +139,7 @@ def _check_values(plan: _Plan, order: Mapping[int, int]) -> None:
 
 def _check_on_device(plan: _Plan, ref: Ref, reader: int) -> None:
     source = plan.task.get(ref[0], plan.vertex[ref[0]])
-    host_only = source.kind is VertexKind.INPUT and not source.external and ref not in plan.mem.slots
+    host_only = source.kind is VertexKind.INPUT and not is_foreign(source) and ref not in plan.mem.slots
     if host_only and plan.size(ref):
         raise VerifyError(f"{plan.name(reader)} reads {plan.name(ref[0])}, which is only on the host: reload it first")
 
@@ -151,7 +158,7 @@ def _check_copy(plan: _Plan, vertex: Vertex) -> None:
             raise VerifyError(f"{plan.name(vertex.id)} offloads from device {vertex.device}, not {source.device}")
         _check_on_device(plan, ref, vertex.id)
     else:
-        clean = source.kind is VertexKind.INPUT and plan.task[source.id].clean
+        clean = source.kind is VertexKind.INPUT and host_copy_exists(plan.task[source.id])
         if source.kind is not VertexKind.OFFLOAD and not clean:
             raise VerifyError(f"{plan.name(vertex.id)} reloads {plan.name(ref[0])}, of which the host has no copy")
     plan.carried[vertex.id, 0] = plan.carried[ref]
@@ -160,7 +167,7 @@ def _check_copy(plan: _Plan, vertex: Vertex) -> None:
 def _check_after(plan: _Plan, before: _Before) -> None:
     for vertex in plan.graph.vertices:
         for other in vertex.after:
-            if plan.vertex[other].kind is not VertexKind.INPUT or plan.task[other].late:
+            if plan.vertex[other].kind is not VertexKind.INPUT or arrives_at_gate(plan.task[other]):
                 before.claim(other, vertex.id, lambda: "the task graph says after")
 
 
@@ -169,9 +176,9 @@ def _behind_gate(plan: _Plan, order: Mapping[int, int]) -> set[int]:
     behind: set[int] = set()
     for vertex in sorted(order, key=order.__getitem__):
         task = plan.task.get(vertex)
-        if (task is not None and task.late) or any(p in behind for p in plan.predecessors[vertex]):
+        if (task is not None and arrives_at_gate(task)) or any(p in behind for p in plan.predecessors[vertex]):
             behind.add(vertex)
-            if task is not None and task.out:
+            if task is not None and handed_out_at_gate(task):
                 raise VerifyError(f"{plan.name(vertex)} is out but waits for a late input: the step would never end")
     return behind
 
@@ -183,7 +190,7 @@ def _check_slots(plan: _Plan) -> None:
         if vertex is None or not 0 <= ref[1] < len(vertex.sizes):
             raise VerifyError(f"there is an address for [{ref[0]}, {ref[1]}], which does not exist")
         device = devices[vertex.device]
-        if vertex.kind is VertexKind.OFFLOAD or (vertex.id in plan.task and plan.task[vertex.id].external):
+        if vertex.kind is VertexKind.OFFLOAD or (vertex.id in plan.task and is_foreign(plan.task[vertex.id])):
             raise VerifyError(f"{plan.name(ref[0])} has an address in the arena but does not live there")
         if slot.device != vertex.device or slot.size != vertex.sizes[ref[1]]:
             raise VerifyError(f"{plan.name(ref[0])}: the slot of output {ref[1]} contradicts its device or size")
@@ -196,7 +203,7 @@ def _check_slots(plan: _Plan) -> None:
             raise VerifyError(f"{plan.name(ref[0])}: addr {slot.addr} is not a multiple of {device.alignment}")
     for vertex in plan.mem.vertices:
         task = plan.task.get(vertex.id)
-        if vertex.kind is VertexKind.OFFLOAD or (task is not None and (task.clean or task.external)):
+        if vertex.kind is VertexKind.OFFLOAD or (task is not None and (host_copy_exists(task) or is_foreign(task))):
             continue
         for k, size in enumerate(vertex.sizes):
             if size and (vertex.id, k) not in plan.mem.slots:
@@ -217,10 +224,10 @@ def _check_device_memory(
     plan: _Plan, order: Mapping[int, int], before: _Before, gate: set[int]
 ) -> dict[int, Occupants[Ref]]:
     readers = _readers(plan)
-    has_gate = any(vertex.late for vertex in plan.graph.vertices)
+    has_gate = any(arrives_at_gate(vertex) for vertex in plan.graph.vertices)
     memory: dict[int, Occupants[Ref]] = defaultdict(Occupants)
     # An output written over a late input lies in that input's reserved bytes.
-    reserved = {(vertex.id, 0) for vertex in plan.graph.vertices if vertex.late}
+    reserved = {(vertex.id, 0) for vertex in plan.graph.vertices if arrives_at_gate(vertex)}
 
     def turn(ref: Ref) -> tuple[bool, int, int]:
         return plan.vertex[ref[0]].kind is not VertexKind.INPUT, order[ref[0]], ref[1]
@@ -236,7 +243,7 @@ def _check_device_memory(
                     raise VerifyError(f"{plan.name(ref[0])} is put where a late input has its place for the whole step")
                 reserved.add(ref)
             task = plan.task.get(former[0])
-            if task is not None and task.out and has_gate and ref[0] not in gate:
+            if task is not None and handed_out_at_gate(task) and has_gate and ref[0] not in gate:
                 raise VerifyError(f"{plan.name(ref[0])} overwrites {plan.name(former[0])} before it is handed out")
         _check_inplace(plan, ref, slot)
     return memory
@@ -268,9 +275,11 @@ def _check_reuse(plan: _Plan, former: Ref, ref: Ref, both: Callable[[], str]) ->
     writer = plan.task.get(ref[0])
     allowed: set[int] = set()
     if writer is not None:
-        allowed = set(writer.may_inplace) | ({writer.inplace} if writer.inplace is not None else set())
+        allowed = {position for output, position in writer.inplace if output == ref[1]}
+        if ref[1] == 0:
+            allowed |= set(writer.may_inplace)
     named = any(plan.vertex[ref[0]].inputs[position] == former for position in allowed)
-    if not named or ref[1] != 0:
+    if not named:
         raise VerifyError(f"{both()}, but the second reads the first and may not be written over it")
     if plan.mem.slots[former].addr != plan.mem.slots[ref].addr or plan.size(ref) > plan.size(former):
         raise VerifyError(f"{both()}: writing over an input needs the same address and no larger an output")
@@ -278,11 +287,12 @@ def _check_reuse(plan: _Plan, former: Ref, ref: Ref, both: Callable[[], str]) ->
 
 def _check_inplace(plan: _Plan, ref: Ref, slot: Slot) -> None:
     task = plan.task.get(ref[0])
-    if task is None or task.inplace is None or ref[1] != 0:
+    position = None if task is None else dict(task.inplace).get(ref[1])
+    if position is None:
         return
-    target = plan.mem.slots.get(plan.vertex[ref[0]].inputs[task.inplace])
+    target = plan.mem.slots.get(plan.vertex[ref[0]].inputs[position])
     if target is None or target.device != slot.device or target.addr != slot.addr:
-        raise VerifyError(f"{plan.name(ref[0])}: output 0 must be written over inputs[{task.inplace}]")
+        raise VerifyError(f"{plan.name(ref[0])}: output {ref[1]} must be written over inputs[{position}]")
 
 
 def _share_host(plan: _Plan, first: int, then: int) -> str:
@@ -339,9 +349,13 @@ def _intact(plan: _Plan, copy: Ref, devices: Mapping[int, Occupants[Ref]], host:
 
 def _check_kept(plan: _Plan, devices: Mapping[int, Occupants[Ref]], host: Occupants[Ref]) -> None:
     copies = _copies(plan)
-    has_gate = any(vertex.late for vertex in plan.graph.vertices)
+    has_gate = any(arrives_at_gate(vertex) for vertex in plan.graph.vertices)
     for vertex in plan.graph.vertices:
-        if not (vertex.keep or (vertex.out and not has_gate)) or vertex.clean or vertex.external:
+        if (
+            not (must_survive_step(vertex) or (handed_out_at_gate(vertex) and not has_gate))
+            or host_copy_exists(vertex)
+            or is_foreign(vertex)
+        ):
             continue
         for k, size in enumerate(vertex.sizes):
             if size and not any(_intact(plan, copy, devices, host) for copy in copies[vertex.id, k]):
@@ -351,7 +365,7 @@ def _check_kept(plan: _Plan, devices: Mapping[int, Occupants[Ref]], host: Occupa
 def _check_cyclic(plan: _Plan, devices: Mapping[int, Occupants[Ref]]) -> None:
     for vertex in plan.graph.vertices:
         slot = plan.mem.slots.get((vertex.id, 0))
-        if vertex.kind is not VertexKind.INPUT or not vertex.clean or slot is None or not slot.size:
+        if vertex.kind is not VertexKind.INPUT or not host_copy_exists(vertex) or slot is None or not slot.size:
             continue
         holders = devices[slot.device].at(slot.addr, slot.addr + slot.size)
         holder = next(iter(holders))

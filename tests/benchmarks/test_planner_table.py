@@ -11,6 +11,7 @@ import pytest
 from benchmarks.planner import live_peak
 from disco_accel.cli.main import main
 from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.traits import FROZEN
 from disco_accel.plan.timed.search_settings import TimedSettings
 
 GRAPH = Path(__file__).parent.parent / "data" / "graphs" / "chain8.taskgraph.json"
@@ -18,10 +19,10 @@ GRAPH = Path(__file__).parent.parent / "data" / "graphs" / "chain8.taskgraph.jso
 
 def test_what_is_live_is_counted_where_most_is() -> None:
     """Two weights and at most two values at once, the second reader's output over its input."""
-    weights = [Vertex(i, VertexKind.INPUT, 0, "w", sizes=(1000,), clean=True) for i in (0, 1)]
+    weights = [Vertex(i, VertexKind.INPUT, 0, "w", sizes=(1000,), traits=FROZEN) for i in (0, 1)]
     first = Vertex(2, VertexKind.KERNEL, 0, "a", ((0, 0),), (512,))
     second = Vertex(3, VertexKind.KERNEL, 0, "b", ((2, 0), (1, 0)), (256,))
-    third = Vertex(4, VertexKind.KERNEL, 0, "c", ((3, 0),), (256,), inplace=0, keep=True)
+    third = Vertex(4, VertexKind.KERNEL, 0, "c", ((3, 0),), (256,), inplace=((0, 0),), keep=True)
     assert live_peak(TaskGraph("chain", (Device(0, 1 << 20),), (*weights, first, second, third))) == (2048, 768)
 
 

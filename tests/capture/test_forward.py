@@ -12,6 +12,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from disco_accel.capture.step import capture_forward
 from disco_accel.errors import CaptureError
 from disco_accel.graph.taskgraph import VertexKind
+from disco_accel.graph.values import arrives_at_gate, host_copy_exists, is_foreign
 from disco_accel.integrate.hf.planned_prefill import outside_arena, prefill_batch, traced_forward
 from disco_accel.integrate.hf.tracing import hf_contexts
 from disco_accel.plan import make_plan
@@ -37,9 +38,9 @@ def test_a_forward_has_no_gradients_and_nothing_late() -> None:
     step = capture_forward(model, {"x": torch.randn(2, 4)}, forward=lambda x: {"y": model(x), "twice": 2 * model(x)})
     assert_well_formed(step.graph)
     assert [o.name for o in step.outputs] == ["y", "twice"] and step.gradients == ()
-    assert not any(v.late for v in step.graph.vertices)
+    assert not any(arrives_at_gate(v) for v in step.graph.vertices)
     flags = {b.name: step.graph.vertices[b.vertex] for b in step.bindings}
-    assert flags["weight"].external and flags["x"].external and flags["shift"].clean
+    assert is_foreign(flags["weight"]) and is_foreign(flags["x"]) and host_copy_exists(flags["shift"])
     assert all(step.graph.vertices[o.ref[0]].out and step.graph.vertices[o.ref[0]].keep for o in step.outputs)
 
 
@@ -61,7 +62,7 @@ def test_what_is_made_outside_is_made_for_good_before_the_step_is_out() -> None:
     assert_well_formed(step.graph)
     assert [o.name for o in step.outputs] == ["twice"]
     (place,) = (b for b in step.bindings if b.source == "outside")
-    assert place.name == "y" and step.graph.vertices[place.vertex].external
+    assert place.name == "y" and is_foreign(step.graph.vertices[place.vertex])
     (copy,) = (v for v in step.graph.vertices if (place.vertex, 0) in v.inputs)
     assert copy.op == "aten::copy_" and copy.sizes == (1,) and copy.out and copy.keep
 
@@ -84,9 +85,9 @@ def test_a_prompt_of_32768_tokens_at_seven_billion_shapes_needs_no_memory() -> N
     step = capture_forward(model, batch, forward=forward, contexts=contexts, outside=outside_arena)
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < 2**28
     assert_well_formed(step.graph)
-    weights = sum(v.sizes[0] for v in step.graph.vertices if v.clean)
+    weights = sum(v.sizes[0] for v in step.graph.vertices if host_copy_exists(v))
     outside = [step.graph.vertices[b.vertex] for b in step.bindings if b.source == "outside"]
-    assert all(v.external for v in outside) and [o.name for o in step.outputs] == ["logits"]
+    assert all(is_foreign(v) for v in outside) and [o.name for o in step.outputs] == ["logits"]
     assert sum(v.sizes[0] for v in outside) == 5 * 2 * tokens * 32 * 128 * 2 > 2 * 2**30
     plan = make_plan(step.graph, memory=2 * 2**30, planner="build", cyclic=True)
     verify(step.graph, plan)

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from disco_accel.errors import CaptureError
 from disco_accel.graph.taskgraph import TaskGraph
+from disco_accel.graph.values import arrives_at_gate
 from disco_accel.testing.interpret import serial_peak
 from disco_accel.testing.models import random_batch, tiny_lora
 from tests.capture.steps import assert_same_bits, capture, run_captured, run_eager
@@ -25,7 +26,7 @@ def _steps() -> tuple[TaskGraph, TaskGraph]:
 
 
 def _depends_on_tangent(graph: TaskGraph, *, control: bool) -> set[int]:
-    held = {v.id for v in graph.vertices if v.late}
+    held = {v.id for v in graph.vertices if arrives_at_gate(v)}
     for vertex in graph.vertices:
         before = [maker for maker, _ in vertex.inputs] + (list(vertex.after) if control else [])
         if any(v in held for v in before):

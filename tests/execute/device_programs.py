@@ -11,6 +11,7 @@ import torch
 
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.values import host_copy_exists
 from disco_accel.native.host_memory import footprint
 from tests.execute.programs import Builder, Value, bump_plan
 
@@ -25,7 +26,7 @@ RELOAD = 1000
 def reloading_plan(graph: TaskGraph) -> MemGraph:
     """A ``bump_plan`` of one device in which no weight is resident: each is reloaded as soon as the step begins."""
     plan = bump_plan(graph)
-    clean = {v.id: v for v in plan.vertices if v.clean}
+    clean = {v.id: v for v in plan.vertices if host_copy_exists(v)}
     reloads = [Vertex(RELOAD + w, VertexKind.RELOAD, 0, inputs=((w, 0),), sizes=v.sizes) for w, v in clean.items()]
     inputs = [v for v in plan.vertices if v.kind is VertexKind.INPUT]
     others = [

@@ -31,6 +31,7 @@ from disco_accel.errors import BudgetTooSmall, CaptureError, ExecutionError
 from disco_accel.execute.executor import EngineOptions, Executor, arena_bytes
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import Device, Ref, TaskGraph, TensorSpec, VertexKind, with_memory
+from disco_accel.graph.traits import FOREIGN, FROZEN, LATE_FOREIGN
 from disco_accel.measure.record import apply, record
 from disco_accel.native.arena import host_arena
 from disco_accel.native.host_memory import bytes_of
@@ -42,9 +43,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 POISON = 0xA5
 """Written all over the arena before each step: what a step finds there must not matter."""
 
-_INPUT = InputFlags("input", external=True)
-_TANGENT = InputFlags("tangent", external=True, late=True)
-_CONSTANT = InputFlags("constant", clean=True)
+_INPUT = InputFlags("input", FOREIGN)
+_TANGENT = InputFlags("tangent", LATE_FOREIGN)
+_CONSTANT = InputFlags("constant", FROZEN)
 
 
 KINDS = {

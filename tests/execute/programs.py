@@ -23,6 +23,8 @@ from disco_accel.graph.taskgraph import (
     Vertex,
     VertexKind,
 )
+from disco_accel.graph.traits import FOREIGN, FROZEN, LATE_FOREIGN
+from disco_accel.graph.values import is_foreign, overwrites
 from disco_accel.measure.record import OpRecord, apply, record
 from disco_accel.native.host_memory import bytes_of, footprint
 
@@ -64,13 +66,13 @@ class Builder:
 
     def weight(self, tensor: torch.Tensor) -> Value:
         """A frozen input that the host holds."""
-        vertex = self._input(tensor, clean=True)
+        vertex = self._input(tensor, traits=FROZEN)
         self.clean[vertex] = bytes_of(tensor)
         return Value((vertex, 0), tensor)
 
     def input(self, tensor: torch.Tensor, late: bool = False) -> Value:
         """An input in foreign memory; ``late`` ones arrive at the gate."""
-        vertex = self._input(tensor, external=True, late=late)
+        vertex = self._input(tensor, traits=LATE_FOREIGN if late else FOREIGN)
         (self.late if late else self.external)[vertex] = tensor
         return Value((vertex, 0), tensor)
 
@@ -128,7 +130,7 @@ class Builder:
                 sizes=tuple(sizes),
                 out=bool(out),
                 keep=bool(keep or out),
-                inplace=0 if inplace else None,
+                inplace=((0, 0),) if inplace else (),
             )
         )
         self.ops[vertex] = OpCall(f"aten::{base}", overload or "default", tuple(encoded), tuple(results), module)
@@ -171,10 +173,11 @@ def bump_plan(graph: TaskGraph) -> MemGraph:
     top = 0
     for vertex in graph.vertices:
         for k, size in enumerate(vertex.sizes):
-            if vertex.external or size == 0:
+            if is_foreign(vertex) or size == 0:
                 continue
-            if k == 0 and vertex.inplace is not None:
-                slots[vertex.id, 0] = slots[vertex.inputs[vertex.inplace]]
+            over = dict(overwrites(vertex)).get(k)
+            if over is not None:
+                slots[vertex.id, k] = slots[over]
                 continue
             slots[vertex.id, k] = Slot(0, top, size)
             top += -(-size // 256) * 256
@@ -183,8 +186,7 @@ def bump_plan(graph: TaskGraph) -> MemGraph:
     # An in-place writer waits for the other readers of what it overwrites.
     anti = set()
     for vertex in graph.vertices:
-        if vertex.inplace is not None:
-            target = vertex.inputs[vertex.inplace]
+        for _, target in overwrites(vertex):
             anti |= {(v.id, vertex.id) for v in graph.vertices if target in v.inputs and v.id < vertex.id}
     return MemGraph(
         graph.name,

@@ -7,6 +7,7 @@ import torch
 
 from disco_accel.errors import ConfigError, ExecutionError
 from disco_accel.graph.taskgraph import Device, OpCall, OpResult, TaskGraph, TensorArg, TensorSpec, Vertex, VertexKind
+from disco_accel.graph.traits import FOREIGN
 from disco_accel.measure.record import record
 from disco_accel.native.backend import release_workspaces, run_device, workspace_bytes
 from disco_accel.native.cuda_backend import pin
@@ -42,7 +43,7 @@ def test_ops_are_recorded_as_the_engine_runs_them_outside_autocast() -> None:
     """A product in fp32 stays one when the caller is in a bf16 region."""
     spec = TensorSpec("float32", (1, 8, 8), (64, 8, 1))
     call = OpCall("aten::bmm", "default", (TensorArg(0, spec), TensorArg(1, spec)), (OpResult(0, spec),), "product")
-    inputs = tuple(Vertex(i, VertexKind.INPUT, 0, sizes=(256,), external=True) for i in range(2))
+    inputs = tuple(Vertex(i, VertexKind.INPUT, 0, sizes=(256,), traits=FOREIGN) for i in range(2))
     kernel = Vertex(2, VertexKind.KERNEL, 0, "bmm", inputs=((0, 0), (1, 0)), sizes=(256,))
     graph = TaskGraph("product", (Device(0, 1 << 10),), (*inputs, kernel), {2: call})
     plain = record(graph)

@@ -13,6 +13,7 @@ from disco_accel.errors import BudgetTooSmall, ExecutionError, Stalled
 from disco_accel.execute.executor import EngineOptions, Executor, HostLink
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph
+from disco_accel.graph.values import host_copy_exists
 from disco_accel.plan import make_plan
 from disco_accel.testing.engine_faults import failing, kernels
 from tests.execute import samples
@@ -59,7 +60,7 @@ def test_a_copy_that_never_completes_is_named_with_who_waits(resident: bool) -> 
     builder = build(_product)
     graph, records = measured(builder)
     plan = bump_plan(graph) if resident else reloading_plan(graph)
-    weight = next(v.id for v in graph.vertices if v.clean)
+    weight = next(v.id for v in graph.vertices if host_copy_exists(v))
     options = EngineOptions(links=(_NEVER,), stall_timeout=0.3)
     executor = Executor(plan, graph.ops, records, clean=builder.clean, options=options, names={weight: "second.weight"})
     for _ in range(2):

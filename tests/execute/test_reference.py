@@ -10,6 +10,7 @@ import pytest
 from disco_accel.errors import Stalled, VerifyError
 from disco_accel.graph.memgraph import MemGraph, Slot
 from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.traits import FROZEN, LATE_FOREIGN
 from disco_accel.testing.faults import FAULTS
 from disco_accel.testing.plans import tight_plans
 from disco_accel.verify.adversary import run_reference
@@ -49,7 +50,7 @@ def test_a_cycle_is_a_stall() -> None:
 
 def test_a_resident_that_is_not_back_spoils_the_second_step() -> None:
     vertices = (
-        Vertex(0, VertexKind.INPUT, 0, "w", sizes=(256,), clean=True),
+        Vertex(0, VertexKind.INPUT, 0, "w", sizes=(256,), traits=FROZEN),
         Vertex(1, VertexKind.KERNEL, 0, "a", ((0, 0),), (256,)),
         Vertex(2, VertexKind.KERNEL, 0, "b", ((1, 0),), (256,)),
     )
@@ -63,7 +64,7 @@ def test_a_resident_that_is_not_back_spoils_the_second_step() -> None:
 
 def test_late_values_arrive_only_when_everything_is_handed_out() -> None:
     vertices = (
-        Vertex(0, VertexKind.INPUT, 0, "tangent", sizes=(4,), external=True, late=True),
+        Vertex(0, VertexKind.INPUT, 0, "tangent", sizes=(4,), traits=LATE_FOREIGN),
         Vertex(1, VertexKind.KERNEL, 0, "loss", (), (256,), out=True),
         Vertex(2, VertexKind.KERNEL, 0, "grad", ((0, 0),), (256,), keep=True),
     )

@@ -13,6 +13,7 @@ from tests.observe import traced_step as small
 pytest.importorskip("matplotlib")
 
 from disco_accel.graph.taskgraph import Vertex, VertexKind
+from disco_accel.graph.traits import FROZEN
 from disco_accel.observe.plots import color_of, draw_step
 
 
@@ -41,7 +42,7 @@ def test_events_change_the_picture(tmp_path):
 def test_no_copy_is_drawn_in_the_colour_of_a_kernel():
     """Whatever kind of copy: a lane of a link has colours of its own."""
     vertices = (
-        Vertex(0, VertexKind.INPUT, 0, op="w", sizes=(256,), clean=True),
+        Vertex(0, VertexKind.INPUT, 0, op="w", sizes=(256,), traits=FROZEN),
         Vertex(1, VertexKind.RELOAD, 0, inputs=((0, 0),), sizes=(256,)),
         Vertex(2, VertexKind.KERNEL, 0, op="aten::mul", inputs=((1, 0),), sizes=(256,)),
         Vertex(3, VertexKind.TRANSFER, 1, op="p2p", inputs=((2, 0),), sizes=(256,)),

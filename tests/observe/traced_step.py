@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from disco_accel.graph.memgraph import MemGraph, Slot
 from disco_accel.graph.taskgraph import Device, Vertex, VertexKind
+from disco_accel.graph.traits import FROZEN
 
 W0, W1, A, L, B, C, SAVE, BACK, LOSS = range(9)
 
@@ -26,14 +27,14 @@ def plan() -> MemGraph:
     """w0 stays, w1 is streamed; a is saved and comes back; c is written over b; the loss is kept."""
     k = VertexKind
     vertices = (
-        Vertex(W0, k.INPUT, 0, op="w0", sizes=(256,), clean=True),
-        Vertex(W1, k.INPUT, 0, op="w1", sizes=(512,), clean=True),
+        Vertex(W0, k.INPUT, 0, op="w0", sizes=(256,), traits=FROZEN),
+        Vertex(W1, k.INPUT, 0, op="w1", sizes=(512,), traits=FROZEN),
         Vertex(A, k.KERNEL, 0, op="aten::mm", inputs=((W0, 0),), sizes=(256,)),
         Vertex(SAVE, k.OFFLOAD, 0, inputs=((A, 0),), sizes=(256,)),
-        Vertex(L, k.RELOAD, 0, inputs=((W1, 0),), sizes=(512,), clean=True),
+        Vertex(L, k.RELOAD, 0, inputs=((W1, 0),), sizes=(512,)),
         Vertex(B, k.KERNEL, 0, op="aten::mul", inputs=((L, 0),), sizes=(512,)),
         Vertex(BACK, k.RELOAD, 0, inputs=((SAVE, 0),), sizes=(256,)),
-        Vertex(C, k.KERNEL, 0, op="aten::add_", inputs=((B, 0), (BACK, 0)), sizes=(512,), inplace=0),
+        Vertex(C, k.KERNEL, 0, op="aten::add_", inputs=((B, 0), (BACK, 0)), sizes=(512,), inplace=((0, 0),)),
         Vertex(LOSS, k.KERNEL, 0, op="aten::sum", inputs=((C, 0),), sizes=(256,), out=True, keep=True),
     )
     slots = {

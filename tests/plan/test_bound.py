@@ -10,6 +10,7 @@ import pytest
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.carried_values import taskgraph_of
 from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.traits import FROZEN
 from disco_accel.plan import make_plan
 from disco_accel.plan.bound import bound_of
 from disco_accel.plan.summary import copied_bytes
@@ -21,7 +22,7 @@ MACHINE = Machine(h2d=Link(1000.0, 0.0), d2h=Link(1000.0, 0.0))
 
 def ring(weights: int, memory: int, seconds: float) -> TaskGraph:
     """One kernel after another, each with a weight of 1000 bytes and a result of no size."""
-    vertices = [Vertex(i, VertexKind.INPUT, 0, "w", sizes=(1000,), clean=True) for i in range(weights)]
+    vertices = [Vertex(i, VertexKind.INPUT, 0, "w", sizes=(1000,), traits=FROZEN) for i in range(weights)]
     for i in range(weights):
         before = ((weights + i - 1, 0),) if i else ()
         vertices.append(Vertex(weights + i, VertexKind.KERNEL, 0, "k", ((i, 0), *before), (0,), seconds))
@@ -72,7 +73,7 @@ def tight_chain(rng: random.Random) -> TaskGraph:
     count = rng.randint(3, 16)
     align = 64
     vertices = [
-        Vertex(i, VertexKind.INPUT, 0, "w", sizes=(rng.randint(1, 40) * align,), clean=True) for i in range(count)
+        Vertex(i, VertexKind.INPUT, 0, "w", sizes=(rng.randint(1, 40) * align,), traits=FROZEN) for i in range(count)
     ]
     last: tuple[tuple[int, int], ...] = ()
     for i in range(count + rng.randint(0, count)):

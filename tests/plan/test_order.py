@@ -10,6 +10,8 @@ import pytest
 from disco_accel.graph.check import dependencies
 from disco_accel.graph.order import serial_order
 from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.traits import FOREIGN
+from disco_accel.graph.values import overwrites
 from disco_accel.plan import make_plan
 from disco_accel.plan.common.serial_orders import dispatched, hoist, live_peak, lower_order, sink
 from disco_accel.plan.infeasible import Infeasible
@@ -26,7 +28,7 @@ def _kernel(id: int, *inputs: int, size: int = 256) -> Vertex:
 
 
 def _graph(*vertices: Vertex) -> TaskGraph:
-    source = Vertex(0, VertexKind.INPUT, 0, "x", (), (256,), external=True)
+    source = Vertex(0, VertexKind.INPUT, 0, "x", (), (256,), traits=FOREIGN)
     return TaskGraph("g", (Device(0, 1 << 20),), (source, *vertices))
 
 
@@ -40,8 +42,7 @@ def test_every_order_keeps_dependencies_and_who_reads_before_it_is_overwritten(s
         assert sorted(place) == sorted(vertex.id for vertex in order)
         for vertex in order:
             assert all(place[source] < place[vertex.id] for source in dependencies(vertex))
-            if vertex.inplace is not None:
-                over = vertex.inputs[vertex.inplace]
+            for _, over in overwrites(vertex):
                 # Who reads it later still needs a copy in any order.
                 readers = [reader.id for reader in order[: order.index(vertex)] if over in reader.inputs]
                 assert all(place[reader] < place[vertex.id] for reader in readers)
@@ -86,7 +87,7 @@ def test_who_writes_in_place_starts_behind_readers_that_wait_for_another_device(
     """4 could start at once; 3, which reads what 4 overwrites, waits for the slow 5 of another device."""
     slow = replace(_kernel(5), device=1, duration=1.0)
     moved = Vertex(6, VertexKind.TRANSFER, 0, "send", ((5, 0),), (256,))
-    graph = _graph(_kernel(1, 0), slow, moved, _kernel(3, 1, 6), replace(_kernel(4, 1), inplace=0))
+    graph = _graph(_kernel(1, 0), slow, moved, _kernel(3, 1, 6), replace(_kernel(4, 1), inplace=((0, 0),)))
     graph = replace(graph, devices=(Device(0, 1 << 20), Device(1, 1 << 20)))
     order = [vertex.id for vertex in dispatched(graph, Machine())[0].vertices]
     assert order.index(3) < order.index(4)

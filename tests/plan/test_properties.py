@@ -12,6 +12,7 @@ from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.graph.taskgraph import with_memory as sized
+from disco_accel.graph.values import host_copy_exists, overwrites
 from disco_accel.plan import make_plan
 from disco_accel.plan.buildmemgraph.builder import build
 from disco_accel.plan.buildmemgraph.eviction import POLICIES
@@ -34,7 +35,7 @@ def judge(graph: TaskGraph, plan: MemGraph, seeds: int = 2) -> None:
 def random_plan(seed: int) -> tuple[TaskGraph, MemGraph | None]:
     rng = random.Random(seed)
     graph = with_memory(random_taskgraph(rng), rng.choice(FACTORS))
-    clean = [vertex.id for vertex in graph.vertices if vertex.clean and rng.random() < 0.4]
+    clean = [vertex.id for vertex in graph.vertices if host_copy_exists(vertex) and rng.random() < 0.4]
     permanent = tuple(vertex for vertex in clean if rng.random() < 0.4)
     residents = Residents(permanent, tuple(vertex for vertex in clean if vertex not in permanent))
     policy = POLICIES[rng.choice(sorted(POLICIES))]
@@ -86,7 +87,7 @@ def test_the_needed_budget_works_and_one_unit_less_does_not(graph: TaskGraph, fa
 @settings(max_examples=40, deadline=None)
 @given(taskgraphs(Shape(vertices=16)), st.booleans())
 def test_with_room_for_everything_nothing_is_copied(graph: TaskGraph, cyclic: bool) -> None:
-    overwritten = {v.inputs[v.inplace][0] for v in graph.vertices if v.inplace is not None}
+    overwritten = {ref[0] for v in graph.vertices for _, ref in overwrites(v)}
     if any(vertex.id in overwritten for vertex in graph.vertices):
         # Overwriting a value that is still wanted takes a copy whatever the room.
         return

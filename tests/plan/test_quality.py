@@ -10,6 +10,7 @@ import pytest
 from disco_accel.errors import ConfigError
 from disco_accel.graph.files import read_taskgraph
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
+from disco_accel.graph.values import host_copy_exists
 from disco_accel.plan import make_plan
 from disco_accel.plan.buildmemgraph.eviction import POLICIES
 from disco_accel.plan.summary import copied_bytes, resident_bytes, summary
@@ -29,7 +30,7 @@ def balanced(graph: TaskGraph, memory: int) -> Machine:
 
 
 def weights(graph: TaskGraph) -> int:
-    return sum(vertex.sizes[0] for vertex in graph.vertices if vertex.clean)
+    return sum(vertex.sizes[0] for vertex in graph.vertices if host_copy_exists(vertex))
 
 
 def test_where_everything_fits_every_weight_stays_and_nothing_is_loaded() -> None:
@@ -53,7 +54,7 @@ def test_copies_hide_behind_compute_when_both_take_as_long(share: float, limit: 
 def test_frozen_weights_are_never_copied_back() -> None:
     graph = lora_graph(SMALL_STEP, weights(lora_graph(SMALL_STEP, 1)) // 2)
     plan = make_plan(graph, cyclic=True)
-    clean = {vertex.id for vertex in graph.vertices if vertex.clean}
+    clean = {vertex.id for vertex in graph.vertices if host_copy_exists(vertex)}
     loaded = {v.id for v in plan.vertices if v.kind is VertexKind.RELOAD and v.inputs[0][0] in clean}
     assert loaded
     assert not any(v.kind is VertexKind.OFFLOAD and v.inputs[0][0] in clean | loaded for v in plan.vertices)

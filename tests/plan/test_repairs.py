@@ -12,6 +12,7 @@ import pytest
 
 from disco_accel.errors import BudgetTooSmall, VerifyError
 from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.traits import FOREIGN, FROZEN
 from disco_accel.plan.buildmemgraph import builder
 from disco_accel.plan.buildmemgraph.builder import build
 from disco_accel.plan.buildmemgraph.eviction import POLICIES, belady
@@ -88,7 +89,7 @@ def test_lookahead_is_shortened_before_giving_up() -> None:
 def test_without_the_last_repair_the_needed_budget_is_not_known() -> None:
     """The repair turns a dead end into the budget that works."""
     vertices = (
-        Vertex(0, VertexKind.INPUT, 0, "x", sizes=(512,), external=True),
+        Vertex(0, VertexKind.INPUT, 0, "x", sizes=(512,), traits=FOREIGN),
         Vertex(1, VertexKind.KERNEL, 0, "big", ((0, 0),), (4096,), keep=True),
     )
     graph = TaskGraph("big", (Device(0, 1024),), vertices)
@@ -110,7 +111,7 @@ def test_inputs_make_place_for_one_that_has_to_come_back() -> None:
     def kernel(id: int, inputs: tuple[int, ...], units: int) -> Vertex:
         return Vertex(id, VertexKind.KERNEL, 0, f"k{id}", tuple((i, 0) for i in inputs), (units * unit,), 1e-5)
 
-    weight = Vertex(0, VertexKind.INPUT, 0, "weight", sizes=(4 * unit,), clean=True)
+    weight = Vertex(0, VertexKind.INPUT, 0, "weight", sizes=(4 * unit,), traits=FROZEN)
     made = [kernel(1, (), 2), kernel(2, (), 1), kernel(3, (), 2), kernel(4, (), 1), kernel(5, (), 2)]
     last = kernel(7, (0, 2, 4), 1)
     graph = TaskGraph("split", (Device(0, 8 * unit, unit),), (weight, *made, kernel(6, (1, 3, 5), 0), last))

@@ -14,6 +14,7 @@ from disco_accel.graph.carried_values import taskgraph_of
 from disco_accel.graph.files import memgraph_from_json, read_memgraph
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
+from disco_accel.graph.values import arrives_at_gate, host_copy_exists
 from disco_accel.plan import make_plan
 from disco_accel.plan.bound import bound_of
 from disco_accel.simulate.machine import Link, Machine
@@ -117,7 +118,7 @@ def test_no_edge_is_broken_and_no_lane_does_more_than_it_can(dispatch: str) -> N
             assert vertex[u].kind is VertexKind.INPUT or run.starts[v] >= ends[u] - 1e-12
         outs = [ends[v.id] for v in plan.vertices if v.out and v.kind is not VertexKind.INPUT]
         for v in plan.vertices:
-            if any(vertex[producer].late for producer, _ in v.inputs):
+            if any(arrives_at_gate(vertex[producer]) for producer, _ in v.inputs):
                 assert run.starts[v.id] >= max(outs, default=0.0) - 1e-12
         lanes = defaultdict(list)
         for v in plan.vertices:
@@ -144,7 +145,9 @@ def test_priority_and_fifo_leave_no_lane_idle_while_something_is_ready_for_it() 
             ends = {id: start + Machine().seconds(vertex[id]) for id, start in run.starts.items()}
             gate = max((ends[v.id] for v in plan.vertices if v.out and v.id in ends), default=0.0)
             for v, start in run.starts.items():
-                late = any(vertex[p].late for p, _ in vertex[v].inputs) or any(vertex[p].late for p in before[v])
+                late = any(arrives_at_gate(vertex[p]) for p, _ in vertex[v].inputs) or any(
+                    arrives_at_gate(vertex[p]) for p in before[v]
+                )
                 ready = max([gate if late else 0.0, *(ends[u] for u in before[v] if u in ends)])
                 if ready < start:
                     lane = {w for w in ends if _same_lane(vertex, v, w)}
@@ -176,7 +179,7 @@ def test_jitter_is_bounded_seeded_and_nothing_at_zero() -> None:
 def test_a_period_is_no_shorter_than_the_bound_and_hardly_longer_than_one_step() -> None:
     for seed, share in enumerate((0.6,)):
         shape = LoraShape(layers=2, hidden=1024, ffn=2816, vocabulary=4096, tokens=1024, flops=2e13)
-        weights = sum(v.sizes[0] for v in lora_graph(shape, 1).vertices if v.clean)
+        weights = sum(v.sizes[0] for v in lora_graph(shape, 1).vertices if host_copy_exists(v))
         graph = lora_graph(shape, int(share * weights))
         for planner in ("build", "timed"):
             plan = make_plan(graph, cyclic=True, planner=planner)

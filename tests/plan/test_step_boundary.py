@@ -12,6 +12,7 @@ from disco_accel.graph.carried_values import carried_values, taskgraph_of
 from disco_accel.graph.check import check_taskgraph
 from disco_accel.graph.memgraph import Edge, MemGraph, Slot
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.values import host_copy_exists, is_foreign
 from disco_accel.plan import make_plan
 from disco_accel.simulate.step_boundary import CrossStepDependencies, cross_step_dependencies
 from disco_accel.testing.strategies import Shape, random_taskgraph, with_memory
@@ -24,7 +25,7 @@ SHAPE = Shape(vertices=18, gate=False, keep=0.15)
 
 def twice(graph: TaskGraph, plan: MemGraph, cross_step: CrossStepDependencies) -> tuple[TaskGraph, MemGraph]:
     """Two steps as one graph and one plan. What the user brings for the second is made by a kernel without inputs."""
-    clean = {v.id for v in graph.vertices if v.clean}
+    clean = {v.id for v in graph.vertices if host_copy_exists(v)}
     back = _where_residents_end(plan)
 
     def second(ref: Ref, planned: bool) -> Ref:
@@ -33,7 +34,7 @@ def twice(graph: TaskGraph, plan: MemGraph, cross_step: CrossStepDependencies) -
         return ref[0] + FAR, ref[1]
 
     def moved(v: Vertex, planned: bool) -> Vertex:
-        brought = v.kind is VertexKind.INPUT and not v.external
+        brought = v.kind is VertexKind.INPUT and not is_foreign(v)
         host = v.kind is VertexKind.RELOAD and v.inputs[0][0] in clean
         inputs = v.inputs if host else tuple(second(ref, planned) for ref in v.inputs)
         after = tuple(other + FAR for other in v.after)

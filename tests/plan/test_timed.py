@@ -12,6 +12,7 @@ import pytest
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.files import read_taskgraph
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
+from disco_accel.graph.values import host_copy_exists
 from disco_accel.plan import make_plan
 from disco_accel.plan.bound import bound_of
 from disco_accel.plan.infeasible import Infeasible
@@ -58,7 +59,7 @@ def test_buffers_that_the_running_vertex_reads_are_never_evicted_for_its_outputs
 
 
 def weights(graph: TaskGraph) -> int:
-    return sum(vertex.sizes[0] for vertex in graph.vertices if vertex.clean)
+    return sum(vertex.sizes[0] for vertex in graph.vertices if host_copy_exists(vertex))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,7 @@ def test_a_value_is_not_offloaded_twice_and_frozen_weights_never() -> None:
     graph = lora_graph(SMALL_STEP, 40 << 20)
     plan = make_plan(graph, cyclic=True, planner="timed")
     verify(graph, plan)
-    clean = {vertex.id for vertex in graph.vertices if vertex.clean}
+    clean = {vertex.id for vertex in graph.vertices if host_copy_exists(vertex)}
     sources = [vertex.inputs[0] for vertex in plan.vertices if vertex.kind is VertexKind.OFFLOAD]
     assert sources and len(sources) == len(set(sources))
     assert clean.isdisjoint(source for source, _ in sources)

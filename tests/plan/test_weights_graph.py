@@ -8,6 +8,7 @@ import pytest
 
 from disco_accel.errors import ConfigError, PlanError
 from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind, with_memory
+from disco_accel.graph.traits import FROZEN
 from disco_accel.plan.beaumont.chain import Chain, chain_of, residents_of
 from disco_accel.plan.beaumont.selection import Gap, select, without_superfluous
 from disco_accel.plan.beaumont.solve import solve
@@ -38,7 +39,7 @@ def test_checkpointed_layers_are_found_by_dataflow() -> None:
 
 def test_without_recomputation_every_weight_is_a_layer() -> None:
     """Products read each weight once forward and once backward: no two of them need to leave together."""
-    vertices = [Vertex(i, VertexKind.INPUT, 0, f"w{i}", sizes=(4 * MIB,), clean=True) for i in range(4)]
+    vertices = [Vertex(i, VertexKind.INPUT, 0, f"w{i}", sizes=(4 * MIB,), traits=FROZEN) for i in range(4)]
     for i in range(4):
         inputs = ((i, 0), (3 + i, 0)) if i else ((0, 0),)
         vertices.append(Vertex(4 + i, VertexKind.KERNEL, 0, "forward", inputs, (MIB,), 1e-3))

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from disco_accel.cli.main import main
 from disco_accel.graph.files import read_taskgraph
+from disco_accel.graph.values import arrives_at_gate
 from disco_accel.recipes.loading import load_model
 from disco_accel.recipes.settings import parse_recipe
 
@@ -88,7 +89,7 @@ def test_plan_and_capture_take_prefill_recipes(
     assert main(["capture", file, "-o", str(tmp_path / "task.json")]) == 0
     assert json.loads(capsys.readouterr().out)["adapters"] == 0
     graph = read_taskgraph(str(tmp_path / "task.json"), {})
-    assert not any(v.late for v in graph.vertices) and sum(v.out for v in graph.vertices) == 1 + 2 * 2
+    assert not any(arrives_at_gate(v) for v in graph.vertices) and sum(v.out for v in graph.vertices) == 1 + 2 * 2
     assert main(["plan", file, "--device", "cpu", "--memory", "20000"]) == 1
     refused = json.loads(capsys.readouterr().out)
     assert refused["fits"] is False and refused["needed_bytes"] > 20000

@@ -14,6 +14,14 @@ from dataclasses import dataclass, replace
 from disco_accel.graph.memgraph import MemGraph, Slot
 from disco_accel.graph.order import serial_order
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.values import (
+    arrives_at_gate,
+    handed_out_at_gate,
+    host_copy_exists,
+    is_foreign,
+    is_handed_out,
+    overwrites,
+)
 from disco_accel.plan.buildmemgraph.eviction import Policy
 from disco_accel.plan.buildmemgraph.residents import Residents
 from disco_accel.plan.buildmemgraph.sim_malloc import DeviceMemory, Repairs, release_of
@@ -140,15 +148,17 @@ class _Builder:
         for vertex in self.order:
             for k, size in enumerate(vertex.sizes):
                 ref = (vertex.id, k)
-                values[ref] = ValueState(ref, size, vertex.device, vertex.external, vertex.out, [], end + 1)
-                if vertex.kind is VertexKind.INPUT and vertex.clean:
+                values[ref] = ValueState(
+                    ref, size, vertex.device, is_foreign(vertex), handed_out_at_gate(vertex), [], end + 1
+                )
+                if host_copy_exists(vertex):
                     values[ref].host = ref
         for position, vertex in enumerate(self.order):
             for ref in dict.fromkeys(vertex.inputs):
                 values[ref].uses.append(position)
         if self.repairs.end_vertex:
             for vertex in self.order:
-                if vertex.keep or vertex.out:
+                if is_handed_out(vertex):
                     for k in range(len(vertex.sizes)):
                         # The host keeps a clean input without being asked.
                         if values[vertex.id, k].host is None:
@@ -161,16 +171,20 @@ class _Builder:
     def _place_inputs(self) -> None:
         """Give an address to every input that is on the device when the step starts; permanent ones lie at the top."""
         inputs = [vertex for vertex in self.order if vertex.kind is VertexKind.INPUT]
-        present = [v for v in inputs if v.sizes[0] and not v.external and (not v.clean or v.id in self.residents)]
+        present = [
+            v
+            for v in inputs
+            if v.sizes[0] and not is_foreign(v) and (not host_copy_exists(v) or v.id in self.residents)
+        ]
 
         def is_permanent(vertex: Vertex) -> bool:
-            return vertex.late or (vertex.clean and vertex.id in self.permanent)
+            return arrives_at_gate(vertex) or (host_copy_exists(vertex) and vertex.id in self.permanent)
 
         if self.outs_apart:
-            self._reserve([vertex for vertex in self.order if vertex.out])
+            self._reserve([vertex for vertex in self.order if handed_out_at_gate(vertex)])
         elif self.cyclic and self.residents - self.permanent:
             self._reserve_kept()
-        for vertex in sorted(present, key=lambda v: (not is_permanent(v), not v.clean)):
+        for vertex in sorted(present, key=lambda v: (not is_permanent(v), not host_copy_exists(v))):
             memory = self.memories[vertex.device]
             value = self.values[vertex.id, 0]
             fit = memory.free_list.highest_fit(memory.aligned(value.size))
@@ -180,12 +194,12 @@ class _Builder:
             copy.last_use = -1
             copy.permanent = is_permanent(vertex)
             value.copy = copy
-            if vertex.clean and self.cyclic and not copy.permanent:
+            if host_copy_exists(vertex) and self.cyclic and not copy.permanent:
                 value.resident_offset = copy.addr
                 memory.lowest_resident_offset = min(memory.lowest_resident_offset, copy.addr)
                 memory.has_resident_offsets = True
             self.slots[value.ref] = Slot(vertex.device, copy.addr, value.size)
-            if not vertex.clean:
+            if not host_copy_exists(vertex):
                 memory.held[value.ref] = copy
         for vertex in present:
             self.memories[vertex.device].retire(self.values[vertex.id, 0])
@@ -196,7 +210,7 @@ class _Builder:
         Allocated when they are made, they might lie on the offset of a resident that must come back.
         """
         for device, memory in self.memories.items():
-            kept = [vertex for vertex in self.order if (vertex.keep or vertex.out) and vertex.device == device]
+            kept = [vertex for vertex in self.order if is_handed_out(vertex) and vertex.device == device]
             total = sum(memory.aligned(value.size) for value in self._reservable(kept))
             if total * _KEPT_SHARE <= memory.free_list.bytes:
                 self._reserve(kept)
@@ -207,7 +221,7 @@ class _Builder:
             self.values[vertex.id, k]
             for vertex in vertices
             for k, size in enumerate(vertex.sizes)
-            if size and vertex.kind is not VertexKind.INPUT and (vertex.inplace is None or k)
+            if size and vertex.kind is not VertexKind.INPUT and k not in dict(vertex.inplace)
         ]
 
     def _reserve(self, vertices: Iterable[Vertex]) -> None:
@@ -230,8 +244,8 @@ class _Builder:
         over = self._overwritten(position, vertex, copies) if vertex.sizes[0] else None
         outputs, release = self._outputs(position, vertex, local, copies, over)
         refs = [copies[ref].ref if ref in copies else ref for ref in vertex.inputs]
-        if over is not None and vertex.inplace is not None:
-            refs[vertex.inplace] = over.ref
+        if over is not None and vertex.inplace:
+            refs[vertex.inplace[0][1]] = over.ref
         planned = tuple(refs)
         self.log.add(vertex if planned == vertex.inputs else replace(vertex, inputs=planned), release)
         for value in inputs:
@@ -322,7 +336,7 @@ class _Builder:
         allocated: list[list[FreeBlock]] = []
         try:
             for value in outputs:
-                allocated.append(memory.sim_malloc(value.size, until_end=vertex.keep or vertex.out))
+                allocated.append(memory.sim_malloc(value.size, until_end=is_handed_out(vertex)))
         except Infeasible:
             for blocks in allocated:
                 memory.free_list.free(blocks)
@@ -333,10 +347,10 @@ class _Builder:
 
     def _overwritten(self, position: int, vertex: Vertex, copies: Mapping[Ref, DeviceCopy]) -> DeviceCopy | None:
         """Return the copy that output 0 of ``vertex`` is written over, if any; the device loses its value."""
-        if vertex.inplace is not None:
+        if vertex.inplace:
             return self._overwrite(position, vertex, copies)
         memory = self.memories[vertex.device]
-        if (vertex.id, 0) in self.reserved or ((vertex.keep or vertex.out) and memory.has_resident_offsets):
+        if (vertex.id, 0) in self.reserved or (is_handed_out(vertex) and memory.has_resident_offsets):
             # Kept to the end, it might lie on the offset of a resident that must come back.
             return None
         for p in vertex.may_inplace:
@@ -353,9 +367,9 @@ class _Builder:
         return None
 
     def _overwrite(self, position: int, vertex: Vertex, copies: Mapping[Ref, DeviceCopy]) -> DeviceCopy:
-        assert vertex.inplace is not None
         memory = self.memories[vertex.device]
-        value = self.values[vertex.inputs[vertex.inplace]]
+        [(_, overwritten)] = overwrites(vertex)
+        value = self.values[overwritten]
         copy = copies[value.ref]
         resident = copy.permanent and value.host == value.ref
         if resident or (value.use_after(position) != value.after_last and (copy.permanent or value.out)):

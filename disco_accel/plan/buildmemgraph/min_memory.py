@@ -9,6 +9,7 @@ from functools import partial
 
 from disco_accel.graph.check import largest_need
 from disco_accel.graph.taskgraph import TaskGraph, with_memory
+from disco_accel.graph.values import is_foreign
 from disco_accel.plan.buildmemgraph.builder import failing_position
 from disco_accel.plan.buildmemgraph.eviction import Policy
 from disco_accel.plan.buildmemgraph.residents import Residents
@@ -80,7 +81,7 @@ def smallest_feasible_memory(graph: TaskGraph, policy: Policy, cyclic: bool, att
     def modest(units: int, until: int | None) -> int | None:
         return failing(units, 0, until)
 
-    sizes = {size for vertex in graph.vertices if not vertex.external for size in vertex.sizes}
+    sizes = {size for vertex in graph.vertices if not is_foreign(vertex) for size in vertex.sizes}
     grain = max(1, math.gcd(*(-(-size // unit) for size in sizes)))
     units = _grow_until_feasible(least, grain, modest, work)
     # Invariant: some attempt has a plan in units. The loop ends where none has one in units - 1, or no longer exactly.

@@ -8,7 +8,8 @@ from itertools import pairwise
 from typing import Protocol
 
 from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
+from disco_accel.graph.taskgraph import TaskGraph, Vertex
+from disco_accel.graph.values import host_copy_exists, is_foreign
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.search_work import WALKED, Work
 from disco_accel.simulate.simulator import Machine, simulate
@@ -164,7 +165,7 @@ def _clean_inputs(graph: TaskGraph) -> list[Vertex]:
         for producer, _ in vertex.inputs:
             first.setdefault(producer, position)
     # A vertex that writes over a clean input needs a copy of its own each time.
-    clean = [v for v in graph.vertices if v.kind is VertexKind.INPUT and v.clean and v.sizes[0] and not v.external]
+    clean = [v for v in graph.vertices if host_copy_exists(v) and v.sizes[0] and not is_foreign(v)]
     return sorted((v for v in clean if v.id in first), key=lambda v: first[v.id])
 
 

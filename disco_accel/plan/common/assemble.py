@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import replace
-
 from disco_accel.graph.memgraph import MemGraph, Slot
 from disco_accel.graph.order import data_edges
 from disco_accel.graph.taskgraph import Ref, TaskGraph, VertexKind
+from disco_accel.graph.values import host_copy_exists
 from disco_accel.plan.common.host_offsets import assign_host_offsets
 from disco_accel.plan.common.plan_log import PlanLog
 from disco_accel.plan.common.transitive_reduction import remove_implied_edges
@@ -16,18 +14,8 @@ from disco_accel.plan.common.transitive_reduction import remove_implied_edges
 def assemble(graph: TaskGraph, log: PlanLog, slots: dict[Ref, Slot], *, cyclic: bool) -> MemGraph:
     """Return the plan that ``log`` holds; ``slots`` are those of the task graph's own values."""
     inputs = [vertex for vertex in log.serial if vertex.kind is VertexKind.INPUT]
-    reloads = Counter(p.vertex.inputs[0] for p in log.planned if p.alive and p.vertex.kind is VertexKind.RELOAD)
-    clean = {vertex.id for vertex in inputs if vertex.clean}
-    vertices = list(inputs)
-    for planned in log.planned:
-        vertex = planned.vertex
-        if not planned.alive:
-            continue
-        if vertex.kind is VertexKind.RELOAD:
-            source = vertex.inputs[0]
-            vertex = replace(vertex, clean=source[0] in clean or reloads[source] > 1)
-        vertices.append(vertex)
-    order = tuple(vertices)
+    clean = {vertex.id for vertex in inputs if host_copy_exists(vertex)}
+    order = (*inputs, *(planned.vertex for planned in log.planned if planned.alive))
     host = assign_host_offsets(order, graph)
     memory_edges = [(u, v.id) for v in order for u in (*log.memory_edges.get(v.id, ()), *host.waits.get(v.id, ()))]
     edges = data_edges(order)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
+from disco_accel.graph.values import is_handed_out
 from disco_accel.plan.common.device_copy import FreeBlock
 from disco_accel.plan.common.free_list import FreeList
 
@@ -28,7 +29,7 @@ def assign_host_offsets(vertices: tuple[Vertex, ...], graph: TaskGraph) -> HostO
     """
     host = HostOffsets()
     free_list = FreeList(0)
-    must_survive = {vertex.id for vertex in graph.vertices if vertex.keep or vertex.out}
+    must_survive = {vertex.id for vertex in graph.vertices if is_handed_out(vertex)}
     offloads = {vertex.id: vertex for vertex in vertices if vertex.kind is VertexKind.OFFLOAD}
     origin = _origins(vertices)
     reloads: dict[int, list[tuple[int, int]]] = {offload: [] for offload in offloads}

@@ -15,6 +15,7 @@ from disco_accel.graph.check import dependencies
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.order import data_edges, serial_order
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.values import is_handed_out, overwrites
 from disco_accel.simulate.machine import Machine
 from disco_accel.simulate.simulator import simulate
 
@@ -45,7 +46,7 @@ def sink(order: Sequence[Vertex]) -> tuple[Vertex, ...]:
     target = list(range(len(order)))
     for v in reversed(range(len(order))):
         vertex = order[v]
-        moves = vertex.kind is VertexKind.KERNEL and not (vertex.keep or vertex.out)
+        moves = vertex.kind is VertexKind.KERNEL and not is_handed_out(vertex)
         if moves and growth[v] > 0 and behind[v]:
             target[v] = min(target[s] for s in behind[v])
     return tuple(order[v] for v in sorted(range(len(order)), key=lambda v: (target[v], v)))
@@ -75,7 +76,7 @@ def live_peak(order: Sequence[Vertex]) -> int:
             continue
         for k, size in enumerate(vertex.sizes):
             change[v] += size
-            change[len(order) if vertex.keep or vertex.out else last.get((vertex.id, k), v) + 1 :][:1] -= size
+            change[len(order) if is_handed_out(vertex) else last.get((vertex.id, k), v) + 1 :][:1] -= size
     return int(np.cumsum(change).max(initial=0))
 
 
@@ -87,7 +88,7 @@ def _growth(order: Sequence[Vertex]) -> list[int]:
     """Return, for each vertex, the bytes of its outputs less those of the made values that it is the last to read."""
     last = _last_readers(order)
     made = {
-        (vertex.id, k): 0 if vertex.keep or vertex.out or vertex.kind is VertexKind.INPUT else size
+        (vertex.id, k): 0 if is_handed_out(vertex) or vertex.kind is VertexKind.INPUT else size
         for vertex in order
         for k, size in enumerate(vertex.sizes)
     }
@@ -114,8 +115,8 @@ def _overwritings(order: Sequence[Vertex]) -> Iterator[tuple[int, int]]:
     """Yield pairs of positions: a reader, and a vertex behind it that writes in place over an input of the reader."""
     readers: dict[Ref, list[int]] = {}
     for v, vertex in enumerate(order):
-        if vertex.inplace is not None:
-            for reader in readers.get(vertex.inputs[vertex.inplace], ()):
+        for _, overwritten in overwrites(vertex):
+            for reader in readers.get(overwritten, ()):
                 yield reader, v
         for ref in dict.fromkeys(vertex.inputs):
             readers.setdefault(ref, []).append(v)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from disco_accel.graph.taskgraph import Ref, Vertex, VertexKind
+from disco_accel.graph.values import must_survive_step
 from disco_accel.plan.timed.live_ranges import LiveRange, LiveRanges
 from disco_accel.plan.timed.requirements import StepRequirements
 from disco_accel.plan.timed.swap_schedule import SwapEvent, SwapSchedule
@@ -106,7 +107,7 @@ class _Replay:
         for event, index in self.events:
             if event in (SwapEvent.RELOAD, SwapEvent.EVICT) and not self.buffers[index].clean:
                 producer = self.requirements.order[self.buffers[index].producer]
-                if event is SwapEvent.RELOAD or producer.keep:
+                if event is SwapEvent.RELOAD or must_survive_step(producer):
                     needed.add(index)
         return needed
 

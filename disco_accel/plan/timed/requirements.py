@@ -15,6 +15,15 @@ import numpy.typing as npt
 
 from disco_accel.graph.order import serial_order
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.values import (
+    arrives_at_gate,
+    handed_out_at_gate,
+    host_copy_exists,
+    is_foreign,
+    is_handed_out,
+    must_survive_step,
+    overwrites,
+)
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.simulate.simulator import Machine
 
@@ -132,7 +141,7 @@ class _Collector:
         """Seconds of compute before each position."""
         for seconds in requirements.seconds:
             self.starts.append(self.starts[-1] + seconds)
-        self.overwritten = {v.inputs[v.inplace] for v in requirements.order if v.inplace is not None}
+        self.overwritten = {ref for vertex in requirements.order for _, ref in overwrites(vertex)}
         self.pinned_of: dict[Ref, PinnedBuffer] = {}
 
     def collect(self) -> None:
@@ -163,18 +172,18 @@ class _Collector:
 
     def _add_input(self, vertex: Vertex) -> None:
         requirements, ref = self.requirements, (vertex.id, 0)
-        if vertex.external or not vertex.sizes[0]:
+        if is_foreign(vertex) or not vertex.sizes[0]:
             return
         block = requirements.block(vertex.sizes[0], vertex.device)
         readers = self.readers.get(ref, [])
-        if vertex.clean:
+        if host_copy_exists(vertex):
             if ref in self.overwritten:
                 raise Infeasible(0)
             if readers:
                 clean = SwappableBuffer(ref, vertex.device, block, vertex.sizes[0], list(readers), True)
                 requirements.swappable.append(clean)
             return
-        last = requirements.end if vertex.keep or vertex.late else max(readers, default=0)
+        last = requirements.end if must_survive_step(vertex) or arrives_at_gate(vertex) else max(readers, default=0)
         self._pin(PinnedBuffer(vertex.device, block, [ref], -1, last))
 
     def _add_outputs(self, position: int, vertex: Vertex) -> None:
@@ -185,12 +194,16 @@ class _Collector:
                 continue
             block = requirements.block(size, vertex.device)
             readers = self.readers.get(ref, [])
-            to_the_end = vertex.keep or vertex.out
+            to_the_end = is_handed_out(vertex)
             last = requirements.end if to_the_end else max(readers, default=position)
-            in_place = k == 0 and vertex.inplace is not None
-            if not in_place and not vertex.out and self._add_activation(position, vertex, ref, block, readers):
+            in_place = k in dict(vertex.inplace)
+            if (
+                not in_place
+                and not handed_out_at_gate(vertex)
+                and self._add_activation(position, vertex, ref, block, readers)
+            ):
                 continue
-            overwritten = self._overwrites(position, vertex, block) if k == 0 else None
+            overwritten = self._overwritten(position, vertex, k, block)
             if overwritten is None:
                 self._pin(PinnedBuffer(vertex.device, block, [ref], position, last))
             else:
@@ -202,15 +215,15 @@ class _Collector:
         self.pinned_of[buffer.values[0]] = buffer
         self.requirements.pinned.append(buffer)
 
-    def _overwrites(self, position: int, vertex: Vertex, block: int) -> PinnedBuffer | None:
-        """Return the buffer that output 0 of ``vertex`` is written over, if any."""
-        if vertex.inplace is not None:
-            ref = vertex.inputs[vertex.inplace]
-            if not vertex.sizes[0]:
-                return None
+    def _overwritten(self, position: int, vertex: Vertex, output: int, block: int) -> PinnedBuffer | None:
+        """Return the buffer that ``output`` of ``vertex`` is written over, if any."""
+        ref = dict(overwrites(vertex)).get(output)
+        if ref is not None:
             if ref not in self.pinned_of or not self._is_last_reader(position, ref):
                 raise Infeasible(position)
             return self.pinned_of[ref]
+        if output or vertex.inplace:
+            return None
         for p in vertex.may_inplace:
             ref = vertex.inputs[p]
             buffer = self.pinned_of.get(ref)
@@ -218,13 +231,13 @@ class _Collector:
             fits = buffer is not None and buffer.device == vertex.device and buffer.block == block
             if fits and everywhere and self._is_last_reader(position, ref):
                 source = self.vertices[ref[0]]
-                if not source.late and source.sizes[ref[1]] >= vertex.sizes[0]:
+                if not arrives_at_gate(source) and source.sizes[ref[1]] >= vertex.sizes[0]:
                     return buffer
         return None
 
     def _is_last_reader(self, position: int, ref: Ref) -> bool:
         source = self.vertices[ref[0]]
-        return self.readers[ref][-1] == position and not (source.keep or source.out)
+        return self.readers[ref][-1] == position and not is_handed_out(source)
 
     def _add_activation(self, position: int, vertex: Vertex, ref: Ref, block: int, readers: list[int]) -> bool:
         """Make the output swappable if an idle gap of it is long enough; return whether it is."""
@@ -237,7 +250,11 @@ class _Collector:
         # Before its offload has ended an eviction would free nothing, so readers until then need no reload.
         evictable = max(position + 1, min(bisect_left(self.starts, offloaded), requirements.end))
         uses = readers[bisect_left(readers, evictable) :]
-        times = [offloaded, *(self.starts[use] for use in uses), *([self.starts[-1]] if vertex.keep else [])]
+        times = [
+            offloaded,
+            *(self.starts[use] for use in uses),
+            *([self.starts[-1]] if must_survive_step(vertex) else []),
+        ]
         gaps = (after - before for before, after in pairwise(times))
         if not any(gap > self.min_gap_ratio * (offload + reload) for gap in gaps):
             return False

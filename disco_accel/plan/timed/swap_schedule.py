@@ -14,6 +14,7 @@ from itertools import accumulate
 
 from disco_accel.graph.check import dependencies
 from disco_accel.graph.taskgraph import VertexKind
+from disco_accel.graph.values import must_survive_step
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.timed.byte_counter import NEVER, ByteCounter, ResidencyState
 from disco_accel.plan.timed.requirements import Profile, StepRequirements
@@ -242,7 +243,7 @@ class _SwapScheduler:
         """Make the buffer idle, or evict it at once where nobody reads it again and the user does not keep it."""
         buffer = self.buffers[index]
         done = self.state.next_use(index) == NEVER and not buffer.clean
-        if done and not self.requirements.order[buffer.producer].keep:
+        if done and not must_survive_step(self.requirements.order[buffer.producer]):
             self._evict(index)
         else:
             device.memory.release(index)
