@@ -139,7 +139,9 @@ def live_peak(graph: TaskGraph) -> tuple[int, int]:
     """Return the bytes of the weights, and the most of all others at once, on the device that has most in all."""
     requirements = requirements_of(graph, Machine(), None)
     held = {
-        device: sum(buffer.block for buffer in requirements.swappable if buffer.clean and buffer.device == device)
+        device: sum(
+            buffer.block for buffer in requirements.swappable if buffer.starts_on_host and buffer.device == device
+        )
         for device in requirements.pinned_bytes
     }
     return max(((held[device], int(fixed.max())) for device, fixed in requirements.pinned_bytes.items()), key=sum)

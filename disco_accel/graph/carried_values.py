@@ -9,6 +9,7 @@ from dataclasses import replace
 from disco_accel.errors import PlanError
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.values import host_copy_exists, lasting_versions
 
 _COPIES = (VertexKind.OFFLOAD, VertexKind.RELOAD)
 
@@ -33,6 +34,15 @@ def carried_values(plan: MemGraph) -> dict[Ref, Ref]:
             value = carried.get(path[-1], path[-1])
             carried.update(dict.fromkeys(path, value))
     return carried
+
+
+def inputs_held(plan: MemGraph) -> dict[Ref, int]:
+    """Return for each value of ``plan`` that is, or was made of, an input which the host has, that input: the input
+    itself, its copies, and what kernels have changed it to."""
+    inputs = {(vertex.id, 0): vertex.id for vertex in plan.vertices if host_copy_exists(vertex)}
+    for state, versions in lasting_versions(taskgraph_of(plan).vertices).items():
+        inputs.update(dict.fromkeys(versions, state[0]))
+    return {ref: inputs[value] for ref, value in carried_values(plan).items() if value in inputs}
 
 
 def shared_sources(vertices: Iterable[Vertex]) -> set[Ref]:

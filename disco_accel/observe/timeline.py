@@ -16,10 +16,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from disco_accel.graph.carried_values import inputs_held
 from disco_accel.graph.files import write_atomically
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import Ref, Vertex, VertexKind
-from disco_accel.graph.values import host_copy_exists, must_survive_step
+from disco_accel.graph.values import must_survive_step
 from disco_accel.plan.summary import staying
 
 
@@ -77,18 +78,14 @@ class Occupancy:
 def contents(plan: MemGraph) -> dict[Ref, Content]:
     """What each value that has an address is."""
     by_id = {v.id: v for v in plan.vertices}
-    resident = staying(plan)
-    return {ref: _content(by_id[ref[0]], by_id, resident) for ref in plan.slots}
+    resident, input_of = staying(plan), inputs_held(plan)
+    return {ref: _content(by_id[ref[0]], input_of.get(ref), resident) for ref in plan.slots}
 
 
-def _content(vertex: Vertex, by_id: Mapping[int, Vertex], resident: Container[int]) -> Content:
-    if host_copy_exists(vertex):
+def _content(vertex: Vertex, input_held: int | None, resident: Container[int]) -> Content:
+    if input_held is not None:
         # A weight that is there when the step starts, makes room and comes back is one of those that are streamed.
-        return Content.RESIDENT if vertex.id in resident else Content.STREAMED
-    if vertex.kind is VertexKind.RELOAD:
-        source = by_id[vertex.inputs[0][0]]
-        if source.kind is VertexKind.INPUT:
-            return Content.STREAMED
+        return Content.RESIDENT if input_held in resident else Content.STREAMED
     return Content.KEPT if must_survive_step(vertex) else Content.ACTIVATION
 
 
@@ -102,7 +99,7 @@ def stays(plan: MemGraph, events: Sequence[TracedEvent]) -> list[Stay]:
     finish = max((e.end for e in events), default=0.0)
     by_id = {v.id: v for v in plan.vertices}
     last_read = _last_reads(plan, ran)
-    what = contents(plan)
+    what, input_of = contents(plan), inputs_held(plan)
     stays: list[Stay] = []
     lasting: list[Stay] = []
     for ref, slot in plan.slots.items():
@@ -113,18 +110,12 @@ def stays(plan: MemGraph, events: Sequence[TracedEvent]) -> list[Stay]:
         start, produced = (event.start, event.end) if event is not None else (0.0, 0.0)
         end = max(last_read.get(ref, 0.0), produced)
         stay = Stay(ref, what[ref], slot.device, slot.addr, slot.size, start, end)
-        lasts = must_survive_step(vertex) or vertex.kind is VertexKind.INPUT or _comes_home(vertex, plan)
+        at_step_start = plan.slots.get((input_of[ref], 0)) if ref in input_of else None
+        lasts = must_survive_step(vertex) or vertex.kind is VertexKind.INPUT or slot == at_step_start
         (lasting if lasts else stays).append(stay)
     taken = _Places([*stays, *lasting])
     stays += [s if taken.later(s) else replace(s, end=finish) for s in lasting]
     return sorted(stays, key=lambda s: (s.start, s.addr, s.ref))
-
-
-def _comes_home(vertex: Vertex, plan: MemGraph) -> bool:
-    """Whether a reload puts a weight where the next step expects it, be it read in this one or not."""
-    if vertex.kind is not VertexKind.RELOAD:
-        return False
-    return plan.slots.get((vertex.id, 0)) == plan.slots.get(vertex.inputs[0])
 
 
 def _last_reads(plan: MemGraph, ran: Mapping[int, TracedEvent]) -> dict[Ref, float]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -42,11 +42,19 @@ def bound_of(graph: TaskGraph, machine: Machine | None = None, memory: int | Non
     """Return the bound of ``graph`` with ``memory`` bytes on every device (None: the memory of its own devices)."""
     machine = machine or Machine()
     facts = [_Facts(graph, machine, device.id, device.memory if memory is None else memory) for device in graph.devices]
-    programs = [_least_reloads(each) for each in facts]
     # Devices that share a link, and kinds of copies that do, take turns on it.
     links: dict[str, float] = defaultdict(float)
-    for device, (seconds, _) in zip(graph.devices, programs, strict=True):
-        links[machine.lane(VertexKind.RELOAD, device.id, device.id)] += seconds
+    reloaded = 0.0
+    for device, each in zip(graph.devices, facts, strict=True):
+        loads, backs = (machine.lane(kind, device.id, device.id) for kind in (VertexKind.RELOAD, VertexKind.OFFLOAD))
+        seconds, nbytes = _least_copies(each, (VertexKind.RELOAD,))
+        reloaded += nbytes
+        if any(value.changed for value in each.each_value):
+            both = (VertexKind.RELOAD, VertexKind.OFFLOAD)
+            written_back, _ = _least_copies(each, both if loads == backs else (VertexKind.OFFLOAD,))
+            links[backs] += written_back
+            seconds = 0.0 if loads == backs else seconds
+        links[loads] += seconds
     where = {vertex.id: vertex.device for vertex in graph.vertices}
     for vertex in graph.vertices:
         if vertex.kind is VertexKind.TRANSFER:
@@ -58,7 +66,7 @@ def bound_of(graph: TaskGraph, machine: Machine | None = None, memory: int | Non
         link=max(links.values(), default=0.0),
         critical_path=_critical_path(graph, machine),
         phases=max((_phases(each) for each in facts), default=0.0),
-        lp_reload_bytes=int(sum(loaded for _, loaded in programs)),
+        lp_reload_bytes=int(reloaded),
     )
 
 
@@ -80,11 +88,16 @@ def _critical_path(graph: TaskGraph, machine: Machine) -> float:
 
 @dataclass(slots=True)
 class _Value:
-    """``uses``: positions that read it, ascending; ``made``: the position that writes it, -1 for an input."""
+    """``uses``: positions that read it, ascending; ``made``: the position that writes it, -1 for an input.
+
+    ``starts_on_host``: the host has it when a step starts; ``changed``: kernels change it, so that the next step starts
+    with another content.
+    """
 
     size: int
     made: int
-    clean: bool
+    starts_on_host: bool
+    changed: bool = False
     uses: list[int] = field(default_factory=list)
 
 
@@ -97,13 +110,10 @@ class _Facts:
         order = [vertex for vertex in serial_order(graph) if vertex.kind is not VertexKind.INPUT]
         self.end = len(order)
         self.values: dict[Ref, _Value] = {}
-        for vertex in graph.vertices:
-            if (
-                vertex.kind is VertexKind.INPUT
-                and vertex.device == device
-                and not is_foreign(vertex)
-                and vertex.sizes[0]
-            ):
+        """By every name; the versions of a value that changes over steps are one value."""
+        inputs = (v for v in graph.vertices if v.kind is VertexKind.INPUT and v.device == device)
+        for vertex in inputs:
+            if vertex.sizes[0] and not is_foreign(vertex):
                 self.values[vertex.id, 0] = _Value(vertex.sizes[0], -1, host_copy_exists(vertex))
         self.seconds = [0.0] * self.end
         self.needed = np.zeros(self.end, np.int64)
@@ -126,30 +136,44 @@ class _Facts:
         self.needed[position] = sum(value.size for value in read) + written
         self.outputs[position] = written
         if vertex.device == device:
+            over_input = dict(overwrites(vertex))
             for k, size in enumerate(vertex.sizes):
-                if size:
+                former = self.values.get(over_input[k]) if k in over_input else None
+                if former is not None and former.starts_on_host:
+                    former.changed = True
+                    self.values[vertex.id, k] = former
+                elif size:
                     self.values[vertex.id, k] = _Value(size, position, False)
+
+    @property
+    def each_value(self) -> list[_Value]:
+        """Every value once."""
+        return list({id(value): value for value in self.values.values()}.values())
 
 
 @dataclass(frozen=True, slots=True)
 class _Gap:
-    """``size`` bytes that nobody reads in ``[begin, end)``, which crosses the step boundary if ``begin > end``."""
+    """``size`` bytes that nobody reads in ``[begin, end)``, which crosses the step boundary if ``begin > end``.
+
+    ``changed``: by then the host's copy is out of date, so that leaving takes a write-back.
+    """
 
     begin: int
     end: int
     size: int
+    changed: bool = False
 
 
 def _gaps(facts: _Facts, least: int) -> list[_Gap]:
     """Return the gaps between two uses in which keeping a value saves a reload, of values from ``least`` bytes on."""
     gaps = []
-    for value in facts.values.values():
+    for value in facts.each_value:
         if value.size < least or not value.uses:
             continue
         stops = value.uses if value.made < 0 else [value.made, *value.uses]
         gaps += [_Gap(a + 1, b, value.size) for a, b in pairwise(stops) if b > a + 1]
-        if value.clean and (value.uses[-1] + 1 < facts.end or value.uses[0] > 0):
-            gaps.append(_Gap(value.uses[-1] + 1, value.uses[0], value.size))
+        if value.starts_on_host and (value.uses[-1] + 1 < facts.end or value.uses[0] > 0):
+            gaps.append(_Gap(value.uses[-1] + 1, value.uses[0], value.size, value.changed))
     return gaps
 
 
@@ -173,12 +197,15 @@ _MAX_ROWS = 20_000
 """Beyond so many some are left out, which keeps the program small, and its optimum a bound."""
 
 
-def _least_reloads(facts: _Facts) -> tuple[float, float]:
-    """Return seconds and bytes that the link needs at least in a step, by linear programming.
+def _least_copies(facts: _Facts, directions: Collection[VertexKind]) -> tuple[float, float]:
+    """Return seconds and bytes that copies in ``directions`` (RELOAD, OFFLOAD) take at least in a step, by linear
+    programming.
 
     The variables are the bytes of each value kept through each gap; at no position may more be kept than fits beside
-    the inputs and outputs of its vertex. Bytes that are not kept are reloaded. The step is a ring: values on the device
-    at its end are there at its start.
+    the inputs and outputs of its vertex. Bytes that are not kept are reloaded, and written back before where a kernel
+    has changed them; of several gaps behind one change only that around the step boundary is counted, since one
+    write-back serves all. The step is a ring: values on the device at its end are there at its start. Bytes that are
+    written back and reloaded count twice.
     """
     from scipy.optimize import linprog
     from scipy.sparse import csc_array
@@ -188,18 +215,19 @@ def _least_reloads(facts: _Facts) -> tuple[float, float]:
     rows = _rows(facts, gaps)
     if not rows:
         return 0.0, 0.0
-    spans: dict[tuple[int, int, int], list[_Gap]] = defaultdict(list)
+    spans: dict[tuple[int, int, int, bool], list[_Gap]] = defaultdict(list)
     at = np.array(rows)
     for gap in gaps:
         first, last = int(np.searchsorted(at, gap.begin)), int(np.searchsorted(at, gap.end))
         around = gap.begin > gap.end
         if around or last > first:
             # Gaps over the same rows and of equal size are one variable.
-            spans[first, last, gap.size].append(gap)
+            spans[first, last, gap.size, gap.changed].append(gap)
     free = facts.memory - facts.needed[at]
     if (free < 0).any():
         free = np.maximum(free, 0)
     row, column, entry, upper, gain = [], [], [], [], []
+    times: list[int] = []
 
     def put(r: int, c: int, value: float) -> None:
         if r < len(rows):
@@ -208,14 +236,19 @@ def _least_reloads(facts: _Facts) -> tuple[float, float]:
             entry.append(value)
 
     # Each row is the difference to the one before: a gap has one entry where it begins and one where it ends.
-    for c, ((first, last, size), same) in enumerate(spans.items()):
+    for c, ((first, last, size, changed), same) in enumerate(spans.items()):
         around = same[0].begin > same[0].end
         if around:
             put(0, c, 1.0)
         put(last if around else first, c, -1.0 if around else 1.0)
         put(first if around else last, c, 1.0 if around else -1.0)
         upper.append(size * len(same) / facts.memory)
-        gain.append(-(1.0 + link.latency * link.bandwidth / size))
+        written_back = changed and VertexKind.OFFLOAD in directions
+        gain.append(-(VertexKind.RELOAD in directions) * (1.0 + link.latency * link.bandwidth / size))
+        if written_back:
+            back = facts.machine.d2h
+            gain[-1] -= (1.0 + back.latency * back.bandwidth / size) * link.bandwidth / back.bandwidth
+        times.append((VertexKind.RELOAD in directions) + written_back)
     count = len(spans)
     for r in range(len(rows)):
         put(r, count + r, 1.0)
@@ -229,7 +262,7 @@ def _least_reloads(facts: _Facts) -> tuple[float, float]:
         return 0.0, 0.0
     missing = [(u - x) * facts.memory for u, x in zip(upper[:count], solved.x[:count], strict=True)]
     cost = sum(m * -g for m, g in zip(missing, gain[:count], strict=True))
-    return max(0.0, cost / link.bandwidth), max(0.0, sum(missing))
+    return max(0.0, cost / link.bandwidth), max(0.0, sum(m * n for m, n in zip(missing, times, strict=True)))
 
 
 _MARKS = 128
@@ -265,13 +298,13 @@ def _stretch(facts: _Facts, marks: list[int], a: int) -> list[float]:
     begin, end = marks[a], facts.end
     room = facts.memory - int(facts.outputs[begin]) if begin < end else facts.memory
     first = np.zeros(end + 1, np.int64)
-    for value in facts.values.values():
+    for value in facts.each_value:
         at = bisect_left(value.uses, begin)
         if at < len(value.uses):
             use = value.uses[at]
             if value.made < begin:
                 first[use] += value.size
-        elif value.clean and value.uses:
+        elif value.starts_on_host and value.uses:
             # Its next reader is in the next step.
             first[value.uses[0]] += value.size
     around = np.concatenate((first[begin:end], first[:begin]))

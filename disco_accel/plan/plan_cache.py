@@ -18,7 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from disco_accel.errors import GraphFileError, VerifyError
-from disco_accel.graph.files import fingerprint, memgraph_from_json, memgraph_to_json, parse_json
+from disco_accel.graph.carried_values import inputs_held
+from disco_accel.graph.files import fingerprint, memgraph_from_json, parse_json, plan_as_json
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
 from disco_accel.plan.cache_folder import ForeignFolder, Unusable, own_folder, read_private, remove_oldest, write_file
@@ -107,7 +108,7 @@ class PlanCache:
     def store(self, key: str, plan: MemGraph) -> None:
         """Keep ``plan`` under ``key``; where that fails, the next run plans again and this one goes on."""
         path = self._path(key)
-        top = {_KEY: {"fingerprint": key}, **memgraph_to_json(plan)}
+        top = {_KEY: {"fingerprint": key}, **plan_as_json(plan)}
         data = json.dumps(top, separators=(",", ":")).encode() + b"\n"
         try:
             with own_folder(self.folder) as handle:
@@ -140,7 +141,12 @@ def _usable(data: object, key: str, graph: TaskGraph, cyclic: bool) -> MemGraph:
     offloads = [sum(v.sizes) + plan.host_alignment for v in plan.vertices if v.kind is VertexKind.OFFLOAD]
     if plan.host_memory > sum(offloads):
         raise Unusable(f"asks for {format_size(plan.host_memory)} of host memory without need")
-    if any(v.kind is VertexKind.OFFLOAD and v.id not in plan.host_offsets for v in plan.vertices):
+    at_home = inputs_held(plan)
+    if any(
+        v.id not in plan.host_offsets and (v.id, 0) not in at_home
+        for v in plan.vertices
+        if v.kind is VertexKind.OFFLOAD
+    ):
         raise Unusable("an offload has no place in host memory")
     own = {vertex.id: vertex for vertex in graph.vertices}
     plan = replace(plan, name=graph.name, vertices=tuple(_rebuilt(vertex, own) for vertex in plan.vertices))

@@ -10,11 +10,11 @@ from typing import Protocol
 
 from disco_accel.errors import BudgetTooSmall, ConfigError
 from disco_accel.gc_pause import collector_paused
-from disco_accel.graph.check import check_taskgraph
+from disco_accel.graph.check import called, check_taskgraph
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.strict_json import plain
-from disco_accel.graph.taskgraph import TaskGraph, VertexKind, with_memory
-from disco_accel.graph.values import handed_out_at_gate
+from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind, with_memory
+from disco_accel.graph.values import changes_over_steps, handed_out_at_gate
 from disco_accel.plan.buildmemgraph.builder import build
 from disco_accel.plan.buildmemgraph.eviction import AUTO, Policy, policy_named
 from disco_accel.plan.buildmemgraph.min_memory import Attempt, first_fitting, smallest_feasible_memory
@@ -24,6 +24,7 @@ from disco_accel.plan.common.serial_orders import dispatched
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.search_work import Work
 from disco_accel.plan.timed.search import build_timed
+from disco_accel.plan.timed.smallest_memory import plan_frugally, smallest_timed_memory
 from disco_accel.simulate.simulator import Machine, simulate
 
 _SHORTER = (16, 0)
@@ -116,6 +117,10 @@ def plan_build(
     work: Work | None = None,
 ) -> MemGraph:
     """Plan with BUILDMEMGRAPH: as much look-ahead as fits, less if it must be. Raises BudgetTooSmall."""
+    if (vertex := _beyond_build(graph)) is not None:
+        raise ConfigError(
+            f"planner: 'build' cannot plan {called(vertex)}, which {_changes(vertex)}; use planner: timed"
+        )
     repairs, work = repairs or Repairs(), work or Work()
     for attempt in _attempts(graph, lookahead, repairs):
         planned = partial(_built, graph, policy, cyclic, repairs, attempt)
@@ -129,6 +134,18 @@ def plan_build(
     if not repairs.shorten_lookahead:
         raise Infeasible(0)
     raise _too_small(graph, policy, cyclic, lookahead, work)
+
+
+def _beyond_build(graph: TaskGraph) -> Vertex | None:
+    """Return a vertex that BUILDMEMGRAPH has no rule for: it knows values that do not change over steps, and kernels
+    that write output 0 over an input."""
+    return next((v for v in graph.vertices if changes_over_steps(v) or any(output for output, _ in v.inplace)), None)
+
+
+def _changes(vertex: Vertex) -> str:
+    if changes_over_steps(vertex):
+        return "lives over steps and changes"
+    return f"writes outputs {[output for output, _ in vertex.inplace]} over its inputs"
 
 
 def _too_small(graph: TaskGraph, policy: Policy, cyclic: bool, lookahead: int | None, work: Work) -> BudgetTooSmall:
@@ -170,6 +187,8 @@ def plan_timed(
     del repairs, policy
     policy = policy_named(AUTO)
     work = work or Work()
+    if _beyond_build(graph) is not None:
+        return _plan_timed_alone(graph, cyclic, machine, work)
     if first_fitting(graph, policy, cyclic, partial(_attempts, lookahead=lookahead)) is None:
         raise _too_small(graph, policy, cyclic, lookahead, work)
     enough = _GOOD * _compute(graph, machine)
@@ -186,6 +205,17 @@ def plan_timed(
         if makespan <= enough or len(graph.vertices) > _BOTH_UP_TO or work.late():
             break
     return best or plan_build(given, policy, cyclic, lookahead, machine, work=work)
+
+
+def _plan_timed_alone(graph: TaskGraph, cyclic: bool, machine: Machine, work: Work) -> MemGraph:
+    """As ``plan_timed``, for graphs that BUILDMEMGRAPH cannot plan."""
+    ordered = dispatched(graph, machine)[0] if len(graph.devices) > 1 else graph
+    for order, plan in ((ordered, build_timed), (ordered, plan_frugally), (graph, plan_frugally)):
+        with suppress(Infeasible):
+            return replace(plan(order, machine, cyclic=cyclic, work=work), planner="timed")
+    given = max(device.memory for device in graph.devices)
+    needed = smallest_timed_memory(graph, machine, cyclic=cyclic, work=work)
+    raise BudgetTooSmall(needed, given, f"the plan of '{plain(graph.name)}'")
 
 
 def _candidates(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from disco_accel.graph.carried_values import inputs_held
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.graph.values import host_copy_exists
@@ -52,22 +53,26 @@ def copied_bytes(plan: MemGraph, kind: VertexKind) -> int:
 
 
 def resident_bytes(plan: MemGraph) -> int:
-    """Return the bytes of clean inputs that are on a device when the step starts."""
+    """Return the bytes of inputs which the host has too that are on a device when the step starts."""
     clean = {vertex.id for vertex in plan.vertices if host_copy_exists(vertex)}
     return sum(slot.size for (vertex, _), slot in plan.slots.items() if vertex in clean)
 
 
 def staying(plan: MemGraph) -> frozenset[int]:
-    """Return the clean inputs that never leave their device: residents not reloaded, whose bytes no other value shares.
+    """Return the inputs which the host has too that never leave their device: residents not reloaded, whose bytes no
+    other value shares; kernels may change them there.
 
-    Other residents are overwritten during the step and reloaded for the next one.
+    Other residents make room during the step and are reloaded for the next one.
     """
-    clean = {vertex.id for vertex in plan.vertices if host_copy_exists(vertex)}
-    reloaded = {ref[0] for v in plan.vertices if v.kind is VertexKind.RELOAD for ref in v.inputs}
+    input_of = inputs_held(plan)
+    clean = set(input_of.values())
+    reloaded = {input_of.get((v.id, 0)) for v in plan.vertices if v.kind is VertexKind.RELOAD}
     shared: set[int] = set()
     device, end, last = -1, 0, -1
-    for (vertex, _), slot in sorted(plan.slots.items(), key=lambda item: (item[1].device, item[1].addr, item[0])):
-        if slot.size == 0:
+    for ref, slot in sorted(plan.slots.items(), key=lambda item: (item[1].device, item[1].addr, item[0])):
+        vertex = input_of.get(ref, ref[0])
+        changed_in_place = ref != (vertex, 0) and plan.slots.get((vertex, 0)) == slot
+        if slot.size == 0 or (ref in input_of and changed_in_place):
             continue
         if slot.device != device:
             device, end = slot.device, 0
@@ -79,5 +84,5 @@ def staying(plan: MemGraph) -> frozenset[int]:
 
 
 def staying_bytes(plan: MemGraph) -> int:
-    """Return the bytes of the clean inputs that never leave their device."""
+    """Return the bytes of the inputs which the host has too that never leave their device."""
     return sum(plan.slots[vertex, 0].size for vertex in staying(plan))

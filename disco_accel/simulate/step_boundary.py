@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from disco_accel.errors import PlanError
-from disco_accel.graph.carried_values import carried_values
+from disco_accel.graph.carried_values import carried_values, taskgraph_of
 from disco_accel.graph.check import called
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import Ref, Vertex, VertexKind
-from disco_accel.graph.values import host_copy_exists, is_handed_out
+from disco_accel.graph.values import host_copy_exists, is_handed_out, lasting_versions
 
 _COPIES = (VertexKind.OFFLOAD, VertexKind.RELOAD)
 
@@ -66,6 +66,7 @@ class _TwoSteps:
         self.plan = plan
         self.number = {vertex.id: i for i, vertex in enumerate(plan.vertices)}
         self.carried = carried_values(plan)
+        self.states = lasting_versions(taskgraph_of(plan).vertices)
         self.readers: dict[Ref, list[int]] = {}
         for i, vertex in enumerate(plan.vertices):
             for ref in dict.fromkeys(vertex.inputs):
@@ -97,6 +98,8 @@ class _TwoSteps:
         host = self.plan.host_offsets
         sizes = {offload: self.vertex((offload, 0)).sizes[0] for offload in host}
         self._compare([(at, at + sizes[offload], (offload, 0)) for offload, at in host.items() if sizes[offload]])
+        for versions in self.states.values():
+            self._compare_home(set(versions))
         successors: dict[int, list[int]] = {}
         for u, v in sorted(self.pairs):
             successors.setdefault(u, []).append(v)
@@ -128,6 +131,9 @@ class _TwoSteps:
             self._check_back(last, first)
             if owner is not writer:
                 self.pairs.add((self.number[last[0]], target))
+            if first in self.states:
+                # A kernel will write over it.
+                self.pairs.update((user, target) for user in self.readers.get(last, ()))
             return
         for user in self.readers.get(last, ()):
             self.pairs.add((user, target))
@@ -136,6 +142,17 @@ class _TwoSteps:
         origin = self.vertex(self.carried[last])
         if is_handed_out(origin):
             self.gated.add(target)
+
+    def _compare_home(self, versions: set[Ref]) -> None:
+        """Make the users of a state's home wait for those of the step before, if that step writes it."""
+        copies = [v for v in self.plan.vertices if v.kind in _COPIES and self.carried[v.id, 0] in versions]
+        writes = [v.id for v in copies if v.kind is VertexKind.OFFLOAD]
+        if not writes:
+            return
+        last = {writes[-1], *(v.id for v in copies if v.inputs[0][0] == writes[-1])}
+        first = {writes[0], *(v.id for v in copies if self.vertex(v.inputs[0]).kind is VertexKind.INPUT)}
+        first -= {v.id for v in copies if v.kind is VertexKind.OFFLOAD and v.id != writes[0]}
+        self.pairs.update((self.number[user], self.number[then]) for user in last for then in first)
 
     def _order_unread(self, ranges: list[_Range]) -> None:
         """Order each vertex that writes over an input of the user's after that input, if nobody reads the input."""
@@ -159,7 +176,8 @@ class _TwoSteps:
 
     def _check_back(self, last: Ref, first: Ref) -> None:
         slots = self.plan.slots
-        if self.carried[last] != first or slots[last].addr != slots[first].addr:
+        expected = self.states[first][-1] if first in self.states else first
+        if self.carried[last] != expected or slots[last].addr != slots[first].addr:
             vertex = self.vertex(first)
             raise PlanError(
                 f"{called(vertex)} is on the device when the step starts, but not when it "

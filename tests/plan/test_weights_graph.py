@@ -58,7 +58,7 @@ def test_nothing_is_lost_or_counted_twice() -> None:
     instance = chain.instance
     assert instance.sum_u == pytest.approx(sum(demand.seconds))
     small = sum(page.block for page in demand.swappable if page.ref[0] in chain.small)
-    assert instance.weights.sum() + small == sum(page.block for page in demand.swappable if page.clean)
+    assert instance.weights.sum() + small == sum(page.block for page in demand.swappable if page.starts_on_host)
     assert instance.activations.max() >= demand.pinned_bytes[0].max() + small
     assert instance.frozen and instance.bandwidth < Machine().h2d.bandwidth
 

@@ -43,7 +43,7 @@ def chain_of(graph: TaskGraph, machine: Machine) -> Chain:
     if len(graph.devices) != 1:
         raise PlanError(f"'{plain(graph.name)}' has {len(graph.devices)} devices; a chain of layers has one")
     demand = requirements_of(graph, machine, None)
-    clean = [page for page in demand.swappable if page.clean]
+    clean = [page for page in demand.swappable if page.starts_on_host]
     small = [page for page in clean if page.size < SMALL]
     large = sorted((page for page in clean if page.size >= SMALL), key=lambda page: page.uses[0])
     turn = _turn(large, demand.end)

@@ -36,7 +36,7 @@ class ResidencyState:
         count = len(self.buffers)
         self.resident = [False] * count
         self.held_until = [-1] * count
-        self.on_host_at = [0.0 if buffer.clean else float("inf") for buffer in self.buffers]
+        self.on_host_at = [0.0 if buffer.starts_on_host else float("inf") for buffer in self.buffers]
         self.uses_done = [0] * count
 
     def next_use(self, buffer: int) -> int:

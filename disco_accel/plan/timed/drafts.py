@@ -85,6 +85,7 @@ def draft_of(
         at_end=at_start if cyclic else (),
         permanent=permanent,
         prefetch_horizon=prefetch_horizon,
+        repeats=cyclic,
     )
     return Draft(requirements, schedule, tuple(at_start), permanent, prefetch_horizon, evict_outliers)
 
@@ -92,8 +93,8 @@ def draft_of(
 def seconds_if_all_resident(requirements: StepRequirements, machine: Machine, devices: Iterable[int]) -> float:
     """Return the seconds of a step in this order with memory for everything."""
     plenty = dict.fromkeys(devices, 1 << 60)
-    clean = [i for i, buffer in enumerate(requirements.swappable) if buffer.clean]
-    return schedule_swaps(requirements, machine, plenty, permanent=clean).seconds
+    loaded = [i for i, buffer in enumerate(requirements.swappable) if buffer.starts_on_host]
+    return schedule_swaps(requirements, machine, plenty, permanent=loaded).seconds
 
 
 def permanent_buffers(
@@ -105,7 +106,7 @@ def permanent_buffers(
     of the first for the reload that comes next."""
     buffers = requirements.swappable
     for device, memory in capacity.items():
-        clean = [i for i, buffer in enumerate(buffers) if buffer.clean and buffer.device == device]
+        clean = [i for i, buffer in enumerate(buffers) if buffer.starts_on_host and buffer.device == device]
         blocks = {i: buffers[i].block for i in clean}
         room = memory - int((requirements.pinned_bytes[device] + requirements.unevictable_bytes[device]).max())
         if sum(blocks.values()) <= room:
@@ -137,7 +138,7 @@ def permanent_buffers(
 
 def outliers(requirements: StepRequirements, device: int) -> list[int]:
     """Return the clean buffers that are more than twice as large as nine in ten of them, the largest first."""
-    blocks = {i: b.block for i, b in enumerate(requirements.swappable) if b.clean and b.device == device}
+    blocks = {i: b.block for i, b in enumerate(requirements.swappable) if b.starts_on_host and b.device == device}
     if not blocks:
         return []
     usual = sorted(blocks.values())[len(blocks) * 9 // 10]
@@ -167,7 +168,7 @@ def _first_used(requirements: StepRequirements, capacity: Mapping[int, int], per
         device: memory - int(requirements.pinned_bytes[device][0] + requirements.unevictable_bytes[device][0])
         for device, memory in capacity.items()
     }
-    clean = (i for i, buffer in enumerate(requirements.swappable) if buffer.clean and i not in never_leave)
+    clean = (i for i, buffer in enumerate(requirements.swappable) if buffer.starts_on_host and i not in never_leave)
     at_start = []
     for i in sorted(clean, key=lambda i: requirements.swappable[i].uses[0]):
         buffer = requirements.swappable[i]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -78,8 +78,9 @@ class LiveRanges:
 
     ``planned``: the vertices but for inputs, in order; ``all``: every live range by begin; ``by_value``: that of each
     value, as it is named in the plan; ``positions``: which vertex of the serial order is the next at each tick;
-    ``ticks``: that of each of ``planned``; ``end``: the tick behind the last; ``packings``: by device, the result of
-    ``assign_offsets``; ``tried``: how many offsets were looked for; ``delays`` and
+    ``ticks``: that of each of ``planned``; ``end``: the tick behind the last; ``waits_at_home``: by offload of a value
+    that changes over steps, the ids of those that used what its home held before; ``packings``: by device, the result
+    of ``assign_offsets``; ``tried``: how many offsets were looked for; ``delays`` and
     ``repacking_rounds``: of the settings (``prefetch_delays``)."""
 
     requirements: StepRequirements
@@ -89,6 +90,7 @@ class LiveRanges:
     positions: list[int]
     ticks: list[int]
     end: int
+    waits_at_home: Mapping[int, Sequence[int]] = field(default_factory=dict)
     packings: dict[int, _DevicePacking] = field(default_factory=dict)
     tried: int = 0
     delays: tuple[float, ...] = ()
@@ -206,7 +208,7 @@ class LiveRanges:
         reloads = {live.values[0][0][0]: live.begin for live in self.all if live.scheduled >= 0}
         by_tick = sorted(range(len(self.planned)), key=lambda i: reloads.get(self.planned[i].id, self.ticks[i]))
         log.planned = [PlannedVertex(self.planned[i]) for i in by_tick]
-        waits: dict[int, list[int]] = {}
+        waits = {offload: list(users) for offload, users in self.waits_at_home.items()}
         occupants: dict[int, _LastOccupants] = {device: _LastOccupants() for device in requirements.pinned_bytes}
         for live in self.all:
             producer = live.values[0][0][0]

@@ -21,16 +21,34 @@ def live_ranges_of(
     cyclic: bool,
 ) -> LiveRanges:
     """Return the live ranges of ``schedule``, still without offsets; ``permanent`` buffers never leave."""
-    replay = _Replay(requirements, schedule)
-    replay.run(permanent, at_start, cyclic)
+    replay = _Replay(requirements, schedule, permanent, at_start, cyclic)
+    replay.run()
     runs = (event is SwapEvent.RUN for event, _ in schedule.events)
     positions = [0, *accumulate(runs, initial=0)]
-    return LiveRanges(requirements, replay.planned, replay.ranges, replay.by_value, positions, replay.ticks, replay.end)
+    return LiveRanges(
+        requirements,
+        replay.planned,
+        replay.ranges,
+        replay.by_value,
+        positions,
+        replay.ticks,
+        replay.end,
+        replay.waits_at_home,
+    )
 
 
 class _Replay:
-    def __init__(self, requirements: StepRequirements, schedule: SwapSchedule) -> None:
+    def __init__(
+        self,
+        requirements: StepRequirements,
+        schedule: SwapSchedule,
+        permanent: Sequence[int],
+        at_start: Sequence[int],
+        cyclic: bool,
+    ) -> None:
         self.requirements = requirements
+        self.cyclic = cyclic
+        self.resident = (*permanent, *at_start)
         self.buffers = requirements.swappable
         self.events = schedule.events
         self.end = len(schedule.events) + 1
@@ -43,16 +61,22 @@ class _Replay:
         """By swappable buffer: its live range at the moment."""
         self.readers: dict[Ref, list[int]] = {}
         """Readers of values that are not swappable."""
-        self.host: dict[int, Ref] = {i: buffer.ref for i, buffer in enumerate(self.buffers) if buffer.clean}
+        self.host: dict[int, Ref] = {i: buffer.ref for i, buffer in enumerate(self.buffers) if buffer.starts_on_host}
         """By swappable buffer: the value that the host has a copy of."""
+        self.loads: dict[int, list[int]] = {}
+        """By buffer that changes over steps: the reloads of what its home holds at the moment."""
+        self.waits_at_home: dict[int, list[int]] = {}
+        """By write-back: the vertices that used what its home held before."""
+        self.written_now: dict[Ref, int] = {v: i for i, b in enumerate(self.buffers) for v in b.versions[1:]}
+        """By version that a kernel writes over the one before: its buffer."""
         vertices = (*requirements.inputs, *requirements.order)
         self.next_id = max((vertex.id for vertex in vertices), default=-1) + 1
-        self.offloaded = self._needed_offloads()
+        self.needed_offloads = self._needed_offloads()
         self.released = self._release_ticks()
 
-    def run(self, permanent: Sequence[int], at_start: Sequence[int], cyclic: bool) -> None:
+    def run(self) -> None:
         """Go through all events."""
-        for index in (*permanent, *at_start):
+        for index in self.resident:
             self._open(index, self.buffers[index].ref, 0)
         first = dict(self.current)
         ticks: dict[int, int] = {-1: 0}
@@ -62,20 +86,19 @@ class _Replay:
                 ticks[subject] = tick
                 self._run(subject, tick)
             elif event is SwapEvent.RELOAD:
-                self._open(subject, (self._copy(VertexKind.RELOAD, subject, self.host[subject]), 0), tick)
+                reload = self._copy(VertexKind.RELOAD, subject, self.host[subject])
+                self.loads.setdefault(subject, []).append(reload)
+                self._open(subject, (reload, 0), tick)
                 self.current[subject].scheduled = tick
             elif event is SwapEvent.EVICT:
                 live = self.current.pop(subject)
-                if live.values[-1][0] == self.buffers[subject].ref and not self.buffers[subject].clean:
+                if self._was_made_here(live, subject):
                     # Its bytes are not free before its offload has ended.
                     live.end = tick
-            elif event is SwapEvent.OFFLOAD and subject in self.offloaded:
-                live = self.current[subject]
-                offload = self._copy(VertexKind.OFFLOAD, subject, live.values[-1][0])
-                live.values[-1][1].append(offload)
-                self.host[subject] = (offload, 0)
+            elif event is SwapEvent.OFFLOAD and tick in self.needed_offloads:
+                self._offload(subject)
         for index, live in self.current.items():
-            if not self.buffers[index].clean or (cyclic and index in first):
+            if self._was_made_here(live, index) or (self.cyclic and index in first):
                 live.end = self.end
                 if index in first and live is not first[index]:
                     live.at_step_start = first[index]
@@ -101,14 +124,49 @@ class _Replay:
                 released[running[subject], subject] = tick
         return released
 
+    def _was_made_here(self, live: LiveRange, index: int) -> bool:
+        """Whether the bytes hold what a kernel wrote there, not a copy of what the host has."""
+        ref = live.values[-1][0]
+        return ref in self.written_now or (ref == self.buffers[index].ref and not self.buffers[index].starts_on_host)
+
+    def _offload(self, index: int) -> None:
+        live = self.current[index]
+        offload = self._copy(VertexKind.OFFLOAD, index, live.values[-1][0])
+        live.values[-1][1].append(offload)
+        if self.buffers[index].starts_on_host:
+            # It goes home, over what the reloads so far have read there.
+            self.waits_at_home[offload] = self.loads.pop(index, [])
+        self.host[index] = (offload, 0)
+
     def _needed_offloads(self) -> set[int]:
-        """Return the activations whose host copy is used: they are reloaded, or kept and evicted."""
+        """Return the ticks of the offloads whose copy on the host is used, in this step or by the next one.
+
+        An activation's is where it is reloaded, or kept and evicted. That of a buffer which changes over steps is where
+        its bytes are given up before the next change; and at the end of the step, unless the next one finds it on the
+        device and never reads its home."""
         needed = set()
-        for event, index in self.events:
-            if event in (SwapEvent.RELOAD, SwapEvent.EVICT) and not self.buffers[index].clean:
-                producer = self.requirements.order[self.buffers[index].producer]
-                if event is SwapEvent.RELOAD or must_survive_step(producer):
-                    needed.add(index)
+        last: dict[int, int] = {}
+        changed: set[int] = set()
+        loaded_unchanged: set[int] = set()
+        for tick, (event, index) in enumerate(self.events, start=1):
+            if event is SwapEvent.OFFLOAD:
+                last[index] = tick
+            elif event is SwapEvent.RUN:
+                for written in self.requirements.changed.get(index, ()):
+                    changed.add(written)
+                    last.pop(written, None)
+            elif event in (SwapEvent.RELOAD, SwapEvent.EVICT):
+                buffer = self.buffers[index]
+                if buffer.starts_on_host:
+                    if event is SwapEvent.RELOAD and index not in changed:
+                        loaded_unchanged.add(index)
+                    used = True
+                else:
+                    used = event is SwapEvent.RELOAD or must_survive_step(self.requirements.order[buffer.producer])
+                if used and index in last:
+                    needed.add(last[index])
+        resident = set(self.resident) if self.cyclic else set()
+        needed |= {last[index] for index in changed if index in last and index not in resident - loaded_unchanged}
         return needed
 
     def _open(self, index: int, ref: Ref, tick: int) -> None:
@@ -136,7 +194,7 @@ class _Replay:
             ref, readers = live.values[-1]
             if live.scheduled >= 0 and live.first_read < 0:
                 live.first_read = tick
-            copies[self.buffers[index].ref] = ref
+            copies.update(dict.fromkeys(self.buffers[index].versions, ref))
             readers.append(vertex.id)
             live.end = self.released.get((position, live.device), self.end)
         for ref in dict.fromkeys(vertex.inputs):
@@ -146,3 +204,8 @@ class _Replay:
         self.ticks.append(self.tick)
         for index in self.requirements.made.get(position, ()):
             self._open(index, self.buffers[index].ref, tick)
+        for output, _ in vertex.inplace:
+            if (vertex.id, output) in self.written_now:
+                live = self.current[self.written_now[vertex.id, output]]
+                live.values.append(((vertex.id, output), []))
+                self.by_value[vertex.id, output] = live

@@ -1,18 +1,23 @@
 """What a step needs of device memory, position by position of its serial order, before anything has an offset.
 
 *Pinned* buffers hold their bytes from their producer to their last reader. *Swappable* ones have a copy on the host, so
-that they may leave the device between two uses: clean inputs, and activations whose idle gaps are worth an offload.
+that they may leave the device between two uses: inputs that the host has when the step starts, and activations whose
+idle gaps are worth an offload. An input that changes over steps has to be written back to the host after a change
+before it may leave.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
+from disco_accel.errors import PlanError
+from disco_accel.graph.check import called
 from disco_accel.graph.order import serial_order
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.values import (
@@ -21,6 +26,7 @@ from disco_accel.graph.values import (
     host_copy_exists,
     is_foreign,
     is_handed_out,
+    lasting_versions,
     must_survive_step,
     overwrites,
 )
@@ -53,9 +59,10 @@ class PinnedBuffer:
 class SwappableBuffer:
     """A value that may leave the device between uses, of ``size`` bytes, ``block`` with alignment.
 
-    ``uses``: the positions for which it has to be on the device. A clean input is ``evictable_from`` position 0. An
-    activation stays on the device from its ``producer`` up to before ``evictable_from``, by when its offload should
-    have ended; readers in between are not among its ``uses``.
+    ``uses``: the positions for which it has to be on the device. One that ``starts_on_host`` is ``evictable_from``
+    position 0; ``writes``: the positions, among its uses, that change it in place, and ``versions`` its names from
+    ``ref`` on. An activation stays on the device from its ``producer`` up to before ``evictable_from``, by when its
+    offload should have ended; readers in between are not among its ``uses``.
     """
 
     ref: Ref
@@ -63,9 +70,11 @@ class SwappableBuffer:
     block: int
     size: int
     uses: list[int]
-    clean: bool
+    starts_on_host: bool
     producer: int = -1
     evictable_from: int = 0
+    writes: list[int] = field(default_factory=list)
+    versions: list[Ref] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -73,9 +82,9 @@ class StepRequirements:
     """``order``: the vertices but for inputs, by position, with the ``seconds`` of each.
 
     ``reads[p]``: swappable buffers that position p reads, as indices. ``devices[p]``: where memory changes.
-    ``made[p]``: swappable buffers that position p produces. By device and position, the position after the last
-    standing for the end of the step: ``pinned_bytes``, and ``unevictable_bytes`` of activations before they are
-    evictable."""
+    ``made[p]``: swappable buffers that position p produces; ``changed[p]``: those that it writes over. By device and
+    position, the position after the last standing for the end of the step: ``pinned_bytes``, and ``unevictable_bytes``
+    of activations before they are evictable."""
 
     graph: TaskGraph
     inputs: tuple[Vertex, ...]
@@ -87,6 +96,7 @@ class StepRequirements:
     reads: list[list[int]] = field(default_factory=list)
     devices: list[tuple[int, ...]] = field(default_factory=list)
     made: dict[int, list[int]] = field(default_factory=dict)
+    changed: dict[int, list[int]] = field(default_factory=dict)
     pinned_bytes: dict[int, Profile] = field(default_factory=dict)
     unevictable_bytes: dict[int, Profile] = field(default_factory=dict)
 
@@ -94,6 +104,11 @@ class StepRequirements:
         """Return ``size`` rounded up to the alignment of ``device``."""
         align = self.align[device]
         return -(-size // align) * align
+
+    @property
+    def vertices(self) -> tuple[Vertex, ...]:
+        """All vertices, inputs first."""
+        return (*self.inputs, *self.order)
 
     @property
     def end(self) -> int:
@@ -105,7 +120,8 @@ def requirements_of(graph: TaskGraph, machine: Machine, min_gap_ratio: float | N
     """Return what ``graph`` needs.
 
     ``min_gap_ratio``: an activation is swappable only if one of its idle gaps is at least this many times its two
-    copies (None: no activation is). Raises Infeasible for in-place writes to values that would have to be copied first.
+    copies (None: no activation is). Raises Infeasible for in-place writes to values that would have to be copied first,
+    and PlanError for a version of a value that changes over steps which is wanted after it has been overwritten.
     """
     serial = serial_order(graph)
     inputs = tuple(vertex for vertex in serial if vertex.kind is VertexKind.INPUT)
@@ -131,7 +147,7 @@ class _Collector:
         self.requirements = requirements
         self.machine = machine
         self.min_gap_ratio = min_gap_ratio
-        self.vertices = {vertex.id: vertex for vertex in (*requirements.inputs, *requirements.order)}
+        self.vertices = {vertex.id: vertex for vertex in requirements.vertices}
         self.readers: dict[Ref, list[int]] = {}
         """Positions that read each value, ascending."""
         for position, vertex in enumerate(requirements.order):
@@ -142,6 +158,8 @@ class _Collector:
         for seconds in requirements.seconds:
             self.starts.append(self.starts[-1] + seconds)
         self.overwritten = {ref for vertex in requirements.order for _, ref in overwrites(vertex)}
+        self.states = lasting_versions(requirements.vertices)
+        self.state_versions = {version for versions in self.states.values() for version in versions}
         self.pinned_of: dict[Ref, PinnedBuffer] = {}
 
     def collect(self) -> None:
@@ -160,10 +178,13 @@ class _Collector:
         for pinned in requirements.pinned:
             requirements.pinned_bytes[pinned.device][max(0, pinned.first) : pinned.last + 1] += pinned.block
         for index, buffer in enumerate(requirements.swappable):
-            if not buffer.clean:
+            if not buffer.starts_on_host:
                 requirements.unevictable_bytes[buffer.device][buffer.producer : buffer.evictable_from] += buffer.block
-            for position in self.readers.get(buffer.ref, ()):
+            readers = {position for version in buffer.versions for position in self.readers.get(version, ())}
+            for position in sorted(readers):
                 requirements.reads[position].append(index)
+            for position in buffer.writes:
+                requirements.changed.setdefault(position, []).append(index)
 
     def _touched(self, vertex: Vertex) -> tuple[int, ...]:
         if vertex.kind is VertexKind.TRANSFER:
@@ -177,11 +198,17 @@ class _Collector:
         block = requirements.block(vertex.sizes[0], vertex.device)
         readers = self.readers.get(ref, [])
         if host_copy_exists(vertex):
-            if ref in self.overwritten:
+            versions = self.states.get(ref, [ref])
+            if ref in self.overwritten and len(versions) == 1:
                 raise Infeasible(0)
-            if readers:
-                clean = SwappableBuffer(ref, vertex.device, block, vertex.sizes[0], list(readers), True)
-                requirements.swappable.append(clean)
+            writes = self._writes(versions)
+            uses = sorted({position for version in versions for position in self.readers.get(version, ())})
+            if uses:
+                requirements.swappable.append(
+                    SwappableBuffer(
+                        ref, vertex.device, block, vertex.sizes[0], uses, True, writes=writes, versions=versions
+                    )
+                )
             return
         last = requirements.end if must_survive_step(vertex) or arrives_at_gate(vertex) else max(readers, default=0)
         self._pin(PinnedBuffer(vertex.device, block, [ref], -1, last))
@@ -190,7 +217,7 @@ class _Collector:
         requirements = self.requirements
         for k, size in enumerate(vertex.sizes):
             ref = (vertex.id, k)
-            if not size:
+            if not size or ref in self.state_versions:
                 continue
             block = requirements.block(size, vertex.device)
             readers = self.readers.get(ref, [])
@@ -235,6 +262,29 @@ class _Collector:
                     return buffer
         return None
 
+    def _writes(self, versions: Sequence[Ref]) -> list[int]:
+        """Return the positions that write the versions of a state but the first. Raises PlanError if one is wanted once
+        the next has taken its place: in the order that is planned there is no memory for both."""
+        position = {vertex.id: p for p, vertex in enumerate(self.requirements.order)}
+        writes = [position[producer] for producer, _ in versions[1:]]
+        for version, overwritten_at in zip(versions, writes, strict=False):
+            source, writer = self.vertices[version[0]], self.requirements.order[overwritten_at]
+            if self.readers[version][-1] > overwritten_at:
+                late = self.requirements.order[self.readers[version][-1]]
+                raise PlanError(
+                    f"{called(late)}: reads what {called(writer)} overwrites before it in the serial order; let the "
+                    "second run after the first"
+                )
+            if is_handed_out(source) and source.kind is not VertexKind.INPUT:
+                raise PlanError(f"{called(source)}: is handed out, but {called(writer)} overwrites it in the same step")
+        last = self.vertices[versions[-1][0]]
+        if handed_out_at_gate(last) and writes:
+            raise PlanError(
+                f"{called(last)}: out: changes a value that lives over steps, which cannot be handed out at the gate; "
+                "let it be kept to the end (keep)"
+            )
+        return writes
+
     def _is_last_reader(self, position: int, ref: Ref) -> bool:
         source = self.vertices[ref[0]]
         return self.readers[ref][-1] == position and not is_handed_out(source)
@@ -258,22 +308,24 @@ class _Collector:
         gaps = (after - before for before, after in pairwise(times))
         if not any(gap > self.min_gap_ratio * (offload + reload) for gap in gaps):
             return False
-        activation = SwappableBuffer(ref, vertex.device, block, size, uses, False, position, evictable)
+        activation = SwappableBuffer(ref, vertex.device, block, size, uses, False, position, evictable, versions=[ref])
         requirements.made.setdefault(position, []).append(len(requirements.swappable))
         requirements.swappable.append(activation)
         return True
 
 
 def two_steps(requirements: StepRequirements) -> StepRequirements:
-    """Return the step twice in a row. Clean buffers are shared; activations of the second step are listed last."""
+    """Return the step twice in a row. Buffers that start on the host are shared; activations of the second step are
+    listed last."""
     n, count = requirements.end, len(requirements.swappable)
     buffers: list[SwappableBuffer] = []
     second_step: list[SwappableBuffer] = []
     second_index = {}
     for index, buffer in enumerate(requirements.swappable):
         uses = [use + n for use in buffer.uses]
-        if buffer.clean:
-            buffers.append(replace(buffer, uses=buffer.uses + uses))
+        if buffer.starts_on_host:
+            writes = [*buffer.writes, *(write + n for write in buffer.writes)]
+            buffers.append(replace(buffer, uses=buffer.uses + uses, writes=writes))
         else:
             buffers.append(buffer)
             second_index[index] = count + len(second_step)
@@ -282,6 +334,7 @@ def two_steps(requirements: StepRequirements) -> StepRequirements:
             )
     reads = [[second_index.get(buffer, buffer) for buffer in read] for read in requirements.reads]
     made = {position + n: [second_index[i] for i in outputs] for position, outputs in requirements.made.items()}
+    changed = {position + n: buffers for position, buffers in requirements.changed.items()}
     pinned_bytes, unevictable_bytes = (
         {device: np.concatenate([profile[:n], profile]) for device, profile in profiles.items()}
         for profiles in (requirements.pinned_bytes, requirements.unevictable_bytes)
@@ -295,6 +348,7 @@ def two_steps(requirements: StepRequirements) -> StepRequirements:
         reads=requirements.reads + reads,
         devices=requirements.devices * 2,
         made={**requirements.made, **made},
+        changed={**requirements.changed, **changed},
         pinned_bytes=pinned_bytes,
         unevictable_bytes=unevictable_bytes,
     )

@@ -56,15 +56,18 @@ def schedule_swaps(
     permanent: Iterable[int] = (),
     boundary: int | None = None,
     prefetch_horizon: float = _ALWAYS,
+    repeats: bool = True,
 ) -> SwapSchedule:
     """Return a schedule of ``requirements`` within ``capacity`` bytes by device.
 
     ``at_start``: buffers that are on the device at the start; ``at_end``: those that have to be there at the end, in
     order of importance; ``permanent``: those that never leave, whose bytes are not part of the capacity. ``boundary``:
     the position at which ``at_boundary`` is noted. ``prefetch_horizon``: nothing is evicted for a reader more seconds
-    of compute ahead. Raises Infeasible.
+    of compute ahead. ``repeats``: a next step starts with what is on the device, so that changed buffers which never
+    leave need no write-back. Raises Infeasible.
     """
     scheduler = _SwapScheduler(requirements, machine, capacity, at_start, at_end, permanent, prefetch_horizon)
+    scheduler.repeats = repeats
     scheduler.boundary = boundary
     return scheduler.run()
 
@@ -107,6 +110,7 @@ class _SwapScheduler:
         self.machine = machine
         self.prefetch_horizon = prefetch_horizon
         self.boundary: int | None = None
+        self.repeats = True
         self.schedule = SwapSchedule()
         self.permanent = frozenset(permanent)
         uses = [[] if i in self.permanent else list(buffer.uses) for i, buffer in enumerate(self.buffers)]
@@ -119,7 +123,7 @@ class _SwapScheduler:
         self.evictable_at: dict[int, list[int]] = {}
         """By position: the activations that may leave from there on."""
         for i, buffer in enumerate(self.buffers):
-            if not buffer.clean:
+            if not buffer.starts_on_host:
                 self.evictable_at.setdefault(buffer.evictable_from, []).append(i)
         self.devices = {device: self._device(device, memory, at_end) for device, memory in capacity.items()}
         for i in at_start:
@@ -168,7 +172,7 @@ class _SwapScheduler:
         return self.schedule
 
     def _at_boundary(self) -> list[int]:
-        clean = [i for i, buffer in enumerate(self.buffers) if buffer.clean and i not in self.permanent]
+        clean = [i for i, buffer in enumerate(self.buffers) if buffer.starts_on_host and i not in self.permanent]
         return sorted((i for i in clean if self.state.resident[i]), key=self.state.next_use)
 
     def _execute(self, position: int) -> None:
@@ -206,6 +210,10 @@ class _SwapScheduler:
             device.compute_free = end
         for buffer in requirements.made.get(position, ()):
             self._offload(buffer, end)
+        for buffer in requirements.changed.get(position, ()):
+            # The host's copy is out of date from here on; one that never leaves is not read there again.
+            if buffer not in self.permanent or not self.repeats:
+                self._offload(buffer, end)
         self._prefetch(device, device.compute_free)
 
     def _allocate_output(self, device: _DeviceState, buffer: int, begin: float) -> float:
@@ -217,9 +225,9 @@ class _SwapScheduler:
         return free
 
     def _offload(self, buffer: int, ready: float) -> None:
-        activation, link = self.buffers[buffer], self.machine.d2h
-        device = activation.device
-        self.d2h_free[device] = max(self.d2h_free[device], ready) + link.latency + activation.size / link.bandwidth
+        device, link = self.buffers[buffer].device, self.machine.d2h
+        seconds = link.latency + self.buffers[buffer].size / link.bandwidth
+        self.d2h_free[device] = max(self.d2h_free[device], ready) + seconds
         self.state.on_host_at[buffer] = self.d2h_free[device]
         self.schedule.events.append((SwapEvent.OFFLOAD, buffer))
 
@@ -242,7 +250,7 @@ class _SwapScheduler:
     def _release(self, device: _DeviceState, index: int) -> None:
         """Make the buffer idle, or evict it at once where nobody reads it again and the user does not keep it."""
         buffer = self.buffers[index]
-        done = self.state.next_use(index) == NEVER and not buffer.clean
+        done = self.state.next_use(index) == NEVER and not buffer.starts_on_host
         if done and not must_survive_step(self.requirements.order[buffer.producer]):
             self._evict(index)
         else:
@@ -287,7 +295,7 @@ class _SwapScheduler:
             device.next_use += 1
             return True
         resident = self.state.resident[index]
-        not_made_yet = not buffer.clean and device.position < buffer.evictable_from
+        not_made_yet = not buffer.starts_on_host and device.position < buffer.evictable_from
         # Up to ``held``, and up to where an activation is evictable, its bytes are counted already.
         begin = max(device.position, buffer.evictable_from, held + 1)
         if int(device.unpromised[begin : use + 1].min()) < buffer.block:
