@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from disco_accel.graph.check import largest_need
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph, with_memory
 from disco_accel.graph.values import is_foreign, overwrites
+from disco_accel.plan.buildmemgraph.min_memory import bisect, bisect_down
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.search_work import Work
 from disco_accel.plan.timed.search import build_timed
@@ -26,8 +28,8 @@ FRUGAL = replace(
 )
 """Only what makes a plan feasible, not what makes it fast: a draft for each gap ratio, its redrafts and its offsets."""
 
-_STEPS = 40
-"""Sizes that are tried: between the working set and all bytes of the graph, 40 halvings reach the alignment unit."""
+_WORTH = 5.0
+"""Seconds of counted work, beyond what the modest search takes, that are spent on the last few units."""
 
 
 def plan_frugally(graph: TaskGraph, machine: Machine, *, cyclic: bool, work: Work) -> MemGraph:
@@ -36,31 +38,38 @@ def plan_frugally(graph: TaskGraph, machine: Machine, *, cyclic: bool, work: Wor
 
 
 def smallest_timed_memory(graph: TaskGraph, machine: Machine, *, cyclic: bool, work: Work) -> int:
-    """Return bytes, the same for every device, in which ``plan_frugally`` has a plan.
+    """Return bytes, the same for every device, in which the timed planner has a plan.
 
-    One alignment unit less has none, unless feasibility is not monotone there or the user's time is up. Raises
-    Infeasible where even memory for everything is not enough.
+    One alignment unit less has none, unless the search for that would take long (``_WORTH``), or the user's time is up.
+    The memory that the devices of ``graph`` have now is known to be infeasible. Raises Infeasible where even memory for
+    everything is not enough.
     """
     unit = max(device.alignment for device in graph.devices)
-    feasible = _everything(graph, unit)
-    failing = max(largest_need(graph, device.id)[0] for device in graph.devices) // unit - 1
+    given = min(device.memory for device in graph.devices) // unit
+    least = max(given + 1, -(-max(largest_need(graph, device.id)[0] for device in graph.devices) // unit))
+    counted = Work()
 
-    def plan_in(units: int) -> None:
-        plan_frugally(with_memory(graph, lambda _: units * unit), machine, cyclic=cyclic, work=Work())
-
-    plan_in(feasible)
-    for _ in range(_STEPS):
-        if feasible - failing <= 1 or work.late():
-            break
-        # Invariant: a plan fits in feasible units; in failing units either none was found or none can be.
-        middle = (failing + feasible) // 2
+    def fits(units: int, settings: TimedSettings) -> bool:
+        trial = Work()
         try:
-            plan_in(middle)
+            build_timed(
+                with_memory(graph, lambda _: units * unit), machine, cyclic=cyclic, work=trial, settings=settings
+            )
         except Infeasible:
-            failing = middle
-        else:
-            feasible = middle
-    return feasible * unit
+            return False
+        finally:
+            counted.spent += trial.spent
+        return True
+
+    feasible = max(_everything(graph, unit), least)
+    if not fits(feasible, FRUGAL):
+        raise Infeasible(0)
+    feasible = bisect(least - 1, feasible, partial(fits, settings=FRUGAL), lambda: not work.late())
+    # The whole search may find a plan where the modest one has none; planning is not monotone in memory.
+    limit = counted.spent + _WORTH
+    return unit * bisect_down(
+        feasible, least, partial(fits, settings=TimedSettings()), lambda: counted.spent < limit and not work.late()
+    )
 
 
 def _everything(graph: TaskGraph, unit: int) -> int:
