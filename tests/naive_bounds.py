@@ -1,6 +1,6 @@
 """By definition: does a plan say what its graph says, and lie its values where they may? (c), (d) of docs/schema.md.
 
-One vertex, one address after the other; ``naive_judge`` compares them with each other.
+One vertex, one address after the other; ``naive_judge`` compares them with each other. A home is one more arena.
 """
 
 from __future__ import annotations
@@ -26,6 +26,28 @@ def on_host(v: Vertex) -> bool:
     return v.kind == VertexKind.INPUT and v.traits.lifetime == "steps" and not foreign(v)
 
 
+def carried(graph: TaskGraph, plan: MemGraph) -> dict[Ref, Ref]:
+    """Each value of the plan → the graph's value of which it is a copy."""
+    own, of = {v.id for v in graph.vertices}, {v.id: v for v in plan.vertices}
+
+    def value(ref: Ref, steps: int) -> Ref:
+        if not steps:
+            raise Misplaced  # Copies of each other alone.
+        return ref if ref[0] in own else value(of[ref[0]].inputs[0], steps - 1)
+
+    return {ref: value(ref, len(of)) for v in of.values() for ref in [(v.id, k) for k in range(len(v.sizes))]}
+
+
+def versions(graph: TaskGraph) -> dict[Ref, list[Ref]]:
+    """Each value that lives over steps and changes, as its INPUT → its versions in order, that first."""
+    chains = {(v.id, 0): [(v.id, 0)] for v in graph.vertices if on_host(v) and v.traits.access == "read-write"}
+    for v in graph.vertices:
+        for k, p in v.inplace:
+            for chain in chains.values():
+                chain += [(v.id, k)] * (chain[-1] == v.inputs[p])
+    return chains
+
+
 def says_what_the_graph_says(graph: TaskGraph, plan: MemGraph) -> bool:
     """Whether devices and vertices are the graph's, and all vertices besides are plain copies."""
     own, of = {v.id: v for v in graph.vertices}, {v.id: v for v in plan.vertices}
@@ -48,9 +70,14 @@ def says_what_the_graph_says(graph: TaskGraph, plan: MemGraph) -> bool:
     return same_devices and len(of) == len(plan.vertices) and own.keys() <= of.keys()
 
 
-def places(plan: MemGraph) -> dict[Ref, tuple[int, int, int]]:
-    """Return arena (a device or HOST), begin and end of each value that has an address. Raises Misplaced."""
-    of = {v.id: v for v in plan.vertices}
+def before_step(state: Ref) -> Ref:
+    """What stands for the content of a home from before the step."""
+    return state[0], -1
+
+
+def places(graph: TaskGraph, plan: MemGraph) -> dict[Ref, tuple[int, int, int]]:
+    """Return arena (a device, HOST or a home), begin and end of each value that has an address. Raises Misplaced."""
+    of, copied = {v.id: v for v in plan.vertices}, carried(graph, plan)
     if plan.host_memory < 0 or plan.host_alignment < 1:
         raise Misplaced
     arenas = {d.id: (d.memory, d.alignment) for d in plan.devices}
@@ -67,4 +94,10 @@ def places(plan: MemGraph) -> dict[Ref, tuple[int, int, int]]:
         needs_none = v.kind == OFFLOAD or foreign(v) or on_host(v)
         if not needs_none and any(size and (v.id, k) not in plan.slots for k, size in enumerate(v.sizes)):
             raise Misplaced
+    for number, (state, chain) in enumerate(versions(graph).items()):
+        written = [v for v in plan.vertices if v.kind == OFFLOAD and copied[v.id, 0] in chain]
+        if any(v.id in plan.host_offsets for v in written):
+            raise Misplaced
+        held = (before_step(state), *((v.id, 0) for v in written))
+        at += [(ref, HOST - 1 - number, 0, of[state[0]].sizes[0]) for ref in held]
     return {ref: (arena, start, end) for ref, arena, start, end in at}

@@ -1,109 +1,52 @@
-"""A judge of plans by definition, for small graphs: the whole closure, every pair of values. No code of verify's.
+"""A judge of plans by definition, for small graphs, without code of verify's: all orders are safe, and end well.
 
-Written from docs/schema.md alone; the letters are those of "What verify demands" there.
+Written from docs/schema.md alone; the letters are those of "What verify demands" there. What is judged vertex by vertex
+is in ``naive_bounds``, what pair by pair in ``naive_order``; here is what there must be when a step ends.
 """
 
 from __future__ import annotations
 
 from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
-from tests.naive_bounds import Misplaced, foreign, on_host, places, says_what_the_graph_says
-
-INPUT, KERNEL, TRANSFER, OFFLOAD, RELOAD = VertexKind
+from disco_accel.graph.taskgraph import Ref, TaskGraph, VertexKind
+from tests.naive_bounds import Misplaced, before_step, foreign, on_host, says_what_the_graph_says, versions
+from tests.naive_order import Orders
 
 
 def is_safe(graph: TaskGraph, plan: MemGraph) -> bool:
     """Whether ``plan`` computes ``graph`` in any order that its edges allow, within the graph's devices."""
     try:
-        return says_what_the_graph_says(graph, plan) and _Judge(graph, plan).accepts()
+        if not says_what_the_graph_says(graph, plan):
+            return False
+        orders = Orders(graph, plan)
+        return orders.are_safe() and ends_well(orders)
     except (LookupError, Misplaced):  # It names a vertex, an output or a device that does not exist.
         return False
 
 
-class _Judge:
-    def __init__(self, graph: TaskGraph, plan: MemGraph) -> None:
-        self.graph, self.plan, self.at = graph, plan, places(plan)
-        self.own, self.of = {v.id: v for v in graph.vertices}, {v.id: v for v in plan.vertices}
-        self.size = {(v.id, k): size for v in plan.vertices for k, size in enumerate(v.sizes)}
-        self.late = {v.id for v in graph.vertices if v.traits.arrival == "gate"}
-        self.before = {v: {p for p, _ in self.of[v].inputs if self.of[p].kind == INPUT} for v in self.of}
+def ends_well(orders: Orders) -> bool:
+    """(g): the step ends with what the user wants and the next step needs."""
+    chains = versions(orders.graph)
+    intact: dict[Ref, list[Ref]] = {}
+    for copy in orders.size:
+        if orders.intact(copy):
+            intact.setdefault(orders.value[copy], []).append(copy)
+    for v in orders.graph.vertices:
+        last = chains.get((v.id, 0), [(v.id, 0)])[-1]
+        wanted = v.keep or (v.out and not orders.late)
+        at_home = on_host(v) and last == (v.id, 0)
+        for ref in ((v.id, k) for k, size in enumerate(v.sizes) if size):
+            if wanted and not at_home and not foreign(v) and ref not in intact:
+                return False
+            if on_host(v) and not next_step_finds(orders, ref, last, intact.get(last, [])):
+                return False
+    return True
 
-    def accepts(self) -> bool:
-        return self.a() and self.b() and self.e() and self.g()
 
-    def a(self) -> bool:
-        for u, v in (*self.plan.data_edges, *self.plan.memory_edges):
-            self.before[v].add(self.of[u].id)
-        for k in self.of:
-            for v in self.of:
-                self.before[v] |= self.before[k] if k in self.before[v] else set()
-        never = [v.id for v in self.of.values() if v.id in self.before[v.id] or (v.out and self.behind(v.id))]
-        return not never and not any(self.before[v.id] for v in self.of.values() if v.kind == INPUT)
-
-    def behind(self, v: int) -> bool:
-        return v in self.late or bool(self.late & self.before[v])
-
-    def done(self, u: int, v: int) -> bool:
-        return u in self.before[v] or (self.of[u].kind == INPUT and u not in self.late)
-
-    def b(self) -> bool:
-        after = all(self.done(u, v.id) for v in self.graph.vertices for u in v.after)
-        return after and all(self.reads(v, p) for v in self.plan.vertices for p in range(len(v.inputs)))
-
-    def value(self, ref: Ref) -> Ref:
-        return ref if ref[0] in self.own else self.value(self.of[ref[0]].inputs[0])
-
-    def reads(self, v: Vertex, p: int) -> bool:
-        ref, source = v.inputs[p], self.of[v.inputs[p][0]]
-        on_device = source.kind != OFFLOAD and (ref in self.at or foreign(source) or not self.size[ref])
-        if v.id in self.own:
-            wanted = self.own[v.id].inputs[p]
-            right = on_device and self.value(ref) == wanted and source.device == self.own[wanted[0]].device
-        elif v.kind == OFFLOAD:
-            right = on_device and source.device == v.device and self.size[ref] == v.sizes[0]
-        else:
-            right = self.size[ref] == v.sizes[0] and (source.kind == OFFLOAD or on_host(source))
-        return right and (source.kind == INPUT or (source.id, v.id) in self.plan.data_edges)
-
-    def overlap(self, a: Ref, b: Ref) -> bool:
-        (arena, start, end), (other, begin, stop) = self.at.get(a, (0, 0, 0)), self.at.get(b, (0, 0, 0))
-        return a != b and arena == other and max(start, begin) < min(end, stop)
-
-    def written_over(self, a: Ref, b: Ref) -> bool:
-        """Whether ``b`` is written when all users of ``a`` have finished, or over it by a reader that may."""
-        writer, from_host = self.of[b[0]], self.of[a[0]].kind == INPUT
-        users = {v.id for v in self.of.values() if a in v.inputs and not (v.kind == RELOAD and from_host)} | {a[0]}
-        may = [writer.inputs[p] for p in (() if b[1] else writer.may_inplace)]
-        may += [writer.inputs[p] for k, p in writer.inplace if k == b[1]]
-        exact = a in may and self.at[a][1] == self.at[b][1] and self.size[b] <= self.size[a]
-        if writer.kind == INPUT or a[0] == b[0] or (writer.id in users and not exact):
-            return False
-        held_for_gate = self.late and self.of[a[0]].out and not self.behind(writer.id)
-        return not held_for_gate and all(self.done(u, writer.id) for u in users - {writer.id})
-
-    def in_late_place(self, ref: Ref) -> bool:
-        """Whether ``ref`` is a late input or written over one, or over an output that was written so."""
-        return ref[0] in self.late or any(self.in_late_place(o) for o in self.of[ref[0]].inputs if self.overlap(o, ref))
-
-    def e(self) -> bool:  # and (f): the host is one more arena
-        pairs = [(a, b) for a in self.at for b in self.at if self.overlap(a, b)]
-        reserved = all(self.in_late_place(b) for a, b in pairs if a[0] in self.late)
-        forced = [(v.inputs[p], (v.id, k)) for v in self.of.values() for k, p in v.inplace if v.sizes[k]]
-        inplace = all(self.at[over][:2] == self.at[ref][:2] for over, ref in forced)
-        return reserved and inplace and all(self.written_over(a, b) or self.written_over(b, a) for a, b in pairs)
-
-    def g(self) -> bool:
-        for v in self.own.values():
-            kept = (v.keep or (v.out and not self.late)) and not on_host(v) and not foreign(v)
-            for ref in ((v.id, k) for k, size in enumerate(v.sizes) if size):
-                intact = [c for c in self.size if self.value(c) == ref and self.intact(c)]
-                back = any(self.at.get(c) == self.at.get(ref) for c in intact)
-                if (kept and not intact) or (self.plan.cyclic and on_host(v) and ref in self.at and not back):
-                    return False
-        return True
-
-    def intact(self, copy: Ref) -> bool:
-        on_host = self.of[copy[0]].kind == OFFLOAD and copy not in self.at
-        return on_host or (
-            copy in self.at and all(self.written_over(o, copy) for o in self.at if self.overlap(o, copy))
-        )
+def next_step_finds(orders: Orders, ref: Ref, last: Ref, copies: list[Ref]) -> bool:
+    """Whether it finds the ``last`` version of the INPUT ``ref`` where this one found its first. ``copies`` of it are
+    intact."""
+    resident = orders.plan.cyclic and ref in orders.at
+    back = any(orders.at.get(copy) == orders.at.get(ref) for copy in copies)
+    loaded = any(before_step(ref) in orders.read(reader) for reader in orders.of.values())
+    at_home = last == ref or any(orders.of[copy[0]].kind == VertexKind.OFFLOAD for copy in copies)
+    return (back or not resident) and (at_home or (resident and not loaded))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from disco_accel.graph.schema2_check import check_graph
 from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.graph.traits import Access, Arrival, Lifetime
 from disco_accel.plan import make_plan
+from disco_accel.testing.state_plans import state_plans
 from disco_accel.testing.strategies import Shape, random_taskgraph, with_room
 from disco_accel.verify.buffers import verify_buffers
 from disco_accel.verify.static import verify
@@ -26,6 +28,8 @@ SHAPES = (
     Shape(vertices=12, inplace=0.3, may_inplace=0.5),
 )
 SIZE = 256
+
+Change = Callable[[Plan, random.Random], Plan]
 
 
 def accepted(graph: Graph, plan: Plan) -> bool:
@@ -58,6 +62,16 @@ def converted_plans(count: int, seed: int) -> list[tuple[TaskGraph, Graph, Plan]
         except (BudgetTooSmall, GraphFileError):
             continue
         made.append((first, second, plan_to_2(plan)))
+    return made
+
+
+def converted_state_plans(count: int, seed: int) -> list[tuple[TaskGraph, Graph, Plan]]:
+    """Of graphs whose values change over steps, as far as version 2 can say them."""
+    made = []
+    for graph, plan in state_plans(count, seed):
+        with contextlib.suppress(GraphFileError):
+            second = graph_to_2(graph)
+            made.append((graph_to_1(second), second, plan_to_2(plan)))
     return made
 
 
@@ -97,6 +111,37 @@ def lose_an_entry(plan: Plan, rng: random.Random) -> Plan:
     return replace(plan, order=order, data_edges=edges[0], memory_edges=edges[1])
 
 
+def write_another_home(plan: Plan, rng: random.Random) -> Plan:
+    """A copy to the host goes to a home instead, or to one of another version."""
+    devices = {space.id for space in plan.graph.spaces if space.kind is SpaceKind.DEVICE}
+    written = {number for planned in plan.order for number in planned.writes}
+    to = rng.choice([buffer for buffer in plan.buffers if buffer.id in written and buffer.space not in devices])
+    other = rng.choice([buffer for buffer in plan.buffers if buffer.space not in devices])
+    return changed(plan, to, replace(to, version=other.version, offset=other.offset))
+
+
+def copy_home_again(plan: Plan, rng: random.Random) -> Plan:
+    """One more copy of what is on a device to its home, after some of the others and before the rest."""
+    values = plan.graph.value
+    sources = [b for b in plan.buffers if b.offset is not None and b.space == values[b.version[0]].space]
+    source = rng.choice([b for b in sources if values[b.version[0]].lifetime is Lifetime.STEPS])
+    home = values[source.version[0]].home
+    assert home is not None
+    buffer = Buffer(1 + max(b.id for b in plan.buffers), source.version, home)
+    number, at = 1 + max(p.id for p in plan.order), rng.randrange(len(plan.order) + 1)
+    before = [(p.id, number) for p in plan.order[:at]]
+    data = [(p.id, number) for p in plan.order if source.id in p.writes]
+    then = [(number, p.id) for p in plan.order[at:]]
+    copy = Planned(number, (source.id,), (buffer.id,))
+    return replace(
+        plan,
+        buffers=(*plan.buffers, buffer),
+        order=(*plan.order[:at], copy, *plan.order[at:]),
+        data_edges=(*plan.data_edges, *data),
+        memory_edges=(*plan.memory_edges, *before, *then),
+    )
+
+
 def more_memory(plan: Plan, rng: random.Random) -> Plan:
     spaces = tuple(replace(s, bytes=(s.bytes or 0) + 256) for s in plan.graph.spaces)
     return replace(plan, graph=replace(plan.graph, spaces=spaces))
@@ -107,14 +152,22 @@ def changed(plan: Plan, old: Buffer, new: Buffer) -> Plan:
 
 
 CHANGES = (drop_edge, drop_data_edge, move_buffer, shift_buffer, read_another, lose_an_entry, more_memory)
+OF_STATES = (write_another_home, copy_home_again)
 
 
-def test_both_judges_agree_on_good_plans_and_on_changed_ones() -> None:
+@pytest.mark.parametrize(
+    ("plans", "changes"),
+    [(converted_plans, CHANGES), (converted_state_plans, (*CHANGES, *OF_STATES, *OF_STATES))],
+    ids=["brought or frozen", "changing over steps"],
+)
+def test_both_judges_agree_on_good_plans_and_on_changed_ones(
+    plans: Callable[[int, int], list[tuple[TaskGraph, Graph, Plan]]], changes: Sequence[Change]
+) -> None:
     rng, refused, agreed = random.Random(5), Counter[str](), 0
-    for first, second, plan in converted_plans(40, 1):
+    for first, second, plan in plans(40, 1):
         verify_buffers(second, plan)
         for _ in range(12):
-            change = rng.choice(CHANGES)
+            change = rng.choice(changes)
             try:
                 spoilt = change(plan, rng)
             except IndexError:
@@ -125,7 +178,7 @@ def test_both_judges_agree_on_good_plans_and_on_changed_ones() -> None:
             agreed += 1
             assert accepted(second, spoilt) == expected, (change.__name__, expected)
             refused[change.__name__] += not expected
-    assert agreed > 300 and all(refused[change.__name__] for change in CHANGES), refused
+    assert agreed > 250 and all(refused[change.__name__] for change in changes), refused
 
 
 def updating(layers: int, memory: int) -> Graph:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 from types import ModuleType
 
@@ -14,13 +14,15 @@ import pytest
 
 from disco_accel.errors import PlanError, VerifyError
 from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.taskgraph import TaskGraph, VertexKind
-from disco_accel.graph.values import arrives_at_gate
+from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
+from disco_accel.graph.values import arrives_at_gate, host_copy_exists
 from disco_accel.plan import make_plan
 from disco_accel.testing.faults import FAULTS
 from disco_accel.testing.plans import tight_plans
+from disco_accel.testing.state_faults import STATE_FAULTS
+from disco_accel.testing.state_plans import state_plans
 from disco_accel.testing.strategies import Shape, random_taskgraph, with_memory
-from disco_accel.verify import same_graph, static
+from disco_accel.verify import homes, judged_plan, same_graph, static
 from disco_accel.verify.static import verify
 from tests.naive_judge import is_safe
 
@@ -226,14 +228,59 @@ def regrown(plan: MemGraph, rng: random.Random) -> MemGraph:
     return replace(plan, devices=tuple(other if d == device else d for d in plan.devices))
 
 
+def resourced(plan: MemGraph, rng: random.Random) -> MemGraph:
+    """A reload of another content of the host that holds as many bytes; its data edge follows."""
+    reloads = [v for v in plan.vertices if v.kind is VertexKind.RELOAD]
+    if not reloads:
+        return plan
+    victim = rng.choice(reloads)
+    sources = [v for v in plan.vertices if v.kind is VertexKind.OFFLOAD or host_copy_exists(v)]
+    source = rng.choice([v for v in sources if v.sizes == victim.sizes])
+    edges = () if source.kind is VertexKind.INPUT else ((source.id, victim.id),)
+    vertices = tuple(replace(v, inputs=((source.id, 0),)) if v.id == victim.id else v for v in plan.vertices)
+    return replace(plan, vertices=vertices, data_edges=(*plan.data_edges, *edges))
+
+
+def overwritten_at_home(plan: MemGraph, rng: random.Random) -> MemGraph:
+    """One more offload, of anything on a device; it waits for some vertices and some wait for it."""
+    if not plan.slots:
+        return plan
+    ref = rng.choice(sorted(plan.slots))
+    number = 1 + max(v.id for v in plan.vertices)
+    others = [v.id for v in plan.vertices if v.kind is not VertexKind.INPUT]
+    before = [(u, number) for u in others if rng.random() < 0.5]
+    then = [(number, v) for v in others if (v, number) not in before and rng.random() < 0.5]
+    slot = plan.slots[ref]
+    offload = Vertex(number, VertexKind.OFFLOAD, slot.device, "", (ref,), (slot.size,))
+    return replace(
+        plan,
+        vertices=(*plan.vertices, offload),
+        data_edges=(*plan.data_edges, (ref[0], number)),
+        memory_edges=(*plan.memory_edges, *before, *then),
+    )
+
+
 def spoilt(plan: MemGraph, rng: random.Random) -> MemGraph:
-    return FAULTS[rng.choice(sorted(FAULTS))](plan, rng) or plan
+    name = rng.choice(sorted(FAULTS | STATE_FAULTS))
+    return (FAULTS | STATE_FAULTS)[name](plan, rng) or plan
+
+
+def handing_out(graph: TaskGraph, plan: MemGraph, rng: random.Random) -> tuple[TaskGraph, MemGraph]:
+    """An input is wanted at the gate or at the end; the plan knows, and may not be made for it."""
+    wanted = rng.choice([v for v in graph.vertices if v.kind is VertexKind.INPUT]).id
+    out = rng.random() < 0.7
+
+    def marked(vertices: tuple[Vertex, ...]) -> tuple[Vertex, ...]:
+        return tuple(replace(v, out=v.out or out, keep=v.keep or not out) if v.id == wanted else v for v in vertices)
+
+    return replace(graph, vertices=marked(graph.vertices)), replace(plan, vertices=marked(plan.vertices))
 
 
 CHANGES = (
     *(moved, moved, rewired, rewired, reread, rehosted, shrunk, host_shrunk, unwaited, recopied, uncopied),
     *(stacked, stacked, swapped, gated, gated),
 )
+OF_STATES = (resourced, overwritten_at_home, rewired, unwaited, uncopied, shrunk)
 ALONE = (regrown, spoilt)
 """These take a plan as a planner made it."""
 
@@ -251,6 +298,13 @@ def cases(seed: int) -> list[tuple[TaskGraph, MemGraph, bool]]:
             else:
                 bad = rng.choice((*CHANGES, *ALONE))(plan, rng)
             changed.append((graph, bad, is_safe(graph, bad)))
+    for graph, plan in state_plans(PLANS // 2, 1000 * seed):
+        assert accepted(graph, plan) and is_safe(graph, plan)
+        for _ in range(16):
+            if rng.random() < 0.2:
+                graph, plan = handing_out(graph, plan, rng)
+            bad = rng.choice((*CHANGES, *OF_STATES, *OF_STATES, *ALONE))(plan, rng)
+            changed.append((graph, bad, is_safe(graph, bad)))
     return changed
 
 
@@ -264,12 +318,15 @@ def test_two_judges_agree_on_plans_changed_at_random(seed: int) -> None:
 
 
 CHECKS = (
-    *((static, name) for name in ("check_same", "first_violated", "_check_values", "_check_copy", "_check_on_device")),
+    (judged_plan, "first_violated"),
+    *((static, name) for name in ("check_same", "_check_values", "_check_copy", "_check_on_device")),
     *(
         (static, name)
         for name in ("_check_after", "_check_slots", "_check_overwrite", "_check_reuse", "_check_inplace")
     ),
     *((static, name) for name in ("_check_kept", "_check_cyclic", "_behind_gate")),
+    *((static, name) for name in ("writes_home", "check_written_back")),
+    *((homes, name) for name in ("_home_readers", "handed_out_at_gate")),
     *((same_graph, name) for name in ("_check_devices", "_check_host", "_check_vertex", "_check_copies")),
 )
 
@@ -279,7 +336,8 @@ def test_the_judges_disagree_once_a_check_is_left_out(
     module: ModuleType, check: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So each check of the static judge is tried by the changes, and their agreement says something."""
-    monkeypatch.setattr(module, check, lambda *_: set() if check == "_behind_gate" else None)
+    answer = {"_behind_gate": set(), "_home_readers": defaultdict(list)}.get(check)
+    monkeypatch.setattr(module, check, lambda *_: answer)
 
     def differ(graph: TaskGraph, plan: MemGraph, safe: bool) -> bool:
         with contextlib.suppress(LookupError, ZeroDivisionError):

@@ -8,9 +8,16 @@ from disco_accel.errors import GraphFileError
 from disco_accel.graph.memgraph import Edge
 from disco_accel.graph.stable_order import stable_order
 from disco_accel.graph.strict_json import plain
-from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
+from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.traits import BROUGHT
-from disco_accel.graph.values import arrives_at_gate, handed_out_at_gate, host_copy_exists, is_foreign, overwrites
+from disco_accel.graph.values import (
+    arrives_at_gate,
+    changes_over_steps,
+    handed_out_at_gate,
+    host_copy_exists,
+    is_foreign,
+    overwrites,
+)
 
 
 def dependencies(vertex: Vertex) -> list[int]:
@@ -79,6 +86,7 @@ def check_taskgraph(graph: TaskGraph) -> TaskGraph:
     order = stable_topological_order(graph.vertices)
     if order is None:
         raise GraphFileError(f"inputs/after: the vertices depend on each other in a cycle: {_some_cycle(graph)}")
+    _check_versions(order)
     behind = after_gate(order)
     for vertex in order:
         if handed_out_at_gate(vertex) and vertex.id in behind:
@@ -150,6 +158,28 @@ def _check_inplace(vertex: Vertex, by_id: dict[int, Vertex]) -> None:
     overwritten = {ref for _, ref in overwrites(vertex)}
     if len(overwritten) < len(vertex.inplace) or len(dict(vertex.inplace)) < len(vertex.inplace):
         raise _fail(vertex, "inplace", "an output is written over one input, and an input by one output")
+
+
+def _check_versions(order: Sequence[Vertex]) -> None:
+    """The versions of a value that changes over steps form one chain: its home has room for one of them at a time."""
+    state: dict[Ref, Ref] = {}
+    overwritten_by: dict[Ref, int] = {}
+    by_id = {vertex.id: vertex for vertex in order}
+    for vertex in order:
+        if changes_over_steps(vertex):
+            state[vertex.id, 0] = (vertex.id, 0)
+        for output, ref in overwrites(vertex):
+            if ref not in state:
+                continue
+            changed = called(by_id[state[ref][0]])
+            if ref in overwritten_by:
+                raise _fail(
+                    vertex, "inplace", f"vertex {overwritten_by[ref]} writes over the same version of {changed} already"
+                )
+            if vertex.sizes[output] != by_id[ref[0]].sizes[ref[1]]:
+                raise _fail(vertex, "inplace", f"output {output} is a version of {changed}, but has other bytes")
+            overwritten_by[ref] = vertex.id
+            state[vertex.id, output] = state[ref]
 
 
 def _some_cycle(graph: TaskGraph) -> str:

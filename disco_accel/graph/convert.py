@@ -12,6 +12,7 @@ from disco_accel.graph.check import called, check_taskgraph
 from disco_accel.graph.memgraph import Edge, MemGraph, Slot
 from disco_accel.graph.schema2 import GATE, Space, SpaceKind, Value, Version, Work
 from disco_accel.graph.schema2_check import check_graph
+from disco_accel.graph.schema2_plan_check import check_names
 from disco_accel.graph.taskgraph import Device, Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.traits import Access, Arrival, Lifetime, Traits
 from disco_accel.graph.values import arrives_at_gate, changes_over_steps, host_copy_exists, is_foreign, overwrites
@@ -50,7 +51,9 @@ def plan_to_2(plan: MemGraph) -> schema2.Plan:
             if vertex.kind is VertexKind.OFFLOAD:
                 offset = plan.host_offsets.get(vertex.id)
                 value = graph.value[version[0]]
-                if value.lifetime is Lifetime.STEPS and value.access is Access.READ_WRITE:
+                if _is_state(value):
+                    if offset is not None:
+                        raise GraphFileError(f"{called(vertex)}: host_offset: it goes to the home of value {value.id}")
                     held[ref] = buffers.add(version, host.id, None)
                     continue
                 if offset is None and size:
@@ -76,7 +79,8 @@ def plan_to_2(plan: MemGraph) -> schema2.Plan:
 
 
 def plan_to_1(plan: schema2.Plan) -> MemGraph:
-    """``plan`` in version 1. Raises GraphFileError as ``graph_to_1`` does."""
+    """``plan`` in version 1. Raises GraphFileError as ``graph_to_1`` does, and for buffers that would share a name."""
+    check_names(plan)
     to1 = _To1(plan.graph)
     graph = to1.graph()
     kinds = {space.id: space.kind for space in plan.graph.spaces}
@@ -126,6 +130,10 @@ def plan_to_1(plan: schema2.Plan) -> MemGraph:
 
 def _host_id(devices: Iterable[Device]) -> int:
     return max(device.id for device in devices) + 1
+
+
+def _is_state(value: Value) -> bool:
+    return value.lifetime is Lifetime.STEPS and value.access is Access.READ_WRITE
 
 
 class _To2:
@@ -277,6 +285,12 @@ def _copy_to_1(
     pair = (kinds[source.space], kinds[target.space])
     if pair == (SpaceKind.DEVICE, SpaceKind.HOST):
         kind, device = VertexKind.OFFLOAD, source.space
+        value = plan.graph.value[source.version[0]]
+        if _is_state(value) != (target.offset is None) and value.bytes:
+            place = (
+                "no place on the host but its home" if _is_state(value) else "a place on the host that has an offset"
+            )
+            raise GraphFileError(f"vertex {planned.id}: in version 1 a copy of value {value.id} has {place}")
     elif pair == (SpaceKind.HOST, SpaceKind.DEVICE):
         kind, device = VertexKind.RELOAD, target.space
     else:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from disco_accel.graph.check import after_gate, check_taskgraph
 from disco_accel.graph.taskgraph import Device, Ref, TaskGraph, Vertex, VertexKind
-from disco_accel.graph.traits import BROUGHT, FOREIGN, FROZEN, LATE, LATE_FOREIGN
+from disco_accel.graph.traits import BROUGHT, FOREIGN, FROZEN, LATE, LATE_FOREIGN, STATE
 from disco_accel.graph.values import arrives_at_gate, handed_out_at_gate, host_copy_exists, is_foreign
 
 _SIZES = (0, 1, 256, 300, 512, 512, 1024, 1024, 2048, 3000)
@@ -20,7 +20,10 @@ _TRAITS = {"clean": FROZEN, "plain": BROUGHT, "external": FOREIGN, "late": LATE,
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How large and how odd a random graph is; the probabilities are per vertex."""
+    """How large and how odd a random graph is; the probabilities are per vertex.
+
+    ``states``: of an input that lives over steps and changes, and of a kernel that changes some of those.
+    """
 
     vertices: int = 24
     inputs: int = 6
@@ -31,6 +34,7 @@ class Shape:
     may_inplace: float = 0.25
     several_outputs: float = 0.2
     after: float = 0.1
+    states: float = 0.0
 
 
 def random_taskgraph(rng: random.Random, shape: Shape | None = None) -> TaskGraph:
@@ -107,6 +111,9 @@ class _Maker:
         self.shape = shape
         self.devices = tuple(Device(id, 1 << 40) for id in range(rng.randint(1, shape.devices)))
         self.vertices: list[Vertex] = []
+        self.last_version: dict[Ref, Ref] = {}
+        """Input that lives over steps and changes → its last version so far."""
+        self.versions: set[Ref] = set()
 
     def _size(self) -> int:
         return self.rng.choice(_SIZES)
@@ -118,6 +125,9 @@ class _Maker:
         return [(v.id, k) for v in self.vertices if v.device == device for k in range(len(v.sizes))]
 
     def add_input(self) -> None:
+        if self.shape.states and self.rng.random() < self.shape.states:
+            self._add_state()
+            return
         sort = self.rng.choice(("clean", "clean", "plain", "external", "late" if self.shape.gate else "clean"))
         late = sort == "late"
         self.vertices.append(
@@ -132,9 +142,22 @@ class _Maker:
             )
         )
 
+    def _add_state(self) -> None:
+        ref = (len(self.vertices), 0)
+        keep = self.rng.random() < self.shape.keep / 2
+        self.last_version[ref] = ref
+        self.versions.add(ref)
+        self.vertices.append(
+            Vertex(ref[0], VertexKind.INPUT, self._device(), "in_state", (), (self._size(),), traits=STATE, keep=keep)
+        )
+
     def add_vertex(self) -> None:
         rng, device = self.rng, self._device()
         values = self._values_on(device)
+        states = [state for state in self.last_version if self.vertices[state[0]].device == device]
+        if states and rng.random() < self.shape.states:
+            self._add_update(device, rng.sample(states, rng.randint(1, min(3, len(states)))))
+            return
         others = [ref for d in self.devices if d.id != device for ref in self._values_on(d.id)]
         if others and rng.random() < 0.3:
             source = rng.choice(others)
@@ -147,6 +170,35 @@ class _Maker:
         count = rng.choice((2, 2, 3)) if rng.random() < self.shape.several_outputs else 1
         self._append(VertexKind.KERNEL, device, inputs, tuple(self._size() for _ in range(count)))
 
+    def _add_update(self, device: int, states: list[Ref]) -> None:
+        """Add a kernel that writes the next version of each of ``states``, from other values of ``device`` too."""
+        rng = self.rng
+        lost = {self.last_version[state]: state for state in states}
+        others = [ref for ref in self._values_on(device) if ref not in lost]
+        inputs = [*lost, *(rng.choice(others[-6:]) for _ in range(rng.randint(0, 2) if others else 0))]
+        rng.shuffle(inputs)
+        # Which output writes over which input, and outputs that are values of their own.
+        outputs: list[Ref | None] = [*lost, *([None] * rng.choice((0, 0, 1)))]
+        rng.shuffle(outputs)
+        number = len(self.vertices)
+        self.vertices.append(
+            Vertex(
+                id=number,
+                kind=VertexKind.KERNEL,
+                device=device,
+                op=f"update{number}",
+                inputs=tuple(inputs),
+                sizes=tuple(self._size() if ref is None else self._size_of(ref) for ref in outputs),
+                duration=rng.choice((None, 1e-5, 1e-4)),
+                keep=rng.random() < self.shape.keep,
+                inplace=tuple((k, inputs.index(ref)) for k, ref in enumerate(outputs) if ref is not None),
+            )
+        )
+        for k, ref in enumerate(outputs):
+            if ref is not None:
+                self.last_version[lost[ref]] = (number, k)
+                self.versions.add((number, k))
+
     def _size_of(self, ref: Ref) -> int:
         return self.vertices[ref[0]].sizes[ref[1]]
 
@@ -157,7 +209,9 @@ class _Maker:
         if kind is VertexKind.KERNEL and inputs:
             if rng.random() < shape.inplace:
                 over = rng.randrange(len(inputs))
-                if not is_foreign(self.vertices[inputs[over][0]]) and inputs.count(inputs[over]) == 1:
+                foreign = is_foreign(self.vertices[inputs[over][0]])
+                # Versions of a value that changes over steps form one chain, which ``_add_update`` goes on with.
+                if not foreign and inputs.count(inputs[over]) == 1 and inputs[over] not in self.versions:
                     inplace = ((0, over),)
                     sizes = (min(sizes[0], self._size_of(inputs[over])), *sizes[1:])
             if rng.random() < shape.may_inplace:

@@ -1,11 +1,13 @@
 """The dynamic judge: runs a MemGraph on tokens instead of tensors, in the most hostile order its edges allow.
 
 Memory starts poisoned; a vertex scribbles over all its outputs when it starts, reads its inputs when it starts and
-again when it finishes, and takes as long as the adversary likes. Needs no torch.
+again when it finishes, and takes as long as the adversary likes. What is made in a step has tokens that no other step
+has, so that content of the step before is not taken for that of this one. Needs no torch.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -14,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from disco_accel.errors import Stalled, VerifyError
+from disco_accel.graph.carried_values import carried_values
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.strict_json import plain
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
@@ -22,10 +25,12 @@ from disco_accel.graph.values import (
     handed_out_at_gate,
     host_copy_exists,
     is_foreign,
+    lasting_versions,
     must_survive_step,
 )
 
 _POISON = -1
+_COPIES = (VertexKind.OFFLOAD, VertexKind.RELOAD)
 _Cells = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -37,23 +42,33 @@ def run_reference(graph: TaskGraph, memgraph: MemGraph, seed: int) -> None:
     rng = random.Random(seed)
     memory = _Memory(graph, memgraph)
     for step in range(2 if memgraph.cyclic else 1):
+        memory.begin_step()
         _Step(graph, memgraph, memory, rng, first=step == 0).run()
 
 
 class _Memory:
-    """Arenas and host as cells between all addresses that occur; each cell holds the token of a value."""
+    """Arenas and host as cells between all addresses that occur; each cell holds the token of a value.
+
+    ``home``: one cell for each value that changes over steps, on the host. ``token``: that of each value in this step.
+    """
 
     def __init__(self, graph: TaskGraph, memgraph: MemGraph) -> None:
         self.token: dict[Ref, int] = {}
-        for vertex in graph.vertices:
-            for k in range(len(vertex.sizes)):
-                self.token[vertex.id, k] = len(self.token)
+        self.given = itertools.count()
+        self.values = [(vertex.id, k) for vertex in graph.vertices for k in range(len(vertex.sizes))]
+        self.versions = lasting_versions(graph.vertices)
+        self.last = {(v.id, 0): self.versions.get((v.id, 0), [(v.id, 0)])[-1] for v in graph.vertices if _lasts(v)}
+        """Input that lives over steps → what the next step finds in its place."""
+        sizes = {(vertex.id, 0): vertex.sizes[0] for vertex in graph.vertices if vertex.sizes}
+        self.home = {state: np.full(1, _POISON, np.int64) for state in self.versions if sizes[state]}
+        home_of = {version: home for state, home in self.home.items() for version in self.versions[state]}
+        carried = carried_values(memgraph)
         places: dict[Ref, tuple[int | str, int, int]] = {}
         for ref, slot in memgraph.slots.items():
             if slot.size:
                 places[ref] = (slot.device, slot.addr, slot.addr + slot.size)
         for vertex in memgraph.vertices:
-            if vertex.kind is VertexKind.OFFLOAD and vertex.sizes[0]:
+            if vertex.kind is VertexKind.OFFLOAD and vertex.sizes[0] and carried[vertex.id, 0] not in home_of:
                 start = memgraph.host_offsets.get(vertex.id)
                 # Without a planned offset the runtime gives each offload memory of its own.
                 own = "host" if start is not None else f"host{vertex.id}"
@@ -67,6 +82,18 @@ class _Memory:
             ref: self.arena[where][cells[where][begin] : cells[where][end]]
             for ref, (where, begin, end) in places.items()
         }
+        for vertex in memgraph.vertices:
+            if vertex.kind is VertexKind.OFFLOAD and carried[vertex.id, 0] in home_of:
+                self.view[vertex.id, 0] = home_of[carried[vertex.id, 0]]
+
+    def begin_step(self) -> None:
+        """Give each value a token of this step; what lives over steps begins as the step before left it."""
+        before, self.token = self.token, {ref: next(self.given) for ref in self.values}
+        for ref, last in self.last.items():
+            if before:
+                self.token[ref] = before[last]
+            elif ref in self.home:
+                self.home[ref][:] = self.token[ref]
 
     def poison(self, spared: Iterable[Ref]) -> None:
         """Overwrite every byte but those of the copies ``spared``."""
@@ -75,6 +102,10 @@ class _Memory:
             cells.fill(_POISON)
         for view, content in saved:
             view[:] = content
+
+
+def _lasts(vertex: Vertex) -> bool:
+    return vertex.kind is VertexKind.INPUT and host_copy_exists(vertex)
 
 
 class _Step:
@@ -171,19 +202,19 @@ class _Step:
         vertex = self.vertices[vertex_id]
         task = self.task.get(vertex_id)
         self._check_inputs(vertex)
-        reused = set()
+        reused = set[tuple[int, Ref]]()
         if task is not None:
-            positions = (*task.may_inplace, *(position for _, position in task.inplace))
-            reused = {vertex.inputs[position] for position in positions}
-        if vertex.kind in (VertexKind.OFFLOAD, VertexKind.RELOAD):
+            pairs = (*((0, position) for position in task.may_inplace), *task.inplace)
+            reused = {(output, vertex.inputs[position]) for output, position in pairs}
+        if vertex.kind in _COPIES:
             outputs = {(vertex_id, 0): self._token_at_source(vertex)}
         else:
             outputs = {(vertex_id, k): self.memory.token[vertex_id, k] for k in range(len(vertex.sizes))}
         for ref, token in outputs.items():
             self._write(ref, token)
-        for ref in reused:
-            if (vertex_id, 0) in self.memory.view and ref in self.memory.view:
-                mine, theirs = self.memory.view[vertex_id, 0], self.memory.view[ref]
+        for output, ref in reused:
+            if (vertex_id, output) in self.memory.view and ref in self.memory.view:
+                mine, theirs = self.memory.view[vertex_id, output], self.memory.view[ref]
                 if np.shares_memory(mine, theirs):
                     outputs[ref] = _POISON
         self.running[vertex_id] = outputs
@@ -193,6 +224,8 @@ class _Step:
         outputs = self.running.pop(vertex_id)
         overwritten = {ref for ref, token in outputs.items() if token == _POISON}
         self._check_inputs(vertex, overwritten)
+        if vertex.kind in _COPIES and self._token_at_source(vertex) != outputs[vertex_id, 0]:
+            raise VerifyError(f"the source of vertex {vertex_id} ({plain(vertex.op)}) was overwritten while it ran")
         for ref, token in outputs.items():
             if token != _POISON and not self._holds(ref, token):
                 raise VerifyError(f"the output of vertex {vertex_id} ({plain(vertex.op)}) was overwritten while it ran")
@@ -205,10 +238,17 @@ class _Step:
     def _token_at_source(self, copy: Vertex) -> int:
         """Return the token that ``copy`` carries: the one at its source, right or wrong."""
         source = copy.inputs[0]
-        if copy.kind is VertexKind.RELOAD and self.vertices[source[0]].kind is VertexKind.INPUT:
-            return self.memory.token[source]
+        if self._reads_host_copy(copy):
+            home = self.memory.home.get(source)
+            return self.memory.token[source] if home is None else int(home[0])
         view = self.memory.view.get(source)
         return self.content.get(source, _POISON) if view is None else int(view[0])
+
+    def _at_home(self, state: Ref, version: Ref) -> bool:
+        return int(self.memory.home[state][0]) == self.memory.token[version]
+
+    def _reads_host_copy(self, copy: Vertex) -> bool:
+        return copy.kind is VertexKind.RELOAD and self.vertices[copy.inputs[0][0]].kind is VertexKind.INPUT
 
     def _check_inputs(self, vertex: Vertex, overwritten: set[Ref] | None = None) -> None:
         task = self.task.get(vertex.id)
@@ -217,7 +257,10 @@ class _Step:
                 continue
             if task is not None:
                 self._expect(vertex.id, ref, task.inputs[position], f"reads inputs[{position}]")
-            elif not (vertex.kind is VertexKind.RELOAD and self.vertices[ref[0]].kind is VertexKind.INPUT):
+            elif self._reads_host_copy(vertex):
+                if self._token_at_source(vertex) != self.memory.token[ref]:
+                    raise VerifyError(f"vertex {vertex.id} ({plain(vertex.op)}) reads another version of {ref} at home")
+            else:
                 view = self.memory.view.get(ref)
                 if view is not None and (view[0] == _POISON or not bool((view == view[0]).all())):
                     raise VerifyError(f"vertex {vertex.id} ({plain(vertex.op)}) copies bytes that are not one value")
@@ -255,12 +298,14 @@ class _Step:
             if view.size and bool((view == view[0]).all()):
                 copies[int(view[0])].append(ref)
         for vertex in self.task.values():
-            if not must_survive_step(vertex) or host_copy_exists(vertex) or is_foreign(vertex):
+            unchanged = self.memory.last.get((vertex.id, 0)) == (vertex.id, 0)
+            if not must_survive_step(vertex) or unchanged or is_foreign(vertex):
                 continue
             for k, size in enumerate(vertex.sizes):
                 if size and not copies[self.memory.token[vertex.id, k]]:
                     raise VerifyError(f"vertex {vertex.id} ({plain(vertex.op)}): output {k} must be kept but is gone")
-        if self.memgraph.cyclic:
-            for vertex in self.task.values():
-                if host_copy_exists(vertex) and (vertex.id, 0) in self.memory.view:
-                    self._expect(vertex.id, (vertex.id, 0), (vertex.id, 0), "is resident but not back")
+        for state, last in self.memory.last.items():
+            if self.memgraph.cyclic and state in self.memory.view:
+                self._expect(state[0], state, last, "is resident but not back")
+            elif state != last and state in self.memory.home and not self._at_home(state, last):
+                raise VerifyError(f"vertex {state[0]} is changed, and its home does not have its last version")

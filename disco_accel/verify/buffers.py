@@ -63,6 +63,7 @@ class _Judged:
     waits: dict[int, set[int]] = field(init=False)
     """Id → what it waits for by an edge, the gate included."""
     claims: list[tuple[int, int, Callable[[], str]]] = field(init=False, default_factory=list)
+    has_gate: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.buffers = {buffer.id: buffer for buffer in self.plan.buffers}
@@ -70,6 +71,7 @@ class _Judged:
         self.vertices = {vertex.id: vertex for vertex in self.graph.vertices}
         self.writer, self.readers = {}, defaultdict(list)
         self.waits = {number: set() for number in self.planned}
+        self.has_gate = any(value.arrival is Arrival.GATE for value in self.graph.values)
 
     def name(self, number: int) -> str:
         """How messages call a vertex or a copy."""
@@ -219,7 +221,6 @@ def _behind_gate(judged: _Judged, order: dict[int, int]) -> set[int]:
 
 def _check_memory(judged: _Judged, order: dict[int, int], behind: set[int]) -> dict[_Memory, Occupants[int]]:
     memories: dict[_Memory, Occupants[int]] = defaultdict(Occupants)
-    has_gate = any(value.arrival is Arrival.GATE for value in judged.graph.values)
     reserved: set[int] = set()
 
     def turn(buffer: Buffer) -> tuple[int, int]:
@@ -232,7 +233,11 @@ def _check_memory(judged: _Judged, order: dict[int, int], behind: set[int]) -> d
         writer = judged.writer.get(buffer.id)
         if writer is None and judged.value(buffer).arrival is Arrival.GATE:
             reserved.add(buffer.id)
-        for number in memories[memory].replace(*judged.extent(buffer), buffer.id):
+        replaced = memories[memory].replace(*judged.extent(buffer), buffer.id)
+        if writer is not None and memory[0] == "home" and not replaced:
+            # What a home holds when the step starts has a buffer only where a copy reads it.
+            _check_handed_out(judged, (memory[1], 0), f"the home of value {memory[1]}", buffer, writer, behind)
+        for number in replaced:
             former = judged.buffers[number]
             _check_reuse(judged, former, buffer, writer)
             if former.id in reserved:
@@ -242,10 +247,16 @@ def _check_memory(judged: _Judged, order: dict[int, int], behind: set[int]) -> d
                     )
                 reserved.add(buffer.id)
             first = judged.writer.get(former.id)
-            is_copy = first is not None and first not in judged.vertices
-            if has_gate and not is_copy and writer not in behind and handed_out_at_gate(judged.graph, former.version):
-                raise VerifyError(f"buffer {buffer.id} overwrites buffer {former.id} before it is handed out")
+            if first is None or first in judged.vertices:
+                _check_handed_out(judged, former.version, f"buffer {former.id}", buffer, writer, behind)
     return memories
+
+
+def _check_handed_out(
+    judged: _Judged, version: Version, place: str, buffer: Buffer, writer: int | None, behind: set[int]
+) -> None:
+    if judged.has_gate and writer not in behind and handed_out_at_gate(judged.graph, version):
+        raise VerifyError(f"buffer {buffer.id} overwrites {place} before it is handed out")
 
 
 def _check_reuse(judged: _Judged, former: Buffer, buffer: Buffer, writer: int | None) -> None:
@@ -303,8 +314,7 @@ def _check_end(judged: _Judged, memories: dict[_Memory, Occupants[int]]) -> None
     copies: dict[Version, list[Buffer]] = defaultdict(list)
     for buffer in judged.plan.buffers:
         copies[buffer.version].append(buffer)
-    has_gate = any(value.arrival is Arrival.GATE for value in judged.graph.values)
-    wanted = {*judged.graph.at_end, *(() if has_gate else judged.graph.at_gate)}
+    wanted = {*judged.graph.at_end, *(() if judged.has_gate else judged.graph.at_gate)}
     for version in sorted(wanted):
         value = judged.graph.value[version[0]]
         at_home = value.lifetime is Lifetime.STEPS and version[1] == judged.graph.last_version[value.id] == 0

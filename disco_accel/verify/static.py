@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 from disco_accel.errors import VerifyError
 from disco_accel.gc_pause import collector_paused
-from disco_accel.graph.check import called
 from disco_accel.graph.memgraph import MemGraph, Slot
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.values import (
@@ -24,7 +22,9 @@ from disco_accel.graph.values import (
     is_foreign,
     must_survive_step,
 )
-from disco_accel.verify.happens_before import Claim, first_violated, topological_order
+from disco_accel.verify.happens_before import topological_order
+from disco_accel.verify.homes import check_homes, check_written_back, writes_home
+from disco_accel.verify.judged_plan import Claims, JudgedPlan
 from disco_accel.verify.occupants import Occupants
 from disco_accel.verify.same_graph import check_same
 
@@ -33,47 +33,25 @@ from disco_accel.verify.same_graph import check_same
 def verify(graph: TaskGraph, memgraph: MemGraph) -> None:
     """Raise VerifyError, naming the vertices, unless ``memgraph`` is a safe plan of ``graph`` on its devices."""
     check_same(graph, memgraph)
-    plan = _Plan(graph, memgraph)
+    plan = JudgedPlan(graph, memgraph)
     _check_edges(plan)
     order = topological_order(list(plan.vertex), plan.predecessors)
-    before = _Before(plan, order)
+    before = Claims(plan, order)
     _check_values(plan, order)
     _check_after(plan, before)
     gate = _behind_gate(plan, order)
     _check_slots(plan)
     device_ends = _check_device_memory(plan, order, before, gate)
     host_ends = _check_host_memory(plan, order, before)
+    home_writers = check_homes(plan, order, before, gate)
     before.resolve()
-    _check_kept(plan, device_ends, host_ends)
+    _check_kept(plan, device_ends, host_ends, home_writers)
+    check_written_back(plan, home_writers)
     if memgraph.cyclic:
         _check_cyclic(plan, device_ends)
 
 
-@dataclass
-class _Plan:
-    graph: TaskGraph
-    mem: MemGraph
-    task: dict[int, Vertex] = field(init=False)
-    vertex: dict[int, Vertex] = field(init=False)
-    carried: dict[Ref, Ref] = field(init=False, default_factory=dict)
-    """Value of the plan (also of offloads) → the task graph's value that it holds."""
-    predecessors: dict[int, set[int]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.task = {vertex.id: vertex for vertex in self.graph.vertices}
-        self.vertex = {vertex.id: vertex for vertex in self.mem.vertices}
-
-    def name(self, vertex: int) -> str:
-        """How messages call a vertex."""
-        named = self.vertex.get(vertex)
-        return f"vertex {vertex}" if named is None else called(named)
-
-    def size(self, ref: Ref) -> int:
-        """Bytes of a value of the plan."""
-        return self.vertex[ref[0]].sizes[ref[1]]
-
-
-def _check_edges(plan: _Plan) -> None:
+def _check_edges(plan: JudgedPlan) -> None:
     data = set(plan.mem.data_edges)
     plan.predecessors = {vertex: set() for vertex in plan.vertex}
     for u, v in (*data, *plan.mem.memory_edges):
@@ -92,38 +70,14 @@ def _check_edges(plan: _Plan) -> None:
                 raise VerifyError(f"{plan.name(vertex.id)} reads {plan.name(producer)} without a data edge")
 
 
-class _Before:
-    """Collects claims that one vertex finishes before another starts, and checks them all at once."""
-
-    def __init__(self, plan: _Plan, order: Mapping[int, int]) -> None:
-        self.plan = plan
-        self.order = order
-        self.claims: list[Claim] = []
-
-    def claim(self, first: int, then: int, why: Callable[[], str]) -> None:
-        """Demand that ``first`` finishes before ``then`` starts."""
-        if first not in self.plan.predecessors[then]:
-            self.claims.append((self.order[first], self.order[then], why))
-
-    def resolve(self) -> None:
-        """Check every claim. Raises VerifyError at the first that does not hold."""
-        order = self.order
-        predecessors = [[order[p] for p in self.plan.predecessors[vertex]] for vertex in order]
-        wrong = first_violated(predecessors, self.claims)
-        if wrong is not None:
-            by_position = list(order)
-            first, then = by_position[wrong[0]], by_position[wrong[1]]
-            name = self.plan.name
-            raise VerifyError(f"{name(first)} need not finish before {name(then)} starts: {wrong[2]()}")
-
-
-def _check_values(plan: _Plan, order: Mapping[int, int]) -> None:
+def _check_values(plan: JudgedPlan, order: Mapping[int, int]) -> None:
     for vertex in plan.graph.vertices:
         for k in range(len(vertex.sizes)):
             plan.carried[vertex.id, k] = (vertex.id, k)
     for vertex in sorted(plan.mem.vertices, key=lambda v: order[v.id]):
         if vertex.kind in (VertexKind.OFFLOAD, VertexKind.RELOAD):
             _check_copy(plan, vertex)
+            plan.carried[vertex.id, 0] = plan.carried[vertex.inputs[0]]
             continue
         for position, (ref, wanted) in enumerate(zip(vertex.inputs, plan.task[vertex.id].inputs, strict=True)):
             got = plan.carried[ref]
@@ -137,14 +91,14 @@ def _check_values(plan: _Plan, order: Mapping[int, int]) -> None:
             _check_on_device(plan, ref, vertex.id)
 
 
-def _check_on_device(plan: _Plan, ref: Ref, reader: int) -> None:
+def _check_on_device(plan: JudgedPlan, ref: Ref, reader: int) -> None:
     source = plan.task.get(ref[0], plan.vertex[ref[0]])
     host_only = source.kind is VertexKind.INPUT and not is_foreign(source) and ref not in plan.mem.slots
     if host_only and plan.size(ref):
         raise VerifyError(f"{plan.name(reader)} reads {plan.name(ref[0])}, which is only on the host: reload it first")
 
 
-def _check_copy(plan: _Plan, vertex: Vertex) -> None:
+def _check_copy(plan: JudgedPlan, vertex: Vertex) -> None:
     if len(vertex.inputs) != 1 or len(vertex.sizes) != 1:
         raise VerifyError(f"{plan.name(vertex.id)} must copy exactly one value")
     ref = vertex.inputs[0]
@@ -161,17 +115,16 @@ def _check_copy(plan: _Plan, vertex: Vertex) -> None:
         clean = source.kind is VertexKind.INPUT and host_copy_exists(plan.task[source.id])
         if source.kind is not VertexKind.OFFLOAD and not clean:
             raise VerifyError(f"{plan.name(vertex.id)} reloads {plan.name(ref[0])}, of which the host has no copy")
-    plan.carried[vertex.id, 0] = plan.carried[ref]
 
 
-def _check_after(plan: _Plan, before: _Before) -> None:
+def _check_after(plan: JudgedPlan, before: Claims) -> None:
     for vertex in plan.graph.vertices:
         for other in vertex.after:
             if plan.vertex[other].kind is not VertexKind.INPUT or arrives_at_gate(plan.task[other]):
                 before.claim(other, vertex.id, lambda: "the task graph says after")
 
 
-def _behind_gate(plan: _Plan, order: Mapping[int, int]) -> set[int]:
+def _behind_gate(plan: JudgedPlan, order: Mapping[int, int]) -> set[int]:
     """Return the vertices that start after a late value has arrived; no ``out`` vertex may be among them."""
     behind: set[int] = set()
     for vertex in sorted(order, key=order.__getitem__):
@@ -183,7 +136,7 @@ def _behind_gate(plan: _Plan, order: Mapping[int, int]) -> set[int]:
     return behind
 
 
-def _check_slots(plan: _Plan) -> None:
+def _check_slots(plan: JudgedPlan) -> None:
     devices = {device.id: device for device in plan.mem.devices}
     for ref, slot in plan.mem.slots.items():
         vertex = plan.vertex.get(ref[0])
@@ -210,7 +163,7 @@ def _check_slots(plan: _Plan) -> None:
                 raise VerifyError(f"{plan.name(vertex.id)}: output {k} has no address")
 
 
-def _readers(plan: _Plan) -> dict[Ref, list[int]]:
+def _readers(plan: JudgedPlan) -> dict[Ref, list[int]]:
     """Return the readers of each copy, in memory: a reload of an input reads the host's copy, not the device's."""
     readers: dict[Ref, list[int]] = defaultdict(list)
     for vertex in plan.mem.vertices:
@@ -221,7 +174,7 @@ def _readers(plan: _Plan) -> dict[Ref, list[int]]:
 
 
 def _check_device_memory(
-    plan: _Plan, order: Mapping[int, int], before: _Before, gate: set[int]
+    plan: JudgedPlan, order: Mapping[int, int], before: Claims, gate: set[int]
 ) -> dict[int, Occupants[Ref]]:
     readers = _readers(plan)
     has_gate = any(arrives_at_gate(vertex) for vertex in plan.graph.vertices)
@@ -249,7 +202,7 @@ def _check_device_memory(
     return memory
 
 
-def _check_overwrite(plan: _Plan, former: Ref, ref: Ref, readers: Sequence[int], before: _Before) -> None:
+def _check_overwrite(plan: JudgedPlan, former: Ref, ref: Ref, readers: Sequence[int], before: Claims) -> None:
     writer = ref[0]
 
     def both() -> str:
@@ -270,7 +223,7 @@ def _check_overwrite(plan: _Plan, former: Ref, ref: Ref, readers: Sequence[int],
             before.claim(reader, writer, both)
 
 
-def _check_reuse(plan: _Plan, former: Ref, ref: Ref, both: Callable[[], str]) -> None:
+def _check_reuse(plan: JudgedPlan, former: Ref, ref: Ref, both: Callable[[], str]) -> None:
     """Allow ``ref`` to be written over an input of its own vertex only as ``inplace`` or ``may_inplace`` says."""
     writer = plan.task.get(ref[0])
     allowed: set[int] = set()
@@ -285,7 +238,7 @@ def _check_reuse(plan: _Plan, former: Ref, ref: Ref, both: Callable[[], str]) ->
         raise VerifyError(f"{both()}: writing over an input needs the same address and no larger an output")
 
 
-def _check_inplace(plan: _Plan, ref: Ref, slot: Slot) -> None:
+def _check_inplace(plan: JudgedPlan, ref: Ref, slot: Slot) -> None:
     task = plan.task.get(ref[0])
     position = None if task is None else dict(task.inplace).get(ref[1])
     if position is None:
@@ -295,17 +248,22 @@ def _check_inplace(plan: _Plan, ref: Ref, slot: Slot) -> None:
         raise VerifyError(f"{plan.name(ref[0])}: output {ref[1]} must be written over inputs[{position}]")
 
 
-def _share_host(plan: _Plan, first: int, then: int) -> str:
+def _share_host(plan: JudgedPlan, first: int, then: int) -> str:
     return f"{plan.name(first)} and {plan.name(then)} share host memory"
 
 
-def _check_host_memory(plan: _Plan, order: Mapping[int, int], before: _Before) -> Occupants[Ref]:
+def _check_host_memory(plan: JudgedPlan, order: Mapping[int, int], before: Claims) -> Occupants[Ref]:
     readers = _readers(plan)
     memory: Occupants[Ref] = Occupants()
     offsets = plan.mem.host_offsets
     for offload in offsets:
         if offload not in plan.vertex or plan.vertex[offload].kind is not VertexKind.OFFLOAD:
             raise VerifyError(f"there is a host offset for {plan.name(offload)}, which is not an offload")
+        if writes_home(plan, offload):
+            state = plan.state[plan.carried[offload, 0]][0]
+            raise VerifyError(
+                f"{plan.name(offload)} has a host_offset, but what it writes is the home of {plan.name(state)}"
+            )
     for offload in sorted(offsets, key=order.__getitem__):
         start, size = offsets[offload], plan.vertex[offload].sizes[0]
         if start < 0 or start + size > plan.mem.host_memory:
@@ -327,16 +285,24 @@ def _check_host_memory(plan: _Plan, order: Mapping[int, int], before: _Before) -
     return memory
 
 
-def _copies(plan: _Plan) -> dict[Ref, list[Ref]]:
+def _copies(plan: JudgedPlan) -> dict[Ref, list[Ref]]:
     copies: dict[Ref, list[Ref]] = defaultdict(list)
     for copy, value in plan.carried.items():
         copies[value].append(copy)
     return copies
 
 
-def _intact(plan: _Plan, copy: Ref, devices: Mapping[int, Occupants[Ref]], host: Occupants[Ref]) -> bool:
+def _intact(
+    plan: JudgedPlan,
+    copy: Ref,
+    devices: Mapping[int, Occupants[Ref]],
+    host: Occupants[Ref],
+    home_writers: Mapping[Ref, Ref],
+) -> bool:
     """Whether the bytes of ``copy`` are still there when everything has run."""
     if plan.vertex[copy[0]].kind is VertexKind.OFFLOAD:
+        if writes_home(plan, copy[0]):
+            return home_writers[plan.state[plan.carried[copy]]] == copy
         if copy[0] not in plan.mem.host_offsets:
             return True
         start = plan.mem.host_offsets[copy[0]]
@@ -347,28 +313,34 @@ def _intact(plan: _Plan, copy: Ref, devices: Mapping[int, Occupants[Ref]], host:
     return devices[slot.device].at(slot.addr, slot.addr + slot.size) == {copy}
 
 
-def _check_kept(plan: _Plan, devices: Mapping[int, Occupants[Ref]], host: Occupants[Ref]) -> None:
+def _check_kept(
+    plan: JudgedPlan,
+    devices: Mapping[int, Occupants[Ref]],
+    host: Occupants[Ref],
+    home_writers: Mapping[Ref, Ref],
+) -> None:
     copies = _copies(plan)
     has_gate = any(arrives_at_gate(vertex) for vertex in plan.graph.vertices)
     for vertex in plan.graph.vertices:
         if (
             not (must_survive_step(vertex) or (handed_out_at_gate(vertex) and not has_gate))
-            or host_copy_exists(vertex)
+            or (host_copy_exists(vertex) and plan.last_version((vertex.id, 0)) == (vertex.id, 0))
             or is_foreign(vertex)
         ):
             continue
         for k, size in enumerate(vertex.sizes):
-            if size and not any(_intact(plan, copy, devices, host) for copy in copies[vertex.id, k]):
+            if size and not any(_intact(plan, copy, devices, host, home_writers) for copy in copies[vertex.id, k]):
                 raise VerifyError(f"{plan.name(vertex.id)}: output {k} must be kept but is overwritten")
 
 
-def _check_cyclic(plan: _Plan, devices: Mapping[int, Occupants[Ref]]) -> None:
+def _check_cyclic(plan: JudgedPlan, devices: Mapping[int, Occupants[Ref]]) -> None:
     for vertex in plan.graph.vertices:
         slot = plan.mem.slots.get((vertex.id, 0))
         if vertex.kind is not VertexKind.INPUT or not host_copy_exists(vertex) or slot is None or not slot.size:
             continue
         holders = devices[slot.device].at(slot.addr, slot.addr + slot.size)
         holder = next(iter(holders))
-        back = len(holders) == 1 and plan.carried[holder] == (vertex.id, 0) and plan.mem.slots[holder].addr == slot.addr
+        last = plan.last_version((vertex.id, 0))
+        back = len(holders) == 1 and plan.carried[holder] == last and plan.mem.slots[holder].addr == slot.addr
         if not back:
             raise VerifyError(f"{plan.name(vertex.id)} is resident but not back at its address when the step ends")

@@ -1,0 +1,56 @@
+"""What a version-2 plan must say to have words in version 1 at all; whether it is right is for ``verify`` to say.
+
+Version 1 names a copy by the vertex that makes it, version 2 by its buffer. Where two buffers would get one name, or a
+buffer the name of what it does not hold, a wrong plan of version 2 could become a right one of version 1.
+"""
+
+from __future__ import annotations
+
+from disco_accel.errors import GraphFileError
+from disco_accel.graph.schema2 import Buffer, Plan, SpaceKind, Version
+from disco_accel.graph.traits import Access, Arrival
+
+
+def check_names(plan: Plan) -> None:
+    """Raise GraphFileError, naming the buffer, unless each buffer of ``plan`` has a name of its own in version 1."""
+    if sum(space.kind is SpaceKind.HOST for space in plan.graph.spaces) > 1:
+        raise GraphFileError("spaces: version 1 has one memory of the host")
+    buffers = {buffer.id: buffer for buffer in plan.buffers}
+    vertices = {vertex.id: vertex for vertex in plan.graph.vertices}
+    written: set[int] = set()
+    for planned in plan.order:
+        vertex = vertices.get(planned.id)
+        made = vertex.writes if vertex else tuple(buffers[number].version for number in planned.reads)
+        if tuple(buffers[number].version for number in planned.writes) != made:
+            raise GraphFileError(f"vertex {planned.id}: writes: expected buffers of {_listed(made)}")
+        for number in planned.writes:
+            if number in written:
+                raise GraphFileError(f"vertex {planned.id}: writes: buffer {number} is written already")
+            written.add(number)
+    arriving: set[tuple[Version, bool]] = set()
+    unwritten = {number: buffer for number, buffer in buffers.items() if number not in written}
+    for buffer in unwritten.values():
+        value = plan.graph.value[buffer.version[0]]
+        if buffer.version[1] or value.arrival is Arrival.MADE:
+            raise GraphFileError(f"buffer {buffer.id}: version: nothing writes {list(buffer.version)}")
+        if value.access is Access.FOREIGN:
+            if buffer.space != value.space:
+                raise GraphFileError(f"buffer {buffer.id}: space: value {value.id} is in space {value.space}")
+        elif value.bytes:
+            place = (buffer.version, buffer.offset is None)
+            if place in arriving:
+                raise GraphFileError(f"buffer {buffer.id}: version: {list(buffer.version)} arrives in another one too")
+            arriving.add(place)
+    for planned in plan.order:
+        at_home = [number for number in planned.reads if number in unwritten and _is_home(plan, unwritten[number])]
+        if planned.id in vertices and at_home:
+            raise GraphFileError(f"vertex {planned.id}: reads: buffer {at_home[0]} is a home, which only copies read")
+
+
+def _is_home(plan: Plan, buffer: Buffer) -> bool:
+    value = plan.graph.value[buffer.version[0]]
+    return buffer.offset is None and value.access is not Access.FOREIGN and value.home is not None and value.bytes > 0
+
+
+def _listed(versions: tuple[Version, ...]) -> str:
+    return ", ".join(map(str, map(list, versions[:8]))) or "nothing"

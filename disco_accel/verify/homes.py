@@ -1,0 +1,77 @@
+"""The static judge's demands of values that live over steps and change: what their homes hold, and when.
+
+Each such value has one home, memory of its own on the host. When a step starts it holds the value's first version;
+every offload of a version writes it, and reloads read it. As in any memory, what it held is read before the next is
+written. When the step ends it holds the last version, unless the next step finds that on the device.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Set
+from functools import partial
+
+from disco_accel.errors import VerifyError
+from disco_accel.graph.taskgraph import Ref, VertexKind
+from disco_accel.graph.values import arrives_at_gate, handed_out_at_gate
+from disco_accel.verify.judged_plan import Claims, JudgedPlan
+
+
+def writes_home(plan: JudgedPlan, vertex: int) -> bool:
+    """Whether ``vertex`` is an offload of a version of a value that changes over steps."""
+    return plan.vertex[vertex].kind is VertexKind.OFFLOAD and plan.carried[vertex, 0] in plan.state
+
+
+def check_homes(plan: JudgedPlan, order: Mapping[int, int], before: Claims, behind_gate: Set[int]) -> Mapping[Ref, Ref]:
+    """Claim that no home is written before what it held was read.
+
+    Returns for each value whose home is written, its INPUT's, the offload that writes there last. Raises VerifyError.
+    """
+    readers = _home_readers(plan)
+    has_gate = any(arrives_at_gate(vertex) for vertex in plan.graph.vertices)
+    last: dict[Ref, Ref] = {}
+    # Invariant: last has the last writer of each home so far; claims say that all users of every former content end
+    # before the next is written.
+    for offload in sorted((v for v in plan.vertex if writes_home(plan, v)), key=order.__getitem__):
+        state = plan.state[plan.carried[offload, 0]]
+        if not plan.size(state):
+            continue
+        if state not in last and handed_out_at_gate(plan.task[state[0]]) and has_gate and offload not in behind_gate:
+            raise VerifyError(f"{plan.name(offload)} overwrites {plan.name(state[0])} before it is handed out")
+        former = last.get(state, state)
+        for reader in readers[former]:
+            before.claim(reader, offload, partial(_share, plan, reader, offload, state))
+        if former != state and not readers[former]:
+            before.claim(former[0], offload, partial(_share, plan, former[0], offload, state))
+        last[state] = (offload, 0)
+    return last
+
+
+def check_written_back(plan: JudgedPlan, home_writers: Mapping[Ref, Ref]) -> None:
+    """Raise VerifyError unless the next step finds each value that this one changed.
+
+    Residents of a plan that repeats are found on the device; its check is that of weights that do not change.
+    """
+    readers = _home_readers(plan)
+    for state, versions in plan.versions.items():
+        stays = plan.mem.cyclic and state in plan.mem.slots and not readers[state]
+        if len(versions) == 1 or stays or not plan.size(state):
+            continue
+        writer = home_writers.get(state)
+        if writer is None or plan.carried[writer] != versions[-1]:
+            raise VerifyError(
+                f"{plan.name(state[0])} is changed, and its home does not have its last version when the step ends"
+            )
+
+
+def _home_readers(plan: JudgedPlan) -> Mapping[Ref, list[int]]:
+    """Return the reloads of each content of a home: of an offload's, or of that from before the step (an INPUT)."""
+    readers: dict[Ref, list[int]] = defaultdict(list)
+    for vertex in plan.mem.vertices:
+        if vertex.kind is VertexKind.RELOAD and plan.carried[vertex.id, 0] in plan.state:
+            readers[vertex.inputs[0]].append(vertex.id)
+    return readers
+
+
+def _share(plan: JudgedPlan, first: int, then: int, state: Ref) -> str:
+    return f"{plan.name(first)} and {plan.name(then)} share the home of {plan.name(state[0])}"

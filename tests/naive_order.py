@@ -1,0 +1,96 @@
+"""By definition: does a plan read what it should, in any order that it allows? (a), (b), (e), (f) of docs/schema.md.
+
+The whole closure, every pair of values. A home of a value that changes over steps is one more arena.
+"""
+
+from __future__ import annotations
+
+from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
+from tests.naive_bounds import before_step, carried, foreign, on_host, places
+
+INPUT, KERNEL, TRANSFER, OFFLOAD, RELOAD = VertexKind
+
+
+class Orders:
+    """All orders of a plan. ``before``: the ancestors of each vertex, once ``a`` has closed them."""
+
+    def __init__(self, graph: TaskGraph, plan: MemGraph) -> None:
+        self.graph, self.plan, self.at = graph, plan, places(graph, plan)
+        self.value = carried(graph, plan)
+        self.own, self.of = {v.id: v for v in graph.vertices}, {v.id: v for v in plan.vertices}
+        self.size = {(v.id, k): size for v in plan.vertices for k, size in enumerate(v.sizes)}
+        self.late = {v.id for v in graph.vertices if v.traits.arrival == "gate"}
+        self.before = {v: {p for p, _ in self.of[v].inputs if self.of[p].kind == INPUT} for v in self.of}
+
+    def are_safe(self) -> bool:
+        return self.a() and self.b() and self.e()
+
+    def a(self) -> bool:
+        for u, v in (*self.plan.data_edges, *self.plan.memory_edges):
+            self.before[v].add(self.of[u].id)
+        for k in self.of:
+            for v in self.of:
+                self.before[v] |= self.before[k] if k in self.before[v] else set()
+        never = [v.id for v in self.of.values() if v.id in self.before[v.id] or (v.out and self.behind(v.id))]
+        return not never and not any(self.before[v.id] for v in self.of.values() if v.kind == INPUT)
+
+    def behind(self, v: int) -> bool:
+        return v in self.late or bool(self.late & self.before[v])
+
+    def done(self, u: int, v: int) -> bool:
+        return u in self.before[v] or (self.of[u].kind == INPUT and u not in self.late)
+
+    def b(self) -> bool:
+        after = all(self.done(u, v.id) for v in self.graph.vertices for u in v.after)
+        return after and all(self.reads(v, p) for v in self.plan.vertices for p in range(len(v.inputs)))
+
+    def reads(self, v: Vertex, p: int) -> bool:
+        ref, source = v.inputs[p], self.of[v.inputs[p][0]]
+        on_device = source.kind != OFFLOAD and (ref in self.at or foreign(source) or not self.size[ref])
+        if v.id in self.own:
+            wanted = self.own[v.id].inputs[p]
+            right = on_device and self.value[ref] == wanted and source.device == self.own[wanted[0]].device
+        elif v.kind == OFFLOAD:
+            right = on_device and source.device == v.device and self.size[ref] == v.sizes[0]
+        else:
+            right = self.size[ref] == v.sizes[0] and (source.kind == OFFLOAD or on_host(source))
+        return right and (source.kind == INPUT or (source.id, v.id) in self.plan.data_edges)
+
+    def overlap(self, a: Ref, b: Ref) -> bool:
+        (arena, start, end), (other, begin, stop) = self.at.get(a, (0, 0, 0)), self.at.get(b, (0, 0, 0))
+        return a != b and arena == other and max(start, begin) < min(end, stop)
+
+    def read(self, v: Vertex) -> list[Ref]:
+        """What ``v`` reads, in memory: a reload of an input its home."""
+        home = v.kind == RELOAD and self.of[v.inputs[0][0]].kind == INPUT
+        return [before_step(ref) if home else ref for ref in v.inputs]
+
+    def written_over(self, a: Ref, b: Ref) -> bool:
+        """Whether ``b`` is written when all users of ``a`` have finished, or over it by a reader that may."""
+        writer, users = self.of[b[0]], {v.id for v in self.of.values() if a in self.read(v)} | {a[0]}
+        may = [writer.inputs[p] for p in (() if b[1] else writer.may_inplace)]
+        may += [writer.inputs[p] for k, p in writer.inplace if k == b[1]]
+        exact = a in may and self.at[a][1] == self.at[b][1] and self.size[b] <= self.size[a]
+        if writer.kind == INPUT or a[0] == b[0] or (writer.id in users and not exact):
+            return False
+        held_for_gate = self.late and self.of[a[0]].out and not self.behind(writer.id)
+        return not held_for_gate and all(self.done(u, writer.id) for u in users - {writer.id})
+
+    def in_late_place(self, ref: Ref) -> bool:
+        """Whether ``ref`` is a late input or written over one, or over an output that was written so."""
+        return ref[0] in self.late or any(self.in_late_place(o) for o in self.of[ref[0]].inputs if self.overlap(o, ref))
+
+    def e(self) -> bool:  # and (f): the host is one more arena, as each home is
+        pairs = [(a, b) for a in self.at for b in self.at if self.overlap(a, b)]
+        reserved = all(self.in_late_place(b) for a, b in pairs if a[0] in self.late)
+        forced = [(v.inputs[p], (v.id, k)) for v in self.of.values() for k, p in v.inplace if v.sizes[k]]
+        inplace = all(self.at[over][:2] == self.at[ref][:2] for over, ref in forced)
+        return reserved and inplace and all(self.written_over(a, b) or self.written_over(b, a) for a, b in pairs)
+
+    def intact(self, copy: Ref) -> bool:
+        """Whether ``copy`` is still there when all has run."""
+        on_host = self.of[copy[0]].kind == OFFLOAD and copy not in self.at
+        return on_host or (
+            copy in self.at and all(self.written_over(o, copy) for o in self.at if self.overlap(o, copy))
+        )
