@@ -7,6 +7,7 @@ import functools
 import os
 import random
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from types import ModuleType
 
@@ -44,13 +45,19 @@ def accepted(graph: TaskGraph, plan: MemGraph) -> bool:
     return True
 
 
-def plans(count: int, seed: int) -> list[tuple[TaskGraph, MemGraph]]:
+STATES = (Shape(vertices=12, states=0.6, inplace=0.0, keep=0.2),)
+"""Graphs whose values change over steps, as the timed planner takes them."""
+
+
+def plans(
+    count: int, seed: int, shapes: Sequence[Shape] = SHAPES, planners: Sequence[str] = PLANNERS
+) -> list[tuple[TaskGraph, MemGraph]]:
     made: list[tuple[TaskGraph, MemGraph]] = []
     rng = random.Random(seed)
     while len(made) < count:
-        graph = with_memory(random_taskgraph(rng, rng.choice(SHAPES)), rng.choice((1.0, 1.3, 2.0)))
+        graph = with_memory(random_taskgraph(rng, rng.choice(shapes)), rng.choice((1.0, 1.3, 2.0)))
         try:
-            made.append((graph, make_plan(graph, cyclic=rng.random() < 0.5, planner=rng.choice(PLANNERS))))
+            made.append((graph, make_plan(graph, cyclic=rng.random() < 0.5, planner=rng.choice(planners))))
         except PlanError:
             continue
     return made
@@ -298,7 +305,7 @@ def cases(seed: int) -> list[tuple[TaskGraph, MemGraph, bool]]:
             else:
                 bad = rng.choice((*CHANGES, *ALONE))(plan, rng)
             changed.append((graph, bad, is_safe(graph, bad)))
-    for graph, plan in state_plans(PLANS // 2, 1000 * seed):
+    for graph, plan in (*state_plans(PLANS // 3, 1000 * seed), *plans(PLANS // 6, seed, STATES, ("timed",))):
         assert accepted(graph, plan) and is_safe(graph, plan)
         for _ in range(16):
             if rng.random() < 0.2:

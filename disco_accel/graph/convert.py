@@ -287,10 +287,8 @@ def _copy_to_1(
         kind, device = VertexKind.OFFLOAD, source.space
         value = plan.graph.value[source.version[0]]
         if _is_state(value) != (target.offset is None) and value.bytes:
-            place = (
-                "no place on the host but its home" if _is_state(value) else "a place on the host that has an offset"
-            )
-            raise GraphFileError(f"vertex {planned.id}: in version 1 a copy of value {value.id} has {place}")
+            place = "its home" if _is_state(value) else "offsets"
+            raise GraphFileError(f"vertex {planned.id}: on the host version 1 has value {value.id} at {place} alone")
     elif pair == (SpaceKind.HOST, SpaceKind.DEVICE):
         kind, device = VertexKind.RELOAD, target.space
     else:

@@ -23,10 +23,7 @@ def check_names(plan: Plan) -> None:
         made = vertex.writes if vertex else tuple(buffers[number].version for number in planned.reads)
         if tuple(buffers[number].version for number in planned.writes) != made:
             raise GraphFileError(f"vertex {planned.id}: writes: expected buffers of {_listed(made)}")
-        for number in planned.writes:
-            if number in written:
-                raise GraphFileError(f"vertex {planned.id}: writes: buffer {number} is written already")
-            written.add(number)
+        written.update(planned.writes)
     arriving: set[tuple[Version, bool]] = set()
     unwritten = {number: buffer for number, buffer in buffers.items() if number not in written}
     for buffer in unwritten.values():

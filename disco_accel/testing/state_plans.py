@@ -28,9 +28,9 @@ from disco_accel.testing.strategies import Shape, random_taskgraph
 from disco_accel.verify.occupants import Occupants
 
 STATE_SHAPES = (
-    Shape(vertices=10, states=0.5, devices=1),
-    Shape(vertices=12, states=0.4, gate=False, keep=0.3),
-    Shape(vertices=8, inputs=3, states=0.8, inplace=0.3, may_inplace=0.4),
+    Shape(vertices=10, states=0.5, devices=1, old_versions=True),
+    Shape(vertices=12, states=0.4, gate=False, keep=0.3, old_versions=True),
+    Shape(vertices=8, inputs=3, states=0.8, inplace=0.3, may_inplace=0.4, old_versions=True),
 )
 """Graphs with values that change over steps: few vertices and many changes, with and without a gate."""
 

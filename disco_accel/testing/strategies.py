@@ -23,6 +23,7 @@ class Shape:
     """How large and how odd a random graph is; the probabilities are per vertex.
 
     ``states``: of an input that lives over steps and changes, and of a kernel that changes some of those.
+    ``old_versions``: whether versions of these are read, or handed out, also after they were overwritten.
     """
 
     vertices: int = 24
@@ -35,6 +36,7 @@ class Shape:
     several_outputs: float = 0.2
     after: float = 0.1
     states: float = 0.0
+    old_versions: bool = False
 
 
 def random_taskgraph(rng: random.Random, shape: Shape | None = None) -> TaskGraph:
@@ -122,7 +124,9 @@ class _Maker:
         return self.rng.randrange(len(self.devices))
 
     def _values_on(self, device: int) -> list[Ref]:
-        return [(v.id, k) for v in self.vertices if v.device == device for k in range(len(v.sizes))]
+        values = [(v.id, k) for v in self.vertices if v.device == device for k in range(len(v.sizes))]
+        old = set() if self.shape.old_versions else self.versions - set(self.last_version.values())
+        return [ref for ref in values if ref not in old] if old else values
 
     def add_input(self) -> None:
         if self.shape.states and self.rng.random() < self.shape.states:
@@ -237,8 +241,11 @@ class _Maker:
     def finish(self) -> TaskGraph:
         """Mark some vertices that do not depend on a late value as ``out``."""
         behind = after_gate(self.vertices)
+        old = set() if self.shape.old_versions else self.versions - set(self.last_version.values())
         done = []
         for vertex in self.vertices:
             free = vertex.kind is not VertexKind.INPUT and vertex.id not in behind
-            done.append(replace(vertex, out=free and self.shape.gate and self.rng.random() < 0.08))
+            out = free and self.shape.gate and self.rng.random() < 0.08
+            stays = not any((vertex.id, k) in old for k in range(len(vertex.sizes)))
+            done.append(replace(vertex, out=out and stays, keep=vertex.keep and stays))
         return check_taskgraph(TaskGraph("random", self.devices, tuple(done)))
