@@ -7,7 +7,6 @@ import functools
 import os
 import random
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 from dataclasses import replace
 from types import ModuleType
 
@@ -21,7 +20,7 @@ from disco_accel.plan import make_plan
 from disco_accel.testing.faults import FAULTS
 from disco_accel.testing.plans import tight_plans
 from disco_accel.testing.state_faults import STATE_FAULTS
-from disco_accel.testing.state_plans import state_plans
+from disco_accel.testing.state_plans import state_plans, timed_state_plans
 from disco_accel.testing.strategies import Shape, random_taskgraph, with_memory
 from disco_accel.verify import homes, judged_plan, same_graph, static
 from disco_accel.verify.static import verify
@@ -45,19 +44,13 @@ def accepted(graph: TaskGraph, plan: MemGraph) -> bool:
     return True
 
 
-STATES = (Shape(vertices=12, states=0.6, inplace=0.0, keep=0.2),)
-"""Graphs whose values change over steps, as the timed planner takes them."""
-
-
-def plans(
-    count: int, seed: int, shapes: Sequence[Shape] = SHAPES, planners: Sequence[str] = PLANNERS
-) -> list[tuple[TaskGraph, MemGraph]]:
+def plans(count: int, seed: int) -> list[tuple[TaskGraph, MemGraph]]:
     made: list[tuple[TaskGraph, MemGraph]] = []
     rng = random.Random(seed)
     while len(made) < count:
-        graph = with_memory(random_taskgraph(rng, rng.choice(shapes)), rng.choice((1.0, 1.3, 2.0)))
+        graph = with_memory(random_taskgraph(rng, rng.choice(SHAPES)), rng.choice((1.0, 1.3, 2.0)))
         try:
-            made.append((graph, make_plan(graph, cyclic=rng.random() < 0.5, planner=rng.choice(planners))))
+            made.append((graph, make_plan(graph, cyclic=rng.random() < 0.5, planner=rng.choice(PLANNERS))))
         except PlanError:
             continue
     return made
@@ -305,7 +298,7 @@ def cases(seed: int) -> list[tuple[TaskGraph, MemGraph, bool]]:
             else:
                 bad = rng.choice((*CHANGES, *ALONE))(plan, rng)
             changed.append((graph, bad, is_safe(graph, bad)))
-    for graph, plan in (*state_plans(PLANS // 3, 1000 * seed), *plans(PLANS // 6, seed, STATES, ("timed",))):
+    for graph, plan in (*state_plans(PLANS // 3, 1000 * seed), *timed_state_plans(PLANS // 6, 1000 * seed)):
         assert accepted(graph, plan) and is_safe(graph, plan)
         for _ in range(16):
             if rng.random() < 0.2:

@@ -18,13 +18,13 @@ from disco_accel.graph.order import data_edges
 from disco_accel.graph.taskgraph import Device, Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.traits import BROUGHT, LATE, STATE
 from disco_accel.testing.state_faults import STATE_FAULTS, STATE_RUN_FAULTS
-from disco_accel.testing.state_plans import state_plans
+from disco_accel.testing.state_plans import state_plans, timed_state_plans
 from disco_accel.verify.adversary import run_reference
 from disco_accel.verify.buffers import verify_buffers
 from disco_accel.verify.static import verify
 from tests.naive_judge import is_safe
 
-PLANS = state_plans(300)
+PLANS = [*state_plans(300), *timed_state_plans(80)]
 SIZE = 256
 INPUT, KERNEL, TRANSFER, OFFLOAD, RELOAD = VertexKind
 

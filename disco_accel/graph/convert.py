@@ -88,6 +88,7 @@ def plan_to_1(plan: schema2.Plan) -> MemGraph:
     written = {number for planned in plan.order for number in planned.writes}
     slots: dict[Ref, Slot] = {}
     offsets: dict[int, int] = {}
+    host_end = 0
     ref_of: dict[int, Ref] = {}
     for buffer in plan.buffers:
         if buffer.id not in written:
@@ -101,6 +102,7 @@ def plan_to_1(plan: schema2.Plan) -> MemGraph:
             slots[ref] = Slot(buffer.space, buffer.offset, size)
         elif buffer.offset is not None:
             offsets[ref[0]] = buffer.offset
+            host_end = max(host_end, buffer.offset + size)
     by_id = {vertex.id: vertex for vertex in graph.vertices}
     vertices = [vertex for vertex in graph.vertices if vertex.kind is VertexKind.INPUT]
     for planned in plan.order:
@@ -110,6 +112,8 @@ def plan_to_1(plan: schema2.Plan) -> MemGraph:
         else:
             vertices.append(_copy_to_1(planned, inputs, buffers, plan, kinds))
     host = next((space for space in plan.graph.spaces if space.kind is SpaceKind.HOST), None)
+    # Without a size the host's space has what the plan takes.
+    host_memory = host_end if host is None or host.bytes is None else host.bytes
     gate = next((v.id for v in vertices if arrives_at_gate(v)), None)
     data, memory = (_edges_to_1(edges, gate) for edges in (plan.data_edges, plan.memory_edges))
     late = {v.id for v in vertices if arrives_at_gate(v)}
@@ -122,7 +126,7 @@ def plan_to_1(plan: schema2.Plan) -> MemGraph:
         tuple(dict.fromkeys([*data, *arrived])),
         memory,
         offsets,
-        (host.bytes or 0) if host else 0,
+        host_memory,
         host.alignment if host else 1,
         plan.cyclic,
     )

@@ -6,11 +6,13 @@ edges are those that the reuse of memory needs, and no more.
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from disco_accel.errors import PlanError
 from disco_accel.graph.check import after_gate
 from disco_accel.graph.memgraph import Edge, MemGraph, Slot
 from disco_accel.graph.order import data_edges, serial_order
@@ -24,7 +26,8 @@ from disco_accel.graph.values import (
     must_survive_step,
     overwrites,
 )
-from disco_accel.testing.strategies import Shape, random_taskgraph
+from disco_accel.plan import make_plan
+from disco_accel.testing.strategies import Shape, random_taskgraph, with_memory
 from disco_accel.verify.occupants import Occupants
 
 STATE_SHAPES = (
@@ -33,6 +36,9 @@ STATE_SHAPES = (
     Shape(vertices=8, inputs=3, states=0.8, inplace=0.3, may_inplace=0.4, old_versions=True),
 )
 """Graphs with values that change over steps: few vertices and many changes, with and without a gate."""
+
+TIMED_SHAPES = tuple(replace(shape, inplace=0.0, old_versions=False) for shape in STATE_SHAPES)
+"""The same as far as the timed planner takes them: what was overwritten is not read later."""
 
 _UNIT = 256
 
@@ -55,6 +61,20 @@ def state_plans(count: int, first_seed: int = 0) -> list[tuple[TaskGraph, MemGra
             except NoPlan:
                 continue
             found.append((replace(graph, devices=plan.devices), plan))
+    return found
+
+
+def timed_state_plans(count: int, first_seed: int = 0) -> list[tuple[TaskGraph, MemGraph]]:
+    """The same by the timed planner, in little memory."""
+    found: list[tuple[TaskGraph, MemGraph]] = []
+    seed = first_seed
+    while len(found) < count:
+        seed += 1
+        rng = random.Random(seed)
+        graph = with_memory(random_taskgraph(rng, rng.choice(TIMED_SHAPES)), rng.choice((1.0, 1.3, 2.0)))
+        if any(len(versions) > 1 for versions in lasting_versions(graph.vertices).values()):
+            with contextlib.suppress(PlanError):
+                found.append((graph, make_plan(graph, cyclic=rng.random() < 0.6, planner="timed")))
     return found
 
 
