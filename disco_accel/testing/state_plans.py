@@ -226,9 +226,8 @@ class _Draft:
             over[0] = self.rng.choice(taken)
         places = {}
         for k, copy in over.items():
-            held_for_gate = copy in self.task and handed_out_at_gate(self.task[copy[0]])
             reserved = copy in self.pinned
-            if reserved and (held_for_gate or vertex.id not in self.behind):
+            if reserved and vertex.id not in self.behind:
                 raise NoPlan
             self.pinned.discard(copy)
             self._save(copy)
