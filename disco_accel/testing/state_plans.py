@@ -227,7 +227,8 @@ class _Draft:
         places = {}
         for k, copy in over.items():
             reserved = copy in self.pinned
-            if reserved and vertex.id not in self.behind:
+            # The place of what arrives at the gate is no other's, also where a smaller output takes it over.
+            if reserved and (vertex.id not in self.behind or vertex.sizes[k] < self.slots[copy].size):
                 raise NoPlan
             self.pinned.discard(copy)
             self._save(copy)
