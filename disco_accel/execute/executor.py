@@ -11,15 +11,17 @@ from types import TracebackType
 import torch
 
 from disco_accel.errors import ConfigError, DeviceLost, ExecutionError, Stalled
+from disco_accel.execute.arenas import arena_bytes, arenas_of
 from disco_accel.execute.engine_options import DEFAULT_OPTIONS, EngineOptions, HostLink, engine_links, engine_settings
 from disco_accel.execute.final_location import Residence, final_residence
 from disco_accel.execute.program import Lowering, Memory, external_dtypes
+from disco_accel.execute.state_homes import StateHomes, homes_of
 from disco_accel.execute.vertex_names import Describer, Unfinished
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import OpCall, Ref, TensorSpec, VertexKind
 from disco_accel.graph.values import arrives_at_gate
 from disco_accel.measure.record import OpRecord
-from disco_accel.native.arena import alias, device_arena, host_arena, is_arena, touched_bytes
+from disco_accel.native.arena import alias, host_arena, touched_bytes
 from disco_accel.native.backend import backend_of, run_device
 from disco_accel.native.engine_class import make_engine
 from disco_accel.native.engine_numbers import CopyLane, Status
@@ -89,25 +91,13 @@ class _Externals:
         return cls(list(storages), list(storages.values()))
 
 
-def arena_bytes(memgraph: MemGraph, device: int | None = None) -> int:
-    """Bytes of memory that the plan uses on ``device``: the end of its highest slot. None = on the only device."""
-    if device is None:
-        device = _only(memgraph)
-    return max((slot.addr + slot.size for slot in memgraph.slots.values() if slot.device == device), default=0)
-
-
-def _only(memgraph: MemGraph) -> int:
-    if len(memgraph.devices) != 1:
-        raise ConfigError(f"the plan has {len(memgraph.devices)} devices: say which one, by id")
-    return memgraph.devices[0].id
-
-
 class Executor:
     """Holds the arenas and the engine of one plan.
 
     A step is ``begin``, ``wait_out``, ``deliver``, ``wait_end``; a plan without late inputs needs no ``deliver``. One
-    thread drives it. A failed or abandoned step leaves it ready for the next ``begin``. In a process forked after it
-    was made every use is an ExecutionError, except ``abandon`` and ``close``, which do nothing there.
+    thread drives it. A failed or abandoned step leaves it ready for the next ``begin``, unless it may have changed a
+    state. In a process forked after it was made every use is an ExecutionError, except ``abandon`` and ``close``, which
+    do nothing there. What holds of states: ``state_homes.py``.
     """
 
     @typed_out_of_memory("preparing the engine")
@@ -118,12 +108,14 @@ class Executor:
         records: Mapping[int, OpRecord],
         *,
         clean: Mapping[int, torch.Tensor],
+        states: Mapping[int, torch.Tensor] | None = None,
         options: EngineOptions = DEFAULT_OPTIONS,
         arena: torch.Tensor | Mapping[int, torch.Tensor] | None = None,
         names: Mapping[int, str] | None = None,
         specs: Mapping[int, TensorSpec] | None = None,
     ) -> None:
-        """``clean``: INPUT id to a 1-d uint8 tensor over its host bytes, kept alive.
+        """``clean``: INPUT id to a 1-d uint8 tensor over its host bytes, kept alive. ``states``: the same over the home
+        of each value that steps change.
 
         ``arena``: device memory from ``device_arena``, at least ``arena_bytes(memgraph)``, or device id to memory; own
         ones where none is given. Executors may share one as long as one step runs at a time and ``invalidate`` is
@@ -143,11 +135,13 @@ class Executor:
         self._backend.prepare()
         self._graph, self._options, self._pid = memgraph, options, os.getpid()
         self._describer = Describer(memgraph, ops, names or {})
-        self._memory = Memory(_arenas(memgraph, arena, device), host_arena(memgraph.host_memory), dict(clean))
+        homes = homes_of(memgraph.vertices, states or {}, self._describer)
+        self._memory = Memory(arenas_of(memgraph, arena, device), host_arena(memgraph.host_memory), dict(clean), homes)
         self._pinned = self._backend.pin(self._memory.host)
         self._table = op_table(device)
         tables = Lowering(memgraph, ops, records, self._memory, self._table).run()
-        self._planned = tables.planned
+        self._planned, self._planned_states = tables.planned, tables.states
+        self._states = StateHomes(tables.states, homes, self._memory.devices, self._describer, cyclic=memgraph.cyclic)
         late = {v.id for v in memgraph.vertices if arrives_at_gate(v)}
         self._early = _Externals.of({k: s for k, s in tables.externals.items() if k not in late})
         self._late = _Externals.of({k: s for k, s in tables.externals.items() if k in late})
@@ -163,6 +157,7 @@ class Executor:
                     arenas,
                     memory.host,
                     list(memory.clean.values()),
+                    list(memory.states.values()),
                     settings,
                     links,
                 )
@@ -184,18 +179,15 @@ class Executor:
     def begin(self, externals: Mapping[int, torch.Tensor]) -> None:
         """Starts a step and returns at once. ``externals``: every external INPUT that is not late, kept until the end.
 
-        Raises ExecutionError naming the input when one is missing or has another size, dtype or device than planned.
+        Raises ExecutionError naming the input when one is missing or has another size, dtype or device than planned,
+        and when states are not whole (see ``restore_states``).
         """
-        self._require_idle()
-        self._bind(self._early, externals)
-        self._running, self._gate_open = True, not self._late.vertices
+        self._prepare(externals)
         self._engine.begin()
 
     def run_out(self, externals: Mapping[int, torch.Tensor]) -> None:
         """``begin`` and ``wait_out`` in one, which lets the calling thread run kernels while it waits."""
-        self._require_idle()
-        self._bind(self._early, externals)
-        self._running, self._gate_open = True, not self._late.vertices
+        self._prepare(externals)
         self._wait(self._engine.wait_out, self._engine.run_out)
 
     def wait_out(self) -> None:
@@ -239,28 +231,49 @@ class Executor:
             self._running = False
         while self._running:
             if self._engine.abort(_SLICE_SECONDS):
-                self._finish()
+                self._finish(whole=False)
             elif self._last_error().draining:
                 return False
         return True
 
     def invalidate(self) -> None:
-        """The host bytes of clean inputs changed: residents are copied again before the next step."""
+        """The host bytes of clean inputs or the arena changed: residents are copied again before the next step.
+
+        Raises ExecutionError, and does nothing, while resident states are newer than their homes.
+        """
         self._require_own_process()
+        self._states.require_stored()
+        self._engine.invalidate()
+
+    def store_states(self) -> None:
+        """Write resident states that are newer than their homes there, between steps: for checkpoints, and before
+        others use the arena. Raises ExecutionError after a step that ended with some of its updates done."""
+        self._require_idle()
+        self._states.store()
+
+    def restore_states(self) -> None:
+        """The homes of all states hold right values: the next step starts with these. What the device has is dropped.
+        Call after writing to homes, and after a step that ended with some of its updates done."""
+        self._require_idle()
+        self._states.restore()
         self._engine.invalidate()
 
     def value(self, ref: Ref, spec: TensorSpec) -> torch.Tensor:
-        """A kept value where it lies after the step (for ``out`` values: after ``wait_out``).
+        """A kept value, or a state's last version, where it lies after the step (``out`` values: after ``wait_out``).
 
         It aliases memory that the next step writes: the caller clones. Raises ExecutionError when the plan does not
         keep the value.
         """
         cached = self._values.get((ref, spec))
         if cached is None:
-            where = self._where.get(ref) or final_residence(self._graph, ref)
+            where = self._where.get(ref) or final_residence(self._graph, ref, self._planned_states)
             self._where[ref] = where
-            arena = self._memory.host if where.device is None else self._memory.devices[where.device]
-            cached = self._values[ref, spec] = alias(arena, where.offset, where.size, spec)
+            if where.home is not None:
+                cached = self._states.view(where.home, spec)
+            else:
+                arena = self._memory.host if where.device is None else self._memory.devices[where.device]
+                cached = alias(arena, where.offset, where.size, spec)
+            self._values[ref, spec] = cached
         return cached
 
     def add_leaving(self, values: Sequence[tuple[Ref, TensorSpec]]) -> int:
@@ -306,17 +319,21 @@ class Executor:
         return out
 
     def close(self) -> None:
-        """Abandons a running step and frees engine and arenas. Values handed out keep their arena alive."""
+        """Abandons a running step, stores states, frees engine and arenas. Values handed out keep their arena alive."""
         if hasattr(self, "_engine"):
             # Work that a device never ends was told of when it stalled; the engine leaves its memory behind.
             ended = self._end()
-            if ended:
-                # The caller's copies out of the arena, whose memory is others' from now on. Here, where other threads
-                # can run meanwhile; a device that is lost makes none.
-                with suppress(torch.AcceleratorError):
-                    self._backend.synchronize()
-            del self._engine, self._table, self._memory
-            self._values.clear()
+            try:
+                if ended:
+                    # The caller's copies out of the arena, whose memory is others' from now on. Here, where other
+                    # threads can run meanwhile; a device that is lost makes none.
+                    with suppress(torch.AcceleratorError):
+                        self._backend.synchronize()
+                    if self._pid == os.getpid():
+                        self._states.store_if_whole()
+            finally:
+                del self._engine, self._table, self._memory, self._states
+                self._values.clear()
 
     def __enter__(self) -> Executor:
         return self
@@ -341,9 +358,21 @@ class Executor:
         if not self._running:
             raise ExecutionError("no step is running: call begin() first")
 
-    def _finish(self) -> None:
+    def _prepare(self, externals: Mapping[int, torch.Tensor]) -> None:
+        self._require_idle()
+        self._states.before_step()
+        self._bind(self._early, externals)
+        self._running, self._gate_open = True, not self._late.vertices
+
+    def _finish(self, whole: bool = True) -> None:
         self._running = False
         self._engine.release_externals()
+        if whole:
+            self._states.after_step()
+        elif self._planned_states.version:
+            self._states.after_early_end(int(self._engine.counters()["changes"]))
+        if self._states.loads_each_step:
+            self._engine.invalidate()
 
     def _bind(self, externals: _Externals, given: Mapping[int, torch.Tensor]) -> None:
         try:
@@ -417,23 +446,3 @@ class Executor:
         is_kernel = vertex.kind is VertexKind.KERNEL
         detail = error.message if is_kernel else f"{self._describer.what(vertex)}: {error.message}"
         raise ExecutionError(f"vertex {vertex.id} failed: {detail}")
-
-
-def _arenas(
-    memgraph: MemGraph, given: torch.Tensor | Mapping[int, torch.Tensor] | None, device: torch.device
-) -> dict[int, torch.Tensor]:
-    """One arena for each device of the plan. Raises ExecutionError for one that is too small."""
-    if isinstance(given, torch.Tensor):
-        given = {_only(memgraph): given}
-    arenas = {}
-    for planned in memgraph.devices:
-        needed = arena_bytes(memgraph, planned.id)
-        arena = (given or {}).get(planned.id)
-        if arena is None:
-            arena = device_arena(needed, device)
-        elif arena.numel() < needed:
-            raise ExecutionError(f"the arena of device {planned.id} has {arena.numel()} bytes, the plan needs {needed}")
-        elif not is_arena(arena):
-            raise ExecutionError(f"the arena of device {planned.id} is ordinary memory: make it with device_arena()")
-        arenas[planned.id] = arena
-    return arenas

@@ -8,9 +8,17 @@ from dataclasses import dataclass
 import torch
 
 from disco_accel.errors import ExecutionError
+from disco_accel.execute.planned_states import PlannedStates, planned_states
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import OpCall, Ref, Vertex, VertexKind, tensor_args
-from disco_accel.graph.values import arrives_at_gate, handed_out_at_gate, host_copy_exists, is_foreign
+from disco_accel.graph.values import (
+    arrives_at_gate,
+    changes_over_steps,
+    handed_out_at_gate,
+    host_copy_exists,
+    is_foreign,
+    overwrites,
+)
 from disco_accel.measure.record import OpRecord
 from disco_accel.native.engine_numbers import COPIED_COLUMNS, EDGE_COLUMNS, VERTEX_COLUMNS, ResultMode, VertexFlag
 from disco_accel.native.host_memory import ALIGNMENT
@@ -20,11 +28,13 @@ from disco_accel.native.op_table import OpTable
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The arenas that addresses are relative to, by device id, and the host bytes of the clean inputs by vertex id."""
+    """The arenas that addresses are relative to, by device id; by vertex id the host bytes of frozen inputs (``clean``)
+    and the homes of states, 1-d uint8."""
 
     devices: Mapping[int, torch.Tensor]
     host: torch.Tensor
     clean: Mapping[int, torch.Tensor]
+    states: Mapping[int, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +43,7 @@ class Tables:
 
     int64 with the columns of ``native/engine_numbers.py``: ``vertices``, ``edges`` of positions, and ``copied``.
     ``externals``: external INPUT id to its storage number in the op table. ``planned`` allocations of one step.
+    ``states`` of the plan.
     """
 
     vertices: torch.Tensor
@@ -40,6 +51,7 @@ class Tables:
     externals: Mapping[int, int]
     copied: torch.Tensor
     planned: int
+    states: PlannedStates
 
 
 class Lowering:
@@ -61,6 +73,7 @@ class Lowering:
         self._storages: dict[Ref, int] = {}
         self._externals: dict[int, int] = {}
         self._planned = 0
+        self._states = planned_states(graph)
 
     def run(self) -> Tables:
         """Raises ExecutionError naming the vertex whose memory or call is missing."""
@@ -77,12 +90,15 @@ class Lowering:
             self._externals,
             torch.tensor(self._copied, dtype=torch.int64).reshape(-1, len(COPIED_COLUMNS)),
             self._planned,
+            self._states,
         )
 
     def _row(self, vertex: Vertex) -> tuple[int, int, int, int, int, int, int]:
         flags = VertexFlag.LATE if arrives_at_gate(vertex) else VertexFlag(0)
         if handed_out_at_gate(vertex) and vertex.kind is not VertexKind.INPUT:
             flags |= VertexFlag.OUT
+        if self._states.version and self._states.changes(vertex):
+            flags |= VertexFlag.CHANGES
         op, dst, src, nbytes = -1, 0, 0, 0
         if vertex.kind is VertexKind.INPUT:
             dst, src, nbytes = self._input(vertex)
@@ -106,6 +122,10 @@ class Lowering:
             raise ExecutionError(f"input {vertex.id} is late but not external: nobody can deliver it")
         if not host_copy_exists(vertex):
             raise ExecutionError(f"input {vertex.id} is neither clean nor external: nobody holds its value")
+        if changes_over_steps(vertex):
+            if (vertex.id, 0) not in self._graph.slots:
+                return 0, 0, 0
+            return self._address((vertex.id, 0), vertex.sizes[0]), self._home(vertex.id, vertex), vertex.sizes[0]
         held = self._memory.clean.get(vertex.id)
         if held is None or held.numel() * held.element_size() != vertex.sizes[0]:
             got = "no host bytes" if held is None else f"{held.numel() * held.element_size()} host bytes"
@@ -116,8 +136,10 @@ class Lowering:
 
     def _copy(self, vertex: Vertex) -> tuple[int, int]:
         ref, nbytes = vertex.inputs[0], vertex.sizes[0]
+        state = self._states.state_of((vertex.id, 0))
         if vertex.kind is VertexKind.OFFLOAD:
-            return self._host_address(vertex.id, nbytes), self._address(ref, nbytes)
+            home = self._host_address(vertex.id, nbytes) if state is None else self._home(state, vertex)
+            return home, self._address(ref, nbytes)
         source = self._vertices[ref[0]]
         target = self._address((vertex.id, 0), nbytes)
         if vertex.kind is VertexKind.TRANSFER:
@@ -126,6 +148,8 @@ class Lowering:
             self._copied.append((self._externals[source.id], self._positions[vertex.id]))
             # Any address will do until the input is bound: nothing runs before.
             return target, target
+        if state is not None:
+            return target, self._home(state, vertex)
         if source.kind is VertexKind.OFFLOAD:
             return target, self._host_address(source.id, nbytes)
         held = self._memory.clean.get(source.id)
@@ -134,6 +158,15 @@ class Lowering:
         if nbytes > held.numel() * held.element_size():
             raise ExecutionError(f"reload {vertex.id} reads {nbytes} bytes of clean input {source.id}, which has fewer")
         return target, held.data_ptr()
+
+    def _home(self, state: int, user: Vertex) -> int:
+        """The address of a state's home, all of which ``user`` reads or writes."""
+        home = self._memory.states[state]
+        if user.sizes[0] != home.numel():
+            raise ExecutionError(
+                f"vertex {user.id} copies {user.sizes[0]} bytes of state {state}, which has {home.numel()}"
+            )
+        return home.data_ptr()
 
     def _host_address(self, offload: int, nbytes: int) -> int:
         offset = self._graph.host_offsets.get(offload)
@@ -169,6 +202,7 @@ class Lowering:
         call, record = self._calls.get(vertex.id), self._records.get(vertex.id)
         if call is None or record is None:
             raise ExecutionError(f"kernel {vertex.id} ({vertex.op}) has no {'call' if call is None else 'record'}")
+        self._check_overwrites(vertex)
         try:
             op = self._add_call(vertex, call, record)
         except (ValueError, RuntimeError) as error:
@@ -186,6 +220,16 @@ class Lowering:
             self._ops.set_loose(op, self._address(scratch, record.loose_bytes, begin), record.loose_bytes)
         self._planned += len(addresses)
         return int(op)
+
+    def _check_overwrites(self, vertex: Vertex) -> None:
+        """An op in place writes to the memory that it reads, whatever the plan says of its outputs."""
+        for output, ref in overwrites(vertex):
+            nbytes = vertex.sizes[output]
+            if nbytes and self._address((vertex.id, output), nbytes) != self._address(ref, nbytes):
+                raise ExecutionError(
+                    f"kernel {vertex.id} writes output {output} over value {ref[1]} of vertex {ref[0]}, but has "
+                    "another address for it"
+                )
 
     def _add_call(self, vertex: Vertex, call: OpCall, record: OpRecord) -> int:
         def storage_of(position: int) -> int:

@@ -88,16 +88,18 @@ def make_engine(
     arenas: list[torch.Tensor],
     host: torch.Tensor,
     clean: list[torch.Tensor],
+    states: list[torch.Tensor],
     options: dict[str, float],
     links: list[float],
 ) -> Engine:
     """An engine for a program, whose tables have the columns of ``engine_numbers.py``.
 
-    ``arenas``: one for each device; ``host``: of offloaded values; ``clean``: host memory that is only read; all are
-    kept. ``options``: those of ``OPTIONS``. ``links``: bandwidth and latency of each device.
+    ``arenas``: one for each device; ``host``: of offloaded values; ``clean``: host memory that is only read;
+    ``states``: homes of values that change, in memory of their own; all are kept. ``options``: those of ``OPTIONS``.
+    ``links``: bandwidth and latency of each device.
 
     Raises RuntimeError for a program that would touch other memory, and for a device that does not start.
     """
     load_extension()
-    made = torch.classes.disco_accel.Engine(table, vertices, edges, copied, arenas, host, clean, options, links)
+    made = torch.classes.disco_accel.Engine(table, vertices, edges, copied, arenas, host, clean, states, options, links)
     return cast(Engine, made)

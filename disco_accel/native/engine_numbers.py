@@ -25,6 +25,8 @@ class VertexFlag(IntFlag):
 
     LATE = 1
     OUT = 2
+    CHANGES = 4
+    """A kernel or an offload that changes a state."""
 
 
 class ResultMode(IntEnum):

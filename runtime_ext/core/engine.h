@@ -94,6 +94,7 @@ struct StepCounters {
   std::int64_t offload_bytes = 0;   // device to host
   std::int64_t reload_bytes = 0;    // host to device, residents' loads included
   std::int64_t transfer_bytes = 0;  // device to device
+  std::int64_t changes = 0;         // of `vertices`: those that change a state, were it but in part
   std::int64_t step_ns = 0;         // begin() to the end of the last vertex, the wait for deliver() included
   std::int64_t gate_ns = 0;         // of step_ns: nothing left to do but wait for deliver()
   std::int64_t op_ns = 0;           // inside inline ops; 0 unless time_ops or tracing

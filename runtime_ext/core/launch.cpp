@@ -229,6 +229,7 @@ bool Engine::Loop::launch(std::int32_t v, int index) {
   const bool kernel = program_.kind[v] == Kind::kKernel;
   state_[v] = State::kIssued;
   stream_of_[v] = static_cast<std::int16_t>(index);
+  step_.changes += program_.changes(v) ? 1 : 0;
   if (traced_) issued_ns_[v] = now_ns();
   try {
     token_of_[v] =
@@ -300,6 +301,7 @@ void Engine::Loop::run_inline_vertex(Resource& resource, std::int32_t v, Lock& l
   stream_of_[v] = static_cast<std::int16_t>(resource.first_stream);
   ++in_flight_;
   ++step_.vertices;
+  step_.changes += program_.changes(v) ? 1 : 0;
   if (others_run) {
     lock.unlock();
     while (pending_.exchange(false)) {

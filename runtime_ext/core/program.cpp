@@ -54,6 +54,9 @@ std::string check_vertex(const Program& p, std::int32_t v, int devices) {
   }
   if (p.late(v) && p.kind[v] != Kind::kInput) return at_vertex(p, v, "only inputs can be late");
   if (p.late(v) && p.bytes[v] > 0) return at_vertex(p, v, "a late input cannot be loaded from the host");
+  if (p.changes(v) && p.kind[v] != Kind::kKernel && p.kind[v] != Kind::kOffload) {
+    return at_vertex(p, v, "only kernels and offloads change states");
+  }
   return {};
 }
 
@@ -82,13 +85,14 @@ std::string range_of(const void* ptr, std::int64_t bytes) {
 
 }  // namespace
 
-Ranges::Ranges(std::vector<Range> ranges) {
+Ranges::Ranges(std::vector<Range> ranges, Adjacent adjacent) {
   std::erase_if(ranges, [](const Range& range) { return range.bytes <= 0; });
   std::sort(ranges.begin(), ranges.end(), [](const Range& a, const Range& b) { return a.base < b.base; });
   for (const Range& range : ranges) {
     const auto base = reinterpret_cast<std::uintptr_t>(range.base);
     const auto size = static_cast<std::uintptr_t>(range.bytes);
-    if (!spans_.empty() && base - spans_.back().first <= spans_.back().second) {
+    const std::uintptr_t joined = adjacent == Adjacent::kJoined ? 1 : 0;
+    if (!spans_.empty() && base - spans_.back().first < spans_.back().second + joined) {
       spans_.back().second = std::max(spans_.back().second, base - spans_.back().first + size);
     } else {
       spans_.emplace_back(base, size);
@@ -107,10 +111,34 @@ bool Ranges::hold(const void* ptr, std::int64_t bytes) const {
   return offset <= size && static_cast<std::uintptr_t>(bytes) <= size - offset;
 }
 
+std::string Memory::check_states() const {
+  std::vector<std::pair<Range, bool>> all;  // with whether it is a home
+  for (const Range& range : arenas) all.emplace_back(range, false);
+  all.emplace_back(host, false);
+  for (const Range& range : clean) all.emplace_back(range, false);
+  for (const Range& range : states) all.emplace_back(range, true);
+  std::erase_if(all, [](const auto& each) { return each.first.bytes <= 0; });
+  std::sort(all.begin(), all.end(), [](const auto& a, const auto& b) { return a.first.base < b.first.base; });
+  // Of what begins before a range, only what reaches furthest, home or not, can overlap it.
+  std::uintptr_t end = 0, home_end = 0;
+  for (const auto& [range, home] : all) {
+    const auto base = reinterpret_cast<std::uintptr_t>(range.base);
+    if (base < home_end || (home && base < end)) {
+      return "memory: the home of a state shares bytes with " + range_of(range.base, range.bytes);
+    }
+    const std::uintptr_t behind = base + static_cast<std::uintptr_t>(range.bytes);
+    end = std::max(end, behind);
+    if (home) home_end = std::max(home_end, behind);
+  }
+  return {};
+}
+
 std::string Program::validate_memory(const Memory& memory) const {
+  if (std::string message = memory.check_states(); !message.empty()) return message;
+  const Ranges clean(memory.clean);
+  const Ranges homes(memory.states, Ranges::Adjacent::kApart);
   std::vector<Range> host_sources = memory.clean;
   host_sources.push_back(memory.host);
-  const Ranges clean(memory.clean);
   const Ranges from_host(std::move(host_sources));
   const Ranges host(std::vector<Range>{memory.host});
   const Ranges everywhere(memory.arenas);
@@ -131,10 +159,13 @@ std::string Program::validate_memory(const Memory& memory) const {
       target = &host;
       source = &arena;
     }
-    if (!target->hold(dst[v], bytes[v])) {
+    const bool reads_home =
+        (kind[v] == Kind::kInput || kind[v] == Kind::kReload) && homes.hold(src[v], bytes[v]);
+    const bool writes_home = kind[v] == Kind::kOffload && changes(v) && homes.hold(dst[v], bytes[v]);
+    if (!writes_home && !target->hold(dst[v], bytes[v])) {
       return at_vertex(*this, v, "writes " + range_of(dst[v], bytes[v]) + ", outside the memory of this run");
     }
-    if (!source->hold(src[v], bytes[v])) {
+    if (!reads_home && !source->hold(src[v], bytes[v])) {
       return at_vertex(*this, v, "reads " + range_of(src[v], bytes[v]) + ", outside the memory of this run");
     }
   }

@@ -15,8 +15,9 @@ enum class Kind : std::uint8_t { kInput = 0, kKernel = 1, kTransfer = 2, kOffloa
 
 // Bits of Program::flags.
 enum Flag : std::uint8_t {
-  kLate = 1,  // input that arrives during the step, at Engine::deliver()
-  kOut = 2,   // Engine::wait_out() returns when all of these have finished
+  kLate = 1,     // input that arrives during the step, at Engine::deliver()
+  kOut = 2,      // Engine::wait_out() returns when all of these have finished
+  kChanges = 4,  // kernel or offload that changes a state: counted in StepCounters::changes
 };
 
 // One vertex as handed to ProgramBuilder::add; fields that a kind does not use keep their defaults.
@@ -40,7 +41,10 @@ struct Range {
 // Stretches of memory that are looked up by address.
 class Ranges {
  public:
-  explicit Ranges(std::vector<Range> ranges);
+  // Whether stretches that lie one behind the other count as one.
+  enum class Adjacent : std::uint8_t { kJoined, kApart };
+
+  explicit Ranges(std::vector<Range> ranges, Adjacent adjacent = Adjacent::kJoined);
   // Whether all of [ptr, ptr + bytes) lies in them. True of no bytes at all, wherever they are; no sum is
   // formed that could overflow.
   bool hold(const void* ptr, std::int64_t bytes) const;
@@ -54,6 +58,12 @@ struct Memory {
   std::vector<Range> arenas;  // of each device
   Range host;                 // offloads are written there and reloads read there
   std::vector<Range> clean;   // on the host: reloads and residents are read there, nothing is written
+  // On the host, the home of each value that lives over steps and changes: reloads and residents are read
+  // there, offloads that change a state are written there, each within one home.
+  std::vector<Range> states;
+
+  // Empty if no home shares a byte with any other range, else one line.
+  std::string check_states() const;
 };
 
 // Flat arrays, one entry per vertex in serial order: a vertex's index is its priority (smaller runs first).
@@ -80,6 +90,7 @@ struct Program {
   bool late(std::int32_t v) const { return (flags[v] & kLate) != 0; }
   bool out(std::int32_t v) const { return (flags[v] & kOut) != 0; }
   bool copies(std::int32_t v) const { return kind[v] >= Kind::kTransfer; }
+  bool changes(std::int32_t v) const { return (flags[v] & kChanges) != 0; }
   std::span<const std::int32_t> successors_of(std::int32_t v) const {
     return {successors.data() + successor_begin[v], successors.data() + successor_begin[v + 1]};
   }
@@ -87,12 +98,13 @@ struct Program {
   // Empty if the program can be run on `devices` devices, else one line that names the first vertex at fault.
   // Checks: array lengths; every edge inside range, forward in serial order (hence acyclic) and not into an
   // input; devices in range; kernels have op >= 0; copies have pointers if bytes > 0; only inputs are late
-  // and none of them is resident; no out vertex waits, however indirectly, for a late one (wait_out would
-  // never return).
+  // and none of them is resident; only kernels and offloads change states; no out vertex waits, however
+  // indirectly, for a late one (wait_out would never return).
   std::string validate(int devices) const;
   // The same for memory: every byte that a copy or a resident reads or writes lies where its kind may. A
-  // reload reads the host's arena or clean memory and writes its device's arena, a resident reads clean
-  // memory, an offload goes from its device's arena to the host's, a transfer from an arena to an arena.
+  // reload reads the host's arena, clean memory or a home and writes its device's arena, a resident reads
+  // clean memory or a home, an offload goes from its device's arena to the host's or, if it changes a state,
+  // to a home, a transfer from an arena to an arena. No home shares memory with anything else.
   std::string validate_memory(const Memory& memory) const;
 };
 

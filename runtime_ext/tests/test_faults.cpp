@@ -24,6 +24,12 @@ std::unique_ptr<Engine> engine_on(int kind, Scene& scene, Checker& checker, std:
 TEST(Faults, AnOpThatThrowsIsNamedAndTheNextStepWorks) {
   for (int kind = 0; kind < 4; ++kind) {
     auto scene = random_scene(11 + kind, {.devices = kind == 3 ? 3 : 1, .reuse = 0.3});
+    std::int64_t changing = 0;
+    for (VertexDesc& vertex : scene->vertices) {
+      if (vertex.kind != Kind::kKernel || vertex.op % 3 != 0) continue;
+      vertex.flags |= kChanges;
+      ++changing;
+    }
     Checker checker(*scene);
     const auto engine = engine_on(kind, *scene, checker, kind);
     std::uint64_t step = 0;
@@ -36,9 +42,16 @@ TEST(Faults, AnOpThatThrowsIsNamedAndTheNextStepWorks) {
       EXPECT_EQ(error.message, "op " + std::to_string(v) + " was told to fail");
       EXPECT_FALSE(error.draining);
       for (const std::int32_t s : engine->program().successors_of(v)) EXPECT_FALSE(checker.ran(s));
+      std::int64_t changed = 0;
+      for (std::int32_t w = 0; w < engine->program().size(); ++w) {
+        if (engine->program().changes(w) && (w == v || checker.ran(w))) ++changed;
+      }
+      EXPECT_GE(engine->counters().changes, changed);
+      EXPECT_LE(engine->counters().changes, changing);
       checker.fail_at = -1;
       ASSERT_EQ(run_step(*engine, checker, step++), Status::kDone) << "kind " << kind << " vertex " << v;
       ASSERT_EQ(checker.missing(), 0);
+      EXPECT_EQ(engine->counters().changes, changing);
     }
     EXPECT_EQ(checker.broken, 0);
   }

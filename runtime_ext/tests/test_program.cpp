@@ -55,6 +55,9 @@ TEST(Program, ValidateNamesTheVertexAtFault) {
   VertexDesc elsewhere = kernel(0);
   elsewhere.device = 1;
   EXPECT_NE(build({elsewhere}, {}).validate(1).find("device 1 of 1"), std::string::npos);
+  VertexDesc changing = input();
+  changing.flags = kChanges;
+  EXPECT_NE(build({changing}, {}).validate(1).find("change states"), std::string::npos);
   VertexDesc copy;
   copy.kind = Kind::kReload;
   copy.bytes = 8;
@@ -79,7 +82,8 @@ struct Registered {
   std::vector<std::byte> block = std::vector<std::byte>(1024);
   Memory memory{{{block.data(), 128}, {block.data() + 256, 128}},
                 {block.data() + 512, 64},
-                {{block.data() + 768, 16}, {block.data() + 784, 16}}};
+                {{block.data() + 768, 16}, {block.data() + 784, 16}},
+                {{block.data() + 800, 16}, {block.data() + 816, 16}}};
 
   VertexDesc copy(Kind kind, std::int64_t dst, std::int64_t src, std::int64_t bytes, int device = 0) {
     VertexDesc vertex;
@@ -88,6 +92,11 @@ struct Registered {
     vertex.dst = at(dst);
     vertex.src = at(src);
     vertex.bytes = bytes;
+    return vertex;
+  }
+  VertexDesc change(std::int64_t dst, std::int64_t src, std::int64_t bytes) {
+    VertexDesc vertex = copy(Kind::kOffload, dst, src, bytes);
+    vertex.flags = kChanges;
     return vertex;
   }
   void* at(std::int64_t offset) {
@@ -129,6 +138,51 @@ TEST(Program, EveryCopyStaysInTheMemoryOfItsKind) {
   for (const VertexDesc& vertex : wrong) EXPECT_NE(at.judge(vertex).find("vertex 0"), std::string::npos);
   EXPECT_NE(at.judge(wrong[0]).find("writes 16 bytes at"), std::string::npos);
   EXPECT_NE(at.judge(wrong[4]).find("reads 16 bytes at"), std::string::npos);
+}
+
+// Homes of states begin where the weights end, so that a copy which is a byte too long touches something
+// else.
+TEST(Program, OnlyOffloadsThatChangeStatesWriteHomes) {
+  Registered at;
+  EXPECT_EQ(at.judge(at.change(800, 0, 16)), "");
+  EXPECT_EQ(at.judge(at.change(816, 64, 16)), "");
+  EXPECT_EQ(at.judge(at.change(512, 0, 64)), "");
+  EXPECT_EQ(at.judge(at.copy(Kind::kReload, 0, 816, 16)), "");
+  EXPECT_EQ(at.judge(at.copy(Kind::kInput, 0, 800, 16)), "");
+  const VertexDesc wrong[] = {
+      at.copy(Kind::kOffload, 800, 0, 16),   // not known as a change
+      at.change(784, 0, 16),                 // onto a weight
+      at.change(792, 0, 16),                 // from a weight into a home
+      at.change(808, 0, 16),                 // from a home into the next
+      at.change(824, 0, 16),                 // past the end of a home
+      at.change(800, 256, 16),               // from another device's arena
+      at.copy(Kind::kReload, 800, 512, 16),  // a reload onto a home
+      at.copy(Kind::kReload, 0, 808, 16),    // of two homes
+      at.copy(Kind::kInput, 0, 824, 16),     // past the end of a home
+      at.copy(Kind::kReload, 0, 784, 32),    // of a weight and a home
+      at.copy(Kind::kTransfer, 800, 0, 16),  // a transfer to a home
+      at.copy(Kind::kTransfer, 0, 800, 16),  // and from one
+  };
+  for (const VertexDesc& vertex : wrong) EXPECT_NE(at.judge(vertex).find("vertex 0"), std::string::npos);
+}
+
+TEST(Program, AHomeSharesMemoryWithNothing) {
+  const VertexDesc none = kernel(0);
+  for (const std::int64_t offset : {0, 120, 256, 383, 512, 575, 768, 783, 799, 784, 801, 815, 831}) {
+    Registered at;
+    at.memory.states.push_back({at.at(offset), 2});
+    EXPECT_NE(at.judge(none).find("home of a state"), std::string::npos) << offset;
+  }
+  for (const std::int64_t offset : {384, 766, 832}) {
+    Registered at;
+    at.memory.states.push_back({at.at(offset), 2});
+    EXPECT_EQ(at.judge(none), "") << offset;
+  }
+  Registered at;
+  at.memory.states.push_back({at.at(700), 200});  // all around weights and homes
+  EXPECT_NE(at.judge(none).find("home of a state"), std::string::npos);
+  at.memory.states.back() = {at.at(800), 0};
+  EXPECT_EQ(at.judge(none), "");
 }
 
 TEST(Program, MemoryThatIsNotRegisteredHoldsNothing) {

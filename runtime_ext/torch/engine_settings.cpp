@@ -53,6 +53,7 @@ c10::Dict<std::string, std::int64_t> engine_numbers() {
       {"kind.RELOAD", number(Kind::kReload)},
       {"flag.LATE", number(kLate)},
       {"flag.OUT", number(kOut)},
+      {"flag.CHANGES", number(kChanges)},
       {"result.PLACED", number(ResultMode::kPlaced)},
       {"result.COPIED", number(ResultMode::kCopied)},
       {"result.IGNORED", number(ResultMode::kIgnored)},

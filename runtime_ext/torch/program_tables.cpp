@@ -78,11 +78,12 @@ Copied read_copied(const at::Tensor& copied, const Program& program, const OpTab
 }
 
 Memory memory_of(const std::vector<at::Tensor>& arenas, const at::Tensor& host,
-                 const std::vector<at::Tensor>& clean) {
+                 const std::vector<at::Tensor>& clean, const std::vector<at::Tensor>& states) {
   Memory memory;
   for (const at::Tensor& arena : arenas) memory.arenas.push_back(range_of(arena));
   memory.host = range_of(host);
   for (const at::Tensor& weights : clean) memory.clean.push_back(range_of(weights));
+  for (const at::Tensor& home : states) memory.states.push_back(range_of(home));
   return memory;
 }
 

@@ -26,9 +26,9 @@ Program read_program(const at::Tensor& vertices, const at::Tensor& edges);
 // one of more bytes than the storage has.
 Copied read_copied(const at::Tensor& copied, const Program& program, const OpTable& table);
 
-// The stretches of memory under tensors: arenas by device, the host's arena, clean memory.
+// The stretches of memory under tensors: arenas by device, the host's arena, clean memory, homes of states.
 Memory memory_of(const std::vector<at::Tensor>& arenas, const at::Tensor& host,
-                 const std::vector<at::Tensor>& clean);
+                 const std::vector<at::Tensor>& clean, const std::vector<at::Tensor>& states);
 
 // The last word on a plan: whatever made it, nothing that it runs touches other memory than `memory`. Throws
 // std::invalid_argument.

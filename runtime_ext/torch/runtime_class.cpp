@@ -33,17 +33,18 @@ constexpr double kDrainSeconds = 5;  // that a device which has stalled is given
 
 struct TorchEngine : torch::CustomClassHolder, OpRunner {
   // The tables are those of program_tables.h. All memory that the program names lies in `arenas`, one for
-  // each device, in `host`, where values are offloaded, and in `clean`, which is only read; all three are
-  // kept alive. `links` has a bandwidth and a latency for each device. Throws std::invalid_argument for a
-  // program that would touch any other memory.
+  // each device, in `host`, where values are offloaded, in `clean`, which is only read, and in `states`, the
+  // homes of values that change; all are kept alive. `links` has a bandwidth and a latency for each device.
+  // Throws std::invalid_argument for a program that would touch any other memory.
   TorchEngine(c10::intrusive_ptr<TorchOps> ops, const at::Tensor& vertices, const at::Tensor& edges,
               const at::Tensor& copied, std::vector<at::Tensor> arenas, const at::Tensor& host,
-              const std::vector<at::Tensor>& clean, const c10::Dict<std::string, double>& options,
-              const std::vector<double>& links)
+              const std::vector<at::Tensor>& clean, const std::vector<at::Tensor>& states,
+              const c10::Dict<std::string, double>& options, const std::vector<double>& links)
       : ops_(std::move(ops)), keep_(std::move(arenas)), pid_(getpid()) {
-    const Memory memory = memory_of(keep_, host, clean);
+    const Memory memory = memory_of(keep_, host, clean, states);
     keep_.push_back(host);
     keep_.insert(keep_.end(), clean.begin(), clean.end());
+    keep_.insert(keep_.end(), states.begin(), states.end());
     Program program = read_program(vertices, edges);
     check_program(program, ops_->table, memory);
     copied_ = read_copied(copied, program, ops_->table);
@@ -208,6 +209,7 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
     out.insert("offload_bytes", static_cast<double>(step.offload_bytes));
     out.insert("reload_bytes", static_cast<double>(step.reload_bytes));
     out.insert("transfer_bytes", static_cast<double>(step.transfer_bytes));
+    out.insert("changes", static_cast<double>(step.changes));
     out.insert("step_seconds", static_cast<double>(step.step_ns) * 1e-9);
     out.insert("gate_seconds", static_cast<double>(step.gate_ns) * 1e-9);
     out.insert("op_seconds", static_cast<double>(step.op_ns) * 1e-9);
@@ -290,7 +292,7 @@ TORCH_LIBRARY(disco_accel, m) {
   m.class_<Pinned>("Pinned").def(torch::init<at::Tensor>());
   m.class_<TorchEngine>("Engine")
       .def(torch::init<c10::intrusive_ptr<TorchOps>, at::Tensor, at::Tensor, at::Tensor,
-                       std::vector<at::Tensor>, at::Tensor, std::vector<at::Tensor>,
+                       std::vector<at::Tensor>, at::Tensor, std::vector<at::Tensor>, std::vector<at::Tensor>,
                        c10::Dict<std::string, double>, std::vector<double>>())
       .def("expect_dtype", &TorchEngine::expect_dtype)
       .def("expect_layout", &TorchEngine::expect_layout)
