@@ -23,7 +23,7 @@ from disco_accel.graph.taskgraph import (
     Vertex,
     VertexKind,
 )
-from disco_accel.graph.traits import FOREIGN, FROZEN, LATE_FOREIGN
+from disco_accel.graph.traits import FOREIGN, FROZEN, LATE_FOREIGN, STATE
 from disco_accel.graph.values import is_foreign, overwrites
 from disco_accel.measure.record import OpRecord, apply, record
 from disco_accel.native.host_memory import bytes_of, footprint
@@ -54,11 +54,13 @@ class Value:
 
 @dataclass
 class Builder:
-    """Appends vertices while running them eagerly."""
+    """Appends vertices while running them eagerly, on ``device``; weights and homes of states stay on the host."""
 
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     vertices: list[Vertex] = field(default_factory=list)
     ops: dict[int, OpCall] = field(default_factory=dict)
     clean: dict[int, torch.Tensor] = field(default_factory=dict)
+    states: dict[int, torch.Tensor] = field(default_factory=dict)
     external: dict[int, torch.Tensor] = field(default_factory=dict)
     late: dict[int, torch.Tensor] = field(default_factory=dict)
     results: dict[str, Value] = field(default_factory=dict)
@@ -68,10 +70,17 @@ class Builder:
         """A frozen input that the host holds."""
         vertex = self._input(tensor, traits=FROZEN)
         self.clean[vertex] = bytes_of(tensor)
-        return Value((vertex, 0), tensor)
+        return Value((vertex, 0), tensor.to(self.device))
+
+    def state(self, home: torch.Tensor) -> Value:
+        """A value that kernels change over steps, at home in ``home``. Eager execution changes a copy of it."""
+        vertex = self._input(home, traits=STATE)
+        self.states[vertex] = bytes_of(home)
+        return Value((vertex, 0), home.to(self.device, copy=True))
 
     def input(self, tensor: torch.Tensor, late: bool = False) -> Value:
         """An input in foreign memory; ``late`` ones arrive at the gate."""
+        tensor = tensor.to(self.device)
         vertex = self._input(tensor, traits=LATE_FOREIGN if late else FOREIGN)
         (self.late if late else self.external)[vertex] = tensor
         return Value((vertex, 0), tensor)
@@ -96,16 +105,7 @@ class Builder:
         ``keep`` names the first result as one to check at the end, ``out`` as one to check at the gate as well.
         """
         base, _, overload = name.partition(".")
-        op = getattr(getattr(torch.ops.aten, base), overload or "default")
-        refs: list[Ref] = []
-        encoded, given = [], []
-        for position, argument in enumerate(op._schema.arguments):
-            value = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
-            encoded.append(_encode(value, refs))
-            given.append(_plain(value))
-        positional = [v for v, a in zip(given, op._schema.arguments, strict=True) if not a.kwarg_only]
-        named = {a.name: v for v, a in zip(given, op._schema.arguments, strict=True) if a.kwarg_only}
-        raw = op(*positional, **named)
+        raw, refs, encoded = _run(name, args, kwargs)
         tensors = list(raw) if isinstance(raw, (tuple, list)) else [raw]
         vertex = len(self.vertices)
         results: list[OpResult | None] = []
@@ -133,15 +133,42 @@ class Builder:
                 inplace=((0, 0),) if inplace else (),
             )
         )
-        self.ops[vertex] = OpCall(f"aten::{base}", overload or "default", tuple(encoded), tuple(results), module)
+        self.ops[vertex] = OpCall(f"aten::{base}", overload or "default", encoded, tuple(results), module)
         if keep or out:
             first = values[0]
             assert first is not None
             self.results[keep or out] = first
         return values[0] if len(values) == 1 else values
 
+    def call_writing(self, name: str, *args: Any, written: list[Value], **kwargs: Any) -> list[Value]:
+        """As ``call``, for an op that returns nothing and writes over ``written``, in place; their new versions."""
+        base, _, overload = name.partition(".")
+        raw, refs, encoded = _run(name, args, kwargs)
+        assert raw is None
+        sizes = tuple(value.tensor.untyped_storage().nbytes() for value in written)
+        inplace = tuple((output, refs.index(value.ref)) for output, value in enumerate(written))
+        vertex = Vertex(len(self.vertices), VertexKind.KERNEL, 0, f"aten::{base}", tuple(refs), sizes, inplace=inplace)
+        self.vertices.append(vertex)
+        self.ops[vertex.id] = OpCall(f"aten::{base}", overload or "default", encoded, ())
+        return [Value((vertex.id, output), value.tensor) for output, value in enumerate(written)]
+
     def graph(self, name: str = "test") -> TaskGraph:
         return TaskGraph(name, (Device(0, 1 << 40),), tuple(self.vertices), self.ops)
+
+
+def _run(name: str, args: Any, kwargs: Any) -> tuple[Any, list[Ref], tuple[Arg, ...]]:
+    """What the op gives for eager tensors, the values that it reads, and its arguments."""
+    base, _, overload = name.partition(".")
+    op = getattr(getattr(torch.ops.aten, base), overload or "default")
+    refs: list[Ref] = []
+    encoded, given = [], []
+    for position, argument in enumerate(op._schema.arguments):
+        value = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
+        encoded.append(_encode(value, refs))
+        given.append(_plain(value))
+    positional = [v for v, a in zip(given, op._schema.arguments, strict=True) if not a.kwarg_only]
+    named = {a.name: v for v, a in zip(given, op._schema.arguments, strict=True) if a.kwarg_only}
+    return op(*positional, **named), refs, tuple(encoded)
 
 
 def _encode(value: Any, refs: list[Ref]) -> Arg:
@@ -203,16 +230,16 @@ def bump_plan(graph: TaskGraph) -> MemGraph:
 Program = Callable[[Builder, torch.Generator], None]
 
 
-def build(program: Program, seed: int = 0) -> Builder:
+def build(program: Program, seed: int = 0, device: torch.device | None = None) -> Builder:
     """The program with inputs drawn from ``seed``; its weights are always the same."""
-    builder = Builder()
+    builder = Builder(device=device or torch.device("cpu"))
     program(builder, torch.Generator().manual_seed(seed))
     return builder
 
 
 def measured(builder: Builder) -> tuple[TaskGraph, dict[int, OpRecord]]:
     graph = builder.graph()
-    records = record(graph)
+    records = record(graph, device=str(builder.device))
     return apply(graph, records), records
 
 
@@ -257,4 +284,4 @@ def assert_bits(got: Mapping[str, torch.Tensor], expected: Builder, names: Itera
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+    return tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).cpu()
