@@ -11,12 +11,13 @@ from functools import partial
 import pytest
 import torch
 
-from disco_accel.errors import ExecutionError
+from disco_accel.errors import BudgetTooSmall, ExecutionError
 from disco_accel.execute.executor import EngineOptions, Executor
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.native.arena import device_arena
 from disco_accel.native.host_memory import bytes_of
+from disco_accel.plan import make_plan
 from disco_accel.testing.engine_faults import failing, kernels
 from tests.execute.programs import build, measured, step, step_in_two
 from tests.execute.state_plans import PLANS, Planner, Trained, adam, plan_of, training, weights_of
@@ -70,6 +71,11 @@ def test_the_plans_do_what_their_names_say() -> None:
         assert counters["changes"] == copies[1] + (6 if twice else 3)
 
 
+def _moments(count: int) -> list[torch.Tensor]:
+    """Homes of weights with their two moments."""
+    return [home for weight in weights_of(count) for home in (weight, weight * 0, weight * 0)]
+
+
 _ADAM_PLANS: Mapping[str, Planner] = {
     "resident": PLANS["resident"],
     "away": lambda graph, states: plan_of(graph, buffers=3),
@@ -81,13 +87,44 @@ _ADAM_PLANS: Mapping[str, Planner] = {
 @pytest.mark.parametrize("planner", _ADAM_PLANS.values(), ids=_ADAM_PLANS)
 def test_an_optimizers_moments_are_states_too(planner: Planner, fused: bool) -> None:
     """Adam by lerp_, mul_, addcmul_ and addcdiv_ on weights and moments; ``fused``: one op that writes all of them."""
-    homes = [home for weight in weights_of(2) for home in (weight, weight * 0, weight * 0)]
-    trained = Trained(partial(adam, fused=fused), homes, planner, EngineOptions(dispatch="random", seed=3))
+    trained = Trained(partial(adam, fused=fused), _moments(2), planner, EngineOptions(dispatch="random", seed=3))
     with trained.executor as executor:
         for seed in range(STEPS):
             trained.step(seed)
         executor.store_states()
     trained.assert_homes()
+
+
+def _planned(graph: TaskGraph, states: Sequence[int], share: float) -> MemGraph:
+    """By the timed planner, in the least memory that it finds a plan for and room for ``share`` of the states."""
+    with pytest.raises(BudgetTooSmall) as caught:
+        make_plan(graph, memory=256, planner="timed", cyclic=True)
+    sizes = sum(v.sizes[0] for v in graph.vertices if v.id in states)
+    memory = caught.value.needed + int(share * sizes) // 256 * 256
+    return make_plan(graph, memory=memory, planner="timed", cyclic=True)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0], ids=["least", "some", "all"])
+@pytest.mark.parametrize("program", ["sgd", "twice", "adam", "fused"])
+def test_plans_of_the_timed_planner_keep_states_too(program: str, share: float) -> None:
+    """Five steps under each schedule: in the least memory, in some more, and with room for all states."""
+    adams = program in ("adam", "fused")
+    made = partial(adam, fused=program == "fused") if adams else partial(training, twice=program == "twice")
+    plan: list[MemGraph] = []
+
+    def planner(graph: TaskGraph, states: Sequence[int]) -> MemGraph:
+        return plan[0] if plan else _planned(graph, states, share)
+
+    for options in SCHEDULES.values():
+        trained = Trained(made, _moments(2) if adams else weights_of(6), planner, options)
+        plan = [trained.plan]
+        with trained.executor as executor:
+            for seed in range(STEPS):
+                trained.step(seed)
+            executor.store_states()
+            trained.assert_homes()
+    kinds = [v.kind for v in plan[0].vertices]
+    assert (VertexKind.RELOAD in kinds) == (share < 1.0), "copies where memory is short, and only there"
 
 
 def test_homes_are_older_than_residents_until_these_are_stored() -> None:
