@@ -220,7 +220,8 @@ class Executor:
     def abandon(self) -> None:
         """Stops launching and waits for what runs. Does nothing when no step is running.
 
-        Raises Stalled when a device does not end its work; a later call finds out whether it has.
+        States are torn if a vertex that changes one was launched, also where the step has ended by now. Raises Stalled
+        when a device does not end its work; a later call finds out whether it has.
         """
         if not self._end():
             raise Stalled(f"the step before stopped making progress; {_HUNG}")
@@ -304,10 +305,11 @@ class Executor:
     def counters(self) -> dict[str, int | float]:
         """Sizes in bytes, seconds and counts of the last step. Call between steps; ``touched_bytes`` walks the pages.
 
-        Keys: steps, vertices, arena_bytes, touched_bytes, host_bytes, offload_bytes, reload_bytes, transfer_bytes,
-        c10_allocations, planned_allocations, step_seconds, gate_seconds (waiting for ``deliver``), op_seconds (inside
-        ops on the engine's own thread), engine_seconds (its own cost). The last two are measured while tracing, or
-        with ``time_ops``; where ops have threads of their own (several devices or streams) they tell nothing.
+        Keys: steps, vertices, changes (vertices that change a state), arena_bytes, touched_bytes, host_bytes,
+        offload_bytes, reload_bytes, transfer_bytes, c10_allocations, planned_allocations, step_seconds, gate_seconds
+        (waiting for ``deliver``), op_seconds (inside ops on the engine's own thread), engine_seconds (its own cost).
+        The last two are measured while tracing, or with ``time_ops``; where ops have threads of their own (several
+        devices or streams) they tell nothing.
         """
         self._require_own_process()
         measured = self._engine.counters()

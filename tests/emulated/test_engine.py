@@ -15,12 +15,14 @@ import torch
 
 from benchmarks.gpu_models import SMALL, arena_llama, batch_for, with_adapter
 from disco_accel import DiscoConfig, prepare
-from disco_accel.errors import DeviceLost, Stalled
-from disco_accel.execute.executor import Event
+from disco_accel.errors import DeviceLost, ExecutionError, Stalled
+from disco_accel.execute.executor import EngineOptions, Event
 from disco_accel.native.backend import workspace_bytes
 from disco_accel.step.session import Session, find_state
 from tests.emulated import device
 from tests.emulated.models import CUDA, assert_same, least, step
+from tests.execute.programs import step as plan_step
+from tests.execute.state_plans import PLANS, Trained, training, weights_of
 
 MIB = 1 << 20
 _ROUNDING = 22 * MIB
@@ -251,6 +253,22 @@ def test_a_fault_of_a_kernel_is_told_with_the_ops_that_were_in_flight() -> None:
     # Whatever of PyTorch's or ours comes first.
     with pytest.raises((DeviceLost, torch.AcceleratorError)):
         step(model, given)
+
+
+def test_states_that_a_lost_device_had_changed_are_not_taken_for_whole() -> None:
+    """Some updates of the step are done when its last product fails: no step goes on, and none of them is stored."""
+    trained = Trained(training, weights_of(), PLANS["resident"], EngineOptions(device="cuda"))
+    with trained.executor as executor:
+        trained.step(0)
+        executor.store_states()
+        inputs = trained.inputs(1)
+        torch.cuda.synchronize()
+        device.inject_fault("aten::mm", nth=9)
+        with pytest.raises(DeviceLost, match="illegal memory access"):
+            plan_step(executor, inputs)
+        with pytest.raises(ExecutionError, match="begun to change"):
+            executor.begin(inputs.external)
+    trained.assert_homes()
 
 
 def test_a_kernel_that_never_ends_is_reported_although_the_step_cannot_drain() -> None:

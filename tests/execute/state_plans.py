@@ -16,6 +16,7 @@ from disco_accel.graph.memgraph import MemGraph, Slot
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.values import lasting_versions, overwrites
 from disco_accel.native.backend import run_device
+from disco_accel.verify.static import verify
 from tests.execute.programs import Builder, Program, Value, assert_bits, build, bump_plan, measured, step
 
 ROWS, WIDTH = 6, 16
@@ -232,7 +233,7 @@ PLANS: Mapping[str, Planner] = {
 
 
 class Trained:
-    """A program over states, run by an executor and eagerly side by side."""
+    """A program over states, run by an executor and eagerly side by side. Its plan is verified."""
 
     def __init__(
         self,
@@ -246,7 +247,11 @@ class Trained:
         self.options = options or EngineOptions()
         builder = build(program(homes), device=run_device(self.options.device))
         graph, records = measured(builder)
+        # The same plan on any machine, at any time.
+        timeless = [replace(v, duration=v.duration and 1e-5) for v in graph.vertices]
+        graph = replace(graph, vertices=tuple(timeless))
         self.plan = planner(graph, list(builder.states))
+        verify(replace(graph, devices=self.plan.devices), self.plan)
         self.states = list(builder.states)
         self.executor = Executor(
             self.plan,
