@@ -16,26 +16,33 @@ import argparse
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from disco_accel.errors import BudgetTooSmall, Stalled, VerifyError
+from disco_accel.errors import BudgetTooSmall, PlanError, Stalled, VerifyError
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph
-from disco_accel.graph.values import host_copy_exists
+from disco_accel.graph.values import changes_over_steps, host_copy_exists, lasting_versions
 from disco_accel.plan import POLICIES, make_plan
 from disco_accel.plan.buildmemgraph.builder import build
 from disco_accel.plan.buildmemgraph.residents import Residents
 from disco_accel.plan.infeasible import Infeasible
-from disco_accel.testing.faults import FAULTS
+from disco_accel.testing.faults import FAULTS, Fault
 from disco_accel.testing.plans import tight_plans
+from disco_accel.testing.state_faults import STATE_FAULTS
+from disco_accel.testing.state_plans import TIMED_SHAPES, timed_state_plans
 from disco_accel.testing.strategies import Shape, held, random_taskgraph, with_memory, with_room, working_set
 from disco_accel.verify.adversary import run_reference
 from disco_accel.verify.static import verify
 
+Plans = Callable[[int, int], list[tuple[TaskGraph, MemGraph]]]
+"""So many plans of random graphs, from a first seed on."""
+
 FACTORS = (1.0, 1.1, 1.3, 1.6, 2.0, 3.0, 8.0)
 SHAPES = (Shape(), Shape(vertices=48, devices=3), Shape(gate=False, keep=0.3), Shape(vertices=12, inplace=0.4))
 _TIMED_EVERY = 4
+_STATES_EVERY = 5
+"""Every so many graphs have values that live over steps and change, which the timed planner alone plans."""
 _FAULT_ORDERS = 20
 
 
@@ -54,8 +61,11 @@ class Result:
 def random_case(seed: int, result: Result) -> tuple[TaskGraph, MemGraph | None]:
     """Return the graph of ``seed`` and a plan of it; None if there is none."""
     rng = random.Random(seed)
-    graph = random_taskgraph(rng, rng.choice(SHAPES))
+    states = seed % _STATES_EVERY == 0
+    graph = random_taskgraph(rng, rng.choice(TIMED_SHAPES if states else SHAPES))
     graph = with_memory(graph, rng.choice(FACTORS))
+    if states and any(len(versions) > 1 for versions in lasting_versions(graph.vertices).values()):
+        return graph, _with_states(seed, graph, rng, result)
     policy, cyclic = rng.choice(sorted(POLICIES)), rng.random() < 0.5
     if rng.random() < 0.5:
         clean = [vertex.id for vertex in graph.vertices if host_copy_exists(vertex) and rng.random() < 0.4]
@@ -75,6 +85,19 @@ def random_case(seed: int, result: Result) -> tuple[TaskGraph, MemGraph | None]:
         if error.needed <= min(device.memory for device in graph.devices):
             result.wrong.append(f"seed {seed}: {planner} says {error.needed}, which it was given")
         return graph, None
+
+
+def _with_states(seed: int, graph: TaskGraph, rng: random.Random, result: Result) -> MemGraph | None:
+    result.counts["graphs with states"] += 1
+    try:
+        return make_plan(graph, cyclic=rng.random() < 0.6, planner="timed")
+    except BudgetTooSmall as error:
+        result.counts["refused"] += 1
+        if error.needed <= min(device.memory for device in graph.devices):
+            result.wrong.append(f"seed {seed}: timed says {error.needed}, which it was given")
+    except PlanError:
+        result.counts["a version is wanted too late"] += 1
+    return None
 
 
 def feasible(seed: int, graph: TaskGraph, result: Result) -> None:
@@ -99,7 +122,8 @@ def hunt(seed: int, orders: int, result: Result) -> None:
     """Plan the graph of ``seed`` and have the plan judged."""
     result.counts["graphs"] += 1
     graph, plan = random_case(seed, result)
-    feasible(seed, graph, result)
+    if not any(changes_over_steps(vertex) for vertex in graph.vertices):
+        feasible(seed, graph, result)
     if plan is None:
         return
     result.counts["plans"] += 1
@@ -114,15 +138,20 @@ def hunt(seed: int, orders: int, result: Result) -> None:
 
 def plant(count: int, result: Result, first_seed: int = 0) -> None:
     """Plant each kind of fault ``count`` times, or as often as it applies, and note which judge notices."""
+    for faults, plans in ((FAULTS, tight_plans), (STATE_FAULTS, timed_state_plans)):
+        _plant(faults, plans, count, result, first_seed)
+
+
+def _plant(faults: Mapping[str, Fault], plans: Plans, count: int, result: Result, first_seed: int) -> None:
     rng = random.Random(first_seed)
     for turn in range(12):
-        missing = [name for name in sorted(FAULTS) if result.planted[name] < count]
+        missing = [name for name in sorted(faults) if result.planted[name] < count]
         if not missing:
             return
-        for graph, plan in tight_plans(count, first_seed + 100_000 * (turn + 1)):
+        for graph, plan in plans(count, first_seed + 100_000 * (turn + 1)):
             for name in missing:
                 if result.planted[name] < count:
-                    bad = FAULTS[name](plan, rng)
+                    bad = faults[name](plan, rng)
                     if bad is not None and bad != plan:
                         _judge(name, graph, bad, result)
 

@@ -55,7 +55,11 @@ class BudgetTooSmall(PlanError):
 
 
 class ExecutionError(DiscoError):
-    """A vertex failed while a step ran; parameters and optimizer state are as they were before the step."""
+    """A vertex failed while a step ran; what the step does not change is as it was before the step."""
+
+
+class StatesTorn(ExecutionError):
+    """A step ended early when some of its updates of values that live over steps were done and others were not."""
 
 
 class DeviceLost(ExecutionError):

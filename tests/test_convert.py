@@ -18,16 +18,7 @@ from disco_accel.graph.check import check_taskgraph
 from disco_accel.graph.convert import graph_to_1, graph_to_2, plan_to_1, plan_to_2
 from disco_accel.graph.files import read_memgraph, read_taskgraph, write_memgraph, write_taskgraph
 from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.schema2 import (
-    GATE,
-    SpaceKind,
-    handed_out_at_gate,
-    host_copy_exists,
-    may_leave,
-    must_survive_step,
-    overwrites,
-    read_by,
-)
+from disco_accel.graph.schema2 import GATE, SpaceKind, handed_out_at_gate, overwrites
 from disco_accel.graph.schema2_files import graph_from_json, graph_to_json, plan_from_json, plan_to_json
 from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.traits import FOREIGN, FROZEN
@@ -160,11 +151,10 @@ def waits(plan: MemGraph) -> set[tuple[int, int]]:
 
 def test_what_is_asked_of_values_is_answered_in_one_place() -> None:
     graph = graph_from_json(UPDATE)
-    assert [host_copy_exists(graph, v) for v in ((0, 0), (0, 1), (1, 0), (3, 0))] == [True, False, False, False]
-    assert [must_survive_step(graph, v) for v in ((0, 0), (0, 1), (3, 0), (4, 0))] == [False, True, False, True]
-    assert [may_leave(graph, v) for v in ((0, 0), (1, 0), (2, 0), (3, 0))] == [True, False, False, True]
+    traits = [graph.value[v].traits for v in (0, 1, 2, 3)]
+    assert [each.host_has_it for each in traits] == [True, False, False, False]
+    assert [each.changes_over_steps for each in traits] == [True, False, False, False]
     assert [handed_out_at_gate(graph, (n, 0)) for n in (3, 4)] == [True, False]
-    assert [list(read_by(graph, v)) for v in ((0, 0), (0, 1), (3, 0))] == [[5, 7], [], [6]]
     assert [list(overwrites(v)) for v in graph.vertices] == [[], [], [((0, 0), (0, 1))]]
     assert graph.vertices[2].after == (GATE, 6)
     assert graph_from_json(json.loads(json.dumps(graph_to_json(graph)))) == graph

@@ -15,7 +15,7 @@ from disco_accel.graph.convert import graph_to_1, graph_to_2, plan_to_1, plan_to
 from disco_accel.graph.schema2 import Buffer, Edge, Graph, Plan, Planned, Space, SpaceKind, Value, Vertex, Work
 from disco_accel.graph.schema2_check import check_graph
 from disco_accel.graph.taskgraph import TaskGraph
-from disco_accel.graph.traits import Access, Arrival, Lifetime
+from disco_accel.graph.traits import FOREIGN, STATE, Lifetime
 from disco_accel.plan import make_plan
 from disco_accel.testing.state_plans import state_plans
 from disco_accel.testing.strategies import Shape, random_taskgraph, with_room
@@ -124,7 +124,7 @@ def copy_home_again(plan: Plan, rng: random.Random) -> Plan:
     """One more copy of what is on a device to its home, after some of the others and before the rest."""
     values = plan.graph.value
     sources = [b for b in plan.buffers if b.offset is not None and b.space == values[b.version[0]].space]
-    source = rng.choice([b for b in sources if values[b.version[0]].lifetime is Lifetime.STEPS])
+    source = rng.choice([b for b in sources if values[b.version[0]].traits.lifetime is Lifetime.STEPS])
     home = values[source.version[0]].home
     assert home is not None
     buffer = Buffer(1 + max(b.id for b in plan.buffers), source.version, home)
@@ -182,9 +182,9 @@ def test_both_judges_agree_on_good_plans_and_on_changed_ones(
 
 def updating(layers: int, memory: int) -> Graph:
     """A chain of ``layers``: y = w x forwards, then from the last layer to the first w' = u(w, y) and g' = b(g, w)."""
-    values = [Value(0, SIZE, 0, Lifetime.STEPS, Access.FOREIGN, None, Arrival.START, "x")]
+    values = [Value(0, SIZE, 0, FOREIGN, None, "x")]
     weights = range(1, 1 + layers)
-    values += [Value(w, SIZE, 0, Lifetime.STEPS, Access.READ_WRITE, 1, Arrival.START, f"w{w}") for w in weights]
+    values += [Value(w, SIZE, 0, STATE, 1, f"w{w}") for w in weights]
     results = range(1 + layers, 1 + 2 * layers)
     values += [Value(y, SIZE, 0) for y in results]
     vertices, source = [], 0

@@ -26,7 +26,7 @@ from itertools import pairwise
 
 import torch
 
-from disco_accel.errors import ExecutionError
+from disco_accel.errors import ExecutionError, StatesTorn
 from disco_accel.execute.planned_states import PlannedStates
 from disco_accel.execute.vertex_names import Describer
 from disco_accel.graph.taskgraph import TensorSpec, Vertex
@@ -103,7 +103,7 @@ class StateHomes:
         if not self._homes:
             return
         if self._torn:
-            raise ExecutionError(
+            raise StatesTorn(
                 f"the step before ended early, when it had begun to change {self._names(self._planned.changed())}: "
                 "some updates of that step are done and others are not. Put right values into the homes of all "
                 "states, from a checkpoint, and call restore_states(), or make a new executor"
@@ -146,9 +146,9 @@ class StateHomes:
             )
 
     def store(self) -> None:
-        """Write residents that are newer than their homes there. Raises ExecutionError after a torn step."""
+        """Write residents that are newer than their homes there. Raises StatesTorn after a torn step."""
         if self._torn:
-            raise ExecutionError(
+            raise StatesTorn(
                 f"the step before ended early, when it had begun to change {self._names(self._planned.changed())}: "
                 "what the device has of them is of no single step. Load a checkpoint and call restore_states()"
             )

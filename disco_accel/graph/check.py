@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from disco_accel.errors import GraphFileError
 from disco_accel.graph.memgraph import Edge
@@ -91,7 +92,7 @@ def check_taskgraph(graph: TaskGraph) -> TaskGraph:
     for vertex in order:
         if handed_out_at_gate(vertex) and vertex.id in behind:
             raise _fail(vertex, "out", "depends on a late input, which arrives only after every out vertex")
-    return TaskGraph(graph.name, graph.devices, tuple(order), graph.ops)
+    return replace(graph, vertices=tuple(order))
 
 
 def _check_references(vertex: Vertex, by_id: dict[int, Vertex]) -> None:

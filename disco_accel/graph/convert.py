@@ -14,7 +14,7 @@ from disco_accel.graph.schema2 import GATE, Space, SpaceKind, Value, Version, Wo
 from disco_accel.graph.schema2_check import check_graph
 from disco_accel.graph.schema2_plan_check import check_names
 from disco_accel.graph.taskgraph import Device, Ref, TaskGraph, Vertex, VertexKind
-from disco_accel.graph.traits import Access, Arrival, Lifetime, Traits
+from disco_accel.graph.traits import Arrival
 from disco_accel.graph.values import arrives_at_gate, changes_over_steps, host_copy_exists, is_foreign, overwrites
 
 _COPIES = (VertexKind.OFFLOAD, VertexKind.RELOAD)
@@ -137,7 +137,7 @@ def _host_id(devices: Iterable[Device]) -> int:
 
 
 def _is_state(value: Value) -> bool:
-    return value.lifetime is Lifetime.STEPS and value.access is Access.READ_WRITE
+    return value.traits.changes_over_steps
 
 
 class _To2:
@@ -150,7 +150,7 @@ class _To2:
 
     def graph(self, host: Space | None = None) -> schema2.Graph:
         source = self._source
-        host = host or Space(_host_id(source.devices), SpaceKind.HOST, None, 1)
+        host = host or Space(_host_id(source.devices), SpaceKind.HOST, source.host_memory, 1)
         spaces = tuple(Space(d.id, SpaceKind.DEVICE, d.memory, d.alignment) for d in source.devices)
         if any(vertex.id < 0 for vertex in source.vertices):
             raise GraphFileError("id: version 2 counts vertices from 0 on; give them other numbers")
@@ -225,15 +225,12 @@ class _To2:
 
 
 def _input_to_2(vertex: Vertex, host: int) -> Value:
-    traits = vertex.traits
     return Value(
         vertex.id,
         vertex.sizes[0],
         vertex.device,
-        traits.lifetime,
-        traits.access,
+        vertex.traits,
         host if host_copy_exists(vertex) else None,
-        traits.arrival,
         vertex.op,
     )
 
@@ -316,7 +313,7 @@ class _To1:
             if space.kind is SpaceKind.DEVICE:
                 assert space.bytes is not None
                 devices.append(Device(space.id, space.bytes, space.alignment))
-        arriving = [value for value in source.values if value.arrival is not Arrival.MADE]
+        arriving = [value for value in source.values if value.traits.arrival is not Arrival.MADE]
         ids = _input_ids(arriving, {vertex.id for vertex in source.vertices})
         for value in arriving:
             self.ref[value.id, 0] = (ids[value.id], 0)
@@ -326,7 +323,9 @@ class _To1:
         inputs = [self._input(value, ids[value.id]) for value in arriving]
         gate = next((vertex.id for vertex in inputs if arrives_at_gate(vertex)), None)
         kernels = [self._vertex(vertex, gate) for vertex in source.vertices]
-        return check_taskgraph(TaskGraph(source.name, tuple(devices), (*inputs, *kernels), source.ops))
+        limits = [space.bytes for space in source.spaces if space.kind is SpaceKind.HOST and space.bytes is not None]
+        host = sum(limits) if limits else None
+        return check_taskgraph(TaskGraph(source.name, tuple(devices), (*inputs, *kernels), source.ops, host))
 
     def _input(self, value: Value, number: int) -> Vertex:
         return Vertex(
@@ -336,7 +335,7 @@ class _To1:
             value.name,
             (),
             (value.bytes,),
-            traits=Traits(value.lifetime, value.access, value.arrival),
+            traits=value.traits,
             out=self._marked([(value.id, 0)], self._source.gate_outputs, f"value {value.id}"),
             keep=self._marked([(value.id, 0)], self._source.end_outputs, f"value {value.id}"),
         )

@@ -88,7 +88,11 @@ def write_memgraph(
 
 def fingerprint(graph: TaskGraph) -> str:
     """Return the sha256, in hex, of all that a plan depends on: the graph without its name and ops."""
-    data = taskgraph_to_json(graph) if version_needed(graph.vertices) == 1 else graph_to_json(graph_to_2(graph))
+    data = (
+        taskgraph_to_json(graph)
+        if version_needed(graph.vertices) == 1 and graph.host_memory is None
+        else graph_to_json(graph_to_2(graph))
+    )
     data.pop("name")
     return hashlib.sha256(lines(data)).hexdigest()
 

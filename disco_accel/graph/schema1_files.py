@@ -72,7 +72,9 @@ def memgraph_from_version_1(top: Mapping[str, Any], names: IdNames | None) -> Me
 
 
 def taskgraph_to_json(graph: TaskGraph, names: Mapping[int, str] | None = None) -> dict[str, Any]:
-    """Return ``graph`` as the object that its file holds."""
+    """Return ``graph`` as the object that its file holds. Raises GraphFileError for what version 1 has no words for."""
+    if graph.host_memory is not None:
+        raise GraphFileError("host: version 1 of a task graph does not limit it: write version 2 (--schema 2)")
     vertices = [_vertex_to_json(vertex, names or {}) for vertex in graph.vertices]
     return _top("taskgraph", graph.name, graph.devices, vertices)
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from disco_accel.graph.taskgraph import OpCall
-from disco_accel.graph.traits import Access, Arrival, Lifetime
+from disco_accel.graph.traits import MADE, Traits
 
 Version = tuple[int, int]
 """``(value id, version)``: one content. Version 0 is what the value holds first."""
@@ -58,10 +58,8 @@ class Value:
     id: int
     bytes: int
     space: int
-    lifetime: Lifetime = Lifetime.STEP
-    access: Access = Access.READ_WRITE
+    traits: Traits = MADE
     home: int | None = None
-    arrival: Arrival = Arrival.MADE
     name: str = ""
 
 
@@ -182,37 +180,9 @@ class Plan:
     cyclic: bool = False
 
 
-# What planners, judges, the simulator and the engine ask about values. A new trait of values is answered here.
-
-
-def host_copy_exists(graph: Graph, version: Version) -> bool:
-    """Whether the value's home holds ``version`` while the step has not written a later one there: its memory on a
-    device can then be reused without a copy back."""
-    value = graph.value[version[0]]
-    return value.lifetime is Lifetime.STEPS and value.access is not Access.FOREIGN and version[1] == 0
-
-
-def must_survive_step(graph: Graph, version: Version) -> bool:
-    """Whether ``version`` is wanted when the step has ended: by the user, or because a later step starts from it."""
-    value = graph.value[version[0]]
-    written = value.lifetime is Lifetime.STEPS and version[1] == graph.last_version[version[0]] > 0
-    return written or version in graph.end_outputs
-
-
-def may_leave(graph: Graph, version: Version) -> bool:
-    """Whether its memory can serve something else before the last vertex has read it."""
-    value = graph.value[version[0]]
-    return value.access is not Access.FOREIGN and value.arrival is not Arrival.GATE and value.bytes > 0
-
-
 def handed_out_at_gate(graph: Graph, version: Version) -> bool:
     """Whether the user reads ``version`` at the gate, where nothing behind the gate has run."""
     return version in graph.gate_outputs
-
-
-def read_by(graph: Graph, version: Version) -> Sequence[int]:
-    """Ids of the vertices that read ``version``, in order."""
-    return [vertex.id for vertex in graph.readers[version]] if version in graph.readers else []
 
 
 def overwrites(vertex: Vertex) -> Iterator[tuple[Version, Version]]:

@@ -63,16 +63,16 @@ def _check_values(graph: Graph) -> None:
             raise _of(value, "bytes", f"all values up to this one take {total} bytes, beyond 0 to {MAX_SIZE}")
         if value.space not in graph.space or graph.space[value.space].kind is not SpaceKind.DEVICE:
             raise _of(value, "space", f"{value.space} is not one of the devices")
-        if value.lifetime is Lifetime.STEPS:
+        if wrong := value.traits.contradiction():
+            raise _of(value, *wrong)
+        if value.traits.lifetime is Lifetime.STEPS:
             _check_lasting(graph, value)
         elif value.home is not None:
             raise _of(value, "home", "a value of one step has none; lifetime: steps gives it one")
 
 
 def _check_lasting(graph: Graph, value: Value) -> None:
-    if value.arrival is not Arrival.START:
-        raise _of(value, "arrival", "a value that lives from step to step is there when one starts: start")
-    if value.access is Access.FOREIGN:
+    if value.traits.access is Access.FOREIGN:
         if value.home is not None:
             raise _of(value, "home", "foreign memory has no home; it is where its owner keeps it")
     elif value.home is None:
@@ -128,14 +128,14 @@ def _check_versions(graph: Graph) -> None:
                 raise _at(vertex, "writes", f"{list(version)} is written by vertex {written[version].id} too")
             written[version] = vertex
             value = graph.value[version[0]]
-            if version[1] == 0 and value.arrival is not Arrival.MADE:
-                raise _at(vertex, "writes", f"value {value.id} arrives at {value.arrival}; write its version 1")
-            if version[1] and value.access is not Access.READ_WRITE:
-                raise _at(vertex, "writes", f"value {value.id} is {value.access}: no vertex may change it")
+            if version[1] == 0 and value.traits.arrival is not Arrival.MADE:
+                raise _at(vertex, "writes", f"value {value.id} arrives at {value.traits.arrival}; write its version 1")
+            if version[1] and value.traits.access is not Access.READ_WRITE:
+                raise _at(vertex, "writes", f"value {value.id} is {value.traits.access}: no vertex may change it")
         for lost, new in overwrites(vertex):
             if lost not in vertex.reads:
                 raise _at(vertex, "writes", f"{list(new)} takes the place of {list(lost)}, which must be in reads")
-    arriving = {value.id for value in graph.values if value.arrival is not Arrival.MADE}
+    arriving = {value.id for value in graph.values if value.traits.arrival is not Arrival.MADE}
     for number, count in sorted(written):
         if count and (number, count - 1) not in written and not (count == 1 and number in arriving):
             raise _at(written[number, count], "writes", f"nothing writes version {count - 1} of value {number}")
@@ -187,7 +187,7 @@ def behind_gate(graph: Graph) -> set[int]:
             behind.add(vertex.id)
         for version in vertex.reads:
             writer = graph.writers.get(version)
-            if writer.id in behind if writer is not None else arrives[version[0]].arrival is Arrival.GATE:
+            if writer.id in behind if writer is not None else arrives[version[0]].traits.arrival is Arrival.GATE:
                 behind.add(vertex.id)
     return behind
 
@@ -196,6 +196,6 @@ def _check_gate(graph: Graph) -> None:
     behind = behind_gate(graph)
     for version in graph.at_gate:
         writer = graph.writers.get(version)
-        late = graph.value[version[0]].arrival is Arrival.GATE if writer is None else writer.id in behind
+        late = graph.value[version[0]].traits.arrival is Arrival.GATE if writer is None else writer.id in behind
         if late:
             raise GraphFileError(f"at_gate: {list(version)} comes after the gate, at which it is to be handed out")

@@ -6,6 +6,7 @@ import enum
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, TypeVar
 
 from disco_accel.errors import GraphFileError
@@ -25,7 +26,7 @@ from disco_accel.graph.schema2 import (
 )
 from disco_accel.graph.schema2_check import check_graph
 from disco_accel.graph.strict_json import a_list, an_object, flag, integer, number, shown, text
-from disco_accel.graph.traits import Access, Arrival, Lifetime
+from disco_accel.graph.traits import MADE, Arrival, Traits
 
 VERSION = 2
 MAX_SPACES = 1024
@@ -142,12 +143,15 @@ def _value(entry: Mapping[str, Any], where: str) -> Value:
         integer(entry, "id", where),
         integer(entry, "bytes", where),
         integer(entry, "space", where),
-        _word(entry, "lifetime", where, Lifetime, Lifetime.STEP),
-        _word(entry, "access", where, Access, Access.READ_WRITE),
+        Traits(**{field.name: _trait(entry, field.name, where) for field in fields(Traits)}),
         None if entry.get("home") is None else integer(entry, "home", where),
-        _word(entry, "arrival", where, Arrival, Arrival.MADE),
         text(entry, "name", where),
     )
+
+
+def _trait(entry: Mapping[str, Any], key: str, where: str) -> Any:
+    default = getattr(MADE, key)
+    return flag(entry, key, where) if isinstance(default, bool) else _word(entry, key, where, type(default), default)
 
 
 def _vertex(entry: Mapping[str, Any], where: str) -> Vertex:
@@ -212,7 +216,7 @@ def _check_names(plan: Plan) -> None:
     if len(buffers) != len(plan.buffers):
         raise GraphFileError("buffers: two have the same id")
     versions = {version for vertex in plan.graph.vertices for version in vertex.writes}
-    versions |= {(value.id, 0) for value in plan.graph.values if value.arrival is not Arrival.MADE}
+    versions |= {(value.id, 0) for value in plan.graph.values if value.traits.arrival is not Arrival.MADE}
     for buffer in plan.buffers:
         if buffer.version not in versions:
             raise GraphFileError(f"buffer {buffer.id}: version: nothing writes {list(buffer.version)}")
@@ -274,13 +278,10 @@ def _edge_to_json(edge: Edge) -> list[object]:
 
 def _value_to_json(value: Value) -> dict[str, Any]:
     raw: dict[str, Any] = {"id": value.id, "bytes": value.bytes, "space": value.space}
-    for key, word, default in (
-        ("lifetime", value.lifetime, Lifetime.STEP),
-        ("access", value.access, Access.READ_WRITE),
-        ("arrival", value.arrival, Arrival.MADE),
-    ):
-        if word is not default:
-            raw[key] = str(word)
+    for field in fields(Traits):
+        trait = getattr(value.traits, field.name)
+        if trait != getattr(MADE, field.name):
+            raw[field.name] = trait if isinstance(trait, bool) else str(trait)
     if value.home is not None:
         raw["home"] = value.home
     if value.name:

@@ -28,9 +28,9 @@ def check_names(plan: Plan) -> None:
     unwritten = {number: buffer for number, buffer in buffers.items() if number not in written}
     for buffer in unwritten.values():
         value = plan.graph.value[buffer.version[0]]
-        if buffer.version[1] or value.arrival is Arrival.MADE:
+        if buffer.version[1] or value.traits.arrival is Arrival.MADE:
             raise GraphFileError(f"buffer {buffer.id}: version: nothing writes {list(buffer.version)}")
-        if value.access is Access.FOREIGN:
+        if value.traits.access is Access.FOREIGN:
             if buffer.space != value.space:
                 raise GraphFileError(f"buffer {buffer.id}: space: value {value.id} is in space {value.space}")
         elif value.bytes:
@@ -46,7 +46,7 @@ def check_names(plan: Plan) -> None:
 
 def _is_home(plan: Plan, buffer: Buffer) -> bool:
     value = plan.graph.value[buffer.version[0]]
-    return buffer.offset is None and value.access is not Access.FOREIGN and value.home is not None and value.bytes > 0
+    return buffer.offset is None and value.traits.host_has_it and value.bytes > 0
 
 
 def _listed(versions: tuple[Version, ...]) -> str:

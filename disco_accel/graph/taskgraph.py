@@ -141,13 +141,15 @@ class OpCall:
 class TaskGraph:
     """``vertices`` in a topological order, which is the serial order V of the paper.
 
-    ``ops`` maps KERNEL ids to their calls; it is empty for graphs that come from files.
+    ``ops`` maps KERNEL ids to their calls; it is empty for graphs that come from files. ``host_memory``: bytes of the
+    host that offloads may take at most; None = as many as a plan wants.
     """
 
     name: str
     devices: tuple[Device, ...]
     vertices: tuple[Vertex, ...]
     ops: Mapping[int, OpCall] = field(default_factory=dict)
+    host_memory: int | None = None
 
 
 def with_memory(graph: TaskGraph, size: Callable[[Device], int]) -> TaskGraph:

@@ -35,11 +35,33 @@ class Arrival(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """Of the value of an INPUT; a value that a vertex makes has those of ``BROUGHT`` but for its arrival."""
+    """Of the value of an INPUT; a value that a vertex makes has those of ``BROUGHT`` but for its arrival.
+
+    ``stays``: of a value that the host has, it is on its device all the time: no cyclic plan lets it leave.
+    """
 
     lifetime: Lifetime = Lifetime.STEP
     access: Access = Access.READ_WRITE
     arrival: Arrival = Arrival.START
+    stays: bool = False
+
+    def contradiction(self) -> tuple[str, str] | None:
+        """The field that cannot be together with the others, and why; None if the traits make sense."""
+        if self.lifetime is Lifetime.STEPS and self.arrival is not Arrival.START:
+            return "arrival", "a value that lives from step to step is there when one starts: start"
+        if self.stays and not self.host_has_it:
+            return "stays", "only a value that lives over steps and is not foreign can be made to stay"
+        return None
+
+    @property
+    def host_has_it(self) -> bool:
+        """Whether the value's home on the host holds it when a step starts."""
+        return self.lifetime is Lifetime.STEPS and self.access is not Access.FOREIGN
+
+    @property
+    def changes_over_steps(self) -> bool:
+        """Whether kernels may change it and the next step starts with what they made of it."""
+        return self.host_has_it and self.access is Access.READ_WRITE
 
 
 BROUGHT = Traits()
@@ -59,5 +81,8 @@ FOREIGN = Traits(Lifetime.STEPS, Access.FOREIGN)
 
 LATE_FOREIGN = Traits(Lifetime.STEP, Access.FOREIGN, Arrival.GATE)
 """In the user's memory, from the gate on."""
+
+MADE = Traits(arrival=Arrival.MADE)
+"""Made by a vertex in each step anew."""
 
 TRAITS = (BROUGHT, LATE, FROZEN, STATE, FOREIGN, LATE_FOREIGN)

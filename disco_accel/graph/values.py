@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from disco_accel.graph.taskgraph import Ref, Vertex, VertexKind
-from disco_accel.graph.traits import Access, Arrival, Lifetime
+from disco_accel.graph.traits import Access, Arrival
 
 
 def host_copy_exists(vertex: Vertex) -> bool:
     """Whether the host has the value when a step starts: it may be loaded, and dropped while no kernel changed it."""
-    return (
-        vertex.kind is VertexKind.INPUT
-        and vertex.traits.lifetime is Lifetime.STEPS
-        and vertex.traits.access is not Access.FOREIGN
-    )
+    return vertex.kind is VertexKind.INPUT and vertex.traits.host_has_it
+
+
+def may_leave(vertex: Vertex) -> bool:
+    """Whether a value that the host has may make room on its device, in a plan that is run step after step."""
+    return not vertex.traits.stays
 
 
 def is_foreign(vertex: Vertex) -> bool:
@@ -44,7 +45,7 @@ def is_handed_out(vertex: Vertex) -> bool:
 
 def changes_over_steps(vertex: Vertex) -> bool:
     """Whether kernels may change the value and the next step starts with what they made of it."""
-    return host_copy_exists(vertex) and vertex.traits.access is Access.READ_WRITE
+    return vertex.kind is VertexKind.INPUT and vertex.traits.changes_over_steps
 
 
 def overwrites(vertex: Vertex) -> Iterator[tuple[int, Ref]]:

@@ -8,13 +8,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
-from disco_accel.errors import BudgetTooSmall, ConfigError
+from disco_accel.errors import BudgetTooSmall, ConfigError, PlanError
 from disco_accel.gc_pause import collector_paused
 from disco_accel.graph.check import called, check_taskgraph
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.strict_json import plain
 from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind, with_memory
-from disco_accel.graph.values import changes_over_steps, handed_out_at_gate
+from disco_accel.graph.values import changes_over_steps, handed_out_at_gate, lasting_versions
 from disco_accel.plan.buildmemgraph.builder import build
 from disco_accel.plan.buildmemgraph.eviction import AUTO, Policy, policy_named
 from disco_accel.plan.buildmemgraph.min_memory import Attempt, first_fitting, smallest_feasible_memory
@@ -23,6 +23,7 @@ from disco_accel.plan.buildmemgraph.sim_malloc import Repairs
 from disco_accel.plan.common.serial_orders import dispatched
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.search_work import Work
+from disco_accel.plan.timed.requirements import check_overwrites
 from disco_accel.plan.timed.search import build_timed
 from disco_accel.plan.timed.smallest_memory import plan_frugally, smallest_timed_memory
 from disco_accel.simulate.simulator import Machine, simulate
@@ -92,7 +93,13 @@ def make_plan(
     graph = inputs_by_use(check_taskgraph(graph))
     if memory is not None:
         graph = with_memory(graph, lambda device: memory)
-    return PLANNERS[planner](graph, chosen, cyclic, lookahead, machine or Machine(), work=work)
+    plan = PLANNERS[planner](graph, chosen, cyclic, lookahead, machine or Machine(), work=work)
+    if graph.host_memory is not None and plan.host_memory > graph.host_memory:
+        raise PlanError(
+            f"host: offloads take {plan.host_memory} bytes, the graph gives {graph.host_memory}: give the host "
+            "more, or the device, so that less is offloaded"
+        )
+    return plan
 
 
 def inputs_by_use(graph: TaskGraph) -> TaskGraph:
@@ -139,7 +146,12 @@ def plan_build(
 def _beyond_build(graph: TaskGraph) -> Vertex | None:
     """Return a vertex that BUILDMEMGRAPH has no rule for: it knows values that do not change over steps, and kernels
     that write output 0 over an input."""
-    return next((v for v in graph.vertices if changes_over_steps(v) or any(output for output, _ in v.inplace)), None)
+    versions = lasting_versions(graph.vertices).values()
+    states = {version for each in versions if len(each) > 1 for version in each}
+    for vertex in graph.vertices:
+        if (vertex.id, 0) in states or any(output for output, _ in vertex.inplace):
+            return vertex
+    return None
 
 
 def _changes(vertex: Vertex) -> str:
@@ -213,6 +225,7 @@ def _plan_timed_alone(graph: TaskGraph, cyclic: bool, machine: Machine, work: Wo
     for order, plan in ((ordered, build_timed), (ordered, plan_frugally), (graph, plan_frugally)):
         with suppress(Infeasible):
             return replace(plan(order, machine, cyclic=cyclic, work=work), planner="timed")
+    check_overwrites(graph)
     given = max(device.memory for device in graph.devices)
     needed = smallest_timed_memory(graph, machine, cyclic=cyclic, work=work)
     raise BudgetTooSmall(needed, given, f"the plan of '{plain(graph.name)}'")

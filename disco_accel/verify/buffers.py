@@ -71,7 +71,7 @@ class _Judged:
         self.vertices = {vertex.id: vertex for vertex in self.graph.vertices}
         self.writer, self.readers = {}, defaultdict(list)
         self.waits = {number: set() for number in self.planned}
-        self.has_gate = any(value.arrival is Arrival.GATE for value in self.graph.values)
+        self.has_gate = any(value.traits.arrival is Arrival.GATE for value in self.graph.values)
 
     def name(self, number: int) -> str:
         """How messages call a vertex or a copy."""
@@ -84,7 +84,7 @@ class _Judged:
     def memory(self, buffer: Buffer) -> _Memory | None:
         """The memory that ``buffer`` shares with others; None for foreign memory and for no bytes at all."""
         value = self.value(buffer)
-        if not value.bytes or value.access is Access.FOREIGN:
+        if not value.bytes or value.traits.access is Access.FOREIGN:
             return None
         return ("home", value.id) if buffer.offset is None else ("space", buffer.space)
 
@@ -136,7 +136,7 @@ def _check_order(judged: _Judged) -> None:
             producer = judged.writer.get(number)
             if producer is not None and (producer, planned.id) not in data:
                 raise VerifyError(f"{judged.name(planned.id)} reads {judged.name(producer)} without a data edge")
-            if producer is None and judged.value(judged.buffers[number]).arrival is Arrival.GATE:
+            if producer is None and judged.value(judged.buffers[number]).traits.arrival is Arrival.GATE:
                 judged.waits[planned.id].add(GATE)
 
 
@@ -146,12 +146,12 @@ def _check_buffers(judged: _Judged) -> None:
         if value is None or not 0 <= buffer.version[1] <= judged.graph.last_version[value.id]:
             raise VerifyError(f"buffer {buffer.id} is of version {list(buffer.version)}, which does not exist")
         if buffer.offset is None:
-            at_home = value.lifetime is Lifetime.STEPS and buffer.space == value.home
-            foreign = value.access is Access.FOREIGN and buffer.space == value.space
+            at_home = value.traits.lifetime is Lifetime.STEPS and buffer.space == value.home
+            foreign = value.traits.access is Access.FOREIGN and buffer.space == value.space
             if value.bytes and not (at_home or foreign):
                 raise VerifyError(f"buffer {buffer.id} of value {value.id} has no offset in space {buffer.space}")
             continue
-        if value.access is Access.FOREIGN:
+        if value.traits.access is Access.FOREIGN:
             raise VerifyError(f"buffer {buffer.id}: value {value.id} is foreign, so that its place is not the plan's")
         space = judged.plan.graph.space.get(buffer.space)
         if space is None:
@@ -194,16 +194,16 @@ def _check_arrivals(judged: _Judged) -> None:
         if buffer.id in judged.writer:
             continue
         value = judged.value(buffer)
-        if buffer.version[1] or value.arrival is Arrival.MADE:
+        if buffer.version[1] or value.traits.arrival is Arrival.MADE:
             raise VerifyError(f"buffer {buffer.id} of version {list(buffer.version)} is written by nobody")
         if value.bytes and buffer.offset is not None:
             if buffer.space != value.space:
                 raise VerifyError(f"buffer {buffer.id}: nothing brings value {value.id} to space {buffer.space}")
             arriving[buffer.version].append(buffer.id)
     for value in judged.graph.values:
-        brought = value.lifetime is Lifetime.STEP and value.arrival is not Arrival.MADE
+        brought = value.traits.lifetime is Lifetime.STEP and value.traits.arrival is not Arrival.MADE
         count = len(arriving[value.id, 0])
-        if value.bytes and value.access is not Access.FOREIGN and (count > 1 or (brought and count != 1)):
+        if value.bytes and value.traits.access is not Access.FOREIGN and (count > 1 or (brought and count != 1)):
             raise VerifyError(f"value {value.id} arrives in {count} buffers, not in one")
 
 
@@ -231,7 +231,7 @@ def _check_memory(judged: _Judged, order: dict[int, int], behind: set[int]) -> d
         if memory is None:
             continue
         writer = judged.writer.get(buffer.id)
-        if writer is None and judged.value(buffer).arrival is Arrival.GATE:
+        if writer is None and judged.value(buffer).traits.arrival is Arrival.GATE:
             reserved.add(buffer.id)
         replaced = memories[memory].replace(*judged.extent(buffer), buffer.id)
         if writer is not None and memory[0] == "home" and not replaced:
@@ -317,11 +317,11 @@ def _check_end(judged: _Judged, memories: dict[_Memory, Occupants[int]]) -> None
     wanted = {*judged.graph.at_end, *(() if judged.has_gate else judged.graph.at_gate)}
     for version in sorted(wanted):
         value = judged.graph.value[version[0]]
-        at_home = value.lifetime is Lifetime.STEPS and version[1] == judged.graph.last_version[value.id] == 0
+        at_home = value.traits.lifetime is Lifetime.STEPS and version[1] == judged.graph.last_version[value.id] == 0
         if value.bytes and not at_home and not any(holds(buffer) for buffer in copies[version]):
             raise VerifyError(f"version {list(version)} is handed out at the end but overwritten by then")
     for value in judged.graph.values:
-        if value.lifetime is Lifetime.STEPS and value.access is not Access.FOREIGN and value.bytes:
+        if value.traits.host_has_it and value.bytes:
             _check_lasting(judged, value, copies, holds)
 
 
@@ -337,6 +337,10 @@ def _check_lasting(
         for buffer in resident:
             if (buffer.space, buffer.offset) not in ends:
                 raise VerifyError(f"value {value.id} is resident but not back in its place when the step ends")
+    on_device = [b.id for b in judged.plan.buffers if b.version[0] == value.id and b.space == value.space]
+    brought = [b for b in on_device if b in judged.writer and judged.writer[b] not in judged.vertices]
+    if judged.plan.cyclic and value.traits.stays and brought:
+        raise VerifyError(f"value {value.id} has to stay on its device, but a copy brings it there")
     read_at_home = any(judged.readers[buffer.id] for buffer in start if buffer.offset is None)
     needs_home = last[1] > 0 and (read_at_home or not resident or not judged.plan.cyclic)
     if needs_home and (value.home, None) not in ends:

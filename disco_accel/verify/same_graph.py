@@ -37,7 +37,7 @@ def check_same(graph: TaskGraph, plan: MemGraph) -> None:
     for vertex in graph.vertices:
         _check_vertex(vertex, planned.get(vertex.id))
     _check_devices(graph, plan)
-    _check_host(plan)
+    _check_host(graph, plan)
     known = {vertex.id for vertex in graph.vertices}
     devices = {device.id for device in plan.devices}
     for vertex in plan.vertices:
@@ -76,7 +76,11 @@ def _some(devices: tuple[object, ...]) -> str:
     return ", ".join(ids[:8]) + (", ..." if len(ids) > 8 else "")
 
 
-def _check_host(plan: MemGraph) -> None:
+def _check_host(graph: TaskGraph, plan: MemGraph) -> None:
+    if graph.host_memory is not None and plan.host_memory > graph.host_memory:
+        raise VerifyError(
+            f"host: the plan counts on {plan.host_memory} bytes for offloads, the task graph has {graph.host_memory}"
+        )
     if not 0 <= plan.host_memory <= MAX_SIZE:
         raise VerifyError(f"host: memory is {plan.host_memory}, but must be from 0 to {MAX_SIZE} bytes")
     if plan.host_alignment < 1:

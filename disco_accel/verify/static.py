@@ -20,6 +20,7 @@ from disco_accel.graph.values import (
     handed_out_at_gate,
     host_copy_exists,
     is_foreign,
+    may_leave,
     must_survive_step,
 )
 from disco_accel.verify.happens_before import topological_order
@@ -334,6 +335,12 @@ def _check_kept(
 
 
 def _check_cyclic(plan: JudgedPlan, devices: Mapping[int, Occupants[Ref]]) -> None:
+    for vertex in plan.mem.vertices:
+        if vertex.kind is VertexKind.RELOAD:
+            value = plan.carried[vertex.id, 0]
+            loaded = plan.task[plan.state.get(value, value)[0]]
+            if not may_leave(loaded):
+                raise VerifyError(f"{plan.name(vertex.id)} loads {plan.name(loaded.id)}, which has to stay")
     for vertex in plan.graph.vertices:
         slot = plan.mem.slots.get((vertex.id, 0))
         if vertex.kind is not VertexKind.INPUT or not host_copy_exists(vertex) or slot is None or not slot.size:

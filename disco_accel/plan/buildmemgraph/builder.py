@@ -20,6 +20,7 @@ from disco_accel.graph.values import (
     host_copy_exists,
     is_foreign,
     is_handed_out,
+    may_leave,
     overwrites,
 )
 from disco_accel.plan.buildmemgraph.eviction import Policy
@@ -99,8 +100,9 @@ class _Builder:
         self.graph = graph
         self.order = serial_order(graph)
         self.lookahead = len(self.order) if options.lookahead is None else options.lookahead
-        self.permanent = frozenset(residents.permanent if options.cyclic else ())
-        self.residents = frozenset(residents.visiting) | frozenset(residents.permanent)
+        stays = frozenset(v.id for v in graph.vertices if host_copy_exists(v) and not may_leave(v))
+        self.permanent = frozenset(residents.permanent) | stays if options.cyclic else frozenset()
+        self.residents = frozenset(residents.visiting) | frozenset(residents.permanent) | stays
         self.cyclic = options.cyclic
         self.repairs = repairs
         self.log = PlanLog(self.order)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from disco_accel.graph.values import may_leave
 from disco_accel.plan.buildmemgraph.residents import SMALL
 from disco_accel.plan.timed.requirements import Profile, StepRequirements, two_steps
 from disco_accel.plan.timed.swap_schedule import SwapSchedule, schedule_swaps
@@ -100,11 +101,13 @@ def seconds_if_all_resident(requirements: StepRequirements, machine: Machine, de
 def permanent_buffers(
     requirements: StepRequirements, capacity: Mapping[int, int], options: DraftOptions
 ) -> Iterable[int]:
-    """Yield the buffers that never leave: all clean ones if they fit, else small ones and a share of the others.
+    """Yield the buffers that never leave: all that start on the host if they fit, else those that have to stay, small
+    ones and a share of the others.
 
     The share is spread evenly over the step, by first use, so that between two permanent buffers the link has the time
     of the first for the reload that comes next."""
     buffers = requirements.swappable
+    stays = {vertex.id for vertex in requirements.inputs if not may_leave(vertex)}
     for device, memory in capacity.items():
         clean = [i for i, buffer in enumerate(buffers) if buffer.starts_on_host and buffer.device == device]
         blocks = {i: buffers[i].block for i in clean}
@@ -115,10 +118,11 @@ def permanent_buffers(
         first = [i for i in clean if buffers[i].size < SMALL]
         if sum(blocks[i] for i in first) * 4 > room:
             first = []
+        first = list(dict.fromkeys([*(i for i in clean if buffers[i].ref[0] in stays), *first]))
         left = int(options.resident_share * room) - sum(blocks[i] for i in first)
         if options.outliers_permanent:
             for i in outliers(requirements, device):
-                if blocks[i] <= left:
+                if i not in first and blocks[i] <= left:
                     first.append(i)
                     left -= blocks[i]
         yield from first

@@ -22,6 +22,7 @@ from disco_accel.graph.order import serial_order
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.values import (
     arrives_at_gate,
+    changes_over_steps,
     handed_out_at_gate,
     host_copy_exists,
     is_foreign,
@@ -131,6 +132,23 @@ def requirements_of(graph: TaskGraph, machine: Machine, min_gap_ratio: float | N
     requirements = StepRequirements(graph, inputs, order, seconds, alignments)
     _Collector(requirements, machine, min_gap_ratio).collect()
     return requirements
+
+
+def check_overwrites(graph: TaskGraph) -> None:
+    """Raise PlanError for a value that is wanted after a kernel has overwritten it: it would have to be copied first,
+    which BUILDMEMGRAPH does and the timed planner does not."""
+    order = serial_order(graph)
+    by_id = {vertex.id: vertex for vertex in order}
+    last = {ref: vertex for vertex in order for ref in vertex.inputs}
+    for vertex in order:
+        for _, ref in overwrites(vertex):
+            source = by_id[ref[0]]
+            frozen = host_copy_exists(source) and not changes_over_steps(source)
+            if last[ref] is not vertex or is_handed_out(source) or frozen:
+                raise PlanError(
+                    f"{called(vertex)}: inplace: {called(source)} is wanted after it has been overwritten; let the "
+                    "other readers run before, or write to memory of its own"
+                )
 
 
 def kernel_seconds(vertex: Vertex, machine: Machine) -> float:
@@ -275,7 +293,7 @@ class _Collector:
                     f"{called(late)}: reads what {called(writer)} overwrites before it in the serial order; let the "
                     "second run after the first"
                 )
-            if is_handed_out(source) and source.kind is not VertexKind.INPUT:
+            if is_handed_out(source):
                 raise PlanError(f"{called(source)}: is handed out, but {called(writer)} overwrites it in the same step")
         last = self.vertices[versions[-1][0]]
         if handed_out_at_gate(last) and writes:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
-from disco_accel.errors import BudgetTooSmall, ConfigError, PlanError, VerifyError
+from disco_accel.errors import BudgetTooSmall, ConfigError, GraphFileError, PlanError, VerifyError
 from disco_accel.graph.carried_values import inputs_held
 from disco_accel.graph.check import check_taskgraph, largest_need
-from disco_accel.graph.convert import graph_to_2, plan_to_2
+from disco_accel.graph.convert import graph_to_1, graph_to_2, plan_to_2
+from disco_accel.graph.files import read_taskgraph, write_taskgraph
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind, with_memory
-from disco_accel.graph.values import changes_over_steps, lasting_versions
+from disco_accel.graph.traits import FROZEN, Traits
+from disco_accel.graph.values import changes_over_steps, lasting_versions, may_leave
 from disco_accel.plan import make_plan
 from disco_accel.plan.bound import bound_of
 from disco_accel.plan.summary import staying
@@ -183,3 +186,93 @@ def test_a_lost_write_back_is_not_accepted() -> None:
         verify(graph, lost)
     with pytest.raises(VerifyError):
         verify_buffers(graph_to_2(graph), plan_to_2(lost))
+
+
+@pytest.mark.parametrize("planner", ["timed", "build"])
+@pytest.mark.parametrize("cyclic", [False, True])
+def test_what_has_to_stay_is_never_loaded(planner: str, cyclic: bool) -> None:
+    """Weights that plans of this memory stream are named to stay; a plan that streams them is refused."""
+    shape = UpdateShape(layers=6, updated=0 if planner == "build" else None)
+    graph = update_graph(shape, 9 * MIB)
+    if planner == "build":
+        graph = replace(graph, vertices=tuple(_with(v, FROZEN) if changes_over_steps(v) else v for v in graph.vertices))
+    streamed = make_plan(graph, planner=planner, cyclic=cyclic, machine=MACHINE)
+    names = sorted({*copies(streamed, VertexKind.RELOAD)})[:2]
+    named = replace(graph, vertices=tuple(_named(v, names) for v in graph.vertices))
+    plan = make_plan(named, planner=planner, cyclic=cyclic, machine=MACHINE)
+    verify(named, plan)
+    verify_buffers(graph_to_2(named), plan_to_2(plan))
+    wrong = replace(streamed, vertices=tuple(_named(v, names) for v in streamed.vertices))
+    if cyclic:
+        assert not set(names) & set(copies(plan, VertexKind.RELOAD))
+        with pytest.raises(VerifyError, match=r"which has to stay"):
+            verify(named, wrong)
+        with pytest.raises(VerifyError, match=r"value \d+ has to stay on its device"):
+            verify_buffers(graph_to_2(named), plan_to_2(wrong))
+    else:
+        verify(named, wrong)
+
+
+def _with(vertex: Vertex, traits: Traits) -> Vertex:
+    return replace(vertex, traits=traits)
+
+
+def _named(vertex: Vertex, names: list[int]) -> Vertex:
+    return _with(vertex, replace(vertex.traits, stays=True)) if vertex.id in names else vertex
+
+
+def test_more_than_the_memory_cannot_stay() -> None:
+    graph = update_graph(UpdateShape(layers=4), 6 * MIB)
+    names = [v.id for v in graph.vertices if v.kind is VertexKind.INPUT and v.op != "x"]
+    everything = replace(graph, vertices=tuple(_named(v, names) for v in graph.vertices))
+    with pytest.raises(BudgetTooSmall) as refused:
+        make_plan(everything, planner="timed", cyclic=True, machine=MACHINE)
+    plan = planned(everything, refused.value.needed)
+    assert refused.value.needed >= 12 * MIB and not copies(plan, VertexKind.RELOAD)
+
+
+def test_a_state_that_is_kept_as_it_was_is_refused() -> None:
+    graph = update_graph(UpdateShape(layers=2), EVERYTHING)
+    with pytest.raises(PlanError, match=r"vertex 1 \(w0\): is handed out, but vertex \d+ \(update\) overwrites it"):
+        make_plan(edited(graph, 1, keep=True), planner="timed")
+
+
+def test_a_value_that_is_read_after_it_was_overwritten_is_named() -> None:
+    graph = update_graph(UpdateShape(layers=2), EVERYTHING)
+    layer = next(v for v in graph.vertices if v.op == "layer")
+    over = Vertex(1000, VertexKind.KERNEL, 0, "over", ((layer.id, 0),), layer.sizes, 1e-6, inplace=((0, 0),))
+    late = Vertex(1001, VertexKind.KERNEL, 0, "late", ((layer.id, 0), (1000, 0)), (256,), 1e-6)
+    both = check_taskgraph(replace(graph, vertices=(*graph.vertices, over, late)))
+    with pytest.raises(PlanError, match=r"vertex 1000 \(over\): inplace: vertex \d+ \(layer\) is wanted after"):
+        make_plan(both, planner="timed")
+
+
+def test_offloads_that_the_host_has_no_room_for_are_refused() -> None:
+    """Activations take the host's bytes; states have homes of their own."""
+    shape = UpdateShape(layers=6, weight=MIB // 4, frozen=MIB // 4, activation=4 * MIB, updated=0)
+    graph = update_graph(shape, 20 * MIB)
+    plan = make_plan(graph, planner="timed", cyclic=True, machine=MACHINE)
+    assert plan.host_memory > 0
+    enough = replace(graph, host_memory=plan.host_memory)
+    assert make_plan(enough, planner="timed", cyclic=True, machine=MACHINE) == plan
+    verify(enough, plan)
+    verify_buffers(graph_to_2(enough), plan_to_2(plan))
+    less = replace(graph, host_memory=plan.host_memory - 1)
+    with pytest.raises(PlanError, match=r"host: offloads take \d+ bytes, the graph gives \d+"):
+        make_plan(less, planner="timed", cyclic=True, machine=MACHINE)
+    with pytest.raises(VerifyError, match=r"host: the plan counts on \d+ bytes"):
+        verify(less, plan)
+    assert graph_to_1(graph_to_2(less)) == less
+
+
+def test_traits_that_contradict_each_other_are_named_and_all_others_go_through_a_file(tmp_path: Path) -> None:
+    graph = update_graph(UpdateShape(layers=1, updated=0), EVERYTHING)
+    x, weight = (next(v.id for v in graph.vertices if v.op == name) for name in ("x", "w0"))
+    write_taskgraph(
+        replace(graph, vertices=tuple(_named(v, [weight]) for v in graph.vertices)), tmp_path / "g", version=2
+    )
+    assert [v.id for v in read_taskgraph(tmp_path / "g").vertices if not may_leave(v)] == [weight]
+    with pytest.raises(GraphFileError, match=f"value {x} .*stays: only a value that lives over steps"):
+        graph_to_2(replace(graph, vertices=tuple(_named(v, [x]) for v in graph.vertices)))
+    with pytest.raises(GraphFileError, match=r"w0.*version 1 has no word"):
+        write_taskgraph(graph, tmp_path / "one")
