@@ -7,7 +7,8 @@ Without ``--graph``: the graphs of the tests and generated LoRA steps and prefil
 instead. Without ``--memory``: shares of what the graph's weights take, and one memory that holds everything. Where
 nothing is copied, ``arena`` is what the timed planner's plan takes over the peak of what is live at once, ``rest`` the
 same without the weights. ``--ablate``: instead, what each move of the timed planner's search is worth (simulated step
-and CPU seconds of planning without it), with a summary over all graphs and memories at the end.
+and CPU seconds of planning without it), with a summary over all graphs and memories at the end; without ``--graph``,
+``--captures`` and ``--memory`` on the cases of ``ablation_cases``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from benchmarks import planner_ablation
+from benchmarks import ablation_cases, planner_ablation
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.files import read_taskgraph, write_atomically
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind, with_memory
@@ -215,7 +216,8 @@ def ablation(options: argparse.Namespace) -> list[planner_ablation.Outcome]:
     """Print a line for each move of each case, then a summary of each move."""
     outcomes: list[planner_ablation.Outcome] = []
     print(planner_ablation.HEADER)
-    for graph, memory, bandwidth in cases(options):
+    named = options.graph or options.captures or options.memory
+    for graph, memory, bandwidth in cases(options) if named else ablation_cases.cases():
         if len(graph.devices) > 1:
             continue
         link = Link(bandwidth, 1e-5)
