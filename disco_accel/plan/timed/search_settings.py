@@ -36,8 +36,9 @@ class TimedSettings:
     as they are cannot be filled by others."""
 
     low_peak_order: bool = True
-    """Draft in a serial order with a lower live peak, of graphs up to ``low_peak_order_up_to`` vertices. On a captured
-    LoRA step of 3,019 vertices the peak falls by 4.5 %, and the step by up to 0.8 %."""
+    """Draft in a serial order with a lower live peak, of graphs up to ``low_peak_order_up_to`` vertices. It counts
+    where the given order is a bad one: a step in a random order takes up to 10 % less; eleven captures have no lower
+    peak."""
 
     prefetch_horizons: tuple[float, ...] = (0.2, 0.05)
     """Shares of a step with memory for everything: nothing is evicted for a reader further ahead. Without such a limit
