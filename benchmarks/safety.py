@@ -30,7 +30,7 @@ from disco_accel.plan.infeasible import Infeasible
 from disco_accel.testing.faults import FAULTS, Fault
 from disco_accel.testing.plans import tight_plans
 from disco_accel.testing.state_faults import STATE_FAULTS
-from disco_accel.testing.state_plans import TIMED_SHAPES, timed_state_plans
+from disco_accel.testing.state_plans import TIMED_SHAPES, state_plans
 from disco_accel.testing.strategies import Shape, held, random_taskgraph, with_memory, with_room, working_set
 from disco_accel.verify.adversary import run_reference
 from disco_accel.verify.static import verify
@@ -138,13 +138,13 @@ def hunt(seed: int, orders: int, result: Result) -> None:
 
 def plant(count: int, result: Result, first_seed: int = 0) -> None:
     """Plant each kind of fault ``count`` times, or as often as it applies, and note which judge notices."""
-    for faults, plans in ((FAULTS, tight_plans), (STATE_FAULTS, timed_state_plans)):
+    for faults, plans in ((FAULTS, tight_plans), (STATE_FAULTS, state_plans)):
         _plant(faults, plans, count, result, first_seed)
 
 
 def _plant(faults: Mapping[str, Fault], plans: Plans, count: int, result: Result, first_seed: int) -> None:
     rng = random.Random(first_seed)
-    for turn in range(12):
+    for turn in range(30):
         missing = [name for name in sorted(faults) if result.planted[name] < count]
         if not missing:
             return
