@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from disco_accel.errors import CaptureError, DiscoError
 from disco_accel.graph.op_traits import op_traits
+from disco_accel.graph.passes import GraphPass
 from disco_accel.graph.taskgraph import Arg, OpCall, TaskGraph, TensorArg, TensorSpec, Vertex, VertexKind, tensor_args
 from disco_accel.graph.values import overwrites
 from disco_accel.measure.dynamic_scratch import loose_bytes
@@ -129,6 +131,11 @@ def apply(graph: TaskGraph, records: Mapping[int, OpRecord]) -> TaskGraph:
         scratch = (measured.scratch_bytes,) if measured.scratch_bytes else ()
         vertices.append(replace(vertex, sizes=vertex.sizes + scratch, duration=rounded(measured.seconds)))
     return replace(graph, vertices=tuple(vertices))
+
+
+def measurements(records: Mapping[int, OpRecord]) -> GraphPass:
+    """``apply`` as a pass."""
+    return GraphPass("measurements", "seconds and scratch of each kernel, as measured", partial(apply, records=records))
 
 
 @contextmanager

@@ -12,15 +12,17 @@ from disco_accel.errors import BudgetTooSmall, ConfigError, PlanError
 from disco_accel.gc_pause import collector_paused
 from disco_accel.graph.check import called, check_taskgraph
 from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.order import serial_order
+from disco_accel.graph.passes import AppliedPass, GraphPass, arena_of, run_passes
 from disco_accel.graph.strict_json import plain
-from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind, with_memory
+from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
 from disco_accel.graph.values import changes_over_steps, handed_out_at_gate, lasting_versions
 from disco_accel.plan.buildmemgraph.builder import build
 from disco_accel.plan.buildmemgraph.eviction import AUTO, Policy, policy_named
 from disco_accel.plan.buildmemgraph.min_memory import Attempt, first_fitting, smallest_feasible_memory
 from disco_accel.plan.buildmemgraph.residents import Residents, first_choices, improve, plain_choices
 from disco_accel.plan.buildmemgraph.sim_malloc import Repairs
-from disco_accel.plan.common.serial_orders import dispatched
+from disco_accel.plan.common.serial_orders import LOW_PEAK_ORDER, start_order, unlimited_run
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.search_work import Work
 from disco_accel.plan.timed.requirements import check_overwrites
@@ -49,7 +51,10 @@ _SEARCH_UP_TO = 12_000
 
 
 class Planner(Protocol):
-    """Plans ``graph``. Raises BudgetTooSmall, or, where ``repairs`` are not all allowed, Infeasible."""
+    """Plans ``graph``; ``applied`` gets the passes that the plan's graph has been through.
+
+    Raises BudgetTooSmall, or, where ``repairs`` are not all allowed, Infeasible.
+    """
 
     def __call__(
         self,
@@ -60,6 +65,7 @@ class Planner(Protocol):
         machine: Machine,
         repairs: Repairs | None = None,
         work: Work | None = None,
+        applied: list[AppliedPass] | None = None,
     ) -> MemGraph: ...
 
 
@@ -74,6 +80,7 @@ def make_plan(
     lookahead: int | None = None,
     machine: Machine | None = None,
     work: Work | None = None,
+    applied: list[AppliedPass] | None = None,
 ) -> MemGraph:
     """Return a plan of ``graph``.
 
@@ -82,7 +89,7 @@ def make_plan(
     step after step. ``machine``: what candidates are compared on. ``work``: what the search may cost, and what it has
     cost. For ``build`` alone: ``policy``, which values are evicted first (auto: belady; ``timed`` has the same
     plan whatever it is), and ``lookahead``, vertices ahead of execution for which copies may be placed (None: as many
-    as fit).
+    as fit). ``applied`` gets the passes that ``graph`` went through on its way to the plan.
     Raises ConfigError for unknown names, GraphFileError for a graph that makes no sense, BudgetTooSmall.
     """
     if planner not in PLANNERS:
@@ -90,10 +97,9 @@ def make_plan(
     chosen = policy_named(policy)
     if lookahead is not None and lookahead < 0:
         raise ConfigError(f"lookahead: {lookahead} is negative; 0 turns it off")
-    graph = inputs_by_use(check_taskgraph(graph))
-    if memory is not None:
-        graph = with_memory(graph, lambda device: memory)
-    plan = PLANNERS[planner](graph, chosen, cyclic, lookahead, machine or Machine(), work=work)
+    passes = (INPUTS_BY_USE,) if memory is None else (INPUTS_BY_USE, arena_of(memory))
+    graph = run_passes(check_taskgraph(graph), passes, applied)
+    plan = PLANNERS[planner](graph, chosen, cyclic, lookahead, machine or Machine(), work=work, applied=applied)
     if graph.host_memory is not None and plan.host_memory > graph.host_memory:
         raise PlanError(
             f"host: offloads take {plan.host_memory} bytes, the graph gives {graph.host_memory}: give the host "
@@ -114,6 +120,9 @@ def inputs_by_use(graph: TaskGraph) -> TaskGraph:
     return replace(graph, vertices=(*inputs, *rest))
 
 
+INPUTS_BY_USE = GraphPass("inputs by use", "inputs in front, by first reader", inputs_by_use)
+
+
 def plan_build(
     graph: TaskGraph,
     policy: Policy,
@@ -122,8 +131,10 @@ def plan_build(
     machine: Machine,
     repairs: Repairs | None = None,
     work: Work | None = None,
+    applied: list[AppliedPass] | None = None,
 ) -> MemGraph:
     """Plan with BUILDMEMGRAPH: as much look-ahead as fits, less if it must be. Raises BudgetTooSmall."""
+    del applied
     if (vertex := _beyond_build(graph)) is not None:
         raise ConfigError(
             f"planner: 'build' cannot plan {called(vertex)}, which {_changes(vertex)}; use planner: timed"
@@ -190,6 +201,7 @@ def plan_timed(
     machine: Machine,
     repairs: Repairs | None = None,
     work: Work | None = None,
+    applied: list[AppliedPass] | None = None,
 ) -> MemGraph:
     """Plan in simulated time; where that finds no plan or a slower one, with BUILDMEMGRAPH. Raises BudgetTooSmall.
 
@@ -200,14 +212,16 @@ def plan_timed(
     policy = policy_named(AUTO)
     work = work or Work()
     if _beyond_build(graph) is not None:
-        return _plan_timed_alone(graph, cyclic, machine, work)
+        return _plan_timed_alone(graph, cyclic, machine, work, applied)
     if first_fitting(graph, policy, cyclic, partial(_attempts, lookahead=lookahead)) is None:
         raise _too_small(graph, policy, cyclic, lookahead, work)
     enough = _GOOD * _compute(graph, machine)
-    given = graph
+    given, orders = graph, list[GraphPass]()
     if len(graph.devices) > 1:
-        graph, seconds = dispatched(graph, machine)
-        enough = _NEAR * seconds
+        run = unlimited_run(graph, machine)
+        orders = [start_order(run.starts)]
+        graph = run_passes(graph, orders)
+        enough = _NEAR * run.makespan
     best: MemGraph | None = None
     makespan = float("inf")
     for plan in _candidates(graph, policy, cyclic, lookahead, machine, work):
@@ -216,15 +230,41 @@ def plan_timed(
             best, makespan = plan, seconds
         if makespan <= enough or len(graph.vertices) > _BOTH_UP_TO or work.late():
             break
-    return best or plan_build(given, policy, cyclic, lookahead, machine, work=work)
+    if best is None:
+        return plan_build(given, policy, cyclic, lookahead, machine, work=work, applied=applied)
+    _note_orders(given, graph, best, orders, applied)
+    return best
 
 
-def _plan_timed_alone(graph: TaskGraph, cyclic: bool, machine: Machine, work: Work) -> MemGraph:
+def _note_orders(
+    given: TaskGraph, ordered: TaskGraph, plan: MemGraph, passes: list[GraphPass], applied: list[AppliedPass] | None
+) -> None:
+    """Note in ``applied`` what made the order of ``plan`` out of that of ``given``: ``passes`` made ``ordered``."""
+    if applied is not None:
+        # The one other order that a draft may have.
+        lower = [] if _has_order_of(ordered, plan) else [LOW_PEAK_ORDER]
+        run_passes(given, [*passes, *lower], applied)
+
+
+def _has_order_of(graph: TaskGraph, plan: MemGraph) -> bool:
+    """Whether ``plan`` has the vertices of ``graph`` in its serial order, copies aside."""
+    order = [vertex.id for vertex in serial_order(graph)]
+    own = frozenset(order)
+    return order == [vertex.id for vertex in plan.vertices if vertex.id in own]
+
+
+def _plan_timed_alone(
+    graph: TaskGraph, cyclic: bool, machine: Machine, work: Work, applied: list[AppliedPass] | None
+) -> MemGraph:
     """As ``plan_timed``, for graphs that BUILDMEMGRAPH cannot plan."""
-    ordered = dispatched(graph, machine)[0] if len(graph.devices) > 1 else graph
-    for order, plan in ((ordered, build_timed), (ordered, plan_frugally), (graph, plan_frugally)):
+    orders = [start_order(unlimited_run(graph, machine).starts)] if len(graph.devices) > 1 else []
+    attempts = ((orders, build_timed), (orders, plan_frugally), ([], plan_frugally))
+    for passes, plan in attempts:
+        ordered = run_passes(graph, passes)
         with suppress(Infeasible):
-            return replace(plan(order, machine, cyclic=cyclic, work=work), planner="timed")
+            made = replace(plan(ordered, machine, cyclic=cyclic, work=work), planner="timed")
+            _note_orders(graph, ordered, made, passes, applied)
+            return made
     check_overwrites(graph)
     given = max(device.memory for device in graph.devices)
     needed = smallest_timed_memory(graph, machine, cyclic=cyclic, work=work)

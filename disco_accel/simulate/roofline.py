@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from disco_accel.graph.op_traits import Arithmetic, op_traits
+from disco_accel.graph.passes import GraphPass
 from disco_accel.graph.taskgraph import OpCall, TaskGraph, TensorSpec, Vertex, VertexKind, tensor_args
 from disco_accel.simulate.simulator import Link, Machine
 
@@ -62,6 +64,11 @@ def with_estimates(graph: TaskGraph, speed: Speed) -> TaskGraph:
         for v in graph.vertices
     )
     return replace(graph, vertices=vertices)
+
+
+def estimates(speed: Speed) -> GraphPass:
+    """``with_estimates`` as a pass."""
+    return GraphPass("estimates", f"seconds of each kernel on {speed.name}", partial(with_estimates, speed=speed))
 
 
 def estimate(vertex: Vertex, call: OpCall, speed: Speed) -> float:

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 
+from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.check import dependencies
 from disco_accel.graph.order import serial_order
+from disco_accel.graph.passes import AppliedPass
 from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.traits import FOREIGN
 from disco_accel.graph.values import overwrites
 from disco_accel.plan import make_plan
-from disco_accel.plan.common.serial_orders import dispatched, hoist, live_peak, lower_order, sink
+from disco_accel.plan.common.serial_orders import (
+    LOW_PEAK_ORDER,
+    hoist,
+    live_peak,
+    lower_order,
+    sink,
+    start_order,
+    unlimited_run,
+)
 from disco_accel.plan.infeasible import Infeasible
+from disco_accel.plan.select import inputs_by_use
 from disco_accel.plan.timed.search import build_timed
 from disco_accel.simulate.simulator import Machine, simulate
 from disco_accel.testing.strategies import Shape, random_taskgraph, with_memory
@@ -32,11 +45,15 @@ def _graph(*vertices: Vertex) -> TaskGraph:
     return TaskGraph("g", (Device(0, 1 << 20),), (source, *vertices))
 
 
+def started_order(graph: TaskGraph) -> TaskGraph:
+    return start_order(unlimited_run(graph, Machine()).starts).run(graph)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_every_order_keeps_dependencies_and_who_reads_before_it_is_overwritten(seed: int) -> None:
     graph = random_taskgraph(random.Random(seed), Shape(vertices=40))
     order = serial_order(graph)
-    started = dispatched(graph, Machine())[0].vertices
+    started = started_order(graph).vertices
     for other in (sink(order), hoist(order), hoist(sink(order)), sink(hoist(order)), started):
         place = {vertex.id: v for v, vertex in enumerate(other)}
         assert sorted(place) == sorted(vertex.id for vertex in order)
@@ -89,7 +106,7 @@ def test_who_writes_in_place_starts_behind_readers_that_wait_for_another_device(
     moved = Vertex(6, VertexKind.TRANSFER, 0, "send", ((5, 0),), (256,))
     graph = _graph(_kernel(1, 0), slow, moved, _kernel(3, 1, 6), replace(_kernel(4, 1), inplace=((0, 0),)))
     graph = replace(graph, devices=(Device(0, 1 << 20), Device(1, 1 << 20)))
-    order = [vertex.id for vertex in dispatched(graph, Machine())[0].vertices]
+    order = [vertex.id for vertex in started_order(graph).vertices]
     assert order.index(3) < order.index(4)
     plan = make_plan(graph, planner="timed", cyclic=True)
     verify(graph, plan)
@@ -100,10 +117,32 @@ def test_who_writes_in_place_starts_behind_readers_that_wait_for_another_device(
 def test_devices_side_by_side_seldom_wait_for_memory(memory: int, limit: float) -> None:
     """Chunks overlap with transfers as they would without a plan; outputs placed for one serial order would not."""
     graph = tensor_parallel_prefill(PrefillShape(layers=3), memory)
-    _, free = dispatched(graph, Machine())
+    free = unlimited_run(graph, Machine()).makespan
     plan = make_plan(graph, planner="timed", cyclic=True)
     verify(graph, plan)
     run_reference(graph, plan, 0)
     assert simulate(plan).makespan <= limit * free * (1 + 1e-9)
     if memory == 1 << 36:
         assert not plan.memory_edges
+
+
+def test_the_passes_that_a_planner_names_give_its_plan_s_order() -> None:
+    """Run again on the graph, they end in the order of the plan's kernels, whatever the search took."""
+    orders = Counter[tuple[str, ...]]()
+    for seed in range(60):
+        rng = random.Random(seed)
+        graph = random_taskgraph(rng, Shape(vertices=30))
+        graph, applied = with_memory(graph, rng.choice((1.2, 1.5, 2.0))), list[AppliedPass]()
+        with suppress(BudgetTooSmall):
+            plan = make_plan(graph, planner="timed", cyclic=True, applied=applied)
+            names = tuple(each.name for each in applied)
+            again = inputs_by_use(graph)
+            if "start order" in names:
+                again = started_order(again)
+            if "low-peak order" in names:
+                again = LOW_PEAK_ORDER.run(again)
+            own = {vertex.id for vertex in graph.vertices}
+            order = [vertex.id for vertex in plan.vertices if vertex.id in own]
+            assert order == [vertex.id for vertex in serial_order(again)]
+            orders[names[1:]] += 1
+    assert {(), ("start order",), ("low-peak order",)} <= orders.keys(), f"not every order has been met: {orders}"

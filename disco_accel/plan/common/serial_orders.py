@@ -14,10 +14,11 @@ import numpy as np
 from disco_accel.graph.check import dependencies
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.order import data_edges, serial_order
+from disco_accel.graph.passes import GraphPass
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.values import is_handed_out, overwrites
 from disco_accel.simulate.machine import Machine
-from disco_accel.simulate.simulator import simulate
+from disco_accel.simulate.simulator import Simulation, simulate
 
 
 def lower_order(graph: TaskGraph) -> TaskGraph | None:
@@ -28,15 +29,29 @@ def lower_order(graph: TaskGraph) -> TaskGraph | None:
     return replace(graph, vertices=best) if live_peak(best) < live_peak(order) else None
 
 
-def dispatched(graph: TaskGraph, machine: Machine) -> tuple[TaskGraph, float]:
-    """Return ``graph`` in the order in which its vertices start on ``machine`` with memory for everything, and the
-    seconds that this takes. On several devices a serial order may make one wait for work that another may do later."""
+LOW_PEAK_ORDER = GraphPass(
+    "low-peak order",
+    "kernels that grow memory late, those that free it early",
+    lambda graph: lower_order(graph) or graph,
+)
+
+
+def unlimited_run(graph: TaskGraph, machine: Machine) -> Simulation:
+    """Simulate one step of ``graph`` on ``machine`` with memory for everything."""
     order = serial_order(graph)
     before = tuple((order[reader].id, order[writer].id) for reader, writer in _overwritings(order))
-    unlimited = MemGraph(graph.name, graph.devices, order, {}, data_edges(order), before, {})
-    run = simulate(unlimited, machine)
-    vertices = sorted(order, key=lambda vertex: (vertex.kind is not VertexKind.INPUT, run.starts.get(vertex.id, 0.0)))
-    return replace(graph, vertices=tuple(vertices)), run.makespan
+    return simulate(MemGraph(graph.name, graph.devices, order, {}, data_edges(order), before, {}), machine)
+
+
+def start_order(starts: Mapping[int, float]) -> GraphPass:
+    """The pass that puts vertices in the order of ``starts``, those of ``unlimited_run``: on several devices a serial
+    order may make one wait for work that another may do later."""
+
+    def by_start(graph: TaskGraph) -> TaskGraph:
+        vertices = sorted(serial_order(graph), key=lambda v: (v.kind is not VertexKind.INPUT, starts.get(v.id, 0.0)))
+        return replace(graph, vertices=tuple(vertices))
+
+    return GraphPass("start order", "vertices as they start with memory for everything", by_start)
 
 
 def sink(order: Sequence[Vertex]) -> tuple[Vertex, ...]:
