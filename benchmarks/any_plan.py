@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.plan.bound import bound_of
 from disco_accel.simulate.simulator import Machine
-from disco_accel.step.compile import CompiledStep, with_memory
+from disco_accel.step.compiled_step import CompiledStep
 
 
 def kernel_seconds(step: CompiledStep, run: Callable[[], object]) -> dict[int, float]:
@@ -27,5 +27,4 @@ def any_plan_of(step: CompiledStep, seconds: Mapping[int, float], machine: Machi
         dataclasses.replace(v, duration=seconds[v.id]) if v.kind is VertexKind.KERNEL else v
         for v in step.graph.vertices
     )
-    graph = dataclasses.replace(with_memory(step.graph, step.budget.arena), vertices=vertices)
-    return bound_of(graph, machine).bound
+    return bound_of(dataclasses.replace(step.graph, vertices=vertices), machine).bound

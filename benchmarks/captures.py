@@ -21,9 +21,10 @@ from disco_accel.capture.step import capture_forward
 from disco_accel.graph.files import write_taskgraph
 from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.integrate.hf.tracing import hf_contexts
+from disco_accel.measure.costs import Estimated
 from disco_accel.recipes.outline import Outline, outline
 from disco_accel.recipes.settings import read_recipe
-from disco_accel.simulate.roofline import SPEEDS, with_estimates
+from disco_accel.step.pipeline import with_costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ def captures() -> Iterator[TaskGraph]:
 
 def lora_step(work: Workload) -> TaskGraph:
     """Capture forward and backward as a recipe trains them."""
-    return with_estimates(lora_outline(work).captured.graph, SPEEDS["cuda"])
+    return with_costs(lora_outline(work).captured.graph, Estimated("cuda")).graph
 
 
 def lora_outline(work: Workload) -> Outline:
@@ -99,7 +100,7 @@ def prefill(work: Workload) -> TaskGraph:
         return {"logits": model(**kwargs, use_cache=False, logits_to_keep=1).logits}
 
     captured = capture_forward(model, batch, forward=last_logits, contexts=hf_contexts(model, batch))
-    return with_estimates(captured.graph, SPEEDS["cuda"])
+    return with_costs(captured.graph, Estimated("cuda")).graph
 
 
 def main(argv: Sequence[str] | None = None) -> int:

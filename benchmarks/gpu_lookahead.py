@@ -12,11 +12,11 @@ import torch
 from disco_accel.execute.executor import EngineOptions, Executor
 from disco_accel.graph.taskgraph import Device, OpCall, OpResult, TaskGraph, TensorArg, TensorSpec, Vertex, VertexKind
 from disco_accel.graph.traits import FOREIGN, FROZEN
-from disco_accel.measure.record import apply, record
+from disco_accel.measure.costs import Measured
 from disco_accel.native.backend import run_device
 from disco_accel.native.cuda_backend import median_seconds
 from disco_accel.native.host_memory import bytes_of
-from disco_accel.plan import make_plan
+from disco_accel.step.pipeline import PlannerSettings, replan, with_costs
 
 _KS = (0, 1, 2, 4, 8)
 _STEPS = 7
@@ -54,9 +54,8 @@ def measure(device: str, small: bool, stage: str) -> dict[str, Any]:
                 x = x @ w
             return x
 
-        records = record(graph, device=device)
-        planned = apply(graph, records)
-        plan = make_plan(planned, memory=1 << 30, policy="belady", planner="build", cyclic=True)
+        step = with_costs(graph, Measured(device))
+        plan, records = replan(step.graph, 1 << 30, PlannerSettings("build", "belady")), step.costs.records
         alone = _eager_seconds(eager, where)
         ratios = []
         for k in _KS:

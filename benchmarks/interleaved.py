@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.compare import same_bits
+from benchmarks.resident_plan import resident_plan
 from benchmarks.training import Workload, load_workload
 from disco_accel import prepare, stats
 from disco_accel.config.settings import DiscoConfig
@@ -26,9 +27,8 @@ from disco_accel.execute.executor import Event, Executor
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.native import malloc_watch
 from disco_accel.observe.report import write_report
-from disco_accel.plan import make_plan
 from disco_accel.sizes import parse_size
-from disco_accel.step.compile import CompiledStep
+from disco_accel.step.compiled_step import CompiledStep
 
 
 def synchronous_twin(step: CompiledStep) -> Executor:
@@ -38,10 +38,7 @@ def synchronous_twin(step: CompiledStep) -> Executor:
 
 def resident_twin(step: CompiledStep, config: DiscoConfig) -> Executor:
     """An executor of the same step with memory for everything: kernels alone, no copies."""
-    room = 2 * sum(sum(v.sizes) for v in step.graph.vertices if v.kind is VertexKind.INPUT) + 4 * step.budget.total
-    plan = make_plan(step.graph, memory=room, policy=config.policy, planner=config.planner, cyclic=True)
-    assert not any(v.kind is VertexKind.RELOAD for v in plan.vertices), "nothing has to move where all fits"
-    return step.make_executor(step.engine, plan=plan)
+    return step.make_executor(step.engine, plan=resident_plan(step, config))
 
 
 def kernel_seconds(events: Sequence[Event]) -> float:

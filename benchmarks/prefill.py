@@ -31,6 +31,7 @@ from benchmarks.gpu_models import batch_for, draw_weights, meta_llama
 from benchmarks.prefill_engines import PEERS, TITLES, outputs_of, read_eagerly
 from benchmarks.prefill_peers import Peers, peer_cell
 from benchmarks.provenance import provenance
+from benchmarks.resident_plan import resident_plan
 from benchmarks.shapes import Shape
 from benchmarks.step_engines import Job
 from benchmarks.step_options import count, names_of
@@ -41,8 +42,8 @@ from disco_accel.config.settings import DiscoConfig
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.execute.executor import Executor
 from disco_accel.graph.files import write_atomically
+from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import VertexKind
-from disco_accel.plan import make_plan
 from disco_accel.sizes import format_size, parse_size
 from disco_accel.step.placement import StreamedEager
 from disco_accel.step.session import current_step
@@ -179,12 +180,9 @@ class PromptPair:
         if got.keys() != expected.keys() or not all(same_bits(got[n], expected[n]) for n in got):
             raise Differs(f"{name}: logits, keys or values differ from eager's")
 
-    def resident_plan(self) -> Any:
+    def resident_plan(self) -> MemGraph:
         """The plan of the same prefill with room for everything."""
-        room = 4 * (sum(sum(v.sizes) for v in self.step.graph.vertices) + self.step.budget.total)
-        plan = make_plan(self.step.graph, memory=room, planner=self.config.planner, cyclic=True)
-        assert not any(v.kind is VertexKind.RELOAD for v in plan.vertices), "nothing has to move where all fits"
-        return plan
+        return resident_plan(self.step, self.config)
 
 
 @contextmanager

@@ -21,8 +21,8 @@ from disco_accel import prepare
 from disco_accel.config.settings import DiscoConfig
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.native.extension import load_extension
-from disco_accel.plan import make_plan
-from disco_accel.step.compile import CompiledStep
+from disco_accel.step.compiled_step import CompiledStep
+from disco_accel.step.pipeline import PlannerSettings, replan
 
 
 def in_memory_peak(workload: Workload, steps: int = 3) -> int:
@@ -50,7 +50,7 @@ def in_memory_peak(workload: Workload, steps: int = 3) -> int:
 def least_budget(step: CompiledStep, config: DiscoConfig) -> int:
     """The smallest whole budget for which the planner finds a plan of ``step``."""
     try:
-        make_plan(step.graph, memory=1, policy=config.policy, planner=config.planner, cyclic=True)
+        replan(step.graph, 1, PlannerSettings(config.planner, config.policy))
     except BudgetTooSmall as error:
         return error.needed + step.budget.outside
     raise AssertionError("no step fits one byte")

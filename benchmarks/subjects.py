@@ -14,13 +14,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.compare import same_bits
+from benchmarks.resident_plan import resident_plan
 from disco_accel import prepare
 from disco_accel.config.settings import DiscoConfig
 from disco_accel.execute.executor import Event, Executor
 from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.taskgraph import VertexKind
-from disco_accel.plan import make_plan
-from disco_accel.step.compile import CompiledStep
+from disco_accel.step.compiled_step import CompiledStep
 from disco_accel.step.session import current_step
 
 
@@ -122,11 +121,7 @@ class Pair:
 
     def resident_plan(self) -> MemGraph:
         """The plan of the same step with room for everything: no copies."""
-        graph = self.step.graph
-        room = 2 * sum(sum(v.sizes) for v in graph.vertices if v.kind is VertexKind.INPUT) + 4 * self.step.budget.total
-        plan = make_plan(graph, memory=room, policy=self.config.policy, planner=self.config.planner, cyclic=True)
-        assert not any(v.kind is VertexKind.RELOAD for v in plan.vertices), "nothing has to move where all fits"
-        return plan
+        return resident_plan(self.step, self.config)
 
     @contextmanager
     def executors(self, variants: Sequence[Variant]) -> Iterator[dict[str, Executor]]:

@@ -19,8 +19,7 @@ from disco_accel.integrate.hf.tracing import hf_contexts
 from disco_accel.recipes.corpus import IGNORED
 from disco_accel.recipes.loading import add_adapter
 from disco_accel.recipes.settings import LoraRecipe, PrefillRecipe
-from disco_accel.step.budget import Budget, split_budget
-from disco_accel.step.compile import leaving_bytes
+from disco_accel.step.budget import Budget, BudgetFacts, leaving_bytes
 
 _WEIGHTS = (InputSource.FROZEN, InputSource.BUFFER, InputSource.TRAINABLE)
 
@@ -34,10 +33,14 @@ class Outline:
     batch: dict[str, torch.Tensor]
     outputs: int = 0
 
-    def budget(self, total: int, workspaces: int = 0, *, rounds: bool = False) -> Budget:
-        """What ``total`` bytes are made of."""
+    def facts(self, total: int) -> BudgetFacts:
+        """What ``total`` bytes are for."""
         trainable = [p for p in self.model.parameters() if p.requires_grad]
-        return split_budget(total, trainable, self.batch, workspaces, self.outputs, rounds=rounds)
+        return BudgetFacts(total, trainable, self.batch, self.outputs)
+
+    def budget(self, total: int) -> Budget:
+        """What ``total`` bytes are made of, workspaces and the allocator's blocks aside."""
+        return self.facts(total).split()
 
     @property
     def names(self) -> dict[int, str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from disco_accel.graph.passes import AppliedPass
 from disco_accel.graph.taskgraph import Ref, TaskGraph, TensorSpec
 
 
@@ -60,7 +61,8 @@ class CapturedStep:
 
     A forward alone has neither ``gradients`` nor a late input. In a training step the first ``differentiated`` of
     ``outputs`` are. A trainable parameter that they do not reach has no entry in ``gradients``: eager leaves it None.
-    ``bare``: the model returns the first output itself, not something that has it as a field.
+    ``bare``: the model returns the first output itself, not something that has it as a field. ``passes``: those that
+    ``graph`` has been through.
     """
 
     graph: TaskGraph
@@ -70,3 +72,4 @@ class CapturedStep:
     constants: Mapping[str, torch.Tensor]
     bare: bool = False
     differentiated: int = 1
+    passes: tuple[AppliedPass, ...] = ()

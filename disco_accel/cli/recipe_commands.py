@@ -14,7 +14,7 @@ from disco_accel.graph.values import host_copy_exists
 
 if TYPE_CHECKING:
     from disco_accel.config.settings import DiscoConfig
-    from disco_accel.graph.taskgraph import TaskGraph
+    from disco_accel.step.pipeline import CostedStep
 
 
 def weights_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,6 +67,7 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     _recipe_arguments(parser)
     parser.add_argument("--memory", metavar="SIZE", help="the budget, such as 12GiB (default: the recipe's)")
     plan_seconds_argument(parser)
+    parser.add_argument("--passes", action="store_true", help="list what changed the graph between capture and plan")
     parser.add_argument("-o", "--output", metavar="DIR", help="folder for the plan, its figures and pictures")
 
 
@@ -111,14 +112,14 @@ def capture(options: argparse.Namespace) -> int:
     """Write the task graph of a recipe's training step, with estimated durations."""
     from disco_accel.graph.files import write_taskgraph
 
-    graph, outlined, _ = _captured(options)
+    step, outlined, _ = _costed(options)
     try:
-        write_taskgraph(graph, options.output)
+        write_taskgraph(step.graph, options.output)
     except OSError as error:
         raise ConfigError(f"{options.output}: cannot be written: {error.strerror}") from None
-    kernels = len(graph.ops)
-    seconds = sum(v.duration or 0.0 for v in graph.vertices)
-    frozen = sum(v.sizes[0] for v in graph.vertices if host_copy_exists(v))
+    kernels = len(step.graph.ops)
+    seconds = sum(v.duration or 0.0 for v in step.graph.vertices)
+    frozen = sum(v.sizes[0] for v in step.graph.vertices if host_copy_exists(v))
     adapters = outlined.budget(0).adapters
     print(json.dumps({"kernels": kernels, "compute_seconds": seconds, "frozen_bytes": frozen, "adapters": adapters}))
     return 0
@@ -128,57 +129,56 @@ def plan(options: argparse.Namespace) -> int:
     """Say whether a recipe's training step fits its budget, what stays on the device, and how long it takes."""
     from dataclasses import replace
 
-    from disco_accel.measure.estimated_scratch import with_scratch
-    from disco_accel.observe.forecast import forecast, forecast_text, write_forecast
-    from disco_accel.plan import make_plan
-    from disco_accel.plan.search_work import Work
-    from disco_accel.plan.summary import cut_short
+    from disco_accel.observe.forecast import forecast, forecast_text, passes_text, write_forecast
     from disco_accel.simulate.roofline import SPEEDS
-    from disco_accel.step.compile import with_memory
-    from disco_accel.verify.static import verify
+    from disco_accel.step.pipeline import PlannerSettings, plan_step
 
-    graph, outlined, config = _captured(options)
-    machine = _machine(options.device, config)
-    scratched = with_scratch(graph, device=options.device, compute_threads=config.compute_threads)
-    budget = outlined.budget(_memory(options, config), scratched.workspaces, rounds=options.device != "cpu")
-    graph = with_memory(scratched.graph, max(budget.arena, graph.devices[0].alignment))
-    for line in (config.without_effect, scratched.why):
+    step, outlined, config = _costed(options)
+    facts = outlined.facts(_memory(options, config))
+    for line in (config.without_effect, step.costs.note):
         say(line)
-    work = Work(deadline(options, config.deadline))
-    asked = {"policy": config.policy, "planner": config.planner, "machine": machine}
-    unknown = {"without_scratch_of": scratched.unknown}
+    machine = _machine(options.device, config)
+    settings = PlannerSettings(config.planner, config.policy, machine, deadline(options, config.deadline))
+    more: dict[str, Any] = {"without_scratch_of": step.costs.without_scratch}
     try:
-        made = make_plan(graph, cyclic=True, work=work, **asked)
+        planned = plan_step(step, facts, settings)
     except BudgetTooSmall as error:
-        needed = budget.total_for(error.needed)
-        print(json.dumps({"fits": False, "budget_bytes": budget.total, "needed_bytes": needed} | unknown))
-        raise BudgetTooSmall(needed, budget.total, "memory_budget: the step") from None
-    verify(graph, made)
-    if work.cut:
-        say(cut_short(graph, made, work, machine))
-    result = forecast(graph, made, machine, budget.as_dict(), outlined.names, SPEEDS[options.device].name)
-    result = replace(result, figures={**result.figures, **unknown, "cut_short": work.cut})
+        print(json.dumps({"fits": False, "budget_bytes": error.given, "needed_bytes": error.needed} | more))
+        raise
+    for note in planned.notes:
+        say(note)
+    more["cut_short"] = planned.cut
+    if options.passes:
+        more["passes"] = [each.as_dict() for each in planned.applied]
+    estimated_for = SPEEDS[options.device].name
+    budget, names = planned.budget.as_dict(), outlined.names
+    result = forecast(planned.graph, planned.plan, machine, budget, names, estimated_for)
+    result = replace(result, figures={**result.figures, **more})
     print(json.dumps(result.figures))
     # The same for people, who may have sent the line of JSON elsewhere.
     print(forecast_text(result.figures), end="", file=sys.stderr)
+    if options.passes:
+        print("\n" + passes_text(planned.applied), end="", file=sys.stderr)
     if options.output is not None:
         write_forecast(options.output, result)
     return 0
 
 
-def _captured(options: argparse.Namespace) -> tuple[TaskGraph, Any, DiscoConfig]:
-    """The recipe's step with estimated durations, its outline, and its ``disco_config``."""
+def _costed(options: argparse.Namespace) -> tuple[CostedStep, Any, DiscoConfig]:
+    """The recipe's step with estimated costs, its outline, and its ``disco_config``."""
     from disco_accel.config.settings import DiscoConfig
+    from disco_accel.measure.costs import Estimated
     from disco_accel.recipes.outline import outline
     from disco_accel.recipes.settings import read_any_recipe
-    from disco_accel.simulate.roofline import SPEEDS, with_estimates
+    from disco_accel.step.pipeline import with_costs
 
     # transformers warns about its own calls from inside PEFT; nobody here can act on that.
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     recipe = read_any_recipe(options.recipe)
     config = DiscoConfig.from_env(DiscoConfig.from_dict(recipe.disco_config or {}))
     outlined = outline(recipe)
-    return with_estimates(outlined.captured.graph, SPEEDS[options.device]), outlined, config
+    costs = Estimated(options.device, compute_threads=config.compute_threads)
+    return with_costs(outlined.captured.graph, costs, outlined.captured.passes), outlined, config
 
 
 def _machine(device: str, config: DiscoConfig) -> Any:

@@ -6,10 +6,12 @@ in passing, and everything on a CUDA device that is not there, is counted and sa
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
+from disco_accel.graph.passes import GraphPass
 from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
 from disco_accel.measure.record import record
 from disco_accel.native.backend import Backend, backend_of, workspace_bytes
@@ -28,21 +30,33 @@ _WORKSPACE = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Scratched:
-    """``graph`` with the scratch that is known, as one more output of an op. ``workspaces``: bytes outside the arena.
+class KnownScratch:
+    """``sizes``: kernel to bytes of scratch, where it is known and not 0. ``workspaces``: bytes outside the arena.
 
-    ``unknown``: kernels whose scratch is not in the graph; ``why``: one line for the user about them, "" if there are
-    none.
+    ``unknown``: kernels whose scratch is not known; ``why``: one line for the user about them, "" if there are none.
     """
 
-    graph: TaskGraph
+    sizes: Mapping[int, int]
     workspaces: int
     unknown: int
     why: str
 
+    @property
+    def as_pass(self) -> GraphPass:
+        """The pass that makes the scratch one more output of its op, which nobody reads."""
+        return GraphPass("scratch", "scratch of kernels that could be tried", self._applied)
 
-def with_scratch(graph: TaskGraph, *, device: str, compute_threads: int | None = None, streams: int = 1) -> Scratched:
-    """Return ``graph``, which nobody has recorded, with the scratch that its ops take on ``device`` (cpu or cuda).
+    def _applied(self, graph: TaskGraph) -> TaskGraph:
+        sizes = self.sizes
+        vertices = tuple(replace(v, sizes=(*v.sizes, sizes[v.id])) if v.id in sizes else v for v in graph.vertices)
+        return replace(graph, vertices=vertices)
+
+
+def known_scratch(
+    graph: TaskGraph, *, device: str, compute_threads: int | None = None, streams: int = 1
+) -> KnownScratch:
+    """What can be told of the scratch that the ops of ``graph``, which nobody has recorded, take on ``device`` (cpu or
+    cuda).
 
     ``compute_threads`` as in ``record``; ``streams``: of the engine that will run it. Raises ExecutionError for an op
     that no run could plan.
@@ -50,7 +64,7 @@ def with_scratch(graph: TaskGraph, *, device: str, compute_threads: int | None =
     kernels = [v for v in graph.vertices if v.kind is VertexKind.KERNEL]
     backend = backend_of(torch.device(device))
     if backend.separate_memory:
-        return _on_gpu(backend, graph, len(kernels), streams)
+        return _on_gpu(backend, len(kernels), streams)
     vertices = {v.id: v for v in graph.vertices}
     small = frozenset(v.id for v in kernels if _is_small(v, graph, vertices))
     try:
@@ -58,24 +72,22 @@ def with_scratch(graph: TaskGraph, *, device: str, compute_threads: int | None =
     except ExtensionError as error:
         reason = str(error).splitlines()[0]
         why = f"without the scratch of {len(kernels)} ops: the engine that would measure it cannot be built ({reason})"
-        return Scratched(graph, 0, len(kernels), why)
-    found = {v: r.scratch_bytes for v, r in records.items() if r.scratch_bytes}
-    scratched = tuple(replace(v, sizes=(*v.sizes, found[v.id])) if v.id in found else v for v in graph.vertices)
+        return KnownScratch({}, 0, len(kernels), why)
     unknown = len(kernels) - len(small)
     why = f"without the scratch of {unknown} ops, which are too large to be tried here" if unknown else ""
-    return Scratched(replace(graph, vertices=scratched), 0, unknown, why)
+    return KnownScratch({v: r.scratch_bytes for v, r in records.items() if r.scratch_bytes}, 0, unknown, why)
 
 
-def _on_gpu(backend: Backend, graph: TaskGraph, kernels: int, streams: int) -> Scratched:
+def _on_gpu(backend: Backend, kernels: int, streams: int) -> KnownScratch:
     why = f"without the scratch of {kernels} ops, which only a run on the GPU can tell"
     if backend.is_there():
-        return Scratched(graph, (1 + streams) * workspace_bytes(backend.resolve()), kernels, why)
+        return KnownScratch({}, (1 + streams) * workspace_bytes(backend.resolve()), kernels, why)
     most = format_size((1 + streams) * _WORKSPACE)
     why = (
         f"without the scratch of {kernels} ops and the workspaces of matrix products (up to {most}), which only a GPU "
         "can tell"
     )
-    return Scratched(graph, 0, kernels, why)
+    return KnownScratch({}, 0, kernels, why)
 
 
 def _is_small(vertex: Vertex, graph: TaskGraph, vertices: dict[int, Vertex]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from disco_accel.errors import ConfigError
 from disco_accel.graph.files import write_atomically, write_memgraph, write_taskgraph
 from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.passes import AppliedPass
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.graph.values import host_copy_exists
 from disco_accel.observe.report import table
@@ -117,6 +118,21 @@ def forecast_text(figures: Mapping[str, Any]) -> str:
         f"{figures['bound_seconds']:.3f} s (compute {figures['compute_seconds']:.3f} s, link "
         f"{figures['link_seconds']:.3f} s); ratio {figures['ratio']:.2f}\n"
     )
+
+
+def passes_text(passes: Sequence[AppliedPass]) -> str:
+    """For people: a row for each pass, the graph behind it, and what it changed."""
+    rows = [
+        [
+            f"{each.name}: {each.effect}",
+            each.after.vertices,
+            format_size(each.after.value_bytes),
+            f"{each.after.seconds:.3g} s",
+            ", ".join(f"{name} {count}" for name, count in each.changed.items()) or "nothing",
+        ]
+        for each in passes
+    ]
+    return table(["pass", "vertices", "values", "kernels", "changed"], rows) + "\n"
 
 
 def write_forecast(folder: str | os.PathLike[str], forecast: Forecast) -> list[Path]:

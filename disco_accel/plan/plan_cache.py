@@ -8,6 +8,7 @@ accept the result. A file with a fault is ignored, and one line of the log names
 
 from __future__ import annotations
 
+import enum
 import functools
 import hashlib
 import json
@@ -38,6 +39,17 @@ MOST_FILES = 256
 _KEY = "plan_cache"
 _SOURCES = ("graph", "plan", "simulate", "verify", "runtime_ext/plan")
 _said: set[str] = set()
+
+
+class PlanCacheUse(enum.StrEnum):
+    """Where a plan comes from, as ``stats(model)`` says it."""
+
+    HIT = "hit"
+    """Read from the cache of plans."""
+    MISS = "miss"
+    """Made, and stored there."""
+    OFF = "off"
+    """Made; there is no cache."""
 
 
 def plan_fingerprint(

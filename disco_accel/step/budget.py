@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+
+from disco_accel.capture.captured_step import CapturedStep, InputBinding, InputSource, ValueBinding
 
 _ROUNDING = 22 << 20
 """Bytes: blocks of up to 1 MiB share pieces of 2 MiB, those of up to 10 MiB pieces of 20 MiB, others are whole pieces
@@ -70,21 +73,35 @@ def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum({(s := t.untyped_storage())._cdata: s.nbytes() for t in tensors}.values())
 
 
-def split_budget(
-    total: int,
-    trainable: Iterable[torch.Tensor],
-    batch: Mapping[str, torch.Tensor],
-    workspaces: int = 0,
-    outputs: int = 0,
-    *,
-    rounds: bool = False,
-) -> Budget:
-    """Split ``total`` bytes for a model with these trainable parameters, this batch, and so many bytes of the rest.
+@dataclass(frozen=True)
+class BudgetFacts:
+    """What a budget of ``total`` bytes is for, besides the arena: ``trainable`` parameters, the ``batch``, and so many
+    bytes of ``outputs``."""
 
-    ``rounds``: the device's memory comes from PyTorch's caching allocator.
-    """
-    adapters = _storage_bytes(trainable)
-    inputs = _storage_bytes(batch.values())
-    # Workspaces are whole pieces.
-    rounding = min(_ROUNDING, -(-max(0, total - workspaces) // _ROUNDING_SHARE)) if rounds else 0
-    return Budget(total, adapters, adapters, 2 * adapters, inputs, workspaces, outputs, rounding)
+    total: int
+    trainable: Sequence[torch.Tensor]
+    batch: Mapping[str, torch.Tensor]
+    outputs: int = 0
+
+    def split(self, workspaces: int = 0, *, in_blocks: bool = False) -> Budget:
+        """The parts of ``total``. ``in_blocks``: the device's memory comes from PyTorch's caching allocator."""
+        adapters = _storage_bytes(self.trainable)
+        inputs = _storage_bytes(self.batch.values())
+        # Workspaces are whole pieces.
+        rounding = min(_ROUNDING, -(-max(0, self.total - workspaces) // _ROUNDING_SHARE)) if in_blocks else 0
+        return Budget(self.total, adapters, adapters, 2 * adapters, inputs, workspaces, self.outputs, rounding)
+
+
+def leaving_bytes(captured: CapturedStep) -> dict[str, int]:
+    """Name → bytes of the user's copy of each output, or of its memory outside the arena. A loss takes none."""
+    outside = (b for b in captured.bindings if b.source is InputSource.OUTSIDE)
+    returned: list[ValueBinding | InputBinding] = [*captured.outputs, *outside]
+    return {
+        o.name: math.prod(o.spec.shape) * getattr(torch, o.spec.dtype).itemsize if o.spec.shape else 0 for o in returned
+    }
+
+
+def outputs_bytes(captured: CapturedStep) -> int:
+    """Bytes outside the arena: the user's copy of each output, and the gradient of those that are differentiated."""
+    sizes = leaving_bytes(captured)
+    return sum(sizes.values()) + sum(sizes[o.name] for o in captured.outputs[: captured.differentiated])

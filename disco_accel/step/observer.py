@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from disco_accel.step.compile import CompiledStep
+    from disco_accel.step.compiled_step import CompiledStep
 
 
 class Fallback(enum.StrEnum):

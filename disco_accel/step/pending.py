@@ -17,7 +17,7 @@ from disco_accel.capture.captured_step import InputSource
 from disco_accel.capture.fake_inputs import batch_tensors
 from disco_accel.errors import ExecutionError, Stalled
 from disco_accel.native.backend import DEVICE_TYPES
-from disco_accel.step.compile import CompiledStep
+from disco_accel.step.compiled_step import CompiledStep
 from disco_accel.step.dynamo import not_compiled
 from disco_accel.step.input_snapshot import InputSnapshot
 from disco_accel.step.rng_state import generator_from, generator_state, kept_on_failure

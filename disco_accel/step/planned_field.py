@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from disco_accel.capture.step import NoSuchOutput
 from disco_accel.errors import CaptureError
 from disco_accel.step.capture_remedies import advised
-from disco_accel.step.compile import CompiledStep
+from disco_accel.step.compiled_step import CompiledStep
 from disco_accel.step.fitted_batch import FittedBatch
 from disco_accel.step.output_usage import OutputUsage
 from disco_accel.step.step_key import StepKey

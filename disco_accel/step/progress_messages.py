@@ -14,9 +14,10 @@ import torch
 
 from disco_accel.capture.fake_inputs import batch_tensors
 from disco_accel.observe.log_to_stderr import first_process
+from disco_accel.plan.plan_cache import PlanCacheUse
 from disco_accel.sizes import format_size
 from disco_accel.step.arguments import base_model
-from disco_accel.step.compile import CompiledStep, PlanCacheUse, describe
+from disco_accel.step.compiled_step import CompiledStep, describe
 from disco_accel.step.observer import Observer
 
 logger = logging.getLogger("disco_accel")

@@ -16,7 +16,7 @@ from disco_accel.capture.autocast import AutocastState, autocast_region, outside
 from disco_accel.capture.fake_inputs import batch_tensors
 from disco_accel.capture.step import UNREACHED, field_at
 from disco_accel.errors import CaptureError, ExecutionError
-from disco_accel.step.compile import CompiledStep
+from disco_accel.step.compiled_step import CompiledStep
 from disco_accel.step.fitted_batch import FittedBatch
 from disco_accel.step.input_snapshot import InputSnapshot, versions_of
 from disco_accel.step.late_gradient import with_gradient, with_gradients

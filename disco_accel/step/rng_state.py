@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from disco_accel.native.backend import backend_of
-from disco_accel.step.compile import CompiledStep
+from disco_accel.step.compiled_step import CompiledStep
 
 
 def generator_state(step: CompiledStep) -> torch.Tensor | None:

@@ -26,7 +26,8 @@ from disco_accel.observe.report import write_report
 from disco_accel.shortage import met_shortage
 from disco_accel.step.arguments import Arguments, signature_of
 from disco_accel.step.capture_lock import Gate, capturing
-from disco_accel.step.compile import CompiledStep, CompileOptions, compile_step
+from disco_accel.step.compile import CompileOptions, compile_step
+from disco_accel.step.compiled_step import CompiledStep
 from disco_accel.step.device_check import require_self_check
 from disco_accel.step.dynamo import compiled_note
 from disco_accel.step.fitted_batch import FittedBatch

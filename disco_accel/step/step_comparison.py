@@ -22,7 +22,7 @@ from disco_accel.errors import StepsDiffer
 from disco_accel.graph.op_traits import op_traits
 from disco_accel.graph.taskgraph import tensor_args
 from disco_accel.native.backend import backend_of
-from disco_accel.step.compile import CompiledStep
+from disco_accel.step.compiled_step import CompiledStep
 from disco_accel.step.fitted_batch import FittedBatch
 from disco_accel.step.inner_forwards import own_forward_runs
 from disco_accel.step.rng_state import generator_from

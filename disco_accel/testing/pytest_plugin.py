@@ -27,7 +27,7 @@ from disco_accel.config.settings import DiscoConfig
 from disco_accel.errors import ConfigError
 from disco_accel.integrate.launch import import_hook
 from disco_accel.integrate.prepare import prepare
-from disco_accel.step.compile import CompiledStep
+from disco_accel.step.compiled_step import CompiledStep
 from disco_accel.step.observer import Fallback, Observer, observe_all
 from disco_accel.step.session import find_state
 

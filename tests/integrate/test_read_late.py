@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from disco_accel.errors import ExecutionError
-from disco_accel.step.compile import CompiledStep
+from disco_accel.step.compiled_step import CompiledStep
 from disco_accel.step.input_snapshot import _NormSnapshot
 from disco_accel.step.observer import Observer, observe_all
 from tests.integrate.twins import batch, pair

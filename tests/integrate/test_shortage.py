@@ -21,7 +21,7 @@ from disco_accel.execute import executor
 from disco_accel.measure import record
 from disco_accel.native import host_memory
 from disco_accel.shortage import met_shortage
-from disco_accel.step import compile, placement, session
+from disco_accel.step import compiled_step, pipeline, placement, session
 from disco_accel.testing.models import random_batch, tiny_lora
 
 CPU = "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
@@ -72,9 +72,9 @@ STAGES: dict[str, tuple[object, str]] = {
     "tracing": (capture, "make_fx"),
     "lowering": (capture, "used_inputs"),
     "measuring": (record, "_measure"),
-    "planning": (compile, "make_plan"),
-    "verifying": (compile, "verify"),
-    "host copies": (compile, "bytes_of"),
+    "planning": (pipeline, "make_plan"),
+    "verifying": (pipeline, "verify"),
+    "host copies": (compiled_step, "bytes_of"),
     "the arena": (session, "device_arena"),
     "the host's arena": (executor, "host_arena"),
 }

@@ -16,11 +16,10 @@ from disco_accel.capture.step import capture_step
 from disco_accel.cli.main import main
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.integrate.hf.tracing import hf_contexts
-from disco_accel.measure.estimated_scratch import with_scratch
-from disco_accel.plan import make_plan
+from disco_accel.measure.costs import Estimated
 from disco_accel.recipes.lora import main as train
 from disco_accel.recipes.outline import Outline
-from disco_accel.step.compile import with_memory
+from disco_accel.step.pipeline import PlannerSettings, plan_step, with_costs
 from disco_accel.testing.models import TEN_FAMILIES, family_lora, random_batch
 
 KINDS = list(itertools.product((torch.float32, torch.bfloat16), (False, True)))
@@ -42,14 +41,14 @@ def test_the_outline_of_every_family_needs_what_its_run_needs(family: str, kind:
     with torch.device("meta"):
         meta = family_lora(family, **keys)
     outline = Outline(capture_step(meta, batch, contexts=hf_contexts(meta, batch)), meta, batch)
-    scratched = with_scratch(outline.captured.graph, device="cpu")
-    assert scratched.unknown == 0 and scratched.why == ""
+    step = with_costs(outline.captured.graph, Estimated("cpu"))
+    assert step.costs.without_scratch == 0 and step.costs.note == ""
     with pytest.raises(BudgetTooSmall) as planned:
-        make_plan(with_memory(scratched.graph, 256), cyclic=True)
+        plan_step(step, outline.facts(4096), PlannerSettings("build"))
     config = DiscoConfig(memory_budget=4096, device="cpu", planner="build", plan_cache=None)
     with pytest.raises(BudgetTooSmall) as run:
         prepare(family_lora(family, **keys), config)(**batch)
-    assert planned.value.needed + outline.budget(4096).outside == pytest.approx(run.value.needed, rel=0.01)
+    assert planned.value.needed == pytest.approx(run.value.needed, rel=0.01)
 
 
 def test_a_recipe_that_plan_accepts_is_not_refused_by_train(
@@ -87,6 +86,6 @@ def test_ops_too_large_to_be_tried_are_counted(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(estimated_scratch, "_LARGEST", 6000)
     model, batch = family_lora("llama", **one_layer("llama")), random_batch(length=20)
     graph = capture_step(model, batch, contexts=hf_contexts(model, batch)).graph
-    found = with_scratch(graph, device="cpu")
-    assert 0 < found.unknown < len(graph.ops)
-    assert found.why == f"without the scratch of {found.unknown} ops, which are too large to be tried here"
+    costs = Estimated("cpu").of(graph)
+    assert 0 < costs.without_scratch < len(graph.ops)
+    assert costs.note == f"without the scratch of {costs.without_scratch} ops, which are too large to be tried here"

@@ -10,7 +10,7 @@ import torch
 from disco_accel.integrate.accelerate.trainer_speed import keep_planning_apart
 from disco_accel.integrate.hf.buckets import Buckets
 from disco_accel.integrate.hf.tracing import training_contexts
-from disco_accel.step.compile import CompiledStep
+from disco_accel.step.compiled_step import CompiledStep
 from disco_accel.step.fitted_batch import FittedBatch
 from disco_accel.step.frontend import ContextFactory
 from disco_accel.step.observer import Observer

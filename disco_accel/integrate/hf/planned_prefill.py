@@ -14,7 +14,9 @@ from disco_accel.capture.captured_step import InputSource
 from disco_accel.errors import CaptureError
 from disco_accel.integrate.hf.kv_cache import TracedCache, check_cache, fill, past_of, room_to_fill, windows_of
 from disco_accel.integrate.hf.tracing import hf_contexts
-from disco_accel.step.compile import CompiledStep, CompileOptions, compile_forward, leaving_bytes
+from disco_accel.step.budget import leaving_bytes
+from disco_accel.step.compile import CompileOptions, compile_forward
+from disco_accel.step.compiled_step import CompiledStep
 from disco_accel.step.pending import externals_of
 from disco_accel.step.progress_messages import batch_text
 from disco_accel.step.rng_state import generator_from, generator_state, kept_on_failure

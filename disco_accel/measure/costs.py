@@ -1,0 +1,78 @@
+"""What the ops of a step cost: measured on the device that will run it, or estimated where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from disco_accel.graph.passes import GraphPass
+from disco_accel.graph.taskgraph import TaskGraph
+from disco_accel.measure.estimated_scratch import known_scratch
+from disco_accel.measure.record import OpRecord, measurements, record
+from disco_accel.native.backend import backend_of, run_device
+from disco_accel.simulate.roofline import SPEEDS, Speed, estimates
+
+
+@dataclass(frozen=True)
+class GraphCosts:
+    """``passes`` put seconds and scratch into the graph that they are the costs of.
+
+    ``workspaces``: bytes of the libraries that multiply matrices, outside the arena. ``in_blocks``: tensors outside the
+    arena take whole blocks of an allocator. ``records``: kernel to what an executor is made from; none if estimated.
+    ``without_scratch``: kernels whose scratch nobody knows; ``note``: a line for the user about them, or "".
+    """
+
+    passes: tuple[GraphPass, ...]
+    workspaces: int
+    in_blocks: bool
+    records: Mapping[int, OpRecord] = field(default_factory=dict)
+    without_scratch: int = 0
+    note: str = ""
+
+
+class Costs(Protocol):
+    """A source of costs."""
+
+    def of(self, graph: TaskGraph) -> GraphCosts:
+        """The costs of ``graph``, whose kernels have no scratch yet. Raises CaptureError, ExecutionError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Each distinct op is run on ``device``; ``compute_threads`` and ``streams`` are those of the engine."""
+
+    device: str
+    compute_threads: int | None = None
+    streams: int = 1
+
+    def of(self, graph: TaskGraph) -> GraphCosts:
+        """What each op takes, and the workspaces of the thread that measured and of each compute stream."""
+        records = record(graph, device=self.device, compute_threads=self.compute_threads)
+        backend = backend_of(run_device(self.device))
+        workspaces = (1 + self.streams) * backend.workspace_bytes()
+        backend.release_memory()
+        return GraphCosts((measurements(records),), workspaces, backend.allocates_in_blocks, records)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimated:
+    """Seconds from the shapes of ops, scratch where it can be tried. ``kind``: cpu or cuda; nothing runs on a GPU.
+
+    ``speed``: the device that seconds are estimated for (None: the ``SPEEDS`` of ``kind``).
+    """
+
+    kind: str
+    speed: Speed | None = None
+    compute_threads: int | None = None
+    streams: int = 1
+
+    def of(self, graph: TaskGraph) -> GraphCosts:
+        """The longer of arithmetic and traffic for each op; see ``estimated_scratch`` for its scratch."""
+        scratch = known_scratch(graph, device=self.kind, compute_threads=self.compute_threads, streams=self.streams)
+        passes = estimates(self.speed or SPEEDS[self.kind]), scratch.as_pass
+        in_blocks = backend_of(torch.device(self.kind)).allocates_in_blocks
+        unknown, why = scratch.unknown, scratch.why
+        return GraphCosts(passes, scratch.workspaces, in_blocks, without_scratch=unknown, note=why)

@@ -1,0 +1,208 @@
+"""One captured step with its plan and its executor: the object behind each key of the plan table."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from disco_accel.capture.captured_step import CapturedStep, InputBinding, InputSource
+from disco_accel.capture.constants import live_constant
+from disco_accel.errors import CaptureError
+from disco_accel.execute.executor import EngineOptions, Executor
+from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.op_traits import op_traits
+from disco_accel.graph.taskgraph import TaskGraph, TensorArg, VertexKind
+from disco_accel.graph.values import host_copy_exists
+from disco_accel.measure.record import OpRecord
+from disco_accel.native.host_memory import bytes_of
+from disco_accel.plan.plan_cache import PlanCacheUse
+from disco_accel.plan.summary import staying_bytes
+from disco_accel.sizes import format_size
+from disco_accel.step.budget import Budget
+
+
+@dataclass(eq=False)
+class CompiledStep:
+    """A verified plan and what runs it. ``seconds`` holds the time each stage of making it took.
+
+    ``records`` and ``clean`` are what executors are made from, so that benchmarks can run the same plan otherwise.
+    """
+
+    captured: CapturedStep
+    graph: TaskGraph
+    plan: MemGraph
+    records: Mapping[int, OpRecord]
+    clean: Mapping[int, torch.Tensor]
+    budget: Budget
+    engine: EngineOptions
+    seconds: dict[str, float] = field(default_factory=dict)
+    plan_cache: PlanCacheUse = PlanCacheUse.OFF
+    loaded: Executor | None = None
+    groups: tuple[int, int] = (-1, -1)
+    """Of the executor that runs: ``captured.outputs`` and ``captured.gradients``, in their order."""
+    parameters: dict[str, torch.nn.Parameter] | None = None
+    """The model's trainable parameters by name, looked up at the first run."""
+
+    @property
+    def executor(self) -> Executor:
+        """The executor that ``load`` made."""
+        assert self.loaded is not None
+        return self.loaded
+
+    def load(self, arena: torch.Tensor) -> None:
+        """Make the executor, in an arena that other plans' executors may share."""
+        start = time.perf_counter()
+        self.use(self.make_executor(self.engine, arena=arena))
+        self.seconds["load"] = time.perf_counter() - start
+
+    def use(self, executor: Executor) -> Executor | None:
+        """Run on ``executor`` from now on; returns the one before."""
+        before, self.loaded = self.loaded, executor
+        outputs, gradients = (
+            [(value.ref, value.spec) for value in values] for values in (self.captured.outputs, self.captured.gradients)
+        )
+        self.groups = executor.add_leaving(outputs), executor.add_leaving(gradients)
+        return before
+
+    def make_executor(
+        self, options: EngineOptions, *, arena: torch.Tensor | None = None, plan: MemGraph | None = None
+    ) -> Executor:
+        """An executor of this step's plan, or of another plan of the same graph; the caller closes it."""
+        bindings = self.captured.bindings
+        return Executor(
+            plan or self.plan,
+            self.graph.ops,
+            self.records,
+            clean=self.clean,
+            options=options,
+            arena=arena,
+            names={b.vertex: b.name for b in bindings},
+            specs={b.vertex: b.spec for b in bindings},
+        )
+
+    def settle(self) -> None:
+        """Wait for the end of a forward whose outputs have left already; a step that waits at its gate stays there."""
+        if self.loaded is not None and self.loaded.running and not self.captured.gradients:
+            self.loaded.wait_end()
+
+    def unload(self) -> None:
+        """Free the executor; ``load`` makes another one."""
+        if self.loaded is not None:
+            self.loaded.close()
+            self.loaded = None
+
+    @property
+    def compute_seconds(self) -> float:
+        """Sum of the kernels' durations, each measured alone."""
+        return sum(measured.seconds for measured in self.records.values())
+
+    def copy_bytes(self, kind: VertexKind) -> int:
+        """Bytes that OFFLOAD or RELOAD vertices move in one step."""
+        return sum(sum(v.sizes) for v in self.plan.vertices if v.kind is kind)
+
+    def bound_seconds(self, bandwidth: float | None) -> float:
+        """The step cannot be shorter: max(compute, busier direction of the link)."""
+        if bandwidth is None:
+            return self.compute_seconds
+        link = max(self.copy_bytes(VertexKind.OFFLOAD), self.copy_bytes(VertexKind.RELOAD)) / bandwidth
+        return max(self.compute_seconds, link)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of frozen weights that never leave the arena; others of a step's start make room and come back."""
+        return staying_bytes(self.plan)
+
+    @functools.cached_property
+    def externals(self) -> tuple[InputBinding, ...]:
+        """Inputs that a forward is given: trainable parameters and the batch."""
+        return tuple(self.vertices_of(InputSource.TRAINABLE, InputSource.BATCH))
+
+    @functools.cached_property
+    def draws(self) -> bool:
+        """Whether the step takes random numbers from the user's generator."""
+        return any(call.rng is not None for call in self.graph.ops.values())
+
+    @functools.cached_property
+    def row_limits(self) -> dict[str, int]:
+        """Name of a tensor of the batch → rows of the smallest table that it looks things up in, as token ids do."""
+        names = {b.vertex: b.name for b in self.vertices_of(InputSource.BATCH)}
+        limits: dict[str, int] = {}
+        for vertex in self.graph.vertices:
+            call = self.graph.ops.get(vertex.id)
+            if call is None or not op_traits(call.name).row_lookup:
+                continue
+            table, indices = call.args[:2]
+            if isinstance(table, TensorArg) and isinstance(indices, TensorArg):
+                name, rows = names.get(vertex.inputs[indices.input][0]), table.spec.shape[0]
+                if name is not None:
+                    limits[name] = min(rows, limits.get(name, rows))
+        return limits
+
+    def frozen_of(self, model: torch.nn.Module) -> list[torch.Tensor]:
+        """The frozen weights and buffers of ``model`` that the step reads, and constants that lie on the host.
+
+        Raises:
+            CaptureError: a constant has another layout than when the step was captured.
+        """
+        named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+        return [named[b.name] for b in self.vertices_of(InputSource.FROZEN, InputSource.BUFFER)] + [
+            live_constant(self.captured, b) for b in self._host_constants
+        ]
+
+    def watched_of(self, model: torch.nn.Module) -> list[torch.Tensor]:
+        """All that the step loads from the host: ``frozen_of`` and tensors that a forward reads from elsewhere, such as
+        plain attributes."""
+        constants = self.captured.constants.values()
+        return [*self.frozen_of(model), *(tensor for tensor in constants if tensor.is_cpu)]
+
+    def moved(self, frozen: Sequence[torch.Tensor]) -> bool:
+        """Whether a tensor of ``frozen_of`` the model lies elsewhere than where the plan loads it from."""
+        bindings = [*self.vertices_of(InputSource.FROZEN, InputSource.BUFFER), *self._host_constants]
+        pairs = zip(bindings, frozen, strict=True)
+        return any(self.clean[b.vertex].data_ptr() != tensor.data_ptr() for b, tensor in pairs)
+
+    @functools.cached_property
+    def _host_constants(self) -> tuple[InputBinding, ...]:
+        constants = self.captured.constants
+        return tuple(b for b in self.vertices_of(InputSource.CONSTANT) if constants[b.name].is_cpu)
+
+    def follow(self, model: torch.nn.Module) -> None:
+        """Load frozen weights and buffers from where they lie now; ``load`` makes the executor that does so."""
+        self.unload()
+        self.clean = host_bytes(model, self.captured)
+
+    def vertices_of(self, *sources: InputSource) -> list[InputBinding]:
+        """Inputs of the captured step by what they hold."""
+        return [b for b in self.captured.bindings if b.source in sources]
+
+
+def host_bytes(model: torch.nn.Module, captured: CapturedStep) -> dict[int, torch.Tensor]:
+    """INPUT vertex → its bytes on the host, for everything the plan may drop and load again."""
+    named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    host_bytes = {}
+    for binding in captured.bindings:
+        if binding.source is InputSource.CONSTANT:
+            # One on a device has no elements.
+            host_bytes[binding.vertex] = bytes_of(live_constant(captured, binding).detach().cpu())
+        elif binding.source in (InputSource.FROZEN, InputSource.BUFFER):
+            if binding.name not in named:
+                raise CaptureError(f"{binding.name}: captured as a {binding.source}, but the model no longer has it")
+            host_bytes[binding.vertex] = bytes_of(named[binding.name].detach())
+    return host_bytes
+
+
+def describe(step: CompiledStep) -> str:
+    """One line for the user: what was captured and what the plan does."""
+    kernels = sum(v.kind is VertexKind.KERNEL for v in step.graph.vertices)
+    weights = sum(sum(v.sizes) for v in step.graph.vertices if host_copy_exists(v))
+    return (
+        f"captured {kernels} kernels; budget {format_size(step.budget.total)} "
+        f"(arena {format_size(step.budget.arena)}); {format_size(step.resident_bytes)} of "
+        f"{format_size(weights)} frozen weights stay resident, "
+        f"{format_size(step.copy_bytes(VertexKind.RELOAD))} reloaded and "
+        f"{format_size(step.copy_bytes(VertexKind.OFFLOAD))} offloaded each step"
+    )

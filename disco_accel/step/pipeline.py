@@ -1,0 +1,163 @@
+"""The one way from a captured step to its verified plan: costs, budget, plan, verification.
+
+``prepare``, ``disco-accel plan`` and ``capture``, and the benchmarks that capture steps go it: ``with_costs``, then
+``plan_step``. They differ in where costs come from (``measure/costs.py``) and in what they do with the plan.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from disco_accel.errors import BudgetTooSmall
+from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.passes import AppliedPass, GraphPass, arena_of, run_passes
+from disco_accel.graph.taskgraph import TaskGraph
+from disco_accel.measure.costs import Costs, GraphCosts
+from disco_accel.plan import Machine, make_plan
+from disco_accel.plan.plan_cache import PlanCache, PlanCacheUse, plan_fingerprint
+from disco_accel.plan.search_work import Work
+from disco_accel.plan.summary import cut_short
+from disco_accel.sizes import format_size
+from disco_accel.step.budget import Budget, BudgetFacts
+from disco_accel.verify.static import verify
+
+STEP_PASSES: tuple[GraphPass, ...] = ()
+"""Run on every captured graph, in this order, before its kernels get their costs. Those of the capture come before
+them, those of costs, arena and planner behind."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerSettings:
+    """``planner``, ``policy`` and ``machine`` as in ``make_plan``. ``plan_seconds``: time for the search, or None for
+    as much work as the graph is worth."""
+
+    planner: str = "timed"
+    policy: str = "auto"
+    machine: Machine | None = None
+    plan_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class PlanStore:
+    """Plans of earlier runs. ``environment``: facts that must be equal for a plan to be used again."""
+
+    cache: PlanCache
+    environment: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class CostedStep:
+    """A captured ``graph`` with ``costs`` in it, ready to be planned. ``applied``: the passes so far; ``seconds`` that
+    costs took."""
+
+    graph: TaskGraph
+    costs: GraphCosts
+    applied: tuple[AppliedPass, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """``plan`` is verified for ``graph``, whose device has the budget's arena.
+
+    ``applied``: all passes from the capture to the plan. For a plan that was stored, without those of the planner.
+    ``seconds`` of each stage: record, plan, verify. ``cut``: the user's deadline ended the search; ``notes``: lines for
+    the user about that.
+    """
+
+    graph: TaskGraph
+    plan: MemGraph
+    budget: Budget
+    costs: GraphCosts
+    cache_use: PlanCacheUse
+    applied: tuple[AppliedPass, ...]
+    seconds: dict[str, float]
+    cut: bool
+    notes: tuple[str, ...]
+
+
+def with_costs(graph: TaskGraph, costs: Costs, applied: Sequence[AppliedPass] = ()) -> CostedStep:
+    """Run ``STEP_PASSES`` on a captured ``graph``, ask for the costs of what comes out, and put them into it.
+
+    ``applied``: the passes of the capture. Raises CaptureError and ExecutionError, as ``costs`` does.
+    """
+    began = time.perf_counter()
+    done = list(applied)
+    graph = run_passes(graph, STEP_PASSES, done)
+    known = costs.of(graph)
+    graph = run_passes(graph, known.passes, done)
+    return CostedStep(graph, known, tuple(done), time.perf_counter() - began)
+
+
+def plan_step(
+    step: CostedStep,
+    facts: BudgetFacts,
+    settings: PlannerSettings,
+    *,
+    store: PlanStore | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> PlannedStep:
+    """Plan ``step``, to be run step after step, in what ``facts`` leave of their budget. ``say`` hears of a search.
+
+    Raises:
+        BudgetTooSmall: with ``needed`` and ``given`` as whole budgets, not arenas.
+        VerifyError: the planner's fault.
+    """
+    began = time.perf_counter()
+    applied = list(step.applied)
+    budget = facts.split(step.costs.workspaces, in_blocks=step.costs.in_blocks)
+    # A budget that adapters and optimizer state already exceed still gets an answer: what the whole step needs.
+    graph = run_passes(step.graph, [arena_of(max(budget.arena, step.graph.devices[0].alignment))], applied)
+    key = "" if store is None else _fingerprint(graph, settings, store)
+    plan = None if store is None else store.cache.load(key, graph, cyclic=True)
+    use = PlanCacheUse.OFF if store is None else PlanCacheUse.MISS if plan is None else PlanCacheUse.HIT
+    work = Work(settings.plan_seconds)
+    if plan is None:
+        say(f"planning {len(graph.ops)} kernels in {format_size(graph.devices[0].memory)}")
+        try:
+            plan = _made(graph, settings, work, applied)
+        except BudgetTooSmall as error:
+            raise BudgetTooSmall(budget.total_for(error.needed), budget.total, "memory_budget: the step") from error
+    notes = (cut_short(graph, plan, work, settings.machine),) if work.cut else ()
+    planned = time.perf_counter()
+    if use is not PlanCacheUse.HIT:
+        # What the cache has loaded it has verified.
+        verify(graph, plan)
+        if store is not None:
+            store.cache.store(key, plan)
+    seconds = {"record": step.seconds, "plan": planned - began, "verify": time.perf_counter() - planned}
+    return PlannedStep(graph, plan, budget, step.costs, use, tuple(applied), seconds, work.cut, notes)
+
+
+def replan(graph: TaskGraph, memory: int, settings: PlannerSettings) -> MemGraph:
+    """Another verified plan of a graph that has its costs, in an arena of ``memory`` bytes. Raises BudgetTooSmall."""
+    sized = run_passes(graph, [arena_of(memory)])
+    plan = _made(sized, settings, Work(settings.plan_seconds), None)
+    verify(sized, plan)
+    return plan
+
+
+def _made(graph: TaskGraph, settings: PlannerSettings, work: Work, applied: list[AppliedPass] | None) -> MemGraph:
+    return make_plan(
+        graph,
+        policy=settings.policy,
+        planner=settings.planner,
+        cyclic=True,
+        machine=settings.machine,
+        work=work,
+        applied=applied,
+    )
+
+
+def _fingerprint(graph: TaskGraph, settings: PlannerSettings, store: PlanStore) -> str:
+    return plan_fingerprint(
+        graph,
+        planner=settings.planner,
+        policy=settings.policy,
+        plan_seconds=settings.plan_seconds,
+        cyclic=True,
+        machine=settings.machine,
+        environment=store.environment,
+    )
