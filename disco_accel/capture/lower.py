@@ -17,7 +17,19 @@ from disco_accel.capture.storages import storage_bytes, storage_key, tensor_spec
 from disco_accel.capture.trace_log import RECOMPUTE, NodeInfo, node_info
 from disco_accel.errors import CaptureError
 from disco_accel.graph.op_traits import op_traits
-from disco_accel.graph.taskgraph import Arg, EnumArg, OpCall, OpResult, Ref, RngSite, TensorArg, Vertex, VertexKind
+from disco_accel.graph.passes import GraphPass
+from disco_accel.graph.taskgraph import (
+    Arg,
+    EnumArg,
+    OpCall,
+    OpResult,
+    Ref,
+    RngSite,
+    TaskGraph,
+    TensorArg,
+    Vertex,
+    VertexKind,
+)
 from disco_accel.graph.traits import Traits
 from disco_accel.graph.values import arrives_at_gate
 from disco_accel.native.op_encoding import op_overload
@@ -247,8 +259,8 @@ def _lower_arg(value: Any, low: Lowering, inputs: list[Ref], where: str) -> Arg:
     raise CaptureError(f"{where}: a {type(value).__name__} cannot be captured")
 
 
-def hold_back(low: Lowering, output_grads: Mapping[int, Iterable[torch.Tensor]]) -> None:
-    """Make work of the backward that needs only forward values wait for its turn.
+def hold_back(low: Lowering, output_grads: Mapping[int, Iterable[torch.Tensor]]) -> GraphPass:
+    """The pass that makes work of the backward that needs only forward values wait for its turn.
 
     A runtime that starts whatever is ready would run it in the forward, where its results fill memory; for
     recomputation that undoes checkpointing. A recomputed kernel waits for the gradient of its layer's output
@@ -259,20 +271,26 @@ def hold_back(low: Lowering, output_grads: Mapping[int, Iterable[torch.Tensor]])
         layer: {low.maker[storage_key(grad)][0] for grad in grads if storage_key(grad) in low.maker}
         for layer, grads in output_grads.items()
     }
-    held = {v.id for v in low.vertices if arrives_at_gate(v)}
-    previous = -1
-    for position, vertex in enumerate(low.vertices):
-        if vertex.kind is VertexKind.INPUT:
-            continue
-        if not any(maker in held for maker, _ in vertex.inputs):
-            if previous < 0:
+
+    def held_back(graph: TaskGraph) -> TaskGraph:
+        held = {v.id for v in graph.vertices if arrives_at_gate(v)}
+        vertices = list(graph.vertices)
+        previous = -1
+        for position, vertex in enumerate(graph.vertices):
+            if vertex.kind is VertexKind.INPUT:
                 continue
-            info = low.infos[vertex.id]
-            known = gates.get(info.layer, set()) if info.phase == RECOMPUTE else set()
-            after = sorted(g for g in known if g < vertex.id) or [previous]
-            low.vertices[position] = replace(vertex, after=tuple(after))
-        held.add(vertex.id)
-        previous = vertex.id
+            if not any(maker in held for maker, _ in vertex.inputs):
+                if previous < 0:
+                    continue
+                info = low.infos[vertex.id]
+                known = gates.get(info.layer, set()) if info.phase == RECOMPUTE else set()
+                after = sorted(g for g in known if g < vertex.id) or [previous]
+                vertices[position] = replace(vertex, after=tuple(after))
+            held.add(vertex.id)
+            previous = vertex.id
+        return replace(graph, vertices=tuple(vertices))
+
+    return GraphPass("hold back", "recomputation and the like wait for the backward", held_back)
 
 
 def mark(low: Lowering, ref: Ref, **flags: bool) -> None:

@@ -7,7 +7,7 @@ forward. Recomputation may stop early, so it may draw less often than the forwar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,11 +16,11 @@ import torch
 from torch import fx
 
 from disco_accel.capture.fx_nodes import arguments_of
-from disco_accel.capture.lower import Lowering
 from disco_accel.capture.thread_patches import patched
 from disco_accel.capture.trace_log import FORWARD, RECOMPUTE, TraceLog, node_info
 from disco_accel.errors import CaptureError
-from disco_accel.graph.taskgraph import Ref, RngSite
+from disco_accel.graph.passes import GraphPass
+from disco_accel.graph.taskgraph import Ref, RngSite, TaskGraph, Vertex
 from disco_accel.graph.values import arrives_at_gate
 
 
@@ -152,39 +152,48 @@ def _looks(node: fx.Node) -> Any:
     return str((tensor.dtype, tuple(tensor.shape), tensor.stride()))
 
 
-def chain_draws(low: Lowering, loss: Ref) -> None:
-    """Edges that make every schedule draw as eager does: see ``RngSite``. Call it when all other edges are made.
+def chain_draws(loss: Ref) -> GraphPass:
+    """The pass whose edges make every schedule draw as eager does: see ``RngSite``. It is run behind those that add
+    other edges.
 
     The loss waits for the last draw of the forward, so that the user's generator is in eager's state when the forward
-    returns.
-
-    Raises:
-        CaptureError: the forward draws after it has computed the loss.
+    returns. The pass raises CaptureError where the forward draws after it has computed the loss.
     """
-    sites = {id_: call.rng for id_, call in low.ops.items() if call.rng is not None}
-    first_late = min((v.id for v in low.vertices if _reads_late(low, v.id)), default=len(low.vertices))
+
+    def chained(graph: TaskGraph) -> TaskGraph:
+        vertices = {v.id: v for v in graph.vertices}
+        for id_, other in _waits(graph, vertices, loss):
+            vertex = vertices[id_]
+            if other not in vertex.after and all(producer != other for producer, _ in vertex.inputs):
+                vertices[id_] = replace(vertex, after=(*vertex.after, other))
+        return replace(graph, vertices=tuple(vertices.values()))
+
+    return GraphPass("chain draws", "random numbers are drawn in eager's order", chained)
+
+
+def _waits(graph: TaskGraph, vertices: Mapping[int, Vertex], loss: Ref) -> Iterator[tuple[int, int]]:
+    """Yield pairs: a vertex, and the one that it waits for."""
+    sites = {id_: call.rng for id_, call in graph.ops.items() if call.rng is not None}
+    first_late = min((v.id for v in graph.vertices if _reads_late(v, vertices)), default=len(graph.vertices))
     owner: dict[int, int] = {}
     live = [id_ for id_, site in sorted(sites.items()) if not site.replay]
     for before, id_ in zip([-1, *live], live, strict=False):
         owner[sites[id_].slot] = id_
         if loss[0] < id_ < first_late:
-            call = low.ops[id_]
+            call = graph.ops[id_]
             raise CaptureError(
                 f"{call.name} in module {call.module or '?'} draws random numbers between the loss and its gradient; "
                 "compute the loss last, and outside of checkpointed segments"
             )
-        _wait(low, id_, before)
-    _wait(low, loss[0], max((id_ for id_ in live if id_ < loss[0]), default=-1))
+        if before >= 0:
+            yield id_, before
+    before_loss = [id_ for id_ in live if id_ < loss[0]]
+    if before_loss:
+        yield loss[0], max(before_loss)
     for id_, site in sites.items():
         if site.replay:
-            _wait(low, id_, owner[site.slot])
+            yield id_, owner[site.slot]
 
 
-def _reads_late(low: Lowering, id_: int) -> bool:
-    return any(arrives_at_gate(low.vertices[producer]) for producer, _ in low.vertices[id_].inputs)
-
-
-def _wait(low: Lowering, id_: int, other: int) -> None:
-    vertex = low.vertices[id_]
-    if other >= 0 and other not in vertex.after and all(producer != other for producer, _ in vertex.inputs):
-        low.vertices[id_] = replace(vertex, after=(*vertex.after, other))
+def _reads_late(vertex: Vertex, vertices: Mapping[int, Vertex]) -> bool:
+    return any(arrives_at_gate(vertices[producer]) for producer, _ in vertex.inputs)

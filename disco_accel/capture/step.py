@@ -33,6 +33,7 @@ from disco_accel.capture.rng import chain_draws, draws, random_sites, user_gener
 from disco_accel.capture.storages import storage_key, tensor_spec
 from disco_accel.capture.trace_log import TraceLog, logging_trace
 from disco_accel.errors import CaptureError
+from disco_accel.graph.passes import AppliedPass, run_passes
 from disco_accel.graph.taskgraph import Device, TaskGraph, VertexKind
 from disco_accel.graph.traits import FOREIGN, FROZEN, LATE_FOREIGN
 from disco_accel.shortage import met_shortage
@@ -401,14 +402,10 @@ def _lower(
             low.outside[node] = vertex = low.add_input(node.meta["val"], _FLAGS[InputSource.OUTSIDE])
             bindings.append(InputBinding(vertex, InputSource.OUTSIDE, key, tensor_spec(node.meta["val"])))
     lower_ops(graph, low, sites)
-    hold_back(low, log.output_grads)
-
     outputs = tuple(_value(low, key, node) for key, node in named if not outside(key))
     for output in outputs:
         if low.vertices[output.ref[0]].kind is VertexKind.INPUT:
             raise CaptureError(f"{output.name}: is an input of the step, returned as it is; return a copy")
-    # By then the forward has run, which is what the user's generator has to show.
-    chain_draws(low, max(output.ref for output in outputs))
     trainable = [key for source, key in sources if source is InputSource.TRAINABLE]
     if grads and len(grads) != len(trainable):
         raise CaptureError("the model's forward adds or removes trainable parameters, or freezes some, while it runs")
@@ -420,8 +417,11 @@ def _lower(
         mark(low, gradient.ref, keep=True)
     # The arena's size is the planner's business; a device's memory only bounds it.
     device = Device(0, sum(sum(v.sizes) for v in low.vertices))
-    task = TaskGraph(name, (device,), tuple(low.vertices), low.ops)
-    return CapturedStep(task, tuple(bindings), outputs, gradients, constants)
+    # By the last output the forward has run, which is what the user's generator has to show.
+    passes = hold_back(low, log.output_grads), chain_draws(max(output.ref for output in outputs))
+    applied: list[AppliedPass] = []
+    task = run_passes(TaskGraph(name, (device,), tuple(low.vertices), low.ops), passes, applied)
+    return CapturedStep(task, tuple(bindings), outputs, gradients, constants, passes=tuple(applied))
 
 
 def _must_stay(node: fx.Node) -> bool:
