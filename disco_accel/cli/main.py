@@ -9,7 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -127,12 +127,13 @@ def _verify_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _verify(options: argparse.Namespace) -> int:
     from disco_accel.graph.files import in_file, read_memgraph, read_taskgraph
+    from disco_accel.graph.passes import arena_of
     from disco_accel.verify.static import verify
 
     memory = None if options.memory is None else parse_size(options.memory)
     graph = read_taskgraph(options.task, options.names)
     if memory is not None:
-        graph = replace(graph, devices=tuple(replace(device, memory=memory) for device in graph.devices))
+        graph = arena_of(memory).run(graph)
     plan = read_memgraph(options.plan, options.names)
     try:
         verify(graph, plan)

@@ -109,10 +109,11 @@ def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def capture(options: argparse.Namespace) -> int:
-    """Write the task graph of a recipe's training step, with estimated durations."""
+    """Write the task graph of a recipe's training step, with estimated durations and the scratch that is known."""
     from disco_accel.graph.files import write_taskgraph
 
     step, outlined, _ = _costed(options)
+    say(step.costs.note)
     try:
         write_taskgraph(step.graph, options.output)
     except OSError as error:

@@ -59,7 +59,8 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Estimated:
-    """Seconds from the shapes of ops, scratch where it can be tried. ``kind``: cpu or cuda; nothing runs on a GPU.
+    """Seconds from the shapes of ops, scratch where it can be tried. ``kind``: cpu or cuda; no op of the step runs
+    on a GPU.
 
     ``speed``: the device that seconds are estimated for (None: the ``SPEEDS`` of ``kind``).
     """

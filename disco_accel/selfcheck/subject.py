@@ -20,6 +20,7 @@ from disco_accel.capture.trace_log import checkpointed
 from disco_accel.errors import BudgetTooSmall, PlanError
 from disco_accel.execute.executor import EngineOptions, Executor
 from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.passes import arena_of
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.measure.record import OpRecord, apply, record
 from disco_accel.native.backend import backend_of
@@ -159,7 +160,7 @@ def make_subject(device: torch.device, *, tracing: Callable[[], AbstractContextM
 def _tight_plan(graph: TaskGraph) -> MemGraph:
     memory = _TINY
     while True:
-        sized = replace(graph, devices=tuple(replace(device, memory=memory) for device in graph.devices))
+        sized = arena_of(memory).run(graph)
         try:
             plan = make_plan(sized, cyclic=True)
         except BudgetTooSmall as error:
