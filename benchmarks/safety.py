@@ -31,7 +31,7 @@ from disco_accel.testing.faults import FAULTS, Fault
 from disco_accel.testing.plans import tight_plans
 from disco_accel.testing.state_faults import STATE_FAULTS
 from disco_accel.testing.state_plans import TIMED_SHAPES, state_plans
-from disco_accel.testing.strategies import Shape, held, random_taskgraph, with_memory, with_room, working_set
+from disco_accel.testing.strategies import Shape, held, random_taskgraph, with_room, with_working_sets, working_set
 from disco_accel.verify.adversary import run_reference
 from disco_accel.verify.static import verify
 
@@ -63,7 +63,7 @@ def random_case(seed: int, result: Result) -> tuple[TaskGraph, MemGraph | None]:
     rng = random.Random(seed)
     states = seed % _STATES_EVERY == 0
     graph = random_taskgraph(rng, rng.choice(TIMED_SHAPES if states else SHAPES))
-    graph = with_memory(graph, rng.choice(FACTORS))
+    graph = with_working_sets(graph, rng.choice(FACTORS))
     if states and any(len(versions) > 1 for versions in lasting_versions(graph.vertices).values()):
         return graph, _with_states(seed, graph, rng, result)
     policy, cyclic = rng.choice(sorted(POLICIES)), rng.random() < 0.5
@@ -109,7 +109,7 @@ def feasible(seed: int, graph: TaskGraph, result: Result) -> None:
         make_plan(with_room(graph, 2.0), policy=policy, cyclic=cyclic, planner=planner)
     except BudgetTooSmall as error:
         result.wrong.append(f"seed {seed}: {planner} refuses twice the working set: {error}")
-    plain = with_memory(graph, 2.0)
+    plain = with_working_sets(graph, 2.0)
     try:
         make_plan(plain, policy=policy, cyclic=cyclic)
     except BudgetTooSmall:

@@ -9,14 +9,14 @@ from disco_accel.graph.check import largest_need
 from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.traits import FOREIGN, FROZEN
 from disco_accel.plan import make_plan
-from disco_accel.testing.strategies import Shape, random_taskgraph, with_memory
+from disco_accel.testing.strategies import Shape, random_taskgraph, with_working_sets
 
 
 def test_where_a_plan_fits_every_vertex_does() -> None:
     rng = random.Random(11)
     planned = 0
     for _ in range(150):
-        graph = with_memory(random_taskgraph(rng, Shape(vertices=10)), rng.choice((0.6, 0.8, 1.0, 1.0)))
+        graph = with_working_sets(random_taskgraph(rng, Shape(vertices=10)), rng.choice((0.6, 0.8, 1.0, 1.0)))
         try:
             make_plan(graph)
         except BudgetTooSmall as error:

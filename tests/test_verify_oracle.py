@@ -21,7 +21,7 @@ from disco_accel.testing.faults import FAULTS
 from disco_accel.testing.plans import tight_plans
 from disco_accel.testing.state_faults import STATE_FAULTS
 from disco_accel.testing.state_plans import state_plans, timed_state_plans
-from disco_accel.testing.strategies import Shape, random_taskgraph, with_memory
+from disco_accel.testing.strategies import Shape, random_taskgraph, with_working_sets
 from disco_accel.verify import homes, judged_plan, same_graph, static
 from disco_accel.verify.static import verify
 from tests.naive_judge import is_safe
@@ -48,7 +48,7 @@ def plans(count: int, seed: int) -> list[tuple[TaskGraph, MemGraph]]:
     made: list[tuple[TaskGraph, MemGraph]] = []
     rng = random.Random(seed)
     while len(made) < count:
-        graph = with_memory(random_taskgraph(rng, rng.choice(SHAPES)), rng.choice((1.0, 1.3, 2.0)))
+        graph = with_working_sets(random_taskgraph(rng, rng.choice(SHAPES)), rng.choice((1.0, 1.3, 2.0)))
         try:
             made.append((graph, make_plan(graph, cyclic=rng.random() < 0.5, planner=rng.choice(PLANNERS))))
         except PlanError:

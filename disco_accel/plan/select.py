@@ -258,8 +258,7 @@ def _plan_timed_alone(
 ) -> MemGraph:
     """As ``plan_timed``, for graphs that BUILDMEMGRAPH cannot plan."""
     orders = [start_order(unlimited_run(graph, machine).starts)] if len(graph.devices) > 1 else []
-    attempts = ((orders, build_timed), (orders, plan_frugally), ([], plan_frugally))
-    for passes, plan in attempts:
+    for passes, plan in ((orders, build_timed), (orders, plan_frugally), (list[GraphPass](), plan_frugally)):
         ordered = run_passes(graph, passes)
         with suppress(Infeasible):
             made = replace(plan(ordered, machine, cyclic=cyclic, work=work), planner="timed")

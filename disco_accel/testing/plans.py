@@ -11,7 +11,7 @@ from disco_accel.plan.buildmemgraph.builder import build
 from disco_accel.plan.buildmemgraph.eviction import belady
 from disco_accel.plan.buildmemgraph.residents import Residents
 from disco_accel.plan.infeasible import Infeasible
-from disco_accel.testing.strategies import Shape, random_taskgraph, with_memory
+from disco_accel.testing.strategies import Shape, random_taskgraph, with_working_sets
 
 
 def tight_plans(count: int, first_seed: int = 0) -> list[tuple[TaskGraph, MemGraph]]:
@@ -22,7 +22,7 @@ def tight_plans(count: int, first_seed: int = 0) -> list[tuple[TaskGraph, MemGra
         seed += 1
         rng = random.Random(seed)
         shape = Shape(inplace=0.0, may_inplace=0.0, keep=0.2)
-        graph = with_memory(random_taskgraph(rng, shape), rng.choice((1.2, 1.5, 2.0)))
+        graph = with_working_sets(random_taskgraph(rng, shape), rng.choice((1.2, 1.5, 2.0)))
         clean = tuple(v.id for v in graph.vertices if host_copy_exists(v) and rng.random() < 0.3)
         try:
             found.append((graph, build(graph, belady, residents=Residents((), clean), cyclic=rng.random() < 0.5)))

@@ -27,7 +27,7 @@ from disco_accel.graph.values import (
     overwrites,
 )
 from disco_accel.plan import make_plan
-from disco_accel.testing.strategies import Shape, random_taskgraph, with_memory
+from disco_accel.testing.strategies import Shape, random_taskgraph, with_working_sets
 from disco_accel.verify.occupants import Occupants
 
 STATE_SHAPES = (
@@ -71,7 +71,7 @@ def timed_state_plans(count: int, first_seed: int = 0) -> list[tuple[TaskGraph, 
     while len(found) < count:
         seed += 1
         rng = random.Random(seed)
-        graph = with_memory(random_taskgraph(rng, rng.choice(TIMED_SHAPES)), rng.choice((1.0, 1.3, 2.0)))
+        graph = with_working_sets(random_taskgraph(rng, rng.choice(TIMED_SHAPES)), rng.choice((1.0, 1.3, 2.0)))
         if any(len(versions) > 1 for versions in lasting_versions(graph.vertices).values()):
             with contextlib.suppress(PlanError):
                 found.append((graph, make_plan(graph, cyclic=rng.random() < 0.6, planner="timed")))

@@ -40,7 +40,7 @@ class Shape:
 
 
 def random_taskgraph(rng: random.Random, shape: Shape | None = None) -> TaskGraph:
-    """Return a valid random graph whose devices are large enough for everything at once (see ``with_memory``)."""
+    """Return a valid random graph whose devices are large enough for everything at once (see ``with_working_sets``)."""
     shape = shape or Shape()
     maker = _Maker(rng, shape)
     for _ in range(rng.randint(1, shape.inputs)):
@@ -63,7 +63,7 @@ def working_set(graph: TaskGraph, device: int) -> int:
     return largest
 
 
-def with_memory(graph: TaskGraph, factor: float) -> TaskGraph:
+def with_working_sets(graph: TaskGraph, factor: float) -> TaskGraph:
     """Return ``graph`` with arenas of ``factor`` times the largest working set of each device."""
     devices = tuple(replace(d, memory=max(1, int(working_set(graph, d.id) * factor))) for d in graph.devices)
     return replace(graph, devices=devices)

@@ -15,7 +15,7 @@ from disco_accel.plan import make_plan
 from disco_accel.plan.bound import bound_of
 from disco_accel.plan.summary import copied_bytes
 from disco_accel.simulate.simulator import Link, Machine, simulate
-from disco_accel.testing.strategies import Shape, random_taskgraph, with_memory
+from disco_accel.testing.strategies import Shape, random_taskgraph, with_working_sets
 
 MACHINE = Machine(h2d=Link(1000.0, 0.0), d2h=Link(1000.0, 0.0))
 
@@ -52,7 +52,7 @@ def test_no_plan_of_a_random_graph_beats_the_bound(planner: str) -> None:
     judged = 0
     for seed in range(120):
         rng = random.Random(seed)
-        graph = with_memory(random_taskgraph(rng, Shape(devices=1, keep=0.0)), rng.choice((1.2, 1.5, 2.0)))
+        graph = with_working_sets(random_taskgraph(rng, Shape(devices=1, keep=0.0)), rng.choice((1.2, 1.5, 2.0)))
         machine = Machine(h2d=Link(1e7, 1e-6), d2h=Link(1e7, 1e-6))
         try:
             plan = make_plan(graph, cyclic=True, planner=planner, machine=machine)
@@ -82,7 +82,9 @@ def tight_chain(rng: random.Random) -> TaskGraph:
         vertices.append(Vertex(len(vertices), VertexKind.KERNEL, 0, "k", reads, (rng.randint(0, 8) * align,), seconds))
         last = ((vertices[-1].id, 0),)
     vertices[-1] = replace(vertices[-1], keep=True)
-    graph = with_memory(TaskGraph("chain", (Device(0, 1, align),), tuple(vertices)), rng.choice((1.3, 1.8, 2.5, 4.0)))
+    graph = with_working_sets(
+        TaskGraph("chain", (Device(0, 1, align),), tuple(vertices)), rng.choice((1.3, 1.8, 2.5, 4.0))
+    )
     return graph
 
 
@@ -94,7 +96,7 @@ def test_no_part_of_the_bound_is_above_a_repeating_plan(planner: str) -> None:
     for seed in range(45):
         rng = random.Random(seed)
         if rng.random() < 0.4:
-            graph = with_memory(random_taskgraph(rng, Shape(keep=0.05)), rng.choice((1.5, 2.0, 4.0)))
+            graph = with_working_sets(random_taskgraph(rng, Shape(keep=0.05)), rng.choice((1.5, 2.0, 4.0)))
         else:
             graph = tight_chain(rng)
         bandwidth = rng.choice((3e6, 1e7, 1e9))

@@ -16,7 +16,7 @@ from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.graph.taskgraph import with_memory as with_bytes
 from disco_accel.plan import make_plan
 from disco_accel.testing.lora_graph import LoraShape, lora_graph
-from disco_accel.testing.strategies import random_taskgraph, with_memory
+from disco_accel.testing.strategies import random_taskgraph, with_working_sets
 from disco_accel.testing.tensor_parallel import PrefillShape, tensor_parallel_prefill
 from disco_accel.verify.static import verify
 
@@ -68,7 +68,7 @@ def test_where_inputs_are_listed_makes_no_difference(planner: str) -> None:
     graphs.append(
         with_bytes(tensor_parallel_prefill(PrefillShape(layers=1, devices=2, tokens=512), 1), lambda _: 200 << 20)
     )
-    graphs += [with_memory(random_taskgraph(random.Random(seed)), 2.0) for seed in range(20)]
+    graphs += [with_working_sets(random_taskgraph(random.Random(seed)), 2.0) for seed in range(20)]
     planned = moved = 0
     for graph in graphs:
         other = shuffled_inputs(graph, rng)

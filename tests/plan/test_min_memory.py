@@ -13,7 +13,7 @@ from disco_accel.plan import make_plan
 from disco_accel.plan.buildmemgraph import min_memory as needed_module
 from disco_accel.plan.buildmemgraph.min_memory import bisect, bisect_down, working_set
 from disco_accel.testing.lora_graph import LoraShape, lora_graph
-from disco_accel.testing.strategies import random_taskgraph, with_memory
+from disco_accel.testing.strategies import random_taskgraph, with_working_sets
 from disco_accel.testing.tensor_parallel import PrefillShape, tensor_parallel_prefill
 from disco_accel.verify.static import verify
 
@@ -22,7 +22,7 @@ def refusals(planner: str, seeds: range) -> Iterator[None]:
     """Refuse random graphs, and check the number that each refusal names."""
     for seed in seeds:
         rng = random.Random(seed)
-        graph = with_memory(random_taskgraph(rng), rng.choice((0.3, 0.7, 1.0, 1.1)))
+        graph = with_working_sets(random_taskgraph(rng), rng.choice((0.3, 0.7, 1.0, 1.1)))
         cyclic = rng.random() < 0.5
         try:
             make_plan(graph, planner=planner, cyclic=cyclic)

@@ -30,7 +30,7 @@ from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.select import inputs_by_use
 from disco_accel.plan.timed.search import build_timed
 from disco_accel.simulate.simulator import Machine, simulate
-from disco_accel.testing.strategies import Shape, random_taskgraph, with_memory
+from disco_accel.testing.strategies import Shape, random_taskgraph, with_working_sets
 from disco_accel.testing.tensor_parallel import PrefillShape, tensor_parallel_prefill
 from disco_accel.verify.adversary import run_reference
 from disco_accel.verify.static import verify
@@ -86,7 +86,7 @@ def test_plans_in_another_order_hold_for_the_graph_as_it_was() -> None:
     planned = 0
     for seed in range(80):
         rng = random.Random(seed)
-        graph = with_memory(random_taskgraph(rng, Shape(vertices=30)), rng.choice((1.2, 1.5, 2.0)))
+        graph = with_working_sets(random_taskgraph(rng, Shape(vertices=30)), rng.choice((1.2, 1.5, 2.0)))
         lower = lower_order(graph)
         if lower is None:
             continue
@@ -132,7 +132,7 @@ def test_the_passes_that_a_planner_names_give_its_plan_s_order() -> None:
     for seed in range(60):
         rng = random.Random(seed)
         graph = random_taskgraph(rng, Shape(vertices=30))
-        graph, applied = with_memory(graph, rng.choice((1.2, 1.5, 2.0))), list[AppliedPass]()
+        graph, applied = with_working_sets(graph, rng.choice((1.2, 1.5, 2.0))), list[AppliedPass]()
         with suppress(BudgetTooSmall):
             plan = make_plan(graph, planner="timed", cyclic=True, applied=applied)
             names = tuple(each.name for each in applied)

@@ -19,7 +19,7 @@ from disco_accel.plan.buildmemgraph.eviction import POLICIES
 from disco_accel.plan.buildmemgraph.residents import Residents
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.simulate.simulator import simulate
-from disco_accel.testing.strategies import Shape, random_taskgraph, taskgraphs, with_memory
+from disco_accel.testing.strategies import Shape, random_taskgraph, taskgraphs, with_working_sets
 from disco_accel.verify.adversary import run_reference
 from disco_accel.verify.static import verify
 
@@ -34,7 +34,7 @@ def judge(graph: TaskGraph, plan: MemGraph, seeds: int = 2) -> None:
 
 def random_plan(seed: int) -> tuple[TaskGraph, MemGraph | None]:
     rng = random.Random(seed)
-    graph = with_memory(random_taskgraph(rng), rng.choice(FACTORS))
+    graph = with_working_sets(random_taskgraph(rng), rng.choice(FACTORS))
     clean = [vertex.id for vertex in graph.vertices if host_copy_exists(vertex) and rng.random() < 0.4]
     permanent = tuple(vertex for vertex in clean if rng.random() < 0.4)
     residents = Residents(permanent, tuple(vertex for vertex in clean if vertex not in permanent))
@@ -60,7 +60,7 @@ def test_plans_of_random_graphs_pass_both_judges(start: int) -> None:
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(taskgraphs(Shape(vertices=16)), st.sampled_from(FACTORS), st.sampled_from(sorted(POLICIES)), st.booleans())
 def test_make_plan_is_safe_and_runs_to_its_end(graph: TaskGraph, factor: float, policy: str, cyclic: bool) -> None:
-    graph = with_memory(graph, factor)
+    graph = with_working_sets(graph, factor)
     try:
         plan = make_plan(graph, policy=policy, cyclic=cyclic)
     except BudgetTooSmall:
@@ -72,7 +72,7 @@ def test_make_plan_is_safe_and_runs_to_its_end(graph: TaskGraph, factor: float, 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(taskgraphs(Shape(vertices=14)), st.sampled_from(FACTORS), st.booleans())
 def test_the_needed_budget_works_and_one_unit_less_does_not(graph: TaskGraph, factor: float, cyclic: bool) -> None:
-    graph = with_memory(graph, factor / 2)
+    graph = with_working_sets(graph, factor / 2)
     try:
         make_plan(graph, cyclic=cyclic)
     except BudgetTooSmall as error:
@@ -91,5 +91,5 @@ def test_with_room_for_everything_nothing_is_copied(graph: TaskGraph, cyclic: bo
     if any(vertex.id in overwritten for vertex in graph.vertices):
         # Overwriting a value that is still wanted takes a copy whatever the room.
         return
-    plan = make_plan(with_memory(graph, 1000.0), cyclic=cyclic)
+    plan = make_plan(with_working_sets(graph, 1000.0), cyclic=cyclic)
     assert len(plan.vertices) == len(graph.vertices)

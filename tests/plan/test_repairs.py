@@ -20,7 +20,7 @@ from disco_accel.plan.buildmemgraph.sim_malloc import Repairs
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.select import plan_build
 from disco_accel.simulate.simulator import Machine
-from disco_accel.testing.strategies import Shape, random_taskgraph, with_memory
+from disco_accel.testing.strategies import Shape, random_taskgraph, with_working_sets
 from disco_accel.verify.static import verify
 
 
@@ -29,7 +29,7 @@ def faults(repairs: Repairs, seeds: range) -> Counter[str]:
     outcomes: Counter[str] = Counter()
     for seed in seeds:
         rng = random.Random(seed)
-        graph = with_memory(random_taskgraph(rng, Shape(devices=1)), rng.choice((1.2, 1.5, 2.0)))
+        graph = with_working_sets(random_taskgraph(rng, Shape(devices=1)), rng.choice((1.2, 1.5, 2.0)))
         policy = POLICIES[rng.choice(sorted(POLICIES))]
         try:
             verify(graph, build(graph, policy))
@@ -73,7 +73,7 @@ def test_lookahead_is_shortened_before_giving_up() -> None:
     machine = Machine()
     for seed in range(3000):
         rng = random.Random(seed)
-        graph = with_memory(random_taskgraph(rng, Shape(devices=1)), rng.choice((1.0, 1.1, 1.2)))
+        graph = with_working_sets(random_taskgraph(rng, Shape(devices=1)), rng.choice((1.0, 1.1, 1.2)))
         try:
             plan_build(graph, belady, False, None, machine, Repairs(shorten_lookahead=False))
         except Infeasible:

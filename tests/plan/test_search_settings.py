@@ -23,8 +23,7 @@ from disco_accel.plan.timed.requirements import StepRequirements
 from disco_accel.plan.timed.search import build_timed
 from disco_accel.plan.timed.search_settings import TimedSettings
 from disco_accel.simulate.simulator import Link, Machine
-from disco_accel.testing.strategies import Shape, random_taskgraph
-from disco_accel.testing.strategies import with_memory as with_room
+from disco_accel.testing.strategies import Shape, random_taskgraph, with_working_sets
 from disco_accel.verify.adversary import run_reference
 from disco_accel.verify.static import verify
 
@@ -35,7 +34,7 @@ def test_any_combination_of_moves_gives_plans_that_pass_both_judges() -> None:
     planned, different = 0, 0
     for seed in range(150):
         rng = random.Random(seed)
-        graph = with_room(random_taskgraph(rng, Shape(vertices=24)), rng.choice((1.2, 1.5, 2.0, 3.0)))
+        graph = with_working_sets(random_taskgraph(rng, Shape(vertices=24)), rng.choice((1.2, 1.5, 2.0, 3.0)))
         link = Link(rng.choice((1e7, 1e9)), 1e-6)
         machine = Machine(h2d=link, d2h=link)
         settings = TimedSettings()

@@ -21,7 +21,7 @@ from disco_accel.simulate.machine import Link, Machine
 from disco_accel.simulate.machine_file import machine_from_json, read_machine
 from disco_accel.simulate.simulator import DISPATCHES, Simulator, lower_bound, simulate
 from disco_accel.testing.lora_graph import LoraShape, lora_graph
-from disco_accel.testing.strategies import Shape, random_taskgraph, with_memory
+from disco_accel.testing.strategies import Shape, random_taskgraph, with_working_sets
 from disco_accel.verify.static import verify
 
 GRAPHS = Path(__file__).parent.parent / "data" / "graphs"
@@ -92,7 +92,7 @@ def plans(count: int, seed: int, **shape: Any) -> list[tuple[TaskGraph, MemGraph
     rng = random.Random(seed)
     made = []
     for _ in range(count):
-        graph = with_memory(random_taskgraph(rng, Shape(**shape)), rng.choice((3, 4, 6)))
+        graph = with_working_sets(random_taskgraph(rng, Shape(**shape)), rng.choice((3, 4, 6)))
         plan = make_plan(graph, planner=rng.choice(("build", "timed")), cyclic=True)
         verify(graph, plan)
         made.append((graph, plan))

@@ -15,7 +15,7 @@ from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.values import host_copy_exists, is_foreign
 from disco_accel.plan import make_plan
 from disco_accel.simulate.step_boundary import CrossStepDependencies, cross_step_dependencies
-from disco_accel.testing.strategies import Shape, random_taskgraph, with_memory
+from disco_accel.testing.strategies import Shape, random_taskgraph, with_working_sets
 from disco_accel.verify.static import verify
 
 FAR = 1000
@@ -118,7 +118,7 @@ def cases(count: int) -> list[tuple[TaskGraph, MemGraph]]:
     rng = random.Random(7)
     made = []
     for _ in range(count):
-        graph = with_memory(random_taskgraph(rng, SHAPE), rng.choice((2.5, 3, 4)))
+        graph = with_working_sets(random_taskgraph(rng, SHAPE), rng.choice((2.5, 3, 4)))
         made.append((graph, make_plan(graph, planner=rng.choice(("build", "timed")), cyclic=True)))
     return made
 

@@ -20,7 +20,7 @@ from disco_accel.plan.timed.requirements import requirements_of
 from disco_accel.plan.timed.search import build_timed
 from disco_accel.simulate.simulator import Link, Machine, simulate
 from disco_accel.testing.lora_graph import LoraShape, lora_graph, prefill_graph
-from disco_accel.testing.strategies import Shape, random_taskgraph, with_memory
+from disco_accel.testing.strategies import Shape, random_taskgraph, with_working_sets
 from disco_accel.verify.adversary import run_reference
 from disco_accel.verify.static import verify
 
@@ -35,7 +35,7 @@ def test_plans_of_random_graphs_pass_both_judges(start: int) -> None:
     for seed in range(start, start + 200):
         rng = random.Random(seed)
         shape = Shape(vertices=rng.choice((8, 24, 40)))
-        graph = with_memory(random_taskgraph(rng, shape), rng.choice(FACTORS))
+        graph = with_working_sets(random_taskgraph(rng, shape), rng.choice(FACTORS))
         link = Link(rng.choice((1e7, 1e9)), 1e-6)
         try:
             plan = build_timed(graph, Machine(h2d=link, d2h=link), cyclic=rng.random() < 0.5)
@@ -52,7 +52,7 @@ def test_buffers_that_the_running_vertex_reads_are_never_evicted_for_its_outputs
     """Found by the random search: held for later, but read right now."""
     rng = random.Random(3449)
     factor = rng.choice(FACTORS)
-    graph = with_memory(random_taskgraph(rng, Shape(vertices=rng.choice((8, 24, 60)))), factor)
+    graph = with_working_sets(random_taskgraph(rng, Shape(vertices=rng.choice((8, 24, 60)))), factor)
     cyclic = rng.random() < 0.5
     links = [Link(rng.choice((1e7, 1e9)), 1e-6) for _ in range(2)]
     verify(graph, build_timed(graph, Machine(h2d=links[0], d2h=links[1]), cyclic=cyclic))
@@ -112,7 +112,7 @@ def test_the_needed_budget_works_and_one_unit_less_does_not() -> None:
     for seed in range(60):
         rng = random.Random(seed)
         cyclic = rng.random() < 0.5
-        graph = with_memory(random_taskgraph(rng, Shape(vertices=14)), rng.choice((0.5, 0.6, 0.75)))
+        graph = with_working_sets(random_taskgraph(rng, Shape(vertices=14)), rng.choice((0.5, 0.6, 0.75)))
         try:
             make_plan(graph, cyclic=cyclic, planner="timed")
         except BudgetTooSmall as error:
