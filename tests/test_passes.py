@@ -14,6 +14,7 @@ from disco_accel.cli.main import main
 from disco_accel.graph.files import read_memgraph, read_taskgraph
 from disco_accel.graph.passes import GraphPass, arena_of, changes, run_passes, totals
 from disco_accel.graph.taskgraph import Device, OpCall, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.traits import FOREIGN
 from disco_accel.step import pipeline
 from disco_accel.testing.models import random_batch, tiny_lora
 from disco_accel.verify.static import verify
@@ -37,7 +38,7 @@ OWN = GraphPass("one queue", "each kernel waits for the one before", one_after_t
 
 def small() -> TaskGraph:
     vertices = (
-        Vertex(0, VertexKind.INPUT, 0, "x", (), (256,), external=True),
+        Vertex(0, VertexKind.INPUT, 0, "x", (), (256,), traits=FOREIGN),
         Vertex(1, VertexKind.KERNEL, 0, "a", ((0, 0),), (512,), 1.0),
         Vertex(2, VertexKind.KERNEL, 0, "b", ((0, 0),), (512,), 2.0),
         Vertex(3, VertexKind.KERNEL, 0, "c", ((1, 0), (2, 0)), (512,), keep=True),
@@ -71,6 +72,7 @@ def test_every_kind_of_change_is_counted() -> None:
     assert changes(graph, without) == {"removed": 2, "calls": 1}
     assert changes(without, graph) == {"added": 2, "calls": 1}
     assert changes(graph, replace(graph, vertices=tuple(replace(v) for v in graph.vertices), ops=dict(graph.ops))) == {}
+    assert changes(graph, replace(graph, host_memory=1 << 20)) == {"host_memory": 1}
 
 
 def test_one_more_pass_is_applied_and_printed(

@@ -37,7 +37,7 @@ class AppliedPass:
     """What a pass did to one graph.
 
     ``changed``: number of vertices that were ``added``, ``removed``, or are at another place in the ``order``; of those
-    with another value of a field, under its name; of ``calls`` and ``devices`` that differ.
+    with another value of a field, under its name; of ``calls`` and ``devices`` that differ; 1 for ``host_memory``.
     """
 
     name: str
@@ -91,6 +91,7 @@ def changes(before: TaskGraph, after: TaskGraph) -> dict[str, int]:
     if before.devices != after.devices:
         devices = {device.id: device for device in before.devices}
         counts["devices"] = sum(devices.get(device.id) != device for device in after.devices)
+    counts["host_memory"] = int(before.host_memory != after.host_memory)
     return {name: count for name, count in counts.items() if count}
 
 
