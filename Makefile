@@ -82,7 +82,7 @@ gpu:  ## checks and measurements on a GPU, under 9 minutes; DEVICE=cpu tries the
 # WHEELS names a folder with the wheels of what the machine lacks; ENGINES=in-memory,disco,zero3 measures some.
 gpu-peers: export PYTHONPATH := $(CURDIR)
 gpu-peers:  ## a 7B LoRA step beside DeepSpeed, accelerate and others on a GPU; WHEELS=folder
-	@python3 -m benchmarks.gpu_peers --device $(DEVICE) --wheels $(WHEELS) $(if $(ENGINES),--engines $(ENGINES))
+	@python3 -m benchmarks.gpu.peers --device $(DEVICE) --wheels $(WHEELS) $(if $(ENGINES),--engines $(ENGINES))
 
 # Needs the package index; about a quarter of an hour, so not for CI.
 outside: export PYTHONPATH := $(CURDIR)

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import geometric_mean
 
-from benchmarks.planner import ROOT, graphs, weights
+from benchmarks.planner.table import ROOT, graphs, weights
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.files import read_taskgraph, write_atomically
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind, with_memory

@@ -16,7 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import prefill, prefill_peers, simulated, step_table
+from benchmarks import simulated
+from benchmarks.prefill import peers as prefill_peers
+from benchmarks.prefill import suite as prefill
+from benchmarks.step import table as step_table
 from disco_accel.errors import ConfigError
 from disco_accel.graph.files import write_atomically
 from disco_accel.sizes import format_size

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.captures import Workload, lora_outline
-from benchmarks.planner import limit, live_peak, weights
+from benchmarks.planner.table import limit, live_peak, weights
 from benchmarks.provenance import provenance
 from benchmarks.shapes import PRESETS
 from disco_accel.errors import BudgetTooSmall

@@ -183,14 +183,16 @@ def _bench(options: argparse.Namespace) -> int:
     if name not in BENCHMARKS:
         raise ConfigError(f"bench: '{name}' is not a benchmark; there are {', '.join(BENCHMARKS)}")
     checkout = Path(__file__).resolve().parents[2]
-    if not (checkout / "benchmarks" / f"{name}.py").is_file():
+    folder = checkout / "benchmarks"
+    module = f"benchmarks.{name}.__main__" if (folder / name).is_dir() else f"benchmarks.{name}"
+    if not (folder / name).is_dir() and not (folder / f"{name}.py").is_file():
         raise ConfigError(
             "bench: benchmarks are in the repository, not in the package; in a checkout of it run make setup, "
             f"then .venv/bin/disco-accel bench {name}"
         )
     # Installed for development, the package is found there and its neighbours are not.
     sys.path.insert(0, str(checkout))
-    status: int = importlib.import_module(f"benchmarks.{name}").main(options.rest[1:])
+    status: int = importlib.import_module(module).main(options.rest[1:])
     return status
 
 

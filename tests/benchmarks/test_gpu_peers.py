@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu_peers, prefill_peers, step
+from benchmarks.gpu import peers as gpu_peers
+from benchmarks.prefill import peers as prefill_peers
+from benchmarks.step import suite as step
 
 
 def test_a_folder_without_wheels_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

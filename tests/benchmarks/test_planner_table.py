@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.ablation_cases import cases, in_random_order
-from benchmarks.planner import live_peak
+from benchmarks.planner.ablation_cases import cases, in_random_order
+from benchmarks.planner.table import live_peak
 from disco_accel.cli.main import main
 from disco_accel.graph.check import dependencies
 from disco_accel.graph.files import read_taskgraph

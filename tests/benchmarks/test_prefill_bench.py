@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.engine import Differs
-from benchmarks.prefill import PromptPair, PromptShape, main
+from benchmarks.prefill.suite import PromptPair, PromptShape, main
 from benchmarks.report import section
 from disco_accel.cli.main import main as cli
 

@@ -10,14 +10,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks import prefill, prefill_peers
-from benchmarks.prefill_engines import READERS, TITLES
-from benchmarks.prefill_peers import Peers, peer_cell, verdict_of
-from benchmarks.prefill_worker import COMMAND
+from benchmarks.prefill import peers as prefill_peers
+from benchmarks.prefill import suite as prefill
+from benchmarks.prefill.engines import READERS, TITLES
+from benchmarks.prefill.peers import Peers, peer_cell, verdict_of
+from benchmarks.prefill.worker import COMMAND
 from benchmarks.report import section
 from benchmarks.shapes import PRESETS
-from benchmarks.step_engines import Job
-from benchmarks.step_process import Worker
+from benchmarks.step.engines import Job
+from benchmarks.step.process import Worker
 
 JOB = Job("zero-inference", PRESETS["tiny"], 1, 8, "float32", 0, "cpu", None, None, "timed", "")
 EXPECTED = {"logits": torch.ones(4), "keys.0": torch.full((2, 3), 2.0)}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import report
-from benchmarks.step_table import SHORT, TITLES, cell_text
+from benchmarks.step.table import SHORT, TITLES, cell_text
 from disco_accel.errors import ConfigError
 
 STEP: dict[str, Any] = {

@@ -10,14 +10,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks import step, step_process
-from benchmarks.gpu_models import meta_llama
+from benchmarks.gpu.models import meta_llama
 from benchmarks.link_trace import copied
 from benchmarks.shapes import PRESETS, frozen_bytes
-from benchmarks.step_engines import Job
-from benchmarks.step_process import Worker
-from benchmarks.step_table import HEADER, TITLES, judge, line
-from benchmarks.step_worker import first_line
+from benchmarks.step import process as step_process
+from benchmarks.step import suite as step
+from benchmarks.step.engines import Job
+from benchmarks.step.process import Worker
+from benchmarks.step.table import HEADER, TITLES, judge, line
+from benchmarks.step.worker import first_line
 from disco_accel.cli.main import main as cli
 from disco_accel.errors import ConfigError
 

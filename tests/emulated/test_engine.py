@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu_models import SMALL, arena_llama, batch_for, with_adapter
+from benchmarks.gpu.models import SMALL, arena_llama, batch_for, with_adapter
 from disco_accel import DiscoConfig, prepare
 from disco_accel.errors import DeviceLost, ExecutionError, Stalled
 from disco_accel.execute.executor import EngineOptions, Event

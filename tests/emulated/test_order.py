@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu_models import SMALL, arena_llama, batch_for, with_adapter
+from benchmarks.gpu.models import SMALL, arena_llama, batch_for, with_adapter
 from disco_accel import restore, stats
 from disco_accel.testing.models import random_batch, tiny_lora
 from tests.emulated import device

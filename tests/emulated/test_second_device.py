@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu_models import SMALL, arena_llama, batch_for, with_adapter
+from benchmarks.gpu.models import SMALL, arena_llama, batch_for, with_adapter
 from disco_accel import DiscoConfig, prepare, stats
 from disco_accel.native.backend import workspace_bytes
 from tests.emulated.build import ROOT

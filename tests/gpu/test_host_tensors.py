@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.gpu_models import SMALL, batch_for
+from benchmarks.gpu.models import SMALL, batch_for
 from disco_accel import DiscoConfig, prepare, restore, stats
 from disco_accel.errors import CaptureError
 from disco_accel.step.session import find_state

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.planner_ablation import WITHOUT
+from benchmarks.planner.ablation import WITHOUT
 from disco_accel.graph.files import read_taskgraph
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import with_memory

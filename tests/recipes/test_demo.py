@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks import demo
 from benchmarks.compare import compare_runs, same_bits
-from benchmarks.demo_report import BudgetRun, first_comparison, limits, print_report, ratios
+from benchmarks.demo import suite as demo
+from benchmarks.demo.report import BudgetRun, first_comparison, limits, print_report, ratios
 
 MIB = 1 << 20
 

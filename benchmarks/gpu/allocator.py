@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_models import SMALL, arena_llama, batch_for, with_adapter
+from benchmarks.gpu.models import SMALL, arena_llama, batch_for, with_adapter
 from disco_accel.capture.step import capture_step
 from disco_accel.errors import DiscoError
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind

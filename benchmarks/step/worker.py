@@ -1,4 +1,4 @@
-"""One engine of ``benchmarks/step.py`` in a process of its own: builds it, then runs a step whenever it is told to.
+"""One engine of the suite in a process of its own: builds it, then runs a step whenever it is told to.
 
 Told by lines on standard input (``step``, ``mark``, ``figures``), it answers each with one JSON object. What
 libraries print goes to standard error, in C too.
@@ -20,8 +20,8 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.link_trace import link_bytes
-from benchmarks.step_engines import ENGINES, Engine, Job
-from benchmarks.step_peers import PEERS
+from benchmarks.step.engines import ENGINES, Engine, Job
+from benchmarks.step.peers import PEERS
 
 _FOLDERS = re.compile(r"(?:(?<=-I)|(?<![\w.]))/(?:[\w.+-]+/)+")
 

@@ -28,7 +28,7 @@ from benchmarks.provenance import provenance
 NOT_HERE = "not on this device"
 COMMAND = ("-m", "benchmarks.gpu")
 """What each stage's process runs, after the interpreter."""
-_ROOT = Path(__file__).resolve().parent.parent
+_ROOT = Path(__file__).resolve().parents[2]
 _ALL_SECONDS = 520.0
 _LINES = 25
 
@@ -43,16 +43,16 @@ class Stage:
 
 
 STAGES = (
-    Stage("self_check", "gpu_self_check", 200),
-    Stage("build", "gpu_build", 150),
-    Stage("allocator", "gpu_allocator", 60),
-    Stage("link", "gpu_link", 60),
-    Stage("lookahead", "gpu_lookahead", 60),
-    Stage("tests", "gpu_tests", 150),
-    Stage("step_8x1024", "gpu_step", 260),
-    Stage("step_1x2048", "gpu_step", 120),
-    Stage("prefill_1x1024", "gpu_prefill", 120),
-    Stage("sanitizer", "gpu_sanitizer", 60),
+    Stage("self_check", "gpu.self_check", 200),
+    Stage("build", "gpu.build", 150),
+    Stage("allocator", "gpu.allocator", 60),
+    Stage("link", "gpu.link", 60),
+    Stage("lookahead", "gpu.lookahead", 60),
+    Stage("tests", "gpu.tests", 150),
+    Stage("step_8x1024", "gpu.step", 260),
+    Stage("step_1x2048", "gpu.step", 120),
+    Stage("prefill_1x1024", "gpu.prefill", 120),
+    Stage("sanitizer", "gpu.sanitizer", 60),
 )
 
 

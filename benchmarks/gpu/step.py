@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import step
-from benchmarks.step_table import table
+from benchmarks.step import suite as step
+from benchmarks.step.table import table
 from disco_accel.native.backend import run_device, workspace_bytes
 from disco_accel.sizes import format_size
 

@@ -1,4 +1,4 @@
-"""Ways to run one and the same LoRA step, for ``benchmarks/step.py``: planned, eager and compiled in memory, streamed.
+"""Ways to run one and the same LoRA step, for the suite: planned, eager and compiled in memory, streamed.
 
 Every engine has the same frozen weights, the same adapter, the same batch and the same optimizer.
 """
@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import torch
 
 from benchmarks.any_plan import any_plan_of, kernel_seconds
-from benchmarks.gpu_link import rate
-from benchmarks.gpu_models import arena_llama, batch_for, draw_weights, meta_llama, with_adapter
+from benchmarks.gpu.link import rate
+from benchmarks.gpu.models import arena_llama, batch_for, draw_weights, meta_llama, with_adapter
 from disco_accel import DiscoConfig, prepare, stats
 from disco_accel.native.backend import run_device
 from disco_accel.simulate.simulator import Link, Machine

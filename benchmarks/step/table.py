@@ -1,4 +1,4 @@
-"""Rows of ``benchmarks/step.py``: whether engines did equal work, and what of it the table shows."""
+"""Rows of the suite: whether engines did equal work, and what of it the table shows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.compare import same_bits
-from benchmarks.step_process import Worker
+from benchmarks.step.process import Worker
 from benchmarks.subjects import Times
 from disco_accel.sizes import format_size
 

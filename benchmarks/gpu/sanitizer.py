@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import NOT_HERE
+from benchmarks.gpu.suite import NOT_HERE
 
 _TOOLS = ("compute-sanitizer", "/usr/local/cuda/bin/compute-sanitizer")
 
@@ -18,7 +18,7 @@ def measure(device: str, small: bool, stage: str) -> dict[str, Any]:
     tool = next((found for name in _TOOLS if (found := shutil.which(name))), None)
     if device != "cuda" or tool is None:
         return {NOT_HERE: "no compute-sanitizer" if device == "cuda" else "no kernels to watch"}
-    step = Path(__file__).with_name("gpu_small_step.py")
+    step = Path(__file__).with_name("small_step.py")
     command = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, str(step)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     print(done.stdout[-8000:], done.stderr[-4000:])

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from benchmarks.gpu_models import SEVEN_B, SMALL, arena_llama, batch_for, draw_weights, meta_llama
+from benchmarks.gpu.models import SEVEN_B, SMALL, arena_llama, batch_for, draw_weights, meta_llama
 from disco_accel import DiscoConfig, prefill, restore, stats
 from disco_accel.native.backend import run_device, workspace_bytes
 from disco_accel.sizes import format_size

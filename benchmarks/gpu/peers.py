@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-_ROOT = Path(__file__).resolve().parent.parent
+_ROOT = Path(__file__).resolve().parents[2]
 _ENGINES = (
     "in-memory,disco,zero3-tuned,streamed,accelerate,zero3,checkpoint-offload,deepcompile,compile,axolotl,resident"
 )
@@ -67,7 +67,7 @@ def commands(device: str, engines: str, seconds: float, out: Path) -> list[list[
 
     return [
         run("step", [*step, "--engines", engines], 1 - _PROMPT_SHARE, "step_peers.json"),
-        run("prefill_peers", prompt, _PROMPT_SHARE, "prefill_peers.json"),
+        run("prefill.peers", prompt, _PROMPT_SHARE, "prefill_peers.json"),
     ]
 
 

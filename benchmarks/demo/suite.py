@@ -21,13 +21,13 @@ from statistics import median
 from typing import Any
 
 from benchmarks.compare import compare_runs, read_metrics
-from benchmarks.demo_report import BudgetRun, Check, first_comparison, limits, print_report
+from benchmarks.demo.report import BudgetRun, Check, first_comparison, limits, print_report
 from benchmarks.running import announce, run
 from disco_accel.config.settings import DiscoConfig
 from disco_accel.graph.files import write_atomically
 from disco_accel.native import malloc_watch
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RECIPE = "configs/lora_demo.yaml"
 CONFIG = "configs/disco.yaml"
 OUT = Path("out/demo")

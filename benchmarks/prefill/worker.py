@@ -1,4 +1,4 @@
-"""One engine of ``benchmarks/prefill_engines.py`` in a process of its own: reads the prompt whenever it is told to."""
+"""One engine of ``engines.py`` in a process of its own: reads the prompt whenever it is told to."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from benchmarks.prefill_engines import READERS, Reader, outputs_of
-from benchmarks.step_worker import Session, main
+from benchmarks.prefill.engines import READERS, Reader, outputs_of
+from benchmarks.step.worker import Session, main
 
-COMMAND = ("-m", "benchmarks.prefill_worker")
+COMMAND = ("-m", "benchmarks.prefill.worker")
 
 
 class PromptSession(Session):

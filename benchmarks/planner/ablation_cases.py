@@ -14,7 +14,7 @@ from disco_accel.graph.values import overwrites
 from disco_accel.sizes import parse_size
 from disco_accel.testing.lora_graph import LoraShape, prefill_graph
 
-GRAPHS = Path(__file__).resolve().parent.parent / "tests" / "data" / "graphs"
+GRAPHS = Path(__file__).resolve().parents[2] / "tests" / "data" / "graphs"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Ways to read one and the same prompt, for ``benchmarks/prefill.py`` and ``prefill_peers.py``, on any device.
+"""Ways to read one and the same prompt, for the suite and ``peers.py``, on any device.
 
 A ``Job`` of rank 0 says which. Every engine has the same random weights, none of which requires a gradient, and returns
 the logits of the last token and the cache. Peers are set up as their documentation says; what they cannot do shows as
@@ -14,9 +14,9 @@ import torch
 from transformers import DynamicCache
 
 from benchmarks.any_plan import any_plan_of, kernel_seconds
-from benchmarks.gpu_models import arena_llama, batch_for, draw_weights, meta_llama
-from benchmarks.step_engines import Job, link_rates
-from benchmarks.step_peers import one_process
+from benchmarks.gpu.models import arena_llama, batch_for, draw_weights, meta_llama
+from benchmarks.step.engines import Job, link_rates
+from benchmarks.step.peers import one_process
 from disco_accel import prefill, stats
 from disco_accel.simulate.simulator import Link, Machine
 from disco_accel.step.session import current_step
@@ -66,7 +66,7 @@ class Reader:
         """Wait for what goes on after the output is there."""
 
     def figures(self) -> dict[str, Any]:
-        """As of ``step_engines.Engine``."""
+        """As of ``step/engines.py``, ``Engine``."""
         return {"h2d": 0, "d2h": 0}
 
 

@@ -1,4 +1,4 @@
-"""What others offer for a LoRA step larger than the device, for ``benchmarks/step.py``.
+"""What others offer for a LoRA step larger than the device, for the suite.
 
 Each is set up as its documentation says; what it cannot do shows as its own error.
 """
@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from benchmarks.step_engines import Engine
+from benchmarks.step.engines import Engine
 
 
 class AccelerateHooks(Engine):

@@ -27,11 +27,11 @@ import torch
 
 from benchmarks.provenance import provenance
 from benchmarks.shapes import PRESETS, Shape, frozen_bytes
-from benchmarks.step_engines import ENGINES, Job, Planned, Resident
-from benchmarks.step_options import add_run, count, names_of, save
-from benchmarks.step_peers import PEERS
-from benchmarks.step_process import Worker
-from benchmarks.step_table import judge, rows_of, table
+from benchmarks.step.engines import ENGINES, Job, Planned, Resident
+from benchmarks.step.options import add_run, count, names_of, save
+from benchmarks.step.peers import PEERS
+from benchmarks.step.process import Worker
+from benchmarks.step.table import judge, rows_of, table
 from disco_accel.errors import ConfigError
 from disco_accel.sizes import format_size, parse_size
 

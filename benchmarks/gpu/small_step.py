@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 
 if __package__ in (None, ""):
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from benchmarks.gpu_models import SMALL, arena_llama, batch_for, with_adapter
+from benchmarks.gpu.models import SMALL, arena_llama, batch_for, with_adapter
 from disco_accel import DiscoConfig, prepare
 from disco_accel.errors import BudgetTooSmall
 

@@ -1,6 +1,6 @@
 """A prompt read beside what others offer, each engine in a process of its own.
 
-    python -m benchmarks.prefill_peers --shape 7b --tokens 1024 --dtype bfloat16 --memory 8GiB --device cuda [-o OUT]
+    python -m benchmarks.prefill.peers --shape 7b --tokens 1024 --dtype bfloat16 --memory 8GiB --device cuda [-o OUT]
 
 ``bench prefill`` takes its peers from here, and gives them their turns. The command above runs the engines one after
 the other, on a GPU too (``make gpu-peers``), with a row for each. Logits, keys and values are compared with eager's in
@@ -24,15 +24,15 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.compare import same_bits
-from benchmarks.prefill_engines import READERS, TITLES
-from benchmarks.prefill_worker import COMMAND
+from benchmarks.prefill.engines import READERS, TITLES
+from benchmarks.prefill.worker import COMMAND
 from benchmarks.provenance import provenance
 from benchmarks.shapes import PRESETS, frozen_bytes
-from benchmarks.step import measure
-from benchmarks.step_engines import Job
-from benchmarks.step_options import add_run, count, names_of, save
-from benchmarks.step_process import Worker
-from benchmarks.step_table import Verdict, cell_text, rate_cell, relative, size_cell
+from benchmarks.step.engines import Job
+from benchmarks.step.options import add_run, count, names_of, save
+from benchmarks.step.process import Worker
+from benchmarks.step.suite import measure
+from benchmarks.step.table import Verdict, cell_text, rate_cell, relative, size_cell
 from benchmarks.subjects import Times
 from disco_accel.sizes import format_size, parse_size
 
@@ -112,7 +112,7 @@ def run(words: Sequence[str]) -> dict[str, Any]:
     """What the command line ``words`` measures: all rows and where they come from, ready for JSON."""
     args = parser().parse_args(words)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    head = provenance("python -m benchmarks.prefill_peers", words, args.device)
+    head = provenance("python -m benchmarks.prefill.peers", words, args.device)
     with tempfile.TemporaryDirectory() as folder:
         jobs = [_job_of(name, Path(folder), args) for name in args.engines]
         workers = measure(jobs, args.rounds, apart=True, limit=args.limit, seconds=args.seconds, command=COMMAND)
@@ -191,7 +191,7 @@ def _line(row: Mapping[str, Any]) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """Options of the command line."""
-    made = argparse.ArgumentParser(prog="python -m benchmarks.prefill_peers", description=__doc__.split("\n")[0])
+    made = argparse.ArgumentParser(prog="python -m benchmarks.prefill.peers", description=__doc__.split("\n")[0])
     made.add_argument("--shape", choices=tuple(PRESETS), default="small")
     for name, value in {"batch": 1, "tokens": 256, "rounds": 5}.items():
         made.add_argument(f"--{name}", type=count, default=value)

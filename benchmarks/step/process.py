@@ -1,4 +1,4 @@
-"""The processes of ``benchmarks/step.py``: one engine each, told what to do over pipes."""
+"""The processes of the suite: one engine each, told what to do over pipes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.step_engines import Job
+from benchmarks.step.engines import Job
 
-COMMAND: tuple[str, ...] = ("-m", "benchmarks.step_worker")
+COMMAND: tuple[str, ...] = ("-m", "benchmarks.step.worker")
 """What each process runs unless told otherwise, after the interpreter and before the job."""
-_ROOT = Path(__file__).resolve().parent.parent
+_ROOT = Path(__file__).resolve().parents[2]
 
 
 class Worker:

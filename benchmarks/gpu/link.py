@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import NOT_HERE
+from benchmarks.gpu.suite import NOT_HERE
 from disco_accel.native.host_memory import HostMemory
 
 _REPEATS = 7

@@ -20,7 +20,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from benchmarks import ablation_cases, planner_ablation
+from benchmarks.planner import ablation as moves
+from benchmarks.planner import ablation_cases
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.files import read_taskgraph, write_atomically
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind, with_memory
@@ -34,7 +35,7 @@ from disco_accel.sizes import format_size, parse_size
 from disco_accel.testing.lora_graph import LoraShape, lora_graph, prefill_graph
 from disco_accel.verify.static import verify
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 GRAPHS = ROOT / "tests" / "data" / "graphs"
 SHARES = (0.15, 0.25, 0.4, 0.6, 0.85, 1.2)
 """Budgets over the bytes of the weights."""
@@ -212,21 +213,21 @@ def side_by_side(options: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def ablation(options: argparse.Namespace) -> list[planner_ablation.Outcome]:
+def ablation(options: argparse.Namespace) -> list[moves.Outcome]:
     """Print a line for each move of each case, then a summary of each move."""
-    outcomes: list[planner_ablation.Outcome] = []
-    print(planner_ablation.HEADER)
+    outcomes: list[moves.Outcome] = []
+    print(moves.HEADER)
     named = options.graph or options.captures or options.memory
     for graph, memory, bandwidth in cases(options) if named else ablation_cases.cases():
         if len(graph.devices) > 1:
             continue
         link = Link(bandwidth, 1e-5)
-        full: planner_ablation.Outcome | None = None
-        for outcome in planner_ablation.ablate(graph, memory, bandwidth, Machine(h2d=link, d2h=link)):
+        full: moves.Outcome | None = None
+        for outcome in moves.ablate(graph, memory, bandwidth, Machine(h2d=link, d2h=link)):
             full = full or outcome
             outcomes.append(outcome)
-            print(planner_ablation.show(outcome, full), flush=True)
-    print(planner_ablation.SUMMARY, *planner_ablation.summaries(outcomes), sep="\n")
+            print(moves.show(outcome, full), flush=True)
+    print(moves.SUMMARY, *moves.summaries(outcomes), sep="\n")
     return outcomes
 
 

@@ -1,0 +1,1 @@
+"""LoRA under half the memory, with and without us."""

@@ -1,0 +1,1 @@
+"""The tests of other projects, without us and with us."""

@@ -1,0 +1,1 @@
+"""Both planners side by side on captured steps."""

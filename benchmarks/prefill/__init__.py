@@ -1,0 +1,1 @@
+"""A prefill beside eager mode and others."""

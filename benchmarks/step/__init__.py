@@ -1,0 +1,1 @@
+"""A LoRA step beside eager mode and others."""
