@@ -15,7 +15,7 @@ import pytest
 from disco_accel.cli.main import main
 from disco_accel.errors import GraphFileError, PlanError, VerifyError
 from disco_accel.graph.check import check_taskgraph
-from disco_accel.graph.convert import graph_to_1, graph_to_2, plan_to_1, plan_to_2
+from disco_accel.graph.convert import graph_in_values, graph_in_vertices, plan_in_buffers, plan_in_vertices
 from disco_accel.graph.files import read_memgraph, read_taskgraph, write_memgraph, write_taskgraph
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.schema2 import GATE, SpaceKind, handed_out_at_gate, overwrites
@@ -74,7 +74,7 @@ def normal_graph(graph: TaskGraph) -> TaskGraph:
 def convertible(seed: int, shape: Shape | None = None) -> TaskGraph | None:
     graph = random_taskgraph(random.Random(seed), shape)
     try:
-        graph_to_2(graph)
+        graph_in_values(graph)
     except GraphFileError as error:
         assert "inplace: over" in str(error), error
         return None
@@ -88,8 +88,8 @@ def test_random_graphs_come_back_as_they_were_also_through_a_file(graphs: int, s
         graph = convertible(seed, shape)
         if graph is not None:
             converted += 1
-            second = graph_to_2(graph)
-            assert graph_to_1(second) == normal_graph(graph), seed
+            second = graph_in_values(graph)
+            assert graph_in_vertices(second) == normal_graph(graph), seed
             assert graph_from_json(json.loads(json.dumps(graph_to_json(second)))) == second
     assert converted > 0.6 * graphs
 
@@ -110,7 +110,7 @@ def drawn() -> list[tuple[TaskGraph, MemGraph]]:
     made = []
     for graph, plan in state_plans(60):
         with contextlib.suppress(GraphFileError):
-            plan_to_2(plan)
+            plan_in_buffers(plan)
             made.append((normal_graph(graph), plan))
     return made
 
@@ -161,7 +161,7 @@ def test_what_is_asked_of_values_is_answered_in_one_place() -> None:
 
 
 def test_a_graph_whose_values_change_has_no_words_in_files_of_version_1(tmp_path: Path) -> None:
-    graph = graph_to_1(graph_from_json(UPDATE))
+    graph = graph_in_vertices(graph_from_json(UPDATE))
     assert changes_over_steps(graph.vertices[0])
     several = replace(graph.vertices[-1], sizes=(4, 512), inplace=((1, 0),))
     frozen = replace(graph.vertices[0], traits=FROZEN)
@@ -202,7 +202,7 @@ def spoilt_plan(change: Callable[[dict[str, Any]], None]) -> None:
     top = json.loads(json.dumps(UPDATE)) | {"format": "memgraph", "edges": {"data": data, "memory": []}}
     top |= {"buffers": buffers, "order": order, "cyclic": True}
     change(top)
-    verify(graph_to_1(graph_from_json(UPDATE)), plan_to_1(plan_from_json(top)))
+    verify(graph_in_vertices(graph_from_json(UPDATE)), plan_in_vertices(plan_from_json(top)))
 
 
 def buffer(number: int, **changes: object) -> Callable[[dict[str, Any]], None]:
@@ -243,9 +243,9 @@ def test_a_plan_whose_buffers_would_share_a_name_is_refused(message: str) -> Non
 def test_a_host_without_a_size_is_as_large_as_its_plan_needs() -> None:
     made = [(graph, plan) for graph, plan in planned("timed", 80, Shape()) if plan.host_offsets]
     for graph, plan in made:
-        second = plan_to_2(plan)
+        second = plan_in_buffers(plan)
         spaces = tuple(replace(s, bytes=None) if s.kind is SpaceKind.HOST else s for s in second.graph.spaces)
-        back = plan_to_1(replace(second, graph=replace(second.graph, spaces=spaces)))
+        back = plan_in_vertices(replace(second, graph=replace(second.graph, spaces=spaces)))
         verify(graph, back)
         assert 0 < back.host_memory <= plan.host_memory
     assert len(made) > 3
@@ -256,7 +256,7 @@ def test_what_goes_home_has_no_offset() -> None:
     bad = home_with_an_offset(plan, random.Random(0))
     assert bad is not None
     with pytest.raises(GraphFileError, match=r"vertex \d+ \(offload\): host_offset: it goes to the home of value \d+"):
-        plan_to_2(bad)
+        plan_in_buffers(bad)
 
 
 def value(number: int, **changes: object) -> Callable[[dict[str, Any]], None]:
@@ -327,13 +327,13 @@ def test_damaged_plans_are_refused_by_name_or_mean_something() -> None:
     assert graph is not None
     graph = normal_graph(with_room(graph, 1.1))
     cases = [(graph, make_plan(graph, cyclic=True)), *drawn()[:8]]
-    plans = [(graph, graph_to_2(graph), json.dumps(plan_to_json(plan_to_2(plan)))) for graph, plan in cases]
+    plans = [(graph, graph_in_values(graph), json.dumps(plan_to_json(plan_in_buffers(plan)))) for graph, plan in cases]
     rng, refused, accepted, agreed = random.Random(0), 0, 0, 0
     for turn in range(1500):
         graph, second, text = plans[turn % len(plans)]
         try:
             plan = plan_from_json(damaged(rng, json.loads(text)))  # type: ignore[arg-type]
-            back = plan_to_1(plan)
+            back = plan_in_vertices(plan)
         except GraphFileError as error:
             refused += 1
             assert len(str(error)) < 400

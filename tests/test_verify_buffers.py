@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from disco_accel.errors import BudgetTooSmall, GraphFileError, VerifyError
-from disco_accel.graph.convert import graph_to_1, graph_to_2, plan_to_1, plan_to_2
+from disco_accel.graph.convert import graph_in_values, graph_in_vertices, plan_in_buffers, plan_in_vertices
 from disco_accel.graph.schema2 import Buffer, Edge, Graph, Plan, Planned, Space, SpaceKind, Value, Vertex, Work
 from disco_accel.graph.schema2_check import check_graph
 from disco_accel.graph.taskgraph import TaskGraph
@@ -43,7 +43,7 @@ def accepted(graph: Graph, plan: Plan) -> bool:
 def accepted_1(graph: TaskGraph, plan: Plan) -> bool | None:
     """What the judge of version 1 says; None where version 1 cannot say it."""
     try:
-        verify(graph, plan_to_1(plan))
+        verify(graph, plan_in_vertices(plan))
     except GraphFileError:
         return None
     except VerifyError:
@@ -56,12 +56,12 @@ def converted_plans(count: int, seed: int) -> list[tuple[TaskGraph, Graph, Plan]
     while len(made) < count:
         graph = with_room(random_taskgraph(rng, rng.choice(SHAPES)), rng.choice((1.0, 1.2)))
         try:
-            second = graph_to_2(graph)
-            first = graph_to_1(second)
+            second = graph_in_values(graph)
+            first = graph_in_vertices(second)
             plan = make_plan(first, planner=rng.choice(("build", "timed")), cyclic=rng.random() < 0.5)
         except (BudgetTooSmall, GraphFileError):
             continue
-        made.append((first, second, plan_to_2(plan)))
+        made.append((first, second, plan_in_buffers(plan)))
     return made
 
 
@@ -70,8 +70,8 @@ def converted_state_plans(count: int, seed: int) -> list[tuple[TaskGraph, Graph,
     made = []
     for graph, plan in state_plans(count, seed):
         with contextlib.suppress(GraphFileError):
-            second = graph_to_2(graph)
-            made.append((graph_to_1(second), second, plan_to_2(plan)))
+            second = graph_in_values(graph)
+            made.append((graph_in_vertices(second), second, plan_in_buffers(plan)))
     return made
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from disco_accel.errors import GraphFileError, Stalled, VerifyError
 from disco_accel.graph.check import check_taskgraph
-from disco_accel.graph.convert import graph_to_2, plan_to_2
+from disco_accel.graph.convert import graph_in_values, plan_in_buffers
 from disco_accel.graph.memgraph import MemGraph, Slot
 from disco_accel.graph.order import data_edges
 from disco_accel.graph.taskgraph import Device, Ref, TaskGraph, Vertex, VertexKind
@@ -41,7 +41,7 @@ def refused_by_adversary(graph: TaskGraph, plan: MemGraph, orders: int) -> bool:
 def refused_by_buffers(graph: TaskGraph, plan: MemGraph) -> bool | None:
     """None where version 2 cannot say it."""
     try:
-        verify_buffers(graph_to_2(graph), plan_to_2(plan))
+        verify_buffers(graph_in_values(graph), plan_in_buffers(plan))
     except GraphFileError:
         return None
     except VerifyError:

@@ -1,4 +1,8 @@
-"""Graphs and plans from version 1 to version 2 and back, where both can say it. Raises GraphFileError where not."""
+"""Between the two forms of graphs and plans, where both can say it. Raises GraphFileError where not.
+
+In *vertices*, whose inputs name the vertex and output that wrote them: what planners and the engine work on, and
+version 1 of the files. In *values* with versions, spaces and *buffers*: version 2 of the files, and one judge.
+"""
 
 from __future__ import annotations
 
@@ -20,25 +24,25 @@ from disco_accel.graph.values import arrives_at_gate, changes_over_steps, host_c
 _COPIES = (VertexKind.OFFLOAD, VertexKind.RELOAD)
 
 
-def graph_to_2(graph: TaskGraph) -> schema2.Graph:
-    """``graph`` in version 2: inputs become values with their ids, outputs values with ids of their own.
+def graph_in_values(graph: TaskGraph) -> schema2.Graph:
+    """Return ``graph`` in values: inputs become values with their ids, outputs values with ids of their own.
 
     Raises GraphFileError for an ``inplace`` that is not a new version of a value (over a clean input, of fewer bytes,
     or where another vertex is written too) and for ids below 0.
     """
-    return _To2(graph).graph()
+    return _InValues(graph).graph()
 
 
-def graph_to_1(graph: schema2.Graph) -> TaskGraph:
-    """``graph`` in version 1, which has no storage and no values that live over steps and change."""
-    return _To1(graph).graph()
+def graph_in_vertices(graph: schema2.Graph) -> TaskGraph:
+    """Return ``graph`` in vertices, which have no storage and hand out all outputs of a vertex, or none."""
+    return _InVertices(graph).graph()
 
 
-def plan_to_2(plan: MemGraph) -> schema2.Plan:
-    """``plan`` in version 2. Raises GraphFileError also for an offload without a place in the host's memory."""
+def plan_in_buffers(plan: MemGraph) -> schema2.Plan:
+    """Return ``plan`` in buffers. Raises GraphFileError also for an offload without a place in the host's memory."""
     host = Space(_host_id(plan.devices), SpaceKind.HOST, plan.host_memory, plan.host_alignment)
-    to2 = _To2(taskgraph_of(plan))
-    graph = to2.graph(host)
+    names = _InValues(taskgraph_of(plan))
+    graph = names.graph(host)
     carried = carried_values(plan)
     buffers = _Buffers(graph)
     external = {vertex.id for vertex in plan.vertices if is_foreign(vertex)}
@@ -47,7 +51,7 @@ def plan_to_2(plan: MemGraph) -> schema2.Plan:
         for k, size in enumerate(vertex.sizes):
             ref = (vertex.id, k)
             slot = plan.slots.get(ref)
-            version = to2.version[carried[ref]]
+            version = names.version[carried[ref]]
             if vertex.kind is VertexKind.OFFLOAD:
                 offset = plan.host_offsets.get(vertex.id)
                 value = graph.value[version[0]]
@@ -71,18 +75,19 @@ def plan_to_2(plan: MemGraph) -> schema2.Plan:
         reads = []
         for ref in vertex.inputs:
             from_home = vertex.kind is VertexKind.RELOAD and by_id[ref[0]].kind is VertexKind.INPUT
-            reads.append(buffers.home(to2.version[ref]) if from_home else held[ref])
+            reads.append(buffers.home(names.version[ref]) if from_home else held[ref])
         writes = tuple(held[vertex.id, k] for k in range(len(vertex.sizes)))
         order.append(schema2.Planned(vertex.id, tuple(reads), writes))
-    data, memory = (_edges_to_2(edges, by_id) for edges in (plan.data_edges, plan.memory_edges))
+    data, memory = (_edges_of_values(edges, by_id) for edges in (plan.data_edges, plan.memory_edges))
     return schema2.Plan(graph, tuple(buffers.all), tuple(order), data, memory, plan.cyclic)
 
 
-def plan_to_1(plan: schema2.Plan) -> MemGraph:
-    """``plan`` in version 1. Raises GraphFileError as ``graph_to_1`` does, and for buffers that would share a name."""
+def plan_in_vertices(plan: schema2.Plan) -> MemGraph:
+    """Return ``plan`` in vertices. Raises GraphFileError as ``graph_in_vertices`` does, and for buffers that would
+    share a name."""
     check_names(plan)
-    to1 = _To1(plan.graph)
-    graph = to1.graph()
+    names = _InVertices(plan.graph)
+    graph = names.graph()
     kinds = {space.id: space.kind for space in plan.graph.spaces}
     buffers = {buffer.id: buffer for buffer in plan.buffers}
     written = {number for planned in plan.order for number in planned.writes}
@@ -92,7 +97,7 @@ def plan_to_1(plan: schema2.Plan) -> MemGraph:
     ref_of: dict[int, Ref] = {}
     for buffer in plan.buffers:
         if buffer.id not in written:
-            ref_of[buffer.id] = to1.ref[buffer.version]
+            ref_of[buffer.id] = names.ref[buffer.version]
     for planned in plan.order:
         for k, number in enumerate(planned.writes):
             ref_of[number] = (planned.id, k)
@@ -110,12 +115,12 @@ def plan_to_1(plan: schema2.Plan) -> MemGraph:
         if planned.id in by_id:
             vertices.append(replace(by_id[planned.id], inputs=inputs))
         else:
-            vertices.append(_copy_to_1(planned, inputs, buffers, plan, kinds))
+            vertices.append(_copy_vertex(planned, inputs, buffers, plan, kinds))
     host = next((space for space in plan.graph.spaces if space.kind is SpaceKind.HOST), None)
     # Without a size the host's space has what the plan takes.
     host_memory = host_end if host is None or host.bytes is None else host.bytes
     gate = next((v.id for v in vertices if arrives_at_gate(v)), None)
-    data, memory = (_edges_to_1(edges, gate) for edges in (plan.data_edges, plan.memory_edges))
+    data, memory = (_edges_of_vertices(edges, gate) for edges in (plan.data_edges, plan.memory_edges))
     late = {v.id for v in vertices if arrives_at_gate(v)}
     arrived = [(ref[0], v.id) for v in vertices for ref in dict.fromkeys(v.inputs) if ref[0] in late]
     return MemGraph(
@@ -140,7 +145,7 @@ def _is_state(value: Value) -> bool:
     return value.traits.changes_over_steps
 
 
-class _To2:
+class _InValues:
     """``version``: the version-2 name of each value of a version-1 graph."""
 
     def __init__(self, graph: TaskGraph) -> None:
@@ -160,7 +165,7 @@ class _To2:
         # By id and not by place, so that a graph and a plan of it, which may have another order, agree on names.
         for vertex in sorted(source.vertices, key=lambda vertex: vertex.id):
             if vertex.kind is VertexKind.INPUT:
-                values.append(_input_to_2(vertex, host.id))
+                values.append(_value_of_input(vertex, host.id))
                 self.version[vertex.id, 0] = (vertex.id, 0)
                 continue
             for k, size in enumerate(vertex.sizes):
@@ -224,7 +229,7 @@ class _To2:
         return tuple(self.version[vertex.id, k] for vertex in marked for k in range(len(vertex.sizes)))
 
 
-def _input_to_2(vertex: Vertex, host: int) -> Value:
+def _value_of_input(vertex: Vertex, host: int) -> Value:
     return Value(
         vertex.id,
         vertex.sizes[0],
@@ -254,7 +259,7 @@ class _Buffers:
         return self._homes[version]
 
 
-def _edges_to_2(edges: Iterable[Edge], by_id: Mapping[int, Vertex]) -> tuple[Edge, ...]:
+def _edges_of_values(edges: Iterable[Edge], by_id: Mapping[int, Vertex]) -> tuple[Edge, ...]:
     """Edges from what arrives at the gate wait for the gate; from other inputs they say nothing."""
     converted = []
     for u, v in edges:
@@ -265,7 +270,7 @@ def _edges_to_2(edges: Iterable[Edge], by_id: Mapping[int, Vertex]) -> tuple[Edg
     return tuple(dict.fromkeys(converted))
 
 
-def _edges_to_1(edges: Iterable[Edge], gate: int | None) -> tuple[Edge, ...]:
+def _edges_of_vertices(edges: Iterable[Edge], gate: int | None) -> tuple[Edge, ...]:
     converted = []
     for u, v in edges:
         if u != GATE:
@@ -275,7 +280,7 @@ def _edges_to_1(edges: Iterable[Edge], gate: int | None) -> tuple[Edge, ...]:
     return tuple(converted)
 
 
-def _copy_to_1(
+def _copy_vertex(
     planned: schema2.Planned,
     inputs: tuple[Ref, ...],
     buffers: Mapping[int, schema2.Buffer],
@@ -289,15 +294,15 @@ def _copy_to_1(
         value = plan.graph.value[source.version[0]]
         if _is_state(value) != (target.offset is None) and value.bytes:
             place = "its home" if _is_state(value) else "offsets"
-            raise GraphFileError(f"vertex {planned.id}: on the host version 1 has value {value.id} at {place} alone")
+            raise GraphFileError(f"vertex {planned.id}: on the host value {value.id} lies at {place} alone")
     elif pair == (SpaceKind.HOST, SpaceKind.DEVICE):
         kind, device = VertexKind.RELOAD, target.space
     else:
-        raise GraphFileError(f"vertex {planned.id}: a copy from {pair[0]} to {pair[1]} has no word in version 1")
+        raise GraphFileError(f"vertex {planned.id}: no engine copies from {pair[0]} to {pair[1]} yet")
     return Vertex(planned.id, kind, device, kind.name.lower(), inputs, (plan.graph.value[source.version[0]].bytes,))
 
 
-class _To1:
+class _InVertices:
     """``ref``: the version-1 name of each version of a version-2 graph."""
 
     def __init__(self, graph: schema2.Graph) -> None:
@@ -309,7 +314,7 @@ class _To1:
         devices = []
         for space in source.spaces:
             if space.kind is SpaceKind.STORAGE:
-                raise GraphFileError(f"space {space.id}: version 1 has no storage")
+                raise GraphFileError(f"space {space.id}: no planner and no engine knows storage yet")
             if space.kind is SpaceKind.DEVICE:
                 assert space.bytes is not None
                 devices.append(Device(space.id, space.bytes, space.alignment))
@@ -345,7 +350,7 @@ class _To1:
             (k, vertex.reads.index((value, version - 1))) for k, (value, version) in enumerate(vertex.writes) if version
         )
         if GATE in vertex.after and gate is None:
-            raise GraphFileError(f"vertex {vertex.id}: after: nothing arrives at the gate, which version 1 cannot name")
+            raise GraphFileError(f"vertex {vertex.id}: after: nothing arrives at the gate, which nobody would open")
         sizes = tuple(self._source.value[value].bytes for value, _ in vertex.writes)
         where = f"vertex {vertex.id}"
         return Vertex(
@@ -364,10 +369,10 @@ class _To1:
         )
 
     def _marked(self, versions: Iterable[Version], outputs: Collection[Version], where: str) -> bool:
-        """Whether a vertex's outputs are handed out: in version 1 all that have bytes, or none."""
+        """Whether a vertex's outputs are handed out: all that have bytes, or none."""
         marks = {v in outputs for v in versions if self._source.value[v[0]].bytes}
         if len(marks) > 1:
-            raise GraphFileError(f"{where}: version 1 hands out all outputs of a vertex, or none")
+            raise GraphFileError(f"{where}: planners hand out all outputs of a vertex, or none")
         return marks == {True} or (not marks and any(v in outputs for v in versions))
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from disco_accel.errors import GraphFileError
-from disco_accel.graph.convert import graph_to_1, graph_to_2, plan_to_1, plan_to_2
+from disco_accel.graph.convert import graph_in_values, graph_in_vertices, plan_in_buffers, plan_in_vertices
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.schema1_files import (
     IdNames,
@@ -74,7 +74,7 @@ def write_taskgraph(
 
     Raises GraphFileError for what ``version`` cannot say; ids of version 2 are numbers, whatever ``names`` are.
     """
-    data = lines(taskgraph_to_json(graph, names)) if version == 1 else lines(graph_to_json(graph_to_2(graph)))
+    data = lines(taskgraph_to_json(graph, names)) if version == 1 else lines(graph_to_json(graph_in_values(graph)))
     write_atomically(path, data)
 
 
@@ -82,7 +82,7 @@ def write_memgraph(
     graph: MemGraph, path: str | os.PathLike[str], names: Mapping[int, str] | None = None, version: int = 1
 ) -> None:
     """As ``write_taskgraph``, for a plan."""
-    data = lines(memgraph_to_json(graph, names)) if version == 1 else lines(plan_to_json(plan_to_2(graph)))
+    data = lines(memgraph_to_json(graph, names)) if version == 1 else lines(plan_to_json(plan_in_buffers(graph)))
     write_atomically(path, data)
 
 
@@ -91,7 +91,7 @@ def fingerprint(graph: TaskGraph) -> str:
     data = (
         taskgraph_to_json(graph)
         if version_needed(graph.vertices) == 1 and graph.host_memory is None
-        else graph_to_json(graph_to_2(graph))
+        else graph_to_json(graph_in_values(graph))
     )
     data.pop("name")
     return hashlib.sha256(lines(data)).hexdigest()
@@ -105,7 +105,7 @@ def version_needed(vertices: Iterable[Vertex]) -> int:
 
 def plan_as_json(plan: MemGraph) -> dict[str, Any]:
     """Return ``plan`` as the object that a file of the first version with words for it holds."""
-    return memgraph_to_json(plan) if version_needed(plan.vertices) == 1 else plan_to_json(plan_to_2(plan))
+    return memgraph_to_json(plan) if version_needed(plan.vertices) == 1 else plan_to_json(plan_in_buffers(plan))
 
 
 def write_atomically(path: str | os.PathLike[str], data: bytes, mode: int = 0o644) -> None:
@@ -128,7 +128,7 @@ def taskgraph_from_json(data: object, names: IdNames | None = None) -> TaskGraph
     """Build the TaskGraph that ``data`` (parsed JSON) describes. Raises GraphFileError."""
     top = _header(data, "taskgraph")
     if top["version"] == 2:
-        return graph_to_1(graph_from_json(top))
+        return graph_in_vertices(graph_from_json(top))
     return taskgraph_from_version_1(top, names)
 
 
@@ -136,7 +136,7 @@ def memgraph_from_json(data: object, names: IdNames | None = None) -> MemGraph:
     """Build the MemGraph that ``data`` (parsed JSON) describes; references must exist. Raises GraphFileError."""
     top = _header(data, "memgraph")
     if top["version"] == 2:
-        return plan_to_1(plan_from_json(top))
+        return plan_in_vertices(plan_from_json(top))
     return memgraph_from_version_1(top, names)
 
 

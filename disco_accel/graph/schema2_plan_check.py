@@ -1,7 +1,7 @@
-"""What a version-2 plan must say to have words in version 1 at all; whether it is right is for ``verify`` to say.
+"""What a plan in buffers must say to be one in vertices at all; whether it is right is for ``verify`` to say.
 
-Version 1 names a copy by the vertex that makes it, version 2 by its buffer. Where two buffers would get one name, or a
-buffer the name of what it does not hold, a wrong plan of version 2 could become a right one of version 1.
+In vertices a copy is named by the vertex that makes it, here by its buffer. Where two buffers would get one name, or a
+buffer the name of what it does not hold, a wrong plan of this form could become a right one of the other.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from disco_accel.graph.traits import Access, Arrival
 
 
 def check_names(plan: Plan) -> None:
-    """Raise GraphFileError, naming the buffer, unless each buffer of ``plan`` has a name of its own in version 1."""
+    """Raise GraphFileError, naming the buffer, unless each buffer of ``plan`` has a name of its own in vertices."""
     if sum(space.kind is SpaceKind.HOST for space in plan.graph.spaces) > 1:
-        raise GraphFileError("spaces: version 1 has one memory of the host")
+        raise GraphFileError("spaces: planners and the engine know one memory of the host")
     buffers = {buffer.id: buffer for buffer in plan.buffers}
     vertices = {vertex.id: vertex for vertex in plan.graph.vertices}
     written: set[int] = set()

@@ -11,7 +11,7 @@ import pytest
 from disco_accel.errors import BudgetTooSmall, ConfigError, GraphFileError, PlanError, VerifyError
 from disco_accel.graph.carried_values import inputs_held
 from disco_accel.graph.check import check_taskgraph, largest_need
-from disco_accel.graph.convert import graph_to_1, graph_to_2, plan_to_2
+from disco_accel.graph.convert import graph_in_values, graph_in_vertices, plan_in_buffers
 from disco_accel.graph.files import read_taskgraph, write_taskgraph
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind, with_memory
@@ -37,7 +37,7 @@ def planned(graph: TaskGraph, memory: int, cyclic: bool = True) -> MemGraph:
     sized = with_memory(graph, lambda _: memory)
     plan = make_plan(sized, planner="timed", cyclic=cyclic, machine=MACHINE)
     verify(sized, plan)
-    verify_buffers(graph_to_2(sized), plan_to_2(plan))
+    verify_buffers(graph_in_values(sized), plan_in_buffers(plan))
     for seed in range(3):
         run_reference(sized, plan, seed)
     return plan
@@ -185,7 +185,7 @@ def test_a_lost_write_back_is_not_accepted() -> None:
     with pytest.raises(VerifyError):
         verify(graph, lost)
     with pytest.raises(VerifyError):
-        verify_buffers(graph_to_2(graph), plan_to_2(lost))
+        verify_buffers(graph_in_values(graph), plan_in_buffers(lost))
 
 
 @pytest.mark.parametrize("planner", ["timed", "build"])
@@ -201,14 +201,14 @@ def test_what_has_to_stay_is_never_loaded(planner: str, cyclic: bool) -> None:
     named = replace(graph, vertices=tuple(_named(v, names) for v in graph.vertices))
     plan = make_plan(named, planner=planner, cyclic=cyclic, machine=MACHINE)
     verify(named, plan)
-    verify_buffers(graph_to_2(named), plan_to_2(plan))
+    verify_buffers(graph_in_values(named), plan_in_buffers(plan))
     wrong = replace(streamed, vertices=tuple(_named(v, names) for v in streamed.vertices))
     if cyclic:
         assert not set(names) & set(copies(plan, VertexKind.RELOAD))
         with pytest.raises(VerifyError, match=r"which has to stay"):
             verify(named, wrong)
         with pytest.raises(VerifyError, match=r"value \d+ has to stay on its device"):
-            verify_buffers(graph_to_2(named), plan_to_2(wrong))
+            verify_buffers(graph_in_values(named), plan_in_buffers(wrong))
     else:
         verify(named, wrong)
 
@@ -256,13 +256,13 @@ def test_offloads_that_the_host_has_no_room_for_are_refused() -> None:
     enough = replace(graph, host_memory=plan.host_memory)
     assert make_plan(enough, planner="timed", cyclic=True, machine=MACHINE) == plan
     verify(enough, plan)
-    verify_buffers(graph_to_2(enough), plan_to_2(plan))
+    verify_buffers(graph_in_values(enough), plan_in_buffers(plan))
     less = replace(graph, host_memory=plan.host_memory - 1)
     with pytest.raises(PlanError, match=r"host: offloads take \d+ bytes, the graph gives \d+"):
         make_plan(less, planner="timed", cyclic=True, machine=MACHINE)
     with pytest.raises(VerifyError, match=r"host: the plan counts on \d+ bytes"):
         verify(less, plan)
-    assert graph_to_1(graph_to_2(less)) == less
+    assert graph_in_vertices(graph_in_values(less)) == less
 
 
 def test_traits_that_contradict_each_other_are_named_and_all_others_go_through_a_file(tmp_path: Path) -> None:
@@ -273,6 +273,6 @@ def test_traits_that_contradict_each_other_are_named_and_all_others_go_through_a
     )
     assert [v.id for v in read_taskgraph(tmp_path / "g").vertices if not may_leave(v)] == [weight]
     with pytest.raises(GraphFileError, match=f"value {x} .*stays: only a value that lives over steps"):
-        graph_to_2(replace(graph, vertices=tuple(_named(v, [x]) for v in graph.vertices)))
+        graph_in_values(replace(graph, vertices=tuple(_named(v, [x]) for v in graph.vertices)))
     with pytest.raises(GraphFileError, match=r"w0.*version 1 has no word"):
         write_taskgraph(graph, tmp_path / "one")
