@@ -74,8 +74,10 @@ def _of_module(command: str, module: str, words: list[str]) -> str | None:
 @functools.cache
 def _help_of(module: str) -> str:
     printed = io.StringIO()
+    spec = importlib.util.find_spec(module)
+    program = f"{module}.__main__" if spec is not None and spec.submodule_search_locations else module
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-        importlib.import_module(module).main(["--help"])
+        importlib.import_module(program).main(["--help"])
     return printed.getvalue()
 
 
