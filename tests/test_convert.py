@@ -227,8 +227,10 @@ NAMELESS = {
     ),
     r"buffer 4: space: value 1 is in space 0": buffer(4, space=1),
     r"vertex 7: reads: buffer 0 is a home, which only copies read": entry(3, reads=[0, 7]),
-    r"vertex 9: on the host version 1 has value 0 at its home alone": buffer(3, offset=0),
-    r"spaces: version 1 has one memory of the host": lambda top: top["spaces"].append({"id": 2, "kind": "host"}),
+    r"vertex 9: on the host value 0 lies at its home alone": buffer(3, offset=0),
+    r"spaces: planners and the engine know one memory of the host": lambda top: top["spaces"].append(
+        {"id": 2, "kind": "host"}
+    ),
 }
 
 

@@ -128,11 +128,24 @@ def test_an_engine_ends_after_the_copies_of_its_results() -> None:
     current = state_of(model).current
     assert current is not None
     device.hang(torch.cuda.current_stream())
-    timer = Timer(1.0, device.release)
-    timer.start()
+    timer, due = released_after(1.0)
     current.executor.leave(current.groups[1])
     current.unload()
-    assert not timer.is_alive(), "the copies wait until then"
+    assert due.is_set(), "the copies wait until then"
+    timer.join()
+
+
+def released_after(seconds: float) -> tuple[Timer, Flag]:
+    """A timer that releases the device, and what it sets just before."""
+    due = Flag()
+
+    def release() -> None:
+        due.set()
+        device.release()
+
+    timer = Timer(seconds, release)
+    timer.start()
+    return timer, due
 
 
 def batch_on(stream: torch.cuda.Stream) -> dict[str, torch.Tensor]:
@@ -171,11 +184,10 @@ def test_waiting_for_the_callers_stream_is_not_stalling() -> None:
     given = batch()
     torch.cuda.synchronize()
     device.hang(torch.cuda.current_stream())
-    timer = Timer(2.0, device.release)
-    timer.start()
+    timer, due = released_after(2.0)
     model.zero_grad(set_to_none=True)
     loss = model(**given).loss
-    assert not timer.is_alive(), "the step waits for the caller's stream"
+    assert due.is_set(), "the step waits for the caller's stream"
     loss.backward()
     timer.join()
     assert_step(model, loss, expected)
