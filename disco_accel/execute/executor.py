@@ -248,7 +248,7 @@ class Executor:
 
     def store_states(self) -> None:
         """Write resident states that are newer than their homes there, between steps: for checkpoints, and before
-        others use the arena. Raises ExecutionError after a step that ended with some of its updates done."""
+        others use the arena. Raises StatesTorn after a step that ended with some of its updates done."""
         self._require_idle()
         self._states.store()
 

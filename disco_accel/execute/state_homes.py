@@ -108,9 +108,8 @@ class StateHomes:
                 "some updates of that step are done and others are not. Put right values into the homes of all "
                 "states, from a checkpoint, and call restore_states(), or make a new executor"
             )
-        if [home.data_ptr() for home in self._homes.values()] != self._addresses:
-            moved = [s for (s, home), was in zip(self._homes.items(), self._addresses, strict=True)
-                     if home.data_ptr() != was]  # fmt: skip
+        addresses = zip(self._homes.items(), self._addresses, strict=True)
+        if moved := [state for (state, home), address in addresses if home.data_ptr() != address]:
             raise ExecutionError(
                 f"the memory of the home of {self._names(moved)} was freed or moved: make a new executor"
             )

@@ -132,8 +132,8 @@ def _check_flags(vertex: Vertex) -> None:
         )
     if len(vertex.sizes) != 1:
         raise _fail(vertex, "outputs", "an input has exactly one output")
-    if arrives_at_gate(vertex) and host_copy_exists(vertex):
-        raise _fail(vertex, "late", "a value that the host holds from the start (clean) cannot arrive late")
+    if wrong := vertex.traits.contradiction():
+        raise _fail(vertex, *wrong)
     if arrives_at_gate(vertex) and handed_out_at_gate(vertex):
         raise _fail(vertex, "late", "a late input arrives only after every out vertex, so it cannot be one")
 

@@ -328,8 +328,10 @@ class _InVertices:
         inputs = [self._input(value, ids[value.id]) for value in arriving]
         gate = next((vertex.id for vertex in inputs if arrives_at_gate(vertex)), None)
         kernels = [self._vertex(vertex, gate) for vertex in source.vertices]
-        limits = [space.bytes for space in source.spaces if space.kind is SpaceKind.HOST and space.bytes is not None]
-        host = sum(limits) if limits else None
+        hosts = [space for space in source.spaces if space.kind is SpaceKind.HOST]
+        if len(hosts) > 1:
+            raise GraphFileError(f"space {hosts[1].id}: planners and the engine know one memory of the host")
+        host = hosts[0].bytes if hosts else None
         return check_taskgraph(TaskGraph(source.name, tuple(devices), (*inputs, *kernels), source.ops, host))
 
     def _input(self, value: Value, number: int) -> Vertex:

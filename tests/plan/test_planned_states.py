@@ -14,8 +14,9 @@ from disco_accel.graph.check import check_taskgraph, largest_need
 from disco_accel.graph.convert import graph_in_values, graph_in_vertices, plan_in_buffers
 from disco_accel.graph.files import read_taskgraph, write_taskgraph
 from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.schema2 import Space, SpaceKind
 from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind, with_memory
-from disco_accel.graph.traits import FROZEN, Traits
+from disco_accel.graph.traits import FROZEN, Access, Arrival, Lifetime, Traits
 from disco_accel.graph.values import changes_over_steps, lasting_versions, may_leave
 from disco_accel.plan import make_plan
 from disco_accel.plan.bound import bound_of
@@ -276,3 +277,16 @@ def test_traits_that_contradict_each_other_are_named_and_all_others_go_through_a
         graph_in_values(replace(graph, vertices=tuple(_named(v, [x]) for v in graph.vertices)))
     with pytest.raises(GraphFileError, match=r"w0.*version 1 has no word"):
         write_taskgraph(graph, tmp_path / "one")
+
+
+def test_two_memories_of_the_host_are_refused_by_name() -> None:
+    graph = graph_in_values(update_graph(UpdateShape(layers=1), EVERYTHING))
+    second = replace(graph, spaces=(*graph.spaces, Space(7, SpaceKind.HOST, 1024)))
+    with pytest.raises(GraphFileError, match="space 7: planners and the engine know one memory of the host"):
+        graph_in_vertices(second)
+
+
+def test_contradicting_traits_are_refused_in_memory_too() -> None:
+    graph = update_graph(UpdateShape(layers=1), EVERYTHING)
+    with pytest.raises(GraphFileError, match=r"vertex 1 \(w0\): arrival: a value that lives from step to step"):
+        edited(graph, 1, traits=Traits(Lifetime.STEPS, Access.READ, Arrival.GATE))
