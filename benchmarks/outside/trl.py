@@ -98,7 +98,7 @@ def _train(
     )
     made.train()
     made.save_model()
-    timed = ("runtime", "per_second")
+    timed = ("runtime", "per_second", "planning_seconds")
     logged = [{k: v for k, v in entry.items() if not k.endswith(timed)} for entry in made.state.log_history]
     return logged, (folder / "adapter_model.safetensors").read_bytes()
 
