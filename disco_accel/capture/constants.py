@@ -15,6 +15,7 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter
 
+from disco_accel.capture.parts import is_plain, named_parts
 from disco_accel.capture.storages import storage_key
 from disco_accel.capture.thread_patches import patched
 from disco_accel.errors import CaptureError
@@ -39,17 +40,12 @@ class _Twins(FakeTensorConverter):
         known = self.twins.get(id(t))
         if known is not None:
             return known[1]
-        if make_constant or not _is_plain(t):
+        if make_constant or not is_plain(t):
             return super().from_real_tensor(fake_mode, t, make_constant, **options)
         with fake_mode:
             made: Any = torch.empty_strided(tuple(t.shape), tuple(t.stride()), dtype=t.dtype, device=t.device)
         self.twins[id(t)] = t, made
         return made  # type: ignore[no-any-return]
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    kinds = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-    return type(tensor) in kinds and tensor.layout is torch.strided and not tensor.is_quantized
 
 
 def tracing_mode() -> FakeTensorMode:
@@ -126,7 +122,7 @@ def _check(real: torch.Tensor, model: torch.nn.Module, trainable: dict[int, str]
             f"{name_of(model, real)}: requires a gradient but is no parameter of the model, so a planned step cannot "
             "train it; make it an nn.Parameter of its module and use it as such, or detach() it"
         )
-    if not _is_plain(real):
+    if not is_plain(real):
         raise CaptureError(f"{name_of(model, real)}: a {type(real).__name__} ({real.layout}) cannot be captured")
     # One without elements, such as a cache starts with, has nothing to follow.
     if not real.is_cpu and real.numel():
@@ -165,9 +161,9 @@ def name_of(model: torch.nn.Module, tensor: torch.Tensor) -> str:
             if name not in ("_modules", "_parameters", "_buffers"):
                 for place in _places(value, tensor, name):
                     return f"{path}.{place}" if path else place
-    for name, parameter in model.named_parameters():
-        if parameter is tensor:
-            return name
+    for part in named_parts(model):
+        if part.tensor is tensor:
+            return part.name
     return f"a tensor of shape {tuple(tensor.shape)} that the forward reads"
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._subclasses import FakeTensorMode
 
+from disco_accel.capture.parts import Part, has_rule, is_plain, named_parts
 from disco_accel.errors import CaptureError
 
 
@@ -19,25 +20,31 @@ def twin(tensor: torch.Tensor, device: torch.device, *, requires_grad: bool = Fa
 
 
 def model_twins(mode: FakeTensorMode, model: torch.nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
-    """Name → twin on ``device`` of every parameter and buffer, each shared one once, parameters first.
+    """Name → twin on ``device`` of every part of a parameter or buffer, each shared one once, parameters first.
 
     Raises:
         CaptureError: a tensor lives on another accelerator or is of a class that has no plain twin.
     """
-    found: dict[str, torch.Tensor] = {}
-    named = list(model.named_parameters()) + list(model.named_buffers())
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not is_plain(parameter):
+            raise CaptureError(
+                f"{name}: a {type(parameter).__name__} cannot be trained under a plan; freeze it "
+                "(requires_grad_(False)), and train adapters"
+            )
+    twins: dict[str, torch.Tensor] = {}
+    parts = list(named_parts(model))
     with mode:
-        for name, tensor in named:
-            _check(name, tensor, device)
-            found[name] = twin(tensor, device, requires_grad=tensor.requires_grad)
-    return found
+        for part in parts:
+            _check(part, device)
+            twins[part.name] = twin(part.tensor, device, requires_grad=part.requires_grad)
+    return twins
 
 
-def _check(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+def _check(part: Part, device: torch.device) -> None:
+    name, tensor = part.name, part.tensor
     if not (tensor.is_cpu or tensor.is_meta) and tensor.device != device:
         raise CaptureError(f"{name}: is on {tensor.device}; move it to the CPU or to {device}, where the step will run")
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or hasattr(tensor, "fake_mode")
-    if not plain or tensor.layout is not torch.strided or tensor.is_quantized:
+    if not has_rule(tensor):
         raise CaptureError(
             f"{name}: a {type(tensor).__name__} ({tensor.layout}) cannot be captured; load plain weights"
         )

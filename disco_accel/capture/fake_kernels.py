@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses import FakeTensorMode, fake_impls
+from torch._subclasses import FakeTensor, FakeTensorMode, fake_impls
 
+from disco_accel.capture.thread_patches import patched
 from disco_accel.graph.op_traits import OP_TRAITS
 from disco_accel.native.op_encoding import op_overload
 
@@ -60,6 +62,24 @@ def _grouped_mm(
         shape = (a.shape[-2], b.shape[-1])
     with mode:
         return torch.empty(shape, dtype=a.dtype, device=a.device)
+
+
+@contextmanager
+def fakes_taken_for_plain() -> Iterator[None]:
+    """optimum-quanto dequantises each input whose type is not ``torch.Tensor`` itself; of a plain tensor's twin that
+    would be a float32 copy, which its own step does not make."""
+
+    def of_fakes(dequantize: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def dequantized(tensor: torch.Tensor) -> torch.Tensor:
+            caller = sys._getframe(2).f_globals.get("__name__", "")
+            if isinstance(tensor, FakeTensor) and not tensor.is_quantized and caller.startswith("optimum.quanto."):
+                return tensor
+            return dequantize(tensor)
+
+        return dequantized
+
+    with patched(torch.Tensor, "dequantize", of_fakes):
+        yield
 
 
 _RULES: dict[str, Callable[..., Any]] = {"aten::_grouped_mm": _grouped_mm}

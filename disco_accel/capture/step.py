@@ -20,7 +20,7 @@ from disco_accel.capture.captured_step import CapturedStep, InputBinding, InputS
 from disco_accel.capture.code_location import code_line
 from disco_accel.capture.constants import bind_constants, no_values_read, tracing_mode
 from disco_accel.capture.fake_inputs import batch_tensors, model_twins, replace_tensors, tables_kept, twin
-from disco_accel.capture.fake_kernels import fake_kernels, quiet
+from disco_accel.capture.fake_kernels import fake_kernels, fakes_taken_for_plain, quiet
 from disco_accel.capture.lower import (
     InputFlags,
     Lowering,
@@ -29,6 +29,7 @@ from disco_accel.capture.lower import (
     mark,
     used_inputs,
 )
+from disco_accel.capture.parts import named_parts, place, rebuilt, states_replaced
 from disco_accel.capture.rng import chain_draws, draws, random_sites, user_generator
 from disco_accel.capture.storages import storage_key, tensor_spec
 from disco_accel.capture.trace_log import TraceLog, logging_trace
@@ -246,6 +247,7 @@ class _Twins:
     """What stands for a model's tensors and for those of a batch while its step is traced."""
 
     parameters: dict[str, torch.Tensor]
+    """The twins of parameters and buffers, of quantised ones by part."""
     batch: dict[str, torch.Tensor]
 
     @classmethod
@@ -262,13 +264,22 @@ class _Twins:
 
     def caller(self, step: torch.nn.Module, model: torch.nn.Module, kwargs: Mapping[str, Any]) -> Callable[..., Any]:
         """``step``, whose ``model`` is the one that the twins are of, as a function of lists of tensors."""
-        names = [f"model.{name}" for name in self.parameters]
+        names = {id(part.tensor): part.name for part in named_parts(model)}
+        by_place = {place(part.tensor): part.name for part in named_parts(model)}
 
         def call(parameters: list[torch.Tensor], tensors: list[torch.Tensor], tangents: list[torch.Tensor]) -> Any:
             arguments = replace_tensors(dict(kwargs), dict(zip(self.batch, tensors, strict=True)))
-            swapped = dict(zip(names, parameters, strict=True))
+            twins = dict(zip(self.parameters, parameters, strict=True))
+
+            def twin_of(leaf: torch.Tensor) -> torch.Tensor:
+                # What lies beside a weight may be another view of the weight's own bytes.
+                return twins[names.get(id(leaf)) or by_place[place(leaf)]]
+
+            named = [*model.named_parameters(), *model.named_buffers()]
+            swapped = {f"model.{name}": rebuilt(tensor, twin_of) for name, tensor in named}
             buffers = {name: swapped[f"model.{name}"] for name, _ in model.named_buffers()}
-            result = torch.func.functional_call(step, swapped, (arguments, tangents), tie_weights=True)
+            with states_replaced(model, twin_of):
+                result = torch.func.functional_call(step, swapped, (arguments, tangents), tie_weights=True)
             for name, buffer in buffers.items():
                 # What a forward leaves in a table stands in ``swapped`` afterwards.
                 if swapped[f"model.{name}"] is not buffer:
@@ -282,9 +293,9 @@ class _Twins:
 
     def sources(self, model: torch.nn.Module) -> list[tuple[InputSource, str]]:
         """Source and name, as in ``InputBinding``, of each of ``arguments``."""
-        buffers = {name for name, _ in model.named_buffers()}
-        found = [_source(name, tensor, buffers) for name, tensor in self.parameters.items()]
-        return found + [(InputSource.BATCH, key) for key in self.batch]
+        buffers = {part.name for part in named_parts(model) if part.is_buffer}
+        sources = [_source(name, tensor, buffers) for name, tensor in self.parameters.items()]
+        return sources + [(InputSource.BATCH, key) for key in self.batch]
 
 
 @contextmanager
@@ -305,6 +316,7 @@ def _tracing(
         stack.enter_context(user_generator())
         stack.enter_context(no_values_read(model))
         stack.enter_context(fake_kernels())
+        stack.enter_context(fakes_taken_for_plain())
         stack.enter_context(without_cudnn_attention(device))
         stack.enter_context(outside_autocast())
         stack.enter_context(torch.set_grad_enabled(gradients))

@@ -24,7 +24,7 @@ from disco_accel.step.inner_forwards import InnerForwards, own_forward_runs
 from disco_accel.step.observer import Fallback
 from disco_accel.step.pending import run_step
 from disco_accel.step.planned_field import compiled_for_use
-from disco_accel.step.refusals import require_plain_autograd, require_plain_weights
+from disco_accel.step.refusals import require_known_weights, require_plain_autograd
 from disco_accel.step.rerun import Rerun
 from disco_accel.step.rng_state import generator_state
 from disco_accel.step.session import STATE, Session, find_state
@@ -125,7 +125,7 @@ def prepare(model: torch.nn.Module, config: DiscoConfig) -> torch.nn.Module:
             "the model has no trainable parameter; add a LoRA adapter (peft.get_peft_model) before prepare()"
         )
     try:
-        require_plain_weights(model)
+        require_known_weights(model)
     except ConfigError as error:
         if config.on_unsupported != "eager":
             raise
@@ -141,7 +141,7 @@ def prepare_frozen(model: torch.nn.Module, config: DiscoConfig) -> Session:
     Raises:
         ConfigError: a key of ``config`` does not fit this machine, or weights are quantised.
     """
-    require_plain_weights(model)
+    require_known_weights(model)
     state = _session(model, config)
     state.frozen_for_prefill = [p for p in model.parameters() if p.requires_grad]
     for parameter in state.frozen_for_prefill:

@@ -11,6 +11,7 @@ import torch
 
 from disco_accel.capture.captured_step import CapturedStep, InputBinding, InputSource
 from disco_accel.capture.constants import live_constant
+from disco_accel.capture.parts import named_parts
 from disco_accel.errors import CaptureError
 from disco_accel.execute.executor import EngineOptions, Executor
 from disco_accel.graph.memgraph import MemGraph
@@ -148,7 +149,7 @@ class CompiledStep:
         Raises:
             CaptureError: a constant has another layout than when the step was captured.
         """
-        named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+        named = {part.name: part.tensor for part in named_parts(model, remove_duplicate=False)}
         return [named[b.name] for b in self.vertices_of(InputSource.FROZEN, InputSource.BUFFER)] + [
             live_constant(self.captured, b) for b in self._host_constants
         ]
@@ -182,7 +183,7 @@ class CompiledStep:
 
 def host_bytes(model: torch.nn.Module, captured: CapturedStep) -> dict[int, torch.Tensor]:
     """INPUT vertex → its bytes on the host, for everything the plan may drop and load again."""
-    named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    named = {part.name: part.tensor for part in named_parts(model, remove_duplicate=False)}
     host_bytes = {}
     for binding in captured.bindings:
         if binding.source is InputSource.CONSTANT:

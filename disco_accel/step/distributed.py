@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from disco_accel.capture.parts import named_parts
 from disco_accel.config.deepspeed_keys import REPLACED
 from disco_accel.config.settings import local_processes
 from disco_accel.errors import ConfigError
@@ -56,7 +57,7 @@ def exclude_from_collectives(model: torch.nn.Module) -> None:
     For weights on the host beside adapters on a device, which no collective takes together. Each process has read the
     same weights itself; ``check_same`` makes sure of it.
     """
-    model.__dict__[_DDP] = [*getattr(model, _DDP, ()), *(name for name, _ in frozen_tensors(model))]
+    model.__dict__[_DDP] = [*getattr(model, _DDP, ()), *_frozen_names(model)]
     for parameter in model.parameters():
         if not parameter.requires_grad:
             setattr(parameter, _DEEPSPEED, True)
@@ -64,7 +65,7 @@ def exclude_from_collectives(model: torch.nn.Module) -> None:
 
 def include_again(model: torch.nn.Module) -> None:
     """Undo ``exclude_from_collectives``."""
-    ours = {name for name, _ in frozen_tensors(model)}
+    ours = set(_frozen_names(model))
     others = [name for name in model.__dict__.pop(_DDP, ()) if name not in ours]
     if others:
         model.__dict__[_DDP] = others
@@ -72,10 +73,14 @@ def include_again(model: torch.nn.Module) -> None:
         parameter.__dict__.pop(_DEEPSPEED, None)
 
 
+def _frozen_names(model: torch.nn.Module) -> Iterator[str]:
+    yield from (n for n, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad)
+    yield from (n for n, _ in model.named_buffers(remove_duplicate=False))
+
+
 def frozen_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Frozen weights and buffers of ``model`` by every name they have."""
-    yield from ((n, p) for n, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad)
-    yield from model.named_buffers(remove_duplicate=False)
+    """Parts of frozen weights and buffers of ``model`` by every name they have."""
+    yield from ((p.name, p.tensor) for p in named_parts(model, remove_duplicate=False) if not p.requires_grad)
 
 
 def check_same(named: Iterable[tuple[str, torch.Tensor]], device: torch.device) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from disco_accel.capture.parts import LeafOf, beside_weights, frozen_parts, rebuilt, rebuilt_state, states_of
 from disco_accel.errors import ConfigError
 from disco_accel.native.backend import backend_of
 from disco_accel.native.host_memory import HostMemory
@@ -39,7 +41,7 @@ class Placement:
         self._device = device
         # Held here, because an arena is pinned only as long as somebody holds it.
         self._arenas: list[HostMemory] = [m.__dict__[_ARENA] for m in model.modules() if _ARENA in m.__dict__]
-        self._moved: list[tuple[weakref.ref[torch.nn.Parameter], torch.device]] = []
+        self._moved: list[tuple[weakref.ref[torch.Tensor], torch.device]] = []
         self._pinned = PinnedTensors(device)
         self._streamed: StreamedEager | None = None
 
@@ -86,18 +88,19 @@ class Placement:
         """
         model = self._model()
         assert model is not None
-        frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
-        for name, parameter in frozen.items():
-            check_not_sharded(name, parameter)
-        outside_arenas = [p for p in frozen.values() if not any(arena.holds(p) for arena in self._arenas)]
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                check_not_sharded(name, parameter)
+        frozen = frozen_parts(model).values()
+        outside_arenas = [t for t in frozen if not any(arena.holds(t) for arena in self._arenas)]
         if outside_arenas:
-            self._arenas = [arena for arena in self._arenas if any(arena.holds(p) for p in frozen.values())]
-            self._arenas.append(HostMemory(HostMemory.room_for([*outside_arenas])))
-        views = [*plain_tensors(model), *model.buffers()] if outside_arenas else []
-        for parameter in outside_arenas:
-            old = parameter.data
-            self._move(parameter, self._arenas[-1].adopt(old))
-            move_views(views, old, parameter.data)
+            self._arenas = [arena for arena in self._arenas if any(arena.holds(t) for t in frozen)]
+            self._arenas.append(HostMemory(HostMemory.room_for(outside_arenas)))
+        views = _views(model) if outside_arenas else []
+        for tensor in outside_arenas:
+            old = tensor.data
+            self._move(tensor, self._arenas[-1].adopt(old))
+            move_views(views, old, tensor.data)
         if backend_of(self._device).separate_memory:
             for memory in self._arenas:
                 memory.pin(self._device)
@@ -108,9 +111,9 @@ class Placement:
         """Whether it is a view of a frozen weight, where that lies."""
         return any(arena.holds(tensor) for arena in self._arenas)
 
-    def _move(self, parameter: torch.nn.Parameter, data: torch.Tensor) -> None:
-        self._moved.append((weakref.ref(parameter), parameter.device))
-        parameter.data = data
+    def _move(self, tensor: torch.Tensor, data: torch.Tensor) -> None:
+        self._moved.append((weakref.ref(tensor), tensor.device))
+        tensor.data = data
 
     def undo(self) -> None:
         """Give what ``apply`` moved a storage of its own where it was, values kept."""
@@ -121,15 +124,20 @@ class Placement:
             if model is not None:
                 del model.__dict__["_apply"]
                 include_again(model)
-        views = [*plain_tensors(model), *model.buffers()] if model is not None else []
+        views = _views(model) if model is not None else []
         for reference, device in self._moved:
-            parameter = reference()
-            if parameter is not None:
-                old = parameter.data
-                parameter.data = old.to(device, copy=True)
-                move_views(views, old, parameter.data)
+            tensor = reference()
+            if tensor is not None:
+                old = tensor.data
+                tensor.data = old.to(device, copy=True)
+                move_views(views, old, tensor.data)
         self._moved.clear()
         self._pinned.undo()
+
+
+def _views(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Tensors that may be views of a weight."""
+    return [*plain_tensors(model), *beside_weights(model), *model.buffers()]
 
 
 def apply_to_trainable(
@@ -170,8 +178,8 @@ class StreamedEager:
         """Address of a visiting tensor's storage → the tensor that it is a copy of."""
         for module in model.modules():
             tensors = [t for table in (module._parameters, module._buffers) for t in table.values() if t is not None]
-            if any(not t.requires_grad for t in tensors):
-                on_host: list[_HostTensor] = []
+            if any(not t.requires_grad for t in tensors) or any(True for _ in states_of(module)):
+                on_host: list[_OnHost] = []
                 arrive = functools.partial(_arrive, visit, self.visitors, on_host)
                 leave = functools.partial(_leave, self.visitors, on_host)
                 self._handles.append(module.register_forward_pre_hook(arrive))
@@ -183,35 +191,54 @@ class StreamedEager:
             handle.remove()
 
 
-_HostTensor = tuple[dict[str, Any], str, torch.Tensor]
-"""A table of a module, a name in it, and the tensor that belongs there."""
+@dataclass(frozen=True, slots=True)
+class _OnHost:
+    """An entry of a table of a module that visits the device: ``value`` belongs there, ``addresses`` are those of the
+    visiting storages."""
+
+    table: dict[str, Any]
+    key: str
+    value: Any
+    addresses: tuple[int, ...]
 
 
 def _arrive(
     visit: Callable[[torch.Tensor], torch.Tensor],
     visitors: dict[int, torch.Tensor],
-    on_host: list[_HostTensor],
+    on_host: list[_OnHost],
     module: torch.nn.Module,
     *_: Any,
 ) -> None:
+    def swap(table: dict[str, Any], key: str, rebuild: Callable[[Any, LeafOf], Any]) -> None:
+        addresses: list[int] = []
+
+        def visiting(leaf: torch.Tensor) -> torch.Tensor:
+            visitor = visit(leaf)
+            if visitor is not leaf:
+                addresses.append(visitor.untyped_storage().data_ptr())
+                visitors[addresses[-1]] = leaf
+            return visitor
+
+        before = table[key]
+        visitor = rebuild(before, visiting)
+        if addresses:
+            on_host.append(_OnHost(table, key, before, tuple(addresses)))
+            table[key] = visitor
+
+    for state in list(states_of(module)):
+        swap(state.table, state.key, rebuilt_state)
     for table in (module._parameters, module._buffers):
         for name, tensor in table.items():
-            if tensor is None or tensor.requires_grad:
-                continue
-            visitor = visit(tensor)
-            if visitor is not tensor:
-                on_host.append((table, name, tensor))
-                visitors[visitor.untyped_storage().data_ptr()] = tensor
-                table[name] = visitor  # type: ignore[assignment]
+            if tensor is not None and not tensor.requires_grad:
+                swap(table, name, rebuilt)
 
 
-def _leave(visitors: dict[int, torch.Tensor], on_host: list[_HostTensor], *_: Any) -> None:
+def _leave(visitors: dict[int, torch.Tensor], on_host: list[_OnHost], *_: Any) -> None:
     while on_host:
-        table, name, tensor = on_host.pop()
-        visitor = table.get(name)
-        if visitor is not None:
-            visitors.pop(visitor.untyped_storage().data_ptr(), None)
-        table[name] = tensor
+        entry = on_host.pop()
+        for address in entry.addresses:
+            visitors.pop(address, None)
+        entry.table[entry.key] = entry.value
 
 
 def visitor_of(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from disco_accel.capture.fake_inputs import batch_tensors
+from disco_accel.capture.parts import named_parts
 from disco_accel.observe.log_to_stderr import first_process
 from disco_accel.plan.plan_cache import PlanCacheUse
 from disco_accel.sizes import format_size
@@ -47,8 +48,9 @@ class ProgressMessages(Observer):
     def prepared(self, model: torch.nn.Module, budget: int, device: torch.device) -> None:
         """Said before weights move, which takes a while for large ones."""
         sizes = [0, 0]
-        for parameter in model.parameters():
-            sizes[parameter.requires_grad] += parameter.numel() * parameter.element_size()
+        for part in named_parts(model):
+            if not part.is_buffer:
+                sizes[part.requires_grad] += part.tensor.nbytes
         say(
             f"{self.name}: {format_size(sizes[0])} of frozen weights go to the host, {format_size(sizes[1])} are "
             f"trained; budget {format_size(budget)} on {device.type}"

@@ -7,21 +7,32 @@ from typing import Any
 
 import torch
 
+from disco_accel.capture.parts import has_rule
 from disco_accel.errors import CaptureError, ConfigError
 
-_BITSANDBYTES = {"Params4bit": "bitsandbytes, 4 bits", "Int8Params": "bitsandbytes, 8 bits"}
+_PLAIN_WEIGHTS = (
+    "load the model without quantization_config, with dtype=torch.bfloat16: memory_budget then decides how many of its "
+    "weights are on the device at a time"
+)
 
 
-def require_plain_weights(model: torch.nn.Module) -> None:
-    """Raises ConfigError for quantised weights, which are more than the bytes that a plan would move, and for weights
-    that Accelerate moves."""
-    quantised = _quantised(model)
-    if quantised is not None:
-        raise ConfigError(
-            f"quantised weights cannot be planned: {quantised}; load the model without quantization_config, with "
-            "dtype=torch.bfloat16: memory_budget then decides how many of its weights are on the device at a time"
-        )
+def require_known_weights(model: torch.nn.Module) -> None:
+    """Raises ConfigError for quantised weights of which it is not known what tensors they are made of, or through which
+    no gradient goes, and for weights that Accelerate moves."""
+    for name, parameter in model.named_parameters():
+        if not has_rule(parameter):
+            raise ConfigError(
+                f"{name}: a {type(parameter).__name__} cannot be planned, because it is not known which tensors it is "
+                f"made of; {_PLAIN_WEIGHTS}; or take bitsandbytes, torchao, hqq or optimum-quanto"
+            )
     for name, module in model.named_modules():
+        quantizer = getattr(module, "hf_quantizer", None)
+        if quantizer is not None and not _is_trainable(quantizer):
+            raise ConfigError(
+                f"{name or 'the model'}: was loaded through {type(quantizer).__name__}, whose weights pass no gradient "
+                "on, as transformers says; load it with dequantize=True in its quantization_config where that has such "
+                f"a key (MXFP4, FP8), or {_PLAIN_WEIGHTS}"
+            )
         if getattr(getattr(module, "_hf_hook", None), "offload", False):
             raise ConfigError(
                 f"{name or 'the model'}: Accelerate's offloading moves these weights at each forward; plans stand in "
@@ -29,17 +40,10 @@ def require_plain_weights(model: torch.nn.Module) -> None:
             )
 
 
-def _quantised(model: torch.nn.Module) -> str | None:
-    for name, parameter in model.named_parameters():
-        # By name: bitsandbytes need not be there, and must not be imported, to be recognised.
-        kind = next((_BITSANDBYTES[c.__name__] for c in type(parameter).__mro__ if c.__name__ in _BITSANDBYTES), None)
-        if kind is not None:
-            return f"{name} is {kind}"
-    for module in model.modules():
-        quantizer = getattr(module, "hf_quantizer", None)
-        if quantizer is not None:
-            return f"{type(module).__name__} was loaded through {type(quantizer).__name__}"
-    return None
+def _is_trainable(quantizer: Any) -> bool:
+    """Whether the weights of transformers' ``quantizer`` are plain by now, or gradients go through them."""
+    dequantised = getattr(getattr(quantizer, "quantization_config", None), "dequantize", False)
+    return bool(dequantised) or bool(getattr(quantizer, "is_trainable", True))
 
 
 def require_own_weights(model: torch.nn.Module) -> None:

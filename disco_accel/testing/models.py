@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -80,22 +81,31 @@ def family_lora(
     attention: str | None = None,
     seed: int = 0,
     checkpoint_options: dict[str, Any] | None = None,
+    quantise: Callable[[torch.nn.Module], None] | None = None,
     **config: Any,
 ) -> torch.nn.Module:
     """One of ``TEN_FAMILIES`` in training mode with LoRA on its linear layers, all matrices random.
 
     ``dropout`` is every dropout probability that the configuration knows. ``checkpoint_options``: further arguments
-    of the user's gradient_checkpointing_kwargs.
+    of the user's gradient_checkpointing_kwargs. ``quantise`` packs the base's weights before the adapters come.
     """
     torch.manual_seed(seed)
     probabilities = dict.fromkeys(_DROPOUTS.get(family, ("attention_dropout",)), dropout)
     sizes = {} if family == "gpt2" else {"hidden_size": 32, "intermediate_size": 64}
     settings = {"vocab_size": 96, **sizes, **TEN_FAMILIES[family], **probabilities, **config}
     base = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings), attn_implementation=attention)
+    base.to(dtype).requires_grad_(False)
+    if quantise is not None:
+        quantise(base)
     # A router chooses experts: as in most recipes, it and they stay as they are.
-    adapted = ["q_proj", "k_proj", "v_proj", "o_proj"] if "experts" in str(settings) else "all-linear"
+    adapted: Any = ["q_proj", "k_proj", "v_proj", "o_proj"] if "experts" in str(settings) else "all-linear"
+    if quantise is not None:
+        # To PEFT not every library's layers are linear.
+        present = {name.rpartition(".")[2] for name, _ in base.named_modules()}
+        mixture = "experts" in str(settings)
+        adapted = sorted(present & set(PROJECTIONS[:4] if mixture else (*PROJECTIONS, "qkv_proj", "gate_up_proj")))
     adapter = LoraConfig(r=4, lora_alpha=8, lora_dropout=lora_dropout, target_modules=adapted, init_lora_weights=False)
-    model = get_peft_model(base.to(dtype), adapter)
+    model = get_peft_model(base, adapter)
     if checkpointing:
         model.enable_input_require_grads()
         options = {"use_reentrant": False, **(checkpoint_options or {})}

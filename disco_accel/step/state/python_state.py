@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from disco_accel.capture.parts import packed_beside_state
 from disco_accel.native.change_watch import ExecutedCode, WatchedContainers, WatchedLayouts
 from disco_accel.step.capture_lock import between_captures
 from disco_accel.step.state.code_names import attribute_names
@@ -41,7 +42,7 @@ class PythonState:
         self._arrays, self._slots = walk.arrays, walk.slots
         self._array_digests = [_array_digest(a) for a in self._arrays]
         # Of a subclass or a nested tensor the native look knows no layout.
-        plain = {id(t): t for t in walk.tensors if type(t) in (torch.Tensor, torch.nn.Parameter) and not t.is_nested}
+        plain = {id(t): t for t in walk.tensors if _has_layout(t)}
         self._layouts = WatchedLayouts(list(plain.values()))
         self._odd = [t for t in walk.tensors if id(t) not in plain]
         self._odd_layouts = [_layout(t) for t in self._odd]
@@ -102,6 +103,10 @@ class PythonState:
             values = differences(container, content_of(container))
             if values:
                 yield Change(container, values)
+
+
+def _has_layout(tensor: torch.Tensor) -> bool:
+    return (type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_nested) or packed_beside_state(tensor)
 
 
 def _layout(tensor: torch.Tensor) -> str:

@@ -168,6 +168,9 @@ class Walk:
         text = self._memo[id(value)] = f"{type(value).__name__} {identity(value)}"
         if isinstance(value, torch.Tensor):
             self.tensors.append(value)
+            if type(value) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+                # Of a quantised weight: its inner tensors, or the object that holds its scales.
+                self._queue.append(lambda: self._add(Kind.ATTRIBUTES, value, where))
         elif isinstance(value, np.ndarray):
             self.arrays.append(value)
         elif _is_generator(value):

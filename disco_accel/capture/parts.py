@@ -1,0 +1,205 @@
+"""The plain tensors behind a model's parameters: a quantised weight is a tree of packed bytes, scales and tables.
+
+Three kinds of places hold them:
+
+- a parameter or buffer that is a plain tensor itself;
+- a traceable wrapper subclass (``__tensor_flatten__``), such as those of torchao and optimum-quanto, whose inner
+  tensors may be wrappers again;
+- an object beside the weight: bitsandbytes' ``QuantState`` (which may hold a second one) and ``MatmulLtState``, the
+  ``meta`` of hqq's layers. Those libraries are recognised by the names of their classes and need not be there.
+
+All who look at a model's tensors ask here, so that plans, budgets and the watch for changes see the same parts under
+the same names: ``...q_proj.weight.qdata``, ``...q_proj.weight.absmax``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_PACKED_BESIDE_STATE = frozenset(("Params4bit", "Int8Params"))
+"""Subclasses of Parameter whose own bytes are the packed weight."""
+_STATES = frozenset(("QuantState", "MatmulLtState"))
+"""Classes of objects beside a weight whose tensors belong to it."""
+_LAYERS_WITH_META = frozenset(("HQQLinear",))
+
+LeafOf = Callable[[torch.Tensor], torch.Tensor]
+"""From a plain tensor to the one that stands for it, laid out alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One plain tensor of a model. ``name`` is unique; ``requires_grad`` is that of the parameter it is part of."""
+
+    name: str
+    tensor: torch.Tensor
+    is_buffer: bool = False
+    requires_grad: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """An object beside a weight, called ``name``: entry ``key`` of ``table``, the attributes of a module."""
+
+    table: dict[str, Any]
+    key: str
+    name: str
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its bytes are all there is to ``tensor``."""
+    known = type(tensor) in _PLAIN or hasattr(tensor, "fake_mode")
+    return known and tensor.layout is torch.strided and not tensor.is_quantized
+
+
+def packed_beside_state(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is bitsandbytes' packed weight, a Parameter with scales in objects beside it."""
+    return not _PACKED_BESIDE_STATE.isdisjoint(c.__name__ for c in type(tensor).__mro__)
+
+
+def has_rule(tensor: torch.Tensor) -> bool:
+    """Whether it is known which plain tensors ``tensor`` is made of."""
+    if is_traceable_wrapper_subclass(tensor):
+        return all(has_rule(inner) for _, inner in _inner(tensor))
+    return is_plain(tensor) or (packed_beside_state(tensor) and tensor.layout is torch.strided)
+
+
+def _inner(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    for name in names:
+        yield name, getattr(tensor, name)
+
+
+def leaves(tensor: torch.Tensor, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The plain tensors of the tree that ``tensor``, called ``name``, is; for most it is itself."""
+    if is_traceable_wrapper_subclass(tensor):
+        for key, inner in _inner(tensor):
+            yield from leaves(inner, f"{name}.{key}")
+        return
+    yield name, tensor
+    if packed_beside_state(tensor):
+        for key, value in tensor.__dict__.items():
+            if isinstance(value, torch.Tensor):
+                yield f"{name}.{key}", value
+            elif _is_state(value):
+                yield from _tensors_in(value, name)
+
+
+def rebuilt(tensor: torch.Tensor, leaf_of: LeafOf) -> torch.Tensor:
+    """The same tree around other leaves; ``tensor`` itself where these are its own."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, context = tensor.__tensor_flatten__()
+        inner = {key: rebuilt(getattr(tensor, key), leaf_of) for key in names}
+        if all(made is getattr(tensor, key) for key, made in inner.items()):
+            return tensor
+        wrapper: torch.Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
+        return wrapper
+    leaf = leaf_of(tensor)
+    if leaf is not tensor and packed_beside_state(tensor):
+        leaf.__dict__.update({key: rebuilt_state(value, leaf_of) for key, value in tensor.__dict__.items()})
+    return leaf
+
+
+def _is_state(value: Any) -> bool:
+    return type(value).__name__ in _STATES
+
+
+def _tensors_in(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    for key, item in (value if isinstance(value, dict) else vars(value)).items():
+        if isinstance(item, torch.Tensor):
+            yield f"{name}.{key}", item
+        elif isinstance(item, dict) or _is_state(item):
+            yield from _tensors_in(item, f"{name}.{key}")
+
+
+def rebuilt_state(value: Any, leaf_of: LeafOf) -> Any:
+    """A copy of a state with other tensors in it: a forward that writes to it changes the copy."""
+    if isinstance(value, torch.Tensor):
+        return leaf_of(value)
+    if isinstance(value, dict):
+        return {key: rebuilt_state(item, leaf_of) for key, item in value.items()}
+    if not _is_state(value):
+        return value
+    made = object.__new__(type(value))
+    made.__dict__.update({key: rebuilt_state(item, leaf_of) for key, item in vars(value).items()})
+    return made
+
+
+def states_of(module: torch.nn.Module, path: str = "") -> Iterator[State]:
+    """Objects with parts of weights among the attributes of ``module`` itself, which is called ``path``."""
+    for key, value in module.__dict__.items():
+        if _is_state(value) or (key == "meta" and type(module).__name__ in _LAYERS_WITH_META and value):
+            name = "weight" if key == "state" else key
+            yield State(module.__dict__, key, f"{path}.{name}" if path else name)
+
+
+@contextmanager
+def states_replaced(model: torch.nn.Module, leaf_of: LeafOf) -> Iterator[None]:
+    """Inside, modules have copies of the objects beside their weights, with other tensors in them."""
+    before = [(state, state.table[state.key]) for m in model.modules() for state in states_of(m)]
+    try:
+        for state, value in before:
+            state.table[state.key] = rebuilt_state(value, leaf_of)
+        yield
+    finally:
+        for state, value in before:
+            state.table[state.key] = value
+
+
+def named_parts(model: torch.nn.Module, *, remove_duplicate: bool = True) -> Iterator[Part]:
+    """All plain tensors of ``model``: those of its parameters, of what lies beside these, and of its buffers.
+
+    A tensor that several places hold comes once; without ``remove_duplicate`` a tied parameter or buffer comes by all
+    its names. A tensor beside a weight that is the same view of the same bytes as another part is that part.
+    """
+    seen: set[int] = set()
+    places: set[tuple[Any, ...]] = set()
+
+    def new(tensor: torch.Tensor) -> bool:
+        if id(tensor) in seen:
+            return not remove_duplicate
+        seen.add(id(tensor))
+        places.add(place(tensor))
+        return True
+
+    for name, parameter in model.named_parameters(remove_duplicate=remove_duplicate):
+        for leaf_name, leaf in leaves(parameter, name):
+            if (leaf is parameter or place(leaf) not in places) and new(leaf):
+                yield Part(leaf_name, leaf, requires_grad=parameter.requires_grad)
+    for name, tensor in _beside_weights(model):
+        if place(tensor) not in places and new(tensor):
+            yield Part(name, tensor)
+    for name, buffer in model.named_buffers(remove_duplicate=remove_duplicate):
+        for leaf_name, leaf in leaves(buffer, name):
+            if new(leaf):
+                yield Part(leaf_name, leaf, is_buffer=True)
+
+
+def _beside_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for path, module in model.named_modules():
+        for state in states_of(module, path):
+            yield from _tensors_in(state.table[state.key], state.name)
+
+
+def beside_weights(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Tensors beside packed weights, also those that are views of a weight's own bytes."""
+    packed = (p for p in model.parameters() if packed_beside_state(p))
+    own = [leaf for parameter in packed for _, leaf in leaves(parameter) if leaf is not parameter]
+    return [*own, *(tensor for _, tensor in _beside_weights(model))]
+
+
+def place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for tensors that are the same view of the same bytes."""
+    storage = tensor.untyped_storage()._cdata
+    return storage, tensor.storage_offset(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def frozen_parts(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Name → tensor of all parts of frozen weights."""
+    return {p.name: p.tensor for p in named_parts(model) if not (p.requires_grad or p.is_buffer)}
