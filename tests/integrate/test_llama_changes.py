@@ -125,3 +125,22 @@ def test_modes_that_see_every_op_are_refused_by_name(mode: str) -> None:
     with modes[mode](), pytest.raises(CaptureError, match=r"_Seeing|FlopCounterMode|detect_anomaly"):
         model(**batch(1))
     step(model, 2)
+
+
+def test_checkpointing_that_is_switched_off_and_on_again_is_the_same_state() -> None:
+    """As TRL's preference trainers do between forward and backward; transformers adds a hook more each time."""
+    eager, planned = tiny_lora(**SMALL, checkpointing=True), prepare(tiny_lora(**SMALL, checkpointing=True), config())
+    for seed in range(12):
+        results = []
+        for model in (planned, eager):
+            logits = model(**batch(seed)).logits
+            model.gradient_checkpointing_disable()
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            logits.float().square().mean().backward()
+            results.append(
+                (logits.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad})
+            )
+            model.zero_grad(set_to_none=True)
+        assert_same(*results)
+    # The first step is planned for its loss, the others for the logits, whose gradient was asked for.
+    assert stats(planned)["plans"] == 2 and stats(planned)["steps_eager"] == 0

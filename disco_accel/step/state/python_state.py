@@ -50,7 +50,12 @@ class PythonState:
         for container in self.containers:
             self._watched.append(container.kind, container.owner, container.snapshot)
         parts = (c.part for c in self.containers)
-        extra = (*map(_layout, walk.tensors), *self._array_digests, *(walk.describe(v, "") for *_, v in self._slots))
+        extra = (
+            *walk.functions,
+            *map(_layout, walk.tensors),
+            *self._array_digests,
+            *(walk.describe(v, "") for *_, v in self._slots),
+        )
         self.digest = hashlib.blake2b("\n".join(itertools.chain(parts, extra)).encode(), digest_size=16).digest()
         """Equal for states that are equal by value; objects without a value, such as tensors, count by identity."""
         self.last_difference = ""

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn.modules import module as torch_module
+from torch.utils.hooks import RemovableHandle
 
 from disco_accel.errors import CaptureError
 from disco_accel.native.change_watch import ABSENT, ANYTHING, Kind
@@ -21,6 +22,7 @@ from disco_accel.step.state.code_names import global_names, is_library
 from disco_accel.step.state.containers import (
     ATOMS,
     CLASS_NOTES,
+    HOOKS,
     PLAIN,
     Container,
     Relevance,
@@ -99,6 +101,8 @@ class Walk:
         """Generators of random numbers, of Python's and numpy's classes."""
         self.tensors: list[torch.Tensor] = []
         self.arrays: list[np.ndarray[Any, Any]] = []
+        self.functions: list[str] = []
+        """What functions are by value."""
         self.slots: list[tuple[Any, str, Any]] = []
         """Objects, names of their slots, and what these hold."""
         self._relevance = relevance
@@ -176,7 +180,11 @@ class Walk:
         elif _is_generator(value):
             self.generators.append(value)
         elif isinstance(value, types.FunctionType):
-            self._queue.append(lambda: self._add_function(value, where))
+            # Equal functions are equal: libraries take hooks off for a while and make the same ones anew.
+            text = self._memo[id(value)] = f"function {len(self._memo)}"
+            self._queue.append(lambda: self._add_function(value, where, text))
+        elif isinstance(value, RemovableHandle):
+            text = self._memo[id(value)] = "handle of a hook"
         elif isinstance(value, type):
             if not _is_opaque(value) or issubclass(value, torch.nn.Module):
                 self._queue.append(lambda: self._add_class(value))
@@ -201,13 +209,18 @@ class Walk:
             parts = [self.describe(v, where) if v is not ABSENT else "absent" for v in content]
         else:
             pairs = zip(content[::2], container.snapshot[1::2], strict=True)
-            parts = [
-                f"{self.describe(k, where)}:{self.describe(v, below(container, k)) if v is not ABSENT else 'absent'}"
-                for k, v in pairs
-                if v is not ANYTHING
-            ]
+            parts = [f"{self.describe(k, where)}:{self._entry(container, k, v)}" for k, v in pairs if v is not ANYTHING]
         container.part = f"{kind.name}({';'.join(parts)})"
         self.containers.append(container)
+
+    def _entry(self, container: Container, key: Any, value: Any) -> str:
+        if value is ABSENT:
+            return "absent"
+        owner, where = container.owner, below(container, key)
+        of_module = container.kind is Kind.ATTRIBUTES and isinstance(owner, torch.nn.Module)
+        if of_module and key in HOOKS and id(value) not in self._memo:
+            return self._describe_hooks(owner, key, value, where)
+        return self.describe(value, where)
 
     def _add_object(self, value: Any, where: str) -> None:
         if own_attributes(value) is not None:
@@ -217,18 +230,37 @@ class Walk:
             self.slots.append((value, name, content))
             self.describe(content, f"{where}.{name}")
 
-    def _add_function(self, function: types.FunctionType, where: str) -> None:
+    def _add_function(self, function: types.FunctionType, where: str, text: str) -> None:
         code = function.__code__
         place = f"{function.__qualname__} ({code.co_filename}:{code.co_firstlineno})"
+        cells = []
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             if id(cell) not in self._memo:
                 self._memo[id(cell)] = f"cell {len(self._memo)}"
                 self._add(Kind.CELL, cell, f"variable {name} of {place}")
-        for part in (function.__defaults__, function.__kwdefaults__, function.__dict__):
-            if part:
-                self.describe(part, place)
+            cells.append(self._memo[id(cell)])
+        parts = (function.__defaults__, function.__kwdefaults__, function.__dict__)
+        texts = [self.describe(part, place) if part else "none" for part in parts]
+        self.functions.append(f"{text}: {identity(code)} {id(function.__globals__)} {texts} {cells}")
         if not is_library(code):
             self._names_of(function.__globals__, set(global_names(code)), str(function.__module__))
+
+    def _describe_hooks(self, module: torch.nn.Module, key: str, table: dict[int, Any], where: str) -> str:
+        """Hooks in their order, each with how it is called; their numbers, which count all hooks ever made, are left
+        out."""
+        self._memo.setdefault(id(table), f"@{len(self._memo)}")
+        flags = [vars(module).get(f"{key}{how}", {}) for how in ("_with_kwargs", "_always_called")]
+        container = Container(Kind.DICT, table, where, [], "")
+        container.snapshot = content_of(container)
+        self.containers.append(container)
+        hooks = []
+        for number, hook in table.items():
+            called = [number in flag for flag in flags]
+            repeatable = _is_repeatable(hook)
+            text = f"{f'once {identity(hook.__code__)}' if repeatable else self.describe(hook, where)} {called}"
+            if not (repeatable and text in hooks):
+                hooks.append(text)
+        return f"hooks({';'.join(hooks)})"
 
     def _add_class(self, kind: type) -> None:
         # The dict behind the read-only view: what a changed method or class attribute changes.
@@ -265,6 +297,17 @@ class Walk:
                 parts.append(f"{name}:{self.describe(value, f'{where}.{name}')}")
         container.part = f"NAMES({';'.join(parts)})"
         self.containers.append(container)
+
+
+def _is_repeatable(hook: Any) -> bool:
+    """Whether ``hook`` does the same however often it runs: those that let inputs require gradients, which transformers
+    and PEFT add once more each time that activation checkpointing is switched on."""
+    return (
+        isinstance(hook, types.FunctionType)
+        and hook.__code__.co_name in ("make_inputs_require_grads", "make_inputs_require_grad")
+        and not (hook.__closure__ or hook.__defaults__ or hook.__kwdefaults__ or hook.__dict__)
+        and is_library(hook)
+    )
 
 
 def _own_cache(namespace: dict[str, Any], value: Any) -> bool:
