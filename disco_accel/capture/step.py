@@ -19,6 +19,7 @@ from disco_accel.capture.autocast import AutocastState, autocast_region, autocas
 from disco_accel.capture.captured_step import CapturedStep, InputBinding, InputSource, ValueBinding
 from disco_accel.capture.code_location import code_line
 from disco_accel.capture.constants import bind_constants, no_values_read, tracing_mode
+from disco_accel.capture.data_assignments import no_data_assigned
 from disco_accel.capture.fake_inputs import batch_tensors, model_twins, replace_tensors, tables_kept, twin
 from disco_accel.capture.fake_kernels import fake_kernels, fakes_taken_for_plain, quiet
 from disco_accel.capture.lower import (
@@ -317,6 +318,7 @@ def _tracing(
         stack.enter_context(no_values_read(model))
         stack.enter_context(fake_kernels())
         stack.enter_context(fakes_taken_for_plain())
+        stack.enter_context(no_data_assigned())
         stack.enter_context(without_cudnn_attention(device))
         stack.enter_context(outside_autocast())
         stack.enter_context(torch.set_grad_enabled(gradients))

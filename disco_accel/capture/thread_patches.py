@@ -12,6 +12,7 @@ tests/integrate/test_other_threads.py.
 | ``Tensor.tolist``, ``Tensor.numpy`` | capture/constants.py | get the original: ``patched`` |
 | global module hooks | capture/trace_log.py | do nothing for modules of other models |
 | twins in the place of parameters and buffers | capture/step.py | its modules wait: trace_log.py, capture_lock.py |
+| ``FakeTensor.data`` | capture/data_assignments.py | is assigned as ever |
 | ``Tensor.dequantize`` | capture/fake_kernels.py | get the original: ``patched`` |
 | objects beside quantised weights | capture/parts.py | its modules wait: trace_log.py, capture_lock.py |
 | fake kernel of ``_grouped_mm`` | capture/fake_kernels.py | fall through to torch's own rule |

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from disco_accel import DiscoConfig, prepare, stats
-from disco_accel.errors import ExecutionError
+from disco_accel.errors import CaptureError, ExecutionError
 
 CONFIG = DiscoConfig(memory_budget="64MiB", device="cpu", plan_cache=None, planner="build")
 THIS = sys.modules[__name__]
@@ -333,3 +333,23 @@ def test_a_change_between_steps_is_followed(kind: str) -> None:
     if kind not in SAME_BITS:
         with pytest.raises(AssertionError):
             _assert_equal(_run(kind, planned=False, change=False), expected)
+
+
+class Shrinking(nn.Module):
+    """Halves its frozen weight at each forward, past every op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.weight = nn.Parameter(torch.ones(8, 8), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data = self.weight.data * 0.5
+        return ((x * self.scale) @ self.weight).sum()
+
+
+def test_a_forward_that_puts_other_data_into_a_weight_is_refused() -> None:
+    model = prepare(Shrinking(), CONFIG)
+    with pytest.raises(CaptureError, match=r"puts other data into a tensor of shape \(8, 8\)"):
+        model(torch.ones(2, 8))
+    assert torch.equal(model.weight, torch.ones(8, 8))
