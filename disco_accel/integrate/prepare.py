@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from disco_accel.capture.autocast import autocast_state
+from disco_accel.capture.first_forward import run_first_forward_changes
 from disco_accel.config.settings import DiscoConfig
 from disco_accel.errors import BudgetTooSmall, CaptureError, ConfigError
 from disco_accel.integrate.hf import generate_prefill
@@ -131,7 +132,9 @@ def prepare(model: torch.nn.Module, config: DiscoConfig) -> torch.nn.Module:
             raise
         logger.warning("the model is left as it is, outside the memory budget: %s", error)
         return model
-    _attach(_session(model, config), model)
+    state = _session(model, config)
+    run_first_forward_changes(model, state.device, gradients=True)
+    _attach(state, model)
     return model
 
 
@@ -143,6 +146,7 @@ def prepare_frozen(model: torch.nn.Module, config: DiscoConfig) -> Session:
     """
     require_known_weights(model)
     state = _session(model, config)
+    run_first_forward_changes(model, state.device, gradients=False)
     state.frozen_for_prefill = [p for p in model.parameters() if p.requires_grad]
     for parameter in state.frozen_for_prefill:
         parameter.requires_grad_(False)
