@@ -7,6 +7,7 @@ tests/integrate/test_other_threads.py.
 | --- | --- | --- |
 | mask functions of transformers | integrate/hf/tracing.py | get the original: ``patched`` |
 | checkpoint function of modules | integrate/hf/tracing.py | get the original: ``patched`` |
+| torch's checkpoint function | capture/checkpointing.py | get the original: ``patched`` |
 | ``fx.Graph.create_node`` | capture/trace_log.py | get the original: ``patched`` |
 | ``torch.manual_seed`` and its kin | capture/rng.py | get the original: ``patched``; the generator is never set |
 | ``Tensor.tolist``, ``Tensor.numpy`` | capture/constants.py | get the original: ``patched`` |

@@ -1,8 +1,7 @@
 """What tracing alone cannot see: which phase and layer, and which module, each traced op belongs to.
 
-A ``TraceLog`` is active while a step is traced. Every node of the trace gets a ``NodeInfo``; ``checkpointed``
-runs a segment under non-reentrant activation checkpointing and marks its forward, its recomputation and the
-backward that starts at its output.
+A ``TraceLog`` is active while a step is traced. Every node of the trace gets a ``NodeInfo``. Phases and layers belong
+to segments under activation checkpointing: ``checkpointing.py`` sets them.
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ import torch
 from torch import fx
 from torch._C._autograd import _get_sequence_nr
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from disco_accel.capture.thread_patches import patched
 from disco_accel.errors import CaptureError
@@ -49,7 +46,8 @@ class TraceLog:
     """State of one trace. ``output_grads`` keeps the gradient of each checkpointed segment's outputs, by layer.
 
     ``redrawn``: segments whose recomputation draws new random numbers (``preserve_rng_state=False``). ``nested``:
-    segments inside other segments.
+    segments inside other segments. ``unmarked``: modules, by identity, whose forward ran under a checkpoint function
+    that did not call torch's. ``reentrant_leaves``: storages trained in segments with ``use_reentrant=True``.
     """
 
     module_names: Mapping[int, str]
@@ -61,6 +59,11 @@ class TraceLog:
     layer_modules: dict[int, str] = field(default_factory=dict)
     redrawn: set[int] = field(default_factory=set)
     nested: set[int] = field(default_factory=set)
+    unmarked: set[int] = field(default_factory=set)
+    reentrant_leaves: set[int] = field(default_factory=set)
+    graphs: list[fx.Graph] = field(default_factory=list)
+    checks: list[Callable[[TraceLog], None]] = field(default_factory=list)
+    """Called with the log when the trace is complete."""
     by_sequence: dict[int, str] = field(default_factory=dict)
     formulas: dict[str, str] = field(default_factory=dict)
     """Autograd nodes of ``_OTHER_FORMULA`` that ran, with the module of each."""
@@ -74,7 +77,12 @@ class TraceLog:
 
     def info(self) -> NodeInfo:
         """What to note on a node created now."""
-        return NodeInfo(self.phase, self.layer, self._issuer(), self._node() is not None)
+        return NodeInfo(self.phase, self.layer, self._issuer(), self.in_backward)
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether autograd runs a backward of the trace."""
+        return self._node() is not None
 
     def _node(self) -> Any:
         node = torch._C._current_autograd_node()
@@ -116,6 +124,8 @@ def logging_trace(model: torch.nn.Module) -> Iterator[TraceLog]:
         def create_noted(graph: fx.Graph, *args: Any, **kwargs: Any) -> fx.Node:
             node = create_node(graph, *args, **kwargs)
             node.meta[_INFO_KEY] = log.info()
+            if not log.graphs or log.graphs[-1] is not graph:
+                log.graphs.append(graph)
             return node
 
         return create_noted
@@ -133,6 +143,8 @@ def logging_trace(model: torch.nn.Module) -> Iterator[TraceLog]:
         _turns.append(turn)
         stack.callback(turn.end)
         yield log
+        for check in log.checks:
+            check(log)
 
 
 class _Turn:
@@ -154,6 +166,8 @@ _turns: list[_Turn] = []
 def _enter_module(module: torch.nn.Module, _args: Any) -> None:
     log = active_log()
     if log is not None:
+        if id(module) in log.unmarked and log.in_backward and log.phase != RECOMPUTE:
+            raise CaptureError(unmarked(log.module_names.get(id(module), "")))
         log.modules.append(log.module_names.get(id(module), log.module))
         return
     # Another thread runs a module that is being captured: until that is over there are no weights in it.
@@ -162,81 +176,16 @@ def _enter_module(module: torch.nn.Module, _args: Any) -> None:
             turn.over.wait()
 
 
+def unmarked(module: str) -> str:
+    """What to say of a module under a checkpointing that is not torch's."""
+    return (
+        f"the checkpoint function of {module or 'the model'} does not call torch.utils.checkpoint.checkpoint: what "
+        "it recomputes cannot be captured; use torch's, as model.gradient_checkpointing_enable() does"
+    )
+
+
 def _leave_module(_module: torch.nn.Module, _args: Any, _output: Any) -> None:
     # Not called when the module raised: the stack then still names it, which is what the error needs.
     log = active_log()
     if log is not None and log.modules:
         log.modules.pop()
-
-
-class _Tag(TorchDispatchMode):
-    """Sets phase and layer. A dispatch mode in type alone, since torch takes nothing else as context under tracing."""
-
-    def __init__(self, log: TraceLog, phase: str, layer: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._log = log
-        self._tag = (phase, layer)
-        self._before: list[tuple[str, int, list[str]]] = []
-
-    def __enter__(self) -> _Tag:
-        log = self._log
-        self._before.append((log.phase, log.layer, list(log.modules)))
-        log.phase, log.layer = self._tag
-        return self
-
-    def __exit__(self, kind: Any, _value: Any, _traceback: Any) -> None:
-        # Recomputation ends by an exception, so modules that it entered were never left.
-        phase, layer, modules = self._before.pop()
-        if self._tag[0] == RECOMPUTE or kind is None:
-            self._log.phase, self._log.layer, self._log.modules = phase, layer, modules
-
-
-def checkpointed(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Run a segment as ``torch.utils.checkpoint.checkpoint(use_reentrant=False)`` does, marking its three phases.
-
-    ``options`` are the keyword arguments of the user's own checkpoint function and of the segment. Outside a
-    trace it is plain checkpointing.
-
-    Raises:
-        CaptureError: ``use_reentrant=True`` (also torch's default when it is left out).
-    """
-    if options.pop("use_reentrant", None) is not False:
-        raise CaptureError(
-            "use_reentrant: activation checkpointing with use_reentrant=True cannot be captured; "
-            'pass gradient_checkpointing_kwargs={"use_reentrant": False}'
-        )
-    log = active_log()
-    if log is None:
-        return checkpoint(function, *args, use_reentrant=False, **options)
-    layer = log.layers
-    log.layers += 1
-    log.layer_modules[layer] = log.module
-    options.pop("context_fn", None)
-    if not options.get("preserve_rng_state", True):
-        log.redrawn.add(layer)
-    if log.phase in (FORWARD, RECOMPUTE):
-        log.nested.add(layer)
-    # The capture itself pairs what draws with its replay; saving generator states would only break tracing.
-    options["preserve_rng_state"] = False
-    tags = (_Tag(log, FORWARD, layer), _Tag(log, RECOMPUTE, layer))
-    output = checkpoint(function, *args, use_reentrant=False, context_fn=lambda: tags, **options)
-    for tensor in _tensors(output):
-        if tensor.requires_grad:
-            tensor.register_hook(_mark_backward(log, layer))
-    return output
-
-
-def _mark_backward(log: TraceLog, layer: int) -> Callable[[torch.Tensor], None]:
-    def mark(grad: torch.Tensor) -> None:
-        log.phase, log.layer = BACKWARD, layer
-        log.output_grads.setdefault(layer, []).append(grad)
-
-    return mark
-
-
-def _tensors(output: Any) -> list[torch.Tensor]:
-    if isinstance(output, torch.Tensor):
-        return [output]
-    if isinstance(output, (tuple, list)):
-        return [tensor for item in output for tensor in _tensors(item)]
-    return []

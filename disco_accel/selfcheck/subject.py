@@ -15,8 +15,8 @@ import torch
 from torch.nn import functional
 
 from disco_accel.capture.captured_step import CapturedStep, InputSource
+from disco_accel.capture.checkpointing import checkpointed
 from disco_accel.capture.step import capture_step
-from disco_accel.capture.trace_log import checkpointed
 from disco_accel.errors import BudgetTooSmall, PlanError
 from disco_accel.execute.executor import EngineOptions, Executor
 from disco_accel.graph.memgraph import MemGraph

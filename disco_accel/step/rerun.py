@@ -13,6 +13,7 @@ import torch
 
 from disco_accel.capture.attention import cudnn_attention_off
 from disco_accel.capture.autocast import AutocastState, autocast_region, outside_autocast
+from disco_accel.capture.checkpointing import never_reentrant
 from disco_accel.capture.fake_inputs import batch_tensors
 from disco_accel.capture.step import UNREACHED, field_at
 from disco_accel.errors import CaptureError, ExecutionError
@@ -157,7 +158,7 @@ class Rerun:
         assert self.step.parameters is not None
         draws, autocast = generator_from(self.step, self.generator), self._autocast_of_forward()
         # The step's kernels in the backward too, which may recompute.
-        with torch.enable_grad(), draws, autocast, self._step_kernels():
+        with torch.enable_grad(), draws, autocast, self._step_kernels(), never_reentrant():
             output = self.state.original_forward(**self.batch)
             pairs = [(v, t) for n, t in tangents.items() if (v := field_at(output, n)).requires_grad]
             values, value_tangents = [v for v, _ in pairs], [t for _, t in pairs]

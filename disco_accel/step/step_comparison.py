@@ -17,6 +17,7 @@ import torch
 
 from disco_accel.capture.attention import cudnn_attention_off
 from disco_accel.capture.autocast import AutocastState, autocast_region, autocast_state, outside_autocast
+from disco_accel.capture.checkpointing import never_reentrant
 from disco_accel.capture.step import field_at
 from disco_accel.errors import StepsDiffer
 from disco_accel.graph.op_traits import op_traits
@@ -116,6 +117,7 @@ class Comparison:
             stack.enter_context(self.state.gate.eager())
             stack.enter_context(own_forward_runs())
             stack.enter_context(cudnn_attention_off(self._device))
+            stack.enter_context(never_reentrant())
             if backend_of(self._device).separate_memory:
                 visitors = self.state.placement.visitors
                 stack.enter_context(saved_on_host(self._device, visitors, parameters.values()))

@@ -6,7 +6,6 @@ import functools
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from disco_accel.errors import CaptureError
 from disco_accel.graph.taskgraph import TaskGraph
@@ -91,17 +90,6 @@ def test_every_nth_layer_follows_the_users_choice() -> None:
     attention = "aten::_scaled_dot_product_flash_attention_for_cpu"
     assert sum(op.name == attention for op in step.graph.ops.values()) == LAYERS + LAYERS // 2
     assert_same_bits(run_captured(step, model, batch), run_eager(model, batch, torch.enable_grad()))
-
-
-@pytest.mark.parametrize("options", [{"use_reentrant": True}, {}], ids=["given", "left out"])
-def test_reentrant_checkpointing_is_refused(options: dict[str, bool]) -> None:
-    """It would capture with every gradient missing."""
-    model = tiny_lora(hidden=32)
-    model.enable_input_require_grads()
-    inner = model.base_model.model
-    inner._set_gradient_checkpointing(True, functools.partial(checkpoint, **options))
-    with pytest.raises(CaptureError, match="use_reentrant"):
-        capture(model, random_batch())
 
 
 def test_the_users_checkpoint_function_is_back_after_a_capture() -> None:

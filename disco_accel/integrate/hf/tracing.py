@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from transformers import masking_utils
 
+from disco_accel.capture.checkpointing import marked_below, traced
 from disco_accel.capture.thread_patches import patched
-from disco_accel.capture.trace_log import checkpointed
 from disco_accel.errors import CaptureError
 from disco_accel.step.dynamo import compiled_parts_traced
 from disco_accel.step.frontend import ContextFactory
@@ -24,8 +24,7 @@ def hf_contexts(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> list[Conte
     """Contexts for tracing ``model`` on this concrete batch.
 
     Raises:
-        CaptureError: activation checkpointing with ``use_reentrant=True``, a key/value cache given to a step, or
-            experts chosen by a loop over the data.
+        CaptureError: a key/value cache given to a step, or experts chosen by a loop over the data.
     """
     _check_experts(model)
     if kwargs.get("past_key_values") is not None:
@@ -40,7 +39,7 @@ def hf_contexts(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> list[Conte
     return [
         compiled_parts_traced,
         functools.partial(_masks_of, facts),
-        functools.partial(_tagged_checkpointing, segments),
+        functools.partial(_marked_checkpointing, segments),
     ]
 
 
@@ -95,32 +94,24 @@ def _masks_of(facts: BatchFacts) -> Iterator[None]:
         yield
 
 
-def _checkpointed_modules(model: torch.nn.Module) -> list[tuple[torch.nn.Module, dict[str, Any]]]:
-    """Modules that run under activation checkpointing, with the user's own options for it."""
-    checkpointed = []
-    for name, module in model.named_modules():
-        function = getattr(module, "_gradient_checkpointing_func", None)
-        if function is None or not getattr(module, "gradient_checkpointing", False) or not module.training:
-            continue
-        options = dict(function.keywords) if isinstance(function, functools.partial) else {}
-        if options.get("use_reentrant") is not False:
-            raise CaptureError(
-                f"use_reentrant: {name or 'the model'} checkpoints with use_reentrant=True, which cannot be captured; "
-                'pass gradient_checkpointing_kwargs={"use_reentrant": False}'
-            )
-        checkpointed.append((module, options))
-    return checkpointed
+def _checkpointed_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Modules that run under activation checkpointing."""
+    return [
+        module
+        for module in model.modules()
+        if module.training
+        and getattr(module, "gradient_checkpointing", False)
+        and getattr(module, "_gradient_checkpointing_func", None) is not None
+    ]
 
 
 @contextmanager
-def _tagged_checkpointing(segments: list[tuple[torch.nn.Module, dict[str, Any]]]) -> Iterator[None]:
-    """Checkpoint the same modules with the same options, but note what is forward, recompute and backward."""
+def _marked_checkpointing(segments: list[torch.nn.Module]) -> Iterator[None]:
+    """Let the user's own functions checkpoint these modules, and note what is forward, recompute and backward."""
     with ExitStack() as stack:
-        for module, options in segments:
-            tagged = _always(functools.partial(checkpointed, **options))
-            stack.enter_context(patched(module, "_gradient_checkpointing_func", tagged))
+        if segments:
+            stack.enter_context(marked_below())
+        for module in segments:
+            marked = functools.partial(traced, module=module)
+            stack.enter_context(patched(module, "_gradient_checkpointing_func", marked))
         yield
-
-
-def _always(replacement: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    return lambda original: replacement

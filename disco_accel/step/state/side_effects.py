@@ -139,11 +139,14 @@ class Effects:
             self._changes = [c for change in before.changes() if (c := _without_swaps(change)) is not None]
             if not finished:
                 self._undo()
+                # A refusal, too, holds as long as nothing changes that the code up to it has read.
+                state.ran(model, executed, changed=False)
         try:
             _refuse_random(drawn, executed)
             self._refuse_changes()
         except CaptureError:
             self._undo()
+            state.ran(model, executed, changed=False)
             raise
         self._tell(executed)
         state.ran(model, executed, changed=self.lasting)
