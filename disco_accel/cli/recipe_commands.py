@@ -10,6 +10,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from disco_accel.errors import BudgetTooSmall, ConfigError
+from disco_accel.graph.value_numbering import kept_bytes
 from disco_accel.graph.values import host_copy_exists
 
 if TYPE_CHECKING:
@@ -149,6 +150,8 @@ def plan(options: argparse.Namespace) -> int:
     for note in planned.notes:
         say(note)
     more["cut_short"] = planned.cut
+    more["dequantisations_saved"] = len(planned.left_out)
+    more["kept_dequantised_bytes"] = kept_bytes(planned.left_out)
     if options.passes:
         more["passes"] = [each.as_dict() for each in planned.applied]
     estimated_for = SPEEDS[options.device].name

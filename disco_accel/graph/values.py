@@ -13,6 +13,11 @@ def host_copy_exists(vertex: Vertex) -> bool:
     return vertex.kind is VertexKind.INPUT and vertex.traits.host_has_it
 
 
+def never_changes(vertex: Vertex) -> bool:
+    """Whether the value is the host's and the same in all steps: nothing writes to it, on the device or elsewhere."""
+    return host_copy_exists(vertex) and vertex.traits.access is Access.READ
+
+
 def may_leave(vertex: Vertex) -> bool:
     """Whether a value that the host has may make room on its device, in a plan that is run step after step."""
     return not vertex.traits.stays

@@ -23,6 +23,7 @@ from disco_accel.graph.carried_values import inputs_held
 from disco_accel.graph.files import fingerprint, memgraph_from_json, parse_json, plan_as_json
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
+from disco_accel.graph.value_numbering import graph_of_plan
 from disco_accel.plan.cache_folder import ForeignFolder, Unusable, own_folder, read_private, remove_oldest, write_file
 from disco_accel.simulate.simulator import Machine
 from disco_accel.sizes import format_size
@@ -104,7 +105,10 @@ class PlanCache:
         self.folder = Path(folder) / "plans"
 
     def load(self, key: str, graph: TaskGraph, *, cyclic: bool) -> MemGraph | None:
-        """The verified plan of ``graph`` that is stored under ``key``; None if there is none that can be used."""
+        """The verified plan of ``graph``, or of that without some of its clones, that is stored under ``key``.
+
+        None if there is none that can be used.
+        """
         path = self._path(key)
         try:
             data = read_private(path, MAX_FILE_BYTES)
@@ -160,6 +164,8 @@ def _usable(data: object, key: str, graph: TaskGraph, cyclic: bool) -> MemGraph:
         if v.kind is VertexKind.OFFLOAD
     ):
         raise Unusable("an offload has no place in host memory")
+    # Where there is no such graph, the judge names a vertex that is missing.
+    graph = graph_of_plan(graph, {vertex.id for vertex in plan.vertices}) or graph
     own = {vertex.id: vertex for vertex in graph.vertices}
     plan = replace(plan, name=graph.name, vertices=tuple(_rebuilt(vertex, own) for vertex in plan.vertices))
     verify(graph, plan)

@@ -43,13 +43,16 @@ def enough(vertices: int) -> float:
 class Work:
     """``limit``: seconds on the clock that a search may take (None: as much work as ``enough`` says). ``spent``:
     seconds of work so far, counted; ``drafts``: how many were made; ``cut``: whether the user's deadline has ended
-    it, ``ended`` seconds after it began."""
+    it, ``ended`` seconds after it began. ``part``: of what is enough for a graph, the share that this search has.
+    ``finds_needed``: whether it may end with a search for the smallest memory, where the graph's is too small."""
 
     limit: float | None = None
     spent: float = 0.0
     drafts: int = 0
     cut: bool = False
     ended: float = 0.0
+    part: float = 1.0
+    finds_needed: bool = True
     _began: float = field(default_factory=lambda: time.monotonic())
 
     @property
@@ -70,4 +73,18 @@ class Work:
 
     def over(self, vertices: int, share: float = 1.0) -> bool:
         """Whether a search over a graph of so many vertices has had ``share`` of its work, or of the user's seconds."""
-        return self.late(share) if self.limit is not None else self.spent >= share * enough(vertices)
+        return self.late(share) if self.limit is not None else self.spent >= share * self.part * enough(vertices)
+
+    def shared(self, share: float, vertices: int, *, finds_needed: bool = True) -> Work:
+        """Return the work of one of several searches over a graph of so many vertices: ``share`` of what is left."""
+        if self.limit is not None:
+            return Work(max(0.0, share * (self.limit - self.seconds)), finds_needed=finds_needed)
+        left = max(0.0, self.part - self.spent / enough(vertices))
+        return Work(part=share * left, finds_needed=finds_needed)
+
+    def take(self, other: Work) -> None:
+        """Count what ``other``, one of this one's ``shared``, has cost."""
+        self.spent += other.spent
+        self.drafts += other.drafts
+        if other.cut and not self.cut:
+            self.cut, self.ended = True, self.seconds

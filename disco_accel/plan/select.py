@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -53,7 +53,8 @@ _SEARCH_UP_TO = 12_000
 class Planner(Protocol):
     """Plans ``graph``; ``applied`` gets the passes that the plan's graph has been through.
 
-    Raises BudgetTooSmall, or, where ``repairs`` are not all allowed, Infeasible.
+    Raises BudgetTooSmall; Infeasible, where ``repairs`` are not all allowed or ``work`` has no search for the memory
+    that is needed.
     """
 
     def __call__(
@@ -66,6 +67,7 @@ class Planner(Protocol):
         repairs: Repairs | None = None,
         work: Work | None = None,
         applied: list[AppliedPass] | None = None,
+        not_offloaded: Collection[int] = (),
     ) -> MemGraph: ...
 
 
@@ -81,6 +83,7 @@ def make_plan(
     machine: Machine | None = None,
     work: Work | None = None,
     applied: list[AppliedPass] | None = None,
+    not_offloaded: Collection[int] = (),
 ) -> MemGraph:
     """Return a plan of ``graph``.
 
@@ -89,8 +92,10 @@ def make_plan(
     step after step. ``machine``: what candidates are compared on. ``work``: what the search may cost, and what it has
     cost. For ``build`` alone: ``policy``, which values are evicted first (auto: belady; ``timed`` has the same
     plan whatever it is), and ``lookahead``, vertices ahead of execution for which copies may be placed (None: as many
-    as fit). ``applied`` gets the passes that ``graph`` went through on its way to the plan.
-    Raises ConfigError for unknown names, GraphFileError for a graph that makes no sense, BudgetTooSmall.
+    as fit). ``applied`` gets the passes that ``graph`` went through on its way to the plan. ``not_offloaded``: kernels
+    whose outputs ``timed`` keeps on their device.
+    Raises ConfigError for unknown names, GraphFileError for a graph that makes no sense, BudgetTooSmall; in its place
+    Infeasible, where ``work`` has no search for the memory that is needed.
     """
     if planner not in PLANNERS:
         raise ConfigError(f"planner: {planner!r} is unknown; known planners: {', '.join(sorted(PLANNERS))}")
@@ -99,7 +104,16 @@ def make_plan(
         raise ConfigError(f"lookahead: {lookahead} is negative; 0 turns it off")
     passes = (INPUTS_BY_USE,) if memory is None else (INPUTS_BY_USE, arena_of(memory))
     graph = run_passes(check_taskgraph(graph), passes, applied)
-    plan = PLANNERS[planner](graph, chosen, cyclic, lookahead, machine or Machine(), work=work, applied=applied)
+    plan = PLANNERS[planner](
+        graph,
+        chosen,
+        cyclic,
+        lookahead,
+        machine or Machine(),
+        work=work,
+        applied=applied,
+        not_offloaded=not_offloaded,
+    )
     if graph.host_memory is not None and plan.host_memory > graph.host_memory:
         raise PlanError(
             f"host: offloads take {plan.host_memory} bytes, the graph gives {graph.host_memory}: give the host "
@@ -132,9 +146,10 @@ def plan_build(
     repairs: Repairs | None = None,
     work: Work | None = None,
     applied: list[AppliedPass] | None = None,
+    not_offloaded: Collection[int] = (),
 ) -> MemGraph:
     """Plan with BUILDMEMGRAPH: as much look-ahead as fits, less if it must be. Raises BudgetTooSmall."""
-    del applied
+    del applied, not_offloaded
     if (vertex := _beyond_build(graph)) is not None:
         raise ConfigError(
             f"planner: 'build' cannot plan {called(vertex)}, which {_changes(vertex)}; use planner: timed"
@@ -171,7 +186,11 @@ def _changes(vertex: Vertex) -> str:
     return f"writes outputs {[output for output, _ in vertex.inplace]} over its inputs"
 
 
-def _too_small(graph: TaskGraph, policy: Policy, cyclic: bool, lookahead: int | None, work: Work) -> BudgetTooSmall:
+def _too_small(
+    graph: TaskGraph, policy: Policy, cyclic: bool, lookahead: int | None, work: Work
+) -> BudgetTooSmall | Infeasible:
+    if not work.finds_needed:
+        return Infeasible(0)
     given = max(device.memory for device in graph.devices)
     needed = smallest_feasible_memory(graph, policy, cyclic, partial(_attempts, lookahead=lookahead), work)
     return BudgetTooSmall(needed, given, f"the plan of '{plain(graph.name)}'")
@@ -202,17 +221,19 @@ def plan_timed(
     repairs: Repairs | None = None,
     work: Work | None = None,
     applied: list[AppliedPass] | None = None,
+    not_offloaded: Collection[int] = (),
 ) -> MemGraph:
     """Plan in simulated time; where that finds no plan or a slower one, with BUILDMEMGRAPH. Raises BudgetTooSmall.
 
     A memory is too small if it is for BUILDMEMGRAPH, which can tell in a fraction of the time, and which always ends.
-    ``policy`` has no effect, there neither: what a user is told of it holds for every graph.
+    ``policy`` has no effect, there neither: what a user is told of it holds for every graph. BUILDMEMGRAPH, which
+    offloads what it likes, is not asked where some outputs are ``not_offloaded``.
     """
     del repairs, policy
     policy = policy_named(AUTO)
     work = work or Work()
-    if _beyond_build(graph) is not None:
-        return _plan_timed_alone(graph, cyclic, machine, work, applied)
+    if not_offloaded or _beyond_build(graph) is not None:
+        return _plan_timed_alone(graph, cyclic, machine, work, applied, not_offloaded)
     if first_fitting(graph, policy, cyclic, partial(_attempts, lookahead=lookahead)) is None:
         raise _too_small(graph, policy, cyclic, lookahead, work)
     enough = _GOOD * _compute(graph, machine)
@@ -254,17 +275,25 @@ def _has_order_of(graph: TaskGraph, plan: MemGraph) -> bool:
 
 
 def _plan_timed_alone(
-    graph: TaskGraph, cyclic: bool, machine: Machine, work: Work, applied: list[AppliedPass] | None
+    graph: TaskGraph,
+    cyclic: bool,
+    machine: Machine,
+    work: Work,
+    applied: list[AppliedPass] | None,
+    not_offloaded: Collection[int],
 ) -> MemGraph:
     """As ``plan_timed``, for graphs that BUILDMEMGRAPH cannot plan."""
     orders = [start_order(unlimited_run(graph, machine).starts)] if len(graph.devices) > 1 else []
     for passes, plan in ((orders, build_timed), (orders, plan_frugally), (list[GraphPass](), plan_frugally)):
         ordered = run_passes(graph, passes)
         with suppress(Infeasible):
-            made = replace(plan(ordered, machine, cyclic=cyclic, work=work), planner="timed")
+            made = plan(ordered, machine, cyclic=cyclic, work=work, not_offloaded=not_offloaded)
+            made = replace(made, planner="timed")
             _note_orders(graph, ordered, made, passes, applied)
             return made
     check_overwrites(graph)
+    if not work.finds_needed:
+        raise Infeasible(0)
     given = max(device.memory for device in graph.devices)
     needed = smallest_timed_memory(graph, machine, cyclic=cyclic, work=work)
     raise BudgetTooSmall(needed, given, f"the plan of '{plain(graph.name)}'")

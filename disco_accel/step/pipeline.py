@@ -7,15 +7,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.passes import AppliedPass, GraphPass, arena_of, run_passes
 from disco_accel.graph.taskgraph import TaskGraph
+from disco_accel.graph.value_numbering import Clone, graph_of_plan, left_out
 from disco_accel.measure.costs import Costs, GraphCosts
 from disco_accel.plan import Machine, make_plan
+from disco_accel.plan.keep_or_recompute import decide
 from disco_accel.plan.plan_cache import PlanCache, PlanCacheUse, plan_fingerprint
 from disco_accel.plan.search_work import Work
 from disco_accel.plan.summary import cut_short
@@ -60,7 +63,8 @@ class CostedStep:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """``plan`` is verified for ``graph``, whose device has the budget's arena.
+    """``plan`` is verified for ``graph``, whose device has the budget's arena: the step's, without the kernels
+    ``left_out`` whose values are kept instead, and those that only they needed.
 
     ``applied``: all passes from the capture to the plan. For a plan that was stored, without those of the planner.
     ``seconds`` of each stage: record, plan, verify. ``cut``: the user's deadline ended the search; ``notes``: lines for
@@ -76,6 +80,7 @@ class PlannedStep:
     seconds: dict[str, float]
     cut: bool
     notes: tuple[str, ...]
+    left_out: tuple[Clone, ...] = ()
 
 
 def with_costs(graph: TaskGraph, costs: Costs, applied: Sequence[AppliedPass] = ()) -> CostedStep:
@@ -117,9 +122,10 @@ def plan_step(
     if plan is None:
         say(f"planning {len(graph.ops)} kernels in {format_size(graph.devices[0].memory)}")
         try:
-            plan = _made(graph, settings, work, applied)
+            plan = decide(graph, partial(_made, settings=settings), settings.machine or Machine(), work, applied)
         except BudgetTooSmall as error:
             raise BudgetTooSmall(budget.total_for(error.needed), budget.total, "memory_budget: the step") from error
+    graph, clones = _planned_graph(graph, plan)
     notes = (cut_short(graph, plan, work, settings.machine),) if work.cut else ()
     planned = time.perf_counter()
     if use is not PlanCacheUse.HIT:
@@ -128,18 +134,33 @@ def plan_step(
         if store is not None:
             store.cache.store(key, plan)
     seconds = {"record": step.seconds, "plan": planned - began, "verify": time.perf_counter() - planned}
-    return PlannedStep(graph, plan, budget, step.costs, use, tuple(applied), seconds, work.cut, notes)
+    costs = replace(step.costs, records={k: v for k, v in step.costs.records.items() if k in graph.ops})
+    return PlannedStep(graph, plan, budget, costs, use, tuple(applied), seconds, work.cut, notes, clones)
+
+
+def _planned_graph(graph: TaskGraph, plan: MemGraph) -> tuple[TaskGraph, tuple[Clone, ...]]:
+    """Return the graph that ``plan`` is one of, and the clones of ``graph`` that it has not."""
+    planned = graph_of_plan(graph, {vertex.id for vertex in plan.vertices})
+    assert planned is not None, "the planner leaves out clones alone"
+    return planned, left_out(graph, planned)
 
 
 def replan(graph: TaskGraph, memory: int, settings: PlannerSettings) -> MemGraph:
     """Another verified plan of a graph that has its costs, in an arena of ``memory`` bytes. Raises BudgetTooSmall."""
     sized = run_passes(graph, [arena_of(memory)])
-    plan = _made(sized, settings, Work(settings.plan_seconds), None)
+    plan = _made(sized, Work(settings.plan_seconds), None, settings=settings)
     verify(sized, plan)
     return plan
 
 
-def _made(graph: TaskGraph, settings: PlannerSettings, work: Work, applied: list[AppliedPass] | None) -> MemGraph:
+def _made(
+    graph: TaskGraph,
+    work: Work,
+    applied: list[AppliedPass] | None,
+    not_offloaded: Collection[int] = (),
+    *,
+    settings: PlannerSettings,
+) -> MemGraph:
     return make_plan(
         graph,
         policy=settings.policy,
@@ -148,6 +169,7 @@ def _made(graph: TaskGraph, settings: PlannerSettings, work: Work, applied: list
         machine=settings.machine,
         work=work,
         applied=applied,
+        not_offloaded=not_offloaded,
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TypedDict
 
 from disco_accel.graph.taskgraph import VertexKind
+from disco_accel.graph.value_numbering import kept_bytes, left_out
 from disco_accel.step.compiled_step import CompiledStep
 from disco_accel.step.observer import Fallback, Observer
 
@@ -88,12 +89,15 @@ class PlanFigures(TypedDict):
     plan_cache: str
     budget: dict[str, int]
     kernels: int
+    dequantisations_saved: int
+    kept_dequantised_bytes: int
     engine: dict[str, int | float]
 
 
 def plan_figures(step: CompiledStep, link_bandwidth: float | None) -> PlanFigures:
     """The figures of ``step``, whose executor is loaded. ``link_bandwidth``: in bytes/s, None = not throttled."""
     counters = step.executor.counters()
+    saved = left_out(step.captured.graph, step.graph)
     return {
         "arena_bytes": int(counters["arena_bytes"]),
         "peak_bytes": step.budget.outside + int(counters["touched_bytes"]),
@@ -107,5 +111,7 @@ def plan_figures(step: CompiledStep, link_bandwidth: float | None) -> PlanFigure
         "plan_cache": step.plan_cache.value,
         "budget": step.budget.as_dict(),
         "kernels": sum(v.kind is VertexKind.KERNEL for v in step.plan.vertices),
+        "dequantisations_saved": len(saved),
+        "kept_dequantised_bytes": kept_bytes(saved),
         "engine": counters,
     }

@@ -9,7 +9,7 @@ before it may leave.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -117,12 +117,15 @@ class StepRequirements:
         return len(self.order)
 
 
-def requirements_of(graph: TaskGraph, machine: Machine, min_gap_ratio: float | None) -> StepRequirements:
+def requirements_of(
+    graph: TaskGraph, machine: Machine, min_gap_ratio: float | None, not_offloaded: Collection[int] = ()
+) -> StepRequirements:
     """Return what ``graph`` needs.
 
     ``min_gap_ratio``: an activation is swappable only if one of its idle gaps is at least this many times its two
-    copies (None: no activation is). Raises Infeasible for in-place writes to values that would have to be copied first,
-    and PlanError for a version of a value that changes over steps which is wanted after it has been overwritten.
+    copies (None: no activation is). ``not_offloaded``: kernels whose outputs are not swappable in any case. Raises
+    Infeasible for in-place writes to values that would have to be copied first, and PlanError for a version of a value
+    that changes over steps which is wanted after it has been overwritten.
     """
     serial = serial_order(graph)
     inputs = tuple(vertex for vertex in serial if vertex.kind is VertexKind.INPUT)
@@ -130,7 +133,7 @@ def requirements_of(graph: TaskGraph, machine: Machine, min_gap_ratio: float | N
     seconds = [kernel_seconds(vertex, machine) for vertex in order]
     alignments = {device.id: device.alignment for device in graph.devices}
     requirements = StepRequirements(graph, inputs, order, seconds, alignments)
-    _Collector(requirements, machine, min_gap_ratio).collect()
+    _Collector(requirements, machine, min_gap_ratio, not_offloaded).collect()
     return requirements
 
 
@@ -161,8 +164,15 @@ def kernel_seconds(vertex: Vertex, machine: Machine) -> float:
 class _Collector:
     """Fills ``requirements`` in one walk over the serial order."""
 
-    def __init__(self, requirements: StepRequirements, machine: Machine, min_gap_ratio: float | None) -> None:
+    def __init__(
+        self,
+        requirements: StepRequirements,
+        machine: Machine,
+        min_gap_ratio: float | None,
+        not_offloaded: Collection[int],
+    ) -> None:
         self.requirements = requirements
+        self.not_offloaded = not_offloaded
         self.machine = machine
         self.min_gap_ratio = min_gap_ratio
         self.vertices = {vertex.id: vertex for vertex in requirements.vertices}
@@ -309,7 +319,7 @@ class _Collector:
 
     def _add_activation(self, position: int, vertex: Vertex, ref: Ref, block: int, readers: list[int]) -> bool:
         """Make the output swappable if an idle gap of it is long enough; return whether it is."""
-        if self.min_gap_ratio is None or ref in self.overwritten:
+        if self.min_gap_ratio is None or ref in self.overwritten or vertex.id in self.not_offloaded:
             return False
         requirements, size = self.requirements, vertex.sizes[ref[1]]
         offload = self.machine.d2h.latency + size / self.machine.d2h.bandwidth

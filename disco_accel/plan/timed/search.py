@@ -9,7 +9,7 @@ simulation wins.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import cached_property
 
@@ -50,10 +50,14 @@ def build_timed(
     cyclic: bool,
     work: Work | None = None,
     settings: TimedSettings | None = None,
+    not_offloaded: Collection[int] = (),
 ) -> MemGraph:
-    """Return the fastest plan found before ``work`` is over. Raises Infeasible if there is none by then."""
+    """Return the fastest plan found before ``work`` is over. Raises Infeasible if there is none by then.
+
+    ``not_offloaded``: kernels whose outputs stay on their device.
+    """
     settings = settings or TimedSettings()
-    search = _Search(graph, machine, cyclic, work or Work(), settings)
+    search = _Search(graph, machine, cyclic, work or Work(), settings, not_offloaded)
     search.run()
     search.assign_offsets()
     lost = search.makespan > search.floor and settings.second_run
@@ -67,11 +71,35 @@ def build_timed(
     return search.plan
 
 
+def drafted_seconds(
+    graph: TaskGraph,
+    machine: Machine,
+    *,
+    cyclic: bool,
+    work: Work,
+    settings: TimedSettings,
+    not_offloaded: Collection[int] = (),
+) -> float:
+    """Return the seconds of the fastest draft, a guess at a plan's that takes no offsets; infinite if there is none."""
+    search = _Search(graph, machine, cyclic, work, settings, not_offloaded)
+    search.run()
+    return search.fastest()
+
+
 class _Search:
     """Drafts with different options, and the best ``plan`` with its ``makespan``."""
 
-    def __init__(self, graph: TaskGraph, machine: Machine, cyclic: bool, work: Work, settings: TimedSettings) -> None:
+    def __init__(
+        self,
+        graph: TaskGraph,
+        machine: Machine,
+        cyclic: bool,
+        work: Work,
+        settings: TimedSettings,
+        not_offloaded: Collection[int],
+    ) -> None:
         self.graph = graph
+        self.not_offloaded = not_offloaded
         self.settings = settings
         self.work = work
         self.machine = machine
@@ -303,7 +331,9 @@ class _Search:
         if kind not in self.requirements:
             graph = self.low_peak_graph if low_peak_order else self.graph
             try:
-                self.requirements[kind] = None if graph is None else requirements_of(graph, self.machine, ratio)
+                self.requirements[kind] = (
+                    None if graph is None else requirements_of(graph, self.machine, ratio, self.not_offloaded)
+                )
             except Infeasible:
                 self.requirements[kind] = None
         return self.requirements[kind]

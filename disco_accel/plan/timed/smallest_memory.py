@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
@@ -32,9 +33,11 @@ _WORTH = 5.0
 """Seconds of counted work, beyond what the modest search takes, that are spent on the last few units."""
 
 
-def plan_frugally(graph: TaskGraph, machine: Machine, *, cyclic: bool, work: Work) -> MemGraph:
+def plan_frugally(
+    graph: TaskGraph, machine: Machine, *, cyclic: bool, work: Work, not_offloaded: Collection[int] = ()
+) -> MemGraph:
     """Return a plan of ``graph`` that need not be fast. Raises Infeasible."""
-    return build_timed(graph, machine, cyclic=cyclic, work=work, settings=FRUGAL)
+    return build_timed(graph, machine, cyclic=cyclic, work=work, settings=FRUGAL, not_offloaded=not_offloaded)
 
 
 def smallest_timed_memory(graph: TaskGraph, machine: Machine, *, cyclic: bool, work: Work) -> int:

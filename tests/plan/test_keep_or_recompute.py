@@ -1,0 +1,134 @@
+"""Dequantise again or keep: the plan with the smallest simulated step is taken, of a graph that anyone can name."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from disco_accel.capture.step import capture_step
+from disco_accel.errors import BudgetTooSmall
+from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.passes import AppliedPass
+from disco_accel.graph.taskgraph import Device, TaskGraph, VertexKind, with_memory
+from disco_accel.graph.value_numbering import clones, graph_of_plan, kept, left_out
+from disco_accel.plan import Machine, make_plan
+from disco_accel.plan.keep_or_recompute import decide
+from disco_accel.plan.plan_cache import PlanCache, plan_fingerprint
+from disco_accel.plan.search_work import Work
+from disco_accel.simulate.roofline import SPEEDS, with_estimates
+from disco_accel.simulate.simulator import Link, simulate
+from disco_accel.testing.packed_linear import PackedLayers
+from disco_accel.verify.static import verify
+
+MACHINE = Machine(h2d=Link(2.5e10, 1e-6), d2h=Link(2.5e10, 1e-6))
+SPEED = replace(SPEEDS["cuda"], half=2e13, memory=1e11, kernel=1e-6)
+
+
+@functools.cache
+def packed_step(*, checkpointed: bool = True) -> TaskGraph:
+    model = PackedLayers(512, checkpointed=checkpointed)
+    graph = capture_step(model, {"x": torch.ones(64, 512, dtype=torch.bfloat16)}, forward=model.forward).graph
+    return with_estimates(graph, SPEED)
+
+
+def made(
+    graph: TaskGraph, work: Work, applied: list[AppliedPass] | None, not_offloaded: Collection[int] = ()
+) -> MemGraph:
+    return make_plan(
+        graph,
+        planner="timed",
+        cyclic=True,
+        machine=MACHINE,
+        work=work,
+        applied=applied,
+        not_offloaded=not_offloaded,
+    )
+
+
+def needed(graph: TaskGraph) -> int:
+    with pytest.raises(BudgetTooSmall) as error:
+        made(with_memory(graph, lambda _: 256), Work(), None)
+    return error.value.needed
+
+
+def test_more_memory_keeps_more_and_is_never_slower() -> None:
+    """From the smallest memory to memory for all: no plan is slower than that of the graph with all clones, or than one
+    in less memory but for what a search leaves undone; in the largest everything is kept, and nothing kept is ever
+    offloaded."""
+    graph = packed_step()
+    least, found = needed(graph), clones(graph)
+    steps, counts = [], []
+    for memory in (least, int(1.2 * least), 2 * least, 4 * least, 100 * least):
+        sized, applied = replace(graph, devices=(Device(0, memory // 256 * 256),)), list[AppliedPass]()
+        plan = decide(sized, made, MACHINE, Work(), applied)
+        planned = graph_of_plan(sized, {v.id for v in plan.vertices})
+        assert planned is not None
+        verify(planned, plan)
+        out = left_out(sized, planned)
+        steps.append(simulate(plan, MACHINE).makespan)
+        counts.append(len(out))
+        assert steps[-1] <= simulate(made(sized, Work(), None), MACHINE).makespan
+        assert not any(v.kind is VertexKind.OFFLOAD and v.inputs[0][0] in kept(out) for v in plan.vertices)
+        (row,) = [each for each in applied if each.name == "keep dequantised"]
+        assert row.changed.get("removed", 0) == len(sized.vertices) - len(planned.vertices)
+    assert all(after <= 1.005 * before for before, after in pairwise(steps)), steps
+    assert counts[-1] == len(found) > counts[0] and steps[-1] < 0.9 * steps[0], (counts, steps)
+
+
+def test_a_memory_that_is_too_small_says_what_would_do() -> None:
+    graph = packed_step()
+    with pytest.raises(BudgetTooSmall) as error:
+        decide(with_memory(graph, lambda _: 4096), made, MACHINE, Work(), [])
+    assert error.value.needed == needed(graph)
+
+
+def test_a_graph_without_clones_is_planned_as_it_is() -> None:
+    graph = replace(packed_step(), ops={})
+    asked = []
+
+    def noted(graph: TaskGraph, work: Work, applied: list[AppliedPass], pinned: Collection[int]) -> MemGraph:
+        asked.append((graph, work, applied, pinned))
+        return made(graph, work, applied)
+
+    work, applied = Work(), list[AppliedPass]()
+    sized = with_memory(graph, lambda _: 1 << 30)
+    decide(sized, noted, MACHINE, work, applied)
+    ((got, *rest),) = asked
+    assert got is sized and rest == [work, applied, ()]
+    assert "keep dequantised" not in [each.name for each in applied]
+
+
+def test_searches_share_the_work_of_one() -> None:
+    """Drafts and plans together are within what one graph of this size is worth, and what is left over is given on."""
+    work = Work()
+    half = work.shared(0.5, 1000)
+    assert not half.over(1000)
+    half.add(1.0, 2)
+    assert half.over(1000) and not work.over(1000)
+    work.take(half)
+    assert work.spent == 2.0 and work.shared(1.0, 1000).part == pytest.approx(1 - 2.0 / 3.4)
+    assert Work(0.0).shared(0.5, 1000).over(1000)
+
+
+def test_a_stored_plan_says_which_clones_it_does_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is loaded as the plan of the graph without them; one that lacks anything else is not used."""
+    graph = with_memory(packed_step(), lambda _: 1 << 30)
+    plan = decide(graph, made, MACHINE, Work(), [])
+    assert len(plan.vertices) < len(graph.vertices)
+    key = plan_fingerprint(
+        graph, planner="timed", policy="auto", cyclic=True, machine=MACHINE, environment={"torch": torch.__version__}
+    )
+    cache = PlanCache(tmp_path)
+    cache.store(key, plan)
+    assert cache.load(key, graph, cyclic=True) == plan
+    last = graph.vertices[-1]
+    assert last.keep
+    cache.store(key, made(replace(graph, vertices=graph.vertices[:-1]), Work(), None))
+    assert cache.load(key, graph, cyclic=True) is None
+    assert f"vertex {last.id} ({last.op}) of the task graph is missing from the plan" in caplog.text
