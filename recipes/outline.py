@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,8 +16,10 @@ from disco_accel.integrate.hf.generate_prefill import generating_model
 from disco_accel.integrate.hf.kv_cache import room_to_fill
 from disco_accel.integrate.hf.planned_prefill import outside_arena, prefill_batch, traced_forward
 from disco_accel.integrate.hf.tracing import hf_contexts
+from disco_accel.measure.quantised_estimate import PackedForm
 from disco_accel.recipes.corpus import IGNORED
 from disco_accel.recipes.loading import add_adapter
+from disco_accel.recipes.quantised import PackedWeights, asked_form, packable, stored_form, with_packed_weights
 from disco_accel.recipes.settings import LoraRecipe, PrefillRecipe
 from disco_accel.step.budget import Budget, BudgetFacts, leaving_bytes
 
@@ -26,12 +28,14 @@ _WEIGHTS = (InputSource.FROZEN, InputSource.BUFFER, InputSource.TRAINABLE)
 
 @dataclass(frozen=True)
 class Outline:
-    """One step as captured, and what of a budget lies outside the arena. ``outputs``: bytes of what leaves it."""
+    """One step as captured, and what of a budget lies outside the arena. ``outputs``: bytes of results that leave it;
+    ``packed``: frozen weights in a form that takes fewer bytes, if any are."""
 
     captured: CapturedStep
     model: torch.nn.Module
     batch: dict[str, torch.Tensor]
     outputs: int = 0
+    packed: PackedWeights | None = None
 
     def facts(self, total: int) -> BudgetFacts:
         """What ``total`` bytes are for."""
@@ -48,25 +52,42 @@ class Outline:
         return {b.vertex: b.name for b in self.captured.bindings if b.source in _WEIGHTS}
 
 
-def outline(recipe: LoraRecipe | PrefillRecipe) -> Outline:
+def outline(recipe: LoraRecipe | PrefillRecipe, quant: str | None = None) -> Outline:
     """Capture the step that ``recipe`` trains, or a prefill of ``max_length`` tokens: no weight is read, nothing runs.
+
+    ``quant``: a ``PackedForm`` of the frozen weights, ``none``, or None for what the recipe's keys or the checkpoint
+    say. It is estimated (``measure/quantised_estimate.py``): the library that packs need not be installed.
 
     Raises:
         ConfigError: there is no config, or a key of the recipe does not fit it.
         CaptureError: the model does something that cannot be planned.
     """
-    if isinstance(recipe, PrefillRecipe):
-        return _prefill_outline(recipe)
-    model = meta_model(recipe)
+    base = meta_base(recipe)
+    form = _form(recipe, base, quant)
+    shapes = packable(base) if form else {}
+    outlined = _prefill_outline(recipe, base) if isinstance(recipe, PrefillRecipe) else _step_outline(recipe, base)
+    if form is None:
+        return outlined
+    captured, sizes = with_packed_weights(outlined.captured, outlined.model, shapes, form)
+    return replace(outlined, captured=captured, packed=sizes)
+
+
+def _form(recipe: LoraRecipe | PrefillRecipe, base: Any, quant: str | None) -> PackedForm | None:
+    if quant is not None:
+        return None if quant == "none" else PackedForm(quant)
+    return asked_form(recipe) or stored_form(base.config)
+
+
+def _step_outline(recipe: LoraRecipe, base: Any) -> Outline:
+    model = _adapted(base, recipe)
     batch = meta_batch(recipe)
     captured = capture_step(model, batch, contexts=hf_contexts(model, batch), name=recipe.model_name_or_path)
     return Outline(captured, model, batch)
 
 
-def _prefill_outline(recipe: PrefillRecipe) -> Outline:
+def _prefill_outline(recipe: PrefillRecipe, model: Any) -> Outline:
     if recipe.chunk is not None:
         raise ConfigError("chunk: only whole prompts are planned without running them; leave it out")
-    model = meta_base(recipe)
     if recipe.adapter_name_or_path is not None:
         try:
             with torch.device("meta"):
@@ -88,7 +109,10 @@ def _prefill_outline(recipe: PrefillRecipe) -> Outline:
 
 def meta_model(recipe: LoraRecipe) -> torch.nn.Module:
     """The recipe's model and adapter, in training mode, without memory behind them."""
-    base = meta_base(recipe)
+    return _adapted(meta_base(recipe), recipe)
+
+
+def _adapted(base: Any, recipe: LoraRecipe) -> torch.nn.Module:
     with torch.device("meta"):
         model: torch.nn.Module = add_adapter(base, recipe)
     return model.train()

@@ -27,6 +27,8 @@ class LoraRecipe:
     ``max_length`` is in tokens. With ``packing`` documents are joined and cut into blocks of exactly ``max_length``;
     without it each record is cut or padded to ``max_length``. ``adapter_dtype`` is the dtype of the LoRA weights.
     ``save_steps`` 0 saves only at the end. ``num_threads`` is the number of CPU threads of an eager op.
+    ``load_in_4bit`` and ``load_in_8bit`` pack the frozen weights with bitsandbytes, ``use_bnb_nested_quant`` the scales
+    of 4-bit weights as well.
     """
 
     model_name_or_path: str
@@ -35,6 +37,10 @@ class LoraRecipe:
     max_steps: int
     dtype: str = "auto"
     attn_implementation: str = "sdpa"
+    load_in_4bit: bool = False
+    load_in_8bit: bool = False
+    bnb_4bit_quant_type: str = "nf4"
+    use_bnb_nested_quant: bool = False
     lora_r: int = 16
     lora_alpha: int = 32
     lora_dropout: float = 0.0
@@ -70,7 +76,7 @@ class PrefillRecipe:
     ``prompts`` is a ``.jsonl`` file of ``prompt`` (or ``text``) records, or any plain text file, which is one prompt.
     ``adapter_name_or_path`` is a folder with a LoRA adapter. ``chunk`` tokens are read at a time; none = all at once.
     ``max_length`` in tokens: a longer prompt is an error, and what ``plan`` and ``capture`` take a prompt to have.
-    ``num_threads`` is the number of CPU threads of an eager op.
+    ``num_threads`` is the number of CPU threads of an eager op. ``load_in_4bit`` and so on as in ``LoraRecipe``.
     """
 
     model_name_or_path: str
@@ -78,6 +84,10 @@ class PrefillRecipe:
     adapter_name_or_path: str | None = None
     dtype: str = "auto"
     attn_implementation: str = "sdpa"
+    load_in_4bit: bool = False
+    load_in_8bit: bool = False
+    bnb_4bit_quant_type: str = "nf4"
+    use_bnb_nested_quant: bool = False
     max_length: int = 4096
     chunk: int | None = None
     num_threads: int | None = None
@@ -107,6 +117,7 @@ _CHOICES = {
     "dtype": ("auto", "bfloat16", "float16", "float32"),
     "adapter_dtype": ("float32", "bfloat16", "float16"),
     "attn_implementation": ("sdpa", "eager", "flash_attention_2"),
+    "bnb_4bit_quant_type": ("nf4", "fp4"),
 }
 
 
@@ -159,7 +170,16 @@ def _parse(kind: type[Recipe], values: Mapping[str, Any], source: str) -> Recipe
     checked = {key: _coerce(source, key, value, hints[key]) for key, value in values.items()}
     for key, value in checked.items():
         _check_range(source, key, value)
+    _check_bits(source, checked)
     return kind(**checked)
+
+
+def _check_bits(source: str, given: Mapping[str, Any]) -> None:
+    if given.get("load_in_4bit") and given.get("load_in_8bit"):
+        raise ConfigError(f"{source}: load_in_4bit, load_in_8bit: weights have one of both; leave one out")
+    for key in ("bnb_4bit_quant_type", "use_bnb_nested_quant"):
+        if given.get(key) and not given.get("load_in_4bit"):
+            raise ConfigError(f"{source}: {key}: says how 4-bit weights are stored; give load_in_4bit: true with it")
 
 
 def _coerce(source: str, key: str, value: Any, hint: Any) -> Any:

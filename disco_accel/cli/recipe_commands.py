@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from disco_accel.errors import BudgetTooSmall, ConfigError
 from disco_accel.graph.value_numbering import kept_bytes
 from disco_accel.graph.values import host_copy_exists
+from disco_accel.measure.quantised_estimate import PackedForm
 
 if TYPE_CHECKING:
     from disco_accel.config.settings import DiscoConfig
@@ -107,6 +108,11 @@ def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
         default="cuda",
         help="whose speed is estimated: cuda is an A100 behind PCIe 4",
     )
+    parser.add_argument(
+        "--quant",
+        choices=(*PackedForm, "none"),
+        help="form of the frozen weights; no library of it is needed (default: what the recipe's keys say)",
+    )
 
 
 def capture(options: argparse.Namespace) -> int:
@@ -123,7 +129,10 @@ def capture(options: argparse.Namespace) -> int:
     seconds = sum(v.duration or 0.0 for v in step.graph.vertices)
     frozen = sum(v.sizes[0] for v in step.graph.vertices if host_copy_exists(v))
     adapters = outlined.budget(0).adapters
-    print(json.dumps({"kernels": kernels, "compute_seconds": seconds, "frozen_bytes": frozen, "adapters": adapters}))
+    figures = {"kernels": kernels, "compute_seconds": seconds, "frozen_bytes": frozen, "adapters": adapters}
+    if outlined.packed is not None:
+        figures["quant"] = outlined.packed.as_dict()
+    print(json.dumps(figures))
     return 0
 
 
@@ -142,6 +151,8 @@ def plan(options: argparse.Namespace) -> int:
     machine = _machine(options.device, config)
     settings = PlannerSettings(config.planner, config.policy, machine, deadline(options, config.deadline))
     more: dict[str, Any] = {"without_scratch_of": step.costs.without_scratch}
+    if outlined.packed is not None:
+        more["quant"] = outlined.packed.as_dict()
     try:
         planned = plan_step(step, facts, settings)
     except BudgetTooSmall as error:
@@ -180,7 +191,7 @@ def _costed(options: argparse.Namespace) -> tuple[CostedStep, Any, DiscoConfig]:
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     recipe = read_any_recipe(options.recipe)
     config = DiscoConfig.from_env(DiscoConfig.from_dict(recipe.disco_config or {}))
-    outlined = outline(recipe)
+    outlined = outline(recipe, options.quant)
     costs = Estimated(options.device, compute_threads=config.compute_threads)
     return with_costs(outlined.captured.graph, costs, outlined.captured.passes), outlined, config
 

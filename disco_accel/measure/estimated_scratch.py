@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from disco_accel.graph.passes import GraphPass
-from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
+from disco_accel.graph.taskgraph import OpCall, TaskGraph, Vertex, VertexKind
 from disco_accel.measure.record import record
 from disco_accel.native.backend import Backend, backend_of, workspace_bytes
+from disco_accel.native.op_encoding import op_overload
 from disco_accel.native.plain_library import ExtensionError
 from disco_accel.simulate.roofline import SPEEDS, estimate
 from disco_accel.sizes import format_size
@@ -66,7 +67,8 @@ def known_scratch(
     if backend.separate_memory:
         return _on_gpu(backend, len(kernels), streams)
     vertices = {v.id: v for v in graph.vertices}
-    small = frozenset(v.id for v in kernels if _is_small(v, graph, vertices))
+    absent = {v.id for v in kernels if not _is_registered(graph.ops[v.id])}
+    small = frozenset(v.id for v in kernels if v.id not in absent and _is_small(v, graph, vertices))
     try:
         records = record(graph, compute_threads=compute_threads, only=small)
     except ExtensionError as error:
@@ -74,7 +76,12 @@ def known_scratch(
         why = f"without the scratch of {len(kernels)} ops: the engine that would measure it cannot be built ({reason})"
         return KnownScratch({}, 0, len(kernels), why)
     unknown = len(kernels) - len(small)
-    why = f"without the scratch of {unknown} ops, which are too large to be tried here" if unknown else ""
+    reasons = []
+    if unknown > len(absent):
+        reasons.append(f"{unknown - len(absent)} ops, which are too large to be tried here")
+    if absent:
+        reasons.append(f"{len(absent)} ops of a library that is not loaded here")
+    why = "without the scratch of " + " and of ".join(reasons) if reasons else ""
     return KnownScratch({v: r.scratch_bytes for v, r in records.items() if r.scratch_bytes}, 0, unknown, why)
 
 
@@ -88,6 +95,14 @@ def _on_gpu(backend: Backend, kernels: int, streams: int) -> KnownScratch:
         "can tell"
     )
     return KnownScratch({}, 0, kernels, why)
+
+
+def _is_registered(call: OpCall) -> bool:
+    try:
+        op_overload(call.name, call.overload)
+    except AttributeError:
+        return False
+    return True
 
 
 def _is_small(vertex: Vertex, graph: TaskGraph, vertices: dict[int, Vertex]) -> bool:

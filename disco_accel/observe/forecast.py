@@ -111,6 +111,9 @@ def forecast_text(figures: Mapping[str, Any]) -> str:
         "budget": "budget_bytes",
     }
     rows = [[name, format_size(figures[key])] for name, key in sizes.items()]
+    if quant := figures.get("quant"):
+        packed = f"of which {quant['weights']} packed as {quant['form']}"
+        rows.insert(1, [packed, f"{format_size(quant['packed_bytes'])}, before {format_size(quant['bytes_before'])}"])
     return (
         f"{table(['', 'size'], rows)}\n"
         f"{figures['kernels']} kernels; step {figures['step_seconds']:.3f} s by estimate for "

@@ -51,6 +51,11 @@ _BYTES = {
     "bool": 1,
     "uint8": 1,
     "int8": 1,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
 }
 _CAUSAL = 0.5
 _BACKWARD = 2.5

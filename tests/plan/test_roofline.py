@@ -73,3 +73,10 @@ def test_every_kernel_of_a_graph_gets_a_duration() -> None:
         found = with_estimates(graph, speed)
         assert found.vertices[0] == vertices[0]
         assert found.vertices[1].duration is not None and found.vertices[1].duration >= speed.kernel
+
+
+def test_eight_bits_are_one_byte() -> None:
+    """Read in float8 or int8, written in bfloat16: three bytes an element."""
+    for dtype in ("float8_e4m3fn", "int8"):
+        op = call("aten::_to_copy", spec(1024, 1024, dtype=dtype))
+        assert estimate(kernel(2 << 20), op, SPEED) == pytest.approx(SPEED.kernel + (3 << 20) / SPEED.memory)
