@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -47,12 +47,14 @@ _STEPS = 4
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A step to plan. ``budget``: a size, or a share of what the step takes with everything resident."""
+    """A step to plan. ``budget``: a size, or a share of what the step takes with everything resident. ``quant``: form
+    of the frozen weights, as of ``disco-accel plan``."""
 
     shape: str
     batch: int
     tokens: int
     budget: str | float
+    quant: str = "none"
 
 
 CELLS = (
@@ -73,8 +75,9 @@ CELLS = (
 class Row:
     """Bytes and seconds. ``resident``: the kernels of a step one after the other, nothing copied; ``peak``: the most
     bytes that are alive at once then; ``period``: a
-    step of the plan among others; ``busy``: seconds of each lane in it; ``needed``: the smallest budget where
-    ``budget`` is too small, and nothing else is known then."""
+    step of the plan among others; ``busy``: seconds of each lane in it; ``host``: bytes of host memory, for all frozen
+    weights and what is offloaded; ``needed``: the smallest budget where ``budget`` is too small, and nothing else is
+    known then."""
 
     shape: str
     batch: int
@@ -91,26 +94,25 @@ class Row:
     reload: int | None = None
     offload: int | None = None
     plan_seconds: float | None = None
+    quant: str = "none"
+    host: int | None = None
 
 
-def rows(cells: Sequence[Cell]) -> list[Row]:
-    """Simulate every cell; neighbours of one shape and batch are captured once."""
-    made: list[Row] = []
+def rows(cells: Sequence[Cell], speed: Speed = H200) -> Iterator[Row]:
+    """Simulate every cell on a device of ``speed``; neighbours of one shape, batch and form are captured once."""
     last: tuple[Any, ...] = ()
     for cell in cells:
-        key = (cell.shape, cell.batch, cell.tokens)
+        key = (cell.shape, cell.batch, cell.tokens, cell.quant)
         if last[:1] != (key,):
-            outlined = lora_outline(Workload(PRESETS[cell.shape], cell.batch, cell.tokens))
-            step = with_costs(outlined.captured.graph, Estimated("cuda", H200))
+            outlined = lora_outline(Workload(PRESETS[cell.shape], cell.batch, cell.tokens), cell.quant)
+            step = with_costs(outlined.captured.graph, Estimated("cuda", speed))
             # Of the tensors alone: what a driver and an allocator take besides is not simulated.
             costs = replace(step.costs, workspaces=0, in_blocks=False)
             last = (key, outlined, replace(step, costs=costs))
-        made.append(_row(cell, last[1], last[2]))
-        print(line(asdict(made[-1])), flush=True)
-    return made
+        yield _row(cell, last[1], last[2], speed.machine)
 
 
-def _row(cell: Cell, outlined: Outline, step: CostedStep) -> Row:
+def _row(cell: Cell, outlined: Outline, step: CostedStep, machine: Machine) -> Row:
     graph = step.graph
     peak = outlined.budget(0).outside + sum(live_peak(graph))
     budget = int(cell.budget * peak) if isinstance(cell.budget, float) else parse_size(cell.budget)
@@ -122,26 +124,28 @@ def _row(cell: Cell, outlined: Outline, step: CostedStep) -> Row:
         peak=peak,
         resident=sum(v.duration or 0.0 for v in graph.vertices),
         budget=budget,
+        quant=cell.quant,
     )
     try:
-        planned = plan_step(step, outlined.facts(budget), PlannerSettings("timed", machine=H200.machine))
+        planned = plan_step(step, outlined.facts(budget), PlannerSettings("timed", machine=machine))
     except BudgetTooSmall as error:
         return replace(row, needed=error.needed)
-    plan, bound = planned.plan, bound_of(planned.graph, H200.machine)
+    plan, bound = planned.plan, bound_of(planned.graph, machine)
     return replace(
         row,
-        period=_period(plan),
+        period=_period(plan, machine),
         bound=bound.bound,
         limit=limit(bound),
-        busy=dict(Simulator(plan, H200.machine).run().busy),
+        busy=dict(Simulator(plan, machine).run().busy),
         reload=copied_bytes(plan, VertexKind.RELOAD),
         offload=copied_bytes(plan, VertexKind.OFFLOAD),
         plan_seconds=round(planned.seconds["plan"], 1),
+        host=row.weights + plan.host_memory,
     )
 
 
-def _period(plan: MemGraph) -> float:
-    simulator = Simulator(plan, H200.machine)
+def _period(plan: MemGraph, machine: Machine) -> float:
+    simulator = Simulator(plan, machine)
     return (simulator.run(steps=_STEPS).makespan - simulator.run().makespan) / (_STEPS - 1)
 
 
@@ -182,7 +186,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("-o", "--output", type=Path, help="everything as JSON")
     args = parser.parse_args(words)
     print(HEADER, flush=True)
-    made = rows([cell for cell in CELLS if cell.shape in args.shapes])
+    made = []
+    for row in rows([cell for cell in CELLS if cell.shape in args.shapes]):
+        made.append(row)
+        print(line(asdict(row)), flush=True)
     if args.output is not None:
         device = "simulated: H200 behind 55 GB/s each way"
         head = provenance("python -m benchmarks.simulated", words, device)

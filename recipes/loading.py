@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from disco_accel.errors import ConfigError
 from disco_accel.integrate.hf.checkpoint import load_into_arena
+from disco_accel.recipes.quantised import bitsandbytes_config
 from disco_accel.recipes.settings import LoraRecipe, PrefillRecipe
 
 _INDEX = "model.safetensors.index.json"
@@ -75,10 +76,11 @@ def load_model(recipe: LoraRecipe) -> Any:
 def load_base(recipe: LoraRecipe | PrefillRecipe) -> Any:
     """The checkpoint alone, in eval mode, in the recipe's dtype.
 
-    A local checkpoint is read straight into the host arena that plans use; others go through ``from_pretrained``.
+    A local checkpoint is read straight into the host arena that plans use; others, and those whose weights are packed,
+    go through ``from_pretrained``, on the host.
 
     Raises:
-        ConfigError: the checkpoint or the dtype does not fit.
+        ConfigError: the checkpoint or the dtype does not fit, or the library that packs is not installed.
     """
     name = recipe.model_name_or_path
     try:
@@ -86,7 +88,8 @@ def load_base(recipe: LoraRecipe | PrefillRecipe) -> Any:
         longest = getattr(config, "max_position_embeddings", None)
         if longest is not None and recipe.max_length > longest:
             raise ConfigError(f"max_length: {recipe.max_length} is more than the {longest} positions of {name}")
-        if Path(name).is_dir():
+        packed = packing_options(recipe, config)
+        if Path(name).is_dir() and not packed:
             arena_model = load_into_arena(name, dtype=recipe.dtype, attn_implementation=recipe.attn_implementation)
             if arena_model is not None:
                 return arena_model
@@ -96,6 +99,7 @@ def load_base(recipe: LoraRecipe | PrefillRecipe) -> Any:
             attn_implementation=recipe.attn_implementation,
             use_safetensors=True,
             output_loading_info=True,
+            **packed,
         )
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"model_name_or_path: {name}: cannot be loaded ({_first(error)})") from error
@@ -105,6 +109,17 @@ def load_base(recipe: LoraRecipe | PrefillRecipe) -> Any:
         raise ConfigError(f"model_name_or_path: {name}: lacks {len(missing)} tensors, the first is {missing[0]}")
     _align(model)
     return model
+
+
+def packing_options(recipe: LoraRecipe | PrefillRecipe, config: Any) -> dict[str, Any]:
+    """What ``from_pretrained`` is told about packed weights: to make them, or that it finds them; empty if neither.
+
+    They are packed, and stay, on the host: a plan brings them to its device. Raises ConfigError.
+    """
+    made = bitsandbytes_config(recipe, config)
+    if made is None and getattr(config, "quantization_config", None) is None:
+        return {}
+    return {"device_map": {"": "cpu"}} | ({} if made is None else {"quantization_config": made})
 
 
 def add_adapter(model: Any, recipe: LoraRecipe) -> Any:
@@ -163,7 +178,8 @@ def _align(model: torch.nn.Module) -> None:
     """
     moved: dict[int, torch.Tensor] = {}
     for parameter in model.parameters():
-        if parameter.device.type == "cpu" and parameter.data_ptr() % 64:
+        # What lies beside a packed weight names its memory, too.
+        if type(parameter) is torch.nn.Parameter and parameter.device.type == "cpu" and parameter.data_ptr() % 64:
             parameter.data = moved.setdefault(parameter.data_ptr(), parameter.data.clone())
 
 

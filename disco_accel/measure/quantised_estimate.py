@@ -91,15 +91,15 @@ class PackedWeight(NamedTuple):
             scale = PackedPart(".scale", "float32", (self.rows, 1))
             return (PackedPart(".qdata", "float8_e4m3fn", (self.rows, self.columns)), scale)
         blocks = -(-count // _BLOCK)
-        numbers, table = PackedPart("", "uint8", (-(-count // 2), 1)), PackedPart(".quant_map", "float32", (16,), False)
+        numbers, table = PackedPart("", "uint8", (-(-count // 2), 1)), PackedPart(".code", "float32", (16,), False)
         if not self.form.nested:
             return (numbers, PackedPart(".absmax", "float32", (blocks,)), table)
         return (
             numbers,
             PackedPart(".absmax", "uint8", (blocks,)),
-            PackedPart(".nested_absmax", "float32", (-(-blocks // _NESTED_BLOCK),)),
-            PackedPart(".nested_quant_map", "float32", (256,)),
-            PackedPart(".nested_offset", "float32", ()),
+            PackedPart(".state2.absmax", "float32", (-(-blocks // _NESTED_BLOCK),)),
+            PackedPart(".state2.code", "float32", (256,)),
+            PackedPart(".offset", "float32", ()),
             table,
         )
 
@@ -205,7 +205,7 @@ def _four_bits(weight: PackedWeight) -> Iterator[_Step]:
         yield _Step(
             "bitsandbytes::dequantize_blockwise",
             "default",
-            (".absmax", ".nested_absmax", ".nested_quant_map"),
+            (".absmax", ".state2.absmax", ".state2.code"),
             (
                 TensorArg(0, absmax.spec),
                 TensorArg(1, nested[0].spec),
@@ -217,7 +217,7 @@ def _four_bits(weight: PackedWeight) -> Iterator[_Step]:
         )
         spec = _dense("float32", blocks)
         args = (TensorArg(0, spec), TensorArg(1, nested[2].spec), 1)
-        yield _Step("aten::add_", "Tensor", ("=", ".nested_offset"), args, spec, in_place=True)
+        yield _Step("aten::add_", "Tensor", ("=", ".offset"), args, spec, in_place=True)
         scales = "="
     yield _Step(
         "bitsandbytes::dequantize_4bit",

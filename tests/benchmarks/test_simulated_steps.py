@@ -11,7 +11,7 @@ from benchmarks.simulated import H200, Cell, Row, line, rows
 
 @pytest.fixture(scope="module")
 def made() -> list[Row]:
-    return rows([Cell("tiny", 2, 32, 0.6), Cell("tiny", 2, 32, 4.0), Cell("tiny", 2, 32, "64KiB")])
+    return list(rows([Cell("tiny", 2, 32, 0.6), Cell("tiny", 2, 32, 4.0), Cell("tiny", 2, 32, "64KiB")]))
 
 
 def test_no_step_is_faster_than_its_bounds(made: list[Row]) -> None:

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from disco_accel.cli.main import main
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.check import check_taskgraph
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.graph.values import host_copy_exists
 from disco_accel.measure.costs import Estimated
 from disco_accel.measure.quantised_estimate import PackedForm, PackedWeight
+from disco_accel.recipes.loading import load_model
+from disco_accel.recipes.lora import main as train
 from disco_accel.recipes.outline import Outline, outline
 from disco_accel.recipes.settings import LoraRecipe, parse_recipe
 from disco_accel.step.pipeline import PlannerSettings, plan_step, with_costs
@@ -169,3 +178,108 @@ def test_a_plan_of_packed_weights_is_verified_and_needs_less(recipe: LoraRecipe,
     assert any(v.kind is VertexKind.RELOAD for v in planned.plan.vertices)
     frozen = [sum(v.sizes[0] for v in o.captured.graph.vertices if host_copy_exists(v)) for o in (plain, packed)]
     assert frozen[1] < frozen[0]
+
+
+@pytest.fixture
+def asked(values: dict[str, Any], tmp_path: Path) -> Callable[..., str]:
+    """Writes a recipe with further keys."""
+
+    def written(**keys: Any) -> str:
+        file = tmp_path / "recipe.yaml"
+        file.write_text(json.dumps({**values, "dtype": "bfloat16", "lora_dropout": 0.0, **keys}))
+        return str(file)
+
+    return written
+
+
+def test_plan_names_the_form_and_its_bytes(
+    asked: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the recipe's keys say, unless ``--quant`` says otherwise; a refusal has them too."""
+    recipe = asked(load_in_4bit=True, use_bnb_nested_quant=True)
+    assert main(["plan", recipe, "--memory", "2MiB", "-o", str(tmp_path / "plan")]) == 0
+    said = capsys.readouterr()
+    quant = json.loads(said.out)["quant"]
+    assert (quant["form"], quant["weights"]) == ("nf4-nested", 14)
+    assert quant["packed_bytes"] < quant["bytes_before"] == 2 * 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 128)
+    assert re.search(r"of which 14 packed as nf4-nested +\S+KiB, before 144KiB", said.err)
+    forecast = json.loads((tmp_path / "plan" / "forecast.json").read_text())
+    names = {*forecast["resident"], *forecast["streamed"]}
+    assert {"base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight" + part for part in NESTED} <= names
+    assert main(["plan", recipe, "--memory", "2MiB", "--quant", "none"]) == 0
+    assert "quant" not in json.loads(capsys.readouterr().out)
+    assert main(["plan", recipe, "--memory", "20KiB", "--quant", "int8"]) == 1
+    refused = json.loads(capsys.readouterr().out)
+    assert refused["quant"]["form"] == "int8" and refused["needed_bytes"] > 20 << 10
+
+
+NESTED = ("", ".absmax", ".state2.absmax", ".state2.code", ".offset")
+
+
+def test_plan_on_the_host_device_says_which_ops_it_could_not_try(
+    asked: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ops of PyTorch's are tried as ever, the casts and products of float8 among them; a library's, where it is
+    loaded."""
+    there = hasattr(torch.ops.bitsandbytes, "dequantize_4bit")
+    assert main(["plan", asked(load_in_4bit=True), "--memory", "2MiB", "--device", "cpu"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["without_scratch_of"] == (0 if there else 37)
+    assert ("37 ops of a library that is not loaded here" in said.err) == (not there)
+    assert main(["plan", asked(), "--memory", "2MiB", "--device", "cpu", "--quant", "fp8"]) == 0
+    assert json.loads(capsys.readouterr().out)["without_scratch_of"] == 0
+
+
+@pytest.mark.parametrize(
+    ("stored", "form"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "fp4"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "int8"),
+        ({"quant_method": "mxfp4"}, None),
+    ],
+)
+def test_a_checkpoint_that_is_packed_is_planned_as_it_is_or_refused(
+    stored: dict[str, Any],
+    form: str | None,
+    checkpoint: Path,
+    asked: Callable[..., str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Never as if its weights had 16 bits."""
+    packed = tmp_path / "packed"
+    packed.mkdir()
+    config = json.loads((checkpoint / "config.json").read_text())
+    (packed / "config.json").write_text(json.dumps({**config, "quantization_config": stored}))
+    status = main(["plan", asked(model_name_or_path=str(packed)), "--memory", "2MiB"])
+    said = capsys.readouterr()
+    if form is None:
+        assert status == 2 and "packed by mxfp4" in said.err and "--quant" in said.err
+    else:
+        assert status == 0 and json.loads(said.out)["quant"]["form"] == form
+
+
+def test_a_library_that_is_not_there_is_named_with_its_command(
+    asked: Callable[..., str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By ``train`` before anything is written; ``plan`` needs none."""
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    for keys in ({"load_in_4bit": True}, {"load_in_8bit": True}):
+        assert train([asked(**keys)]) == 2
+        said = capsys.readouterr().err
+        assert next(iter(keys)) in said and "pip install bitsandbytes" in said
+
+
+@installed("bitsandbytes")
+def test_a_recipe_s_model_is_packed_as_trl_packs_it(recipe: LoraRecipe) -> None:
+    """On the host; products in the recipe's dtype; the output layer and all that is small as it was."""
+    model = load_model(replace(recipe, load_in_4bit=True, use_bnb_nested_quant=True))
+    packed = {n: p for n, p in model.named_parameters() if p.dtype is torch.uint8}
+    assert len(packed) == 14 and all("_proj.base_layer.weight" in name for name in packed)
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    layer = model.get_submodule("base_model.model.model.layers.0.self_attn.q_proj.base_layer")
+    assert layer.compute_dtype is torch.bfloat16 and layer.weight.quant_state.nested
+    assert layer.weight.quant_state.quant_type == "nf4"
+    kept = {p.dtype for p in model.parameters() if not p.requires_grad and p.dtype is not torch.uint8}
+    assert kept == {torch.bfloat16}
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}

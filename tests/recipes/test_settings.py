@@ -35,6 +35,11 @@ def test_a_recipe_with_the_four_needed_keys_is_complete():
         ({"dataset": ""}, ["dataset", "path"]),
         ({"packing": "yes please"}, ["packing", "bool"]),
         ({"disco_config": "12GiB"}, ["disco_config", "dict"]),
+        ({"load_in_4bit": True, "load_in_8bit": True}, ["load_in_4bit", "load_in_8bit", "leave one out"]),
+        ({"bnb_4bit_quant_type": "fp4"}, ["bnb_4bit_quant_type", "load_in_4bit: true"]),
+        ({"use_bnb_nested_quant": True, "load_in_8bit": True}, ["use_bnb_nested_quant", "load_in_4bit: true"]),
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf3"}, ["bnb_4bit_quant_type", "'nf4'"]),
+        ({"load_in_4bit": "yes please"}, ["load_in_4bit", "bool"]),
     ],
 )
 def test_a_wrong_key_or_value_is_named_with_what_would_work(change, words):
