@@ -19,6 +19,7 @@ from typing import Any
 from benchmarks import simulated
 from benchmarks.prefill import peers as prefill_peers
 from benchmarks.prefill import suite as prefill
+from benchmarks.quantised import PLAIN
 from benchmarks.step import table as step_table
 from disco_accel.errors import ConfigError
 from disco_accel.graph.files import write_atomically
@@ -47,12 +48,13 @@ def section(folder: Path) -> str:
 
 
 def summary(folder: Path) -> str:
-    """The README's part: four rows of the first LoRA step that was measured, on a GPU if one has run it.
+    """The README's part: four rows of the first LoRA step that was measured with plain weights, on a GPU if one has
+    run it.
 
     Raises:
         ConfigError: as ``section``.
     """
-    steps = [result for result in _results(folder) if result["benchmark"] == "step"]
+    steps = [r for r in _results(folder) if r["benchmark"] == "step" and r.get("quant", [PLAIN]) == [PLAIN]]
     if not steps:
         return NOT_ON_GPU_SHORT
     parts = [] if _place(steps[0]) == 0 else [NOT_ON_GPU_SHORT]
@@ -105,7 +107,8 @@ def _step(result: Mapping[str, Any]) -> tuple[str, str]:
 def _step_title(result: Mapping[str, Any]) -> str:
     shape = f"{result['shape']['name']} shape, batch {result['batch']} x {result['tokens']}, {result['dtype']}"
     budgets = {row["budget"] for row in result["rows"] if row["budget"] is not None}
-    parts = [f"LoRA step, {shape}, {format_size(result['weights'])} of weights"]
+    form = result.get("quant", [PLAIN])[0]
+    parts = [f"LoRA step, {shape}, {format_size(result['weights'])} of {'' if form == PLAIN else f'{form} '}weights"]
     if len(budgets) == 1:
         parts.append(f"budget {format_size(budgets.pop())}")
     if result["bandwidth"] is not None:

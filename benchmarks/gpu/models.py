@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.shapes import PRESETS, Shape
 from disco_accel.native.host_memory import HostMemory
 from disco_accel.step.placement import keep_arena
+from disco_accel.testing.quantised import Quantise
 
 SMALL, SEVEN_B = PRESETS["tiny"], PRESETS["7b"]
 
@@ -25,18 +28,33 @@ def meta_llama(shape: Shape, *, dtype: torch.dtype, attention: str, positions: i
         return LlamaForCausalLM._from_config(config, dtype=dtype, attn_implementation=attention)
 
 
-def draw_weights(model: Any, source: torch.device, home: Callable[[torch.Tensor], torch.Tensor], seed: int = 0) -> None:
+def draw_weights(
+    model: Any,
+    source: torch.device,
+    home: Callable[[torch.Tensor], torch.Tensor],
+    seed: int = 0,
+    quantise: Quantise | None = None,
+) -> None:
     """Give ``model`` frozen weights, drawn on ``source`` (a GPU is faster at it), each where ``home`` puts it.
 
-    The same ``source`` and ``seed`` give the same weights wherever they go.
+    The same ``source`` and ``seed`` give the same weights wherever they go. ``quantise`` packs each layer when it is
+    drawn, so that the whole model is never there unpacked.
     """
     generator = torch.Generator(source).manual_seed(seed)
-    for name, parameter in list(model.named_parameters()):
-        drawn = torch.randn(parameter.shape, generator=generator, device=source, dtype=torch.float32) * 0.02
-        # Norms are near 1 in a trained model.
-        weight = home((drawn + 1 if "norm" in name else drawn).to(parameter.dtype))
-        owner, _, leaf = name.rpartition(".")
-        model.get_submodule(owner)._parameters[leaf] = torch.nn.Parameter(weight, requires_grad=False)
+    for layer, parameters in itertools.groupby(list(model.named_parameters()), lambda pair: _layer_of(pair[0])):
+        for name, parameter in parameters:
+            drawn = torch.randn(parameter.shape, generator=generator, device=source, dtype=torch.float32) * 0.02
+            # Norms are near 1 in a trained model.
+            weight = home((drawn + 1 if "norm" in name else drawn).to(parameter.dtype))
+            owner, _, leaf = name.rpartition(".")
+            model.get_submodule(owner)._parameters[leaf] = torch.nn.Parameter(weight, requires_grad=False)
+        if layer and quantise is not None:
+            quantise(model.get_submodule(layer))
+
+
+def _layer_of(name: str) -> str:
+    found = re.match(r".*\.layers\.\d+(?=\.)", name)
+    return found[0] if found else ""
 
 
 def arena_llama(
@@ -66,6 +84,8 @@ def with_adapter(
         for name, parameter in adapted.named_parameters():
             if "lora_" in name:
                 scale = 0.02 if "lora_B" in name else parameter.shape[1] ** -0.5
+                # PEFT makes it float32 on packed weights.
+                parameter.data = parameter.data.to(model.dtype)
                 # On the host: generators of other devices draw other numbers.
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
     adapted.config.use_cache = False

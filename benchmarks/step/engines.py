@@ -15,7 +15,9 @@ import torch
 from benchmarks.any_plan import any_plan_of, kernel_seconds
 from benchmarks.gpu.link import rate
 from benchmarks.gpu.models import arena_llama, batch_for, draw_weights, meta_llama, with_adapter
+from benchmarks.quantised import PLAIN, quantise_of
 from disco_accel import DiscoConfig, prepare, stats
+from disco_accel.capture.parts import frozen_parts
 from disco_accel.native.backend import run_device
 from disco_accel.simulate.simulator import Link, Machine
 from disco_accel.step.placement import StreamedEager
@@ -29,7 +31,7 @@ _RATE_BYTES = 512 << 20
 class Job:
     """What one process measures. ``rank`` of the adapter, 0 for a prompt; ``budget`` in bytes, None for engines that
     know none; ``bandwidth`` in bytes/s, of a link of the host device; ``folder`` receives the first step's gradients,
-    or what the first prompt left."""
+    or what the first prompt left; ``quant``: the frozen weights' form, one of ``benchmarks.quantised``."""
 
     engine: str
     shape: Mapping[str, int]
@@ -42,6 +44,7 @@ class Job:
     bandwidth: float | None
     planner: str
     folder: str
+    quant: str = PLAIN
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -88,13 +91,22 @@ class Engine:
         """The job's model, its frozen weights where ``home`` puts them."""
         job = self.job
         base = meta_llama(job.shape, dtype=job.torch_dtype, attention="sdpa", positions=max(2048, job.tokens))
-        draw_weights(base, self.where, home)
+        draw_weights(base, self.where, home, quantise=quantise_of(job.quant))
         return with_adapter(base, rank=job.rank, checkpointing=True, offload=offload)
 
     def arena_model(self) -> Any:
-        """The job's model, its frozen weights in a host arena."""
+        """The job's model, its frozen weights in a host arena; packed ones on the host, for ``prepare`` to move."""
         job = self.job
         positions = max(2048, job.tokens)
+        if (quantise := quantise_of(job.quant)) is not None:
+            base = meta_llama(job.shape, dtype=job.torch_dtype, attention="sdpa", positions=positions)
+
+            def pack(layer: torch.nn.Module) -> None:
+                quantise(layer)
+                layer.to("cpu")
+
+            draw_weights(base, self.where, lambda t: t.to(self.where, copy=True), quantise=pack)
+            return with_adapter(base.to("cpu"), rank=job.rank, checkpointing=True)
         base, _ = arena_llama(
             job.shape, dtype=job.torch_dtype, attention="sdpa", source=self.where, positions=positions
         )
@@ -159,6 +171,7 @@ class Streamed(Engine):
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(self.where)
+        self.frozen = {id(part) for part in frozen_parts(model).values()}
         self.hooks = StreamedEager(model, self._visit)
         return model
 
@@ -167,7 +180,7 @@ class Streamed(Engine):
         return super().backward()
 
     def _visit(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not isinstance(tensor, torch.nn.Parameter):
+        if id(tensor) not in self.frozen:
             return tensor.to(self.where)
         self.copied += tensor.nbytes
         began = time.perf_counter()

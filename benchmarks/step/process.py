@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.quantised import folder_of
 from benchmarks.step.engines import Job
 
 COMMAND: tuple[str, ...] = ("-m", "benchmarks.step.worker")
@@ -40,8 +41,13 @@ class Worker:
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
-        """Start the process, which builds its model. Its own words go to ``log`` in the job's folder."""
+        """Start the process, which builds its model. Its own words go to ``log`` in the job's folder.
+
+        Raises:
+            ConfigError: the library of the job's form is not installed.
+        """
         command = [sys.executable, *self._command, json.dumps(asdict(self.job))]
+        path = [str(_ROOT), os.environ.get("PYTHONPATH", ""), folder_of(self.job.quant)]
         with (Path(self.job.folder) / "log").open("w") as log:
             self._process = subprocess.Popen(
                 command,
@@ -50,7 +56,7 @@ class Worker:
                 stderr=log,
                 text=True,
                 cwd=_ROOT,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
                 start_new_session=True,
             )
 

@@ -2,17 +2,19 @@
 
     disco-accel bench step --shape small --budgets 0.5 [--engines disco,in-memory,zero3] [-o out/step.json]
     disco-accel bench step --shape 7b --batch 8 --tokens 1024 --dtype bfloat16 --memory 8GiB,16GiB --apart
+    disco-accel bench step --quant nf4,none --dtype bfloat16 --engines in-memory,resident,disco
 
 Every engine has a process of its own and the same random weights, adapter, batch and optimizer. A step is forward,
 backward and the adapter's AdamW. The engines take turns, every round starting with another one; with ``--apart`` each
 runs alone, for models of which the host has no room for several. Losses of all steps and the gradients of the first are
-compared with those of eager in memory. An engine that cannot run has its own error in its row. docs/benchmarks.md says
-what the columns mean.
+compared with those of eager in memory, with weights of the same form. An engine that cannot run has its own error in
+its row. docs/benchmarks.md says what the columns mean.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 import sys
@@ -25,8 +27,9 @@ from typing import Any
 
 import torch
 
+from benchmarks import quantised
 from benchmarks.provenance import provenance
-from benchmarks.shapes import PRESETS, Shape, frozen_bytes
+from benchmarks.shapes import PRESETS, Shape
 from benchmarks.step.engines import ENGINES, Job, Planned, Resident
 from benchmarks.step.options import add_run, count, names_of, save
 from benchmarks.step.peers import PEERS
@@ -86,16 +89,16 @@ def measure(
 
 
 def jobs_of(args: argparse.Namespace, folder: Path) -> list[Job]:
-    """A job for each engine, and for each budget of those that have one."""
+    """A job for each form of the weights, each engine, and each budget of those that have one."""
     shape = shape_of(args)
-    weights = frozen_bytes(shape, getattr(torch, args.dtype).itemsize)
+    weights = quantised.weight_bytes(shape, args.quant[0], getattr(torch, args.dtype))
     budgets = [parse_size(text) for text in args.memory] or [int(share * weights) for share in args.budgets]
     jobs = []
-    for name in args.engines:
+    for quant, name in itertools.product(args.quant, args.engines):
         kind = ALL[name]
         has_budget = issubclass(kind, Planned) and not issubclass(kind, Resident)
         for budget in budgets if has_budget else [None]:
-            place = folder / f"{name}-{budget}"
+            place = folder / f"{quant}-{name}-{budget}"
             place.mkdir()
             jobs.append(
                 Job(
@@ -110,6 +113,7 @@ def jobs_of(args: argparse.Namespace, folder: Path) -> list[Job]:
                     bandwidth=args.bandwidth if args.device == "cpu" else None,
                     planner=args.planner,
                     folder=str(place),
+                    quant=quant,
                 )
             )
     return jobs
@@ -129,10 +133,15 @@ def shape_of(args: argparse.Namespace) -> Shape:
 
 
 def run(words: Sequence[str]) -> dict[str, Any]:
-    """What the command line ``words`` measures: all rows and where they come from, ready for JSON."""
+    """What the command line ``words`` measures: all rows and where they come from, ready for JSON.
+
+    Raises:
+        ConfigError: the library of a form of the weights is not installed.
+    """
     args = parser().parse_args(words)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     head = provenance("disco-accel bench step", words, args.device)
+    head["versions"] |= quantised.versions(args.quant)
     with tempfile.TemporaryDirectory() as folder:
         workers = measure(
             jobs_of(args, Path(folder)), args.rounds, apart=args.apart, limit=args.limit, seconds=args.seconds
@@ -149,7 +158,8 @@ def run(words: Sequence[str]) -> dict[str, Any]:
         "rank": args.rank,
         "device": args.device,
         "bandwidth": args.bandwidth if args.device == "cpu" else None,
-        "weights": frozen_bytes(shape, getattr(torch, args.dtype).itemsize),
+        "weights": quantised.weight_bytes(shape, args.quant[0], getattr(torch, args.dtype)),
+        "quant": args.quant,
         "interleaved": not args.apart,
         "rows": [asdict(row) for row in rows_of(workers, verdicts, args)],
     }
@@ -174,7 +184,13 @@ def parser() -> argparse.ArgumentParser:
     for name, value in {"batch": 1, "tokens": 256, "rank": 16, "rounds": 5}.items():
         made.add_argument(f"--{name}", type=count, default=value)
     made.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    made.add_argument("--budgets", type=_shares, default=[0.5], help="of the weights' bytes")
+    made.add_argument(
+        "--quant",
+        type=lambda t: names_of(quantised.NAMES, t),
+        default=[quantised.PLAIN],
+        help=f"forms of the frozen weights, every engine with each: {', '.join(quantised.NAMES)}",
+    )
+    made.add_argument("--budgets", type=_shares, default=[0.5], help="of the weights' bytes, in the first form")
     made.add_argument("--memory", type=lambda t: t.split(","), default=[], help="budgets as sizes, in their place")
     made.add_argument("--engines", type=lambda t: names_of(tuple(ALL), t), default=list(ALL), help=", ".join(ALL))
     made.add_argument("--apart", action="store_true", help="one engine after the other, never two in memory")
@@ -190,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{result['machine']}; torch {torch.__version__}; load {result['load']}")
     print(
         f"{args.shape}, batch {args.batch} x {args.tokens}, {args.dtype}, rank {args.rank}, weights "
-        f"{format_size(result['weights'])}, checkpointing; {'alone' if args.apart else 'in turn'}\n"
+        f"{format_size(result['weights'])} ({args.quant[0]}), checkpointing; {'alone' if args.apart else 'in turn'}\n"
     )
     print(table(result))
     save(args.output, result)

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.compare import same_bits
+from benchmarks.quantised import PLAIN
 from benchmarks.step.process import Worker
 from benchmarks.subjects import Times
 from disco_accel.sizes import format_size
@@ -55,6 +56,7 @@ class Row:
     not measured; ``any_plan``: seconds that no plan beats with the engine's own kernels, None without a plan."""
 
     engine: str
+    quant: str
     budget: int | None
     ours: bool
     equal: bool
@@ -74,9 +76,10 @@ class Row:
 
 
 def judge(workers: Sequence[Worker], dtype: str) -> list[Verdict]:
-    """Compare each worker with the one in memory. Their folders must still be there."""
-    reference = next((w for w in workers if w.job.engine == "in-memory" and w.error is None), None)
-    return [_verdict(worker, reference, dtype) for worker in workers]
+    """Compare each worker with the one in memory that has weights of the same form. Their folders must still be
+    there."""
+    references = {w.job.quant: w for w in workers if w.job.engine == "in-memory" and w.error is None}
+    return [_verdict(worker, references.get(worker.job.quant), dtype) for worker in workers]
 
 
 def _verdict(worker: Worker, reference: Worker | None, dtype: str) -> Verdict:
@@ -118,11 +121,12 @@ def _ours(worker: Worker) -> bool:
 
 def rows_of(workers: Sequence[Worker], verdicts: Sequence[Verdict], args: argparse.Namespace) -> list[Row]:
     """A row for each worker."""
-    compute = next((median(w.facts["kernel_seconds"]) for w in workers if w.facts.get("kernel_seconds")), None)
+    compute = {w.job.quant: median(w.facts["kernel_seconds"]) for w in workers if w.facts.get("kernel_seconds")}
     rates = next((w.facts["rates"] for w in workers if w.facts.get("rates")), None)
     if args.device == "cpu":
         rates = {"h2d": args.bandwidth, "d2h": args.bandwidth}
-    return [_row(w, v, args.batch * args.tokens, compute, rates) for w, v in zip(workers, verdicts, strict=True)]
+    tokens = args.batch * args.tokens
+    return [_row(w, v, tokens, compute.get(w.job.quant), rates) for w, v in zip(workers, verdicts, strict=True)]
 
 
 def _row(
@@ -134,6 +138,7 @@ def _row(
     seconds = worker.seconds if worker.error is None else []
     return Row(
         engine=worker.job.engine,
+        quant=worker.job.quant,
         budget=worker.job.budget,
         ours=_ours(worker),
         equal=verdict.equal,
@@ -160,7 +165,8 @@ HEADER = (
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Markdown: a line for each row; why an engine could not run stands in a footnote under the table."""
+    """Markdown: a line for each row; why an engine could not run stands in a footnote under the table, and of budgets
+    that rows share with other forms of the weights the ratios."""
     budgets = {row["budget"] for row in result["rows"] if row["budget"] is not None}
     lines, notes = [HEADER], []
     for row in result["rows"]:
@@ -169,12 +175,40 @@ def table(result: Mapping[str, Any]) -> str:
             mark = f"<sup>{len(notes) + 1}</sup>"
             notes.append(f"{mark} {cell_text(row['error'])}")
         lines.append(line(row, len(budgets) > 1, mark))
-    return "\n".join([*lines, *(["", "; ".join(notes) + "."] if notes else [])])
+    return "\n".join([*lines, *(["", "; ".join(notes) + "."] if notes else []), *_listed(ratios(result))])
+
+
+def _listed(words: Sequence[str]) -> list[str]:
+    return ["", *(f"- {text}" for text in words)] if words else []
+
+
+def ratios(result: Mapping[str, Any]) -> list[str]:
+    """Of each step from a plan of quantised weights within a budget: its bytes, and how long it took beside eager with
+    all of them in memory and beside the same engine with plain weights within the same budget."""
+    rows = {(r["engine"], r.get("quant", PLAIN), r["budget"]): r for r in result["rows"] if r["error"] is None}
+    found = []
+    for (engine, quant, budget), row in rows.items():
+        if quant == PLAIN or budget is None or not row["ours"]:
+            continue
+        words = [f"{TITLES[engine]}, {quant}, {format_size(budget)}: reloads {format_size(row['h2d'])} a step"]
+        eager, plain = rows.get(("in-memory", quant, None)), rows.get((engine, PLAIN, budget))
+        if eager is not None:
+            words.append(f"{_over(row, eager)} of eager {quant} in memory")
+        if plain is not None:
+            words.append(f"{_over(row, plain)} of {result['dtype']} ({format_size(plain['h2d'])}) at this budget")
+        found.append("; ".join(words))
+    return found
+
+
+def _over(row: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    return f"{median(row['seconds']) / median(other['seconds']):.3f} × the step"
 
 
 def line(row: Mapping[str, Any], name_budget: bool, mark: str | None = None) -> str:
     """One row as Markdown. An engine that could not run says why in the last cell, or has ``mark`` there."""
     title = TITLES[row["engine"]]
+    if row.get("quant", PLAIN) != PLAIN:
+        title += f", {row['quant']}"
     if name_budget and row["budget"] is not None:
         title += f", {format_size(row['budget'])}"
     if row["error"] is not None:

@@ -20,8 +20,10 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.link_trace import link_bytes
+from benchmarks.quantised import PLAIN
 from benchmarks.step.engines import ENGINES, Engine, Job
 from benchmarks.step.peers import PEERS
+from disco_accel.capture.parts import frozen_parts
 
 _FOLDERS = re.compile(r"(?:(?<=-I)|(?<![\w.]))/(?:[\w.+-]+/)+")
 
@@ -75,6 +77,8 @@ class Session:
     def figures(self) -> dict[str, Any]:
         """What the engine knows of itself, memory, and on a GPU the bytes that one more step copies."""
         result: dict[str, Any] = {"build_seconds": self.build_seconds, "host": _high_water(), "used": None}
+        if self.job.quant != PLAIN:
+            result["packed"] = sum(part.nbytes for part in frozen_parts(self.engine.model).values())
         if not self._cuda:
             return result | self.engine.figures()
         # Before anything else is allocated to look at other things.

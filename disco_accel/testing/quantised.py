@@ -1,4 +1,4 @@
-"""The linear layers of a model in the packed forms of bitsandbytes, torchao, hqq and optimum-quanto.
+"""The linear layers of a model in the packed forms of bitsandbytes, torchao, hqq and optimum-quanto, where they lie.
 
 Each library is imported by the form that is asked for. Sizes of layers must suit it: a multiple of 128 suits all.
 """
@@ -36,7 +36,7 @@ def bnb_4bit(quant_type: str = "nf4", nested: bool = False) -> Quantise:
         made.weight = Params4bit(layer.weight.data, requires_grad=False, module=made, **options)
         if bias:
             made.bias = layer.bias
-        return made.to("cpu")  # type: ignore[no-any-return]
+        return made.to(layer.weight.device)  # type: ignore[no-any-return]
 
     return lambda model: _each_linear(model, packed)
 
@@ -52,7 +52,7 @@ def bnb_int8(threshold: float = 6.0) -> Quantise:
         made.weight = Int8Params(layer.weight.data, requires_grad=False, has_fp16_weights=False)
         if bias:
             made.bias = layer.bias
-        return made.to("cpu")  # type: ignore[no-any-return]
+        return made.to(layer.weight.device)  # type: ignore[no-any-return]
 
     return lambda model: _each_linear(model, packed)
 
@@ -107,7 +107,8 @@ def hqq_4bit() -> Quantise:
         from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
 
         settings: Any = BaseQuantizeConfig(nbits=4, group_size=64)
-        return HQQLinear(layer, settings, compute_dtype=layer.weight.dtype, device="cpu")  # type: ignore[no-any-return]
+        where, dtype = str(layer.weight.device), layer.weight.dtype
+        return HQQLinear(layer, settings, compute_dtype=dtype, device=where)  # type: ignore[no-any-return]
 
     return lambda model: _each_linear(model, packed)
 

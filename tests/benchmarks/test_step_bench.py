@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from benchmarks import quantised, report
 from benchmarks.gpu.models import meta_llama
 from benchmarks.link_trace import copied
 from benchmarks.shapes import PRESETS, frozen_bytes
@@ -17,7 +18,7 @@ from benchmarks.step import process as step_process
 from benchmarks.step import suite as step
 from benchmarks.step.engines import Job
 from benchmarks.step.process import Worker
-from benchmarks.step.table import HEADER, TITLES, judge, line
+from benchmarks.step.table import HEADER, TITLES, judge, line, ratios
 from benchmarks.step.worker import first_line
 from disco_accel.cli.main import main as cli
 from disco_accel.errors import ConfigError
@@ -41,6 +42,43 @@ def test_engines_are_compared_with_eager_in_memory(tmp_path: Path, capsys: pytes
     assert [name for name, row in rows.items() if row["any_plan"] is not None] == ["disco"]
     assert disco["h2d"] > 0 and rows["streamed"]["h2d"] > result["weights"]
     assert capsys.readouterr().out.rstrip().splitlines()[-1].startswith("| accelerate cpu_offload |")
+
+
+def _library_or_skip() -> None:
+    try:
+        quantised.folder_of("nf4")
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+def test_packed_weights_are_compared_with_the_same_form_in_memory(tmp_path: Path) -> None:
+    """Their bits are those of the library's eager step, other than plain weights'; bytes are those of the packed parts;
+    steps at one budget are set against plain ones."""
+    _library_or_skip()
+    words = ["--shape", "tiny", "--tokens", "16", "--rank", "4", "--dtype", "bfloat16", "--memory", "640KiB"]
+    words += ["--rounds", "1", "--device", "cpu", "--quant", "nf4,none", "--engines", "in-memory,disco"]
+    assert cli(["bench", "step", *words, "-o", str(tmp_path / "step.json")]) == 0
+    result = json.loads((tmp_path / "step.json").read_text())
+    eager, packed, eager_plain, plain = result["rows"]
+    assert [row["quant"] for row in result["rows"]] == ["nf4", "nf4", "none", "none"]
+    assert [row["verdict"] for row in result["rows"]] == ["bits"] * 4
+    assert eager["losses"] == packed["losses"] != plain["losses"] == eager_plain["losses"]
+    assert (
+        packed["facts"]["packed"] == result["weights"] < quantised.weight_bytes(PRESETS["tiny"], "none", torch.bfloat16)
+    )
+    assert packed["budget"] == plain["budget"] and packed["h2d"] < plain["h2d"]
+    assert "bitsandbytes" in result["versions"]
+    (words,) = ratios(result)
+    assert words.startswith("disco, nf4, 640KiB: reloads") and "of bfloat16 (" in words
+    title, _ = report.TABLES["step"](result)
+    assert "nf4 weights" in title
+
+
+def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(quantised, "APART", tmp_path)
+    monkeypatch.setattr(quantised.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install torchao"):
+        step.run(["--quant", "none,fp8", "--shape", "tiny"])
 
 
 def test_zero_three_takes_the_same_steps() -> None:
@@ -154,7 +192,8 @@ def test_every_engine_has_a_title() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["--engines", "disco,magic"], ["--budgets", "0"], ["--layers", "0"], ["--rounds", "x"]]
+    "words",
+    [["--engines", "disco,magic"], ["--budgets", "0"], ["--layers", "0"], ["--rounds", "x"], ["--quant", "int3"]],
 )
 def test_wrong_options_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
