@@ -22,19 +22,13 @@ from disco_accel.capture.constants import bind_constants, no_values_read, tracin
 from disco_accel.capture.data_assignments import no_data_assigned
 from disco_accel.capture.fake_inputs import batch_tensors, model_twins, replace_tensors, tables_kept, twin
 from disco_accel.capture.fake_kernels import fake_kernels, fakes_taken_for_plain, quiet
-from disco_accel.capture.lower import (
-    InputFlags,
-    Lowering,
-    hold_back,
-    lower_ops,
-    mark,
-    used_inputs,
-)
+from disco_accel.capture.lower import InputFlags, Lowering, hold_back, lower_ops, mark, used_inputs
 from disco_accel.capture.parts import named_parts, place, rebuilt, states_replaced
 from disco_accel.capture.rng import chain_draws, draws, random_sites, user_generator
 from disco_accel.capture.storages import storage_key, tensor_spec
 from disco_accel.capture.trace_log import TraceLog, logging_trace
 from disco_accel.errors import CaptureError
+from disco_accel.graph.op_traits import op_traits
 from disco_accel.graph.passes import AppliedPass, run_passes
 from disco_accel.graph.taskgraph import Device, TaskGraph, VertexKind
 from disco_accel.graph.traits import FOREIGN, FROZEN, LATE_FOREIGN
@@ -371,7 +365,7 @@ def _errors_named(log: TraceLog) -> Iterator[None]:
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise CaptureError(
             f"{error.func} in module {log.module or '?'}{code_line(error)} depends on the data, not only on shapes; "
-            "a planned step cannot branch on values (.item(), .tolist(), if tensor:, .nonzero())"
+            f"{op_traits(error.func._schema.name).data_hint}"
         ) from error
     except Exception as error:
         summary = str(error).strip().split("\n")[0] or type(error).__name__

@@ -53,6 +53,8 @@ class OpTraits:
     """Torch's fake tensors refuse data types that the kernels take; ``capture/fake_kernels.py`` has a rule for it."""
     refused: str = ""
     """Why a step with this op is not planned, and what to do; empty if it is."""
+    data_hint: str = "a planned step cannot branch on values (.item(), .tolist(), if tensor:, .nonzero())"
+    """What to do where the shapes of its results depend on values."""
     undefined_hint: str = ""
     """What lets a step be planned whose reader needs a result that this op leaves undefined."""
     scratch_by_value: bool = False
@@ -128,6 +130,13 @@ def _rows() -> Iterator[tuple[str, dict[str, Any]]]:
         "_unsafe_index_put _unsafe_masked_index_put_accumulate scatter scatter_ scatter_add scatter_add_ "
         "scatter_reduce scatter_reduce_ masked_scatter masked_scatter_ masked_scatter_backward",
         unordered_on_gpu=True,
+    )
+    yield (
+        "bitsandbytes::int8_vectorwise_quant",
+        {
+            "data_hint": "it looks for outliers; set llm_int8_threshold=0.0 in BitsAndBytesConfig (threshold=0.0 of "
+            "Linear8bitLt), or load_in_4bit=True"
+        },
     )
     yield (
         "aten::mkldnn_rnn_layer",
