@@ -44,6 +44,7 @@ MODES = (
     Mode("families", _tests("tests/emulated/test_families.py")),
     Mode("stages", ("-m", "benchmarks.gpu", "--device", "cuda", "--small")),
     Mode("steps", _tests(*_STEPS)),
+    Mode("quantised", _tests("tests/emulated/test_quantised.py"), {"PYTHONPATH": Path(sys.prefix) / "quantised"}),
     Mode("device", _tests("tests/emulated/test_device.py")),
     Mode("doors", _tests("tests/emulated/test_trainer.py", "tests/emulated/test_processes.py")),
     *(

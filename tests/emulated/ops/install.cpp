@@ -69,15 +69,13 @@ struct Unheard : c10::WarningHandler {
   void process(const c10::Warning&) override {}
 };
 
-// Returns how many ops are emulated.
-std::int64_t install() {
-  static torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
-  static std::int64_t emulated = 0;
-  if (emulated != 0) return emulated;
+// Puts the boxed kernel in the place of each CUDA kernel of `space`; returns of how many.
+std::int64_t replace_kernels(torch::Library& library, const std::string& space) {
   Unheard unheard;
   const c10::WarningUtils::WarningHandlerGuard guard(&unheard);
-  const std::string prefix = "aten::";
+  const std::string prefix = space + "::";
   c10::Dispatcher& dispatcher = c10::Dispatcher::singleton();
+  std::int64_t emulated = 0;
   for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
     if (name.name.rfind(prefix, 0) != 0 || kept(name.name.substr(prefix.size()))) continue;
     const auto op = dispatcher.findSchema(name);
@@ -87,11 +85,32 @@ std::int64_t install() {
                  torch::CppFunction::makeFromBoxedFunction<&call_op>());
     ++emulated;
   }
+  return emulated;
+}
+
+// Returns how many ops are emulated.
+std::int64_t install() {
+  static torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
+  static std::int64_t emulated = 0;
+  if (emulated != 0) return emulated;
+  emulated = replace_kernels(library, "aten");
+  Unheard unheard;
+  const c10::WarningUtils::WarningHandlerGuard guard(&unheard);
   library.impl("copy_", TORCH_FN(copy));
   return emulated;
+}
+
+// The same for another library's ops, once it has registered them. They need CPU kernels and shape functions.
+std::int64_t install_space(std::string space) {
+  // Never deleted, for streams may still run its ops at the end of the process.
+  auto* library = new torch::Library(torch::Library::IMPL, space, c10::DispatchKey::CUDA, __FILE__, __LINE__);
+  return replace_kernels(*library, space);
 }
 
 }  // namespace
 }  // namespace emulated
 
-TORCH_LIBRARY(emulated, library) { library.def("install", emulated::install); }
+TORCH_LIBRARY(emulated, library) {
+  library.def("install", emulated::install);
+  library.def("install_space", emulated::install_space);
+}
