@@ -52,6 +52,7 @@ STAGES = (
     Stage("step_8x1024", "gpu.step", 260),
     Stage("step_1x2048", "gpu.step", 120),
     Stage("prefill_1x1024", "gpu.prefill", 120),
+    Stage("qlora_1x1024", "gpu.qlora", 240),
     Stage("sanitizer", "gpu.sanitizer", 60),
 )
 

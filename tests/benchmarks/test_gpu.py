@@ -12,8 +12,19 @@ import pytest
 
 from benchmarks import report
 from benchmarks.gpu import suite as gpu
+from benchmarks.gpu.qlora import without_reference
+from benchmarks.quantised import folder_of
+from disco_accel.errors import ConfigError
 
 ROOT = Path(gpu.__file__).resolve().parents[2]
+
+
+def _installed(form: str) -> bool:
+    try:
+        folder_of(form)
+    except ConfigError:
+        return False
+    return True
 
 
 def test_all_stages_run_on_the_host_device(tmp_path: Path) -> None:
@@ -31,11 +42,13 @@ def test_all_stages_run_on_the_host_device(tmp_path: Path) -> None:
         "step_8x1024": "ok",
         "step_1x2048": "ok",
         "prefill_1x1024": "ok",
+        "qlora_1x1024": "ok" if _installed("nf4") else "skipped",
         "tests": "ok",
         "lookahead": "ok",
         "sanitizer": "skipped",
     }
-    assert report.section(tmp_path).count("eager in memory") == 2, "each step's result is one for the README"
+    steps = 3 if _installed("nf4") else 2
+    assert report.section(tmp_path).count("| eager in memory") == steps, "each step's result is one for the README"
     assert stages["allocator"]["figures"]["ops"] > 50
     checked = stages["self_check"]["figures"]
     assert next(iter(stages)) == "self_check", "whoever sees it fail need not read on"
@@ -44,6 +57,15 @@ def test_all_stages_run_on_the_host_device(tmp_path: Path) -> None:
     assert [figures["verdict"] for figures in step.values() if isinstance(figures, dict)] == ["bits", "bits"]
     assert [figures["apart"] for figures in prompt.values() if isinstance(figures, dict)] == [0.0]
     assert "mm_64_of_eager_speed = [" in done.stdout, "the table shows the figures"
+
+
+def test_a_device_that_does_not_hold_all_weights_has_figures_of_ours_alone() -> None:
+    """That eager in memory needs more is no fault; that a plan is not made, is one."""
+    blank = {"budget": None, "seconds": [], "ours": False, "equal": False}
+    eager = {**blank, "engine": "in-memory", "error": "OutOfMemoryError: CUDA out of memory."}
+    ours = {**blank, "engine": "disco", "error": "BudgetTooSmall: planted", "ours": True, "budget": 22 << 30}
+    figures = without_reference({"batch": 1, "tokens": 16, "rows": [ours, eager]})
+    assert figures["in-memory"] == "out of memory" and figures["wrong"] == ["disco 22GiB: BudgetTooSmall: planted"]
 
 
 def test_a_stage_that_fails_or_hangs_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
