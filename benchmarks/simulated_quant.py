@@ -42,9 +42,8 @@ FORMS = ("nf4", "none")
 TITLES = {"nf4": "NF4", "none": "bf16"}
 
 CELLS = tuple(
-    Cell(shape, 1, tokens, budget, form)
-    for shape, lengths in {"8b": (2048,), "32b": (2048,), "70b": (2048, 1024)}.items()
-    for tokens in lengths
+    Cell(shape, 1, 2048, budget, form)
+    for shape in ("8b", "32b", "70b")
     for form in FORMS
     for budget in BUDGETS.values()
 )
@@ -86,12 +85,8 @@ def line(row: Mapping[str, Any]) -> str:
 
 
 def short_table(result: Mapping[str, Any]) -> str:
-    """A line for each step of ``result`` at its longest length, a column for each card."""
-    longest = {
-        s: max(r["tokens"] for r in result["rows"] if r["shape"] == s) for s in {r["shape"] for r in result["rows"]}
-    }
-    chosen = [row for row in result["rows"] if row["tokens"] == longest[row["shape"]]]
-    return "\n".join([SHORT_HEADER, *_short_lines(chosen)])
+    """A line for each step of ``result``, a column for each card."""
+    return "\n".join([SHORT_HEADER, *_short_lines(result["rows"])])
 
 
 def _short_lines(made: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -99,11 +94,8 @@ def _short_lines(made: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         found = {row["budget"]: row for row in group}
         one = next(iter(found.values()))
         host = max((row["host"] or 0 for row in found.values()), default=0)
-        cells = [
-            name,
-            format_size(host) if host else "—",
-            f"{format_size(one['peak'])}, {one['batch'] * one['tokens'] / one['resident']:.0f}",
-        ]
+        speed = one["batch"] * one["tokens"] / one["resident"]
+        cells = [name, format_size(host) if host else "—", f"{format_size(one['peak'])}, {speed:.0f}"]
         for budget in BUDGETS.values():
             row = found.get(parse_size(budget))
             cells.append("—" if row is None else _short_cell(row))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import BitsAndBytesConfig, PreTrainedModel
@@ -99,9 +99,17 @@ def computed_in(recipe: LoraRecipe | PrefillRecipe, config: Any) -> torch.dtype:
     return getattr(config, "dtype", None) or torch.float32
 
 
-def packable(model: PreTrainedModel) -> dict[int, tuple[int, int]]:
-    """Identity of each weight that transformers packs → its outputs and inputs: those of linear layers, but not of the
-    output layer, of tied ones and of those that the model or its config keeps."""
+class LinearShape(NamedTuple):
+    """Of a linear layer's weight, and whether it is stored with inputs first."""
+
+    outputs: int
+    inputs: int
+    inputs_first: bool
+
+
+def packable(model: PreTrainedModel) -> dict[int, LinearShape]:
+    """Identity of each weight that transformers packs → its shape: those of linear layers, but not of the output layer,
+    of tied ones and of those that the model or its config keeps."""
     stored = _stored_config(model.config) or {}
     asked = stored.get("llm_int8_skip_modules") or None
     kept = HfQuantizer.get_modules_to_not_convert(model, asked, getattr(model, "_keep_in_fp32_modules", None))
@@ -110,15 +118,15 @@ def packable(model: PreTrainedModel) -> dict[int, tuple[int, int]]:
         if not should_convert_module(name, kept):
             continue
         if type(module) is torch.nn.Linear:
-            found[id(module.weight)] = (module.out_features, module.in_features)
+            found[id(module.weight)] = LinearShape(module.out_features, module.in_features, False)
         elif isinstance(module, Conv1D):
             inputs, outputs = module.weight.shape
-            found[id(module.weight)] = (outputs, inputs)
+            found[id(module.weight)] = LinearShape(outputs, inputs, True)
     return found
 
 
 def with_packed_weights(
-    captured: CapturedStep, model: torch.nn.Module, shapes: dict[int, tuple[int, int]], form: PackedForm
+    captured: CapturedStep, model: torch.nn.Module, shapes: dict[int, LinearShape], form: PackedForm
 ) -> tuple[CapturedStep, PackedWeights]:
     """The step with the weights of ``shapes`` in ``form``, and what they are then.
 
@@ -126,7 +134,11 @@ def with_packed_weights(
     """
     names = {name: shapes[id(p)] for name, p in model.named_parameters() if id(p) in shapes and not p.requires_grad}
     bound = {b.vertex: b for b in captured.bindings if b.name in names}
-    packing = {v: PackedWeight(form, *names[b.name], b.spec.dtype) for v, b in bound.items()}
+    packing = {
+        v: PackedWeight(form, shape.outputs, shape.inputs, b.spec.dtype, shape.inputs_first)
+        for v, b in bound.items()
+        for shape in (names[b.name],)
+    }
     places = part_vertices(captured.graph, packing)
 
     def bindings() -> Iterator[InputBinding]:

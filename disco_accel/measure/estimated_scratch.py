@@ -80,7 +80,7 @@ def known_scratch(
     if unknown > len(absent):
         reasons.append(f"{unknown - len(absent)} ops, which are too large to be tried here")
     if absent:
-        reasons.append(f"{len(absent)} ops of a library that is not loaded here")
+        reasons.append(f"{len(absent)} ops that no library here has")
     why = "without the scratch of " + " and of ".join(reasons) if reasons else ""
     return KnownScratch({v: r.scratch_bytes for v, r in records.items() if r.scratch_bytes}, 0, unknown, why)
 

@@ -4,9 +4,10 @@ Each packed weight becomes the parts that its library stores, and each kernel th
 dequantise those parts: the library's own calls, in their order. Sizes are those of bitsandbytes (blocks of 64 weights,
 of 256 scales where these are packed too) and of torchao (one scale a row).
 
-What is estimated: bitsandbytes' 4-bit product dequantises inside itself where many tokens are multiplied, here by a
-kernel of its own; on CUDA its int8 forward multiplies integers, without a dequantised weight and with a result of 32
-bits, here a product in the model's data type. PEFT's copy of the result of bitsandbytes' layers is left out.
+What is estimated: bitsandbytes multiplies in the forward by one call, which dequantises inside itself; here that part
+is a kernel of its own, ``gemm_4bit.dequantise`` or ``int8_scaled_mm.dequantise``, which a plan cannot leave out. (On
+CUDA the latter multiplies integers instead, with a result of 32 bits.) PEFT's copy of the result of bitsandbytes'
+layers is left out.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from disco_accel.graph.taskgraph import (
     TensorSpec,
     Vertex,
     VertexKind,
+    tensor_args,
 )
 
 _BLOCK = 64
@@ -74,12 +76,14 @@ class PackedPart(NamedTuple):
 
 
 class PackedWeight(NamedTuple):
-    """A weight of ``rows`` outputs and ``columns`` inputs, of ``dtype`` before it was packed and once dequantised."""
+    """A weight of ``rows`` outputs and ``columns`` inputs, of ``dtype`` before it was packed and once dequantised.
+    ``inputs_first``: its layer stores it the other way round, as GPT-2's do."""
 
     form: PackedForm
     rows: int
     columns: int
     dtype: str
+    inputs_first: bool = False
 
     @property
     def parts(self) -> tuple[PackedPart, ...]:
@@ -170,7 +174,8 @@ class _Packed:
         after = tuple(sorted({*reader.after, *makers}))
         refs = {part.suffix: (id_, part) for id_, part in self.parts[source]}
         weight = self.packing[source]
-        for step in _STEPS[weight.form](weight):
+        inside = weight.form is not PackedForm.FP8 and self._multiplies_inputs(source, reader)
+        for step in _inside(weight, reader.id) if inside else _STEPS[weight.form](weight):
             id_ = self.free
             self.free += 1
             inputs = tuple((refs[name][0], 0) for name in step.reads)
@@ -184,6 +189,14 @@ class _Packed:
             self.ops[id_] = OpCall(step.op, step.overload, step.args, (OpResult(0, step.made),), module)
             refs["="] = (id_, refs[step.reads[0]][1])
 
+    def _multiplies_inputs(self, source: int, reader: Vertex) -> bool:
+        """Whether ``reader`` is a product of the forward, run for the first time or again."""
+        call = self.ops.get(reader.id)
+        if call is None or call.name == "aten::linear":
+            return True
+        specs = [arg.spec for arg in tensor_args(call.args) if reader.inputs[arg.input][0] == source]
+        return any((spec.stride[-1] != 1) != self.packing[source].inputs_first for spec in specs)
+
 
 class _Step(NamedTuple):
     """A call of the library's. ``reads``: suffixes of parts, and ``=`` for what the call before it made."""
@@ -195,6 +208,15 @@ class _Step(NamedTuple):
     made: TensorSpec
     in_place: bool = False
     may_overwrite: bool = False
+
+
+def _inside(weight: PackedWeight, reader: int) -> Iterator[_Step]:
+    """What the library's own product does before it multiplies. ``reader`` makes the call unlike all others."""
+    read = [part for part in weight.parts if part.is_read]
+    name = "gemm_4bit" if weight.form.in_four_bits else "int8_scaled_mm"
+    args = (*(TensorArg(k, part.spec) for k, part in enumerate(read)), reader)
+    made = _dense(weight.dtype, weight.rows, weight.columns)
+    yield _Step(f"bitsandbytes::{name}.dequantise", "default", tuple(part.suffix for part in read), args, made)
 
 
 def _four_bits(weight: PackedWeight) -> Iterator[_Step]:
