@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from disco_accel.capture.checkpointing import checkpointed, marked_below
+from disco_accel.capture.checkpointing import marked_below, never_reentrant
 from disco_accel.capture.step import capture_step
 from disco_accel.errors import CaptureError
 from disco_accel.testing.models import family_lora, random_batch
@@ -247,11 +248,31 @@ def test_reentrant_segments_that_eager_differentiates_otherwise_are_refused(rule
         capture_step(Toy(rule), {"x": torch.ones(3, 4)})
 
 
-def test_torchs_own_function_is_back_after_a_capture() -> None:
-    """By any name that somebody holds it by."""
-    calls = []
-    with marked_below():
-        assert checkpoint.__wrapped__.__dynamo_disable is not checkpointed  # type: ignore[attr-defined]
-    out = CHECKPOINT(lambda x: calls.append(torch.is_grad_enabled()) or x * 2, torch.ones(2, requires_grad=True))
-    out.sum().backward()
-    assert calls == [False, True], "eager's reentrant kind, without gradients first"
+def kind_that_ran(found: list[list[bool]]) -> None:
+    """Whether gradients are enabled when a reentrant segment runs, and when it runs again."""
+    calls: list[bool] = []
+    segment = lambda x: calls.append(torch.is_grad_enabled()) or x * 2  # noqa: E731
+    CHECKPOINT(segment, torch.ones(2, requires_grad=True)).sum().backward()
+    found.append(calls)
+
+
+@pytest.mark.parametrize("context", [marked_below, never_reentrant])
+def test_other_threads_and_later_calls_have_torchs_own_function(context: Any) -> None:
+    found: list[list[bool]] = []
+    with context():
+        other = threading.Thread(target=kind_that_ran, args=(found,))
+        other.start()
+        other.join()
+        kind_that_ran([])
+    kind_that_ran(found)
+    assert found == [[False, True], [False, True]], "eager's reentrant kind, first without gradients"
+
+
+def test_what_replaces_reentrant_checkpointing_in_other_eager_steps_has_its_bits() -> None:
+    """With it ``torch.autograd.grad`` gets the gradients that ``backward()`` gets without."""
+    model, x = Toy(skipped), torch.randn(3, 4)
+    loss, gradients = toy_eager(model, {"x": x})
+    with never_reentrant():
+        again = model(x)["loss"]
+        by_name = torch.autograd.grad(again, list(model.parameters()))
+    assert_same_bits((again.detach(), dict(zip(gradients, by_name, strict=True))), (loss, gradients))
