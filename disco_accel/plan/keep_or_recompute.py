@@ -15,7 +15,7 @@ from functools import partial
 from disco_accel.graph.check import after_gate
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.passes import AppliedPass, GraphPass, run_passes
-from disco_accel.graph.taskgraph import TaskGraph, VertexKind
+from disco_accel.graph.taskgraph import TaskGraph, VertexKind, with_memory
 from disco_accel.graph.value_numbering import Clone, clones, kept, without
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.search_work import Work
@@ -33,11 +33,14 @@ _JUDGED = 0.3
 _PLANNED = 0.6
 """Share of what is left then for the plan of the graph that promises most; the next ones get as much of the rest."""
 
-_PLANS = 3
-"""Graphs that are planned at most, that with all clones included."""
-
-_FINEST = 64
+_FINEST = 16
 """The search ends at parts that differ by one in so many clones."""
+
+_LESS = 8
+"""Where a part has no plan as fast as its drafts, the next one to be planned is shorter by one in so many clones."""
+
+_ROOM = 0.96
+"""Share of the memory that drafts are made for: values as large as dequantised weights leave gaps between them."""
 
 _GOOD = 1.003
 """A draft that takes at most so many times what its kernels take is not bettered by keeping less."""
@@ -111,22 +114,20 @@ class _Choice:
         self.drafting = work.shared(_JUDGED, len(graph.vertices))
 
     def run(self) -> MemGraph:
-        self._search()
+        if not self.work.late():
+            self._search()
         self.work.take(self.drafting)
         best: MemGraph | None = None
         makespan = float("inf")
         passes_of_best = list[AppliedPass]()
-        counts = self._promising()
-        for number, count in enumerate(counts):
-            last = count == 0
+        for count in self._promising():
             if best is not None and (self.work.late() or self._compute(count) >= makespan):
                 continue
-            if best is not None and not last and makespan <= _AS_PROMISED * self.judged[counts[0]]:
+            if count and makespan <= _AS_PROMISED * self.fastest_draft:
                 continue
-            share = 1.0 if last or number + 1 == len(counts) else _PLANNED
             passes = list[AppliedPass]()
             try:
-                plan = self._planned(count, share, passes, answer=last and best is None)
+                plan = self._planned(count, _PLANNED if count else 1.0, passes, answer=not count and best is None)
             except Infeasible:
                 continue
             seconds = simulate(plan, self.machine).makespan
@@ -145,10 +146,17 @@ class _Choice:
             self.work.take(own)
 
     def _promising(self) -> list[int]:
-        """The parts to plan: those with the fastest drafts, the most promising first; last none of the row."""
-        feasible = [count for count, seconds in self.judged.items() if seconds < float("inf") and count]
-        feasible.sort(key=lambda count: (self.judged[count], count))
-        return [*feasible[: _PLANS - 1], 0]
+        """The parts to plan: that with the fastest draft, the fastest of those that are shorter by more than a little,
+        the short gaps; last none of the row."""
+        feasible = [count for count, seconds in self.judged.items() if seconds < float("inf")]
+        chosen = list[int]()
+        for _ in range(2):
+            if feasible:
+                chosen.append(min(feasible, key=lambda count: (self.judged[count], count)))
+                feasible = [count for count in feasible if count <= chosen[-1] - max(1, len(self.row) // _LESS)]
+        if self.short in feasible or (self.judged and self.short not in self.judged):
+            chosen.append(self.short)
+        return [*dict.fromkeys(count for count in chosen if count), 0]
 
     def _search(self) -> None:
         """Judge the whole row, its short gaps, nothing, and around the best of them ever finer parts.
@@ -174,7 +182,7 @@ class _Choice:
         if count not in self.judged:
             graph = without(self.graph, self.row[:count])
             self.judged[count] = drafted_seconds(
-                graph,
+                with_memory(graph, lambda device: int(_ROOM * device.memory)),
                 self.machine,
                 cyclic=True,
                 work=self.drafting,
@@ -188,6 +196,11 @@ class _Choice:
         less than to copy them, and no host memory."""
         values = kept(self.row[:count])
         return any(v.kind is VertexKind.OFFLOAD and v.inputs[0][0] in values for v in plan.vertices)
+
+    @property
+    def fastest_draft(self) -> float:
+        """Seconds of the fastest draft."""
+        return min(self.judged.values(), default=float("inf"))
 
     def _compute(self, count: int) -> float:
         """Seconds that no plan of the graph without so many clones goes below: the busiest device's kernels."""
