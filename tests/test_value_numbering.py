@@ -11,6 +11,7 @@ import torch
 
 from disco_accel.errors import PlanError
 from disco_accel.graph.check import after_gate, check_taskgraph, dependencies
+from disco_accel.graph.dequantise_again import dequantise_again
 from disco_accel.graph.taskgraph import (
     Arg,
     Device,
@@ -185,6 +186,26 @@ def test_a_graph_without_some_of_its_clones_computes_the_same() -> None:
         other = graph_of_plan(graph, fewer)
         assert other is None or {v.id for v in other.vertices} == fewer
     assert total > 300 and chains > 20, "the graphs have clones, and some are ends of chains"
+
+
+def test_dequantised_again_for_each_reader_a_graph_computes_the_same() -> None:
+    """Each copy runs in its reader's turn, and a graph without all clones makes every weight once."""
+    rng = random.Random(17)
+    copies = 0
+    for _ in range(300):
+        graph = random_graph(rng)
+        larger = check_taskgraph(dequantise_again(graph))
+        new = {v.id for v in larger.vertices} - {v.id for v in graph.vertices}
+        copies += len(new)
+        before, after = values_of(graph), values_of(larger)
+        assert all(torch.equal(before[ref], after[ref]) for ref in before)
+        behind = after_gate(larger.vertices)
+        assert behind - new == after_gate(graph.vertices)
+        for vertex in larger.vertices:
+            read = {producer for producer, _ in vertex.inputs} & new
+            assert all((vertex.id in behind) == (producer in behind) for producer in read)
+        assert new <= {v.id for v in larger.vertices} - {v.id for v in without(larger, clones(larger)).vertices}
+    assert copies > 100
 
 
 @pytest.mark.parametrize("planner", ["build", "timed"])

@@ -129,6 +129,35 @@ def clones(graph: TaskGraph) -> tuple[Clone, ...]:
     return tuple(found)
 
 
+def dequantised(graph: TaskGraph) -> tuple[dict[int, tuple[int, ...]], Collection[int]]:
+    """Return the kernels whose values are dequantised weights for others to read, each with the kernels that make it,
+    in their order and itself last; and the vertices that are no others: those whose values are the same in all steps.
+    """
+    numbering = _Numbering(graph).run()
+    if not any(known.packed for known in numbering.of.values()):
+        return {}, ()
+    by_id = {vertex.id: vertex for vertex in graph.vertices}
+    place = {id_: number for number, id_ in enumerate(by_id)}
+    found: dict[int, tuple[int, ...]] = {}
+    for id_, read in numbering.read_by_others.items():
+        known = numbering.of[id_]
+        larger = sum(by_id[id_].sizes[o] for o in read) > sum(by_id[i].sizes[0] for i in known.inputs)
+        if known.packed and larger and id_ not in numbering.overwritten:
+            found[id_] = tuple(sorted(_makers(by_id, id_), key=place.__getitem__))
+    return found, numbering.of.keys()
+
+
+def _makers(by_id: Mapping[int, Vertex], last: int) -> set[int]:
+    """The kernels that the values of ``last`` are made by."""
+    makers, unseen = {last}, [last]
+    while unseen:
+        for producer, _ in by_id[unseen.pop()].inputs:
+            if producer not in makers and by_id[producer].kind is VertexKind.KERNEL:
+                makers.add(producer)
+                unseen.append(producer)
+    return makers
+
+
 def without(graph: TaskGraph, chosen: Iterable[Clone]) -> TaskGraph:
     """Return ``graph`` without the ``chosen`` ones of its ``clones``, nor what only they read.
 

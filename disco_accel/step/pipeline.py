@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from disco_accel.errors import BudgetTooSmall
+from disco_accel.graph.dequantise_again import DEQUANTISE_AGAIN
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.passes import AppliedPass, GraphPass, arena_of, run_passes
 from disco_accel.graph.taskgraph import TaskGraph
@@ -26,7 +27,7 @@ from disco_accel.sizes import format_size
 from disco_accel.step.budget import Budget, BudgetFacts
 from disco_accel.verify.static import verify
 
-STEP_PASSES: tuple[GraphPass, ...] = ()
+STEP_PASSES: tuple[GraphPass, ...] = (DEQUANTISE_AGAIN,)
 """Run on every captured graph, in this order, before its kernels get their costs. Those of the capture come before
 them, those of costs, arena and planner behind."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypedDict
 
+from disco_accel.graph.dequantise_again import dequantise_again
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.graph.value_numbering import kept_bytes, left_out
 from disco_accel.step.compiled_step import CompiledStep
@@ -97,7 +98,7 @@ class PlanFigures(TypedDict):
 def plan_figures(step: CompiledStep, link_bandwidth: float | None) -> PlanFigures:
     """The figures of ``step``, whose executor is loaded. ``link_bandwidth``: in bytes/s, None = not throttled."""
     counters = step.executor.counters()
-    saved = left_out(step.captured.graph, step.graph)
+    saved = left_out(dequantise_again(step.captured.graph), step.graph)
     return {
         "arena_bytes": int(counters["arena_bytes"]),
         "peak_bytes": step.budget.outside + int(counters["touched_bytes"]),

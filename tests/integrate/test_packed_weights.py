@@ -10,6 +10,7 @@ import torch
 from disco_accel import DiscoConfig, prepare, stats
 from disco_accel.capture.step import capture_step
 from disco_accel.errors import BudgetTooSmall
+from disco_accel.graph.dequantise_again import dequantise_again
 from disco_accel.graph.value_numbering import clones, without
 from disco_accel.testing.packed_linear import PackedLayers
 
@@ -40,18 +41,22 @@ def planned(budget: int, **kinds: bool) -> tuple[list[torch.Tensor], dict[str, A
     return trained(model), stats(model)
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_planned_steps_have_eagers_bits_from_the_least_budget_to_all(checkpointed: bool) -> None:
-    """In memory for all each weight is dequantised once, and nothing is computed that nobody reads."""
-    want = trained(PackedLayers(checkpointed=checkpointed))
+@pytest.mark.parametrize(("checkpointed", "saves"), [(False, False), (True, False), (False, True)])
+def test_planned_steps_have_eagers_bits_from_the_least_budget_to_all(checkpointed: bool, saves: bool) -> None:
+    """In memory for all each weight is dequantised once, and nothing is computed that nobody reads; in the least memory
+    also a weight is dequantised again that autograd has saved."""
+    kinds = {"checkpointed": checkpointed, "saves": saves}
+    want = trained(PackedLayers(**kinds))
     with pytest.raises(BudgetTooSmall) as error:
-        planned(1, checkpointed=checkpointed)
-    model = PackedLayers(checkpointed=checkpointed)
-    graph = capture_step(model, {"x": batch(0)}, forward=model.forward).graph
+        planned(1, **kinds)
+    model = PackedLayers(**kinds)
+    captured = capture_step(model, {"x": batch(0)}, forward=model.forward).graph
+    graph = dequantise_again(captured)
+    assert saves == (len(graph.ops) > len(captured.ops))
     found = clones(graph)
     values = sum(sum(v.sizes) for v in graph.vertices)
     for budget in (error.value.needed, values // 2, 2 * values):
-        got, numbers = planned(budget, checkpointed=checkpointed)
+        got, numbers = planned(budget, **kinds)
         assert len(got) == len(want) and all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
         assert numbers["steps_compiled"] == STEPS and not numbers["fallbacks"]
         assert numbers["kernels"] <= len(graph.ops)
