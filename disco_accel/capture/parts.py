@@ -152,6 +152,24 @@ def states_replaced(model: torch.nn.Module, leaf_of: LeafOf) -> Iterator[None]:
             state.table[state.key] = value
 
 
+def settle_states(model: torch.nn.Module) -> None:
+    """Do what bitsandbytes' 8-bit layers do whenever their forward runs: scales move from a new weight to the layer's
+    state, and the weight is again the view of the state's bytes that the next forward reads.
+
+    A plan runs in the place of that forward, so that its layers would stay as they were loaded and later changes of
+    them would mean something else than after eager steps.
+    """
+    for module in model.modules():
+        state, weight = module.__dict__.get("state"), module._parameters.get("weight")
+        if type(state).__name__ != "MatmulLtState" or weight is None or not packed_beside_state(weight):
+            continue
+        if weight.__dict__.get("CB") is not None:
+            module.init_8bit_state()
+        packed = vars(state).get("CB")
+        if not state.has_fp16_weights and packed is not None and place(packed) != place(weight):
+            weight.data = packed
+
+
 def named_parts(model: torch.nn.Module, *, remove_duplicate: bool = True) -> Iterator[Part]:
     """All plain tensors of ``model``: those of its parameters, of what lies beside these, and of its buffers.
 

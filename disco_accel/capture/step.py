@@ -89,6 +89,9 @@ class _Step(torch.nn.Module):
             raise NoSuchOutput(f"{UNREACHED} {self._outputs[0]}", None)
         trainable = [p for p in self.model.parameters() if p.requires_grad]
         gradients = torch.autograd.grad([v for v, _ in pairs], trainable, [t for _, t in pairs], allow_unused=True)
+        if all(gradient is None for gradient in gradients):
+            # Ops without a formula for autograd make outputs that want a gradient and pass none on.
+            raise NoSuchOutput(f"{UNREACHED} {self._outputs[0]}", None)
         return [*values, *gradients]
 
     def _matching(self, wanted: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -267,8 +270,10 @@ class _Twins:
             twins = dict(zip(self.parameters, parameters, strict=True))
 
             def twin_of(leaf: torch.Tensor) -> torch.Tensor:
-                # What lies beside a weight may be another view of the weight's own bytes.
-                return twins[names.get(id(leaf)) or by_place[place(leaf)]]
+                # What lies beside a weight may be another view of the weight's own bytes. It is a tensor of its own,
+                # because a forward may put other bytes under one of the two.
+                name = names.get(id(leaf))
+                return twins[name] if name is not None else twins[by_place[place(leaf)]].detach()
 
             named = [*model.named_parameters(), *model.named_buffers()]
             swapped = {f"model.{name}": rebuilt(tensor, twin_of) for name, tensor in named}

@@ -10,7 +10,15 @@ from typing import Any
 
 import torch
 
-from disco_accel.capture.parts import LeafOf, beside_weights, frozen_parts, rebuilt, rebuilt_state, states_of
+from disco_accel.capture.parts import (
+    LeafOf,
+    beside_weights,
+    frozen_parts,
+    rebuilt,
+    rebuilt_state,
+    settle_states,
+    states_of,
+)
 from disco_accel.errors import ConfigError
 from disco_accel.native.backend import backend_of
 from disco_accel.native.host_memory import HostMemory
@@ -88,6 +96,7 @@ class Placement:
         """
         model = self._model()
         assert model is not None
+        settle_states(model)
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
                 check_not_sharded(name, parameter)

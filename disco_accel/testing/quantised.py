@@ -38,7 +38,12 @@ def bnb_4bit(quant_type: str = "nf4", nested: bool = False) -> Quantise:
             made.bias = layer.bias
         return made.to(layer.weight.device)  # type: ignore[no-any-return]
 
-    return lambda model: _each_linear(model, packed)
+    def quantise(model: torch.nn.Module) -> None:
+        _each_linear(model, packed)
+        # As transformers marks what it has loaded: PEFT then puts its own layers for such weights around them.
+        model.is_loaded_in_4bit = True  # type: ignore[assignment]
+
+    return quantise
 
 
 def bnb_int8(threshold: float = 6.0) -> Quantise:
@@ -54,7 +59,11 @@ def bnb_int8(threshold: float = 6.0) -> Quantise:
             made.bias = layer.bias
         return made.to(layer.weight.device)  # type: ignore[no-any-return]
 
-    return lambda model: _each_linear(model, packed)
+    def quantise(model: torch.nn.Module) -> None:
+        _each_linear(model, packed)
+        model.is_loaded_in_8bit = True  # type: ignore[assignment]
+
+    return quantise
 
 
 def bnb_experts(nested: bool = False) -> Quantise:

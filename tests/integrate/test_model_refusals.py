@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.testing._internal.two_tensor import TwoTensor
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 
 from disco_accel import DiscoConfig, prepare, restore, stats
 from disco_accel.errors import CaptureError, ConfigError
@@ -20,36 +22,66 @@ from tests.integrate.twins import SMALL, assert_same, assert_same_step, batch, c
 UP = "base_model.model.model.layers.0.mlp.up_proj.base_layer"
 
 
-class Params4bit(torch.nn.Parameter):
-    """As bitsandbytes names its own, which is not installed here."""
+class PackedParameter(torch.nn.Parameter):
+    """Of a library that nobody here knows: packed bytes, with scales wherever it keeps them."""
 
 
-class Int8Params(torch.nn.Parameter):
-    """Likewise."""
-
-
-def _quantised(kind: type[torch.nn.Parameter]) -> Any:
+def _quantised() -> Any:
     model = tiny_lora(**SMALL)
     weight = torch.zeros(64, 32, dtype=torch.int8)
-    model.get_submodule(UP).weight = torch.Tensor._make_subclass(kind, weight, False)
+    model.get_submodule(UP).weight = torch.Tensor._make_subclass(PackedParameter, weight, False)
     return model
 
 
-@pytest.mark.parametrize(("kind", "bits"), [(Params4bit, "4 bits"), (Int8Params, "8 bits")])
-def test_quantised_weights_are_refused_before_any_of_them_moves(kind: Any, bits: str) -> None:
-    model = _quantised(kind)
+def test_weights_without_a_rule_are_refused_before_any_of_them_moves() -> None:
+    """The message has the tensor, its class, and what would work."""
+    model = _quantised()
     places = {n: p.data_ptr() for n, p in model.named_parameters()}
-    with pytest.raises(ConfigError, match=rf"up_proj.base_layer.weight is bitsandbytes, {bits}; load the model"):
+    with pytest.raises(ConfigError, match=r"up_proj.base_layer.weight: a PackedParameter .*; or take bitsandbytes"):
         prepare(model, config())
     assert {n: p.data_ptr() for n, p in model.named_parameters()} == places and stats(model) == {}
 
 
 def test_with_on_unsupported_eager_a_quantised_model_is_left_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
-    model = _quantised(Params4bit)
+    model = _quantised()
     forward = model.forward
     assert prepare(model, config(on_unsupported="eager")) is model
     assert model.forward == forward and stats(model) == {}
     assert "left as it is" in caplog.text
+
+
+@pytest.mark.parametrize("form", ["mxfp4", "nvfp4", "fbgemm_fp8"])
+def test_forms_that_transformers_calls_untrainable_are_refused(form: str) -> None:
+    """By the name of their quantizer; dequantised on loading their weights are plain."""
+    if form not in AUTO_QUANTIZER_MAPPING:
+        pytest.skip(f"this transformers has no {form}")
+    kind: Any = AUTO_QUANTIZER_MAPPING[form]
+    settings: Any = AUTO_QUANTIZATION_CONFIG_MAPPING[form]()
+    model: Any = tiny_lora(**SMALL)
+    base = model.get_base_model()
+    base.hf_quantizer = kind(settings)
+    with pytest.raises(ConfigError, match=rf"base_model.model: was loaded through {kind.__name__}, .*dequantize=True"):
+        prepare(model, config())
+    if hasattr(settings, "dequantize"):
+        settings.dequantize = True
+        assert_same_step(prepare(model, config()), tiny_lora(**SMALL))
+
+
+def test_a_quantised_weight_that_is_to_be_trained_is_refused() -> None:
+    """Frozen, the same weight is two clean inputs of the plan, under the names of its parts."""
+    models = [tiny_lora(**SMALL) for _ in range(2)]
+    for model in models:
+        layer = model.get_submodule(UP)
+        halves = (layer.weight.detach() / 2, layer.weight.detach() * 2)
+        layer.weight = torch.nn.Parameter(TwoTensor(*halves))
+    planned, eager = prepare(models[0], config()), models[1]
+    with pytest.raises(CaptureError, match=rf"{UP}.weight: a TwoTensor cannot be trained under a plan; freeze it"):
+        planned(**batch())
+    for model in models:
+        model.get_parameter(f"{UP}.weight").requires_grad_(False)
+    assert_same_step(planned, eager)
+    made = current_step(planned)
+    assert made is not None and {f"{UP}.weight.a", f"{UP}.weight.b"} <= {b.name for b in made.captured.bindings}
 
 
 @pytest.mark.parametrize("how", ["merged", "disabled"])

@@ -27,7 +27,7 @@ SIZES = {"hidden_size": 128, "intermediate_size": 256}
 GPT2_SIZES = {"n_embd": 128}
 
 
-def model_of(case: dict[str, Any]) -> torch.nn.Module:
+def model_of(case: dict[str, Any], **config: Any) -> torch.nn.Module:
     experts = case["form"] == "bitsandbytes NF4 experts"
     sizes = {**SIZES, "moe_intermediate_size": 128} if experts else SIZES
     return family_lora(
@@ -37,6 +37,7 @@ def model_of(case: dict[str, Any]) -> torch.nn.Module:
         lora_dropout=0.1,
         quantise=bnb_experts() if experts else FORMS[case["form"]],
         **sizes,
+        **config,
     )
 
 

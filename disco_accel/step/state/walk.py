@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn.modules import module as torch_module
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
+from disco_accel.capture.parts import leaves
 from disco_accel.errors import CaptureError
 from disco_accel.native.change_watch import ABSENT, ANYTHING, Kind
 from disco_accel.step.state.code_names import global_names, is_library
@@ -169,7 +171,7 @@ class Walk:
         return self._describe_object(value, where)
 
     def _describe_object(self, value: Any, where: str) -> str:
-        text = self._memo[id(value)] = f"{type(value).__name__} {identity(value)}"
+        text = self._memo[id(value)] = f"{type(value).__name__} {_number_of(value)}"
         if isinstance(value, torch.Tensor):
             self.tensors.append(value)
             if type(value) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
@@ -308,6 +310,14 @@ def _is_repeatable(hook: Any) -> bool:
         and not (hook.__closure__ or hook.__defaults__ or hook.__kwdefaults__ or hook.__dict__)
         and is_library(hook)
     )
+
+
+def _number_of(value: Any) -> str:
+    """Tells objects apart. A tensor around others is told by those: PyTorch moves no such tensor, ``model.to`` say, as
+    long as there is a weak reference to it, which ``identity`` makes."""
+    if isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value):
+        return ",".join(str(identity(leaf)) for _, leaf in leaves(value))
+    return str(identity(value))
 
 
 def _own_cache(namespace: dict[str, Any], value: Any) -> bool:

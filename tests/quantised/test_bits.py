@@ -1,0 +1,48 @@
+"""Steps on quantised weights have the bits of the library's own eager step, at the least budget, half and all."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.quantised.children import lines_of
+
+SAMPLE: dict[str, list[tuple[str, str, bool]]] = {
+    "bitsandbytes": [
+        ("bitsandbytes NF4, double", "llama", True),
+        ("bitsandbytes int8", "llama", False),
+        ("bitsandbytes NF4 experts", "qwen3_moe", True),
+    ],
+    "torchao": [("torchao int8", "qwen3", True), ("torchao float8", "llama", False)],
+    "hqq": [("hqq 4 bits", "phi3", True)],
+    "quanto": [("quanto int4", "llama", False)],
+}
+"""Form, family, activation checkpointing. ``make quantised`` runs all of them with each other."""
+
+
+@pytest.mark.parametrize("library", SAMPLE)
+def test_quantised_steps_have_the_bits_of_eager_at_three_budgets(library: str) -> None:
+    """Losses, gradients, weights and the generator after accumulation, dropout and AdamW, in random order of dispatch.
+
+    Reloads move packed bytes, and nothing is allocated outside the plan.
+    """
+    names = ("form", "family", "checkpointing")
+    cases = [dict(zip(names, case, strict=True)) for case in SAMPLE[library]]
+    results = lines_of("steps.py", json.dumps(cases))
+    assert [result["form"] for result in results] == [case["form"] for case in cases]
+    for result in results:
+        check(result)
+
+
+def check(result: dict[str, Any]) -> None:
+    """``result``: a line of ``steps.py``."""
+    assert "error" not in result, result["error"]
+    budgets = result["budgets"]
+    assert budgets.keys() == {"least", "half", "all"}
+    for budget in budgets.values():
+        assert budget["equal"] and budget["packed_reloads"], result
+        assert budget["planned"] > 0 and budget["eager"] == 0 and budget["allocations"] == 0
+    assert budgets["all"]["reloaded"] == 0 < budgets["least"]["reloaded"]
+    assert any(name.endswith((".absmax", "scale", "SCB", "._scale")) for name in result["parts"]), result["parts"]
