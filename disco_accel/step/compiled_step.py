@@ -11,7 +11,7 @@ import torch
 
 from disco_accel.capture.captured_step import CapturedStep, InputBinding, InputSource
 from disco_accel.capture.constants import live_constant
-from disco_accel.capture.parts import named_parts
+from disco_accel.capture.parts import beside_weights, named_parts, settle_states
 from disco_accel.errors import CaptureError
 from disco_accel.execute.executor import EngineOptions, Executor
 from disco_accel.graph.memgraph import MemGraph
@@ -149,6 +149,7 @@ class CompiledStep:
         Raises:
             CaptureError: a constant has another layout than when the step was captured.
         """
+        settle_states(model)
         named = {part.name: part.tensor for part in named_parts(model, remove_duplicate=False)}
         return [named[b.name] for b in self.vertices_of(InputSource.FROZEN, InputSource.BUFFER)] + [
             live_constant(self.captured, b) for b in self._host_constants
@@ -156,9 +157,10 @@ class CompiledStep:
 
     def watched_of(self, model: torch.nn.Module) -> list[torch.Tensor]:
         """All that the step loads from the host: ``frozen_of`` and tensors that a forward reads from elsewhere, such as
-        plain attributes."""
-        constants = self.captured.constants.values()
-        return [*self.frozen_of(model), *(tensor for tensor in constants if tensor.is_cpu)]
+        plain attributes, or other views of a weight's bytes."""
+        others = [*self.captured.constants.values(), *beside_weights(model)]
+        watched = {id(tensor): tensor for tensor in (*self.frozen_of(model), *others)}
+        return [tensor for tensor in watched.values() if tensor.is_cpu]
 
     def moved(self, frozen: Sequence[torch.Tensor]) -> bool:
         """Whether a tensor of ``frozen_of`` the model lies elsewhere than where the plan loads it from."""

@@ -94,3 +94,34 @@ def test_an_error_of_the_model_itself_keeps_its_text_and_names_the_module() -> N
     with pytest.raises(CaptureError, match="module picky failed") as caught:
         capture_step(toy, {"x": torch.ones(2, 4)})
     assert caught.value.__cause__ is not None
+
+
+def test_other_bytes_under_a_weight_are_refused() -> None:
+    """What autograd does not see a trace does not see either: the plan would go on with the bytes before."""
+
+    class Replaces(Toy):
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            self.first.bias.data = self.first.bias.data * 2
+            return super().forward(x)
+
+    model = Replaces(lambda x: x)
+    before = model.first.bias.detach().clone()
+    with pytest.raises(CaptureError, match=r"first.bias: the forward puts other bytes under this tensor"):
+        capture_step(model, {"x": torch.ones(2, 4)})
+    assert torch.equal(model.first.bias, before)
+
+
+def test_a_step_without_any_gradient_is_refused() -> None:
+    """An op may make an output that wants a gradient, and pass none on."""
+
+    class Silent(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> None:
+            return None
+
+    with pytest.raises(CaptureError, match="no trainable parameter reaches the loss"):
+        capture_step(Toy(Silent.apply), {"x": torch.ones(2, 4)})

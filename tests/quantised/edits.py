@@ -203,6 +203,12 @@ def _state_cb(model: Any) -> None:
     holder.CB = holder.CB.roll(1, 0)
 
 
+def _state_cb_data(model: Any) -> None:
+    layer = linear(model)
+    holder = layer.state if layer.weight.CB is None else layer.weight
+    holder.CB.data = holder.CB.data.roll(1, 0)
+
+
 def _threshold(model: Any) -> None:
     linear(model).state.threshold = 0.0
 
@@ -315,7 +321,9 @@ WRAPPED: dict[str, Change] = {"inner tensor": _inner, "inner scale": _inner_scal
 CHANGES: dict[str, dict[str, Change]] = {
     "bitsandbytes NF4": ANY | WEIGHT | FOUR_BIT | PLAIN_FOUR_BIT,
     "bitsandbytes NF4, double": ANY | WEIGHT | FOUR_BIT | {"offset": _offset},
-    "bitsandbytes int8": ANY | WEIGHT | {"state.SCB": _state_scb, "state.CB": _state_cb, "state.threshold": _threshold},
+    "bitsandbytes int8": ANY
+    | WEIGHT
+    | {"state.SCB": _state_scb, "state.CB": _state_cb, "state.CB.data": _state_cb_data, "state.threshold": _threshold},
     "bitsandbytes NF4 experts": {
         "no change": lambda model: None,
         "scale in place": _experts_scale,

@@ -100,6 +100,7 @@ def life(form: str) -> dict[str, Any]:
     seen["prepared again"] = same(step(model), step(eager))
     seen["host memory"] = _host_memory(form, packed)
     seen["shared"] = _shared(form)
+    seen["generated"] = _generated(form)
     seen["threads"] = _threads(form)
     return seen
 
@@ -130,6 +131,32 @@ def _host_memory(form: str, packed: int) -> Any:
         step(prepare(made(form), config(host_memory=packed + (1 << 14))))
         return True
     return False
+
+
+def _generated(form: str) -> bool:
+    """Tokens and logits between steps, twice. On some CPUs bitsandbytes repacks its weights then, and back to save."""
+    model, eager = prepare(made(form), config()), made(form)
+    right = [same(step(model), step(eager))]
+    for _ in range(2):
+        right += [_alike(_generate(model), _generate(eager)), same(step(model), step(eager))]
+        right.append(saved(model) == saved(eager))
+    return all(right)
+
+
+def _generate(model: Any) -> Any:
+    model.eval()
+    settings = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    with torch.no_grad():
+        made = model.generate(
+            input_ids=BATCH["input_ids"], **settings, output_logits=True, return_dict_in_generate=True
+        )
+    model.train()
+    return made
+
+
+def _alike(got: Any, expected: Any) -> bool:
+    logits = zip(got.logits, expected.logits, strict=True)
+    return torch.equal(got.sequences, expected.sequences) and all(torch.equal(a, b) for a, b in logits)
 
 
 def _shared(form: str) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
 import pytest
 
 from tests.quantised.children import lines_of
@@ -17,3 +20,16 @@ def test_the_life_of_a_prepared_quantised_model(form: str) -> None:
     assert "error" not in seen, seen["error"]
     wrong = {what: how for what, how in seen.items() if how is not True and not str(how).startswith("not to be copied")}
     assert not wrong and len(seen) > 10
+
+
+def test_two_processes_train_quantised_models_together(tmp_path: Path) -> None:
+    """In DDP over gloo: frozen packed weights are no collective's, gradients are eager's, and one scale that differs
+    between the processes is named."""
+    forms = ("bitsandbytes NF4, double", "bitsandbytes int8", "torchao float8", "hqq 4 bits")
+    with ThreadPoolExecutor(2) as pool:
+        shared = str(tmp_path / "processes")
+        running = [pool.submit(lines_of, "processes.py", str(rank), shared, *forms) for rank in range(2)]
+        results = [line for one in running for line in one.result()]
+    assert len(results) == 2 * len(forms)
+    for result in results:
+        assert set(result["seen"].values()) == {True} and len(result["seen"]) == 4, result

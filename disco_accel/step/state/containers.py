@@ -56,6 +56,8 @@ CLASS_NOTES = frozenset(
     ]
 )
 """What Python notes on a class when it likes, and no forward reads."""
+_WRITTEN_BEFORE_READ = {"MatmulLtState": frozenset(("idx", "is_training"))}
+"""Class → attributes that each forward sets anew before it reads them: bitsandbytes' notes on its call."""
 OWN_MARK = "_disco_own"
 """On functions that this package puts on a model for a while."""
 OWN_PREFIX = "_disco"
@@ -165,8 +167,10 @@ class Relevance:
         """Whether the entry ``key`` of ``container`` makes no difference to a forward."""
         if container.kind is Kind.DICT:
             return isinstance(key, str) and key in CLASS_NOTES
-        if container.kind is not Kind.ATTRIBUTES or not isinstance(container.owner, torch.nn.Module):
+        if container.kind is not Kind.ATTRIBUTES:
             return False
+        if not isinstance(container.owner, torch.nn.Module):
+            return key in _WRITTEN_BEFORE_READ.get(type(container.owner).__name__, ())
         if not isinstance(key, str) or key in NOT_READ or key.startswith(OWN_PREFIX):
             return True
         if key == "forward" and hasattr(container.owner.__dict__.get(key), OWN_MARK):
