@@ -14,7 +14,7 @@ export MAX_JOBS ?= $(shell nproc)
 DEVICE ?= cuda
 
 .PHONY: help setup test sanitize safety fuzz lint format demo demo-full emulated emulated-mutants gpu gpu-peers \
-  outside wheel-check matrix clean
+  outside quantised wheel-check matrix clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 11
@@ -83,6 +83,12 @@ gpu:  ## checks and measurements on a GPU, under 9 minutes; DEVICE=cpu tries the
 gpu-peers: export PYTHONPATH := $(CURDIR)
 gpu-peers:  ## a 7B LoRA step beside DeepSpeed, accelerate and others on a GPU; WHEELS=folder
 	@python3 -m benchmarks.gpu.peers --device $(DEVICE) --wheels $(WHEELS) $(if $(ENGINES),--engines $(ENGINES))
+
+# Half an hour on one core; FORMS="'hqq 4 bits'" runs some.
+quantised: export OMP_NUM_THREADS := 1
+quantised: export PYTHONPATH := $(CURDIR)
+quantised: setup  ## every form of quantised weights in several families against its library's eager step; one table
+	@$(PY) -m tests.quantised.matrix $(FORMS)
 
 # Needs the package index; about a quarter of an hour, so not for CI.
 outside: export PYTHONPATH := $(CURDIR)
