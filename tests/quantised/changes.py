@@ -15,10 +15,8 @@ import torch
 
 from disco_accel import DiscoConfig, prepare, stats
 from disco_accel.errors import DiscoError, ExecutionError
-from disco_accel.testing.models import random_batch
 from tests.quantised.edits import CHANGES, LASTING, Change
-from tests.quantised.small import EXPERTS, small_model
-from tests.quantised.steps import model_of
+from tests.quantised.small import EXPERTS, small_model, tokens
 
 torch.set_num_threads(1)
 
@@ -26,7 +24,7 @@ torch.set_num_threads(1)
 def step(model: Any, between: Change | None = None) -> tuple[Any, ...]:
     model.zero_grad(set_to_none=True)
     torch.manual_seed(3)
-    output = model(**random_batch(length=20, seed=1))
+    output = model(**tokens(1))
     loss = output if isinstance(output, torch.Tensor) else output.loss
     if between is not None:
         between(model)
@@ -66,8 +64,10 @@ def verdict(planned: Any, eager: Any, before: Any) -> tuple[str, str]:
 
 def adapted_model(form: str) -> Any:
     """One layer of a Llama, or of a mixture, with LoRA."""
+    from tests.quantised.steps import model_of
+
     family = "qwen3_moe" if form == EXPERTS else "llama"
-    return model_of({"form": form, "family": family, "checkpointing": False}, num_hidden_layers=1)
+    return model_of({"form": form, "family": family, "checkpointing": False, "layers": 1})
 
 
 class Pair:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from disco_accel.testing.models import random_batch
+from tests.quantised.small import tokens
 
 Change = Callable[[Any], Any]
 
@@ -168,7 +168,7 @@ def _evaluated(model: Any) -> None:
     """bitsandbytes repacks the weights for some CPUs then."""
     model.eval()
     with torch.no_grad():
-        model(**random_batch(length=20, seed=9))
+        model(**tokens(9))
     model.train()
 
 

@@ -27,7 +27,7 @@ torch.set_num_threads(1)
 
 def made(form: str) -> Any:
     family = "qwen3_moe" if "experts" in form else "llama"
-    return model_of({"form": form, "family": family, "checkpointing": False}, num_hidden_layers=1)
+    return model_of({"form": form, "family": family, "checkpointing": False, "layers": 1})
 
 
 def config(**keys: Any) -> DiscoConfig:

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from disco_accel import DiscoConfig, prepare, stats
 from disco_accel.errors import ConfigError
 from disco_accel.step.distributed import check_same, exclude_from_collectives, frozen_tensors, include_again
-from disco_accel.testing.models import random_batch
 from tests.quantised.edits import linear, scale
-from tests.quantised.small import small_model
+from tests.quantised.small import small_model, tokens
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -23,7 +22,7 @@ CPU = torch.device("cpu")
 
 def gradient(model: Any, inner: Any, rank: int) -> torch.Tensor:
     """Of one step on this process's own batch, averaged by DDP."""
-    model(**random_batch(length=20, seed=rank)).backward()
+    model(**tokens(rank)).backward()
     got: torch.Tensor = inner.scale.grad.clone()
     model.zero_grad(set_to_none=True)
     return got

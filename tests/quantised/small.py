@@ -49,3 +49,9 @@ def small_model(form: str) -> torch.nn.Module:
     # Some libraries' weights want a gradient at first.
     model.requires_grad_(False).scale.requires_grad_(True)
     return model.train()
+
+
+def tokens(seed: int) -> dict[str, torch.Tensor]:
+    """A batch, also for adapted models: 2 rows of 20 tokens."""
+    ids = torch.randint(0, 96, (2, 20), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "labels": ids.clone()}

@@ -1,6 +1,6 @@
 """Trains quantised models in a process of its own, where the libraries are: ``steps.py CASES``, a list as JSON.
 
-A case is ``{"form", "family", "checkpointing"}``. Prints one line of JSON for each: what came of three budgets.
+A case is ``{"form", "family", "checkpointing"}``, perhaps with ``"layers"``. Prints one line of JSON for each: what came of three budgets.
 """
 
 import json
@@ -27,17 +27,17 @@ SIZES = {"hidden_size": 128, "intermediate_size": 256}
 GPT2_SIZES = {"n_embd": 128}
 
 
-def model_of(case: dict[str, Any], **config: Any) -> torch.nn.Module:
+def model_of(case: dict[str, Any]) -> torch.nn.Module:
     experts = case["form"] == "bitsandbytes NF4 experts"
     sizes = {**SIZES, "moe_intermediate_size": 128} if experts else SIZES
     return family_lora(
         case["family"],
         dtype=torch.bfloat16,
         checkpointing=case["checkpointing"],
+        num_hidden_layers=case.get("layers", 2),
         lora_dropout=0.1,
         quantise=bnb_experts() if experts else FORMS[case["form"]],
         **sizes,
-        **config,
     )
 
 
