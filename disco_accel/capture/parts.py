@@ -160,11 +160,13 @@ def settle_states(model: torch.nn.Module) -> None:
     them would mean something else than after eager steps.
     """
     for module in model.modules():
-        state, weight = module.__dict__.get("state"), module._parameters.get("weight")
+        layer: Any = module
+        state: Any = module.__dict__.get("state")
+        weight = module._parameters.get("weight")
         if type(state).__name__ != "MatmulLtState" or weight is None or not packed_beside_state(weight):
             continue
         if weight.__dict__.get("CB") is not None:
-            module.init_8bit_state()
+            layer.init_8bit_state()
         packed = vars(state).get("CB")
         if not state.has_fp16_weights and packed is not None and place(packed) != place(weight):
             weight.data = packed

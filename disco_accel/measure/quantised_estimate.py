@@ -214,7 +214,7 @@ def _inside(weight: PackedWeight, reader: int) -> Iterator[_Step]:
     """What the library's own product does before it multiplies. ``reader`` makes the call unlike all others."""
     read = [part for part in weight.parts if part.is_read]
     name = "gemm_4bit" if weight.form.in_four_bits else "int8_scaled_mm"
-    args = (*(TensorArg(k, part.spec) for k, part in enumerate(read)), reader)
+    args: tuple[Arg, ...] = (*(TensorArg(k, part.spec) for k, part in enumerate(read)), reader)
     made = _dense(weight.dtype, weight.rows, weight.columns)
     yield _Step(f"bitsandbytes::{name}.dequantise", "default", tuple(part.suffix for part in read), args, made)
 

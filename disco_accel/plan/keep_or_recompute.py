@@ -86,7 +86,11 @@ def _in_a_row(graph: TaskGraph, found: Sequence[Clone], machine: Machine) -> tup
     def gap(clone: Clone) -> tuple[bool, float, int]:
         if not clone.nbytes:
             return False, 0.0, clone.vertex
-        return clone.original not in behind, start[clone.vertex] - used[clone.original], clone.vertex
+        return (
+            clone.original not in behind,
+            start[clone.vertex] - used.get(clone.original, start[clone.original]),
+            clone.vertex,
+        )
 
     row = sorted(found, key=gap)
     return row, sum(not gap(clone)[0] for clone in row)
