@@ -14,7 +14,7 @@ export MAX_JOBS ?= $(shell nproc)
 DEVICE ?= cuda
 
 .PHONY: help setup test sanitize safety fuzz lint format demo demo-full emulated emulated-mutants gpu gpu-peers \
-  outside quantised wheel-check matrix clean
+  outside quantised wheel-check matrix versions clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 11
@@ -104,6 +104,11 @@ matrix: export PYTHONPATH := $(CURDIR)
 matrix: setup  ## the engine compiled with every PyTorch from 2.11 to the newest, one table
 	@rm -rf out/matrix
 	@$(PY) -m benchmarks.matrix out/matrix
+
+# Needs the package index; half an hour on two cores, and 6 GB at a time where a row has a PyTorch of its own.
+versions: export PYTHONPATH := $(CURDIR)
+versions: setup  ## the Hugging Face tests on the oldest versions, some between and the newest, one table; ONLY=row
+	@$(PY) -m benchmarks.versions out/versions $(if $(ONLY),"$(ONLY)")
 
 clean:  ## remove what the targets above made, except .venv
 	@rm -rf build out .pytest_cache .mypy_cache .ruff_cache .hypothesis
