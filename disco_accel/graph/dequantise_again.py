@@ -50,27 +50,34 @@ class _Recomputation:
         self.next_id = 1 + max(self.by_id)
         self.copy_of = {producer: producer for producer in found}
         """Kernel of ``found`` → its newest copy."""
+        self.late: set[int] = set()
+        """Copies that wait for the gate."""
         self.read_at = dict.fromkeys(found, -1)
         """Kernel of ``found`` → the place of the last vertex that has read it, among those of the graph."""
         self.before = -1
         self.before_behind = -1
-        """The last vertex so far, and the last one that waits for the gate."""
+        """The last vertex so far that does not wait for the gate, and the last one that does."""
 
     def run(self) -> TaskGraph:
         for place, vertex in enumerate(self.graph.vertices):
             if vertex.id not in self.constant:
                 vertex = self._with_own_copies(place, vertex)
             self.vertices.append(vertex)
-            if vertex.kind is not VertexKind.INPUT:
-                self.before = vertex.id
             if vertex.id in self.behind:
                 self.before_behind = vertex.id
+            elif vertex.kind is not VertexKind.INPUT:
+                self.before = vertex.id
         return replace(self.graph, vertices=tuple(self.vertices), ops=self.ops)
 
     def _with_own_copies(self, place: int, vertex: Vertex) -> Vertex:
         for producer in dict.fromkeys(producer for producer, _ in vertex.inputs if producer in self.found):
-            if -1 < self.read_at[producer] < place - 1:
-                self.copy_of[producer] = self._copied(producer, vertex)
+            elsewhere = -1 < self.read_at[producer] < place - 1
+            # A reader in front of the gate must not wait for it by way of a copy behind it.
+            copy, behind = self.copy_of[producer], vertex.id in self.behind
+            if elsewhere or (copy != producer and (copy in self.late) != behind):
+                self.copy_of[producer] = copy = self._copied(producer, vertex)
+                if behind:
+                    self.late.add(copy)
             self.read_at[producer] = place
         inputs = tuple((self.copy_of.get(producer, producer), output) for producer, output in vertex.inputs)
         return vertex if inputs == vertex.inputs else replace(vertex, inputs=inputs)
@@ -82,7 +89,7 @@ class _Recomputation:
         for maker in self.found[producer]:
             vertex = self.by_id[maker]
             inputs = tuple((new.get(p, p), output) for p, output in vertex.inputs)
-            waits = () if any(p in new for p, _ in vertex.inputs) else (turn,)
+            waits = () if turn < 0 or any(p in new for p, _ in vertex.inputs) else (turn,)
             self.vertices.append(replace(vertex, id=self.next_id, inputs=inputs, after=waits))
             self.ops[self.next_id] = self.ops[maker]
             new[maker] = self.next_id

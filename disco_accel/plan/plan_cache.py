@@ -165,7 +165,7 @@ def _usable(data: object, key: str, graph: TaskGraph, cyclic: bool) -> MemGraph:
     ):
         raise Unusable("an offload has no place in host memory")
     # Where there is no such graph, the judge names a vertex that is missing.
-    graph = graph_of_plan(graph, {vertex.id for vertex in plan.vertices}) or graph
+    graph = graph_of_plan(graph, plan.vertices) or graph
     own = {vertex.id: vertex for vertex in graph.vertices}
     plan = replace(plan, name=graph.name, vertices=tuple(_rebuilt(vertex, own) for vertex in plan.vertices))
     verify(graph, plan)

@@ -141,7 +141,7 @@ def plan_step(
 
 def _planned_graph(graph: TaskGraph, plan: MemGraph) -> tuple[TaskGraph, tuple[Clone, ...]]:
     """Return the graph that ``plan`` is one of, and the clones of ``graph`` that it has not."""
-    planned = graph_of_plan(graph, {vertex.id for vertex in plan.vertices})
+    planned = graph_of_plan(graph, plan.vertices)
     assert planned is not None, "the planner leaves out clones alone"
     return planned, left_out(graph, planned)
 

@@ -67,7 +67,7 @@ def test_more_memory_keeps_more_and_is_never_slower() -> None:
     for memory in (least, int(1.2 * least), 2 * least, 4 * least, 100 * least):
         sized, applied = replace(graph, devices=(Device(0, memory // 256 * 256),)), list[AppliedPass]()
         plan = decide(sized, made, MACHINE, Work(), applied)
-        planned = graph_of_plan(sized, {v.id for v in plan.vertices})
+        planned = graph_of_plan(sized, plan.vertices)
         assert planned is not None
         verify(planned, plan)
         out = left_out(sized, planned)

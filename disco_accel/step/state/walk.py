@@ -60,6 +60,7 @@ _OPAQUE = frozenset(
         "multiprocessing",
         "numpy",
         "operator",
+        "optimum",
         "os",
         "pathlib",
         "re",
