@@ -87,7 +87,7 @@ gpu-peers:  ## a 7B LoRA step beside DeepSpeed, accelerate and others on a GPU; 
 # Half an hour on one core; FORMS="'hqq 4 bits'" runs some.
 quantised: export OMP_NUM_THREADS := 1
 quantised: export PYTHONPATH := $(CURDIR)
-quantised: setup  ## every form of quantised weights in several families against its library's eager step; one table
+quantised: setup  ## every form of quantised weights against its library's eager step, one table; changes and lives of each
 	@$(PY) -m tests.quantised.matrix $(FORMS)
 
 # Needs the package index; about a quarter of an hour, so not for CI.

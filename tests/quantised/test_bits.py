@@ -15,21 +15,24 @@ SAMPLE: dict[str, list[tuple[str, str, bool]]] = {
         ("bitsandbytes int8", "llama", False),
         ("bitsandbytes NF4 experts", "qwen3_moe", True),
     ],
-    "torchao": [("torchao int8", "qwen3", True), ("torchao float8", "llama", False)],
-    "hqq": [("hqq 4 bits", "phi3", True)],
-    "quanto": [("quanto int4", "llama", False)],
+    "others": [
+        ("torchao int8", "qwen3", True),
+        ("torchao float8", "llama", False),
+        ("hqq 4 bits", "phi3", True),
+        ("quanto int4", "llama", False),
+    ],
 }
-"""Form, family, activation checkpointing. ``make quantised`` runs all of them with each other."""
+"""Form, family, activation checkpointing, for a process each. ``make quantised`` runs all of them with each other."""
 
 
-@pytest.mark.parametrize("library", SAMPLE)
-def test_quantised_steps_have_the_bits_of_eager_at_three_budgets(library: str) -> None:
+@pytest.mark.parametrize("process", SAMPLE)
+def test_quantised_steps_have_the_bits_of_eager_at_three_budgets(process: str) -> None:
     """Losses, gradients, weights and the generator after accumulation, dropout and AdamW, in random order of dispatch.
 
     Reloads move packed bytes, and nothing is allocated outside the plan.
     """
     names = ("form", "family", "checkpointing")
-    cases = [{**dict(zip(names, case, strict=True)), "layers": 1} for case in SAMPLE[library]]
+    cases = [{**dict(zip(names, case, strict=True)), "layers": 1} for case in SAMPLE[process]]
     results = lines_of("steps.py", json.dumps(cases))
     assert [result["form"] for result in results] == [case["form"] for case in cases]
     for result in results:

@@ -7,32 +7,29 @@ import pytest
 from tests.quantised.children import lines_of
 from tests.quantised.edits import CHANGES
 
-BY_LIBRARY = {
+FORMS = {
     "bitsandbytes": ("bitsandbytes NF4", "bitsandbytes NF4, double", "bitsandbytes int8", "bitsandbytes NF4 experts"),
-    "torchao": ("torchao int8",),
-    "hqq": ("hqq 4 bits",),
-    "quanto": ("quanto int8",),
+    "others": ("torchao int8", "hqq 4 bits", "quanto int8"),
 }
+"""One process each: imports take longer than most of what is done in it."""
 REFUSED: dict[tuple[str, str], str] = {
     # The weight that it loads wants a gradient.
     ("quanto int8", "load_state_dict"): "cannot be trained under a plan; freeze it",
     # The weight is none of its own class in a trace, so that the layer makes it one.
     ("bitsandbytes NF4", "module.quant_state"): "capturing module q_proj failed",
     # Only on CPUs for which bitsandbytes repacks weights, which pass no gradient on from then on.
-    **{(form, "evaluated"): "no trainable parameter reaches the loss" for form in BY_LIBRARY["bitsandbytes"]},
+    **{(form, "evaluated"): "no trainable parameter reaches the loss" for form in FORMS["bitsandbytes"]},
     # Eager's own error: what is stored is of another dtype than what comes in.
     **{("hqq 4 bits", name): "same dtype" for name in ("to dtype", "float()")},
 }
 """Form and change → a part of the message with which the step after it is refused, on some machines at least."""
 
 
-@pytest.mark.parametrize("library", BY_LIBRARY)
-def test_each_change_of_a_quantised_layer_is_followed_or_refused(library: str) -> None:
+@pytest.mark.parametrize("process", FORMS)
+def test_each_change_of_a_quantised_layer_is_followed_or_refused(process: str) -> None:
     """Between two steps, and between forward and backward; whatever came of it, the next step is right or refused."""
-    results = lines_of("changes.py", *BY_LIBRARY[library])
-    assert [r["change"] for r in results] == [
-        n for form in BY_LIBRARY[library] for n in CHANGES[form] for _ in range(2)
-    ]
+    results = lines_of("changes.py", *FORMS[process])
+    assert [r["change"] for r in results] == [n for form in FORMS[process] for n in CHANGES[form] for _ in range(2)]
     for result in results:
         what = result["form"], result["change"]
         refused = REFUSED.get(what, "no such refusal") in result["detail"]
