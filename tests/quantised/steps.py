@@ -1,7 +1,7 @@
 """Trains quantised models in a process of its own, where the libraries are: ``steps.py CASES``, a list as JSON.
 
-A case is ``{"form", "family", "checkpointing"}``, perhaps with ``"layers"``. Prints one line of JSON for each: what came
-of three budgets.
+A case is ``{"form", "family", "checkpointing"}``, perhaps with ``"layers"``. Prints one line of JSON for each: what
+came of three budgets.
 """
 
 import json
