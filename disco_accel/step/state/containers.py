@@ -93,6 +93,9 @@ def below(container: Container, key: Any) -> str:
         if key in HOOKS:
             return f"the {HOOKS[key]} of {container.where}"
         return str(key) if container.where == "the model" else f"{container.where}.{key}"
+    module, _, table = container.where.rpartition(".")
+    if table in TABLES:
+        return f"{module}.{key}" if module else str(key)
     return container.where
 
 
