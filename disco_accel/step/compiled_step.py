@@ -159,8 +159,9 @@ class CompiledStep:
         """All that the step loads from the host: ``frozen_of`` and tensors that a forward reads from elsewhere, such as
         plain attributes, or other views of a weight's bytes."""
         others = [*self.captured.constants.values(), *beside_weights(model)]
-        watched = {id(tensor): tensor for tensor in (*self.frozen_of(model), *others)}
-        return [tensor for tensor in watched.values() if tensor.is_cpu]
+        frozen = self.frozen_of(model)
+        known = {id(tensor) for tensor in frozen}
+        return [*frozen, *{id(t): t for t in others if t.is_cpu and id(t) not in known}.values()]
 
     def moved(self, frozen: Sequence[torch.Tensor]) -> bool:
         """Whether a tensor of ``frozen_of`` the model lies elsewhere than where the plan loads it from."""
