@@ -41,7 +41,7 @@ def bnb_4bit(quant_type: str = "nf4", nested: bool = False) -> Quantise:
     def quantise(model: torch.nn.Module) -> None:
         _each_linear(model, packed)
         # As transformers marks what it has loaded: PEFT then puts its own layers for such weights around them.
-        model.is_loaded_in_4bit = True  # type: ignore[assignment]
+        model.__dict__["is_loaded_in_4bit"] = True
 
     return quantise
 
@@ -61,7 +61,7 @@ def bnb_int8(threshold: float = 6.0) -> Quantise:
 
     def quantise(model: torch.nn.Module) -> None:
         _each_linear(model, packed)
-        model.is_loaded_in_8bit = True  # type: ignore[assignment]
+        model.__dict__["is_loaded_in_8bit"] = True
 
     return quantise
 
