@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,58 +12,43 @@ from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from disco_accel.errors import ConfigError
-from disco_accel.integrate.hf.safetensors_file import StoredTensor, conversion_buffer, opened, read_into, stored_tensors
+from disco_accel.integrate.hf.checkpoint_files import checkpoint_tensors, dtype_of
+from disco_accel.integrate.hf.packed_checkpoint import has_loader, load_packed
+from disco_accel.integrate.hf.safetensors_file import StoredTensor, conversion_buffer, opened, read_into
 from disco_accel.native.host_memory import HostMemory
 from disco_accel.step.placement import keep_arena
-
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
 
 _Slot = tuple[torch.nn.Module, str]
 
 
-def checkpoint_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """Name → tensor of all files of a local checkpoint, sharded or not.
-
-    Raises:
-        ConfigError: a file is missing or broken, or two files hold one name.
-    """
-    index = directory / _INDEX
-    files = [_SINGLE]
-    if index.is_file():
-        try:
-            files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ConfigError(f"{index}: is broken ({error}); download it again") from error
-    by_name: dict[str, StoredTensor] = {}
-    for name in files:
-        if Path(name).name != name:
-            raise ConfigError(f"{index}: names {name!r}, which is no file beside it")
-        if not (directory / name).is_file():
-            raise ConfigError(f"{directory}: lacks {name}; download the checkpoint again")
-        for stored in stored_tensors(directory / name):
-            if stored.name in by_name:
-                raise ConfigError(f"{stored.file}: tensor {stored.name} is in {by_name[stored.name].file.name} too")
-            by_name[stored.name] = stored
-    return by_name
-
-
-def load_into_arena(directory: str | Path, *, dtype: str = "auto", attn_implementation: str = "sdpa") -> Any:
+def load_into_arena(
+    directory: str | Path,
+    *,
+    dtype: str = "auto",
+    attn_implementation: str = "sdpa",
+    quantization_config: Any = None,
+) -> Any:
     """The causal language model of a local checkpoint, its weights in a host arena that ``prepare`` uses as it is.
 
     ``dtype`` is a torch name, or ``auto``: the config's, else the first weight's. As from ``from_pretrained``, it is
-    in eval mode, tied weights are tied, buffers have their values. None where the checkpoint's tensors are not the
-    model's parameters one by one (quantized, renamed or merged on loading): ``from_pretrained`` can load those.
+    in eval mode, tied weights are tied, buffers have their values. ``quantization_config`` is transformers' and packs
+    each weight on the host once it is read; packed checkpoints are read as they are. None where only
+    ``from_pretrained`` can load the checkpoint: forms of packed weights that are not bitsandbytes', torchao's or
+    quanto's, and checkpoints without a form whose tensors are not the model's parameters one by one.
 
     Raises:
-        ConfigError: a file is missing, cut short or malformed, or a tensor has another shape than the config says.
+        ConfigError: a file is missing, cut short or malformed, a tensor has another shape than the config says, the
+            parts of a packed weight do not fit each other, or the library that packs is not installed.
     """
     directory = Path(directory)
     stored = checkpoint_tensors(directory)
     config = AutoConfig.from_pretrained(directory)
-    if getattr(config, "quantization_config", None) is not None:
-        return None
-    wanted = _dtype_of(dtype, config, stored)
+    if quantization_config is not None or getattr(config, "quantization_config", None) is not None:
+        if not has_loader(config, quantization_config):
+            return None
+        options = {"dtype": dtype_of(dtype, config, stored), "attn_implementation": attn_implementation}
+        return load_packed(directory, config, stored, quantization_config, options)
+    wanted = dtype_of(dtype, config, stored)
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=wanted, attn_implementation=attn_implementation)
     model.tie_weights()
@@ -75,18 +59,6 @@ def load_into_arena(directory: str | Path, *, dtype: str = "auto", attn_implemen
     if (directory / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory)
     return model.eval()
-
-
-def _dtype_of(name: str, config: Any, stored: Mapping[str, StoredTensor]) -> torch.dtype:
-    if name != "auto":
-        dtype = getattr(torch, name, None)
-        if not isinstance(dtype, torch.dtype):
-            raise ConfigError(f"dtype: {name!r} is not a dtype of PyTorch; use auto, bfloat16, float16 or float32")
-        return dtype
-    configured = getattr(config, "dtype", None)
-    if isinstance(configured, torch.dtype):
-        return configured
-    return next((s.dtype for s in stored.values() if s.dtype.is_floating_point), torch.float32)
 
 
 def _slots(model: torch.nn.Module) -> list[list[tuple[str, _Slot]]]:

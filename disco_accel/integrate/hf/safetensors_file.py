@@ -153,3 +153,30 @@ def _read(descriptor: int, stored: StoredTensor, offset: int, target: torch.Tens
                 f"{stored.file}: tensor {stored.name}: the file ends {len(memory) - done} bytes too early"
             )
         done += got
+
+
+@dataclass(frozen=True, slots=True)
+class LazyTensor:
+    """A tensor of a file that is read each time it is asked for, whole: what transformers uses of safetensors' slices.
+
+    Nothing is mapped: pages of a mapped file would stay in memory beside the weights.
+    """
+
+    stored: StoredTensor
+
+    def get_shape(self) -> list[int]:
+        """Its sizes."""
+        return list(self.stored.shape)
+
+    def get_dtype(self) -> str:
+        """Its data type in the file's words, such as ``BF16``."""
+        return next(name for name, dtype in _DTYPES.items() if dtype is self.stored.dtype)
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        """The tensor, aligned and in memory of its own; ``key`` is ``...``. Raises ConfigError."""
+        if key is not Ellipsis:
+            raise IndexError(f"{self.stored.name}: is read whole, not at {key!r}")
+        read = torch.empty(self.stored.shape, dtype=self.stored.dtype)
+        with opened(self.stored.file) as descriptor:
+            read_into(descriptor, self.stored, read, read)
+        return read

@@ -1,0 +1,231 @@
+"""Loads packed weights, in a process of its own: ``load_packed.py make|read PLAIN PACKED SCRATCH``, directories.
+
+``make`` packs the weights of PLAIN and saves them as PACKED; ``read`` loads PACKED. Both print a line of JSON about the
+memory that it took, and others about small models of several forms.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.nn.modules import module as torch_modules
+from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    QuantoConfig,
+    TorchAoConfig,
+)
+from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+
+from disco_accel import DiscoConfig, prepare, restore, stats
+from disco_accel.capture.parts import named_parts
+from disco_accel.errors import ConfigError
+from disco_accel.integrate.hf.checkpoint import load_into_arena
+from disco_accel.integrate.hf.checkpoint_files import checkpoint_tensors
+from disco_accel.integrate.hf.packed_checkpoint import load_packed
+from disco_accel.native.host_memory import HostMemory
+from disco_accel.testing.models import random_batch
+
+FORMS: dict[str, Any] = {
+    "NF4": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16),
+    "NF4, double": BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    ),
+    "FP4": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16),
+    "int8": BitsAndBytesConfig(load_in_8bit=True),
+    "torchao int8": TorchAoConfig(Int8WeightOnlyConfig()),
+    "torchao float8": TorchAoConfig(Float8WeightOnlyConfig()),
+    "quanto int8": QuantoConfig(weights="int8"),
+}
+UNSTORED = ("quanto int8",)
+"""transformers does not save these."""
+ARENA = "_disco_host_memory"
+
+
+def tell(**line: Any) -> None:
+    print(json.dumps(line), flush=True)
+
+
+def llama(directory: Path, **changes: Any) -> Path:
+    config = LlamaConfig(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, vocab_size=96,
+        dtype=torch.bfloat16, **changes,
+    )  # fmt: skip
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory, max_shard_size="200KB")
+    return directory
+
+
+def gpt2(directory: Path) -> Path:
+    """Its layers are stored with inputs first, and its output layer is its table of tokens."""
+    config = GPT2Config(n_embd=128, n_layer=2, n_head=4, vocab_size=96, n_positions=64, dtype=torch.bfloat16)
+    GPT2LMHeadModel(config).to(torch.bfloat16).save_pretrained(directory, max_shard_size="200KB")
+    return directory
+
+
+def pretrained(directory: Path, form: Any = None) -> Any:
+    told = {} if form is None else {"quantization_config": form}
+    return AutoModelForCausalLM.from_pretrained(directory, dtype="bfloat16", device_map={"": "cpu"}, **told)
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor
+
+
+def difference(ours: Any, theirs: Any) -> str:
+    """What of two models is not the same; empty if nothing."""
+    got, wanted = ({part.name: part for part in named_parts(model)} for model in (ours, theirs))
+    if list(got) != list(wanted):
+        return f"names {sorted(got.keys() ^ wanted.keys())}"
+    for name, part in wanted.items():
+        mine, other = got[name].tensor, part.tensor
+        alike = (mine.dtype, mine.shape, mine.stride()) == (other.dtype, other.shape, other.stride())
+        if not alike or not torch.equal(bytes_of(mine), bytes_of(other)):
+            return name
+        if got[name].requires_grad != part.requires_grad:
+            return f"requires_grad of {name}"
+    if [type(m) for m in ours.modules()] != [type(m) for m in theirs.modules()]:
+        return "layers"
+    if ours.config.to_dict() != theirs.config.to_dict() or ours.name_or_path != theirs.name_or_path:
+        return "config"
+    return "" if (ours.training, ours.dtype) == (theirs.training, theirs.dtype) else "mode or data type"
+
+
+def outside(model: Any) -> list[str]:
+    """Parts of parameters that lie outside the arena, or leave more than a page of it unused."""
+    memory: HostMemory = model.__dict__[ARENA]
+    names = [p.name for p in named_parts(model) if not p.is_buffer and not memory.holds(p.tensor)]
+    return names if memory.nbytes - memory.used <= 4096 else [*names, f"{memory.used} of {memory.nbytes} bytes"]
+
+
+def adapted(base: Any) -> Any:
+    torch.manual_seed(5)
+    names = ["q_proj", "down_proj", "c_attn"]
+    present = [name for name in names if any(n.endswith(name) for n, _ in base.named_modules())]
+    return get_peft_model(base, LoraConfig(r=4, lora_dropout=0.1, target_modules=present, init_lora_weights=False))
+
+
+def gradients(model: Any) -> list[torch.Tensor]:
+    model.train()
+    torch.manual_seed(3)
+    loss = model(**random_batch(length=20, seed=1)).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def planned_is_eager(ours: Any, theirs: Any) -> bool:
+    expected = gradients(adapted(theirs))
+    model = prepare(adapted(ours), DiscoConfig(memory_budget="64MiB", device="cpu", plan_cache=None))
+    got, figures = gradients(model), stats(model)
+    planned = (figures["steps_compiled"], figures["steps_eager"]) == (1, 0)
+    return planned and len(got) == len(expected) and all(map(torch.equal, got, expected))
+
+
+def kept_in(model: Any, memory: HostMemory) -> bool:
+    """Whether frozen weights of a prepared model are in ``memory`` still."""
+    return all(memory.holds(p.tensor) for p in named_parts(model) if not (p.requires_grad or p.is_buffer))
+
+
+def status(key: str) -> int:
+    """Bytes from /proc/self/status; VmHWM and VmRSS count the pages of mapped files too."""
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith(key + ":")) * 1024
+
+
+def measured(directory: Path, form: Any, scratch: Path) -> Any:
+    """The model of ``directory``, prepared; tells what that cost at its peak."""
+    # What imports and first calls take is not what is measured.
+    small = llama(scratch / "first")
+    prepare(adapted(load_into_arena(small, quantization_config=FORMS["NF4, double"])), DiscoConfig(device="cpu"))
+    Path("/proc/self/clear_refs").write_text("5")  # The highest from now on.
+    before = status("VmRSS")
+    model = load_into_arena(directory, quantization_config=form)
+    memory = model.__dict__[ARENA]
+    model = prepare(adapted(model), DiscoConfig(memory_budget="1GiB", device="cpu"))
+    peak = status("VmHWM") - before
+    packed = sum(p.tensor.nbytes for p in named_parts(model) if not p.requires_grad)
+    shard = max(file.stat().st_size for file in directory.glob("*.safetensors"))
+    tell(peak=peak, packed=packed, shard=shard, kept=kept_in(model, memory))
+    return model
+
+
+def make(plain: Path, packed: Path, scratch: Path) -> None:
+    model = measured(plain, FORMS["NF4, double"], scratch)
+    restore(model)
+    model.unload().save_pretrained(packed, max_shard_size="24MB")
+    for family, small in {"llama": llama, "gpt2": gpt2}.items():
+        directory = small(scratch / family)
+        for name, form in FORMS.items():
+            if family == "gpt2" and "quanto" in name:
+                continue
+            theirs = pretrained(directory, form)
+            if name not in UNSTORED:
+                theirs.save_pretrained(scratch / f"{family} {name}", max_shard_size="100KB")
+            ours = load_into_arena(directory, dtype="bfloat16", quantization_config=form)
+            tell(model=f"{family} {name}", different=difference(ours, theirs), outside=outside(ours))
+            if name in ("NF4, double", "torchao int8"):
+                tell(step=f"{family} {name}", equal=planned_is_eager(ours, theirs))
+
+
+def read(_: Path, packed: Path, scratch: Path) -> None:
+    measured(packed, None, scratch)
+    for directory in sorted(d for d in scratch.iterdir() if " " in d.name):
+        theirs, ours = pretrained(directory), load_into_arena(directory, dtype="bfloat16")
+        tell(model=directory.name, different=difference(ours, theirs), outside=outside(ours))
+        if directory.name == "llama NF4, double":
+            tell(step=directory.name, equal=planned_is_eager(ours, theirs))
+    for message in faults(scratch / "llama NF4, double"):
+        tell(refused=message)
+
+
+def faults(directory: Path) -> Iterator[str]:
+    """What is said of a file that ends while it is read, and of weights and config that are not of one form; nothing is
+    left behind, and the whole checkpoint loads after that."""
+    stored = checkpoint_tensors(directory)
+    file = max(stored.values(), key=lambda tensor: tensor.offset).file
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    config = AutoConfig.from_pretrained(directory)
+    options = {"dtype": torch.bfloat16}
+    yield refusal(lambda: load_packed(directory, config, stored, None, options))
+    file.write_bytes(whole)
+    left = [*torch_modules._global_parameter_registration_hooks, *(k for k in os.environ if k.startswith("HF_DEACT"))]
+    assert not left, left
+    assert not outside(load_into_arena(directory))
+    settings = json.loads((directory / "config.json").read_text())
+    text = (directory.parent / "llama" / "config.json").read_text()
+    plain = {**json.loads(text), "quantization_config": settings["quantization_config"]}
+    (directory.parent / "llama" / "config.json").write_text(json.dumps(plain))
+    yield refusal(lambda: load_into_arena(directory.parent / "llama"))
+
+
+def refusal(load: Any) -> str:
+    try:
+        load()
+    except ConfigError as error:
+        return str(error)
+    return "loaded"
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    disable_progress_bar()
+    set_verbosity_error()
+    {"make": make, "read": read}[sys.argv[1]](*map(Path, sys.argv[2:]))
+
+
+if __name__ == "__main__":
+    main()
