@@ -76,8 +76,8 @@ def load_model(recipe: LoraRecipe) -> Any:
 def load_base(recipe: LoraRecipe | PrefillRecipe) -> Any:
     """The checkpoint alone, in eval mode, in the recipe's dtype.
 
-    A local checkpoint is read straight into the host arena that plans use; others, and those whose weights are packed,
-    go through ``from_pretrained``, on the host.
+    A local checkpoint is read straight into the host arena that plans use; others, and forms that nobody here reads,
+    go through ``from_pretrained`` on the host.
 
     Raises:
         ConfigError: the checkpoint or the dtype does not fit, or the library that packs is not installed.
@@ -89,8 +89,13 @@ def load_base(recipe: LoraRecipe | PrefillRecipe) -> Any:
         if longest is not None and recipe.max_length > longest:
             raise ConfigError(f"max_length: {recipe.max_length} is more than the {longest} positions of {name}")
         packed = packing_options(recipe, config)
-        if Path(name).is_dir() and not packed:
-            arena_model = load_into_arena(name, dtype=recipe.dtype, attn_implementation=recipe.attn_implementation)
+        if Path(name).is_dir():
+            arena_model = load_into_arena(
+                name,
+                dtype=recipe.dtype,
+                attn_implementation=recipe.attn_implementation,
+                quantization_config=packed.get("quantization_config"),
+            )
             if arena_model is not None:
                 return arena_model
         loaded: Any = AutoModelForCausalLM.from_pretrained(

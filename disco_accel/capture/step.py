@@ -268,7 +268,6 @@ class _Twins:
         def call(parameters: list[torch.Tensor], tensors: list[torch.Tensor], tangents: list[torch.Tensor]) -> Any:
             arguments = replace_tensors(dict(kwargs), dict(zip(self.batch, tensors, strict=True)))
             twins = dict(zip(self.parameters, parameters, strict=True))
-            places = {name: place(tensor) for name, tensor in twins.items()}
 
             def twin_of(leaf: torch.Tensor) -> torch.Tensor:
                 # What lies beside a weight may be another view of the weight's own bytes. It is a tensor of its own,
@@ -281,13 +280,6 @@ class _Twins:
             buffers = {name: swapped[f"model.{name}"] for name, _ in model.named_buffers()}
             with states_replaced(model, twin_of):
                 result = torch.func.functional_call(step, swapped, (arguments, tangents), tie_weights=True)
-            for name, before in places.items():
-                if place(twins[name]) != before:
-                    raise CaptureError(
-                        f"{name}: the forward puts other bytes under this tensor (.data = ...), as bitsandbytes does "
-                        "when a model in eval mode runs for the first time on some CPUs; a plan would go on with the "
-                        "old ones: run the model once without a plan, then it can be planned"
-                    )
             for name, buffer in buffers.items():
                 # What a forward leaves in a table stands in ``swapped`` afterwards.
                 if swapped[f"model.{name}"] is not buffer:
