@@ -62,7 +62,7 @@ IValue decode_enum(const std::string& kind, const std::string& value) {
 }
 
 // Calls fn with each tensor that a call left on its stack, in order: the elements of a returned list count as
-// tensors, numbers are skipped.
+// tensors, an optional one that is not there as an undefined one, numbers are skipped.
 template <typename Fn>
 void for_each_tensor(const std::vector<IValue>& stack, Fn fn) {
   for (const IValue& value : stack) {
@@ -70,6 +70,8 @@ void for_each_tensor(const std::vector<IValue>& stack, Fn fn) {
       fn(value.toTensor());
     } else if (value.isTensorList()) {
       for (const at::Tensor& tensor : value.toTensorVector()) fn(tensor);
+    } else if (value.isNone()) {
+      fn(at::Tensor());
     }
   }
 }
