@@ -17,6 +17,8 @@ REFUSED: dict[tuple[str, str], str] = {
     ("quanto int8", "load_state_dict"): "cannot be trained under a plan; freeze it",
     # The weight is none of its own class in a trace, so that the layer makes it one.
     ("bitsandbytes NF4", "module.quant_state"): "capturing module q_proj failed",
+    # Each of the two layers puts its own bytes under it, in turn.
+    ("bitsandbytes int8", "other layer's Parameter"): "puts other data into a tensor of shape",
     # Only on CPUs for which bitsandbytes repacks weights, which pass no gradient on from then on.
     **{(form, "evaluated"): "no trainable parameter reaches the loss" for form in FORMS["bitsandbytes"]},
     # Eager's own error: what is stored is of another dtype than what comes in.
