@@ -17,7 +17,6 @@ SAMPLE: dict[str, list[tuple[str, str, bool]]] = {
     ],
     "others": [
         ("torchao int8", "qwen3", True),
-        ("torchao float8", "llama", False),
         ("hqq 4 bits", "phi3", True),
         ("quanto int4", "llama", False),
     ],
