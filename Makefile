@@ -84,7 +84,7 @@ gpu-peers: export PYTHONPATH := $(CURDIR)
 gpu-peers:  ## a 7B LoRA step beside DeepSpeed, accelerate and others on a GPU; WHEELS=folder
 	@python3 -m benchmarks.gpu.peers --device $(DEVICE) --wheels $(WHEELS) $(if $(ENGINES),--engines $(ENGINES))
 
-# Half an hour on one core; FORMS="'hqq 4 bits'" runs some.
+# A long run; FORMS="'hqq 4 bits'" runs some.
 quantised: export OMP_NUM_THREADS := 1
 quantised: export PYTHONPATH := $(CURDIR)
 quantised: setup  ## every form of quantised weights against its library's eager step, one table; changes and lives of each
@@ -105,7 +105,7 @@ matrix: setup  ## the engine compiled with every PyTorch from 2.11 to the newest
 	@rm -rf out/matrix
 	@$(PY) -m benchmarks.matrix out/matrix
 
-# Needs the package index; half an hour on two cores, and 6 GB at a time where a row has a PyTorch of its own.
+# A long run. Needs the package index, and 6 GB at a time where a row has a PyTorch of its own.
 versions: export PYTHONPATH := $(CURDIR)
 versions: setup  ## the Hugging Face tests on the oldest versions, some between and the newest, one table; ONLY=row
 	@$(PY) -m benchmarks.versions out/versions $(if $(ONLY),"$(ONLY)")

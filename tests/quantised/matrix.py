@@ -1,7 +1,7 @@
 """Every form of quantisation in three families, with activation checkpointing and without: one table. Then the life of
 a model of each form, and the changes of its layers, adapted by PEFT.
 
-``python -m tests.quantised.matrix [FORM...]``, two minutes for each form; ``make quantised``.
+``python -m tests.quantised.matrix [FORM...]``; ``make quantised``.
 """
 
 from __future__ import annotations
