@@ -111,9 +111,9 @@ def environment(row: Row, folder: Path) -> Path:
         site = folder / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"
         (site / "zz_shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    quiet = {**os.environ, "DS_BUILD_OPS": "0"}
+    # DeepSpeed's build imports torch, which would load this package's entry point before it is installed there.
+    quiet = {**os.environ, "DS_BUILD_OPS": "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     tools = pinned_tools((ROOT / "constraints.txt").read_text(encoding="utf-8"))
-    # DeepSpeed's build reads torch.
     first = [] if row.torch == OWN else [f"torch=={row.torch}" if row.torch else "torch"]
     subprocess.run([*pip, *tools, *_FOR_BUILDS, *first], check=True, env=quiet)
     libraries = [each for each in row.requirements() if each not in first]
