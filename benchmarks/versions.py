@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TOOLS = ("expecttest", "hypothesis", "pytest", "pytest-instafail", "pytest-timeout", "pytest-xdist", "setuptools")
+TOOLS = ("expecttest", "hypothesis", "pytest", "pytest-instafail", "pytest-timeout", "pytest-xdist")
 """What runs the tests, in the versions of ``constraints.txt`` in every row."""
-_FOR_BUILDS = ("ninja", "numpy", "packaging", "psutil", "py-cpuinfo")
+_FOR_BUILDS = ("ninja", "numpy", "packaging", "psutil", "py-cpuinfo", "setuptools")
+"""In any version: torch 2.11 refuses the setuptools of ``constraints.txt``."""
 LIBRARIES = ("torch", "transformers", "peft", "accelerate", "deepspeed")
 
 TESTS = {
