@@ -23,8 +23,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ("expecttest", "hypothesis", "pytest", "pytest-instafail", "pytest-timeout", "pytest-xdist")
 """What runs the tests, in the versions of ``constraints.txt`` in every row."""
-_FOR_BUILDS = ("ninja", "numpy", "packaging", "psutil", "py-cpuinfo", "setuptools")
-"""In any version: torch 2.11 refuses the setuptools of ``constraints.txt``."""
+_FOR_BUILDS = ("ninja", "numpy", "packaging", "psutil", "py-cpuinfo", "setuptools>=77")
+"""Not pinned: torch 2.11 refuses the setuptools of ``constraints.txt``; one before 77 builds no wheels by itself."""
 LIBRARIES = ("torch", "transformers", "peft", "accelerate", "deepspeed")
 
 TESTS = {
