@@ -41,21 +41,22 @@ def _tests(*paths: str) -> tuple[str, ...]:
 
 
 MODES = (
-    Mode("families", _tests("tests/emulated/test_families.py")),
-    Mode("stages", ("-m", "benchmarks.gpu", "--device", "cuda", "--small")),
-    Mode("steps", _tests(*_STEPS)),
-    Mode("quantised", _tests("tests/emulated/test_quantised.py"), {"PYTHONPATH": Path(sys.prefix) / "quantised"}),
-    Mode("device", _tests("tests/emulated/test_device.py")),
-    Mode("doors", _tests("tests/emulated/test_trainer.py", "tests/emulated/test_processes.py")),
     *(
         Mode(f"jitter {seed}", _tests(*_STEPS), {"EMULATED_JITTER_US": _JITTER_US, "EMULATED_SEED": seed})
         for seed in (1, 2, 3)
     ),
+    Mode("steps", _tests(*_STEPS)),
     Mode("slow link", _tests(*_STEPS), {"EMULATED_LINK_GB_S": 0.05}),
-    Mode("2 devices", _tests("tests/emulated/test_second_device.py"), {"EMULATED_DEVICES": 2}),
+    Mode("families", _tests("tests/emulated/test_families.py")),
+    Mode("stages", ("-m", "benchmarks.gpu", "--device", "cuda", "--small")),
+    Mode("quantised", _tests("tests/emulated/test_quantised.py"), {"PYTHONPATH": Path(sys.prefix) / "quantised"}),
     Mode("4 devices", _tests("tests/emulated/test_second_device.py"), {"EMULATED_DEVICES": 4}),
+    Mode("2 devices", _tests("tests/emulated/test_second_device.py"), {"EMULATED_DEVICES": 2}),
+    Mode("doors", _tests("tests/emulated/test_trainer.py", "tests/emulated/test_processes.py")),
     Mode("cudnn attention", _tests("tests/gpu", "-k", "bf16"), {"EMULATED_CUDNN_SDP": 1}),
+    Mode("device", _tests("tests/emulated/test_device.py")),
 )
+"""The longest first, so that none of them is left alone at the end."""
 
 # Compiled before the modes start, which would all wait for it.
 BUILD_ENGINE = """
