@@ -58,7 +58,7 @@ def _bits(forms: list[str]) -> int:
         for family in ("qwen3_moe",) if form == EXPERTS else FAMILIES:
             cases = [{"form": form, "family": family, "checkpointing": on} for on in (False, True)]
             began = time.perf_counter()
-            for result in lines_of("steps.py", json.dumps(cases)):
+            for result in lines_of("steps.py", json.dumps(cases), seconds=3000):
                 try:
                     check(result)
                 except AssertionError as error:
