@@ -135,6 +135,8 @@ def installed(python: Path) -> dict[str, str]:
 def tested(python: Path, tests: Sequence[str]) -> tuple[Outcome, str]:
     """The outcome of ``tests``, and what pytest printed."""
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    # Compiled before the first test, whose time would not be enough for it on a slow machine.
+    subprocess.run([str(python), "-m", "disco_accel.native.extension"], cwd=ROOT, env=variables, check=True)
     command = [str(python), "-m", "pytest", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile", "--tb", "short"]
     done = subprocess.run([*command, *tests], cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
     return outcome(done.stdout), done.stdout + done.stderr
