@@ -1,6 +1,7 @@
 """DiscoConfig: what a user can set, where it comes from, and what is wrong with it.
 
-The only reader of YAML files and of environment variables in this package. No torch is imported until
+The only reader of YAML files in this package, and of the environment variables that config comes from; what else reads
+or sets one is named in ``tests/test_imports.py``, and why. No torch is imported until
 ``DiscoConfig.resolve`` asks what the machine has, and no YAML parser until a file is read, because this module is
 loaded whenever torch is (see ``integrate/launch/import_hook.py``).
 """
@@ -10,8 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ AUTOLOAD_VARIABLE = "DISCO_AUTOLOAD"
 
 _OTHER_VARIABLES = (CONFIG_FILE_VARIABLE, DS_CONFIG_VARIABLE, LAUNCHER_VARIABLE, AUTOLOAD_VARIABLE, "DISCO_BUILD_EXT")
 _PREFIX = "DISCO_"
-_NO_THREADS_VARIABLE = "HF_DEACTIVATE_ASYNC_LOAD"
 _MOST_NODES = 1 << 20
 """Of a YAML file, aliases expanded; a file of 1 MiB without any has no more."""
 _GENERATIONS = 4
@@ -288,20 +287,6 @@ def set_ds_config_file(path: str | os.PathLike[str]) -> None:
     """Make this process and its children plan what the DeepSpeed config in ``path`` would offload."""
     os.environ[DS_CONFIG_VARIABLE] = str(Path(path).resolve())
     os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
-
-
-@contextmanager
-def transformers_reads_in_turn() -> Iterator[None]:
-    """Inside, transformers reads a tensor of a checkpoint when it uses it: its threads would read the others ahead."""
-    before = os.environ.get(_NO_THREADS_VARIABLE)
-    os.environ[_NO_THREADS_VARIABLE] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(_NO_THREADS_VARIABLE, None)
-        else:
-            os.environ[_NO_THREADS_VARIABLE] = before
 
 
 def launched() -> bool:

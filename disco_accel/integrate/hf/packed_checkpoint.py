@@ -16,7 +16,7 @@ from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from disco_accel.config.settings import transformers_reads_in_turn
+from disco_accel.config.hf_environment import transformers_reads_in_turn
 from disco_accel.errors import ConfigError
 from disco_accel.integrate.hf.adopted_parameters import adopt_rest, freed_at_once, parameters_adopted
 from disco_accel.integrate.hf.packed_parts import check_loaded, check_stored
