@@ -1,7 +1,8 @@
 """What a capture changes outside of itself, each for the capturing thread alone.
 
 Other threads train, evaluate and draw meanwhile, and must notice nothing. A new change goes into this table and into
-tests/integrate/test_other_threads.py.
+tests/integrate/test_other_threads.py. ``patched`` also serves the load of a packed checkpoint, outside of any capture:
+integrate/hf/unmapped_files.py.
 
 | what | where | other threads |
 | --- | --- | --- |

@@ -1,9 +1,10 @@
 """Loads packed weights, in a process of its own: ``load_packed.py make|read PLAIN PACKED SCRATCH``, directories.
 
-``make`` packs the weights of PLAIN and saves them as PACKED; ``read`` loads PACKED. Both print a line of JSON about the
-memory that it took, and others about small models of several forms.
+``make`` packs the weights of PLAIN in two forms and saves them in PACKED; ``read`` loads these. Both print lines of
+JSON: about the memory that each took, and about small models of several forms.
 """
 
+import gc
 import json
 import os
 import sys
@@ -31,6 +32,7 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 from disco_accel import DiscoConfig, prepare, restore, stats
 from disco_accel.capture.parts import named_parts
 from disco_accel.errors import ConfigError
+from disco_accel.integrate.hf.adopted_parameters import freed_at_once
 from disco_accel.integrate.hf.checkpoint import load_into_arena
 from disco_accel.integrate.hf.checkpoint_files import checkpoint_tensors
 from disco_accel.integrate.hf.packed_checkpoint import load_packed
@@ -53,6 +55,7 @@ FORMS: dict[str, Any] = {
 }
 UNSTORED = ("quanto int8",)
 """transformers does not save these."""
+MEASURED = ("NF4, double", "torchao int8")
 ARENA = "_disco_host_memory"
 
 
@@ -145,12 +148,17 @@ def status(key: str) -> int:
         return next(int(line.split()[1]) for line in lines if line.startswith(key + ":")) * 1024
 
 
-def measured(directory: Path, form: Any, scratch: Path) -> Any:
+def first_calls(small: Path) -> None:
+    """What imports and first calls take is not what is measured."""
+    for form in MEASURED:
+        prepare(adapted(load_into_arena(small, quantization_config=FORMS[form])), DiscoConfig(device="cpu"))
+
+
+def measured(directory: Path, name: str, form: Any) -> Any:
     """The model of ``directory``, prepared; tells what that cost at its peak."""
-    # What imports and first calls take is not what is measured.
-    small = llama(scratch / "first")
-    prepare(adapted(load_into_arena(small, quantization_config=FORMS["NF4, double"])), DiscoConfig(device="cpu"))
-    Path("/proc/self/clear_refs").write_text("5")  # The highest from now on.
+    gc.collect()
+    with freed_at_once():  # The heap is trimmed: loads begin so.
+        Path("/proc/self/clear_refs").write_text("5")  # The highest from now on.
     before = status("VmRSS")
     model = load_into_arena(directory, quantization_config=form)
     memory = model.__dict__[ARENA]
@@ -158,14 +166,16 @@ def measured(directory: Path, form: Any, scratch: Path) -> Any:
     peak = status("VmHWM") - before
     packed = sum(p.tensor.nbytes for p in named_parts(model) if not p.requires_grad)
     shard = max(file.stat().st_size for file in directory.glob("*.safetensors"))
-    tell(peak=peak, packed=packed, shard=shard, kept=kept_in(model, memory))
+    tell(measured=name, peak=peak, packed=packed, shard=shard, kept=kept_in(model, memory))
     return model
 
 
 def make(plain: Path, packed: Path, scratch: Path) -> None:
-    model = measured(plain, FORMS["NF4, double"], scratch)
-    restore(model)
-    model.unload().save_pretrained(packed, max_shard_size="24MB")
+    first_calls(llama(scratch / "llama"))
+    for name in MEASURED:
+        model = restore(measured(plain, name, FORMS[name]))
+        model.unload().save_pretrained(packed / name, max_shard_size="24MB")
+        del model
     for family, small in {"llama": llama, "gpt2": gpt2}.items():
         directory = small(scratch / family)
         for name, form in FORMS.items():
@@ -181,7 +191,9 @@ def make(plain: Path, packed: Path, scratch: Path) -> None:
 
 
 def read(_: Path, packed: Path, scratch: Path) -> None:
-    measured(packed, None, scratch)
+    first_calls(scratch / "llama")
+    for name in MEASURED:
+        measured(packed / name, name, None)
     for directory in sorted(d for d in scratch.iterdir() if " " in d.name):
         theirs, ours = pretrained(directory), load_into_arena(directory, dtype="bfloat16")
         tell(model=directory.name, different=difference(ours, theirs), outside=outside(ours))

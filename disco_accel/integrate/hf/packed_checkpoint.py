@@ -22,6 +22,7 @@ from disco_accel.integrate.hf.adopted_parameters import adopt_rest, freed_at_onc
 from disco_accel.integrate.hf.packed_parts import check_loaded, check_stored
 from disco_accel.integrate.hf.packed_sizes import room_when_packed
 from disco_accel.integrate.hf.safetensors_file import LazyTensor, StoredTensor
+from disco_accel.integrate.hf.unmapped_files import files_read_unmapped
 from disco_accel.native.host_memory import ALIGNMENT, HostMemory
 from disco_accel.step.placement import keep_arena
 
@@ -94,7 +95,8 @@ def _loaded(
     with parameters_adopted(memory), transformers_reads_in_turn():
         if before is not None and _method(before) != "bitsandbytes":
             # Says in the files' headers what the tensors are parts of; transformers reads these from files alone.
-            model, info = type(plain).from_pretrained(directory, **told)
+            with files_read_unmapped(stored.values()):
+                model, info = type(plain).from_pretrained(directory, **told)
         else:
             tensors = {name: LazyTensor(tensor) for name, tensor in stored.items()}
             model, info = type(plain).from_pretrained(None, config=config, state_dict=tensors, **told)

@@ -157,7 +157,7 @@ def _read(descriptor: int, stored: StoredTensor, offset: int, target: torch.Tens
 
 @dataclass(frozen=True, slots=True)
 class LazyTensor:
-    """A tensor of a file that is read each time it is asked for, whole: what transformers uses of safetensors' slices.
+    """A tensor of a file that is read each time it is indexed: what transformers uses of safetensors' slices.
 
     Nothing is mapped: pages of a mapped file would stay in memory beside the weights.
     """
@@ -173,10 +173,14 @@ class LazyTensor:
         return next(name for name, dtype in _DTYPES.items() if dtype is self.stored.dtype)
 
     def __getitem__(self, key: Any) -> torch.Tensor:
-        """The tensor, aligned and in memory of its own; ``key`` is ``...``. Raises ConfigError."""
-        if key is not Ellipsis:
-            raise IndexError(f"{self.stored.name}: is read whole, not at {key!r}")
+        """The tensor at ``key``, which PyTorch's indexing takes, aligned and in memory of its own.
+
+        Raises:
+            ConfigError: the file ends too early or cannot be read.
+            IndexError: ``key`` is outside the tensor.
+        """
         read = torch.empty(self.stored.shape, dtype=self.stored.dtype)
         with opened(self.stored.file) as descriptor:
             read_into(descriptor, self.stored, read, read)
-        return read
+        # A part is copied, because a view would hold the whole.
+        return read if key is Ellipsis else read[key].clone()
