@@ -14,6 +14,7 @@ the same names: ``...q_proj.weight.qdata``, ``...q_proj.weight.absmax``.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ _PACKED_BESIDE_STATE = frozenset(("Params4bit", "Int8Params"))
 """Subclasses of Parameter whose own bytes are the packed weight."""
 _STATES = frozenset(("QuantState", "MatmulLtState"))
 """Classes of objects beside a weight whose tensors belong to it."""
+_4BIT_LAYERS = frozenset(("Linear4bit", "Embedding4bit"))
+_4BIT_PARAMETRISATIONS = frozenset(("Bnb4bitParametrization",))
 _LAYERS_WITH_META = frozenset(("HQQLinear",))
 
 LeafOf = Callable[[torch.Tensor], torch.Tensor]
@@ -153,23 +156,65 @@ def states_replaced(model: torch.nn.Module, leaf_of: LeafOf) -> Iterator[None]:
 
 
 def settle_states(model: torch.nn.Module) -> None:
-    """Do what bitsandbytes' 8-bit layers do whenever their forward runs: scales move from a new weight to the layer's
-    state, and the weight is again the view of the state's bytes that the next forward reads.
+    """Do what bitsandbytes' layers do to their weights whenever their forward runs.
+
+    8 bits: scales move from a new weight to the layer's state, and the weight is again the view of the state's bytes
+    that the next forward reads. 4 bits: a weight that has lost its state gets the layer's.
 
     A plan runs in the place of that forward, so that its layers would stay as they were loaded and later changes of
     them would mean something else than after eager steps.
     """
     for module in model.modules():
         layer: Any = module
-        state: Any = module.__dict__.get("state")
         weight = module._parameters.get("weight")
-        if type(state).__name__ != "MatmulLtState" or weight is None or not packed_beside_state(weight):
+        if weight is None:
+            continue
+        if _is_4bit_layer(module) and state_of(weight) is None and state_of(module) is not None:
+            _of_its_library(module, "fix_4bit_weight_quant_state_from_module")(layer)
+        state: Any = module.__dict__.get("state")
+        if type(state).__name__ != "MatmulLtState" or not packed_beside_state(weight):
             continue
         if weight.__dict__.get("CB") is not None:
             layer.init_8bit_state()
         packed = vars(state).get("CB")
         if not state.has_fp16_weights and packed is not None and place(packed) != place(weight):
             weight.data = packed
+
+
+def _of_its_library(module: torch.nn.Module, name: str) -> Callable[[Any], None]:
+    """The function ``name`` of the library whose layer ``module`` is, or is derived from; one that does nothing where
+    there is none."""
+    defined = (getattr(sys.modules.get(c.__module__), name, None) for c in type(module).__mro__)
+    return next((function for function in defined if function is not None), lambda _: None)
+
+
+def _is_4bit_layer(module: torch.nn.Module) -> bool:
+    return not _4BIT_LAYERS.isdisjoint(c.__name__ for c in type(module).__mro__)
+
+
+def state_of(owner: Any) -> Any:
+    """The ``quant_state`` of a weight or layer of bitsandbytes', which says how packed bytes are read; None without."""
+    return getattr(owner, "quant_state", None)
+
+
+def without_scales(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, str]]:
+    """Name, weight and missing attribute of bitsandbytes' packed weights that nothing says the scales of."""
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        if type(module).__name__ in _4BIT_PARAMETRISATIONS and state_of(module) is None:
+            above = path.rpartition(".")[0]
+            owner: Any = model.get_submodule(above)
+            yield f"{above}.original", owner.original, "quant_state"
+        weight = module._parameters.get("weight")
+        if weight is None:
+            continue
+        if _is_4bit_layer(module) and state_of(weight) is None and state_of(module) is None:
+            yield f"{prefix}weight", weight, "quant_state"
+        state = module.__dict__.get("state")
+        if type(state).__name__ == "MatmulLtState" and packed_beside_state(weight):
+            holder = weight if weight.__dict__.get("CB") is not None else state
+            if getattr(holder, "CB", None) is not None and getattr(holder, "SCB", None) is None:
+                yield f"{prefix}weight", weight, "SCB"
 
 
 def named_parts(model: torch.nn.Module, *, remove_duplicate: bool = True) -> Iterator[Part]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from disco_accel.capture.parts import has_rule
+from disco_accel.capture.parts import has_rule, without_scales
 from disco_accel.errors import CaptureError, ConfigError
 
 _PLAIN_WEIGHTS = (
@@ -17,14 +17,15 @@ _PLAIN_WEIGHTS = (
 
 
 def require_known_weights(model: torch.nn.Module) -> None:
-    """Raises ConfigError for quantised weights of which it is not known what tensors they are made of, or through which
-    no gradient goes, and for weights that Accelerate moves."""
+    """Raises ConfigError for quantised weights of which it is not known what tensors they are made of, whose scales are
+    gone, or through which no gradient goes, and for weights that Accelerate moves."""
     for name, parameter in model.named_parameters():
         if not has_rule(parameter):
             raise ConfigError(
                 f"{name}: a {type(parameter).__name__} cannot be planned, because it is not known which tensors it is "
                 f"made of; {_PLAIN_WEIGHTS}; or take bitsandbytes, torchao, hqq or optimum-quanto"
             )
+    _require_scales(model, ConfigError)
     for name, module in model.named_modules():
         quantizer = getattr(module, "hf_quantizer", None)
         if quantizer is not None and not _is_trainable(quantizer):
@@ -38,6 +39,22 @@ def require_known_weights(model: torch.nn.Module) -> None:
                 f"{name or 'the model'}: Accelerate's offloading moves these weights at each forward; plans stand in "
                 "for it: load the model without device_map, or call accelerate.hooks.remove_hook_from_submodules(model)"
             )
+
+
+def require_scales(model: torch.nn.Module) -> None:
+    """Raises CaptureError for a quantised weight whose scales are gone since ``prepare``."""
+    _require_scales(model, CaptureError)
+
+
+def _require_scales(model: torch.nn.Module, error: type[ConfigError | CaptureError]) -> None:
+    for name, weight, lost in without_scales(model):
+        kind = type(weight).__name__
+        if weight.is_floating_point() and not getattr(weight, "bnb_quantized", False):
+            raise error(f"{name}: this {kind} is not packed yet and has no {lost}; its layer's .to('cpu') packs it")
+        raise error(
+            f"{name}: this {kind} has no {lost}, which says how its packed bytes are read, and its layer has none; "
+            f"assign the {lost} that it had, or load the model again"
+        )
 
 
 def _is_trainable(quantizer: Any) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from disco_accel.capture.fake_inputs import PER_STEP_NUMBERS, batch_tensors
+from disco_accel.capture.parts import settle_states
 from disco_accel.errors import CaptureError
 from disco_accel.native.change_watch import ExecutedCode, no_zero
 from disco_accel.step.capture_lock import between_captures
@@ -87,6 +88,8 @@ class ModelState:
                 if self._last.same():
                     return
                 self.difference = self._last.last_difference
+            # First, because the step would do it after its key was made, and seem to be another one at its end.
+            settle_states(model)
             self._last = PythonState(model, self._names, self._code.items())
         number = self._numbers.get(self._last.digest)
         self.number = self._numbers[self._last.digest] = next(self._next) if number is None else number

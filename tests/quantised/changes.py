@@ -15,7 +15,7 @@ import torch
 
 from disco_accel import DiscoConfig, prepare, stats
 from disco_accel.errors import DiscoError, ExecutionError
-from tests.quantised.edits import CHANGES, LASTING, Change
+from tests.quantised.edits import CHANGES, LASTING, Change, moments
 from tests.quantised.small import EXPERTS, small_model, tokens
 
 torch.set_num_threads(1)
@@ -70,12 +70,20 @@ def adapted_model(form: str) -> Any:
     return model_of({"form": form, "family": family, "checkpointing": False, "layers": 1})
 
 
+def prepared(model: Any) -> Any:
+    return prepare(model, DiscoConfig(memory_budget="256MiB", plan_cache=None))
+
+
+def twins(form: str, adapted: bool) -> list[Any]:
+    return [(adapted_model if adapted else small_model)(form) for _ in range(2)]
+
+
 class Pair:
     """A prepared model and its eager twin."""
 
     def __init__(self, form: str, adapted: bool) -> None:
-        self.eager, prepared = ((adapted_model if adapted else small_model)(form) for _ in range(2))
-        self.model = prepare(prepared, DiscoConfig(memory_budget="256MiB", plan_cache=None))
+        self.eager, model = twins(form, adapted)
+        self.model = prepared(model)
         self.before = step(self.eager)
         assert same(self.before, step(self.model))
 
@@ -100,6 +108,20 @@ def attack(pair: Pair, change: Change, moment: str) -> dict[str, Any]:
     return {"verdict": said, "after": after, "detail": detail or later} | planned
 
 
+def attack_first(form: str, adapted: bool, change: Change) -> dict[str, Any]:
+    """Change both before one of them is prepared, and make two steps."""
+    eager, model = twins(form, adapted)
+    before = step(eager)
+    for of in (model, eager):
+        change(of)
+    expected = tried(lambda: step(eager))
+    said, detail = verdict(tried(lambda: step(prepared(model))), expected, before)
+    after, later = verdict(tried(lambda: step(model)), expected, before)
+    figures = stats(model) or {"steps_compiled": 0, "steps_eager": 0, "plans": 0}
+    planned = {"planned": figures["steps_compiled"], "eager": figures["steps_eager"], "plans": figures["plans"]}
+    return {"verdict": said, "after": after, "detail": detail or later} | planned
+
+
 def main() -> None:
     forms = [argument for argument in sys.argv[1:] if argument != "--adapted"]
     adapted = len(forms) < len(sys.argv) - 1
@@ -109,10 +131,13 @@ def main() -> None:
         for name, change in CHANGES[form].items():
             if only and name != only:
                 continue
-            for moment in ("between steps", "before backward"):
+            for moment in moments(name):
                 try:
-                    pair = pair or Pair(form, adapted)
-                    result = attack(pair, change, moment)
+                    if moment == "before prepare":
+                        result = attack_first(form, adapted, change)
+                    else:
+                        pair = pair or Pair(form, adapted)
+                        result = attack(pair, change, moment)
                 except Exception:
                     result = {"verdict": "CRASH", "detail": traceback.format_exc()[-2500:]}
                 print(json.dumps({"form": form, "change": name, "moment": moment} | result), flush=True)

@@ -136,6 +136,27 @@ def _module_quant_state(model: Any) -> None:
     layer.weight.quant_state = None
 
 
+def _state_lost(model: Any) -> None:
+    """The weight's and the layer's: nothing says how the packed bytes are read."""
+    layer = linear(model)
+    layer.quant_state = layer.weight.quant_state = None
+
+
+def _plain_parameter(model: Any) -> None:
+    """The packed bytes as a Parameter without a state, as FSDP leaves them: the layer has it still."""
+    layer = linear(model)
+    layer.weight = torch.nn.Parameter(layer.weight.data, requires_grad=False)
+
+
+def _scb_lost(model: Any) -> None:
+    layer = linear(model)
+    layer.state.SCB = layer.weight.SCB = None
+
+
+def _experts_state_lost(model: Any) -> None:
+    _experts(model).parametrizations.gate_up_proj[0].quant_state = None
+
+
 def _float_weight(model: Any) -> None:
     """A plain layer in the place of a quantised one."""
     torch.manual_seed(7)
@@ -316,14 +337,25 @@ FOUR_BIT: dict[str, Change] = {
     "quant_type": _quant_type,
     "requantised": _requantised,
 }
-PLAIN_FOUR_BIT: dict[str, Change] = {"blocksize": _blocksize, "module.quant_state": _module_quant_state}
+PLAIN_FOUR_BIT: dict[str, Change] = {
+    "blocksize": _blocksize,
+    "module.quant_state": _module_quant_state,
+    "plain Parameter": _plain_parameter,
+    "state lost": _state_lost,
+}
 WRAPPED: dict[str, Change] = {"inner tensor": _inner, "inner scale": _inner_scale, "inner scale.data": _inner_data}
 CHANGES: dict[str, dict[str, Change]] = {
     "bitsandbytes NF4": ANY | WEIGHT | FOUR_BIT | PLAIN_FOUR_BIT,
     "bitsandbytes NF4, double": ANY | WEIGHT | FOUR_BIT | {"offset": _offset},
     "bitsandbytes int8": ANY
     | WEIGHT
-    | {"state.SCB": _state_scb, "state.CB": _state_cb, "state.CB.data": _state_cb_data, "state.threshold": _threshold},
+    | {
+        "state.SCB": _state_scb,
+        "state.CB": _state_cb,
+        "state.CB.data": _state_cb_data,
+        "state.threshold": _threshold,
+        "state lost": _scb_lost,
+    },
     "bitsandbytes NF4 experts": {
         "no change": lambda model: None,
         "scale in place": _experts_scale,
@@ -332,6 +364,7 @@ CHANGES: dict[str, dict[str, Change]] = {
         "one bit": _experts_bit,
         "original.data": _experts_data,
         "evaluated": _evaluated,
+        "state lost": _experts_state_lost,
     },
     "torchao int8": ANY | WEIGHT | WRAPPED,
     "torchao float8": ANY | WEIGHT | WRAPPED,
@@ -349,6 +382,14 @@ LASTING = frozenset(
         "merged and unmerged",
         "plain layer instead",
         "other layer's Parameter",
+        "plain Parameter",
     )
 )
 """Changes after which a layer is of another form: the next change gets models of its own."""
+FIRST = frozenset(("module.quant_state", "plain Parameter", "state lost"))
+"""Changes that are made before ``prepare``, too."""
+
+
+def moments(change: str) -> tuple[str, ...]:
+    """When ``change`` is made."""
+    return ("between steps", "before backward", *(("before prepare",) if change in FIRST else ()))

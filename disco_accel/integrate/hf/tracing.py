@@ -16,7 +16,7 @@ from disco_accel.capture.thread_patches import patched
 from disco_accel.errors import CaptureError
 from disco_accel.step.dynamo import compiled_parts_traced
 from disco_accel.step.frontend import ContextFactory
-from disco_accel.step.refusals import require_fixed_forward, require_live_adapter, require_own_weights
+from disco_accel.step.refusals import require_fixed_forward, require_live_adapter, require_own_weights, require_scales
 from disco_accel.step.step_key import BatchFacts, batch_facts
 
 
@@ -24,8 +24,10 @@ def hf_contexts(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> list[Conte
     """Contexts for tracing ``model`` on this concrete batch.
 
     Raises:
-        CaptureError: a key/value cache given to a step, or experts chosen by a loop over the data.
+        CaptureError: a key/value cache given to a step, experts chosen by a loop over the data, or a quantised weight
+            without its scales.
     """
+    require_scales(model)
     _check_experts(model)
     if kwargs.get("past_key_values") is not None:
         raise CaptureError("past_key_values: a training step cannot read or fill a cache; leave it out")
