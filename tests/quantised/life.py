@@ -7,6 +7,8 @@ import copy
 import hashlib
 import itertools
 import json
+import os
+import signal
 import sys
 import threading
 import traceback
@@ -16,7 +18,7 @@ import torch
 
 from disco_accel import DiscoConfig, prepare, restore, stats
 from disco_accel.capture.parts import frozen_parts
-from disco_accel.errors import ConfigError
+from disco_accel.errors import ConfigError, ExecutionError
 from disco_accel.native.host_memory import ALIGNMENT
 from tests.quantised.changes import same, step
 from tests.quantised.edits import linear, scale
@@ -102,6 +104,7 @@ def life(form: str) -> dict[str, Any]:
     seen["shared"] = _shared(form)
     seen["generated"] = _generated(form)
     seen["threads"] = _threads(form)
+    seen["forked"] = _forked(form)
     return seen
 
 
@@ -207,6 +210,42 @@ def _threads(form: str) -> bool:
         stop.set()
         thread.join()
     return same(got, expected) and bool(results) and all(torch.equal(alone, loss) for loss in results)
+
+
+def _forked(form: str) -> bool:
+    """A child forked after the engine has started is refused planned steps, evaluates, and trains once it is prepared
+    itself; the parent's pending step and the next one are eager's."""
+    model, eager = prepare(made(form), config()), made(form)
+    loss, expected = (_seeded(of).loss for of in (model, eager))
+    if (child := os.fork()) == 0:
+        signal.alarm(60)
+        sys.exit(7 if _refused_in_child(model, loss) and _used_in_child(model, eager) else 1)
+    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    for of in (loss, expected):
+        of.backward()
+    grads = [{n: p.grad for n, p in of.named_parameters() if p.grad is not None} for of in (model, eager)]
+    return ended == 7 and same((loss, grads[0]), (expected, grads[1])) and same(step(model), step(eager))
+
+
+def _seeded(model: Any) -> Any:
+    torch.manual_seed(3)
+    return model(**BATCH)
+
+
+def _refused_in_child(model: Any, loss: torch.Tensor) -> bool:
+    said = []
+    for use in (lambda: model(**BATCH), loss.backward):
+        try:
+            use()
+        except ExecutionError as error:
+            said.append("forked" in str(error))
+    return said == [True, True]
+
+
+def _used_in_child(model: Any, eager: Any) -> bool:
+    with torch.no_grad():
+        evaluated = torch.equal(_seeded(model).logits, _seeded(eager).logits)
+    return evaluated and same(step(prepare(restore(model), config())), step(eager))
 
 
 BATCH = {"input_ids": torch.arange(16).reshape(2, 8), "labels": torch.arange(16).reshape(2, 8)}

@@ -4,9 +4,12 @@
 JSON: about the memory that each took, and about small models of several forms.
 """
 
+import contextlib
 import gc
+import itertools
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +35,7 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 from disco_accel import DiscoConfig, prepare, restore, stats
 from disco_accel.capture.parts import named_parts
 from disco_accel.errors import ConfigError
+from disco_accel.integrate.hf import safetensors_file
 from disco_accel.integrate.hf.adopted_parameters import freed_at_once
 from disco_accel.integrate.hf.checkpoint import load_into_arena
 from disco_accel.integrate.hf.checkpoint_files import checkpoint_tensors
@@ -199,8 +203,63 @@ def read(_: Path, packed: Path, scratch: Path) -> None:
         tell(model=directory.name, different=difference(ours, theirs), outside=outside(ours))
         if directory.name == "llama NF4, double":
             tell(step=directory.name, equal=planned_is_eager(ours, theirs))
+    for name in ("llama NF4, double", "llama torchao int8"):
+        for at in (1, 0.5, 0):
+            tell(killed=name, left=killed(scratch / name, at), different=reloaded(scratch / name))
     for message in faults(scratch / "llama NF4, double"):
         tell(refused=message)
+
+
+def killed(directory: Path, share: float) -> list[str]:
+    """What a load leaves behind that is killed while it reads a tensor with ``share`` of all before it: files that it
+    has changed, made, opened to write, or shares with other processes."""
+    before, tensors = content(directory), len(checkpoint_tensors(directory))
+    if (child := os.fork()) == 0:
+        stop_at_read(int((tensors - 1) * share))
+        load_into_arena(directory)
+        os._exit(1)
+    if not os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1]):
+        return ["was not killed"]
+    mine, its = (writable(process) for process in (os.getpid(), child))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    after = content(directory)
+    return [*sorted(its - mine), *sorted(n for n in before.keys() | after.keys() if before.get(n) != after.get(n))]
+
+
+def stop_at_read(count: int) -> None:
+    """Stop this process when it has read ``count`` tensors and has opened the file of the next."""
+    read_into, seen = safetensors_file.read_into, itertools.count()
+
+    def reading(*arguments: Any) -> None:
+        if next(seen) == count:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        read_into(*arguments)
+
+    safetensors_file.read_into = reading
+
+
+def content(directory: Path) -> dict[str, tuple[int, bytes]]:
+    return {file.name: (file.stat().st_mtime_ns, file.read_bytes()) for file in directory.iterdir()}
+
+
+def writable(process: int) -> set[str]:
+    """Files that a process may write to: opened, and mapped for others to see."""
+    names = set()
+    for opened in Path(f"/proc/{process}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            flags = Path(f"/proc/{process}/fdinfo/{opened.name}").read_text().split("flags:")[1].split()[0]
+            if int(flags, 8) & (os.O_WRONLY | os.O_RDWR):
+                names.add(os.readlink(opened))
+    for line in Path(f"/proc/{process}/maps").read_text().splitlines():
+        _, access, _, _, _, *path = line.split(maxsplit=5)
+        if access[1] == "w" and access[3] == "s":
+            names.update(path)
+    return names
+
+
+def reloaded(directory: Path) -> str:
+    return difference(load_into_arena(directory, dtype="bfloat16"), pretrained(directory))
 
 
 def faults(directory: Path) -> Iterator[str]:

@@ -59,6 +59,13 @@ def test_a_planned_step_of_what_was_loaded_is_eagers(told: dict[str, Lines], way
     assert steps and [line for line in steps if not line["equal"]] == []
 
 
+def test_a_killed_load_leaves_nothing_and_the_next_has_the_same_bits(told: dict[str, Lines]) -> None:
+    """Killed while it reads the first tensor, one in the middle, the last; bitsandbytes' and torchao's files."""
+    lines = [line for line in told["read"] if "killed" in line]
+    assert len(lines) == 6
+    assert [line for line in lines if line["left"] or line["different"]] == []
+
+
 def test_files_that_end_or_hold_another_form_are_refused_by_name(told: dict[str, Lines]) -> None:
     ended, mixed = (line["refused"] for line in told["read"] if "refused" in line)
     assert "safetensors: tensor " in ended and "bytes too early" in ended
