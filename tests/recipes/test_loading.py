@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.make_checkpoint import Shape, write_checkpoint
 from disco_accel import DiscoConfig, prepare, restore
@@ -189,3 +190,16 @@ def test_loading_peaks_at_the_weights_and_five_percent(large, dtype):
 def test_the_measurement_of_the_peak_sees_a_second_copy(large):
     found = peak("twice", large, "bfloat16")
     assert found["peak"] >= 1.9 * found["weights"]
+
+
+def test_the_files_are_those_that_transformers_takes(checkpoint, tmp_path):
+    """One file beside an index of older shards; and a config that names another, which is left to transformers."""
+    directory = shutil.copytree(checkpoint, tmp_path / "both")
+    assert (directory / "model.safetensors.index.json").is_file()
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory)).save_pretrained(tmp_path / "new")
+    shutil.copy(tmp_path / "new" / "model.safetensors", directory)
+    ours, theirs = load_into_arena(directory), AutoModelForCausalLM.from_pretrained(directory)
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"transformers_weights": "other.safetensors"}))
+    assert load_into_arena(directory) is None

@@ -34,7 +34,8 @@ def load_into_arena(
     in eval mode, tied weights are tied, buffers have their values. ``quantization_config`` is transformers' and packs
     each weight on the host once it is read; packed checkpoints are read as they are. None where only
     ``from_pretrained`` can load the checkpoint: forms of packed weights that are not bitsandbytes', torchao's or
-    quanto's, and checkpoints without a form whose tensors are not the model's parameters one by one.
+    quanto's, checkpoints without a form whose tensors are not the model's parameters one by one, and those whose config
+    names the file of the weights (``transformers_weights``).
 
     Raises:
         ConfigError: a file is missing, cut short or malformed, a tensor has another shape than the config says, the
@@ -43,6 +44,8 @@ def load_into_arena(
     directory = Path(directory)
     stored = checkpoint_tensors(directory)
     config = AutoConfig.from_pretrained(directory)
+    if getattr(config, "transformers_weights", None) is not None:
+        return None
     if quantization_config is not None or getattr(config, "quantization_config", None) is not None:
         if not has_loader(config, quantization_config):
             return None

@@ -17,14 +17,15 @@ _SINGLE = "model.safetensors"
 
 
 def checkpoint_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """Name → tensor of all files of a local checkpoint, sharded or not.
+    """Name → tensor of all files of a local checkpoint, sharded or not. Where there is one file and an index of others,
+    as a save over an older one leaves them, it is the one file, as for transformers.
 
     Raises:
         ConfigError: a file is missing or broken, or two files hold one name.
     """
     index = directory / _INDEX
     files = [_SINGLE]
-    if index.is_file():
+    if not (directory / _SINGLE).is_file() and index.is_file():
         try:
             files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
