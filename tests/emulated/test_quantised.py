@@ -1,6 +1,7 @@
 """Packed weights on the emulated device: training and evaluation as in the libraries' eager mode there, bit for bit.
 
-Without optimum-quanto's float8 and int4, which it packs anew on a GPU for kernels that no CPU has.
+Without optimum-quanto's float8 and int4, which it packs anew on a GPU, by ``quanto::pack_fp8_marlin`` and
+``aten::_convert_weight_to_int4pack``: neither has a kernel for CPUs, which compute here.
 """
 
 from __future__ import annotations
