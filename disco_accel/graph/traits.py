@@ -38,12 +38,15 @@ class Traits:
     """Of the value of an INPUT; a value that a vertex makes has those of ``BROUGHT`` but for its arrival.
 
     ``stays``: of a value that the host has, it is on its device all the time: no cyclic plan lets it leave.
+    ``renewed``: of such a value that no kernel changes, the host writes another content between two steps: what a
+    device has of it is good for one step.
     """
 
     lifetime: Lifetime = Lifetime.STEP
     access: Access = Access.READ_WRITE
     arrival: Arrival = Arrival.START
     stays: bool = False
+    renewed: bool = False
 
     def contradiction(self) -> tuple[str, str] | None:
         """The field that cannot be together with the others, and why; None if the traits make sense."""
@@ -51,6 +54,8 @@ class Traits:
             return "arrival", "a value that lives from step to step is there when one starts: start"
         if self.stays and not self.host_has_it:
             return "stays", "only a value that lives over steps and is not foreign can be made to stay"
+        if self.renewed and (self.lifetime is not Lifetime.STEPS or self.access is not Access.READ or self.stays):
+            return "renewed", "only a value that lives over steps, that kernels read alone and that may leave can be so"
         return None
 
     @property
@@ -73,6 +78,10 @@ LATE = Traits(arrival=Arrival.GATE)
 FROZEN = Traits(Lifetime.STEPS, Access.READ)
 """The host has it, and nothing changes it: weights that are not trained."""
 
+RENEWED = Traits(Lifetime.STEPS, Access.READ, renewed=True)
+"""The host has it, kernels read it alone, and the host changes it between steps: weights that an optimizer updates
+there."""
+
 STATE = Traits(Lifetime.STEPS, Access.READ_WRITE)
 """The host has it when a step starts, kernels change it, and the next step starts with what they made of it."""
 
@@ -85,4 +94,4 @@ LATE_FOREIGN = Traits(Lifetime.STEP, Access.FOREIGN, Arrival.GATE)
 MADE = Traits(arrival=Arrival.MADE)
 """Made by a vertex in each step anew."""
 
-TRAITS = (BROUGHT, LATE, FROZEN, STATE, FOREIGN, LATE_FOREIGN)
+TRAITS = (BROUGHT, LATE, FROZEN, RENEWED, STATE, FOREIGN, LATE_FOREIGN)
