@@ -23,6 +23,11 @@ def outlives_step(vertex: Vertex) -> bool:
     return not vertex.traits.renewed
 
 
+def may_be_resident(vertex: Vertex) -> bool:
+    """Whether the host has the value, and its device may have it too when a step starts."""
+    return host_copy_exists(vertex) and outlives_step(vertex)
+
+
 def may_leave(vertex: Vertex) -> bool:
     """Whether a value that the host has may make room on its device, in a plan that is run step after step."""
     return not vertex.traits.stays

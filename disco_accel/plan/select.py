@@ -16,7 +16,7 @@ from disco_accel.graph.order import serial_order
 from disco_accel.graph.passes import AppliedPass, GraphPass, arena_of, run_passes
 from disco_accel.graph.strict_json import plain
 from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
-from disco_accel.graph.values import changes_over_steps, handed_out_at_gate, lasting_versions
+from disco_accel.graph.values import changes_over_steps, handed_out_at_gate, lasting_versions, outlives_step
 from disco_accel.plan.buildmemgraph.builder import build
 from disco_accel.plan.buildmemgraph.eviction import AUTO, Policy, policy_named
 from disco_accel.plan.buildmemgraph.min_memory import Attempt, first_fitting, smallest_feasible_memory
@@ -170,12 +170,12 @@ def plan_build(
 
 
 def _beyond_build(graph: TaskGraph) -> Vertex | None:
-    """Return a vertex that BUILDMEMGRAPH has no rule for: it knows values that do not change over steps, and kernels
-    that write output 0 over an input."""
+    """Return a vertex that BUILDMEMGRAPH has no rule for: it knows values that neither a step nor the host between two
+    steps changes, and kernels that write output 0 over an input."""
     versions = lasting_versions(graph.vertices).values()
     states = {version for each in versions if len(each) > 1 for version in each}
     for vertex in graph.vertices:
-        if (vertex.id, 0) in states or any(output for output, _ in vertex.inplace):
+        if (vertex.id, 0) in states or not outlives_step(vertex) or any(output for output, _ in vertex.inplace):
             return vertex
     return None
 
@@ -183,6 +183,8 @@ def _beyond_build(graph: TaskGraph) -> Vertex | None:
 def _changes(vertex: Vertex) -> str:
     if changes_over_steps(vertex):
         return "lives over steps and changes"
+    if not outlives_step(vertex):
+        return "the host changes between two steps (renewed)"
     return f"writes outputs {[output for output, _ in vertex.inplace]} over its inputs"
 
 
@@ -286,8 +288,10 @@ def _plan_timed_alone(
     orders = [start_order(unlimited_run(graph, machine).starts)] if len(graph.devices) > 1 else []
     for passes, plan in ((orders, build_timed), (orders, plan_frugally), (list[GraphPass](), plan_frugally)):
         ordered = run_passes(graph, passes)
+        # A modest search is over soon, and no graph is refused because the one before it took all the work there was.
+        modest = plan is plan_frugally and work.limit is None and work.finds_needed
         with suppress(Infeasible):
-            made = plan(ordered, machine, cyclic=cyclic, work=work, not_offloaded=not_offloaded)
+            made = plan(ordered, machine, cyclic=cyclic, work=Work() if modest else work, not_offloaded=not_offloaded)
             made = replace(made, planner="timed")
             _note_orders(graph, ordered, made, passes, applied)
             return made

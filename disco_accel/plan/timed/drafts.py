@@ -92,25 +92,26 @@ def draft_of(
 
 
 def seconds_if_all_resident(requirements: StepRequirements, machine: Machine, devices: Iterable[int]) -> float:
-    """Return the seconds of a step in this order with memory for everything."""
+    """Return the seconds of a step in this order with memory for everything: what may be resident is."""
     plenty = dict.fromkeys(devices, 1 << 60)
-    loaded = [i for i, buffer in enumerate(requirements.swappable) if buffer.starts_on_host]
+    loaded = [i for i, buffer in enumerate(requirements.swappable) if buffer.may_be_resident]
     return schedule_swaps(requirements, machine, plenty, permanent=loaded).seconds
 
 
 def permanent_buffers(
     requirements: StepRequirements, capacity: Mapping[int, int], options: DraftOptions
 ) -> Iterable[int]:
-    """Yield the buffers that never leave: all that start on the host if they fit, else those that have to stay, small
-    ones and a share of the others.
+    """Yield the buffers that never leave, of those that may be resident: all if everything that starts on the host
+    fits, else those that have to stay, small ones and a share of the others.
 
     The share is spread evenly over the step, by first use, so that between two permanent buffers the link has the time
     of the first for the reload that comes next."""
     buffers = requirements.swappable
     stays = {vertex.id for vertex in requirements.inputs if not may_leave(vertex)}
     for device, memory in capacity.items():
-        clean = [i for i, buffer in enumerate(buffers) if buffer.starts_on_host and buffer.device == device]
-        blocks = {i: buffers[i].block for i in clean}
+        from_host = [i for i, buffer in enumerate(buffers) if buffer.starts_on_host and buffer.device == device]
+        blocks = {i: buffers[i].block for i in from_host}
+        clean = [i for i in from_host if buffers[i].may_be_resident]
         room = memory - int((requirements.pinned_bytes[device] + requirements.unevictable_bytes[device]).max())
         if sum(blocks.values()) <= room:
             yield from clean
@@ -141,8 +142,9 @@ def permanent_buffers(
 
 
 def outliers(requirements: StepRequirements, device: int) -> list[int]:
-    """Return the clean buffers that are more than twice as large as nine in ten of them, the largest first."""
-    blocks = {i: b.block for i, b in enumerate(requirements.swappable) if b.starts_on_host and b.device == device}
+    """Return the buffers that are more than twice as large as nine in ten of those that may be resident, the largest
+    first."""
+    blocks = {i: b.block for i, b in enumerate(requirements.swappable) if b.may_be_resident and b.device == device}
     if not blocks:
         return []
     usual = sorted(blocks.values())[len(blocks) * 9 // 10]
@@ -166,13 +168,13 @@ def spare_bytes(draft: Draft, capacity: Mapping[int, int]) -> dict[int, Profile]
 
 
 def _first_used(requirements: StepRequirements, capacity: Mapping[int, int], permanent: Sequence[int]) -> list[int]:
-    """Return the clean buffers, by first use, that fit beside the bytes that are live at the start."""
+    """Return the buffers that may be resident, by first use, that fit beside the bytes that are live at the start."""
     never_leave = set(permanent)
     left = {
         device: memory - int(requirements.pinned_bytes[device][0] + requirements.unevictable_bytes[device][0])
         for device, memory in capacity.items()
     }
-    clean = (i for i, buffer in enumerate(requirements.swappable) if buffer.starts_on_host and i not in never_leave)
+    clean = (i for i, buffer in enumerate(requirements.swappable) if buffer.may_be_resident and i not in never_leave)
     at_start = []
     for i in sorted(clean, key=lambda i: requirements.swappable[i].uses[0]):
         buffer = requirements.swappable[i]

@@ -29,6 +29,7 @@ from disco_accel.graph.values import (
     is_handed_out,
     lasting_versions,
     must_survive_step,
+    outlives_step,
     overwrites,
 )
 from disco_accel.plan.infeasible import Infeasible
@@ -62,8 +63,10 @@ class SwappableBuffer:
 
     ``uses``: the positions for which it has to be on the device. One that ``starts_on_host`` is ``evictable_from``
     position 0; ``writes``: the positions, among its uses, that change it in place, and ``versions`` its names from
-    ``ref`` on. An activation stays on the device from its ``producer`` up to before ``evictable_from``, by when its
-    offload should have ended; readers in between are not among its ``uses``.
+    ``ref`` on. ``outlives_step``: the device's copy is good for the next step too; one that does not is loaded from
+    ``evictable_from`` on, which in the second of two steps is where that starts. An activation stays on the device
+    from its ``producer`` up to before ``evictable_from``, by when its offload should have ended; readers in between are
+    not among its ``uses``.
     """
 
     ref: Ref
@@ -76,6 +79,12 @@ class SwappableBuffer:
     evictable_from: int = 0
     writes: list[int] = field(default_factory=list)
     versions: list[Ref] = field(default_factory=list)
+    outlives_step: bool = True
+
+    @property
+    def may_be_resident(self) -> bool:
+        """Whether it may be on the device when a step starts."""
+        return self.starts_on_host and self.outlives_step
 
 
 @dataclass(slots=True)
@@ -232,11 +241,9 @@ class _Collector:
             writes = self._writes(versions)
             uses = sorted({position for version in versions for position in self.readers.get(version, ())})
             if uses:
-                requirements.swappable.append(
-                    SwappableBuffer(
-                        ref, vertex.device, block, vertex.sizes[0], uses, True, writes=writes, versions=versions
-                    )
-                )
+                buffer = SwappableBuffer(ref, vertex.device, block, vertex.sizes[0], uses, True)
+                buffer.writes, buffer.versions, buffer.outlives_step = writes, versions, outlives_step(vertex)
+                requirements.swappable.append(buffer)
             return
         last = requirements.end if must_survive_step(vertex) or arrives_at_gate(vertex) else max(readers, default=0)
         self._pin(PinnedBuffer(vertex.device, block, [ref], -1, last))
@@ -343,15 +350,15 @@ class _Collector:
 
 
 def two_steps(requirements: StepRequirements) -> StepRequirements:
-    """Return the step twice in a row. Buffers that start on the host are shared; activations of the second step are
-    listed last."""
+    """Return the step twice in a row. Buffers that may be resident are shared; the others of the second step are listed
+    last."""
     n, count = requirements.end, len(requirements.swappable)
     buffers: list[SwappableBuffer] = []
     second_step: list[SwappableBuffer] = []
     second_index = {}
     for index, buffer in enumerate(requirements.swappable):
         uses = [use + n for use in buffer.uses]
-        if buffer.starts_on_host:
+        if buffer.may_be_resident:
             writes = [*buffer.writes, *(write + n for write in buffer.writes)]
             buffers.append(replace(buffer, uses=buffer.uses + uses, writes=writes))
         else:

@@ -37,8 +37,8 @@ class SwapEvent(enum.IntEnum):
 class SwapSchedule:
     """``events`` in an order that respects all waits; ``seconds`` of the step; ``reloaded`` bytes.
 
-    ``at_boundary``: the clean buffers that are on the device, or on their way, when the position asked for is
-    reached."""
+    ``at_boundary``: of the buffers that may be resident, those that are on the device, or on their way, when the
+    position asked for is reached."""
 
     events: list[tuple[SwapEvent, int]] = field(default_factory=list)
     seconds: float = 0.0
@@ -84,6 +84,8 @@ class _DeviceState:
         """Bytes by position that are neither pinned nor promised to a reader."""
         self.uses = uses
         """(Position, buffer), ascending; those before ``next_use`` are provided for."""
+        self.deferred: list[int] = []
+        """Buffers that are promised to readers and loaded once the step that these belong to starts."""
         self.starts = starts
         """Seconds of compute before each position."""
         self.next_use = 0
@@ -172,7 +174,7 @@ class _SwapScheduler:
         return self.schedule
 
     def _at_boundary(self) -> list[int]:
-        clean = [i for i, buffer in enumerate(self.buffers) if buffer.starts_on_host and i not in self.permanent]
+        clean = [i for i, buffer in enumerate(self.buffers) if buffer.may_be_resident and i not in self.permanent]
         return sorted((i for i in clean if self.state.resident[i]), key=self.state.next_use)
 
     def _execute(self, position: int) -> None:
@@ -187,6 +189,7 @@ class _SwapScheduler:
             self._release_reads(each)
             self._advance(each, position)
             begin = max(begin, each.memory.advance(position, begin))
+            self._load_deferred(each)
             self._provide_now(each)
         for buffer in requirements.reads[position]:
             begin = max(begin, self.arrival[buffer])
@@ -250,8 +253,8 @@ class _SwapScheduler:
     def _release(self, device: _DeviceState, index: int) -> None:
         """Make the buffer idle, or evict it at once where nobody reads it again and the user does not keep it."""
         buffer = self.buffers[index]
-        done = self.state.next_use(index) == NEVER and not buffer.starts_on_host
-        if done and not must_survive_step(self.requirements.order[buffer.producer]):
+        done = self.state.next_use(index) == NEVER and not buffer.may_be_resident
+        if done and (buffer.starts_on_host or not must_survive_step(self.requirements.order[buffer.producer])):
             self._evict(index)
         else:
             device.memory.release(index)
@@ -268,6 +271,14 @@ class _SwapScheduler:
                 if self.buffers[buffer].device == device.device and self.state.held_until[buffer] < reached:
                     self._release(device, buffer)
         device.position = position
+
+    def _load_deferred(self, device: _DeviceState) -> None:
+        """Load what was promised before its step had started, as soon as that has."""
+        if device.deferred and self.buffers[device.deferred[0]].evictable_from <= device.position:
+            for index in device.deferred:
+                begin = max(device.link_free, device.compute_free)
+                self._reload(device, index, device.memory.allocate(index, begin))
+            device.deferred = []
 
     def _provide_now(self, device: _DeviceState) -> None:
         """Reload or hold every buffer that the position at hand reads. Raises Infeasible."""
@@ -295,12 +306,14 @@ class _SwapScheduler:
             device.next_use += 1
             return True
         resident = self.state.resident[index]
-        not_made_yet = not buffer.starts_on_host and device.position < buffer.evictable_from
+        too_early = device.position < buffer.evictable_from
         # Up to ``held``, and up to where an activation is evictable, its bytes are counted already.
         begin = max(device.position, buffer.evictable_from, held + 1)
         if int(device.unpromised[begin : use + 1].min()) < buffer.block:
             return False
-        if not resident and not not_made_yet:
+        if not resident and too_early and buffer.starts_on_host and held < 0:
+            device.deferred.append(index)
+        if not resident and not too_early:
             if device.link_free >= until:
                 return False
             far = device.starts[use] - device.starts[device.position] > self.prefetch_horizon
