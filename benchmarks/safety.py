@@ -29,6 +29,7 @@ from disco_accel.plan.buildmemgraph.residents import Residents
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.testing.faults import FAULTS, Fault
 from disco_accel.testing.plans import tight_plans
+from disco_accel.testing.renewed_plans import RENEWED_FAULTS, RENEWED_SHAPES, has_renewed, renewed_plans
 from disco_accel.testing.state_faults import STATE_FAULTS
 from disco_accel.testing.state_plans import TIMED_SHAPES, state_plans
 from disco_accel.testing.strategies import Shape, held, random_taskgraph, with_room, with_working_sets, working_set
@@ -42,7 +43,8 @@ FACTORS = (1.0, 1.1, 1.3, 1.6, 2.0, 3.0, 8.0)
 SHAPES = (Shape(), Shape(vertices=48, devices=3), Shape(gate=False, keep=0.3), Shape(vertices=12, inplace=0.4))
 _TIMED_EVERY = 4
 _STATES_EVERY = 5
-"""Every so many graphs have values that live over steps and change, which the timed planner alone plans."""
+"""Every so many graphs have values that a step, or the host between two steps, changes for the next one: these the
+timed planner alone plans."""
 _FAULT_ORDERS = 20
 
 
@@ -62,9 +64,10 @@ def random_case(seed: int, result: Result) -> tuple[TaskGraph, MemGraph | None]:
     """Return the graph of ``seed`` and a plan of it; None if there is none."""
     rng = random.Random(seed)
     states = seed % _STATES_EVERY == 0
-    graph = random_taskgraph(rng, rng.choice(TIMED_SHAPES if states else SHAPES))
+    graph = random_taskgraph(rng, rng.choice((*TIMED_SHAPES, *RENEWED_SHAPES) if states else SHAPES))
     graph = with_working_sets(graph, rng.choice(FACTORS))
-    if states and any(len(versions) > 1 for versions in lasting_versions(graph.vertices).values()):
+    changed = any(len(versions) > 1 for versions in lasting_versions(graph.vertices).values())
+    if states and (changed or has_renewed(graph)):
         return graph, _with_states(seed, graph, rng, result)
     policy, cyclic = rng.choice(sorted(POLICIES)), rng.random() < 0.5
     if rng.random() < 0.5:
@@ -88,7 +91,8 @@ def random_case(seed: int, result: Result) -> tuple[TaskGraph, MemGraph | None]:
 
 
 def _with_states(seed: int, graph: TaskGraph, rng: random.Random, result: Result) -> MemGraph | None:
-    result.counts["graphs with states"] += 1
+    result.counts["graphs with states"] += any(changes_over_steps(vertex) for vertex in graph.vertices)
+    result.counts["graphs with renewed inputs"] += has_renewed(graph)
     try:
         return make_plan(graph, cyclic=rng.random() < 0.6, planner="timed")
     except BudgetTooSmall as error:
@@ -122,7 +126,7 @@ def hunt(seed: int, orders: int, result: Result) -> None:
     """Plan the graph of ``seed`` and have the plan judged."""
     result.counts["graphs"] += 1
     graph, plan = random_case(seed, result)
-    if not any(changes_over_steps(vertex) for vertex in graph.vertices):
+    if not has_renewed(graph) and not any(changes_over_steps(vertex) for vertex in graph.vertices):
         feasible(seed, graph, result)
     if plan is None:
         return
@@ -138,7 +142,7 @@ def hunt(seed: int, orders: int, result: Result) -> None:
 
 def plant(count: int, result: Result, first_seed: int = 0) -> None:
     """Plant each kind of fault ``count`` times, or as often as it applies, and note which judge notices."""
-    for faults, plans in ((FAULTS, tight_plans), (STATE_FAULTS, state_plans)):
+    for faults, plans in ((FAULTS, tight_plans), (STATE_FAULTS, state_plans), (RENEWED_FAULTS, renewed_plans)):
         _plant(faults, plans, count, result, first_seed)
 
 

@@ -88,6 +88,8 @@ def places(graph: TaskGraph, plan: MemGraph) -> dict[Ref, tuple[int, int, int]]:
         v, (memory, alignment) = of[id], arenas[arena]
         if arena != (HOST if v.kind == OFFLOAD else v.device) or foreign(v) or k < 0 or end - start != v.sizes[k]:
             raise Misplaced
+        if v.traits.renewed and v.sizes[k]:
+            raise Misplaced  # What the device has of it when a step starts is of the step before.
         if start < 0 or end > memory or start % alignment:
             raise Misplaced
     for v in plan.vertices:

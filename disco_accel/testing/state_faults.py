@@ -18,14 +18,14 @@ def lost_write_back(plan: MemGraph, rng: random.Random) -> MemGraph | None:
     """The last version is not written home, where the next step looks for it: it finds it nowhere else."""
     homes = _Homes(plan)
     lost = [o for s, o in homes.unread_last_writes() if not (plan.cyclic and (s in plan.slots))]
-    return _without(plan, rng.choice(lost)) if lost else None
+    return without_copy(plan, rng.choice(lost)) if lost else None
 
 
 def home_read_but_not_written(plan: MemGraph, rng: random.Random) -> MemGraph | None:
     """The last version of a resident is not written home, and the next step reads it there too."""
     homes = _Homes(plan)
     lost = [o for s, o in homes.unread_last_writes() if plan.cyclic and s in plan.slots and homes.loads[s]]
-    return _without(plan, rng.choice(lost)) if lost else None
+    return without_copy(plan, rng.choice(lost)) if lost else None
 
 
 def older_version_written_back(plan: MemGraph, rng: random.Random) -> MemGraph | None:
@@ -84,7 +84,7 @@ def resident_not_back(plan: MemGraph, rng: random.Random) -> MemGraph | None:
         there = [ref for ref, other in plan.slots.items() if other == slot and homes.carried[ref] == versions[-1]]
         if len(there) == 1 and homes.kind(there[0]) is VertexKind.RELOAD and there[0] not in read:
             back.append(homes.vertex[there[0][0]])
-    return _without(plan, rng.choice(back)) if plan.cyclic and back else None
+    return without_copy(plan, rng.choice(back)) if plan.cyclic and back else None
 
 
 def older_version_loaded(plan: MemGraph, rng: random.Random) -> MemGraph | None:
@@ -168,7 +168,7 @@ class _Homes:
                 yield state, written[-1]
 
 
-def _without(plan: MemGraph, copy: Vertex) -> MemGraph:
+def without_copy(plan: MemGraph, copy: Vertex) -> MemGraph:
     """Return ``plan`` without ``copy``; what came after it comes after what came before it."""
     edges = (*plan.data_edges, *plan.memory_edges)
     inputs = {vertex.id for vertex in plan.vertices if vertex.kind is VertexKind.INPUT}

@@ -24,6 +24,7 @@ from disco_accel.graph.values import (
     is_foreign,
     lasting_versions,
     must_survive_step,
+    outlives_step,
     overwrites,
 )
 from disco_accel.plan import make_plan
@@ -143,7 +144,9 @@ class _Draft:
         self.vertices.append(vertex)
         if host_copy_exists(vertex):
             self.host[ref] = ref
-        if is_foreign(vertex) or not vertex.sizes[0] or (host_copy_exists(vertex) and self.rng.random() < 0.5):
+        if is_foreign(vertex) or not vertex.sizes[0] or not outlives_step(vertex):
+            return
+        if host_copy_exists(vertex) and self.rng.random() < 0.5:
             return
         self._hold(ref, ref, None)
         if arrives_at_gate(vertex):

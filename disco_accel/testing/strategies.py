@@ -9,20 +9,24 @@ from hypothesis import strategies as st
 
 from disco_accel.graph.check import after_gate, check_taskgraph
 from disco_accel.graph.taskgraph import Device, Ref, TaskGraph, Vertex, VertexKind
-from disco_accel.graph.traits import BROUGHT, FOREIGN, FROZEN, LATE, LATE_FOREIGN, STATE
+from disco_accel.graph.traits import BROUGHT, FOREIGN, FROZEN, LATE, LATE_FOREIGN, RENEWED, STATE
 from disco_accel.graph.values import arrives_at_gate, handed_out_at_gate, host_copy_exists, is_foreign
 
 _SIZES = (0, 1, 256, 300, 512, 512, 1024, 1024, 2048, 3000)
 
 
-_TRAITS = {"clean": FROZEN, "plain": BROUGHT, "external": FOREIGN, "late": LATE, "late external": LATE_FOREIGN}
+_TRAITS = {
+    **{"clean": FROZEN, "renewed": RENEWED, "plain": BROUGHT},
+    **{"external": FOREIGN, "late": LATE, "late external": LATE_FOREIGN},
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
     """How large and how odd a random graph is; the probabilities are per vertex.
 
-    ``states``: of an input that lives over steps and changes, and of a kernel that changes some of those.
+    ``states``: of an input that lives over steps and changes, and of a kernel that changes some of those. ``renewed``:
+    of any other input that the host has, that the host changes it between steps.
     ``old_versions``: whether versions of these are read, or handed out, also after they were overwritten.
     """
 
@@ -36,6 +40,7 @@ class Shape:
     several_outputs: float = 0.2
     after: float = 0.1
     states: float = 0.0
+    renewed: float = 0.0
     old_versions: bool = False
 
 
@@ -133,6 +138,8 @@ class _Maker:
             self._add_state()
             return
         sort = self.rng.choice(("clean", "clean", "plain", "external", "late" if self.shape.gate else "clean"))
+        if sort == "clean" and self.shape.renewed and self.rng.random() < self.shape.renewed:
+            sort = "renewed"
         late = sort == "late"
         self.vertices.append(
             Vertex(

@@ -1,8 +1,9 @@
 """The dynamic judge: runs a MemGraph on tokens instead of tensors, in the most hostile order its edges allow.
 
 Memory starts poisoned; a vertex scribbles over all its outputs when it starts, reads its inputs when it starts and
-again when it finishes, and takes as long as the adversary likes. What is made in a step has tokens that no other step
-has, so that content of the step before is not taken for that of this one. Needs no torch.
+again when it finishes, and takes as long as the adversary likes. What is made in a step, and what the host renews
+before it, has tokens that no other step has, so that content of the step before is not taken for that of this one.
+Needs no torch.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from disco_accel.graph.values import (
     host_copy_exists,
     is_foreign,
     lasting_versions,
+    may_be_resident,
     must_survive_step,
 )
 
@@ -57,8 +59,9 @@ class _Memory:
         self.given = itertools.count()
         self.values = [(vertex.id, k) for vertex in graph.vertices for k in range(len(vertex.sizes))]
         self.versions = lasting_versions(graph.vertices)
-        self.last = {(v.id, 0): self.versions.get((v.id, 0), [(v.id, 0)])[-1] for v in graph.vertices if _lasts(v)}
-        """Input that lives over steps → what the next step finds in its place."""
+        lasting = (v for v in graph.vertices if may_be_resident(v))
+        self.last = {(v.id, 0): self.versions.get((v.id, 0), [(v.id, 0)])[-1] for v in lasting}
+        """Input that lives over steps and that the host does not renew → what the next step finds in its place."""
         sizes = {(vertex.id, 0): vertex.sizes[0] for vertex in graph.vertices if vertex.sizes}
         self.home = {state: np.full(1, _POISON, np.int64) for state in self.versions if sizes[state]}
         home_of = {version: home for state, home in self.home.items() for version in self.versions[state]}
@@ -102,10 +105,6 @@ class _Memory:
             cells.fill(_POISON)
         for view, content in saved:
             view[:] = content
-
-
-def _lasts(vertex: Vertex) -> bool:
-    return vertex.kind is VertexKind.INPUT and host_copy_exists(vertex)
 
 
 class _Step:
@@ -298,7 +297,7 @@ class _Step:
             if view.size and bool((view == view[0]).all()):
                 copies[int(view[0])].append(ref)
         for vertex in self.task.values():
-            unchanged = self.memory.last.get((vertex.id, 0)) == (vertex.id, 0)
+            unchanged = host_copy_exists(vertex) and len(self.memory.versions.get((vertex.id, 0), ())) < 2
             if not must_survive_step(vertex) or unchanged or is_foreign(vertex):
                 continue
             for k, size in enumerate(vertex.sizes):

@@ -333,6 +333,8 @@ def _check_lasting(
     ends = [(buffer.space, buffer.offset) for buffer in copies[last] if holds(buffer)]
     start = [b for b in copies[value.id, 0] if b.id not in judged.writer]
     resident = [buffer for buffer in start if buffer.offset is not None]
+    if value.traits.renewed and resident:
+        raise VerifyError(f"value {value.id} is resident, but the host renews it: each step has to reload it")
     if judged.plan.cyclic:
         for buffer in resident:
             if (buffer.space, buffer.offset) not in ends:

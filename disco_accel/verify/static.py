@@ -22,6 +22,7 @@ from disco_accel.graph.values import (
     is_foreign,
     may_leave,
     must_survive_step,
+    outlives_step,
 )
 from disco_accel.verify.happens_before import topological_order
 from disco_accel.verify.homes import check_homes, check_written_back, writes_home
@@ -146,6 +147,8 @@ def _check_slots(plan: JudgedPlan) -> None:
         device = devices[vertex.device]
         if vertex.kind is VertexKind.OFFLOAD or (vertex.id in plan.task and is_foreign(plan.task[vertex.id])):
             raise VerifyError(f"{plan.name(ref[0])} has an address in the arena but does not live there")
+        if vertex.id in plan.task and slot.size and not outlives_step(plan.task[vertex.id]):
+            raise VerifyError(f"{plan.name(ref[0])} is resident, but the host renews it: each step has to reload it")
         if slot.device != vertex.device or slot.size != vertex.sizes[ref[1]]:
             raise VerifyError(f"{plan.name(ref[0])}: the slot of output {ref[1]} contradicts its device or size")
         if slot.addr < 0 or slot.addr + slot.size > device.memory:

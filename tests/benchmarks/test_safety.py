@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.safety import Result, hunt, plant
 from disco_accel.testing.faults import FAULTS, RUN_FAULTS
+from disco_accel.testing.renewed_plans import RENEWED_FAULTS
 from disco_accel.testing.state_faults import STATE_FAULTS, STATE_RUN_FAULTS
 
 GRAPHS = int(os.environ.get("DISCO_SAFETY_GRAPHS", "1200"))
@@ -26,8 +27,8 @@ def test_no_random_plan_is_wrong_in_any_order(part: int) -> None:
 def test_no_planted_fault_goes_unnoticed() -> None:
     result = Result()
     plant(20, result, first_seed=5)
-    assert result.planted == dict.fromkeys({**FAULTS, **STATE_FAULTS}, 20)
+    assert result.planted == dict.fromkeys({**FAULTS, **STATE_FAULTS, **RENEWED_FAULTS}, 20)
     assert result.either == result.planted
     assert result.static == result.planted
-    for faults in (RUN_FAULTS, STATE_RUN_FAULTS):
+    for faults in (RUN_FAULTS, STATE_RUN_FAULTS, RENEWED_FAULTS):
         assert sum(result.dynamic[name] for name in faults) > 0.5 * 20 * len(faults)

@@ -1,0 +1,86 @@
+"""Random plans of graphs with inputs that the host renews between two steps, and a planted fault in such plans."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+
+from disco_accel.errors import PlanError
+from disco_accel.graph.memgraph import MemGraph, Slot
+from disco_accel.graph.taskgraph import TaskGraph, VertexKind
+from disco_accel.graph.values import outlives_step
+from disco_accel.plan import make_plan
+from disco_accel.testing.faults import Fault
+from disco_accel.testing.state_faults import without_copy
+from disco_accel.testing.state_plans import NoPlan, random_plan
+from disco_accel.testing.strategies import Shape, random_taskgraph, with_room
+
+RENEWED_SHAPES = (
+    Shape(vertices=12, inputs=8, renewed=0.6, inplace=0.0),
+    Shape(vertices=10, inputs=6, devices=1, renewed=1.0, gate=False, keep=0.3, inplace=0.0),
+    Shape(vertices=8, inputs=6, renewed=0.7, states=0.3, inplace=0.0),
+)
+"""Graphs with inputs that the host renews beside frozen ones, alone, and beside values that a step changes."""
+
+_ROOM = (0.7, 1.0, 1.4, 3.0)
+
+
+def has_renewed(graph: TaskGraph) -> bool:
+    """Whether the host renews a value between two steps."""
+    return not all(outlives_step(vertex) for vertex in graph.vertices)
+
+
+def renewed_plans(count: int, first_seed: int = 0) -> list[tuple[TaskGraph, MemGraph]]:
+    """Return ``count`` graphs that have such inputs, each with a plan: every other of the timed planner, in little
+    memory, and of no planner, in the memory that the plan takes."""
+    found: list[tuple[TaskGraph, MemGraph]] = []
+    seed = first_seed
+    while len(found) < count:
+        seed += 1
+        rng = random.Random(seed)
+        graph = with_room(random_taskgraph(rng, rng.choice(RENEWED_SHAPES)), rng.choice(_ROOM))
+        if not has_renewed(graph):
+            continue
+        with contextlib.suppress(PlanError, NoPlan):
+            if seed % 2:
+                found.append((graph, make_plan(graph, cyclic=rng.random() < 0.6, planner="timed")))
+            else:
+                plan = random_plan(graph, rng)
+                found.append((replace(graph, devices=plan.devices), plan))
+    return found
+
+
+def renewed_made_resident(plan: MemGraph, rng: random.Random) -> MemGraph | None:
+    """What the host renews is not reloaded, but lies on the device from step to step, in bytes of its own."""
+    renewed = {vertex.id for vertex in plan.vertices if not outlives_step(vertex)}
+    found = []
+    for vertex in plan.vertices:
+        if vertex.kind is VertexKind.RELOAD and vertex.inputs[0][0] in renewed and vertex.sizes[0]:
+            found += [(vertex, slot) for slot in _free_places(plan, (vertex.id, 0))]
+    if not found or not plan.cyclic:
+        return None
+    reload, slot = rng.choice(found)
+    value = reload.inputs[0]
+    plan = without_copy(plan, reload)
+    vertices = [replace(v, inputs=tuple(value if r == (reload.id, 0) else r for r in v.inputs)) for v in plan.vertices]
+    return replace(plan, vertices=tuple(vertices), slots={**plan.slots, value: slot})
+
+
+RENEWED_FAULTS: Mapping[str, Fault] = {renewed_made_resident.__name__: renewed_made_resident}
+
+
+def _free_places(plan: MemGraph, ref: tuple[int, int]) -> list[Slot]:
+    """Return slots as large as that of ``ref``, on its device, whose bytes are no other value's."""
+    own = plan.slots[ref]
+    device = next(device for device in plan.devices if device.id == own.device)
+    others = [slot for each, slot in plan.slots.items() if each != ref and slot.device == own.device and slot.size]
+    unit = device.alignment
+    begins = sorted({0, *(-(-(slot.addr + slot.size) // unit) * unit for slot in others)})
+    return [
+        Slot(own.device, begin, own.size)
+        for begin in begins
+        if begin + own.size <= device.memory
+        and all(begin + own.size <= slot.addr or slot.addr + slot.size <= begin for slot in others)
+    ]
