@@ -192,7 +192,7 @@ class _InValues:
         source = self._by_id[ref[0]]
         if host_copy_exists(source) and not changes_over_steps(source):
             raise GraphFileError(
-                f"{called(vertex)}: inplace: over {called(source)}, which is clean: the host's copy stays"
+                f"{called(vertex)}: inplace: over {called(source)}, which no kernel changes: the host's copy stays"
             )
         if vertex.sizes[output] != source.sizes[ref[1]]:
             raise GraphFileError(

@@ -98,8 +98,8 @@ def fingerprint(graph: TaskGraph) -> str:
 
 
 def version_needed(vertices: Iterable[Vertex]) -> int:
-    """The first version of the files that has words for ``vertices``: 1 but for values that change over steps, and for
-    kernels that change another output in place than the first."""
+    """The first version of the files that has words for ``vertices``: 1 but for values that change over steps or that
+    the host renews between them, and for kernels that change another output in place than the first."""
     return 1 if all(sayable(vertex) for vertex in vertices) else 2
 
 

@@ -349,9 +349,10 @@ def _keys(vertex: Vertex) -> tuple[str, ...]:
     for keys, traits in _TRAITS.items():
         if vertex.traits == traits:
             return keys
+    but = " but renewed by the host" if vertex.traits.renewed else ""
     raise GraphFileError(
         f"{called(vertex)}: version 1 has no word for a value that lives over {vertex.traits.lifetime} and is "
-        f"{vertex.traits.access}: write version 2 (on the command line --schema 2)"
+        f"{vertex.traits.access}{but}: write version 2 (on the command line --schema 2)"
     )
 
 

@@ -15,7 +15,7 @@ from disco_accel.graph.files import write_atomically, write_memgraph, write_task
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.passes import AppliedPass
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
-from disco_accel.graph.values import host_copy_exists
+from disco_accel.graph.values import host_copy_exists, outlives_step
 from disco_accel.observe.report import table
 from disco_accel.observe.timeline import write_chrome_trace
 from disco_accel.plan.bound import bound_of
@@ -40,7 +40,8 @@ class SimulatedEvent:
 
 @dataclass(frozen=True)
 class Forecast:
-    """``figures`` are ready for JSON: bytes and seconds. ``resident`` and ``streamed``: frozen tensors by name."""
+    """``figures`` are ready for JSON: bytes and seconds. ``resident`` and ``streamed``: by name, tensors that the host
+    has and no kernel changes."""
 
     graph: TaskGraph
     plan: MemGraph
@@ -80,7 +81,8 @@ def forecast(
         "budget_bytes": budget["total"],
         "peak_bytes": budget["total"] - budget["arena"] + used,
         "budget": dict(budget),
-        "frozen_bytes": sum(v.sizes[0] for v in clean),
+        "frozen_bytes": sum(v.sizes[0] for v in clean if outlives_step(v)),
+        "renewed_bytes": sum(v.sizes[0] for v in clean if not outlives_step(v)),
         "resident_bytes": sum(v.sizes[0] for v in clean if v.id in stays),
         "resident_tensors": sum(v.id in stays for v in clean),
         "streamed_tensors": sum(v.id not in stays for v in clean),
@@ -111,6 +113,8 @@ def forecast_text(figures: Mapping[str, Any]) -> str:
         "budget": "budget_bytes",
     }
     rows = [[name, format_size(figures[key])] for name, key in sizes.items()]
+    if figures["renewed_bytes"]:
+        rows.insert(2, ["renewed by the host for each step", format_size(figures["renewed_bytes"])])
     if quant := figures.get("quant"):
         packed = f"of which {quant['weights']} packed as {quant['form']}"
         rows.insert(1, [packed, f"{format_size(quant['packed_bytes'])}, before {format_size(quant['bytes_before'])}"])

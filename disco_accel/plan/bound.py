@@ -18,7 +18,14 @@ import numpy as np
 from disco_accel.graph.check import dependencies
 from disco_accel.graph.order import serial_order
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
-from disco_accel.graph.values import arrives_at_gate, handed_out_at_gate, host_copy_exists, is_foreign, overwrites
+from disco_accel.graph.values import (
+    arrives_at_gate,
+    handed_out_at_gate,
+    host_copy_exists,
+    is_foreign,
+    outlives_step,
+    overwrites,
+)
 from disco_accel.simulate.simulator import Machine
 
 
@@ -91,13 +98,14 @@ class _Value:
     """``uses``: positions that read it, ascending; ``made``: the position that writes it, -1 for an input.
 
     ``starts_on_host``: the host has it when a step starts; ``changed``: kernels change it, so that the next step starts
-    with another content.
+    with another content; ``renewed``: the host does, so that each step loads it.
     """
 
     size: int
     made: int
     starts_on_host: bool
     changed: bool = False
+    renewed: bool = False
     uses: list[int] = field(default_factory=list)
 
 
@@ -114,7 +122,8 @@ class _Facts:
         inputs = (v for v in graph.vertices if v.kind is VertexKind.INPUT and v.device == device)
         for vertex in inputs:
             if vertex.sizes[0] and not is_foreign(vertex):
-                self.values[vertex.id, 0] = _Value(vertex.sizes[0], -1, host_copy_exists(vertex))
+                on_host = host_copy_exists(vertex)
+                self.values[vertex.id, 0] = _Value(vertex.sizes[0], -1, on_host, renewed=not outlives_step(vertex))
         self.seconds = [0.0] * self.end
         self.needed = np.zeros(self.end, np.int64)
         self.outputs = np.zeros(self.end, np.int64)
@@ -150,6 +159,11 @@ class _Facts:
         """Every value once."""
         return list({id(value): value for value in self.values.values()}.values())
 
+    @property
+    def renewed(self) -> list[int]:
+        """The bytes of each value that every step loads at least once."""
+        return [value.size for value in self.each_value if value.renewed and value.uses]
+
 
 @dataclass(frozen=True, slots=True)
 class _Gap:
@@ -172,7 +186,7 @@ def _gaps(facts: _Facts, least: int) -> list[_Gap]:
             continue
         stops = value.uses if value.made < 0 else [value.made, *value.uses]
         gaps += [_Gap(a + 1, b, value.size) for a, b in pairwise(stops) if b > a + 1]
-        if value.starts_on_host and (value.uses[-1] + 1 < facts.end or value.uses[0] > 0):
+        if value.starts_on_host and not value.renewed and (value.uses[-1] + 1 < facts.end or value.uses[0] > 0):
             gaps.append(_Gap(value.uses[-1] + 1, value.uses[0], value.size, value.changed))
     return gaps
 
@@ -199,7 +213,7 @@ _MAX_ROWS = 20_000
 
 def _least_copies(facts: _Facts, directions: Collection[VertexKind]) -> tuple[float, float]:
     """Return seconds and bytes that copies in ``directions`` (RELOAD, OFFLOAD) take at least in a step, by linear
-    programming.
+    programming; what the host renews is loaded once besides.
 
     The variables are the bytes of each value kept through each gap; at no position may more be kept than fits beside
     the inputs and outputs of its vertex. Bytes that are not kept are reloaded, and written back before where a kernel
@@ -211,10 +225,12 @@ def _least_copies(facts: _Facts, directions: Collection[VertexKind]) -> tuple[fl
     from scipy.sparse import csc_array
 
     link = facts.machine.h2d
+    renewed = facts.renewed if VertexKind.RELOAD in directions else []
+    always = sum(renewed) / link.bandwidth + len(renewed) * link.latency
     gaps = _gaps(facts, max(1, facts.memory // 2000))
     rows = _rows(facts, gaps)
     if not rows:
-        return 0.0, 0.0
+        return always, sum(renewed)
     spans: dict[tuple[int, int, int, bool], list[_Gap]] = defaultdict(list)
     at = np.array(rows)
     for gap in gaps:
@@ -259,10 +275,11 @@ def _least_copies(facts: _Facts, directions: Collection[VertexKind]) -> tuple[fl
     right = np.diff(free, prepend=0) / facts.memory
     solved = linprog(gain, A_eq=matrix, b_eq=right, bounds=[(0.0, u) for u in upper], method="highs")
     if solved.x is None:
-        return 0.0, 0.0
+        return always, sum(renewed)
     missing = [(u - x) * facts.memory for u, x in zip(upper[:count], solved.x[:count], strict=True)]
     cost = sum(m * -g for m, g in zip(missing, gain[:count], strict=True))
-    return max(0.0, cost / link.bandwidth), max(0.0, sum(m * n for m, n in zip(missing, times, strict=True)))
+    nbytes = sum(m * n for m, n in zip(missing, times, strict=True))
+    return always + max(0.0, cost / link.bandwidth), sum(renewed) + max(0.0, nbytes)
 
 
 _MARKS = 128
@@ -272,9 +289,10 @@ _TURNS = 16
 def _phases(facts: _Facts) -> float:
     """Return the seconds that stretches of the step need one after another.
 
-    From the start of one vertex to the start of a later one, the values that are read between and were made before,
-    less the bytes that fit beside the outputs of the first, must be loaded. A stretch may cross the step boundary.
-    The result is the largest sum over divisions of the ring into such stretches.
+    From the start of one vertex, or of the step, to the start of a later one, the values that are read between and were
+    made before, less the bytes that fit beside the outputs of the first, must be loaded. A stretch may cross the step
+    boundary; what the host has renewed there must be loaded in any case. The result is the largest sum over divisions
+    of the ring into such stretches.
     """
     marks = sorted({round(i * facts.end / _MARKS) for i in range(_MARKS)})
     count = len(marks)
@@ -297,18 +315,21 @@ def _stretch(facts: _Facts, marks: list[int], a: int) -> list[float]:
     """Return the seconds that the link needs from mark ``a`` to each of the marks after it, all around the ring."""
     begin, end = marks[a], facts.end
     room = facts.memory - int(facts.outputs[begin]) if begin < end else facts.memory
-    first = np.zeros(end + 1, np.int64)
+    first, renewed = np.zeros((2, end + 1), np.int64)
+    step_starts = begin in (0, end)
     for value in facts.each_value:
         at = bisect_left(value.uses, begin)
+        if value.renewed and value.uses and (step_starts or value.uses[0] < begin):
+            # Its content is that of a step which starts in this stretch: no device has it before.
+            renewed[value.uses[0]] += value.size
         if at < len(value.uses):
             use = value.uses[at]
-            if value.made < begin:
+            if value.made < begin and not (value.renewed and step_starts):
                 first[use] += value.size
-        elif value.starts_on_host and value.uses:
+        elif value.starts_on_host and value.uses and not value.renewed:
             # Its next reader is in the next step.
             first[value.uses[0]] += value.size
-    around = np.concatenate((first[begin:end], first[:begin]))
-    total = np.concatenate(([0], np.cumsum(around)))
+    total, always = (np.concatenate(([0], np.cumsum(np.roll(each[:end], -begin)))) for each in (first, renewed))
     stops = [*(mark - begin for mark in marks[a + 1 :]), *(mark + end - begin for mark in marks[: a + 1])]
     bandwidth = facts.machine.h2d.bandwidth
-    return [max(0.0, (int(total[stop]) - room) / bandwidth) for stop in stops]
+    return [(max(0, int(total[stop]) - room) + int(always[stop])) / bandwidth for stop in stops]

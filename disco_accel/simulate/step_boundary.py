@@ -11,7 +11,7 @@ from disco_accel.graph.carried_values import carried_values, taskgraph_of
 from disco_accel.graph.check import called
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import Ref, Vertex, VertexKind
-from disco_accel.graph.values import host_copy_exists, is_handed_out, lasting_versions
+from disco_accel.graph.values import host_copy_exists, is_handed_out, lasting_versions, may_be_resident, outlives_step
 
 _COPIES = (VertexKind.OFFLOAD, VertexKind.RELOAD)
 
@@ -54,7 +54,8 @@ def cross_step_dependencies(plan: MemGraph) -> CrossStepDependencies:
 
     The first vertex of a step to write some bytes waits for all users of the value that lay there at the end of the
     step before. Kept outputs are overwritten only after all kernels of their step have ended: the caller has copied
-    them by then. Raises PlanError naming a resident that is not back at its address when a step ends.
+    them by then. What the host renews between two steps is renewed when all kernels, and all reloads of it, have ended.
+    Raises PlanError naming a resident that is not back at its address when a step ends.
     """
     return _TwoSteps(plan).dependencies()
 
@@ -77,7 +78,7 @@ class _TwoSteps:
         work = (VertexKind.KERNEL, VertexKind.TRANSFER)
         self.workers = {i for i, vertex in enumerate(plan.vertices) if vertex.kind in work}
         self.gated = set(self.workers)
-        self.gated |= {i for i, v in enumerate(plan.vertices) if v.kind is VertexKind.INPUT and not host_copy_exists(v)}
+        self.gated |= {i for i, v in enumerate(plan.vertices) if v.kind is VertexKind.INPUT and not may_be_resident(v)}
         self.pairs: set[tuple[int, int]] = set()
         self.within: list[tuple[int, int]] = []
 
@@ -100,6 +101,9 @@ class _TwoSteps:
         self._compare([(at, at + sizes[offload], (offload, 0)) for offload, at in host.items() if sizes[offload]])
         for versions in self.states.values():
             self._compare_home(set(versions))
+        for i, vertex in enumerate(self.plan.vertices):
+            if vertex.kind is VertexKind.RELOAD and not outlives_step(self.vertex(vertex.inputs[0])):
+                self.pairs.add((i, self.number[vertex.inputs[0][0]]))
         successors: dict[int, list[int]] = {}
         for u, v in sorted(self.pairs):
             successors.setdefault(u, []).append(v)
@@ -177,8 +181,10 @@ class _TwoSteps:
     def _check_back(self, last: Ref, first: Ref) -> None:
         slots = self.plan.slots
         expected = self.states[first][-1] if first in self.states else first
+        vertex = self.vertex(first)
+        if not outlives_step(vertex):
+            raise PlanError(f"{called(vertex)} is on the device when the step starts, but the host renews it")
         if self.carried[last] != expected or slots[last].addr != slots[first].addr:
-            vertex = self.vertex(first)
             raise PlanError(
                 f"{called(vertex)} is on the device when the step starts, but not when it "
                 "ends: several steps need a cyclic plan"

@@ -15,8 +15,10 @@ from itertools import accumulate
 import numpy as np
 
 from disco_accel.errors import PlanError
+from disco_accel.graph.check import called
 from disco_accel.graph.strict_json import plain
 from disco_accel.graph.taskgraph import TaskGraph
+from disco_accel.graph.values import outlives_step
 from disco_accel.plan.beaumont.selection import Gap, Instance, Layer
 from disco_accel.plan.buildmemgraph.residents import SMALL, Residents
 from disco_accel.plan.timed.requirements import StepRequirements, SwappableBuffer, requirements_of
@@ -42,6 +44,10 @@ def chain_of(graph: TaskGraph, machine: Machine) -> Chain:
     """
     if len(graph.devices) != 1:
         raise PlanError(f"'{plain(graph.name)}' has {len(graph.devices)} devices; a chain of layers has one")
+    if (renewed := next((vertex for vertex in graph.vertices if not outlives_step(vertex)), None)) is not None:
+        raise PlanError(
+            f"{called(renewed)}: is renewed by the host between two steps, and a chain's weights are frozen"
+        )
     demand = requirements_of(graph, machine, None)
     clean = [page for page in demand.swappable if page.starts_on_host]
     small = [page for page in clean if page.size < SMALL]

@@ -1,0 +1,253 @@
+"""Plans with inputs that the host renews: loaded in each step, from its first moment on, and never before."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from disco_accel.errors import BudgetTooSmall, ConfigError, GraphFileError, PlanError
+from disco_accel.graph.files import (
+    fingerprint,
+    read_memgraph,
+    read_taskgraph,
+    version_needed,
+    write_memgraph,
+    write_taskgraph,
+)
+from disco_accel.graph.memgraph import MemGraph, Slot
+from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.traits import FOREIGN, FROZEN, RENEWED
+from disco_accel.graph.values import outlives_step
+from disco_accel.plan import make_plan
+from disco_accel.plan.beaumont.chain import chain_of
+from disco_accel.plan.bound import bound_of
+from disco_accel.plan.plan_cache import PlanCache, plan_fingerprint
+from disco_accel.plan.summary import copied_bytes, resident_bytes, staying
+from disco_accel.simulate.simulator import Link, Machine, simulate
+from disco_accel.testing.lora_graph import LoraShape, lora_graph
+from disco_accel.testing.renewed_plans import RENEWED_SHAPES, has_renewed
+from disco_accel.testing.strategies import random_taskgraph, with_room
+from disco_accel.verify.adversary import run_reference
+from disco_accel.verify.static import verify
+
+MACHINE = Machine(h2d=Link(1000.0, 0.0), d2h=Link(1000.0, 0.0))
+SHAPE = LoraShape(layers=6, hidden=1024, ffn=2816, vocabulary=4096, tokens=2048, flops=4e13)
+
+
+def chain(renewed: int, frozen: int, memory: int, seconds: float = 2.0) -> TaskGraph:
+    """One kernel after another, each with a weight of 1000 bytes, which it needs a second to load; those that the host
+    renews come first."""
+    traits = [RENEWED] * renewed + [FROZEN] * frozen
+    vertices = [Vertex(i, VertexKind.INPUT, 0, f"w{i}", sizes=(1000,), traits=each) for i, each in enumerate(traits)]
+    for i in range(len(traits)):
+        before = ((len(traits) + i - 1, 0),) if i else ()
+        vertices.append(Vertex(len(traits) + i, VertexKind.KERNEL, 0, "k", ((i, 0), *before), (0,), seconds))
+    return TaskGraph("chain", (Device(0, memory, 1),), tuple(vertices))
+
+
+def step_of(memory: int, every: int) -> TaskGraph:
+    """A LoRA step, in which every ``every``-th frozen weight is renewed (0: none)."""
+    graph = lora_graph(SHAPE, memory)
+    weights = [v.id for v in graph.vertices if v.traits == FROZEN]
+    renewed = set(weights[every - 1 :: every] if every else ())
+    return replace(graph, vertices=tuple(replace(v, traits=RENEWED) if v.id in renewed else v for v in graph.vertices))
+
+
+def loads(plan: MemGraph) -> list[int]:
+    return sorted(v.inputs[0][0] for v in plan.vertices if v.kind is VertexKind.RELOAD)
+
+
+def planned(graph: TaskGraph, machine: Machine = MACHINE, cyclic: bool = True) -> MemGraph:
+    plan = make_plan(graph, planner="timed", cyclic=cyclic, machine=machine)
+    verify(graph, plan)
+    return plan
+
+
+@pytest.mark.parametrize("cyclic", [True, False])
+def test_with_memory_for_everything_each_is_loaded_once_and_nothing_else_moves(cyclic: bool) -> None:
+    """The first kernel waits for its weight; all other loads run beside kernels."""
+    graph = chain(renewed=3, frozen=2, memory=10_000)
+    plan = planned(graph, cyclic=cyclic)
+    assert (
+        loads(plan) == [0, 1, 2]
+        and set(plan.slots) >= {(3, 0), (4, 0)}
+        and not {(i, 0) for i in range(3)} & set(plan.slots)
+    )
+    assert simulate(plan, MACHINE).makespan == pytest.approx(1 + 5 * 2.0)
+    assert resident_bytes(plan) == 2000 and staying(plan) == {3, 4}
+    assert copied_bytes(plan, VertexKind.RELOAD) == 3000
+
+
+def test_no_load_of_it_begins_before_its_step() -> None:
+    """Each step waits for its first load; with frozen weights in their place the tail of the step before brings it."""
+    graph = chain(renewed=5, frozen=0, memory=3000)
+    plan = planned(graph)
+    once, thrice = (simulate(plan, MACHINE, steps=steps).makespan for steps in (1, 3))
+    assert once == pytest.approx(11.0) and thrice == pytest.approx(3 * once)
+    frozen = planned(chain(renewed=0, frozen=5, memory=3000))
+    assert simulate(frozen, MACHINE, steps=3).makespan == pytest.approx(30.0)
+
+
+def test_frozen_weights_are_brought_back_at_the_end_beside_renewed_ones() -> None:
+    """The tail of a step prefetches for the next one, past the renewed weights that this one needs first."""
+    graph = chain(renewed=2, frozen=6, memory=4000)
+    plan = planned(graph)
+    assert resident_bytes(plan) >= 2000, "what is there at the start was brought at the end"
+    assert simulate(plan, MACHINE, steps=3).makespan == pytest.approx(3 * (1 + 8 * 2.0))
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("share", [0.5, 2.0])
+def test_prefetch_overlaps_with_kernels(share: float, every: int) -> None:
+    """A step takes hardly longer than what no plan can beat; kernels wait for few of the loads."""
+    weights = sum(v.sizes[0] for v in step_of(1 << 40, 0).vertices if v.traits == FROZEN)
+    graph = step_of(int(share * weights), every)
+    machine = Machine()
+    plan = planned(graph, machine)
+    seconds = {kind: sum(machine.seconds(v) for v in plan.vertices if v.kind is kind) for kind in VertexKind}
+    once, twice = (simulate(plan, machine, steps=steps).makespan for steps in (1, 2))
+    bound = bound_of(graph, machine).bound
+    assert bound <= twice - once + 1e-9 and once < 1.03 * bound
+    assert once - seconds[VertexKind.KERNEL] < 0.15 * seconds[VertexKind.RELOAD]
+
+
+def test_the_bound_of_renewed_weights_can_be_worked_out_by_hand() -> None:
+    """Each is loaded once a step, in memory for everything too; where the link is slow, a step is all loads and then
+    the last kernel, which the bound leaves out."""
+    fast, slow = chain(4, 0, 10_000, seconds=2.0), chain(4, 0, 10_000, seconds=0.25)
+    bound = bound_of(fast, MACHINE)
+    assert bound.lp_reload_bytes == 4000 and bound.link == pytest.approx(4.0)
+    assert bound.compute == pytest.approx(8.0) and bound.phases >= 8.0
+    assert bound_of(slow, MACHINE).phases == pytest.approx(4.0)
+    assert simulate(planned(slow), MACHINE).makespan == pytest.approx(4.25)
+    mixed = bound_of(chain(4, 4, 4000), MACHINE)
+    assert mixed.lp_reload_bytes >= 4000 + bound_of(chain(0, 4, 4000), MACHINE).lp_reload_bytes
+
+
+def test_plans_of_random_graphs_pass_and_refusals_name_a_memory_that_does() -> None:
+    planned_graphs = refused = 0
+    for seed in range(160):
+        rng = random.Random(seed)
+        graph = with_room(random_taskgraph(rng, rng.choice(RENEWED_SHAPES)), rng.choice((0.5, 0.8, 1.2, 2.0, 5.0)))
+        if not has_renewed(graph):
+            continue
+        cyclic = rng.random() < 0.6
+        try:
+            plan = make_plan(graph, planner="timed", cyclic=cyclic)
+        except BudgetTooSmall as error:
+            refused += 1
+            assert error.needed > min(device.memory for device in graph.devices)
+            plan = make_plan(graph, memory=error.needed, planner="timed", cyclic=cyclic)
+            graph = replace(graph, devices=plan.devices)
+        except PlanError:
+            continue
+        planned_graphs += 1
+        verify(graph, plan)
+        run_reference(graph, plan, seed)
+        read = {ref[0] for v in graph.vertices for ref in v.inputs}
+        assert all(v.id in loads(plan) for v in graph.vertices if not outlives_step(v) and v.sizes[0] and v.id in read)
+        if cyclic:
+            bound = bound_of(graph)
+            assert (
+                simulate(plan, steps=2).makespan >= 2 * max(bound.link, bound.compute, bound.critical_path) * 0.999999
+            )
+    assert planned_graphs > 60 and refused > 20
+
+
+def test_buildmemgraph_names_what_it_cannot_plan() -> None:
+    with pytest.raises(
+        ConfigError, match=r"'build' cannot plan vertex 0 \(w0\), which the host changes between two st"
+    ):
+        make_plan(chain(1, 1, 4000), planner="build")
+
+
+def test_a_chain_of_layers_is_frozen() -> None:
+    with pytest.raises(PlanError, match=r"w0.*renewed by the host between two steps, and a chain's weights are frozen"):
+        chain_of(chain(2, 2, 4000), MACHINE)
+
+
+def test_several_steps_of_a_plan_with_a_renewed_resident_are_refused() -> None:
+    plan = planned(chain(0, 2, 4000))
+    stale = replace(plan, vertices=tuple(replace(v, traits=RENEWED) if v.id == 0 else v for v in plan.vertices))
+    with pytest.raises(
+        PlanError, match=r"vertex 0 \(w0\) is on the device when the step starts, but the host renews it"
+    ):
+        simulate(stale, MACHINE, steps=2)
+
+
+def test_a_reload_that_nobody_reads_ends_before_the_host_renews() -> None:
+    """It is no kernel and no transfer, for which the next step waits in any case."""
+    graph = chain(1, 0, 4000, seconds=0.25)
+    plan = planned(graph)
+    copy = Vertex(9, VertexKind.RELOAD, 0, inputs=((0, 0),), sizes=(1000,))
+    more = replace(plan, vertices=(*plan.vertices, copy), slots={**plan.slots, (9, 0): Slot(0, 2000, 1000)})
+    verify(graph, more)
+    assert simulate(more, MACHINE, steps=2).makespan == pytest.approx(4.0)
+
+
+def test_files_of_version_2_have_it_and_version_1_refuses_it(tmp_path: Path) -> None:
+    graph = chain(2, 2, 3000)
+    plan = planned(graph)
+    task, mem = tmp_path / "task.json", tmp_path / "mem.json"
+    for write in (lambda: write_taskgraph(graph, task), lambda: write_memgraph(plan, mem)):
+        with pytest.raises(GraphFileError, match=r"vertex 0 \(w0\): version 1 has no word for .* renewed by the host"):
+            write()
+    assert version_needed(graph.vertices) == 2
+    write_taskgraph(graph, task, version=2)
+    write_memgraph(plan, mem, version=2)
+    back, plan_back = read_taskgraph(task), read_memgraph(mem)
+    assert [v.traits for v in back.vertices if v.kind is VertexKind.INPUT] == [RENEWED, RENEWED, FROZEN, FROZEN]
+    verify(back, plan_back)
+    assert loads(plan_back) == loads(plan)
+
+
+@pytest.mark.parametrize("name", ["access", "stays", "lifetime"])
+def test_what_contradicts_it_is_named(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "task.json"
+    write_taskgraph(chain(1, 1, 3000), path, version=2)
+    text = path.read_text()
+    change = {
+        "access": ('"access":"read",', ""),
+        "stays": ('"renewed":true', '"renewed":true,"stays":true'),
+        "lifetime": ('"lifetime":"steps",', ""),
+    }[name]
+    assert change[0] in text
+    path.write_text(text.replace(*change, 1))
+    with pytest.raises(
+        GraphFileError, match=r"value 0 \(w0\): renewed: only a value that lives over steps, that kernels"
+    ):
+        read_taskgraph(path)
+
+
+def test_plans_are_cached_and_the_trait_is_part_of_the_fingerprint(tmp_path: Path) -> None:
+    def key(graph: TaskGraph) -> str:
+        return plan_fingerprint(graph, planner="timed", policy="auto", cyclic=True, machine=MACHINE, environment={})
+
+    graph, frozen = chain(2, 2, 3000), chain(0, 4, 3000)
+    assert key(graph) != key(frozen) and fingerprint(graph) != fingerprint(frozen)
+    plan, cache = planned(graph), PlanCache(tmp_path)
+    cache.store(key(graph), plan)
+    back = cache.load(key(graph), graph, cyclic=True)
+    assert back is not None and loads(back) == loads(plan) and back.slots.values() and not back.planner
+    assert simulate(back, MACHINE, steps=2).makespan == simulate(plan, MACHINE, steps=2).makespan
+    # Under a key that is not its own, a plan made for frozen weights does not get through.
+    cache.store(key(graph), replace(planned(frozen), name=graph.name))
+    assert cache.load(key(graph), graph, cyclic=True) is None
+
+
+def test_a_value_may_not_be_written_over_the_hosts() -> None:
+    graph = chain(1, 0, 4000)
+    over = replace(graph.vertices[1], sizes=(1000,), inplace=((0, 0),))
+    with pytest.raises(PlanError, match=r"inplace: vertex 0 \(w0\) is wanted after it has been overwritten"):
+        make_plan(replace(graph, vertices=(graph.vertices[0], over)), planner="timed")
+
+
+def test_an_input_that_the_user_owns_is_no_such_value() -> None:
+    """``renewed`` says nothing about foreign memory, whose pointer is looked up at each run anyway."""
+    wrong = replace(FOREIGN, renewed=True)
+    graph = chain(1, 0, 4000)
+    with pytest.raises(GraphFileError, match=r"vertex 0 \(w0\): renewed: only a value"):
+        make_plan(replace(graph, vertices=(replace(graph.vertices[0], traits=wrong), graph.vertices[1])))
