@@ -17,6 +17,7 @@ from disco_accel.graph.values import (
     handed_out_at_gate,
     host_copy_exists,
     is_foreign,
+    outlives_step,
     overwrites,
 )
 from disco_accel.measure.record import OpRecord
@@ -28,8 +29,8 @@ from disco_accel.native.op_table import OpTable
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The arenas that addresses are relative to, by device id; by vertex id the host bytes of frozen inputs (``clean``)
-    and the homes of states, 1-d uint8."""
+    """The arenas that addresses are relative to, by device id; by vertex id the host bytes of inputs that no kernel
+    changes (``clean``) and the homes of states, 1-d uint8."""
 
     devices: Mapping[int, torch.Tensor]
     host: torch.Tensor
@@ -127,6 +128,11 @@ class Lowering:
                 return 0, 0, 0
             return self._address((vertex.id, 0), vertex.sizes[0]), self._home(vertex.id, vertex), vertex.sizes[0]
         held = self._memory.clean.get(vertex.id)
+        if not outlives_step(vertex) and vertex.sizes[0] and (vertex.id, 0) in self._graph.slots:
+            raise ExecutionError(
+                f"the plan has input {vertex.id} on the device when a step starts, but the host renews it between two "
+                "steps: each step has to reload it"
+            )
         if held is None or held.numel() * held.element_size() != vertex.sizes[0]:
             got = "no host bytes" if held is None else f"{held.numel() * held.element_size()} host bytes"
             raise ExecutionError(f"clean input {vertex.id} needs {vertex.sizes[0]} host bytes, it was given {got}")

@@ -23,7 +23,7 @@ from disco_accel.graph.taskgraph import (
     Vertex,
     VertexKind,
 )
-from disco_accel.graph.traits import FOREIGN, FROZEN, LATE_FOREIGN, STATE
+from disco_accel.graph.traits import FOREIGN, FROZEN, LATE_FOREIGN, RENEWED, STATE
 from disco_accel.graph.values import is_foreign, overwrites
 from disco_accel.measure.record import OpRecord, apply, record
 from disco_accel.native.host_memory import bytes_of, footprint
@@ -71,6 +71,12 @@ class Builder:
         vertex = self._input(tensor, traits=FROZEN)
         self.clean[vertex] = bytes_of(tensor)
         return Value((vertex, 0), tensor.to(self.device))
+
+    def renewed(self, tensor: torch.Tensor) -> Value:
+        """An input that the host has and changes between steps."""
+        vertex = self._input(tensor, traits=RENEWED)
+        self.clean[vertex] = bytes_of(tensor)
+        return Value((vertex, 0), tensor.to(self.device, copy=True))
 
     def state(self, home: torch.Tensor) -> Value:
         """A value that kernels change over steps, at home in ``home``. Eager execution changes a copy of it."""
