@@ -24,6 +24,7 @@ from disco_accel.capture.fake_inputs import batch_tensors, model_twins, replace_
 from disco_accel.capture.fake_kernels import fake_kernels, fakes_taken_for_plain, quiet
 from disco_accel.capture.lower import InputFlags, Lowering, hold_back, lower_ops, mark, used_inputs
 from disco_accel.capture.parts import named_parts, place, rebuilt, states_replaced
+from disco_accel.capture.returned_fields import REAL_DTYPES, NoSuchOutput, loss_of, tensor_of
 from disco_accel.capture.rng import chain_draws, draws, random_sites, user_generator
 from disco_accel.capture.storages import storage_key, tensor_spec
 from disco_accel.capture.trace_log import TraceLog, logging_trace
@@ -31,7 +32,7 @@ from disco_accel.errors import CaptureError
 from disco_accel.graph.op_traits import op_traits
 from disco_accel.graph.passes import AppliedPass, run_passes
 from disco_accel.graph.taskgraph import Device, TaskGraph, VertexKind
-from disco_accel.graph.traits import FOREIGN, FROZEN, LATE_FOREIGN
+from disco_accel.graph.traits import FOREIGN, FROZEN, LATE_FOREIGN, Traits
 from disco_accel.shortage import met_shortage
 
 Contexts = Sequence[Callable[[], AbstractContextManager[Any]]]
@@ -41,12 +42,10 @@ Forward = Callable[..., Mapping[str, torch.Tensor]]
 UNREACHED = "requires_grad: no trainable parameter reaches the"
 """How the refusal of a step begins that has nothing to differentiate."""
 _CPU = torch.device("cpu")
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _FLAGS = {
     InputSource.FROZEN: InputFlags("frozen", FROZEN),
     InputSource.BUFFER: InputFlags("buffer", FROZEN),
     InputSource.CONSTANT: InputFlags("constant", FROZEN),
-    InputSource.TRAINABLE: InputFlags("trainable", FOREIGN),
     InputSource.BATCH: InputFlags("batch", FOREIGN),
     InputSource.TANGENT: InputFlags("tangent", LATE_FOREIGN),
     InputSource.OUTSIDE: InputFlags("outside", FOREIGN),
@@ -76,10 +75,10 @@ class _Step(torch.nn.Module):
         with autocast_region(self._autocast):
             output = self._call(**batch)
         self.bare = isinstance(output, torch.Tensor)
-        values = [_loss_of(output) if name == "loss" else _tensor_of(output, name) for name in self._outputs]
+        values = [loss_of(output) if name == "loss" else tensor_of(output, name) for name in self._outputs]
         wanted = values[: self._differentiated]
         for name, value in zip(self._outputs, wanted, strict=False):
-            if value.dtype not in _FLOATS:
+            if value.dtype not in REAL_DTYPES:
                 raise CaptureError(f"{name}: a {value.dtype} has no gradient")
         if not tangents:
             return list(wanted)
@@ -118,53 +117,6 @@ class _Forward(torch.nn.Module):
         return list(found.values())
 
 
-class NoSuchOutput(CaptureError):
-    """The model's output has no tensor of that name, or none that reaches a trainable parameter. ``fields``: its real
-    tensors, in its order."""
-
-    def __init__(self, message: str, output: Any) -> None:
-        super().__init__(message)
-        self.fields = tuple(
-            name
-            for name, value in (output.items() if isinstance(output, Mapping) else ())
-            if isinstance(value, torch.Tensor) and value.dtype in _FLOATS
-        )
-
-
-def _loss_of(output: Any) -> torch.Tensor:
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if loss is None and isinstance(output, (tuple, list)) and output:
-        loss = output[0]
-    if isinstance(output, torch.Tensor):
-        loss = output
-    if not isinstance(loss, torch.Tensor):
-        raise NoSuchOutput("labels: the model returned no loss; pass labels so that it computes one", output)
-    if loss.dim() != 0 or loss.dtype not in _FLOATS:
-        raise CaptureError(f"loss: must be a real scalar, the model returned {tuple(loss.shape)} of {loss.dtype}")
-    return loss
-
-
-def field_at(output: Any, path: str) -> Any:
-    """What ``output`` has under a dotted path of keys, positions and attributes; None if it has nothing there."""
-    for name in path.split("."):
-        if isinstance(output, Mapping):
-            output = next((v for k, v in output.items() if str(k) == name), getattr(output, name, None))
-        elif isinstance(output, (tuple, list)) and name.isdigit():
-            output = output[int(name)] if int(name) < len(output) else None
-        else:
-            output = getattr(output, name, None)
-    return output
-
-
-def _tensor_of(output: Any, name: str) -> torch.Tensor:
-    if isinstance(output, torch.Tensor):
-        return output
-    value = field_at(output, name)
-    if not isinstance(value, torch.Tensor):
-        raise NoSuchOutput(f"{name}: the model returned none; a step needs labels and a loss, or {name}", output)
-    return value
-
-
 def capture_step(
     model: torch.nn.Module,
     kwargs: Mapping[str, Any],
@@ -175,12 +127,14 @@ def capture_step(
     device: torch.device = _CPU,
     outputs: Sequence[str] = ("loss",),
     differentiated: int = 1,
+    trained: Traits = FOREIGN,
 ) -> CapturedStep:
     """Capture outputs and gradients of one training step of ``model`` on a batch shaped as ``kwargs``.
 
     ``outputs``: fields of what the model returns, or dotted paths into them such as ``hidden_states.2``. The first
     ``differentiated`` are those that the user differentiates: ``loss``, which is alone then, or tensors such as
-    ``logits``; the others can be read alone. What a model returns as a tensor alone stands for the first.
+    ``logits``; the others can be read alone. What a model returns as a tensor alone stands for the first. ``trained``:
+    the traits of trained weights, RENEWED where an optimizer changes them in host memory.
 
     Works on fake twins on ``device``, where the step will run, because PyTorch chooses kernels by device; neither
     weights nor batch are read, and a model built on ``meta`` will do. ``forward`` is traced in place of
@@ -202,7 +156,7 @@ def capture_step(
     names = [outputs[0]] * len(tangents) if outputs[0] == "loss" else outputs[:differentiated]
     sources = twins.sources(model) + [(InputSource.TANGENT, name) for name in names]
     constants = functools.partial(bind_constants, trace, mode, model)
-    captured = _lower(trace, sources, constants, log, name, device, outputs)
+    captured = _lower(trace, sources, constants, log, name, device, outputs, trained=trained)
     return replace(captured, bare=step.bare, differentiated=differentiated)
 
 
@@ -337,7 +291,7 @@ def _tangents(
     of anything else take a forward more to find out.
     """
     if output == "loss":
-        return [torch.empty((), dtype=dtype, device=device) for dtype in _FLOATS]
+        return [torch.empty((), dtype=dtype, device=device) for dtype in REAL_DTYPES]
     with torch.no_grad(), _errors_named(log):
         values = [value for value in forward() if value is not None]
     return [torch.empty(value.shape, dtype=value.dtype, device=device) for value in values]
@@ -391,6 +345,7 @@ def _lower(
     where: torch.device,
     wanted: Sequence[str],
     outside: Callable[[str], bool] = lambda _: False,
+    trained: Traits = FOREIGN,
 ) -> CapturedStep:
     graph = trace.graph
     refuse_cudnn_attention(graph)
@@ -400,12 +355,13 @@ def _lower(
     constants = bind()
     low = Lowering(device=str(where))
     bindings: list[InputBinding] = []
+    flags = {**_FLAGS, InputSource.TRAINABLE: InputFlags("trainable", trained)}
     for node in used_inputs(graph):
         source, key = source_of.get(node, (InputSource.CONSTANT, str(node.target)))
         tensor = node.meta["val"]
         if storage_key(tensor) in low.owner:
             continue  # A constant that is read in several places.
-        vertex = low.add_input(tensor, _FLAGS[source])
+        vertex = low.add_input(tensor, flags[source])
         bindings.append(InputBinding(vertex, source, key, tensor_spec(tensor)))
     returned: Any = graph.output_node().args[0]
     grads = returned[len(wanted) :]

@@ -169,6 +169,7 @@ PARSERS: dict[str, Parser] = {
     "buckets": _buckets,
     "plan_cache": _folder,
     "on_unsupported": _one_of("error", "eager"),
+    "optimizer": _one_of("auto", "device", "host"),
     "device": _one_of("auto", "cpu", "cuda"),
     "link_bandwidth": _bandwidth,
     "link_latency": _seconds,

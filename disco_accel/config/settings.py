@@ -69,6 +69,7 @@ class DiscoConfig:
     buckets: str | tuple[int, ...] = "auto"
     plan_cache: str | None = "~/.cache/disco_accel"
     on_unsupported: str = "error"
+    optimizer: str = "auto"
     device: str = "auto"
     link_bandwidth: float | str | None = None
     link_latency: float = 0.0

@@ -145,7 +145,7 @@ def prepare_frozen(model: torch.nn.Module, config: DiscoConfig) -> Session:
         ConfigError: a key of ``config`` does not fit this machine, or weights are quantised.
     """
     require_known_weights(model)
-    state = _session(model, config)
+    state = _session(model, config, trains=False)
     run_first_forward_changes(model, state.device, gradients=False)
     state.frozen_for_prefill = [p for p in model.parameters() if p.requires_grad]
     for parameter in state.frozen_for_prefill:
@@ -154,9 +154,9 @@ def prepare_frozen(model: torch.nn.Module, config: DiscoConfig) -> Session:
     return state
 
 
-def _session(model: torch.nn.Module, config: DiscoConfig) -> Session:
+def _session(model: torch.nn.Module, config: DiscoConfig, *, trains: bool = True) -> Session:
     _drop_copied_patch(model)
-    return Session(model, config, HuggingFace(config.buckets))
+    return Session(model, config, HuggingFace(config.buckets), trains=trains)
 
 
 def _drop_copied_patch(model: torch.nn.Module) -> None:

@@ -15,6 +15,7 @@ from disco_accel.capture.fake_inputs import batch_tensors
 from disco_accel.capture.step import Forward, capture_forward, capture_step
 from disco_accel.errors import ConfigError
 from disco_accel.execute.executor import EngineOptions
+from disco_accel.graph.traits import FOREIGN, Traits
 from disco_accel.measure.costs import Measured
 from disco_accel.native.backend import backend_of, run_device
 from disco_accel.plan import Machine
@@ -35,8 +36,8 @@ class CompileOptions:
 
     ``plan_seconds``: time for the search, None = as much work as the graph is worth. ``plan_cache``: folder for plans
     of earlier runs; None = always plan. ``say``: told of each stage as it begins.
-    ``captured`` is called when the trace is over. ``gather`` puts host tensors that a step loads, and that no
-    attribute holds, where it loads them from fast.
+    ``captured`` is called when the trace is over. ``trained``: as in ``capture_step``. ``gather`` puts host tensors
+    that a step loads, and that no attribute holds, where it loads them from fast.
     """
 
     memory: int
@@ -49,6 +50,7 @@ class CompileOptions:
     contexts: Sequence[Callable[[], Any]] = ()
     say: Callable[[str], None] = lambda _: None
     captured: Callable[[], None] = lambda: None
+    trained: Traits = FOREIGN
     gather: Callable[[Iterable[torch.Tensor]], None] = lambda _: None
 
 
@@ -81,6 +83,7 @@ def compile_step(
         device=device,
         outputs=outputs,
         differentiated=differentiated,
+        trained=options.trained,
     )
     options.captured()
     tensors = {k: v for k, v in kwargs.items() if isinstance(v, torch.Tensor)}
@@ -129,9 +132,11 @@ def _compile(
     options.say(f"measuring {len(captured.graph.ops)} kernels")
     costs = Measured(engine.device, engine.compute_threads, engine.compute_streams)
     trainable = [p for p in model.parameters() if p.requires_grad]
+    # The host's optimizer has them, their gradients and its state there.
+    on_device = [] if options.trained.host_has_it else trainable
     planned = plan_step(
         with_costs(captured.graph, costs, captured.passes),
-        BudgetFacts(options.memory, trainable, batch, outputs),
+        BudgetFacts(options.memory, on_device, batch, outputs),
         PlannerSettings(options.planner, options.policy, machine_of(engine), options.plan_seconds),
         store=None if options.plan_cache is None else PlanStore(PlanCache(options.plan_cache), _environment(engine)),
         say=options.say,

@@ -119,8 +119,19 @@ class CompiledStep:
 
     @functools.cached_property
     def externals(self) -> tuple[InputBinding, ...]:
-        """Inputs that a forward is given: trainable parameters and the batch."""
-        return tuple(self.vertices_of(InputSource.TRAINABLE, InputSource.BATCH))
+        """Inputs that a forward is given: the batch, and trained weights that live on the device."""
+        on_device = () if self.trained_on_host else (InputSource.TRAINABLE,)
+        return tuple(self.vertices_of(*on_device, InputSource.BATCH))
+
+    @functools.cached_property
+    def trained_on_host(self) -> bool:
+        """Whether the step loads trained weights from the host, where their optimizer changes them."""
+        return bool(_trained_on_host(self.captured))
+
+    @functools.cached_property
+    def trained_bytes(self) -> int:
+        """Bytes of the trained weights that the step loads from the host."""
+        return sum(self.clean[b.vertex].numel() for b in _trained_on_host(self.captured))
 
     @functools.cached_property
     def draws(self) -> bool:
@@ -163,6 +174,14 @@ class CompiledStep:
         known = {id(tensor) for tensor in frozen}
         return [*frozen, *{id(t): t for t in others if t.is_cpu and id(t) not in known}.values()]
 
+    def trained_moved(self, model: torch.nn.Module) -> bool:
+        """Whether a trained weight lies elsewhere than where the plan loads it from."""
+        if not self.trained_on_host:
+            return False
+        named = self.parameters or dict(model.named_parameters())
+        bindings = self.vertices_of(InputSource.TRAINABLE)
+        return any(self.clean[b.vertex].data_ptr() != named[b.name].data_ptr() for b in bindings)
+
     def moved(self, frozen: Sequence[torch.Tensor]) -> bool:
         """Whether a tensor of ``frozen_of`` the model lies elsewhere than where the plan loads it from."""
         bindings = [*self.vertices_of(InputSource.FROZEN, InputSource.BUFFER), *self._host_constants]
@@ -175,7 +194,7 @@ class CompiledStep:
         return tuple(b for b in self.vertices_of(InputSource.CONSTANT) if constants[b.name].is_cpu)
 
     def follow(self, model: torch.nn.Module) -> None:
-        """Load frozen weights and buffers from where they lie now; ``load`` makes the executor that does so."""
+        """Load weights and buffers from where they lie now; ``load`` makes the executor that does so."""
         self.unload()
         self.clean = host_bytes(model, self.captured)
 
@@ -188,15 +207,22 @@ def host_bytes(model: torch.nn.Module, captured: CapturedStep) -> dict[int, torc
     """INPUT vertex → its bytes on the host, for everything the plan may drop and load again."""
     named = {part.name: part.tensor for part in named_parts(model, remove_duplicate=False)}
     host_bytes = {}
+    trained = _trained_on_host(captured)
     for binding in captured.bindings:
         if binding.source is InputSource.CONSTANT:
             # One on a device has no elements.
             host_bytes[binding.vertex] = bytes_of(live_constant(captured, binding).detach().cpu())
-        elif binding.source in (InputSource.FROZEN, InputSource.BUFFER):
+        elif binding.source in (InputSource.FROZEN, InputSource.BUFFER) or binding in trained:
             if binding.name not in named:
                 raise CaptureError(f"{binding.name}: captured as a {binding.source}, but the model no longer has it")
             host_bytes[binding.vertex] = bytes_of(named[binding.name].detach())
     return host_bytes
+
+
+def _trained_on_host(captured: CapturedStep) -> list[InputBinding]:
+    """Inputs that hold trained weights of which the host has the bytes."""
+    on_host = {v.id for v in captured.graph.vertices if host_copy_exists(v)}
+    return [b for b in captured.bindings if b.source is InputSource.TRAINABLE and b.vertex in on_host]
 
 
 def describe(step: CompiledStep) -> str:

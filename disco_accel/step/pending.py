@@ -82,6 +82,8 @@ class PendingStep:
     def _take_engine(self) -> None:
         self.state.take_engine(self)
         self.running = True
+        if self.step.trained_on_host:
+            self.step.executor.invalidate()
         if self.traced:
             self.step.executor.set_tracing(True)
         with kept_on_failure(self.step):
@@ -98,7 +100,9 @@ class PendingStep:
         self.state.require_own_process()
         with self.state.lock:
             # A step that still runs has read what it needs, as eager has; one that is run again reads all of it again.
-            self._require(self._python_change() or self.inputs.begin_check(content=not self.running))
+            # Weights on the host are loaded in the backward too.
+            reads_weights = not self.running or self.step.trained_on_host
+            self._require(self._python_change() or self.inputs.begin_check(content=reads_weights))
             if not self.running:
                 self._require(self.inputs.finish_check())
                 self.state.make_current(self.model, self.step)

@@ -1,4 +1,5 @@
-"""Where a prepared model's tensors live: frozen ones on the host, trainable ones on the device that steps run on."""
+"""Where a prepared model's tensors live: frozen ones on the host, trained ones there too or on the device that steps
+run on."""
 
 from __future__ import annotations
 
@@ -32,6 +33,7 @@ from disco_accel.step.distributed import (
 )
 from disco_accel.step.pinned_tensors import PinnedTensors
 from disco_accel.step.state.plain_tensors import move_views, plain_tensors
+from disco_accel.step.trained_weights import movable_weights
 
 _ARENA = "_disco_host_memory"
 
@@ -44,12 +46,15 @@ def keep_arena(model: torch.nn.Module, memory: HostMemory) -> None:
 class Placement:
     """Puts the tensors of ``model`` where planned steps on ``device`` need them, and back."""
 
-    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
+    def __init__(self, model: torch.nn.Module, device: torch.device, *, trained_on_host: bool = False) -> None:
+        """``trained_on_host``: trained weights, gradients and the optimizer's state live on the host."""
         self._model = weakref.ref(model)
         self._device = device
+        self._trained_on_host = trained_on_host
         # Held here, because an arena is pinned only as long as somebody holds it.
         self._arenas: list[HostMemory] = [m.__dict__[_ARENA] for m in model.modules() if _ARENA in m.__dict__]
-        self._moved: list[tuple[weakref.ref[torch.Tensor], torch.device]] = []
+        self._moved: dict[int, tuple[weakref.ref[torch.Tensor], torch.device]] = {}
+        """By address: what was moved, and from where at first."""
         self._pinned = PinnedTensors(device)
         self._streamed: StreamedEager | None = None
 
@@ -64,7 +69,7 @@ class Placement:
         return {} if self._streamed is None else self._streamed.visitors
 
     def apply(self) -> None:
-        """Move frozen weights into host arenas, trainable ones to the device, and buffers to the host.
+        """Move frozen weights and buffers to the host, trained weights there or to the device.
 
         Weights that were loaded into an arena stay there. The others are copied one at a time and each old copy is
         given up at once, so that no second copy of the model ever exists. Tied weights stay tied.
@@ -75,7 +80,7 @@ class Placement:
         if not backend_of(self._device).separate_memory:
             return
         for parameter in model.parameters():
-            if parameter.requires_grad and parameter.device != self._device:
+            if not self._trained_on_host and parameter.requires_grad and parameter.device != self._device:
                 self._move(parameter, parameter.data.to(self._device))
         for module in model.modules():
             for name, buffer in module._buffers.items():
@@ -88,8 +93,9 @@ class Placement:
 
     @typed_out_of_memory("moving the frozen weights into one piece of host memory")
     def gather(self, constants: Iterable[torch.Tensor] = ()) -> None:
-        """Move frozen weights that lie outside the host arenas into one: all of them at first, later those that a cast
-        such as DeepSpeed's has replaced. For a GPU also buffers, tensors in attributes, and ``constants`` of a step.
+        """Move weights of the host's that lie outside the host arenas into one: all of them at first, later those that
+        a cast such as DeepSpeed's has replaced. For a GPU also buffers, tensors in attributes, and ``constants`` of a
+        step.
 
         Raises:
             ConfigError: ZeRO stage 3 has sharded a weight.
@@ -100,10 +106,12 @@ class Placement:
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
                 check_not_sharded(name, parameter)
-        frozen = frozen_parts(model).values()
-        outside_arenas = [t for t in frozen if not any(arena.holds(t) for arena in self._arenas)]
+        on_host = [*frozen_parts(model).values()]
+        if self._trained_on_host:
+            on_host += movable_weights(model, self._is_weight)
+        outside_arenas = [t for t in on_host if not self._is_weight(t)]
         if outside_arenas:
-            self._arenas = [arena for arena in self._arenas if any(arena.holds(t) for t in frozen)]
+            self._arenas = [arena for arena in self._arenas if any(arena.holds(t) for t in on_host)]
             self._arenas.append(HostMemory(HostMemory.room_for(outside_arenas)))
         views = _views(model) if outside_arenas else []
         for tensor in outside_arenas:
@@ -117,12 +125,16 @@ class Placement:
             self._pinned.gather([b for b in model.buffers() if not self._is_weight(b)], plain)
 
     def _is_weight(self, tensor: torch.Tensor) -> bool:
-        """Whether it is a view of a frozen weight, where that lies."""
+        """Whether it is a view of a weight, where that lies."""
         return any(arena.holds(tensor) for arena in self._arenas)
 
     def _move(self, tensor: torch.Tensor, data: torch.Tensor) -> None:
-        self._moved.append((weakref.ref(tensor), tensor.device))
+        before = self._moved.get(id(tensor))
+        if before is None or before[0]() is not tensor:
+            self._moved[id(tensor)] = weakref.ref(tensor), tensor.device
         tensor.data = data
+        if tensor.grad is not None and tensor.grad.device != tensor.device:
+            tensor.grad.data = tensor.grad.data.to(tensor.device)
 
     def undo(self) -> None:
         """Give what ``apply`` moved a storage of its own where it was, values kept."""
@@ -134,12 +146,14 @@ class Placement:
                 del model.__dict__["_apply"]
                 include_again(model)
         views = _views(model) if model is not None else []
-        for reference, device in self._moved:
+        for reference, device in self._moved.values():
             tensor = reference()
             if tensor is not None:
                 old = tensor.data
                 tensor.data = old.to(device, copy=True)
                 move_views(views, old, tensor.data)
+                if tensor.grad is not None:
+                    tensor.grad.data = tensor.grad.data.to(device)
         self._moved.clear()
         self._pinned.undo()
 

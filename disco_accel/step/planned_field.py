@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from disco_accel.capture.step import NoSuchOutput
+from disco_accel.capture.returned_fields import NoSuchOutput
 from disco_accel.errors import CaptureError
 from disco_accel.step.capture_remedies import advised
 from disco_accel.step.compiled_step import CompiledStep

@@ -15,7 +15,8 @@ from disco_accel.capture.attention import cudnn_attention_off
 from disco_accel.capture.autocast import AutocastState, autocast_region, outside_autocast
 from disco_accel.capture.checkpointing import never_reentrant
 from disco_accel.capture.fake_inputs import batch_tensors
-from disco_accel.capture.step import UNREACHED, field_at
+from disco_accel.capture.returned_fields import field_at
+from disco_accel.capture.step import UNREACHED
 from disco_accel.errors import CaptureError, ExecutionError
 from disco_accel.step.compiled_step import CompiledStep
 from disco_accel.step.fitted_batch import FittedBatch

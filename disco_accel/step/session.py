@@ -17,6 +17,7 @@ import torch
 from disco_accel.config.settings import DiscoConfig
 from disco_accel.errors import CaptureError, ExecutionError
 from disco_accel.execute.executor import EngineOptions, arena_bytes
+from disco_accel.graph.traits import FOREIGN, RENEWED
 from disco_accel.native.arena import device_arena
 from disco_accel.native.backend import backend_of, release_workspaces, run_device
 from disco_accel.native.host_memory import WatchedTensors
@@ -34,6 +35,7 @@ from disco_accel.step.fitted_batch import FittedBatch
 from disco_accel.step.frontend import ContextFactory, Frontend
 from disco_accel.step.last_fallback import LastFallback
 from disco_accel.step.observer import Observers
+from disco_accel.step.optimizer_home import OptimizerHome, optimizer_home
 from disco_accel.step.output_usage import Outputs, UsageByStep
 from disco_accel.step.placement import Placement
 from disco_accel.step.progress_messages import ProgressMessages, batch_text
@@ -61,12 +63,13 @@ class Suspendable(Protocol):
 class Session:
     """All that ``prepare`` keeps for one model: its original forward, host weights, plans and the pending step."""
 
-    def __init__(self, model: torch.nn.Module, config: DiscoConfig, frontend: Frontend) -> None:
+    def __init__(self, model: torch.nn.Module, config: DiscoConfig, frontend: Frontend, *, trains: bool = True) -> None:
         show_messages(config.quiet)
         self.config, self.frontend = config, frontend
         self.settings = config.resolve()
         self.device = run_device(self.settings.device)
-        self.placement = Placement(model, self.device)
+        self.optimizer = optimizer_home(model, config, self.settings, self.device) if trains else OptimizerHome.DEVICE
+        self.placement = Placement(model, self.device, trained_on_host=self.optimizer is OptimizerHome.HOST)
         self.original_forward = model.forward
         self.arguments = Arguments(signature_of(model))
         self.plans: dict[PlanKey, CompiledStep] = {}
@@ -196,6 +199,7 @@ class Session:
             plan_cache=self.config.plan_cache,
             contexts=contexts,
             gather=self.placement.gather,
+            trained=RENEWED if self.optimizer is OptimizerHome.HOST else FOREIGN,
         )
 
     def say_once(self, warning: str) -> None:
@@ -241,7 +245,7 @@ class Session:
         All plans share one arena, because the budget holds for the model and not for each plan. ``check_ends_later``:
         the caller asks ``weights_seen.finish_check`` before what ``step`` has made leaves it.
         """
-        if self.current is step:
+        if self.current is step and not step.trained_moved(model):
             check = self.weights_seen.begin_check if check_ends_later else self.weights_seen.changed
             if not check():
                 return
@@ -251,7 +255,7 @@ class Session:
                 return
         self.abandon_active()
         frozen = step.frozen_of(model)
-        if step.moved(frozen):
+        if step.moved(frozen) or step.trained_moved(model):
             # PEFT's merge of some adapters and the user's ``.data = `` put other tensors in the place of weights.
             self.placement.gather(step.captured.constants.values())
             step.follow(model)

@@ -18,7 +18,7 @@ import torch
 from disco_accel.capture.attention import cudnn_attention_off
 from disco_accel.capture.autocast import AutocastState, autocast_region, autocast_state, outside_autocast
 from disco_accel.capture.checkpointing import never_reentrant
-from disco_accel.capture.step import field_at
+from disco_accel.capture.returned_fields import field_at
 from disco_accel.errors import StepsDiffer
 from disco_accel.graph.op_traits import op_traits
 from disco_accel.graph.taskgraph import tensor_args

@@ -89,6 +89,7 @@ class PlanFigures(TypedDict):
     compile_seconds: dict[str, float]
     plan_cache: str
     budget: dict[str, int]
+    optimizer: str
     kernels: int
     dequantisations_saved: int
     kept_dequantised_bytes: int
@@ -111,6 +112,7 @@ def plan_figures(step: CompiledStep, link_bandwidth: float | None) -> PlanFigure
         "compile_seconds": dict(step.seconds),
         "plan_cache": step.plan_cache.value,
         "budget": step.budget.as_dict(),
+        "optimizer": "host" if step.trained_on_host else "device",
         "kernels": sum(v.kind is VertexKind.KERNEL for v in step.plan.vertices),
         "dequantisations_saved": len(saved),
         "kept_dequantised_bytes": kept_bytes(saved),

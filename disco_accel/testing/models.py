@@ -114,6 +114,20 @@ def family_lora(
     return model
 
 
+def family_full(
+    family: str, *, dtype: torch.dtype = torch.float32, checkpointing: bool = False, seed: int = 0, **config: Any
+) -> torch.nn.Module:
+    """One of ``TEN_FAMILIES`` in training mode, all its weights trainable, without dropout."""
+    torch.manual_seed(seed)
+    sizes = {} if family == "gpt2" else {"hidden_size": 32, "intermediate_size": 64}
+    dropouts = dict.fromkeys(_DROPOUTS.get(family, ("attention_dropout",)), 0.0)
+    settings = {"vocab_size": 96, **sizes, **TEN_FAMILIES[family], **dropouts, **config}
+    model: torch.nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings)).to(dtype)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()
+
+
 def random_batch(vocabulary: int = 96, *, batch: int = 2, length: int = 16, seed: int = 0) -> dict[str, torch.Tensor]:
     """``input_ids``, ``attention_mask`` (all ones) and ``labels`` of shape (batch, length)."""
     generator = torch.Generator().manual_seed(seed)

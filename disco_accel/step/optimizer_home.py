@@ -1,0 +1,94 @@
+"""Where an optimizer updates the trained weights: on the device, or in host memory.
+
+On the host, weights, gradients and the optimizer's state take nothing of the device's budget: a step loads each weight
+as it loads frozen ones, and hands its gradients out as tensors on the CPU.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from disco_accel.capture.parts import named_parts
+from disco_accel.config.settings import DiscoConfig, Settings, local_processes
+from disco_accel.errors import ConfigError
+from disco_accel.native.backend import backend_of
+from disco_accel.sizes import format_size
+
+_MOMENTS = 2
+"""Tensors as large as a weight that AdamW keeps for each."""
+
+
+class OptimizerHome(enum.StrEnum):
+    """Where trained weights, their gradients and the optimizer's state live between steps."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedBytes:
+    """Bytes of ``weights`` that are trained and of ``frozen`` ones."""
+
+    weights: int
+    frozen: int
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> TrainedBytes:
+        """Of ``model``, also of one on ``meta``."""
+        sizes = [0, 0]
+        for part in named_parts(model):
+            if not part.is_buffer:
+                sizes[part.requires_grad] += part.tensor.nbytes
+        return cls(sizes[1], sizes[0])
+
+    @property
+    def moments(self) -> int:
+        """Of the optimizer's state, if it is AdamW's."""
+        return _MOMENTS * self.weights
+
+    @property
+    def training(self) -> int:
+        """All that training adds to a model: its gradients, the moments, and the trained weights themselves."""
+        return 2 * self.weights + self.moments
+
+
+def optimizer_home(
+    model: torch.nn.Module, config: DiscoConfig, settings: Settings, device: torch.device
+) -> OptimizerHome:
+    """What ``optimizer`` in ``config`` means for ``model``, whose steps run on ``device``.
+
+    ``auto`` is the host where trained weights, gradients and two moments take more than half of the budget.
+
+    Raises:
+        ConfigError: the host has too little memory, or several processes on GPUs ask for it.
+    """
+    sizes = TrainedBytes.of(model)
+    if config.optimizer == "device" or not sizes.weights:
+        return OptimizerHome.DEVICE
+    several = backend_of(device).separate_memory and _processes() > 1
+    if config.optimizer == "auto" and (several or 2 * sizes.training <= settings.memory_budget):
+        return OptimizerHome.DEVICE
+    if several:
+        raise ConfigError(
+            f"optimizer: host works for one process on {device.type}, this run has {_processes()}; use one process, "
+            "optimizer: device, or device: cpu, whose processes reduce gradients in host memory"
+        )
+    needed = sizes.frozen + sizes.training
+    if needed > settings.host_memory:
+        raise ConfigError(
+            f"host_memory: {format_size(settings.host_memory)} is too small for optimizer: host, which needs "
+            f"{format_size(needed)}: {format_size(sizes.frozen)} of frozen weights, {format_size(sizes.weights)} of "
+            f"trained ones, {format_size(sizes.weights)} of gradients, {format_size(sizes.moments)} of two moments; "
+            "raise it, train fewer weights, or use optimizer: device"
+        )
+    return OptimizerHome.HOST
+
+
+def _processes() -> int:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return local_processes()
