@@ -16,6 +16,7 @@ from disco_accel.errors import BudgetTooSmall, CaptureError, ConfigError
 from disco_accel.integrate.hf import generate_prefill
 from disco_accel.integrate.hf.hf_frontend import HuggingFace
 from disco_accel.integrate.hf.step_output import StepOutput
+from disco_accel.native.backend import run_device
 from disco_accel.native.out_of_memory import typed_out_of_memory
 from disco_accel.shortage import met_shortage
 from disco_accel.step.capture_lock import in_capture
@@ -23,6 +24,7 @@ from disco_accel.step.dynamo import not_compiled, plain_model
 from disco_accel.step.fitted_batch import FittedBatch
 from disco_accel.step.inner_forwards import InnerForwards, own_forward_runs
 from disco_accel.step.observer import Fallback
+from disco_accel.step.optimizer_home import optimizer_home
 from disco_accel.step.pending import run_step
 from disco_accel.step.planned_field import compiled_for_use
 from disco_accel.step.refusals import require_known_weights, require_plain_autograd
@@ -154,6 +156,16 @@ def prepare_frozen(model: torch.nn.Module, config: DiscoConfig) -> Session:
     return state
 
 
+def optimizer_of(model: torch.nn.Module, config: DiscoConfig) -> str:
+    """``device`` or ``host``: where ``prepare`` would have the trained weights of ``model`` updated.
+
+    Raises:
+        ConfigError: as ``prepare``.
+    """
+    settings = config.resolve()
+    return optimizer_home(model, config, settings, run_device(settings.device)).value
+
+
 def _session(model: torch.nn.Module, config: DiscoConfig, *, trains: bool = True) -> Session:
     _drop_copied_patch(model)
     return Session(model, config, HuggingFace(config.buckets), trains=trains)
@@ -167,7 +179,7 @@ def _drop_copied_patch(model: torch.nn.Module) -> None:
 
 
 def _attach(state: Session, model: torch.nn.Module) -> None:
-    state.messages.prepared(model, state.settings.memory_budget, state.device)
+    state.messages.prepared(model, state.settings.memory_budget, state.device, state.optimizer)
     state.placement.apply()
     model.__dict__[STATE] = state
     generate_prefill.install(state, model)

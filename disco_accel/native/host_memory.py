@@ -189,6 +189,12 @@ def _library() -> ctypes.CDLL:
     return library
 
 
+def expect_rewrite(tensors: Sequence[torch.Tensor]) -> None:
+    """All of ``tensors`` are about to be rewritten: whoever watches them sees a change from now on, and the writes cost
+    what they cost elsewhere. Does nothing for tensors that the kernel does not watch."""
+    torch.ops.disco_accel.expect_rewrite_of(list(tensors))
+
+
 def writes_are_watched() -> bool:
     """Whether this kernel tells which pages of new arenas are written to (Linux 6.7, and the right to userfaultfd)."""
     load_extension()

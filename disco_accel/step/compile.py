@@ -24,6 +24,7 @@ from disco_accel.simulate.simulator import Link
 from disco_accel.sizes import format_size
 from disco_accel.step.budget import BudgetFacts, leaving_bytes, outputs_bytes
 from disco_accel.step.compiled_step import CompiledStep, host_bytes
+from disco_accel.step.optimizer_home import TrainedBytes
 from disco_accel.step.pipeline import PlannerSettings, PlanStore, plan_step, with_costs
 from disco_accel.version import __version__
 
@@ -145,8 +146,7 @@ def _compile(
         logger.warning("%s", note)
     options.gather(captured.constants.values())
     clean = host_bytes(model, captured)
-    _check_host_memory(options.host_memory, sum(t.numel() for t in clean.values()), planned.plan.host_memory)
-    return CompiledStep(
+    step = CompiledStep(
         captured,
         planned.graph,
         planned.plan,
@@ -157,6 +157,8 @@ def _compile(
         seconds | planned.seconds,
         planned.cache_use,
     )
+    _check_host_memory(options.host_memory, step)
+    return step
 
 
 def _environment(engine: EngineOptions) -> dict[str, str]:
@@ -179,9 +181,13 @@ def machine_of(engine: EngineOptions) -> Machine | None:
     return Machine(h2d=link, d2h=link)
 
 
-def _check_host_memory(host_memory: int, weights: int, offloads: int) -> None:
-    if weights + offloads > host_memory:
+def _check_host_memory(host_memory: int, step: CompiledStep) -> None:
+    weights, offloads = sum(t.numel() for t in step.clean.values()), step.plan.host_memory
+    training = TrainedBytes(step.trained_bytes, 0)
+    if weights + training.gradients + training.moments + offloads > host_memory:
+        trained = f", gradients {format_size(training.gradients)}, two moments {format_size(training.moments)}"
+        which = "weights" if training.weights else "frozen weights"
         raise ConfigError(
-            f"host_memory: {format_size(host_memory)} is too small; frozen weights take {format_size(weights)} "
-            f"and offloaded values {format_size(offloads)}"
+            f"host_memory: {format_size(host_memory)} is too small; {which} take {format_size(weights)}"
+            f"{trained if training.weights else ''} and offloaded values {format_size(offloads)}"
         )

@@ -85,6 +85,13 @@ class CompiledStep:
             specs={b.vertex: b.spec for b in bindings},
         )
 
+    def gradients(self) -> list[torch.Tensor]:
+        """Copies of ``captured.gradients`` as the last step left them, where the trained weights are; on the host they
+        are complete."""
+        if not self.trained_on_host or torch.device(self.engine.device).type == "cpu":
+            return self.executor.leave(self.groups[1])
+        return [self.executor.value(g.ref, g.spec).to("cpu", copy=True) for g in self.captured.gradients]
+
     def settle(self) -> None:
         """Wait for the end of a forward whose outputs have left already; a step that waits at its gate stays there."""
         if self.loaded is not None and self.loaded.running and not self.captured.gradients:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from disco_accel.capture.parts import named_parts
 from disco_accel.config.deepspeed_keys import REPLACED
-from disco_accel.config.settings import local_processes
+from disco_accel.config.settings import DiscoConfig, local_processes
 from disco_accel.errors import ConfigError
 from disco_accel.native.host_memory import bytes_of
 
@@ -43,6 +44,23 @@ def check_engine(state: Any) -> None:
         raise ConfigError(f"zero_optimization.stage: 3 shards the frozen weights; {REPLACED}; {_WAYS_OUT}")
     if (zero.get("offload_param") or {}).get("device", "none") != "none":
         raise ConfigError(f"zero_optimization.offload_param: leave it out; {REPLACED}")
+
+
+def config_under(config: DiscoConfig, state: Any) -> DiscoConfig:
+    """``config`` as it holds in a run of accelerate's ``state``: engines such as DeepSpeed's update on the device.
+
+    Raises:
+        ConfigError: ``optimizer: host`` in such a run.
+    """
+    kind = str(getattr(state.distributed_type, "value", state.distributed_type))
+    if kind in _PLAIN_ENGINES and kind != "DEEPSPEED":
+        return config
+    if config.optimizer == "host":
+        raise ConfigError(
+            f"optimizer: host does not work with distributed_type: {kind}, whose engine copies and updates the trained "
+            "weights itself; use optimizer: device, or distributed_type: 'NO' or MULTI_CPU"
+        )
+    return dataclasses.replace(config, optimizer="device")
 
 
 def check_not_sharded(name: str, parameter: torch.nn.Parameter) -> None:

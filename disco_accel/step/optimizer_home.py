@@ -46,6 +46,11 @@ class TrainedBytes:
         return cls(sizes[1], sizes[0])
 
     @property
+    def gradients(self) -> int:
+        """One of each trained weight's size."""
+        return self.weights
+
+    @property
     def moments(self) -> int:
         """Of the optimizer's state, if it is AdamW's."""
         return _MOMENTS * self.weights
@@ -53,7 +58,7 @@ class TrainedBytes:
     @property
     def training(self) -> int:
         """All that training adds to a model: its gradients, the moments, and the trained weights themselves."""
-        return 2 * self.weights + self.moments
+        return self.weights + self.gradients + self.moments
 
 
 def optimizer_home(

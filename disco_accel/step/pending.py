@@ -114,7 +114,7 @@ class PendingStep:
                 try:
                     executor.run_end(late)
                     self._require(self.inputs.finish_check())
-                    leaving = executor.leave(self.step.groups[1])
+                    leaving = self.step.gradients()
                 except BaseException:
                     with suppress(Stalled):
                         self.suspend()

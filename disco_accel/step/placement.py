@@ -33,7 +33,7 @@ from disco_accel.step.distributed import (
 )
 from disco_accel.step.pinned_tensors import PinnedTensors
 from disco_accel.step.state.plain_tensors import move_views, plain_tensors
-from disco_accel.step.trained_weights import movable_weights
+from disco_accel.step.trained_weights import movable_weights, unwatch_updates_of
 
 _ARENA = "_disco_host_memory"
 
@@ -51,6 +51,8 @@ class Placement:
         self._model = weakref.ref(model)
         self._device = device
         self._trained_on_host = trained_on_host
+        if trained_on_host:
+            unwatch_updates_of(self)
         # Held here, because an arena is pinned only as long as somebody holds it.
         self._arenas: list[HostMemory] = [m.__dict__[_ARENA] for m in model.modules() if _ARENA in m.__dict__]
         self._moved: dict[int, tuple[weakref.ref[torch.Tensor], torch.device]] = {}
@@ -89,7 +91,9 @@ class Placement:
         exclude_from_collectives(model)
         check_same(frozen_tensors(model), self._device)
         self._streamed = StreamedEager(model, visitor_of(self._device))
-        model._apply = functools.partial(apply_to_trainable, model)  # type: ignore[method-assign]
+        model._apply = functools.partial(  # type: ignore[method-assign]
+            apply_to_trainable, model, trained_on_host=self._trained_on_host
+        )
 
     @typed_out_of_memory("moving the frozen weights into one piece of host memory")
     def gather(self, constants: Iterable[torch.Tensor] = ()) -> None:
@@ -108,8 +112,8 @@ class Placement:
                 check_not_sharded(name, parameter)
         on_host = [*frozen_parts(model).values()]
         if self._trained_on_host:
-            on_host += movable_weights(model, self._is_weight)
-        outside_arenas = [t for t in on_host if not self._is_weight(t)]
+            on_host += movable_weights(model, self.holds)
+        outside_arenas = [t for t in on_host if not self.holds(t)]
         if outside_arenas:
             self._arenas = [arena for arena in self._arenas if any(arena.holds(t) for t in on_host)]
             self._arenas.append(HostMemory(HostMemory.room_for(outside_arenas)))
@@ -121,11 +125,11 @@ class Placement:
         if backend_of(self._device).separate_memory:
             for memory in self._arenas:
                 memory.pin(self._device)
-            plain = [t for t in (*plain_tensors(model), *constants) if not self._is_weight(t)]
-            self._pinned.gather([b for b in model.buffers() if not self._is_weight(b)], plain)
+            plain = [t for t in (*plain_tensors(model), *constants) if not self.holds(t)]
+            self._pinned.gather([b for b in model.buffers() if not self.holds(b)], plain)
 
-    def _is_weight(self, tensor: torch.Tensor) -> bool:
-        """Whether it is a view of a weight, where that lies."""
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether it is a weight in a host arena, or a view of one."""
         return any(arena.holds(tensor) for arena in self._arenas)
 
     def _move(self, tensor: torch.Tensor, data: torch.Tensor) -> None:
@@ -164,9 +168,14 @@ def _views(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def apply_to_trainable(
-    model: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    model: torch.nn.Module,
+    fn: Callable[[torch.Tensor], torch.Tensor],
+    recurse: bool = True,
+    *,
+    trained_on_host: bool = False,
 ) -> torch.nn.Module:
-    """What ``Module._apply`` does for ``.to(device)`` and its kin, with frozen weights and buffers left on the host.
+    """What ``Module._apply`` does for ``.to(device)`` and its kin, with frozen weights and buffers left on the host;
+    trained ones too if they live there, of which another dtype is followed.
 
     Raises:
         ConfigError: ``fn`` changes the dtype of frozen weights.
@@ -180,18 +189,24 @@ def apply_to_trainable(
             )
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.data = fn(parameter.data)
-                if parameter.grad is not None:
-                    parameter.grad.data = fn(parameter.grad.data)
+            if not parameter.requires_grad:
+                continue
+            if trained_on_host and fn(torch.empty(0, dtype=parameter.dtype)).dtype is parameter.dtype:
+                continue
+            for tensor in (parameter, parameter.grad):
+                if tensor is not None:
+                    changed_data = fn(tensor.data)
+                    tensor.data = changed_data.cpu() if trained_on_host else changed_data
     return model
 
 
 class StreamedEager:
-    """Makes a model whose frozen weights are on the host computable in eager mode on another device.
+    """Makes a model whose weights are on the host computable in eager mode on another device.
 
     Each module's weights and buffers visit the device while that module's forward runs, recomputation in a backward
-    included. Slower than a plan; meant for what has none, such as evaluation and generation.
+    included. The visit of a trained weight is
+    differentiable: its gradient comes back to the host. Slower than a plan; meant for what has none, such as evaluation
+    and generation.
     """
 
     def __init__(self, model: torch.nn.Module, visit: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -201,7 +216,7 @@ class StreamedEager:
         """Address of a visiting tensor's storage → the tensor that it is a copy of."""
         for module in model.modules():
             tensors = [t for table in (module._parameters, module._buffers) for t in table.values() if t is not None]
-            if any(not t.requires_grad for t in tensors) or any(True for _ in states_of(module)):
+            if tensors or any(True for _ in states_of(module)):
                 on_host: list[_OnHost] = []
                 arrive = functools.partial(_arrive, visit, self.visitors, on_host)
                 leave = functools.partial(_leave, self.visitors, on_host)
@@ -252,7 +267,7 @@ def _arrive(
         swap(state.table, state.key, rebuilt_state)
     for table in (module._parameters, module._buffers):
         for name, tensor in table.items():
-            if tensor is not None and not tensor.requires_grad:
+            if tensor is not None:
                 swap(table, name, rebuilt)
 
 
@@ -271,4 +286,4 @@ def visitor_of(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
 
 def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
     # At once: the host's tensor may be written to as soon as the forward is over, and pinned memory is read later.
-    return tensor if tensor.device == device else tensor.detach().to(device)
+    return tensor if tensor.device == device else (tensor if tensor.requires_grad else tensor.detach()).to(device)

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from disco_accel.capture.fake_inputs import batch_tensors
-from disco_accel.capture.parts import named_parts
 from disco_accel.observe.log_to_stderr import first_process
 from disco_accel.plan.plan_cache import PlanCacheUse
 from disco_accel.sizes import format_size
 from disco_accel.step.arguments import base_model
 from disco_accel.step.compiled_step import CompiledStep, describe
 from disco_accel.step.observer import Observer
+from disco_accel.step.optimizer_home import OptimizerHome, TrainedBytes
 
 logger = logging.getLogger("disco_accel")
 
@@ -45,15 +45,18 @@ class ProgressMessages(Observer):
         """When the making of each plan, or the attempt, began and ended, in ``time.time()``."""
         self._runs: weakref.WeakKeyDictionary[CompiledStep, int] = weakref.WeakKeyDictionary()
 
-    def prepared(self, model: torch.nn.Module, budget: int, device: torch.device) -> None:
+    def prepared(self, model: torch.nn.Module, budget: int, device: torch.device, optimizer: OptimizerHome) -> None:
         """Said before weights move, which takes a while for large ones."""
-        sizes = [0, 0]
-        for part in named_parts(model):
-            if not part.is_buffer:
-                sizes[part.requires_grad] += part.tensor.nbytes
+        sizes = TrainedBytes.of(model)
+        there = ""
+        if optimizer is OptimizerHome.HOST:
+            there = (
+                f" in {format_size(sizes.training)} of the host (weights {format_size(sizes.weights)}, gradients "
+                f"{format_size(sizes.weights)}, two moments {format_size(sizes.moments)})"
+            )
         say(
-            f"{self.name}: {format_size(sizes[0])} of frozen weights go to the host, {format_size(sizes[1])} are "
-            f"trained; budget {format_size(budget)} on {device.type}"
+            f"{self.name}: {format_size(sizes.frozen)} of frozen weights go to the host, {format_size(sizes.weights)} "
+            f"are trained{there}; budget {format_size(budget)} on {device.type}"
         )
 
     @contextmanager

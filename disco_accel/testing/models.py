@@ -122,10 +122,12 @@ def family_full(
     sizes = {} if family == "gpt2" else {"hidden_size": 32, "intermediate_size": 64}
     dropouts = dict.fromkeys(_DROPOUTS.get(family, ("attention_dropout",)), 0.0)
     settings = {"vocab_size": 96, **sizes, **TEN_FAMILIES[family], **dropouts, **config}
-    model: torch.nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings)).to(dtype)
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings))
+    model.to(dtype)
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model.train()
+    trained: torch.nn.Module = model.train()
+    return trained
 
 
 def random_batch(vocabulary: int = 96, *, batch: int = 2, length: int = 16, seed: int = 0) -> dict[str, torch.Tensor]:

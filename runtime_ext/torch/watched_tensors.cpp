@@ -188,7 +188,31 @@ std::uint64_t WatchedTensors::sample() const {
   return sample;
 }
 
+void expect_rewrite_of(const std::vector<at::Tensor>& tensors) {
+  // Nothing else can lie in a smaller gap between two tensors of an arena, which are aligned to this.
+  constexpr std::uintptr_t kAlignment = 64;
+  std::vector<std::pair<std::uintptr_t, std::uintptr_t>> spans;
+  for (const at::Tensor& tensor : tensors) {
+    if (!tensor.device().is_cpu()) continue;
+    const auto begin = reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr());
+    const std::uintptr_t end = begin + footprint(tensor);
+    if (begin < end && watched_region(begin, end) != 0) spans.emplace_back(begin, end);
+  }
+  std::sort(spans.begin(), spans.end());
+  const std::uintptr_t page = page_size();
+  for (std::size_t i = 0; i < spans.size();) {
+    const std::uintptr_t begin = spans[i].first, region = watched_region(begin, spans[i].second);
+    std::uintptr_t end = spans[i].second;
+    for (++i; i < spans.size() && spans[i].first < end + kAlignment; ++i) {
+      if (watched_region(spans[i].first, spans[i].second) != region) break;
+      end = std::max(end, spans[i].second);
+    }
+    expect_rewrite((begin + page - 1) / page * page, end / page * page);
+  }
+}
+
 TORCH_LIBRARY_FRAGMENT(disco_accel, m) {
+  m.def("expect_rewrite_of", &expect_rewrite_of);
   m.def("can_watch_writes", &can_watch_writes);
   m.def("allow_watching_writes", &allow_watching_writes);
   m.def("watch_arena", &watch_arena);

@@ -85,4 +85,8 @@ class WatchedTensors : public torch::CustomClassHolder, private WriteListener {
   std::atomic<bool> written_ = false;
 };
 
+// All of `tensors` are about to be rewritten: whoever watches them hears of it now, and no page of theirs
+// alone is protected until somebody looks again. Those that no kernel watches are passed over.
+void expect_rewrite_of(const std::vector<at::Tensor>& tensors);
+
 }  // namespace disco

@@ -246,6 +246,19 @@ void collect_writes(std::uintptr_t start) {
   collect(w, start);
 }
 
+void expect_rewrite(std::uintptr_t begin, std::uintptr_t end) {
+  Watch& w = watch();
+  const std::lock_guard lock(w.mutex);
+  auto after = w.regions.upper_bound(begin);
+  if (begin >= end || after == w.regions.begin() || end > std::prev(after)->second.end) return;
+  uffdio_writeprotect pages{};
+  pages.range = {begin, end - begin};
+  pages.mode = 0;
+  // Refused, they stay protected: their first writes cost more, and are found one by one.
+  if (ioctl(w.faults, UFFDIO_WRITEPROTECT, &pages) != 0) return;
+  for (WriteListener* listener : w.listeners) listener->written(begin, end);
+}
+
 void add_listener(WriteListener* listener, const std::vector<std::uintptr_t>& regions) {
   Watch& w = watch();
   const std::lock_guard lock(w.mutex);

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import Trainer, TrainingArguments, default_data_collator
 
-from disco_accel import DiscoConfig, prepare, stats
+from disco_accel import DiscoCallback, DiscoConfig, prepare, stats
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.testing.models import family_full, random_batch
 
@@ -32,7 +40,7 @@ def least(family: str, dtype: torch.dtype, checkpointing: bool) -> int:
 
 
 def train(model: torch.nn.Module) -> tuple[list[torch.Tensor], dict[str, tuple[torch.Tensor, ...]]]:
-    """Losses, then each weight with both of its moments."""
+    """Losses, then each weight, with both of its moments if it is trained."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3))
     losses = []
@@ -45,15 +53,15 @@ def train(model: torch.nn.Module) -> tuple[list[torch.Tensor], dict[str, tuple[t
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-    states = optimizer.state
-    return losses, {n: (p, states[p]["exp_avg"], states[p]["exp_avg_sq"]) for n, p in model.named_parameters()}
+    states: Any = {p: (s["exp_avg"], s["exp_avg_sq"]) for p, s in optimizer.state.items()}
+    return losses, {n: (p, *states.get(p, ())) for n, p in model.named_parameters()}
 
 
 def assert_same_training(model: torch.nn.Module, eager: torch.nn.Module) -> None:
     (losses, weights), (eager_losses, eager_weights) = train(model), train(eager)
     assert all(map(torch.equal, losses, eager_losses))
     for name, expected in eager_weights.items():
-        assert all(map(torch.equal, weights[name], expected)), name
+        assert len(weights[name]) == len(expected) and all(map(torch.equal, weights[name], expected)), name
 
 
 CASES = {
@@ -83,3 +91,119 @@ def test_weights_and_moments_are_eager_ones(family: str, dtype: torch.dtype, bud
     assert parts["adapters"] == parts["gradients"] == parts["optimizer"] == 0
     assert figures["peak_bytes"] <= nbytes
     assert figures["reload_bytes"] >= (weights if budget != "all" else 0)
+
+
+def _last_layer(model: torch.nn.Module) -> torch.nn.Module:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.1." in name or "norm" in name.rpartition(".layers")[0])
+    return model
+
+
+def _biases(model: torch.nn.Module) -> torch.nn.Module:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith("bias"))
+    return model
+
+
+def _embeddings(model: torch.nn.Module) -> torch.nn.Module:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("embed" in name)
+    return model
+
+
+def _lora_and_head(model: torch.nn.Module) -> torch.nn.Module:
+    torch.manual_seed(1)
+    adapter = LoraConfig(
+        r=4, target_modules=["q_proj", "up_proj"], modules_to_save=["lm_head"], init_lora_weights=False
+    )
+    return get_peft_model(model, adapter)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("family", "choose"),
+    [("llama", _last_layer), ("gpt2", _biases), ("qwen3", _embeddings), ("llama", _lora_and_head)],
+)
+def test_any_part_of_a_model_may_be_trained(family: str, choose: Callable[..., torch.nn.Module]) -> None:
+    """Frozen weights and trained ones side by side in host memory."""
+    model, eager = choose(full(family)), choose(full(family))
+    prepare(model, config(2 * least(family, torch.float32, False)))
+    assert_same_training(model, eager)
+    assert stats(model)["optimizer"] == "host" and stats(model)["steps_eager"] == 0
+
+
+def rows(count: int) -> list[dict[str, list[int]]]:
+    ids = torch.randint(0, 96, (count, 12), generator=torch.Generator().manual_seed(1)).tolist()
+    return [{"input_ids": row, "attention_mask": [1] * 12, "labels": row} for row in ids]
+
+
+def life(folder: Path, planned: bool) -> tuple[torch.nn.Module, list[Any]]:
+    """A Trainer that saves in the middle, and another one that goes on from there, with a model of its own."""
+    log: list[Any] = []
+    for steps, resume in ((2, None), (4, str(folder / "checkpoint-2"))):
+        model: Any = full("llama")
+        arguments = TrainingArguments(
+            output_dir=str(folder),
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            max_steps=steps,
+            save_steps=2,
+            eval_strategy="steps",
+            eval_steps=2,
+            logging_steps=1,
+            learning_rate=1e-2,
+            warmup_steps=2,
+            optim="adamw_torch_fused",
+            lr_scheduler_type="constant_with_warmup",
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+        )
+        data = {"train_dataset": rows(24), "eval_dataset": rows(4), "data_collator": default_data_collator}
+        ours = [DiscoCallback(config(2 * least("llama", torch.float32, False)))] if planned else []
+        trainer = Trainer(model=model, args=arguments, callbacks=ours, **data)
+        trainer.train(resume_from_checkpoint=resume)
+        kept = ("loss", "eval_loss", "grad_norm", "learning_rate", "step")
+        log += [[entry.get(key) for key in kept] for entry in trainer.state.log_history]
+    trainer.save_model(str(folder / "final"))
+    if planned:
+        assert stats(model)["optimizer"] == "host" and stats(model)["steps_eager"] == 0
+    return model, log
+
+
+def test_a_trainer_saves_and_resumes(tmp_path: Path) -> None:
+    """Logs, weights, the saved model and the saved optimizer are those of plain training."""
+    model, log = life(tmp_path / "planned", True)
+    eager, expected = life(tmp_path / "plain", False)
+    assert log == expected
+    for (name, ours), theirs in zip(model.named_parameters(), eager.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+    files = [load_file(tmp_path / kind / "final" / "model.safetensors") for kind in ("planned", "plain")]
+    assert files[0].keys() == files[1].keys() and all(torch.equal(files[0][n], t) for n, t in files[1].items())
+
+
+def _in_two_processes(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "2"}
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    planned, plain = full("llama"), full("llama")
+    prepare(planned, config(2 * 30976))
+    results = []
+    for model in (planned, plain):
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+        optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2, fused=True)
+        for step in range(3):
+            for part in range(2):
+                with wrapped.no_sync() if part == 0 else contextlib.nullcontext():
+                    wrapped(**random_batch(seed=10 * step + 2 * part + rank)).loss.backward()
+            torch.nn.utils.clip_grad_norm_(wrapped.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([p.detach() for p in model.parameters()])
+    assert all(map(torch.equal, *results))
+    assert stats(planned)["optimizer"] == "host" and stats(planned)["steps_compiled"] == 6
+    dist.destroy_process_group()
+
+
+def test_two_processes_reduce_gradients_on_the_host(tmp_path: Path) -> None:
+    """DDP with gloo over all weights: each process has eager DDP's bits."""
+    torch.multiprocessing.spawn(_in_two_processes, (str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]

@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from disco_accel.config.settings import DiscoConfig
 from disco_accel.integrate.accelerate.dynamo_setting import leave_to_plans
 from disco_accel.integrate.prepare import prepare
-from disco_accel.step.distributed import check_engine
+from disco_accel.step.distributed import check_engine, config_under
 from disco_accel.step.session import find_state
 
 
@@ -24,6 +24,7 @@ class DiscoCallback(TrainerCallback):
         # The Trainer has made its Accelerator by now.
         accelerate_state = AcceleratorState()
         check_engine(accelerate_state)
+        self.config = config_under(self.config, accelerate_state)
         prepare(kwargs["model"], self.config)
         if find_state(kwargs["model"]) is not None:
             leave_to_plans(accelerate_state)

@@ -81,33 +81,43 @@ def prepare_launched(model: torch.nn.Module, state: Any = None) -> None:
         prepare_for_training(model, config, state)
 
 
+def _say_left_alone(model: torch.nn.Module, why: str) -> None:
+    text = f"disco_accel: all parameters of {type(model).__name__} are {why}; it runs as it is"
+    warnings.warn(text, stacklevel=4)
+
+
 @functools.cache
 def _say_gone(path: str) -> None:
     logger.warning("%s, which another run left in the environment, is gone: this one runs without a plan", path)
 
 
 def prepare_for_training(model: torch.nn.Module, config: configuration.DiscoConfig, state: Any = None) -> None:
-    """Prepare ``model``; one that has no frozen or no trainable parameters is left alone, with a warning.
+    """Prepare ``model``. One without a trainable parameter is left alone, with a warning, and so is one that has no
+    frozen ones while its optimizer updates on the device.
 
     ``state``: accelerate's, of the run, where there is one yet.
 
     Raises:
         ConfigError: the config does not fit this machine, or the run's engine shards weights.
     """
-    trainable = [p.requires_grad for p in model.parameters()]
-    if all(trainable) or not any(trainable):
-        what = "trainable" if trainable and all(trainable) else "frozen"
-        warnings.warn(
-            f"disco_accel: all parameters of {type(model).__name__} are {what}, so it runs as it is; "
-            "plans are for frozen weights with a trained adapter",
-            stacklevel=3,
-        )
-        return
     from disco_accel.integrate import prepare
     from disco_accel.integrate.accelerate.dynamo_setting import leave_to_plans
-    from disco_accel.step.distributed import check_engine
+    from disco_accel.step.distributed import check_engine, config_under
     from disco_accel.step.session import find_state
 
+    trainable = [p.requires_grad for p in model.parameters()]
+    if not any(trainable):
+        _say_left_alone(model, "frozen, and plans of training steps are for models that train something")
+        return
+    if state is not None:
+        config = config_under(config, state)
+    if all(trainable) and find_state(model) is None and prepare.optimizer_of(model, config) == "device":
+        _say_left_alone(
+            model,
+            "trainable, and with optimizer: device they take as much of the device as without plans; optimizer: host "
+            "trains them under the budget",
+        )
+        return
     if state is not None:
         check_engine(state)
     prepare.prepare(model, config)
