@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from disco_accel.capture.captured_step import CapturedStep, InputSource
 from disco_accel.capture.step import capture_forward, capture_step
 from disco_accel.errors import ConfigError
+from disco_accel.graph.traits import FOREIGN, RENEWED
 from disco_accel.integrate.hf.generate_prefill import generating_model
 from disco_accel.integrate.hf.kv_cache import room_to_fill
 from disco_accel.integrate.hf.planned_prefill import outside_arena, prefill_batch, traced_forward
@@ -22,6 +23,7 @@ from disco_accel.recipes.loading import add_adapter
 from disco_accel.recipes.quantised import PackedWeights, asked_form, packable, stored_form, with_packed_weights
 from disco_accel.recipes.settings import LoraRecipe, PrefillRecipe
 from disco_accel.step.budget import Budget, BudgetFacts, leaving_bytes
+from disco_accel.step.optimizer_home import OptimizerHome, TrainedBytes, home_by_size
 
 _WEIGHTS = (InputSource.FROZEN, InputSource.BUFFER, InputSource.TRAINABLE)
 
@@ -36,10 +38,12 @@ class Outline:
     batch: dict[str, torch.Tensor]
     outputs: int = 0
     packed: PackedWeights | None = None
+    optimizer: OptimizerHome = OptimizerHome.DEVICE
 
     def facts(self, total: int) -> BudgetFacts:
         """What ``total`` bytes are for."""
-        trainable = [p for p in self.model.parameters() if p.requires_grad]
+        on_device = self.optimizer is OptimizerHome.DEVICE
+        trainable = [p for p in self.model.parameters() if on_device and p.requires_grad]
         return BudgetFacts(total, trainable, self.batch, self.outputs)
 
     def budget(self, total: int) -> Budget:
@@ -52,11 +56,14 @@ class Outline:
         return {b.vertex: b.name for b in self.captured.bindings if b.source in _WEIGHTS}
 
 
-def outline(recipe: LoraRecipe | PrefillRecipe, quant: str | None = None) -> Outline:
+def outline(
+    recipe: LoraRecipe | PrefillRecipe, quant: str | None = None, *, optimizer: str = "device", budget: int = 0
+) -> Outline:
     """Capture the step that ``recipe`` trains, or a prefill of ``max_length`` tokens: no weight is read, nothing runs.
 
     ``quant``: a ``PackedForm`` of the frozen weights, ``none``, or None for what the recipe's keys or the checkpoint
     say. It is estimated (``measure/quantised_estimate.py``): the library that packs need not be installed.
+    ``optimizer``: as in ``disco_config``; ``budget`` decides what ``auto`` means.
 
     Raises:
         ConfigError: there is no config, or a key of the recipe does not fit it.
@@ -65,7 +72,10 @@ def outline(recipe: LoraRecipe | PrefillRecipe, quant: str | None = None) -> Out
     base = meta_base(recipe)
     form = _form(recipe, base, quant)
     shapes = packable(base) if form else {}
-    outlined = _prefill_outline(recipe, base) if isinstance(recipe, PrefillRecipe) else _step_outline(recipe, base)
+    if isinstance(recipe, PrefillRecipe):
+        outlined = _prefill_outline(recipe, base)
+    else:
+        outlined = _step_outline(recipe, base, optimizer, budget)
     if form is None:
         return outlined
     captured, sizes = with_packed_weights(outlined.captured, outlined.model, shapes, form)
@@ -78,11 +88,14 @@ def _form(recipe: LoraRecipe | PrefillRecipe, base: Any, quant: str | None) -> P
     return asked_form(recipe) or stored_form(base.config)
 
 
-def _step_outline(recipe: LoraRecipe, base: Any) -> Outline:
+def _step_outline(recipe: LoraRecipe, base: Any, optimizer: str, budget: int) -> Outline:
     model = _adapted(base, recipe)
     batch = meta_batch(recipe)
-    captured = capture_step(model, batch, contexts=hf_contexts(model, batch), name=recipe.model_name_or_path)
-    return Outline(captured, model, batch)
+    home = home_by_size(optimizer, TrainedBytes.of(model), budget)
+    trained = RENEWED if home is OptimizerHome.HOST else FOREIGN
+    contexts = hf_contexts(model, batch)
+    captured = capture_step(model, batch, contexts=contexts, name=recipe.model_name_or_path, trained=trained)
+    return Outline(captured, model, batch, optimizer=home)
 
 
 def _prefill_outline(recipe: PrefillRecipe, model: Any) -> Outline:

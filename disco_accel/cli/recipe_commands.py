@@ -160,6 +160,7 @@ def plan(options: argparse.Namespace) -> int:
         raise
     for note in planned.notes:
         say(note)
+    more["optimizer"] = outlined.optimizer.value
     more["cut_short"] = planned.cut
     more["dequantisations_saved"] = len(planned.left_out)
     more["kept_dequantised_bytes"] = kept_bytes(planned.left_out)
@@ -191,7 +192,8 @@ def _costed(options: argparse.Namespace) -> tuple[CostedStep, Any, DiscoConfig]:
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     recipe = read_any_recipe(options.recipe)
     config = DiscoConfig.from_env(DiscoConfig.from_dict(recipe.disco_config or {}))
-    outlined = outline(recipe, options.quant)
+    budget = _memory(options, config) if hasattr(options, "memory") else 1 << 62
+    outlined = outline(recipe, options.quant, optimizer=config.optimizer, budget=budget)
     costs = Estimated(options.device, compute_threads=config.compute_threads)
     return with_costs(outlined.captured.graph, costs, outlined.captured.passes), outlined, config
 

@@ -236,10 +236,11 @@ def describe(step: CompiledStep) -> str:
     """One line for the user: what was captured and what the plan does."""
     kernels = sum(v.kind is VertexKind.KERNEL for v in step.graph.vertices)
     weights = sum(sum(v.sizes) for v in step.graph.vertices if host_copy_exists(v))
+    which = "weights" if step.trained_on_host else "frozen weights"
     return (
         f"captured {kernels} kernels; budget {format_size(step.budget.total)} "
         f"(arena {format_size(step.budget.arena)}); {format_size(step.resident_bytes)} of "
-        f"{format_size(weights)} frozen weights stay resident, "
+        f"{format_size(weights)} {which} stay resident, "
         f"{format_size(step.copy_bytes(VertexKind.RELOAD))} reloaded and "
         f"{format_size(step.copy_bytes(VertexKind.OFFLOAD))} offloaded each step"
     )

@@ -72,12 +72,11 @@ def optimizer_home(
         ConfigError: the host has too little memory, or several processes on GPUs ask for it.
     """
     sizes = TrainedBytes.of(model)
-    if config.optimizer == "device" or not sizes.weights:
+    if home_by_size(config.optimizer, sizes, settings.memory_budget) is OptimizerHome.DEVICE:
         return OptimizerHome.DEVICE
-    several = backend_of(device).separate_memory and _processes() > 1
-    if config.optimizer == "auto" and (several or 2 * sizes.training <= settings.memory_budget):
-        return OptimizerHome.DEVICE
-    if several:
+    if backend_of(device).separate_memory and _processes() > 1:
+        if config.optimizer == "auto":
+            return OptimizerHome.DEVICE
         raise ConfigError(
             f"optimizer: host works for one process on {device.type}, this run has {_processes()}; use one process, "
             "optimizer: device, or device: cpu, whose processes reduce gradients in host memory"
@@ -91,6 +90,14 @@ def optimizer_home(
             "raise it, train fewer weights, or use optimizer: device"
         )
     return OptimizerHome.HOST
+
+
+def home_by_size(optimizer: str, sizes: TrainedBytes, budget: int) -> OptimizerHome:
+    """What the key ``optimizer`` means for a model of these ``sizes`` under ``budget`` bytes."""
+    if optimizer == "device" or not sizes.weights:
+        return OptimizerHome.DEVICE
+    too_large = optimizer == "host" or 2 * sizes.training > budget
+    return OptimizerHome.HOST if too_large else OptimizerHome.DEVICE
 
 
 def _processes() -> int:
