@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from disco_accel.capture.captured_step import CapturedStep, InputSource
 from disco_accel.capture.step import capture_forward, capture_step
+from disco_accel.config.settings import DiscoConfig
 from disco_accel.errors import ConfigError
 from disco_accel.graph.traits import FOREIGN, RENEWED
 from disco_accel.integrate.hf.generate_prefill import generating_model
@@ -57,13 +58,13 @@ class Outline:
 
 
 def outline(
-    recipe: LoraRecipe | PrefillRecipe, quant: str | None = None, *, optimizer: str = "device", budget: int = 0
+    recipe: LoraRecipe | PrefillRecipe, quant: str | None = None, *, config: DiscoConfig | None = None, budget: int = 0
 ) -> Outline:
     """Capture the step that ``recipe`` trains, or a prefill of ``max_length`` tokens: no weight is read, nothing runs.
 
     ``quant``: a ``PackedForm`` of the frozen weights, ``none``, or None for what the recipe's keys or the checkpoint
     say. It is estimated (``measure/quantised_estimate.py``): the library that packs need not be installed.
-    ``optimizer``: as in ``disco_config``; ``budget`` decides what ``auto`` means.
+    ``config`` and ``budget`` say where an optimizer updates; without them on the device.
 
     Raises:
         ConfigError: there is no config, or a key of the recipe does not fit it.
@@ -75,7 +76,7 @@ def outline(
     if isinstance(recipe, PrefillRecipe):
         outlined = _prefill_outline(recipe, base)
     else:
-        outlined = _step_outline(recipe, base, optimizer, budget)
+        outlined = _step_outline(recipe, base, config, budget)
     if form is None:
         return outlined
     captured, sizes = with_packed_weights(outlined.captured, outlined.model, shapes, form)
@@ -88,10 +89,11 @@ def _form(recipe: LoraRecipe | PrefillRecipe, base: Any, quant: str | None) -> P
     return asked_form(recipe) or stored_form(base.config)
 
 
-def _step_outline(recipe: LoraRecipe, base: Any, optimizer: str, budget: int) -> Outline:
+def _step_outline(recipe: LoraRecipe, base: Any, config: DiscoConfig | None, budget: int) -> Outline:
     model = _adapted(base, recipe)
     batch = meta_batch(recipe)
-    home = home_by_size(optimizer, TrainedBytes.of(model), budget)
+    sizes = TrainedBytes.of(model)
+    home = OptimizerHome.DEVICE if config is None else home_by_size(config, sizes, budget)
     trained = RENEWED if home is OptimizerHome.HOST else FOREIGN
     contexts = hf_contexts(model, batch)
     captured = capture_step(model, batch, contexts=contexts, name=recipe.model_name_or_path, trained=trained)

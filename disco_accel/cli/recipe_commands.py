@@ -193,7 +193,7 @@ def _costed(options: argparse.Namespace) -> tuple[CostedStep, Any, DiscoConfig]:
     recipe = read_any_recipe(options.recipe)
     config = DiscoConfig.from_env(DiscoConfig.from_dict(recipe.disco_config or {}))
     budget = _memory(options, config) if hasattr(options, "memory") else 1 << 62
-    outlined = outline(recipe, options.quant, optimizer=config.optimizer, budget=budget)
+    outlined = outline(recipe, options.quant, config=config, budget=budget)
     costs = Estimated(options.device, compute_threads=config.compute_threads)
     return with_costs(outlined.captured.graph, costs, outlined.captured.passes), outlined, config
 

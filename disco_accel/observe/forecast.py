@@ -112,8 +112,6 @@ def forecast_text(figures: Mapping[str, Any]) -> str:
         "peak on the device": "peak_bytes",
         "budget": "budget_bytes",
     }
-    if figures.get("optimizer") == "host":
-        sizes = {"weights, which an optimizer updates on the host": sizes.pop("frozen weights"), **sizes}
     rows = [[name, format_size(figures[key])] for name, key in sizes.items()]
     if figures["renewed_bytes"]:
         rows.insert(2, ["renewed by the host for each step", format_size(figures["renewed_bytes"])])

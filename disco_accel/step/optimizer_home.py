@@ -69,10 +69,10 @@ def optimizer_home(
     ``auto`` is the host where trained weights, gradients and two moments take more than half of the budget.
 
     Raises:
-        ConfigError: the host has too little memory, or several processes on GPUs ask for it.
+        ConfigError: the host has too little memory, several processes on GPUs ask for it, or another planner.
     """
     sizes = TrainedBytes.of(model)
-    if home_by_size(config.optimizer, sizes, settings.memory_budget) is OptimizerHome.DEVICE:
+    if home_by_size(config, sizes, settings.memory_budget) is OptimizerHome.DEVICE:
         return OptimizerHome.DEVICE
     if backend_of(device).separate_memory and _processes() > 1:
         if config.optimizer == "auto":
@@ -92,11 +92,21 @@ def optimizer_home(
     return OptimizerHome.HOST
 
 
-def home_by_size(optimizer: str, sizes: TrainedBytes, budget: int) -> OptimizerHome:
-    """What the key ``optimizer`` means for a model of these ``sizes`` under ``budget`` bytes."""
-    if optimizer == "device" or not sizes.weights:
+def home_by_size(config: DiscoConfig, sizes: TrainedBytes, budget: int) -> OptimizerHome:
+    """What ``optimizer`` in ``config`` means for a model of these ``sizes`` under ``budget`` bytes.
+
+    Raises:
+        ConfigError: the host, with the planner that has no rule for what the host changes between steps.
+    """
+    if config.optimizer == "device" or not sizes.weights:
         return OptimizerHome.DEVICE
-    too_large = optimizer == "host" or 2 * sizes.training > budget
+    if config.planner == "build":
+        if config.optimizer == "host":
+            raise ConfigError(
+                "optimizer: host needs planner: timed; planner: build has no rule for weights that change"
+            )
+        return OptimizerHome.DEVICE
+    too_large = config.optimizer == "host" or 2 * sizes.training > budget
     return OptimizerHome.HOST if too_large else OptimizerHome.DEVICE
 
 

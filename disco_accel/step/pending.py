@@ -82,8 +82,6 @@ class PendingStep:
     def _take_engine(self) -> None:
         self.state.take_engine(self)
         self.running = True
-        if self.step.trained_on_host:
-            self.step.executor.invalidate()
         if self.traced:
             self.step.executor.set_tracing(True)
         with kept_on_failure(self.step):

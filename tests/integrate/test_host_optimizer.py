@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,8 @@ from disco_accel.errors import BudgetTooSmall
 from disco_accel.testing.models import family_full, random_batch
 
 STEPS, ACCUMULATED = 5, 2
+TWICE_LLAMA = 2 * 98944
+"""Bytes: twice the weights of the small Llama."""
 
 
 def config(budget: int = 1 << 30, **keys: Any) -> DiscoConfig:
@@ -32,11 +33,17 @@ def full(family: str, dtype: torch.dtype = torch.float32, checkpointing: bool = 
     return family_full(family, dtype=dtype, checkpointing=checkpointing, **tied)
 
 
-@functools.cache
-def least(family: str, dtype: torch.dtype, checkpointing: bool) -> int:
-    with pytest.raises(BudgetTooSmall) as caught:
-        prepare(full(family, dtype, checkpointing), config(1))(**random_batch())
-    return caught.value.needed
+def prepared(model: torch.nn.Module, budget: int) -> torch.nn.Module:
+    """``model`` prepared with ``budget`` bytes, or the least that a plan needs, which depends on measured times."""
+    for _ in range(6):
+        prepare(model, config(budget))
+        try:
+            model(**random_batch())
+        except BudgetTooSmall as error:
+            budget = error.needed
+        else:
+            return model
+    raise AssertionError(f"no plan in {budget} bytes, which was said to be enough")
 
 
 def train(model: torch.nn.Module) -> tuple[list[torch.Tensor], dict[str, tuple[torch.Tensor, ...]]]:
@@ -81,16 +88,14 @@ def test_weights_and_moments_are_eager_ones(family: str, dtype: torch.dtype, bud
     checkpointing = CASES[family, dtype]
     eager = full(family, dtype, checkpointing)
     weights = sum(p.nbytes for p in eager.parameters())
-    smallest = least(family, dtype, checkpointing)
-    nbytes = {"least": smallest, "half": max(smallest, weights // 2), "all": 1 << 30}[budget]
-    model = prepare(full(family, dtype, checkpointing), config(nbytes))
+    model = prepared(full(family, dtype, checkpointing), {"least": 1, "half": weights // 2, "all": 1 << 30}[budget])
     assert_same_training(model, eager)
     figures = stats(model)
-    assert figures["optimizer"] == "host" and figures["plans"] == 1 and figures["steps_eager"] == 0
+    assert figures["optimizer"] == "host" and figures["steps_eager"] == 0
     parts = figures["budget"]
     assert parts["adapters"] == parts["gradients"] == parts["optimizer"] == 0
-    assert figures["peak_bytes"] <= nbytes
-    assert figures["reload_bytes"] >= (weights if budget != "all" else 0)
+    assert figures["peak_bytes"] <= figures["budget_bytes"]
+    assert figures["reload_bytes"] >= weights and figures["resident_weight_bytes"] < weights // 10
 
 
 def _last_layer(model: torch.nn.Module) -> torch.nn.Module:
@@ -126,7 +131,7 @@ def _lora_and_head(model: torch.nn.Module) -> torch.nn.Module:
 def test_any_part_of_a_model_may_be_trained(family: str, choose: Callable[..., torch.nn.Module]) -> None:
     """Frozen weights and trained ones side by side in host memory."""
     model, eager = choose(full(family)), choose(full(family))
-    prepare(model, config(2 * least(family, torch.float32, False)))
+    prepared(model, sum(p.nbytes for p in model.parameters()) // 2)
     assert_same_training(model, eager)
     assert stats(model)["optimizer"] == "host" and stats(model)["steps_eager"] == 0
 
@@ -159,7 +164,7 @@ def life(folder: Path, planned: bool) -> tuple[torch.nn.Module, list[Any]]:
             use_cpu=True,
         )
         data = {"train_dataset": rows(24), "eval_dataset": rows(4), "data_collator": default_data_collator}
-        ours = [DiscoCallback(config(2 * least("llama", torch.float32, False)))] if planned else []
+        ours = [DiscoCallback(config(TWICE_LLAMA))] if planned else []
         trainer = Trainer(model=model, args=arguments, callbacks=ours, **data)
         trainer.train(resume_from_checkpoint=resume)
         kept = ("loss", "eval_loss", "grad_norm", "learning_rate", "step")
@@ -186,7 +191,7 @@ def _in_two_processes(rank: int, folder: str) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "2"}
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     planned, plain = full("llama"), full("llama")
-    prepare(planned, config(2 * 30976))
+    prepare(planned, config(TWICE_LLAMA))
     results = []
     for model in (planned, plain):
         wrapped = torch.nn.parallel.DistributedDataParallel(model)

@@ -7,6 +7,7 @@ import copy
 import ctypes
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 
 from disco_accel import DiscoConfig, prepare, restore, stats
 from disco_accel.errors import ConfigError, ExecutionError
+from disco_accel.integrate.accelerate.patches import prepare_for_training
 from disco_accel.native.host_memory import WatchedTensors, without_watching_writes, writes_are_watched
 from disco_accel.step.session import find_state
 
@@ -42,7 +44,7 @@ WEIGHTS = sum(p.nbytes for p in Tower().parameters())
 
 
 def config(**keys: Any) -> DiscoConfig:
-    tight = {"memory_budget": WEIGHTS, "device": "cpu", "optimizer": "host", "plan_cache": None, "planner": "build"}
+    tight = {"memory_budget": 3 * WEIGHTS // 2, "device": "cpu", "optimizer": "host", "plan_cache": None}
     return DiscoConfig(**(tight | keys))
 
 
@@ -151,10 +153,10 @@ CHANGES: dict[str, Change] = {
 }
 
 
-@pytest.mark.parametrize("budget", ["weights", "ample"])
+@pytest.mark.parametrize("budget", ["tight", "ample"])
 def test_changes_between_steps_are_followed(budget: str) -> None:
     """One after the other on one model, a step after each; no step is eager."""
-    keys = {} if budget == "weights" else {"memory_budget": 1 << 24}
+    keys = {} if budget == "tight" else {"memory_budget": 1 << 24}
     model, eager = prepare(Tower(), config(**keys)), Tower()
     optimizers = adam(model), adam(eager)
     for seed, (name, change) in enumerate(CHANGES.items()):
@@ -309,3 +311,26 @@ def test_several_processes_on_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ConfigError, match="optimizer: host works for one process on cuda, this run has 2"):
         optimizer_home(Tower(), config(), settings, gpu)
     assert optimizer_home(Tower(), config(optimizer="auto"), settings, gpu).value == "device"
+
+
+def test_launched_scripts_train_whole_models_where_the_host_updates() -> None:
+    """Else the model is left alone with a word; engines that update weights themselves are no place for it."""
+    model = Tower()
+    with pytest.warns(UserWarning, match="all parameters of Tower are trainable.*optimizer: host trains them"):
+        prepare_for_training(model, config(optimizer="device"))
+    assert find_state(model) is None
+    deepspeed = SimpleNamespace(distributed_type="DEEPSPEED")
+    with pytest.raises(ConfigError, match="optimizer: host does not work with distributed_type: DEEPSPEED"):
+        prepare_for_training(model, config(), deepspeed)
+    with pytest.warns(UserWarning, match="are trainable"):
+        prepare_for_training(model, config(optimizer="auto"), deepspeed)
+    assert find_state(model) is None
+    prepare_for_training(model, config())
+    assert find_state(model) is not None
+
+
+def test_the_other_planner_is_refused() -> None:
+    with pytest.raises(ConfigError, match="optimizer: host needs planner: timed"):
+        prepare(Tower(), config(planner="build"))
+    state = find_state(prepare(Tower(), config(planner="build", optimizer="auto", memory_budget=4 * WEIGHTS)))
+    assert state is not None and state.optimizer.value == "device"
