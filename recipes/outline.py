@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,13 +59,17 @@ class Outline:
 
 
 def outline(
-    recipe: LoraRecipe | PrefillRecipe, quant: str | None = None, *, config: DiscoConfig | None = None, budget: int = 0
+    recipe: LoraRecipe | PrefillRecipe,
+    quant: str | None = None,
+    *,
+    config: DiscoConfig | None = None,
+    budget: Callable[[], int] = lambda: 0,
 ) -> Outline:
     """Capture the step that ``recipe`` trains, or a prefill of ``max_length`` tokens: no weight is read, nothing runs.
 
     ``quant``: a ``PackedForm`` of the frozen weights, ``none``, or None for what the recipe's keys or the checkpoint
     say. It is estimated (``measure/quantised_estimate.py``): the library that packs need not be installed.
-    ``config`` and ``budget`` say where an optimizer updates; without them on the device.
+    ``config`` and ``budget`` (asked once the model is known) say where an optimizer updates; else it is the device.
 
     Raises:
         ConfigError: there is no config, or a key of the recipe does not fit it.
@@ -89,11 +94,11 @@ def _form(recipe: LoraRecipe | PrefillRecipe, base: Any, quant: str | None) -> P
     return asked_form(recipe) or stored_form(base.config)
 
 
-def _step_outline(recipe: LoraRecipe, base: Any, config: DiscoConfig | None, budget: int) -> Outline:
+def _step_outline(recipe: LoraRecipe, base: Any, config: DiscoConfig | None, budget: Callable[[], int]) -> Outline:
     model = _adapted(base, recipe)
     batch = meta_batch(recipe)
     sizes = TrainedBytes.of(model)
-    home = OptimizerHome.DEVICE if config is None else home_by_size(config, sizes, budget)
+    home = OptimizerHome.DEVICE if config is None else home_by_size(config, sizes, budget())
     trained = RENEWED if home is OptimizerHome.HOST else FOREIGN
     contexts = hf_contexts(model, batch)
     captured = capture_step(model, batch, contexts=contexts, name=recipe.model_name_or_path, trained=trained)

@@ -46,7 +46,7 @@ def write_recipe(folder: Path, disco: str = "", **keys: Any) -> str:
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_recipe(tmp_path_factory.mktemp("model"), "memory_budget: 4MiB\n  planner: timed")
+    return write_recipe(tmp_path_factory.mktemp("model"), "memory_budget: 4MiB\n  planner: timed\n  optimizer: device")
 
 
 def answer(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -148,3 +148,18 @@ def test_outputs_that_cannot_be_written(recipe: str, tmp_path: Path, capsys: pyt
     assert main(["capture", recipe, "-o", str(tmp_path / "no" / "task.json")]) == 2
     assert main(["plan", recipe, "--memory", "1GiB", "-o", str(tmp_path / "file")]) == 2
     assert capsys.readouterr().err.count("cannot be written") == 2
+
+
+def test_an_optimizer_on_the_host_leaves_the_device_to_the_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is trained is renewed by the host, and no part of the budget; the text for people says so."""
+    file = write_recipe(tmp_path, "memory_budget: 4MiB\n  optimizer: host")
+    assert main(["plan", file]) == 0
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    parts = found["budget"]
+    assert found["optimizer"] == "host" and parts["adapters"] == parts["gradients"] == parts["optimizer"] == 0
+    # Rank 4 on all projections, in four bytes.
+    layer = 4 * 4 * (2 * (128 + 128) + 2 * (128 + 64) + 3 * (128 + 256))
+    assert found["renewed_bytes"] == 3 * layer and "renewed by the host" in printed.err

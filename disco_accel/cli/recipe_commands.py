@@ -192,8 +192,11 @@ def _costed(options: argparse.Namespace) -> tuple[CostedStep, Any, DiscoConfig]:
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     recipe = read_any_recipe(options.recipe)
     config = DiscoConfig.from_env(DiscoConfig.from_dict(recipe.disco_config or {}))
-    budget = _memory(options, config) if hasattr(options, "memory") else 1 << 62
-    outlined = outline(recipe, options.quant, config=config, budget=budget)
+    # A graph alone has no budget: auto means the device.
+    known = hasattr(options, "memory")
+    outlined = outline(
+        recipe, options.quant, config=config, budget=lambda: _memory(options, config) if known else 1 << 62
+    )
     costs = Estimated(options.device, compute_threads=config.compute_threads)
     return with_costs(outlined.captured.graph, costs, outlined.captured.passes), outlined, config
 

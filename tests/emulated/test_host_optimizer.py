@@ -49,7 +49,7 @@ def on_host(result: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     [("llama", torch.bfloat16, True), ("gpt2", torch.float32, False)],
 )
 def test_steps_evaluation_and_fallbacks_are_eagers(family: str, dtype: torch.dtype, checkpointing: bool) -> None:
-    """Three updates in little more memory than the weights; then a step without a plan, whose gradients come to the host, too."""
+    """Three updates in little more memory than the weights, then a step without a plan: gradients are on the host."""
     model: Any = family_full(family, dtype=dtype, checkpointing=checkpointing)
     eager = copy.deepcopy(model).to(CUDA)
     weights = sum(p.nbytes for p in model.parameters())
