@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -298,9 +298,27 @@ def _plan_timed_alone(
     check_overwrites(graph)
     if not work.finds_needed:
         raise Infeasible(0)
+    # Measured durations differ from run to run, and with them what a search finds. Without them it does not: the memory
+    # that a refusal names is enough for whoever asks again.
+    untimed = _without_durations(graph)
+    for plan in (build_timed, plan_frugally):
+        with suppress(Infeasible):
+            made = plan(untimed, machine, cyclic=cyclic, work=Work(), not_offloaded=not_offloaded)
+            return replace(made, planner="timed", vertices=_with_durations(made.vertices, graph))
     given = max(device.memory for device in graph.devices)
-    needed = smallest_timed_memory(graph, machine, cyclic=cyclic, work=work)
+    needed = smallest_timed_memory(untimed, machine, cyclic=cyclic, work=work)
     raise BudgetTooSmall(needed, given, f"the plan of '{plain(graph.name)}'")
+
+
+def _without_durations(graph: TaskGraph) -> TaskGraph:
+    """Return ``graph`` with kernels that take as long as their outputs are large."""
+    return replace(graph, vertices=tuple(replace(vertex, duration=None) for vertex in graph.vertices))
+
+
+def _with_durations(vertices: Sequence[Vertex], graph: TaskGraph) -> tuple[Vertex, ...]:
+    """Return the ``vertices`` of a plan of ``graph``, each that is not a copy with its duration."""
+    own = {vertex.id: vertex.duration for vertex in graph.vertices}
+    return tuple(replace(v, duration=own[v.id]) if v.id in own else v for v in vertices)
 
 
 def _candidates(

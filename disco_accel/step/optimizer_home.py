@@ -66,7 +66,8 @@ def optimizer_home(
 ) -> OptimizerHome:
     """What ``optimizer`` in ``config`` means for ``model``, whose steps run on ``device``.
 
-    ``auto`` is the host where trained weights, gradients and two moments take more than half of the budget.
+    ``auto`` is the host where most of the weights are trained, and where these, gradients and two moments take more
+    than half of the budget: not for an adapter.
 
     Raises:
         ConfigError: the host has too little memory, several processes on GPUs ask for it, or another planner.
@@ -106,8 +107,8 @@ def home_by_size(config: DiscoConfig, sizes: TrainedBytes, budget: int) -> Optim
                 "optimizer: host needs planner: timed; planner: build has no rule for weights that change"
             )
         return OptimizerHome.DEVICE
-    too_large = config.optimizer == "host" or 2 * sizes.training > budget
-    return OptimizerHome.HOST if too_large else OptimizerHome.DEVICE
+    too_large = sizes.weights > sizes.frozen and 2 * sizes.training > budget
+    return OptimizerHome.HOST if too_large or config.optimizer == "host" else OptimizerHome.DEVICE
 
 
 def _processes() -> int:

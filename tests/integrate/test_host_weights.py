@@ -18,6 +18,7 @@ from disco_accel.errors import ConfigError, ExecutionError
 from disco_accel.integrate.accelerate.patches import prepare_for_training
 from disco_accel.native.host_memory import WatchedTensors, without_watching_writes, writes_are_watched
 from disco_accel.step.session import find_state
+from disco_accel.testing.models import tiny_lora
 
 WIDTH, ROWS = 32, 24
 
@@ -301,6 +302,8 @@ def test_auto_goes_by_the_budget() -> None:
         assert state is not None
         homes.append(state.optimizer.value)
     assert homes == ["host", "device"]
+    adapter = find_state(prepare(tiny_lora(), config(optimizer="auto", memory_budget=1024)))
+    assert adapter is not None and adapter.optimizer.value == "device", "an adapter is not most of the weights"
 
 
 def test_several_processes_on_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,6 +157,29 @@ def test_plans_of_random_graphs_pass_and_refusals_name_a_memory_that_does() -> N
     assert planned_graphs > 60 and refused > 20
 
 
+def test_the_memory_that_a_refusal_names_is_enough_whatever_kernels_were_measured_to_take() -> None:
+    """A run measures its kernels anew: what one was told must do for the next."""
+    rng = random.Random(5)
+    shape = LoraShape(layers=3, hidden=64, ffn=128, vocabulary=96, tokens=64, flops=1e12)
+    frozen = lora_graph(shape, 1 << 12)
+    renewed = (replace(v, traits=RENEWED) if v.traits == FROZEN else v for v in frozen.vertices)
+    graph = replace(frozen, vertices=tuple(renewed))
+    for _ in range(6):
+        with pytest.raises(BudgetTooSmall) as refused:
+            planned(timed_anew(graph, rng))
+        for _ in range(4):
+            again = timed_anew(graph, rng)
+            planned(replace(again, devices=(replace(again.devices[0], memory=refused.value.needed),)))
+
+
+def timed_anew(graph: TaskGraph, rng: random.Random) -> TaskGraph:
+    """The graph with other durations of its kernels, up to a thousand times each other's."""
+    anew = (
+        replace(v, duration=10 ** rng.uniform(-6, -3)) if v.kind is VertexKind.KERNEL else v for v in graph.vertices
+    )
+    return replace(graph, vertices=tuple(anew))
+
+
 def test_buildmemgraph_names_what_it_cannot_plan() -> None:
     with pytest.raises(
         ConfigError, match=r"'build' cannot plan vertex 0 \(w0\), which the host changes between two st"
