@@ -158,18 +158,19 @@ def test_plans_of_random_graphs_pass_and_refusals_name_a_memory_that_does() -> N
 
 
 def test_the_memory_that_a_refusal_names_is_enough_whatever_kernels_were_measured_to_take() -> None:
-    """A run measures its kernels anew: what one was told must do for the next."""
-    rng = random.Random(5)
-    shape = LoraShape(layers=3, hidden=64, ffn=128, vocabulary=96, tokens=64, flops=1e12)
-    frozen = lora_graph(shape, 1 << 12)
-    renewed = (replace(v, traits=RENEWED) if v.traits == FROZEN else v for v in frozen.vertices)
-    graph = replace(frozen, vertices=tuple(renewed))
-    for _ in range(6):
-        with pytest.raises(BudgetTooSmall) as refused:
+    """A run measures its kernels anew: what one was told must do for the next. Without plans that do not depend on
+    measured times it does not for the first of these graphs; others like it are one in 2,000."""
+    for seed in (245, 246, 248, 250):
+        rng = random.Random(seed)
+        graph = with_room(random_taskgraph(rng, rng.choice(RENEWED_SHAPES)), 0.5)
+        try:
             planned(timed_anew(graph, rng))
-        for _ in range(4):
+            needed = max(device.memory for device in graph.devices)
+        except BudgetTooSmall as refused:
+            needed = refused.needed
+        for _ in range(3):
             again = timed_anew(graph, rng)
-            planned(replace(again, devices=(replace(again.devices[0], memory=refused.value.needed),)))
+            planned(replace(again, devices=tuple(replace(device, memory=needed) for device in again.devices)))
 
 
 def timed_anew(graph: TaskGraph, rng: random.Random) -> TaskGraph:
