@@ -147,17 +147,23 @@ def _generated(form: str) -> bool:
 
 
 def _generate(model: Any) -> Any:
+    """What ``generate`` returns, or what bitsandbytes says of a layer that it cannot repack, on such a CPU."""
     model.eval()
     settings = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
     with torch.no_grad():
-        made = model.generate(
-            input_ids=BATCH["input_ids"], **settings, output_logits=True, return_dict_in_generate=True
-        )
+        try:
+            made = model.generate(
+                input_ids=BATCH["input_ids"], **settings, output_logits=True, return_dict_in_generate=True
+            )
+        except AssertionError as refused:
+            made = str(refused)
     model.train()
     return made
 
 
 def _alike(got: Any, expected: Any) -> bool:
+    if isinstance(got, str) or isinstance(expected, str):
+        return bool(got == expected)
     logits = zip(got.logits, expected.logits, strict=True)
     return torch.equal(got.sequences, expected.sequences) and all(torch.equal(a, b) for a, b in logits)
 
