@@ -21,6 +21,14 @@
 
 namespace disco::testing {
 
+// Seconds after which a step that must end counts as hung.
+constexpr double kPatience = 60.0;
+
+class NoOps final : public OpRunner {
+ public:
+  void run(std::int32_t, int, int) override {}
+};
+
 // Everything completes a few polls after it was enqueued, in the order of a seeded generator, or never.
 class PolledDevice final : public Device {
  public:

@@ -9,8 +9,6 @@
 namespace disco::testing {
 namespace {
 
-constexpr double kPatience = 60.0;
-
 std::vector<std::unique_ptr<Device>> plain_hosts(int devices, int streams = 1, double bandwidth = 0.0) {
   HostDeviceOptions options;
   options.compute_streams = streams;

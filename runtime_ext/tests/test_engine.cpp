@@ -11,7 +11,6 @@ namespace {
 
 constexpr Dispatch kModes[] = {Dispatch::kPriority, Dispatch::kRandom, Dispatch::kFixed,
                                Dispatch::kSynchronous};
-constexpr double kPatience = 60.0;
 
 EngineOptions options_of(Dispatch dispatch, int lookahead = 2, std::uint64_t seed = 0) {
   EngineOptions options;

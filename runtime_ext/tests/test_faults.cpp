@@ -8,8 +8,6 @@
 namespace disco::testing {
 namespace {
 
-constexpr double kPatience = 60.0;
-
 std::unique_ptr<Engine> engine_on(int kind, Scene& scene, Checker& checker, std::uint64_t seed) {
   EngineOptions options;
   options.dispatch = static_cast<Dispatch>(seed % 3);

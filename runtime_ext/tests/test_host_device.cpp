@@ -11,11 +11,6 @@
 namespace disco::testing {
 namespace {
 
-class NoOps final : public OpRunner {
- public:
-  void run(std::int32_t, int, int) override {}
-};
-
 class Counter final : public ProgressListener {
  public:
   void on_progress() noexcept override {

@@ -13,15 +13,9 @@
 namespace disco::testing {
 namespace {
 
-constexpr double kPatience = 60.0;
 constexpr std::int64_t kBytes = 40'000;
 constexpr double kBandwidth = 100e6;
 constexpr std::int64_t kCopyNs = 400'000;
-
-class NoOps final : public OpRunner {
- public:
-  void run(std::int32_t, int, int) override {}
-};
 
 class Deaf final : public ProgressListener {
  public:

@@ -11,8 +11,6 @@
 namespace disco::testing {
 namespace {
 
-constexpr double kPatience = 60.0;
-
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 constexpr int kPrograms = 200;
 #else

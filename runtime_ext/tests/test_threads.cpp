@@ -12,8 +12,6 @@
 namespace disco::testing {
 namespace {
 
-constexpr double kPatience = 60.0;
-
 TEST(Threads, SeveralCallersAreServedOrRefused) {
   auto scene = random_scene(5, {.vertices = 60, .reuse = 0.3});
   Checker checker(*scene);
