@@ -14,7 +14,7 @@ export MAX_JOBS ?= $(shell nproc)
 DEVICE ?= cuda
 
 .PHONY: help setup test sanitize safety fuzz lint format demo demo-full emulated emulated-mutants gpu gpu-peers \
-  outside quantised wheel-check matrix versions clean
+  outside quantised deepspeed-op wheel-check matrix versions clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 11
@@ -39,10 +39,15 @@ format: $(INSTALLED)  ## rewrite sources the way lint wants them
 	@clang-format -i $(CPP)
 
 # One intra-op thread: sums split over threads differ in their last bits, and two test processes share the cores.
-# By file: the tests of one file share a compiled fixture.
+# By file, in the order of tests/conftest.py: the tests of one file share a compiled fixture.
 test: export OMP_NUM_THREADS := 1
-test: setup lint  ## set-up, lint and all tests; the last line is pytest's
-	@$(PY) -m pytest -n 2 --dist loadfile --instafail --durations 15
+test: setup  ## set-up, lint and all tests; the last line is pytest's
+	@$(MAKE) --no-print-directory -j 2 lint deepspeed-op
+	@$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --instafail --durations 15
+
+# Most of lint is one process: the other core compiles meanwhile.
+deepspeed-op: $(INSTALLED)
+	@$(PY) -m tests.deepspeed_op >/dev/null
 
 # The long runs of what `make test` samples; nearly an hour on two cores.
 sanitize: export OMP_NUM_THREADS := 1

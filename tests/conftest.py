@@ -9,11 +9,28 @@ import signal
 import tempfile
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from disco_accel.native.plain_library import cache_root
+from tests import deepspeed_op
 
+ROOT = Path(__file__).resolve().parents[1]
+LONG = (
+    "runtime_ext/test_core.py",
+    "pages/test_examples.py",
+    "integrate/test_distributed.py",
+    "quantised/test_bits.py",
+    "quantised/test_life.py",
+    "quantised/test_load_packed.py",
+    "quantised/test_changes.py",
+    "benchmarks/test_gpu.py",
+    "benchmarks/test_step_bench.py",
+    "benchmarks/test_prefill_bench.py",
+    "execute/test_soak.py",
+    "recipes/test_killed.py",
+)
+"""Below tests/: files whose few tests take much longer than those of others."""
 _home = ""
 
 
@@ -24,11 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
         # Shells start background jobs with the signal ignored.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if "PYTEST_XDIST_WORKER" not in os.environ:
-        os.environ["TORCH_EXTENSIONS_DIR"] = str(cache_root())
-        # PyTorch's lock on an extension outlives a process that is killed while it builds, and whoever needs the
-        # extension next waits for ever: DeepSpeed's, which no one builds but these tests, would hang all of them.
-        for lock in cache_root().glob("deepspeed_*/lock"):
-            lock.unlink(missing_ok=True)
+        deepspeed_op.use_cache()
         _home = os.environ["HOME"] = tempfile.mkdtemp(prefix="disco-tests-")
 
 
@@ -42,6 +55,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say what these tests leave to another command."""
     if os.environ.get("EMULATED_CUDA") != "1":
         terminalreporter.write_line("not run here: the CUDA path on an emulated GPU (make emulated)")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first, or at the end one of two processes would wait for the other's."""
+    missing = [name for name in LONG if not (ROOT / "tests" / name).is_file()]
+    assert not missing, f"LONG in tests/conftest.py names {missing}"
+    order = {ROOT / "tests" / name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))
 
 
 @pytest.fixture(autouse=True)
