@@ -44,8 +44,9 @@ bool device_may_write(std::uintptr_t region);
 // instant.
 void collect_writes(std::uintptr_t region);
 
-// Whole pages [begin, end) of one watched region are about to be written to: all listeners hear of it now, and
-// the pages are not protected until the next collect_writes. Rewriting them costs what other memory costs.
+// Whole pages [begin, end) of one watched region are about to be written to: all listeners hear of it now,
+// and the pages are not protected until the next collect_writes. Rewriting them costs what other memory
+// costs.
 void expect_rewrite(std::uintptr_t begin, std::uintptr_t end);
 
 // The listener hears of every write to one of the regions that comes after this, and of none before.
