@@ -3,23 +3,27 @@
 A dequantised weight is several times as large as the packed one, and made anew in microseconds to milliseconds; kept
 from its first maker to the readers of the next it takes memory in between. Clones are put in a row, short gaps first:
 those between recomputation and backward of one layer, then those between forward and backward, the last layer's first.
-Some first part of the row is left out of the graph; how long a part is searched for with drafts, and the graphs that
-promise most are planned.
+Some first part of the row is left out of the graph. How long a part is searched for with drafts, among those that the
+bytes allow; the draft that promises most gets offsets, and only where it finds none, or no draft betters the graph with
+all clones, graphs are planned from scratch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 
-from disco_accel.graph.check import after_gate
+from disco_accel.gc_pause import collector_paused
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.passes import AppliedPass, GraphPass, run_passes
-from disco_accel.graph.taskgraph import TaskGraph, VertexKind, with_memory
+from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.graph.value_numbering import Clone, clones, kept, without
+from disco_accel.plan.clone_row import in_a_row, kept_bytes_of
 from disco_accel.plan.infeasible import Infeasible
-from disco_accel.plan.search_work import Work
-from disco_accel.plan.timed.search import drafted_seconds
+from disco_accel.plan.search_work import Work, enough
+from disco_accel.plan.select import INPUTS_BY_USE
+from disco_accel.plan.timed.search import DraftedGraph, drafted
 from disco_accel.plan.timed.smallest_memory import FRUGAL
 from disco_accel.simulate.simulator import Machine, simulate
 
@@ -27,38 +31,53 @@ Make = Callable[[TaskGraph, Work, list[AppliedPass], Collection[int]], MemGraph]
 """``make_plan`` with all else that it is told; last the kernels whose outputs are not to be offloaded. Raises
 BudgetTooSmall or Infeasible."""
 
-_JUDGED = 0.3
+_DRAFTS = 0.3
 """Share of the work for drafts that find how long a part of the row to leave out."""
 
-_PLANNED = 0.6
-"""Share of what is left then for the plan of the graph that promises most; the next ones get as much of the rest."""
+_OFFSETS = 0.1
+"""Share of the work for the offsets of one graph's drafts."""
 
-_FINEST = 16
+_OFFERED = 3
+"""Drafts that get offsets, one after the other, until one has them."""
+
+_ASIDE = 2
+"""A part of the row that is planned from scratch gets at most so many times the work of the graph with all clones."""
+
+_FINEST = 32
 """The search ends at parts that differ by one in so many clones."""
 
-_LESS = 8
-"""Where a part has no plan as fast as its drafts, the next one to be planned is shorter by one in so many clones."""
-
-_ROOM = 0.96
-"""Share of the memory that drafts are made for: values as large as dequantised weights leave gaps between them."""
-
-_GOOD = 1.003
-"""A draft that takes at most so many times what its kernels take is not bettered by keeping less."""
+_RESERVES = (0.05, 0.12)
+"""Shares of the memory that drafts leave free: values as large as dequantised weights leave gaps between them. The
+second is tried where drafts wait for the link with the first: which of the largest weights a step begins with hangs by
+a hair, and with less memory it may be fewer and hurt less."""
 
 _AS_PROMISED = 1.005
-"""A plan that takes at most so many times its draft needs no other one beside it."""
+"""A plan that takes at most so many times the fastest draft needs no other one beside it."""
+
+_SETTINGS = replace(FRUGAL, low_peak_order=False, repacking_rounds=12, redrafts=0)
+"""One draft for each graph, whose offsets are looked for once: where they are not found, there are other graphs."""
 
 
-def decide(graph: TaskGraph, make: Make, machine: Machine, work: Work, applied: list[AppliedPass]) -> MemGraph:
+@collector_paused()
+def decide(
+    graph: TaskGraph,
+    make: Make,
+    machine: Machine,
+    work: Work,
+    applied: list[AppliedPass],
+    *,
+    planner: str = "timed",
+) -> MemGraph:
     """Return the fastest plan found of ``graph`` without some of its clones, which is run step after step.
 
-    ``graph_of_plan`` says which graph the plan is one of. A graph without clones is planned as it is. ``applied`` gets
-    the passes of the plan that is returned. Raises BudgetTooSmall if the graph does not fit, without clones neither.
+    ``graph_of_plan`` says which graph the plan is one of. A graph without clones is planned as it is. ``planner``: the
+    one of ``make``. ``applied`` gets the passes of the plan that is returned. Raises BudgetTooSmall if the graph does
+    not fit, without clones neither.
     """
     found = clones(graph)
     if not found:
         return make(graph, work, applied, ())
-    return _Choice(graph, _in_a_row(graph, found, machine), make, machine, work, applied).run()
+    return _Choice(graph, in_a_row(graph, found, machine), make, machine, work, applied, planner).run()
 
 
 def keep_dequantised(left_out: Sequence[Clone]) -> GraphPass:
@@ -68,36 +87,9 @@ def keep_dequantised(left_out: Sequence[Clone]) -> GraphPass:
     )
 
 
-def _in_a_row(graph: TaskGraph, found: Sequence[Clone], machine: Machine) -> tuple[list[Clone], int]:
-    """Return the clones, those of kernels behind the gate first, each kind by the seconds that a value would be kept
-    longer; and the number of the first kind."""
-    behind = after_gate(graph.vertices)
-    names = {clone.original for clone in found} | {clone.vertex for clone in found}
-    start: dict[int, float] = {}
-    used: dict[int, float] = {}
-    clock = 0.0
-    for vertex in graph.vertices:
-        start[vertex.id] = clock
-        clock += machine.seconds(vertex) if vertex.kind is VertexKind.KERNEL else 0.0
-        for producer, _ in vertex.inputs:
-            if producer in names:
-                used[producer] = clock
-
-    def gap(clone: Clone) -> tuple[bool, float, int]:
-        if not clone.nbytes:
-            return False, 0.0, clone.vertex
-        return (
-            clone.original not in behind,
-            start[clone.vertex] - used.get(clone.original, start[clone.original]),
-            clone.vertex,
-        )
-
-    row = sorted(found, key=gap)
-    return row, sum(not gap(clone)[0] for clone in row)
-
-
 class _Choice:
-    """``row`` of clones, ``short`` of which come first; ``judged``: clones left out → seconds of a draft."""
+    """``row`` of clones, ``short`` of which come first; ``judged``: clones left out → drafts of the graph without them.
+    ``best`` plan so far with its ``makespan`` and its ``passes``."""
 
     def __init__(
         self,
@@ -107,6 +99,7 @@ class _Choice:
         machine: Machine,
         work: Work,
         applied: list[AppliedPass],
+        planner: str,
     ) -> None:
         self.graph = graph
         self.row, self.short = row
@@ -114,86 +107,142 @@ class _Choice:
         self.machine = machine
         self.work = work
         self.applied = applied
-        self.judged: dict[int, float] = {}
-        self.drafting = work.shared(_JUDGED, len(graph.vertices))
+        self.planner = planner
+        self.judged: dict[int, DraftedGraph] = {}
+        self.drafting = work.shared(_DRAFTS, len(graph.vertices))
+        self.reserve = _RESERVES[0]
+        self.ratio: float | None = None
+        self.best: MemGraph | None = None
+        self.makespan = float("inf")
+        self.passes: list[AppliedPass] = []
 
     def run(self) -> MemGraph:
         if not self.work.late():
             self._search()
         self.work.take(self.drafting)
-        best: MemGraph | None = None
-        makespan = float("inf")
-        passes_of_best = list[AppliedPass]()
-        for count in self._promising():
-            if best is not None and (self.work.late() or self._compute(count) >= makespan):
-                continue
-            if count and makespan <= _AS_PROMISED * self.fastest_draft:
-                continue
-            passes = list[AppliedPass]()
-            try:
-                plan = self._planned(count, _PLANNED if count else 1.0, passes, answer=not count and best is None)
-            except Infeasible:
-                continue
-            seconds = simulate(plan, self.machine).makespan
-            if seconds < makespan and not self._offloads_kept(plan, count):
-                best, makespan, passes_of_best = plan, seconds, passes
-        self.applied += passes_of_best
-        assert best is not None, "the graph with all clones has a plan, or BudgetTooSmall was raised"
-        return best
-
-    def _planned(self, count: int, share: float, passes: list[AppliedPass], *, answer: bool) -> MemGraph:
-        graph = run_passes(self.graph, [keep_dequantised(self.row[:count])], passes)
-        own = self.work.shared(share, len(graph.vertices), finds_needed=answer)
-        try:
-            return self.make(graph, own, passes, kept(self.row[:count]))
-        finally:
-            self.work.take(own)
-
-    def _promising(self) -> list[int]:
-        """The parts to plan: that with the fastest draft, the fastest of those that are shorter by more than a little,
-        the short gaps; last none of the row."""
-        feasible = [count for count, seconds in self.judged.items() if seconds < float("inf")]
-        chosen = list[int]()
-        for _ in range(2):
-            if feasible:
-                chosen.append(min(feasible, key=lambda count: (self.judged[count], count)))
-                feasible = [count for count in feasible if count <= chosen[-1] - max(1, len(self.row) // _LESS)]
-        if self.short in feasible or (self.judged and self.short not in self.judged):
-            chosen.append(self.short)
-        return [*dict.fromkeys(count for count in chosen if count), 0]
+        # The timed planner has its own way where there are several devices.
+        if self.planner == "timed" and len(self.graph.devices) == 1:
+            self._give_offsets()
+        self._plan_from_scratch()
+        self.applied += self.passes
+        assert self.best is not None, "the graph with all clones has a plan, or BudgetTooSmall was raised"
+        return self.best
 
     def _search(self) -> None:
-        """Judge the whole row, its short gaps, nothing, and around the best of them ever finer parts.
+        """Judge the whole row, else its short gaps, and parts between the longest that fits and the best so far.
 
-        Leaving out more saves seconds as long as there is memory, and costs reloads from there on, so that there is
-        one best part; where drafts say otherwise, the search ends at a part that its neighbours do not better."""
-        whole = len(self.row)
-        if self._judge(whole) <= _GOOD * self._compute(whole):
+        Invariant: no part longer than ``above`` has a draft as fast as ``best``'s, as far as is known. Leaving out more
+        saves seconds as long as there is memory, and costs reloads from there on."""
+        above = self._longest()
+        if above == len(self.row) and self._judge(above).keeps_up:
             return
-        for count in (self.short, 0):
-            self._judge(count)
-        while not self.drafting.over(len(self.graph.vertices)):
-            best = min(self.judged, key=lambda count: (self.judged[count], count))
-            below = max((count for count in self.judged if count < best), default=best)
-            above = min((count for count in self.judged if count > best), default=best)
-            gaps = [(best - below, (below + best) // 2), (above - best, (best + above + 1) // 2)]
-            width, middle = max(gaps)
-            if width <= max(1, whole // _FINEST) or middle in self.judged:
+        best = self.short if above >= self.short else 0
+        if best:
+            self._judge(best)
+            if not self.judged[best].keeps_up:
+                self._judge_with_more_room(best)
+            if not self.judged[best].keeps_up:
                 return
-            self._judge(middle)
+        while above - best > max(1, len(self.row) // _FINEST) and not self.drafting.over(len(self.graph.vertices)):
+            middle = (best + above + 1) // 2
+            if self._judge(middle).seconds < self._seconds(best):
+                best = middle
+            else:
+                above = middle
 
-    def _judge(self, count: int) -> float:
+    def _longest(self) -> int:
+        """The longest part of the row that can be left out by its bytes, 0 if none can. Activations are offloaded where
+        the gaps within a layer are kept only so, or a step has no room without."""
+        memory = {d.id: d.memory - int(self.reserve * d.memory) for d in self.graph.devices}
+        longest = dict[float | None, int]()
+        for ratio in _SETTINGS.min_gap_ratios:
+            kept_bytes = kept_bytes_of(self.graph, self.row, self.machine, ratio)
+            longest[ratio] = -1 if kept_bytes is None else kept_bytes.longest(memory)
+            if longest[ratio] >= max(1, self.short):
+                break
+        self.ratio = max(longest, key=lambda ratio: longest[ratio])
+        return max(0, longest[self.ratio])
+
+    def _judge(self, count: int) -> DraftedGraph:
         if count not in self.judged:
-            graph = without(self.graph, self.row[:count])
-            self.judged[count] = drafted_seconds(
-                with_memory(graph, lambda device: int(_ROOM * device.memory)),
+            graph = run_passes(self.graph, [keep_dequantised(self.row[:count]), INPUTS_BY_USE])
+            self.judged[count] = drafted(
+                graph,
                 self.machine,
                 cyclic=True,
                 work=self.drafting,
-                settings=FRUGAL,
+                settings=replace(_SETTINGS, min_gap_ratios=(self.ratio,), reserve=self.reserve),
                 not_offloaded=kept(self.row[:count]),
             )
         return self.judged[count]
+
+    def _judge_with_more_room(self, count: int) -> None:
+        """Judge once more with the other reserve, and go on with whichever is better."""
+        before = self.judged.pop(count)
+        self.reserve = _RESERVES[1]
+        if self._judge(count).seconds >= before.seconds:
+            self.judged[count], self.reserve = before, _RESERVES[0]
+
+    def _seconds(self, count: int) -> float:
+        return self.judged[count].seconds if count in self.judged else float("inf")
+
+    def _fastest(self) -> list[int]:
+        """The parts that have drafts, the fastest first."""
+        feasible = [count for count in self.judged if self._seconds(count) < float("inf")]
+        return sorted(feasible, key=lambda count: (self._seconds(count), count))
+
+    def _give_offsets(self) -> None:
+        """Give drafts offsets, the fastest first, until one has them."""
+        for count in self._fastest()[:_OFFERED]:
+            own = self.work.shared(_OFFSETS, len(self.graph.vertices))
+            passes = list[AppliedPass]()
+            try:
+                plan = replace(self.judged[count].plan(own), planner="timed")
+            except Infeasible:
+                continue
+            finally:
+                self.work.take(own)
+            if self.graph.host_memory is None or plan.host_memory <= self.graph.host_memory:
+                run_passes(self.graph, [keep_dequantised(self.row[:count]), INPUTS_BY_USE], passes)
+                self._keep_if_faster(plan, passes)
+                return
+
+    def _plan_from_scratch(self) -> None:
+        """Plan the graph with all clones unless its kernels take longer than the best plan; and the fastest draft's,
+        where it promises more than there is. What has all clones gets the work of a graph that has none, so that
+        nothing is slower than it would be without any of this."""
+        spent = 0.0
+        if self.best is None or self._compute() < self.makespan:
+            own = Work(part=self.work.part) if self.work.limit is None else self.work.shared(1.0, 0)
+            own.finds_needed = self.best is None
+            spent = self._plan(0, own)
+        for count in self._fastest():
+            promised = self._seconds(count)
+            if self.makespan <= _AS_PROMISED * promised or self.work.late():
+                return
+            own = self.work.shared(1.0, len(self.graph.vertices), finds_needed=False)
+            own.part = min(own.part, _ASIDE * spent / enough(len(self.graph.vertices))) if spent else own.part
+            if not own.over(len(self.graph.vertices)):
+                self._plan(count, own)
+
+    def _plan(self, count: int, own: Work) -> float:
+        """Plan the graph without so many of the row; return the work that it took."""
+        passes = list[AppliedPass]()
+        graph = run_passes(self.graph, [keep_dequantised(self.row[:count])], passes)
+        try:
+            plan = self.make(graph, own, passes, kept(self.row[:count]))
+        except Infeasible:
+            return own.spent
+        finally:
+            self.work.take(own)
+        if not self._offloads_kept(plan, count):
+            self._keep_if_faster(plan, passes)
+        return own.spent
+
+    def _keep_if_faster(self, plan: MemGraph, passes: list[AppliedPass]) -> None:
+        makespan = simulate(plan, self.machine).makespan
+        if makespan < self.makespan:
+            self.best, self.makespan, self.passes = plan, makespan, passes
 
     def _offloads_kept(self, plan: MemGraph, count: int) -> bool:
         """Whether values are offloaded that were to be kept, as BUILDMEMGRAPH may do: to dequantise them again takes
@@ -201,15 +250,10 @@ class _Choice:
         values = kept(self.row[:count])
         return any(v.kind is VertexKind.OFFLOAD and v.inputs[0][0] in values for v in plan.vertices)
 
-    @property
-    def fastest_draft(self) -> float:
-        """Seconds of the fastest draft."""
-        return min(self.judged.values(), default=float("inf"))
-
-    def _compute(self, count: int) -> float:
-        """Seconds that no plan of the graph without so many clones goes below: the busiest device's kernels."""
+    def _compute(self) -> float:
+        """Seconds that no plan of the graph with all clones goes below: the busiest device's kernels."""
         busy: dict[int, float] = {}
-        for vertex in without(self.graph, self.row[:count]).vertices:
+        for vertex in self.graph.vertices:
             if vertex.kind is VertexKind.KERNEL:
                 busy[vertex.device] = busy.get(vertex.device, 0.0) + self.machine.seconds(vertex)
         return max(busy.values(), default=0.0) / self.machine.compute_streams

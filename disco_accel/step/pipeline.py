@@ -123,7 +123,9 @@ def plan_step(
     if plan is None:
         say(f"planning {len(graph.ops)} kernels in {format_size(graph.devices[0].memory)}")
         try:
-            plan = decide(graph, partial(_made, settings=settings), settings.machine or Machine(), work, applied)
+            made = partial(_made, settings=settings)
+            machine = settings.machine or Machine()
+            plan = decide(graph, made, machine, work, applied, planner=settings.planner)
         except BudgetTooSmall as error:
             raise BudgetTooSmall(budget.total_for(error.needed), budget.total, "memory_budget: the step") from error
     graph, clones = _planned_graph(graph, plan)

@@ -39,6 +39,9 @@ _WASTE_TRIED_AT = 1
 """Which of the other shares is tried even where the best draft is good enough, if that reloads anything: it may take
 as long and reload less."""
 
+_KEEPS_UP = 1.003
+"""A draft that takes at most so many times a step with memory for everything does not wait for the link."""
+
 _Unpacked = tuple[LiveRanges, dict[int, Profile]]
 """Live ranges that do not fit, and by device and position the bytes above the memory."""
 
@@ -71,7 +74,26 @@ def build_timed(
     return search.plan
 
 
-def drafted_seconds(
+class DraftedGraph:
+    """The drafts of one graph, and on demand the plan that the fastest becomes."""
+
+    def __init__(self, search: _Search) -> None:
+        self._search = search
+        self.seconds = search.fastest()
+        """Of the fastest draft, infinite if there is none: a guess at a plan's that takes no offsets."""
+        self.keeps_up = self.seconds <= _KEEPS_UP * search.ideal
+        """Whether the draft takes little longer than a step with memory for everything."""
+
+    def plan(self, work: Work) -> MemGraph:
+        """Give the fastest drafts offsets. Raises Infeasible if none fits before ``work`` is over."""
+        self._search.work = work
+        self._search.assign_offsets()
+        if self._search.plan is None:
+            raise Infeasible(0)
+        return self._search.plan
+
+
+def drafted(
     graph: TaskGraph,
     machine: Machine,
     *,
@@ -79,11 +101,11 @@ def drafted_seconds(
     work: Work,
     settings: TimedSettings,
     not_offloaded: Collection[int] = (),
-) -> float:
-    """Return the seconds of the fastest draft, a guess at a plan's that takes no offsets; infinite if there is none."""
+) -> DraftedGraph:
+    """Return the drafts of ``graph`` that ``settings`` ask for; arguments as of ``build_timed``."""
     search = _Search(graph, machine, cyclic, work, settings, not_offloaded)
     search.run()
-    return search.fastest()
+    return DraftedGraph(search)
 
 
 class _Search:
@@ -105,6 +127,11 @@ class _Search:
         self.machine = machine
         self.cyclic = cyclic
         self.capacity = {device.id: device.memory // device.alignment * device.alignment for device in graph.devices}
+        self.draft_capacity = {
+            device.id: (device.memory - int(settings.reserve * device.memory)) // device.alignment * device.alignment
+            for device in graph.devices
+        }
+        """What drafts may take of ``capacity``."""
         self.requirements: dict[tuple[bool, float | None], StepRequirements | None] = {}
         self.attempted: set[tuple[DraftOptions, tuple[int, ...]]] = set()
         self.drafted: list[tuple[Draft, DraftOptions]] = []
@@ -270,7 +297,13 @@ class _Search:
         self.work.drafts += 1
         try:
             draft = draft_of(
-                requirements, self.machine, self.capacity, permanent, prefetch_horizon, evict_outliers, self.cyclic
+                requirements,
+                self.machine,
+                self.draft_capacity,
+                permanent,
+                prefetch_horizon,
+                evict_outliers,
+                self.cyclic,
             )
         except Infeasible:
             return None
@@ -310,7 +343,7 @@ class _Search:
         requirements = self._requirements(options.min_gap_ratio, options.low_peak_order)
         if requirements is None:
             return
-        permanent = tuple(permanent_buffers(requirements, self.capacity, options))
+        permanent = tuple(permanent_buffers(requirements, self.draft_capacity, options))
         # Which buffers are permanent is all that a share and the outliers decide.
         attempt = replace(options, resident_share=0.0, outliers_permanent=False), permanent
         if attempt in self.attempted:

@@ -69,6 +69,9 @@ class TimedSettings:
     """Rounds in which buffers that lie above the memory are packed first, twice as many for a thousand buffers or
     fewer; 0: none. A captured LoRA step of 7B at 3 GiB takes 0.7 % less with them."""
 
+    reserve: float = 0.0
+    """Share of the memory that drafts do without, and offsets may take: large values leave gaps between them."""
+
     effort: int = 400_000
     """Vertices in all the drafts of one search; the first share of each gap ratio is drafted in any case."""
 
