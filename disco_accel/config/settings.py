@@ -69,7 +69,7 @@ class DiscoConfig:
     buckets: str | tuple[int, ...] = "auto"
     plan_cache: str | None = "~/.cache/disco_accel"
     on_unsupported: str = "error"
-    optimizer: str = "auto"
+    optimizer: str = "device"
     device: str = "auto"
     link_bandwidth: float | str | None = None
     link_latency: float = 0.0

@@ -52,7 +52,7 @@ def test_weights_visit_while_their_module_runs_and_go_home_after() -> None:
     def visit(tensor: torch.Tensor) -> torch.Tensor:
         nonlocal visits
         visits += 1
-        return tensor.detach().clone()
+        return (tensor if tensor.requires_grad else tensor.detach()).clone()
 
     streamed = StreamedEager(model, visit)
     batch = random_batch()
