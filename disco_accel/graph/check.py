@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from disco_accel.errors import GraphFileError
+from disco_accel.graph.home_uses import HomeUses
 from disco_accel.graph.memgraph import Edge
 from disco_accel.graph.stable_order import stable_order
 from disco_accel.graph.strict_json import plain
@@ -87,7 +88,10 @@ def check_taskgraph(graph: TaskGraph) -> TaskGraph:
     order = stable_topological_order(graph.vertices)
     if order is None:
         raise GraphFileError(f"inputs/after: the vertices depend on each other in a cycle: {_some_cycle(graph)}")
-    _check_versions(order)
+    home_uses = HomeUses.of(replace(graph, vertices=tuple(order)))
+    for vertex in order:
+        _check_devices(vertex, by_id, home_uses)
+    _check_versions(order, home_uses)
     behind = after_gate(order)
     for vertex in order:
         if handed_out_at_gate(vertex) and vertex.id in behind:
@@ -104,10 +108,6 @@ def _check_references(vertex: Vertex, by_id: dict[int, Vertex]) -> None:
             raise _fail(vertex, f"inputs[{position}]", "a vertex cannot read its own output")
         if not 0 <= output < len(source.sizes):
             raise _fail(vertex, f"inputs[{position}]", f"vertex {producer} has no output {output}")
-        if vertex.kind is VertexKind.KERNEL and source.device != vertex.device:
-            raise _fail(
-                vertex, f"inputs[{position}]", f"vertex {producer} lives on device {source.device}: add a transfer"
-            )
     for other in vertex.after:
         if other not in by_id:
             raise _fail(vertex, "after", f"there is no vertex {other}")
@@ -119,6 +119,19 @@ def _check_references(vertex: Vertex, by_id: dict[int, Vertex]) -> None:
         producer, output = vertex.inputs[0]
         if vertex.sizes[0] > by_id[producer].sizes[output]:
             raise _fail(vertex, "size", "a transfer cannot be larger than its source")
+
+
+def _check_devices(vertex: Vertex, by_id: dict[int, Vertex], home_uses: HomeUses) -> None:
+    """A kernel reads values of its own device; one of a host device also what lies at a home."""
+    for position, ref in enumerate(vertex.inputs):
+        device = home_uses.device_of(ref, by_id[ref[0]])
+        moves = vertex.kind is VertexKind.TRANSFER
+        if moves and ref in home_uses.written:
+            raise _fail(vertex, f"inputs[{position}]", "lies at a home, from where a plan reloads it: no transfer")
+        if vertex.kind is VertexKind.KERNEL and device != vertex.device and not home_uses.at_home(vertex, ref):
+            raise _fail(vertex, f"inputs[{position}]", f"vertex {ref[0]} lives on device {device}: add a transfer")
+        if moves and device in home_uses.hosts and ref in home_uses.homes:
+            raise _fail(vertex, f"inputs[{position}]", "has its home on the host: let its device be the target's")
 
 
 def _check_flags(vertex: Vertex) -> None:
@@ -161,8 +174,9 @@ def _check_inplace(vertex: Vertex, by_id: dict[int, Vertex]) -> None:
         raise _fail(vertex, "inplace", "an output is written over one input, and an input by one output")
 
 
-def _check_versions(order: Sequence[Vertex]) -> None:
-    """The versions of a value that changes over steps form one chain: its home has room for one of them at a time."""
+def _check_versions(order: Sequence[Vertex], home_uses: HomeUses) -> None:
+    """The versions of a value that changes over steps form one chain: its home has room for one of them at a time.
+    All are written on the device, or all at home."""
     state: dict[Ref, Ref] = {}
     overwritten_by: dict[Ref, int] = {}
     by_id = {vertex.id: vertex for vertex in order}
@@ -179,6 +193,8 @@ def _check_versions(order: Sequence[Vertex]) -> None:
                 )
             if vertex.sizes[output] != by_id[ref[0]].sizes[ref[1]]:
                 raise _fail(vertex, "inplace", f"output {output} is a version of {changed}, but has other bytes")
+            if ref != state[ref] and (ref in home_uses.written) != (vertex.device in home_uses.hosts):
+                raise _fail(vertex, "inplace", f"writes {changed} on another device than vertex {ref[0]} does")
             overwritten_by[ref] = vertex.id
             state[vertex.id, output] = state[ref]
 
@@ -217,16 +233,18 @@ def largest_need(graph: TaskGraph, device: int) -> tuple[int, Vertex | None]:
     """
     unit = next(each.alignment for each in graph.devices if each.id == device)
     by_id = {vertex.id: vertex for vertex in graph.vertices}
+    home_uses = HomeUses.of(graph)
     most, culprit = 0, None
     for vertex in graph.vertices:
         sizes = {}
         for producer, output in vertex.inputs:
-            source = by_id[producer]
-            if source.device == device and not is_foreign(source):
-                sizes[producer, output] = source.sizes[output]
+            source, ref = by_id[producer], (producer, output)
+            elsewhere = is_foreign(source) or home_uses.at_home(vertex, ref)
+            if home_uses.device_of(ref, source) == device and not elsewhere:
+                sizes[ref] = source.sizes[output]
         over = (vertex.inputs[position] for position in vertex.may_inplace)
         reuses = {0} if any(ref in sizes for ref in over) else set()
-        reuses |= {k for k, ref in overwrites(vertex) if ref in sizes}
+        reuses |= {k for k, ref in overwrites(vertex) if ref in sizes or (vertex.id, k) in home_uses.written}
         # A clean input that nobody reads stays on the host.
         if vertex.device == device and not is_foreign(vertex) and not host_copy_exists(vertex):
             sizes |= {(vertex.id, k): size for k, size in enumerate(vertex.sizes) if k not in reuses}

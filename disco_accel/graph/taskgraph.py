@@ -26,11 +26,16 @@ class VertexKind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One memory arena. ``memory`` in bytes is what a plan may use; addresses are multiples of ``alignment``."""
+    """One memory arena. ``memory`` in bytes is what a plan may use; addresses are multiples of ``alignment``.
+
+    ``host``: it lies in host memory, and the machine's processors run its kernels. What these use of values that the
+    host has they use at its home (``graph/home_uses.py``); the arena is for the rest.
+    """
 
     id: int
     memory: int
     alignment: int = 256
+    host: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,5 +158,6 @@ class TaskGraph:
 
 
 def with_memory(graph: TaskGraph, size: Callable[[Device], int]) -> TaskGraph:
-    """Return ``graph`` with arenas of ``size(device)`` bytes."""
-    return replace(graph, devices=tuple(replace(device, memory=size(device)) for device in graph.devices))
+    """Return ``graph`` with arenas of ``size(device)`` bytes, but for those in host memory, which stay as they are."""
+    devices = (device if device.host else replace(device, memory=size(device)) for device in graph.devices)
+    return replace(graph, devices=tuple(devices))

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
 
 from disco_accel.graph.check import dependencies
+from disco_accel.graph.home_uses import HomeUses, host_devices
 from disco_accel.graph.order import serial_order
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.values import (
@@ -26,6 +27,7 @@ from disco_accel.graph.values import (
     outlives_step,
     overwrites,
 )
+from disco_accel.simulate.machine import copy_kind
 from disco_accel.simulate.simulator import Machine
 
 
@@ -63,13 +65,15 @@ def bound_of(graph: TaskGraph, machine: Machine | None = None, memory: int | Non
             seconds = 0.0 if loads == backs else seconds
         links[loads] += seconds
     where = {vertex.id: vertex.device for vertex in graph.vertices}
+    hosts = host_devices(graph.devices)
     for vertex in graph.vertices:
         if vertex.kind is VertexKind.TRANSFER:
-            links[machine.lane(VertexKind.TRANSFER, vertex.device, where[vertex.inputs[0][0]])] += machine.seconds(
-                vertex
-            )
+            source = where[vertex.inputs[0][0]]
+            kind = copy_kind(vertex, source, hosts)
+            near = source if kind is VertexKind.OFFLOAD else vertex.device
+            links[machine.lane(kind, near, source)] += machine.seconds(vertex, kind)
     return Bound(
-        compute=max((sum(each.seconds) for each in facts), default=0.0) / machine.compute_streams,
+        compute=max((sum(each.seconds) / each.streams for each in facts), default=0.0),
         link=max(links.values(), default=0.0),
         critical_path=_critical_path(graph, machine),
         phases=max((_phases(each) for each in facts), default=0.0),
@@ -80,17 +84,29 @@ def bound_of(graph: TaskGraph, machine: Machine | None = None, memory: int | Non
 def _critical_path(graph: TaskGraph, machine: Machine) -> float:
     """Return the longest chain of kernels and transfers; a late input waits for everything that is handed out."""
     ends: dict[int, float] = {}
+    home_uses = HomeUses.of(graph)
+    device = {vertex.id: vertex.device for vertex in graph.vertices}
+    sizes = {ref: size for vertex in graph.vertices for ref, size in _outputs(vertex) if ref in home_uses.written}
     late = {vertex.id for vertex in graph.vertices if arrives_at_gate(vertex)}
     gate = 0.0
     for vertex in serial_order(graph):
         sources = dependencies(vertex)
         begin = max((ends[source] for source in sources), default=0.0)
+        for ref in vertex.inputs:
+            if ref in sizes and not home_uses.at_home(vertex, ref):
+                # A reload takes it from its home to the device.
+                begin = max(begin, ends[ref[0]] + machine.h2d.latency + sizes[ref] / machine.h2d.bandwidth)
         if not late.isdisjoint(sources):
             begin = max(begin, gate)
-        ends[vertex.id] = begin + machine.seconds(vertex)
+        kind = copy_kind(vertex, device[vertex.inputs[0][0]] if vertex.inputs else -1, home_uses.hosts)
+        ends[vertex.id] = begin + machine.seconds(vertex, kind)
         if handed_out_at_gate(vertex):
             gate = max(gate, ends[vertex.id])
     return max(ends.values(), default=0.0)
+
+
+def _outputs(vertex: Vertex) -> Iterator[tuple[Ref, int]]:
+    return (((vertex.id, k), size) for k, size in enumerate(vertex.sizes))
 
 
 @dataclass(slots=True)
@@ -119,11 +135,19 @@ class _Facts:
         self.end = len(order)
         self.values: dict[Ref, _Value] = {}
         """By every name; the versions of a value that changes over steps are one value."""
+        self.home_uses = HomeUses.of(graph)
+        self.streams = 1 if device in self.home_uses.hosts else machine.compute_streams
+        written = {self.home_uses.homes[version] for version in self.home_uses.written}
         inputs = (v for v in graph.vertices if v.kind is VertexKind.INPUT and v.device == device)
         for vertex in inputs:
-            if vertex.sizes[0] and not is_foreign(vertex):
-                on_host = host_copy_exists(vertex)
-                self.values[vertex.id, 0] = _Value(vertex.sizes[0], -1, on_host, renewed=not outlives_step(vertex))
+            ref = (vertex.id, 0)
+            if vertex.sizes[0] and not is_foreign(vertex) and not self.home_uses.never_moves(vertex):
+                renewed = not outlives_step(vertex) or ref in written
+                self.values[ref] = _Value(vertex.sizes[0], -1, host_copy_exists(vertex), renewed=renewed)
+        # What the host changes in a step is loaded once a step, in whichever version.
+        for version in self.home_uses.written:
+            if self.home_uses.homes[version] in self.values:
+                self.values[version] = self.values[self.home_uses.homes[version]]
         self.seconds = [0.0] * self.end
         self.needed = np.zeros(self.end, np.int64)
         self.outputs = np.zeros(self.end, np.int64)
@@ -133,7 +157,8 @@ class _Facts:
             self._count(position, vertex, device)
 
     def _count(self, position: int, vertex: Vertex, device: int) -> None:
-        read = [self.values[ref] for ref in dict.fromkeys(vertex.inputs) if ref in self.values]
+        refs = [ref for ref in dict.fromkeys(vertex.inputs) if not self.home_uses.at_home(vertex, ref)]
+        read = [self.values[ref] for ref in refs if ref in self.values]
         for value in read:
             value.uses.append(position)
         written = sum(vertex.sizes) if vertex.device == device else 0
@@ -141,12 +166,15 @@ class _Facts:
             # An output costs nothing of its own where it is, or may be, written over an input.
             over = {k for k, ref in overwrites(vertex) if ref in self.values}
             over |= {0 for p in vertex.may_inplace if vertex.inputs[p] in self.values}
+            over |= {k for ref, _ in _outputs(vertex) for k in ref[1:] if ref in self.home_uses.written}
             written -= sum(vertex.sizes[k] for k in over)
         self.needed[position] = sum(value.size for value in read) + written
         self.outputs[position] = written
         if vertex.device == device:
             over_input = dict(overwrites(vertex))
             for k, size in enumerate(vertex.sizes):
+                if (vertex.id, k) in self.home_uses.written:
+                    continue
                 former = self.values.get(over_input[k]) if k in over_input else None
                 if former is not None and former.starts_on_host:
                     former.changed = True

@@ -11,6 +11,7 @@ from typing import Protocol
 from disco_accel.errors import BudgetTooSmall, ConfigError, PlanError
 from disco_accel.gc_pause import collector_paused
 from disco_accel.graph.check import called, check_taskgraph
+from disco_accel.graph.home_uses import host_devices
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.order import serial_order
 from disco_accel.graph.passes import AppliedPass, GraphPass, arena_of, run_passes
@@ -174,7 +175,10 @@ def _beyond_build(graph: TaskGraph) -> Vertex | None:
     steps changes, and kernels that write output 0 over an input."""
     versions = lasting_versions(graph.vertices).values()
     states = {version for each in versions if len(each) > 1 for version in each}
+    hosts = host_devices(graph.devices)
     for vertex in graph.vertices:
+        if vertex.device in hosts:
+            return vertex
         if (vertex.id, 0) in states or not outlives_step(vertex) or any(output for output, _ in vertex.inplace):
             return vertex
     return None
@@ -185,6 +189,8 @@ def _changes(vertex: Vertex) -> str:
         return "lives over steps and changes"
     if not outlives_step(vertex):
         return "the host changes between two steps (renewed)"
+    if not any(output for output, _ in vertex.inplace):
+        return "is of a host device"
     return f"writes outputs {[output for output, _ in vertex.inplace]} over its inputs"
 
 
@@ -305,7 +311,7 @@ def _plan_timed_alone(
         with suppress(Infeasible):
             made = plan(untimed, machine, cyclic=cyclic, work=Work(), not_offloaded=not_offloaded)
             return replace(made, planner="timed", vertices=_with_durations(made.vertices, graph))
-    given = max(device.memory for device in graph.devices)
+    given = max(device.memory for device in graph.devices if not device.host)
     needed = smallest_timed_memory(untimed, machine, cyclic=cyclic, work=work)
     raise BudgetTooSmall(needed, given, f"the plan of '{plain(graph.name)}'")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from disco_accel.graph.taskgraph import Vertex, VertexKind
@@ -10,6 +11,16 @@ LINK_KINDS = ("h2d", "d2h", "p2p")
 SCOPES = ("device", "pair", "shared")
 
 _KIND_OF = {VertexKind.RELOAD: "h2d", VertexKind.OFFLOAD: "d2h", VertexKind.TRANSFER: "p2p"}
+
+
+def copy_kind(vertex: Vertex, source: int, hosts: Collection[int]) -> VertexKind:
+    """Return the kind of copy whose link ``vertex`` takes: a transfer to one of ``hosts``, the devices in host memory,
+    is an offload from device ``source``, one from there a reload."""
+    if vertex.kind is VertexKind.TRANSFER and vertex.device in hosts:
+        return VertexKind.OFFLOAD
+    if vertex.kind is VertexKind.TRANSFER and source in hosts:
+        return VertexKind.RELOAD
+    return vertex.kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +48,15 @@ class Machine:
     p2p: Link = Link(2.0e11, 5e-6)
     joint: tuple[tuple[str, ...], ...] = ()
 
-    def seconds(self, vertex: Vertex) -> float:
-        """Return how long ``vertex`` takes: kernels their duration (0 if unknown), copies latency and bytes."""
+    def seconds(self, vertex: Vertex, copy: VertexKind | None = None) -> float:
+        """Return how long ``vertex`` takes: kernels their duration (0 if unknown), copies latency and bytes.
+
+        ``copy``: the kind of copy that a transfer is (``copy_kind``), if that is not between two devices."""
         if vertex.kind is VertexKind.KERNEL:
             return vertex.duration or 0.0
         if vertex.kind is VertexKind.INPUT or not vertex.sizes[0]:
             return 0.0
-        link = self.link(_KIND_OF[vertex.kind])
+        link = self.link(_KIND_OF[copy or vertex.kind])
         return link.latency + vertex.sizes[0] / link.bandwidth
 
     def link(self, kind: str) -> Link:

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from disco_accel.errors import PlanError
 from disco_accel.graph.carried_values import carried_values, taskgraph_of
 from disco_accel.graph.check import called
+from disco_accel.graph.home_uses import HomeUses
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import Ref, Vertex, VertexKind
 from disco_accel.graph.values import host_copy_exists, is_handed_out, lasting_versions, may_be_resident, outlives_step
-
-_COPIES = (VertexKind.OFFLOAD, VertexKind.RELOAD)
 
 _Range = tuple[int, int, Ref]
 
@@ -67,13 +66,13 @@ class _TwoSteps:
         self.plan = plan
         self.number = {vertex.id: i for i, vertex in enumerate(plan.vertices)}
         self.carried = carried_values(plan)
-        self.states = lasting_versions(taskgraph_of(plan).vertices)
+        graph = taskgraph_of(plan)
+        self.states = lasting_versions(graph.vertices)
+        self.home_uses = HomeUses.of(graph)
         self.readers: dict[Ref, list[int]] = {}
         for i, vertex in enumerate(plan.vertices):
             for ref in dict.fromkeys(vertex.inputs):
-                source = self.vertex(ref)
-                # A reload of an input reads the host's copy.
-                if vertex.kind is not VertexKind.RELOAD or source.kind is VertexKind.OFFLOAD:
+                if not self.reads_home(vertex, ref):
                     self.readers.setdefault(ref, []).append(i)
         work = (VertexKind.KERNEL, VertexKind.TRANSFER)
         self.workers = {i for i, vertex in enumerate(plan.vertices) if vertex.kind in work}
@@ -85,6 +84,12 @@ class _TwoSteps:
     def vertex(self, ref: Ref) -> Vertex:
         """The vertex that makes ``ref``."""
         return self.plan.vertices[self.number[ref[0]]]
+
+    def reads_home(self, vertex: Vertex, ref: Ref) -> bool:
+        """Whether ``vertex`` reads the host's copy of an input, or a version that was written there, not a device's."""
+        if vertex.kind is VertexKind.RELOAD:
+            return self.vertex(ref).kind is VertexKind.INPUT or ref in self.home_uses.written
+        return self.home_uses.at_home(vertex, self.carried[ref])
 
     def dependencies(self) -> CrossStepDependencies:
         """Compare the last user of each byte with its first writer."""
@@ -149,13 +154,22 @@ class _TwoSteps:
 
     def _compare_home(self, versions: set[Ref]) -> None:
         """Make the users of a state's home wait for those of the step before, if that step writes it."""
-        copies = [v for v in self.plan.vertices if v.kind in _COPIES and self.carried[v.id, 0] in versions]
-        writes = [v.id for v in copies if v.kind is VertexKind.OFFLOAD]
+        writes: list[Ref] = []
+        reads: dict[Ref, list[int]] = {}
+        for vertex in self.plan.vertices:
+            for ref in vertex.inputs:
+                reload = vertex.kind is VertexKind.RELOAD and self.carried[ref] in versions
+                if reload or (self.carried[ref] in versions and self.reads_home(vertex, ref)):
+                    reads.setdefault(ref, []).append(vertex.id)
+            for k in range(len(vertex.sizes)):
+                offload = vertex.kind is VertexKind.OFFLOAD and self.carried[vertex.id, k] in versions
+                if offload or ((vertex.id, k) in versions and (vertex.id, k) in self.home_uses.written):
+                    writes.append((vertex.id, k))
         if not writes:
             return
-        last = {writes[-1], *(v.id for v in copies if v.inputs[0][0] == writes[-1])}
-        first = {writes[0], *(v.id for v in copies if self.vertex(v.inputs[0]).kind is VertexKind.INPUT)}
-        first -= {v.id for v in copies if v.kind is VertexKind.OFFLOAD and v.id != writes[0]}
+        last = {writes[-1][0], *reads.get(writes[-1], ())}
+        at_start = [ref for ref in reads if self.vertex(ref).kind is VertexKind.INPUT]
+        first = {writes[0][0], *(reader for ref in at_start for reader in reads[ref])}
         self.pairs.update((self.number[user], self.number[then]) for user in last for then in first)
 
     def _order_unread(self, ranges: list[_Range]) -> None:

@@ -52,6 +52,47 @@ def update_graph(shape: UpdateShape, memory: int) -> TaskGraph:
     return check_taskgraph(TaskGraph("update", (Device(0, memory),), tuple(maker.vertices)))
 
 
+def host_update_graph(shape: UpdateShape, memory: int, *, at_head: bool, pieces: int = 1) -> TaskGraph:
+    """Return the step of ``update_graph`` with updates on the host: weights change at their homes, moments never leave.
+
+    ``at_head``: gradients of the step before are updated with first, and handed out by this one; else each update
+    follows its gradient, which a transfer takes to the host. ``pieces``: kernels of one update, each over all of it.
+    """
+    maker = _Maker()
+    x = maker.add("x", (), (shape.activation,), traits=FOREIGN)
+    weights = [maker.add(f"w{i}", (), (shape.weight,), traits=STATE) for i in range(shape.layers)]
+    moments = [maker.add(f"m{i}", (), (shape.weight,), traits=STATE, device=1) for i in range(shape.layers)]
+    before = [maker.add(f"g{i}", (), (shape.weight,), traits=FOREIGN, device=1) for i in range(shape.layers)]
+    frozen = [maker.add(f"f{i}", (), (shape.frozen,), traits=FROZEN) for i in range(shape.layers)]
+
+    def update(weight: Ref, moment: Ref, gradient: Ref) -> Ref:
+        both = (shape.weight, shape.weight)
+        for _ in range(pieces):
+            values, seconds = (weight, moment, gradient), shape.seconds / pieces
+            weight = maker.add("update", values, both, seconds, inplace=((0, 0), (1, 1)), device=1)
+            moment = (weight[0], 1)
+        return weight
+
+    if at_head:
+        weights = [update(*each) for each in zip(weights, moments, before, strict=True)]
+    inputs = []
+    for weight, fixed in zip(weights, frozen, strict=True):
+        inputs.append(x)
+        x = maker.add("layer", (x, weight, fixed), (shape.activation,), shape.seconds)
+    maker.add("loss", (x,), (4,), 0.0, keep=True)
+    gradient = x
+    for i in reversed(range(shape.layers)):
+        of_weight = maker.add(
+            "weight gradient", (gradient, inputs[i]), (shape.weight,), shape.seconds / 2, keep=at_head
+        )
+        gradient = maker.add("input gradient", (gradient, weights[i], frozen[i]), (shape.activation,), shape.seconds)
+        if not at_head:
+            there = maker.add("gradient to host", (of_weight,), (shape.weight,), device=1, kind=VertexKind.TRANSFER)
+            update(weights[i], moments[i], there)
+    devices = (Device(0, memory), Device(1, 1 << 40, host=True))
+    return check_taskgraph(TaskGraph("host update", devices, tuple(maker.vertices)))
+
+
 class _Maker:
     def __init__(self) -> None:
         self.vertices: list[Vertex] = []
@@ -66,10 +107,12 @@ class _Maker:
         traits: Traits | None = None,
         keep: bool = False,
         inplace: tuple[tuple[int, int], ...] = (),
+        device: int = 0,
+        kind: VertexKind = VertexKind.KERNEL,
     ) -> Ref:
-        kind = VertexKind.KERNEL if traits is None else VertexKind.INPUT
+        kind = kind if traits is None else VertexKind.INPUT
         vertex = Vertex(
-            len(self.vertices), kind, 0, op, inputs, sizes, seconds, traits or Traits(), keep=keep, inplace=inplace
+            len(self.vertices), kind, device, op, inputs, sizes, seconds, traits or Traits(), keep=keep, inplace=inplace
         )
         self.vertices.append(vertex)
         return (vertex.id, 0)

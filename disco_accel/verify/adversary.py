@@ -18,6 +18,7 @@ import numpy as np
 
 from disco_accel.errors import Stalled, VerifyError
 from disco_accel.graph.carried_values import carried_values
+from disco_accel.graph.home_uses import HomeUses
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.strict_json import plain
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
@@ -64,6 +65,7 @@ class _Memory:
         """Input that lives over steps and that the host does not renew → what the next step finds in its place."""
         sizes = {(vertex.id, 0): vertex.sizes[0] for vertex in graph.vertices if vertex.sizes}
         self.home = {state: np.full(1, _POISON, np.int64) for state in self.versions if sizes[state]}
+        self.home_uses = HomeUses.of(graph)
         home_of = {version: home for state, home in self.home.items() for version in self.versions[state]}
         carried = carried_values(memgraph)
         places: dict[Ref, tuple[int | str, int, int]] = {}
@@ -88,6 +90,7 @@ class _Memory:
         for vertex in memgraph.vertices:
             if vertex.kind is VertexKind.OFFLOAD and carried[vertex.id, 0] in home_of:
                 self.view[vertex.id, 0] = home_of[carried[vertex.id, 0]]
+        self.view.update({ref: home_of[ref] for ref in self.home_uses.written if ref in home_of})
 
     def begin_step(self) -> None:
         """Give each value a token of this step; what lives over steps begins as the step before left it."""
@@ -212,7 +215,9 @@ class _Step:
         for ref, token in outputs.items():
             self._write(ref, token)
         for output, ref in reused:
-            if (vertex_id, output) in self.memory.view and ref in self.memory.view:
+            if (vertex_id, output) in self.memory.home_uses.written:
+                outputs[ref] = _POISON
+            elif (vertex_id, output) in self.memory.view and ref in self.memory.view:
                 mine, theirs = self.memory.view[vertex_id, output], self.memory.view[ref]
                 if np.shares_memory(mine, theirs):
                     outputs[ref] = _POISON
@@ -254,7 +259,9 @@ class _Step:
         for position, ref in enumerate(vertex.inputs):
             if overwritten and ref in overwritten:
                 continue
-            if task is not None:
+            if task is not None and self.memory.home_uses.at_home(task, task.inputs[position]):
+                self._expect_at_home(vertex, position, task.inputs[position])
+            elif task is not None:
                 self._expect(vertex.id, ref, task.inputs[position], f"reads inputs[{position}]")
             elif self._reads_host_copy(vertex):
                 if self._token_at_source(vertex) != self.memory.token[ref]:
@@ -263,6 +270,13 @@ class _Step:
                 view = self.memory.view.get(ref)
                 if view is not None and (view[0] == _POISON or not bool((view == view[0]).all())):
                     raise VerifyError(f"vertex {vertex.id} ({plain(vertex.op)}) copies bytes that are not one value")
+
+    def _expect_at_home(self, vertex: Vertex, position: int, value: Ref) -> None:
+        home = self.memory.home.get(self.memory.home_uses.homes[value])
+        # What no kernel changes is at its home whenever it is read.
+        if home is not None and int(home[0]) != self.memory.token[value]:
+            what = f"reads inputs[{position}] at home, where value {value} is not"
+            raise VerifyError(f"vertex {vertex.id} ({plain(vertex.op)}) {what}")
 
     def _expect_value(self, vertex: Vertex, what: str) -> None:
         for k in range(len(vertex.sizes)):

@@ -1,8 +1,9 @@
 """The static judge's demands of values that live over steps and change: what their homes hold, and when.
 
 Each such value has one home, memory of its own on the host. When a step starts it holds the value's first version;
-every offload of a version writes it, and reloads read it. As in any memory, what it held is read before the next is
-written. When the step ends it holds the last version, unless the next step finds that on the device.
+every offload of a version writes it, and reloads read it; kernels of a host device do both. As in any memory, what it
+held is read before the next is written. When the step ends it holds the last version, unless the next step finds that
+on the device.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from disco_accel.graph.values import arrives_at_gate, handed_out_at_gate
 from disco_accel.verify.judged_plan import Claims, JudgedPlan
 
 
-def writes_home(plan: JudgedPlan, vertex: int) -> bool:
-    """Whether ``vertex`` is an offload of a version of a value that changes over steps."""
-    return plan.vertex[vertex].kind is VertexKind.OFFLOAD and plan.carried[vertex, 0] in plan.state
+def writes_home(plan: JudgedPlan, ref: Ref) -> bool:
+    """Whether ``ref`` is a version of a value that changes over steps which its vertex, an offload or a kernel of a
+    host device, writes at home."""
+    offload = plan.vertex[ref[0]].kind is VertexKind.OFFLOAD and plan.carried[ref] in plan.state
+    return offload or ref in plan.home_uses.written
 
 
 def check_homes(plan: JudgedPlan, order: Mapping[int, int], before: Claims, behind_gate: Set[int]) -> Mapping[Ref, Ref]:
@@ -32,18 +35,21 @@ def check_homes(plan: JudgedPlan, order: Mapping[int, int], before: Claims, behi
     last: dict[Ref, Ref] = {}
     # Invariant: last has the last writer of each home so far; claims say that all users of every former content end
     # before the next is written.
-    for offload in sorted((v for v in plan.vertex if writes_home(plan, v)), key=order.__getitem__):
-        state = plan.state[plan.carried[offload, 0]]
+    writes = [(v.id, k) for v in plan.vertex.values() for k in range(len(v.sizes)) if writes_home(plan, (v.id, k))]
+    for ref in sorted(writes, key=lambda ref: (order[ref[0]], ref[1])):
+        writer, state = ref[0], plan.state[plan.carried[ref]]
         if not plan.size(state):
             continue
-        if state not in last and handed_out_at_gate(plan.task[state[0]]) and has_gate and offload not in behind_gate:
-            raise VerifyError(f"{plan.name(offload)} overwrites {plan.name(state[0])} before it is handed out")
+        if state not in last and handed_out_at_gate(plan.task[state[0]]) and has_gate and writer not in behind_gate:
+            raise VerifyError(f"{plan.name(writer)} overwrites {plan.name(state[0])} before it is handed out")
         former = last.get(state, state)
         for reader in readers[former]:
-            before.claim(reader, offload, partial(_share, plan, reader, offload, state))
+            # A kernel reads what it writes over.
+            if reader != writer:
+                before.claim(reader, writer, partial(_share, plan, reader, writer, state))
         if former != state and not readers[former]:
-            before.claim(former[0], offload, partial(_share, plan, former[0], offload, state))
-        last[state] = (offload, 0)
+            before.claim(former[0], writer, partial(_share, plan, former[0], writer, state))
+        last[state] = ref
     return last
 
 
@@ -65,11 +71,14 @@ def check_written_back(plan: JudgedPlan, home_writers: Mapping[Ref, Ref]) -> Non
 
 
 def _home_readers(plan: JudgedPlan) -> Mapping[Ref, list[int]]:
-    """Return the reloads of each content of a home: of an offload's, or of that from before the step (an INPUT)."""
+    """Return the readers of each content of a home: of an offload's or a kernel's, or of that from before the step (an
+    INPUT)."""
     readers: dict[Ref, list[int]] = defaultdict(list)
     for vertex in plan.mem.vertices:
-        if vertex.kind is VertexKind.RELOAD and plan.carried[vertex.id, 0] in plan.state:
-            readers[vertex.inputs[0]].append(vertex.id)
+        for position, ref in enumerate(vertex.inputs):
+            reloads = vertex.kind is VertexKind.RELOAD
+            if plan.carried[ref] in plan.state and (reloads or plan.reads_at_home(vertex.id, position)):
+                readers[ref].append(vertex.id)
     return readers
 
 

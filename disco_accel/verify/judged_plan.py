@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from disco_accel.errors import VerifyError
 from disco_accel.graph.check import called
+from disco_accel.graph.home_uses import HomeUses
 from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex
+from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.values import lasting_versions
 from disco_accel.verify.happens_before import Claim, first_violated
 
@@ -28,17 +29,28 @@ class JudgedPlan:
     """Input that changes over steps → its versions in order."""
     state: dict[Ref, Ref] = field(init=False)
     """Version of an input that changes over steps → that input."""
+    home_uses: HomeUses = field(init=False)
 
     def __post_init__(self) -> None:
         self.task = {vertex.id: vertex for vertex in self.graph.vertices}
         self.vertex = {vertex.id: vertex for vertex in self.mem.vertices}
         self.versions = lasting_versions(self.graph.vertices)
         self.state = {version: state for state, versions in self.versions.items() for version in versions}
+        self.home_uses = HomeUses.of(self.graph)
 
     def name(self, vertex: int) -> str:
         """How messages call a vertex."""
         named = self.vertex.get(vertex)
         return f"vertex {vertex}" if named is None else called(named)
+
+    def reads_at_home(self, vertex: int, position: int) -> bool:
+        """Whether a vertex reads that input at its home: a kernel of a host device, or a reload."""
+        named = self.vertex[vertex]
+        if named.kind is VertexKind.RELOAD:
+            source = self.vertex[named.inputs[0][0]]
+            return source.kind is VertexKind.INPUT or named.inputs[0] in self.home_uses.written
+        task = self.task.get(vertex)
+        return task is not None and self.home_uses.at_home(task, task.inputs[position])
 
     def size(self, ref: Ref) -> int:
         """Bytes of a value of the plan."""

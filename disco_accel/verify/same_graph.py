@@ -58,6 +58,8 @@ def _check_devices(graph: TaskGraph, plan: MemGraph) -> None:
         raise VerifyError(f"the plan is for devices {_some(plan.devices)}, the task graph for {_some(graph.devices)}")
     for device in plan.devices:
         allowed = own[device.id]
+        if device.host != allowed.host:
+            raise VerifyError(f"device {device.id}: the plan and the task graph differ in whether it is the host's")
         if device.memory > allowed.memory:
             raise VerifyError(
                 f"device {device.id}: the plan counts on {device.memory} bytes of memory, the task graph has"

@@ -84,13 +84,30 @@ def _check_values(plan: JudgedPlan, order: Mapping[int, int]) -> None:
         for position, (ref, wanted) in enumerate(zip(vertex.inputs, plan.task[vertex.id].inputs, strict=True)):
             got = plan.carried[ref]
             source = plan.vertex[ref[0]]
-            if source.kind is VertexKind.OFFLOAD:
-                raise VerifyError(f"{plan.name(vertex.id)}: inputs[{position}] is an offload, which is on the host")
+            where = f"{plan.name(vertex.id)}: inputs[{position}]"
             if got != wanted:
-                raise VerifyError(f"{plan.name(vertex.id)}: inputs[{position}] holds value {got}, not {wanted}")
-            if source.device != plan.task[wanted[0]].device:
-                raise VerifyError(f"{plan.name(vertex.id)}: inputs[{position}] is on device {source.device}")
+                raise VerifyError(f"{where} holds value {got}, not {wanted}")
+            at_home = plan.reads_at_home(vertex.id, position)
+            if at_home:
+                if source.kind is VertexKind.RELOAD or (
+                    source.kind is VertexKind.KERNEL and not _is_at_home(plan, ref)
+                ):
+                    raise VerifyError(f"{where} is a copy on device {source.device}, but is used at its home")
+                continue
+            if source.kind is VertexKind.OFFLOAD or _is_at_home(plan, ref):
+                raise VerifyError(f"{where} is {_kind(source)}, which is on the host")
+            if source.device != plan.home_uses.device_of(wanted, plan.task[wanted[0]]):
+                raise VerifyError(f"{where} is on device {source.device}")
             _check_on_device(plan, ref, vertex.id)
+
+
+def _is_at_home(plan: JudgedPlan, ref: Ref) -> bool:
+    """Whether a kernel of a host device has written ``ref`` at a home."""
+    return ref in plan.home_uses.written
+
+
+def _kind(vertex: Vertex) -> str:
+    return "an offload" if vertex.kind is VertexKind.OFFLOAD else f"written at home by vertex {vertex.id}"
 
 
 def _check_on_device(plan: JudgedPlan, ref: Ref, reader: int) -> None:
@@ -108,15 +125,17 @@ def _check_copy(plan: JudgedPlan, vertex: Vertex) -> None:
     if vertex.sizes[0] != plan.size(ref):
         raise VerifyError(f"{plan.name(vertex.id)} copies {vertex.sizes[0]} bytes of a value of {plan.size(ref)}")
     if vertex.kind is VertexKind.OFFLOAD:
-        if source.kind is VertexKind.OFFLOAD:
+        if source.kind is VertexKind.OFFLOAD or _is_at_home(plan, ref):
             raise VerifyError(f"{plan.name(vertex.id)} offloads {plan.name(ref[0])}, which is on the host already")
         if source.device != vertex.device:
             raise VerifyError(f"{plan.name(vertex.id)} offloads from device {vertex.device}, not {source.device}")
         _check_on_device(plan, ref, vertex.id)
     else:
         clean = source.kind is VertexKind.INPUT and host_copy_exists(plan.task[source.id])
-        if source.kind is not VertexKind.OFFLOAD and not clean:
+        if source.kind is not VertexKind.OFFLOAD and not clean and not _is_at_home(plan, ref):
             raise VerifyError(f"{plan.name(vertex.id)} reloads {plan.name(ref[0])}, of which the host has no copy")
+        if _is_at_home(plan, ref) and vertex.device != plan.home_uses.device_of(ref, source):
+            raise VerifyError(f"{plan.name(vertex.id)} reloads to device {vertex.device}, where nobody reads it")
 
 
 def _check_after(plan: JudgedPlan, before: Claims) -> None:
@@ -145,7 +164,9 @@ def _check_slots(plan: JudgedPlan) -> None:
         if vertex is None or not 0 <= ref[1] < len(vertex.sizes):
             raise VerifyError(f"there is an address for [{ref[0]}, {ref[1]}], which does not exist")
         device = devices[vertex.device]
-        if vertex.kind is VertexKind.OFFLOAD or (vertex.id in plan.task and is_foreign(plan.task[vertex.id])):
+        task = plan.task.get(vertex.id)
+        moves_not = task is not None and (is_foreign(task) or plan.home_uses.never_moves(task))
+        if vertex.kind is VertexKind.OFFLOAD or moves_not or _is_at_home(plan, ref):
             raise VerifyError(f"{plan.name(ref[0])} has an address in the arena but does not live there")
         if vertex.id in plan.task and slot.size and not outlives_step(plan.task[vertex.id]):
             raise VerifyError(f"{plan.name(ref[0])} is resident, but the host renews it: each step has to reload it")
@@ -163,16 +184,17 @@ def _check_slots(plan: JudgedPlan) -> None:
         if vertex.kind is VertexKind.OFFLOAD or (task is not None and (host_copy_exists(task) or is_foreign(task))):
             continue
         for k, size in enumerate(vertex.sizes):
-            if size and (vertex.id, k) not in plan.mem.slots:
+            if size and (vertex.id, k) not in plan.mem.slots and not _is_at_home(plan, (vertex.id, k)):
                 raise VerifyError(f"{plan.name(vertex.id)}: output {k} has no address")
 
 
 def _readers(plan: JudgedPlan) -> dict[Ref, list[int]]:
-    """Return the readers of each copy, in memory: a reload of an input reads the host's copy, not the device's."""
+    """Return the readers of each copy, in memory, but for homes: a reload of an input reads the host's copy, not the
+    device's."""
     readers: dict[Ref, list[int]] = defaultdict(list)
     for vertex in plan.mem.vertices:
-        for ref in dict.fromkeys(vertex.inputs):
-            if vertex.kind is not VertexKind.RELOAD or plan.vertex[ref[0]].kind is VertexKind.OFFLOAD:
+        for position, ref in enumerate(vertex.inputs):
+            if not plan.reads_at_home(vertex.id, position) and vertex.id not in readers[ref]:
                 readers[ref].append(vertex.id)
     return readers
 
@@ -263,7 +285,7 @@ def _check_host_memory(plan: JudgedPlan, order: Mapping[int, int], before: Claim
     for offload in offsets:
         if offload not in plan.vertex or plan.vertex[offload].kind is not VertexKind.OFFLOAD:
             raise VerifyError(f"there is a host offset for {plan.name(offload)}, which is not an offload")
-        if writes_home(plan, offload):
+        if writes_home(plan, (offload, 0)):
             state = plan.state[plan.carried[offload, 0]][0]
             raise VerifyError(
                 f"{plan.name(offload)} has a host_offset, but what it writes is the home of {plan.name(state)}"
@@ -304,9 +326,9 @@ def _intact(
     home_writers: Mapping[Ref, Ref],
 ) -> bool:
     """Whether the bytes of ``copy`` are still there when everything has run."""
+    if writes_home(plan, copy):
+        return home_writers[plan.state[plan.carried[copy]]] == copy
     if plan.vertex[copy[0]].kind is VertexKind.OFFLOAD:
-        if writes_home(plan, copy[0]):
-            return home_writers[plan.state[plan.carried[copy]]] == copy
         if copy[0] not in plan.mem.host_offsets:
             return True
         start = plan.mem.host_offsets[copy[0]]

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from disco_accel.errors import PlanError
 from disco_accel.graph.check import called
+from disco_accel.graph.home_uses import HomeUses, host_devices
 from disco_accel.graph.order import serial_order
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.values import (
@@ -33,6 +34,7 @@ from disco_accel.graph.values import (
     overwrites,
 )
 from disco_accel.plan.infeasible import Infeasible
+from disco_accel.simulate.machine import copy_kind
 from disco_accel.simulate.simulator import Machine
 
 Profile = npt.NDArray[np.int64]
@@ -64,7 +66,8 @@ class SwappableBuffer:
     ``uses``: the positions for which it has to be on the device. One that ``starts_on_host`` is ``evictable_from``
     position 0; ``writes``: the positions, among its uses, that change it in place, and ``versions`` its names from
     ``ref`` on. ``outlives_step``: the device's copy is good for the next step too; one that does not is loaded from
-    ``evictable_from`` on, which in the second of two steps is where that starts. An activation stays on the device
+    ``evictable_from`` on, which in the second of two steps is where that starts, and behind the kernel that writes it
+    at home. An activation stays on the device
     from its ``producer`` up to before ``evictable_from``, by when its offload should have ended; readers in between are
     not among its ``uses``.
     """
@@ -92,9 +95,10 @@ class StepRequirements:
     """``order``: the vertices but for inputs, by position, with the ``seconds`` of each.
 
     ``reads[p]``: swappable buffers that position p reads, as indices. ``devices[p]``: where memory changes.
-    ``made[p]``: swappable buffers that position p produces; ``changed[p]``: those that it writes over. By device and
-    position, the position after the last standing for the end of the step: ``pinned_bytes``, and ``unevictable_bytes``
-    of activations before they are evictable."""
+    ``made[p]``: swappable buffers that position p produces; ``changed[p]``: those that it writes over; ``written[p]``:
+    those that it writes at home; ``read_before[p]``: those whose homes it writes over, after their reloads. By device
+    and position, the position after the last standing for the end of the step: ``pinned_bytes``, and
+    ``unevictable_bytes`` of activations before they are evictable."""
 
     graph: TaskGraph
     inputs: tuple[Vertex, ...]
@@ -107,6 +111,8 @@ class StepRequirements:
     devices: list[tuple[int, ...]] = field(default_factory=list)
     made: dict[int, list[int]] = field(default_factory=dict)
     changed: dict[int, list[int]] = field(default_factory=dict)
+    written: dict[int, list[int]] = field(default_factory=dict)
+    read_before: dict[int, list[int]] = field(default_factory=dict)
     pinned_bytes: dict[int, Profile] = field(default_factory=dict)
     unevictable_bytes: dict[int, Profile] = field(default_factory=dict)
 
@@ -139,7 +145,9 @@ def requirements_of(
     serial = serial_order(graph)
     inputs = tuple(vertex for vertex in serial if vertex.kind is VertexKind.INPUT)
     order = serial[len(inputs) :]
-    seconds = [kernel_seconds(vertex, machine) for vertex in order]
+    device, hosts = {vertex.id: vertex.device for vertex in serial}, host_devices(graph.devices)
+    kinds = [copy_kind(vertex, device[vertex.inputs[0][0]] if vertex.inputs else -1, hosts) for vertex in order]
+    seconds = [kernel_seconds(vertex, machine, kind) for vertex, kind in zip(order, kinds, strict=True)]
     alignments = {device.id: device.alignment for device in graph.devices}
     requirements = StepRequirements(graph, inputs, order, seconds, alignments)
     _Collector(requirements, machine, min_gap_ratio, not_offloaded).collect()
@@ -152,8 +160,11 @@ def check_overwrites(graph: TaskGraph) -> None:
     order = serial_order(graph)
     by_id = {vertex.id: vertex for vertex in order}
     last = {ref: vertex for vertex in order for ref in vertex.inputs}
+    written_at_home = HomeUses.of(graph).written
     for vertex in order:
-        for _, ref in overwrites(vertex):
+        for output, ref in overwrites(vertex):
+            if (vertex.id, output) in written_at_home:
+                continue
             source = by_id[ref[0]]
             frozen = host_copy_exists(source) and not changes_over_steps(source)
             if last[ref] is not vertex or is_handed_out(source) or frozen:
@@ -163,11 +174,13 @@ def check_overwrites(graph: TaskGraph) -> None:
                 )
 
 
-def kernel_seconds(vertex: Vertex, machine: Machine) -> float:
-    """Return how long ``vertex`` takes on ``machine``; a kernel without a duration is guessed from its outputs."""
+def kernel_seconds(vertex: Vertex, machine: Machine, copy: VertexKind | None = None) -> float:
+    """Return how long ``vertex`` takes on ``machine``; a kernel without a duration is guessed from its outputs.
+
+    ``copy``: the kind of copy that a transfer is."""
     if vertex.kind is VertexKind.KERNEL and vertex.duration is None:
         return sum(vertex.sizes) / GUESSED_BANDWIDTH
-    return machine.seconds(vertex)
+    return machine.seconds(vertex, copy)
 
 
 class _Collector:
@@ -185,11 +198,13 @@ class _Collector:
         self.machine = machine
         self.min_gap_ratio = min_gap_ratio
         self.vertices = {vertex.id: vertex for vertex in requirements.vertices}
+        self.home_uses = HomeUses.of(replace(requirements.graph, vertices=requirements.vertices))
         self.readers: dict[Ref, list[int]] = {}
-        """Positions that read each value, ascending."""
+        """Positions that read each value, ascending, but for those that read it at home."""
         for position, vertex in enumerate(requirements.order):
             for ref in dict.fromkeys(vertex.inputs):
-                self.readers.setdefault(ref, []).append(position)
+                if not self.home_uses.at_home(vertex, ref):
+                    self.readers.setdefault(ref, []).append(position)
         self.starts = [0.0]
         """Seconds of compute before each position."""
         for seconds in requirements.seconds:
@@ -198,6 +213,7 @@ class _Collector:
         self.states = lasting_versions(requirements.vertices)
         self.state_versions = {version for versions in self.states.values() for version in versions}
         self.pinned_of: dict[Ref, PinnedBuffer] = {}
+        self.position = {vertex.id: position for position, vertex in enumerate(requirements.order)}
 
     def collect(self) -> None:
         """Sort every value into pinned or swappable buffers and add up their bytes."""
@@ -225,17 +241,21 @@ class _Collector:
 
     def _touched(self, vertex: Vertex) -> tuple[int, ...]:
         if vertex.kind is VertexKind.TRANSFER:
-            return tuple(dict.fromkeys((self.vertices[vertex.inputs[0][0]].device, vertex.device)))
+            ref = vertex.inputs[0]
+            return tuple(dict.fromkeys((self.home_uses.device_of(ref, self.vertices[ref[0]]), vertex.device)))
         return (vertex.device,)
 
     def _add_input(self, vertex: Vertex) -> None:
         requirements, ref = self.requirements, (vertex.id, 0)
-        if is_foreign(vertex) or not vertex.sizes[0]:
+        if is_foreign(vertex) or not vertex.sizes[0] or self.home_uses.never_moves(vertex):
             return
         block = requirements.block(vertex.sizes[0], vertex.device)
         readers = self.readers.get(ref, [])
         if host_copy_exists(vertex):
             versions = self.states.get(ref, [ref])
+            if not self.home_uses.written.isdisjoint(versions):
+                self._add_written_at_home(vertex, block, versions)
+                return
             if ref in self.overwritten and len(versions) == 1:
                 raise Infeasible(0)
             writes = self._writes(versions)
@@ -247,6 +267,38 @@ class _Collector:
             return
         last = requirements.end if must_survive_step(vertex) or arrives_at_gate(vertex) else max(readers, default=0)
         self._pin(PinnedBuffer(vertex.device, block, [ref], -1, last))
+
+    def _add_written_at_home(self, vertex: Vertex, block: int, versions: Sequence[Ref]) -> None:
+        """Add the one version, of a value that kernels of a host device change at home, that kernels of its own device
+        read. Raises PlanError if these read several, or read one when the next is at home."""
+        read = [version for version in versions if self.readers.get(version)]
+        if not read:
+            return
+        if len(read) > 1:
+            first, second = (self.requirements.order[self.readers[version][0]] for version in read[:2])
+            raise PlanError(
+                f"{called(vertex)}: {called(first)} and {called(second)} read two versions of it, which the host "
+                "changes between them; let all readers on its device run before the first change, or behind the last"
+            )
+        requirements, (version,) = self.requirements, read
+        place = versions.index(version)
+        uses = self.readers[version]
+        index = len(requirements.swappable)
+        ready = self.position[version[0]] + 1 if place else 0
+        if place + 1 < len(versions):
+            overwritten_at = self.position[versions[place + 1][0]]
+            if uses[-1] > overwritten_at:
+                late, writer = requirements.order[uses[-1]], requirements.order[overwritten_at]
+                raise PlanError(
+                    f"{called(late)}: reads what {called(writer)} overwrites before it in the serial order; let the "
+                    "second run after the first"
+                )
+            requirements.read_before.setdefault(overwritten_at, []).append(index)
+        buffer = SwappableBuffer(version, vertex.device, block, vertex.sizes[0], uses, True, evictable_from=ready)
+        buffer.versions, buffer.outlives_step = [version], False
+        requirements.swappable.append(buffer)
+        if place:
+            requirements.written.setdefault(ready - 1, []).append(index)
 
     def _add_outputs(self, position: int, vertex: Vertex) -> None:
         requirements = self.requirements
@@ -300,8 +352,7 @@ class _Collector:
     def _writes(self, versions: Sequence[Ref]) -> list[int]:
         """Return the positions that write the versions of a state but the first. Raises PlanError if one is wanted once
         the next has taken its place: in the order that is planned there is no memory for both."""
-        position = {vertex.id: p for p, vertex in enumerate(self.requirements.order)}
-        writes = [position[producer] for producer, _ in versions[1:]]
+        writes = [self.position[producer] for producer, _ in versions[1:]]
         for version, overwritten_at in zip(versions, writes, strict=False):
             source, writer = self.vertices[version[0]], self.requirements.order[overwritten_at]
             if self.readers[version][-1] > overwritten_at:
@@ -370,6 +421,11 @@ def two_steps(requirements: StepRequirements) -> StepRequirements:
     reads = [[second_index.get(buffer, buffer) for buffer in read] for read in requirements.reads]
     made = {position + n: [second_index[i] for i in outputs] for position, outputs in requirements.made.items()}
     changed = {position + n: buffers for position, buffers in requirements.changed.items()}
+    # Only buffers that are not shared by both steps are used at home.
+    written, read_before = (
+        {position + n: [second_index[i] for i in buffers] for position, buffers in table.items()}
+        for table in (requirements.written, requirements.read_before)
+    )
     pinned_bytes, unevictable_bytes = (
         {device: np.concatenate([profile[:n], profile]) for device, profile in profiles.items()}
         for profiles in (requirements.pinned_bytes, requirements.unevictable_bytes)
@@ -384,6 +440,8 @@ def two_steps(requirements: StepRequirements) -> StepRequirements:
         devices=requirements.devices * 2,
         made={**requirements.made, **made},
         changed={**requirements.changed, **changed},
+        written={**requirements.written, **written},
+        read_before={**requirements.read_before, **read_before},
         pinned_bytes=pinned_bytes,
         unevictable_bytes=unevictable_bytes,
     )

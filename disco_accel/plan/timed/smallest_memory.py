@@ -41,15 +41,16 @@ def plan_frugally(
 
 
 def smallest_timed_memory(graph: TaskGraph, machine: Machine, *, cyclic: bool, work: Work) -> int:
-    """Return bytes, the same for every device, in which the timed planner has a plan.
+    """Return bytes, the same for every device but those in host memory, in which the timed planner has a plan.
 
     One alignment unit less has none, unless the search for that would take long (``_WORTH``), or the user's time is up.
     The memory that the devices of ``graph`` have now is known to be infeasible. Raises Infeasible where even memory for
     everything is not enough.
     """
-    unit = max(device.alignment for device in graph.devices)
-    given = min(device.memory for device in graph.devices) // unit
-    least = max(given + 1, -(-max(largest_need(graph, device.id)[0] for device in graph.devices) // unit))
+    devices = [device for device in graph.devices if not device.host]
+    unit = max(device.alignment for device in devices)
+    given = min(device.memory for device in devices) // unit
+    least = max(given + 1, -(-max(largest_need(graph, device.id)[0] for device in devices) // unit))
     counted = Work()
 
     def fits(units: int, settings: TimedSettings) -> bool:

@@ -13,11 +13,13 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from disco_accel.graph.check import dependencies
+from disco_accel.graph.home_uses import host_devices
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.graph.values import must_survive_step
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.timed.byte_counter import NEVER, ByteCounter, ResidencyState
 from disco_accel.plan.timed.requirements import Profile, StepRequirements
+from disco_accel.simulate.machine import copy_kind
 from disco_accel.simulate.simulator import Machine
 
 _ALWAYS = float("inf")
@@ -131,6 +133,7 @@ class _SwapScheduler:
         for i in at_start:
             self.state.resident[i] = True
             self._memory(i).add_at_start(i)
+        self.hosts = host_devices(requirements.graph.devices)
         self.d2h_free = dict.fromkeys(capacity, 0.0)
         self.p2p_free = dict.fromkeys(capacity, 0.0)
         self.ready: dict[int, float] = {}
@@ -191,11 +194,12 @@ class _SwapScheduler:
             begin = max(begin, each.memory.advance(position, begin))
             self._load_deferred(each)
             self._provide_now(each)
-        for buffer in requirements.reads[position]:
+        for buffer in (*requirements.reads[position], *requirements.read_before.get(position, ())):
             begin = max(begin, self.arrival[buffer])
         transfer = vertex.kind is VertexKind.TRANSFER
         sender = touched[0].device
-        begin = max(begin, self.p2p_free[sender] if transfer else device.compute_free)
+        kind = copy_kind(vertex, sender, self.hosts)
+        begin = max(begin, self._link_free(kind, sender, device) if transfer else device.compute_free)
         for buffer in requirements.made.get(position, ()):
             begin = self._allocate_output(device, buffer, begin)
         # Until the vertex starts, its inputs and outputs have their bytes and the link is free: prefetch meanwhile.
@@ -207,10 +211,14 @@ class _SwapScheduler:
         self.schedule.seconds = max(self.schedule.seconds, end)
         for each in touched:
             each.running = position
-        if transfer:
-            self.p2p_free[sender] = end
-        else:
+        if not transfer:
             device.compute_free = end
+        elif kind is VertexKind.RELOAD:
+            device.link_free = end
+        else:
+            (self.d2h_free if kind is VertexKind.OFFLOAD else self.p2p_free)[sender] = end
+        for buffer in requirements.written.get(position, ()):
+            self.state.on_host_at[buffer] = end
         for buffer in requirements.made.get(position, ()):
             self._offload(buffer, end)
         for buffer in requirements.changed.get(position, ()):
@@ -218,6 +226,12 @@ class _SwapScheduler:
             if buffer not in self.permanent or not self.repeats:
                 self._offload(buffer, end)
         self._prefetch(device, device.compute_free)
+
+    def _link_free(self, kind: VertexKind, sender: int, receiver: _DeviceState) -> float:
+        """When the link that a transfer takes is free."""
+        if kind is VertexKind.RELOAD:
+            return receiver.link_free
+        return (self.d2h_free if kind is VertexKind.OFFLOAD else self.p2p_free)[sender]
 
     def _allocate_output(self, device: _DeviceState, buffer: int, begin: float) -> float:
         """Take the bytes of an activation that the vertex at hand produces; return when the vertex may start."""
@@ -273,12 +287,13 @@ class _SwapScheduler:
         device.position = position
 
     def _load_deferred(self, device: _DeviceState) -> None:
-        """Load what was promised before its step had started, as soon as that has."""
-        if device.deferred and self.buffers[device.deferred[0]].evictable_from <= device.position:
-            for index in device.deferred:
-                begin = max(device.link_free, device.compute_free)
+        """Load what was promised before its step had started, or before it was written at home, as soon as that has."""
+        ready = [index for index in device.deferred if self.buffers[index].evictable_from <= device.position]
+        if ready:
+            for index in ready:
+                begin = max(device.link_free, self.state.on_host_at[index], device.compute_free)
                 self._reload(device, index, device.memory.allocate(index, begin))
-            device.deferred = []
+            device.deferred = [index for index in device.deferred if not self.state.resident[index]]
 
     def _provide_now(self, device: _DeviceState) -> None:
         """Reload or hold every buffer that the position at hand reads. Raises Infeasible."""
