@@ -72,6 +72,8 @@ def _some(ids: set[int]) -> str:
 def check_taskgraph(graph: TaskGraph) -> TaskGraph:
     """Return ``graph`` with its vertices in a topological order, or raise GraphFileError naming vertex and key."""
     devices = {device.id for device in graph.devices}
+    if graph.devices and all(device.host for device in graph.devices):
+        raise GraphFileError("devices: all are the host's: a plan needs one whose memory it shares out")
     by_id: dict[int, Vertex] = {}
     for vertex in graph.vertices:
         if vertex.id in by_id:
@@ -132,6 +134,9 @@ def _check_devices(vertex: Vertex, by_id: dict[int, Vertex], home_uses: HomeUses
             raise _fail(vertex, f"inputs[{position}]", f"vertex {ref[0]} lives on device {device}: add a transfer")
         if moves and device in home_uses.hosts and ref in home_uses.homes:
             raise _fail(vertex, f"inputs[{position}]", "has its home on the host: let its device be the target's")
+    for output, ref in overwrites(vertex):
+        if home_uses.at_home(vertex, ref) and (vertex.id, output) not in home_uses.written:
+            raise _fail(vertex, "inplace", f"over {called(by_id[ref[0]])} at its home, where no kernel changes it")
 
 
 def _check_flags(vertex: Vertex) -> None:

@@ -65,6 +65,8 @@ def plan_in_buffers(plan: MemGraph) -> schema2.Plan:
                 held[ref] = buffers.add(version, host.id, offset)
             elif slot is not None:
                 held[ref] = buffers.add(version, slot.device, slot.addr)
+            elif version in graph.written_at_home:
+                held[ref] = buffers.add(version, host.id, None)
             elif not size or vertex.id in external:
                 held[ref] = buffers.add(version, vertex.device, None)
     order = []
@@ -74,7 +76,9 @@ def plan_in_buffers(plan: MemGraph) -> schema2.Plan:
             continue
         reads = []
         for ref in vertex.inputs:
-            from_home = vertex.kind is VertexKind.RELOAD and by_id[ref[0]].kind is VertexKind.INPUT
+            from_home = by_id[ref[0]].kind is VertexKind.INPUT and (
+                vertex.kind is VertexKind.RELOAD or _uses_home(graph, vertex, names.version[ref])
+            )
             reads.append(buffers.home(names.version[ref]) if from_home else held[ref])
         writes = tuple(held[vertex.id, k] for k in range(len(vertex.sizes)))
         order.append(schema2.Planned(vertex.id, tuple(reads), writes))
@@ -88,7 +92,7 @@ def plan_in_vertices(plan: schema2.Plan) -> MemGraph:
     check_names(plan)
     names = _InVertices(plan.graph)
     graph = names.graph()
-    kinds = {space.id: space.kind for space in plan.graph.spaces}
+    arenas = {space.id for space in plan.graph.spaces if space.is_arena}
     buffers = {buffer.id: buffer for buffer in plan.buffers}
     written = {number for planned in plan.order for number in planned.writes}
     slots: dict[Ref, Slot] = {}
@@ -103,7 +107,7 @@ def plan_in_vertices(plan: schema2.Plan) -> MemGraph:
             ref_of[number] = (planned.id, k)
     for buffer in plan.buffers:
         ref, size = ref_of[buffer.id], plan.graph.value[buffer.version[0]].bytes
-        if buffer.offset is not None and kinds[buffer.space] is SpaceKind.DEVICE:
+        if buffer.offset is not None and buffer.space in arenas:
             slots[ref] = Slot(buffer.space, buffer.offset, size)
         elif buffer.offset is not None:
             offsets[ref[0]] = buffer.offset
@@ -115,8 +119,8 @@ def plan_in_vertices(plan: schema2.Plan) -> MemGraph:
         if planned.id in by_id:
             vertices.append(replace(by_id[planned.id], inputs=inputs))
         else:
-            vertices.append(_copy_vertex(planned, inputs, buffers, plan, kinds))
-    host = next((space for space in plan.graph.spaces if space.kind is SpaceKind.HOST), None)
+            vertices.append(_copy_vertex(planned, inputs, buffers, plan))
+    host = next((space for space in plan.graph.spaces if _has_homes(space)), None)
     # Without a size the host's space has what the plan takes.
     host_memory = host_end if host is None or host.bytes is None else host.bytes
     gate = next((v.id for v in vertices if arrives_at_gate(v)), None)
@@ -141,6 +145,17 @@ def _host_id(devices: Iterable[Device]) -> int:
     return max(device.id for device in devices) + 1
 
 
+def _has_homes(space: Space) -> bool:
+    """Whether it is the memory of the host where values have their homes, and offloads go."""
+    return space.kind is SpaceKind.HOST and not space.kernels
+
+
+def _uses_home(graph: schema2.Graph, vertex: Vertex, version: Version) -> bool:
+    """Whether ``vertex``, of a plan, is a kernel on the host that reads ``version`` at its home."""
+    on_host = vertex.kind is VertexKind.KERNEL and graph.space[vertex.device].kernels
+    return on_host and graph.value[version[0]].home is not None
+
+
 def _is_state(value: Value) -> bool:
     return value.traits.changes_over_steps
 
@@ -156,7 +171,10 @@ class _InValues:
     def graph(self, host: Space | None = None) -> schema2.Graph:
         source = self._source
         host = host or Space(_host_id(source.devices), SpaceKind.HOST, source.host_memory, 1)
-        spaces = tuple(Space(d.id, SpaceKind.DEVICE, d.memory, d.alignment) for d in source.devices)
+        spaces = tuple(
+            Space(d.id, SpaceKind.HOST if d.host else SpaceKind.DEVICE, d.memory, d.alignment, d.host)
+            for d in source.devices
+        )
         if any(vertex.id < 0 for vertex in source.vertices):
             raise GraphFileError("id: version 2 counts vertices from 0 on; give them other numbers")
         fresh = max((vertex.id for vertex in source.vertices), default=-1) + 1
@@ -285,20 +303,19 @@ def _copy_vertex(
     inputs: tuple[Ref, ...],
     buffers: Mapping[int, schema2.Buffer],
     plan: schema2.Plan,
-    kinds: Mapping[int, SpaceKind],
 ) -> Vertex:
     source, target = buffers[planned.reads[0]], buffers[planned.writes[0]]
-    pair = (kinds[source.space], kinds[target.space])
-    if pair == (SpaceKind.DEVICE, SpaceKind.HOST):
+    spaces = plan.graph.space[source.space], plan.graph.space[target.space]
+    if spaces[0].is_arena and _has_homes(spaces[1]):
         kind, device = VertexKind.OFFLOAD, source.space
         value = plan.graph.value[source.version[0]]
         if _is_state(value) != (target.offset is None) and value.bytes:
             place = "its home" if _is_state(value) else "offsets"
             raise GraphFileError(f"vertex {planned.id}: on the host value {value.id} lies at {place} alone")
-    elif pair == (SpaceKind.HOST, SpaceKind.DEVICE):
+    elif _has_homes(spaces[0]) and spaces[1].is_arena:
         kind, device = VertexKind.RELOAD, target.space
     else:
-        raise GraphFileError(f"vertex {planned.id}: no engine copies from {pair[0]} to {pair[1]} yet")
+        raise GraphFileError(f"vertex {planned.id}: no engine copies from {spaces[0].kind} to {spaces[1].kind} yet")
     return Vertex(planned.id, kind, device, kind.name.lower(), inputs, (plan.graph.value[source.version[0]].bytes,))
 
 
@@ -315,9 +332,9 @@ class _InVertices:
         for space in source.spaces:
             if space.kind is SpaceKind.STORAGE:
                 raise GraphFileError(f"space {space.id}: no planner and no engine knows storage yet")
-            if space.kind is SpaceKind.DEVICE:
+            if space.is_arena:
                 assert space.bytes is not None
-                devices.append(Device(space.id, space.bytes, space.alignment))
+                devices.append(Device(space.id, space.bytes, space.alignment, space.kernels))
         arriving = [value for value in source.values if value.traits.arrival is not Arrival.MADE]
         ids = _input_ids(arriving, {vertex.id for vertex in source.vertices})
         for value in arriving:
@@ -328,7 +345,7 @@ class _InVertices:
         inputs = [self._input(value, ids[value.id]) for value in arriving]
         gate = next((vertex.id for vertex in inputs if arrives_at_gate(vertex)), None)
         kernels = [self._vertex(vertex, gate) for vertex in source.vertices]
-        hosts = [space for space in source.spaces if space.kind is SpaceKind.HOST]
+        hosts = [space for space in source.spaces if _has_homes(space)]
         if len(hosts) > 1:
             raise GraphFileError(f"space {hosts[1].id}: planners and the engine know one memory of the host")
         host = hosts[0].bytes if hosts else None

@@ -7,7 +7,7 @@ import hashlib
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from disco_accel.graph.schema1_files import (
 from disco_accel.graph.schema2_files import graph_from_json, graph_to_json, lines, plan_from_json, plan_to_json
 from disco_accel.graph.strict_json import an_object, plain, shown
 from disco_accel.graph.strict_json import parse_json as parse_json
-from disco_accel.graph.taskgraph import TaskGraph, Vertex
+from disco_accel.graph.taskgraph import TaskGraph
 
 MAX_FILE_BYTES = 1 << 30
 """A larger file is refused before it is read."""
@@ -90,22 +90,24 @@ def fingerprint(graph: TaskGraph) -> str:
     """Return the sha256, in hex, of all that a plan depends on: the graph without its name and ops."""
     data = (
         taskgraph_to_json(graph)
-        if version_needed(graph.vertices) == 1 and graph.host_memory is None
+        if version_needed(graph) == 1 and graph.host_memory is None
         else graph_to_json(graph_in_values(graph))
     )
     data.pop("name")
     return hashlib.sha256(lines(data)).hexdigest()
 
 
-def version_needed(vertices: Iterable[Vertex]) -> int:
-    """The first version of the files that has words for ``vertices``: 1 but for values that change over steps or that
-    the host renews between them, and for kernels that change another output in place than the first."""
-    return 1 if all(sayable(vertex) for vertex in vertices) else 2
+def version_needed(graph: TaskGraph | MemGraph) -> int:
+    """The first version of the files that has words for devices and vertices: 1 but for kernels on a host device, for
+    values that change over steps or that the host renews between them, and for kernels that change another output in
+    place than the first."""
+    on_host = any(device.host for device in graph.devices)
+    return 1 if not on_host and all(sayable(vertex) for vertex in graph.vertices) else 2
 
 
 def plan_as_json(plan: MemGraph) -> dict[str, Any]:
     """Return ``plan`` as the object that a file of the first version with words for it holds."""
-    return memgraph_to_json(plan) if version_needed(plan.vertices) == 1 else plan_to_json(plan_in_buffers(plan))
+    return memgraph_to_json(plan) if version_needed(plan) == 1 else plan_to_json(plan_in_buffers(plan))
 
 
 def write_atomically(path: str | os.PathLike[str], data: bytes, mode: int = 0o644) -> None:

@@ -309,6 +309,12 @@ def _ref(raw: object, where: str, names: IdNames | None) -> Ref:
 
 
 def _top(kind: str, name: str, devices: tuple[Device, ...], vertices: list[dict[str, Any]]) -> dict[str, Any]:
+    for index, device in enumerate(devices):
+        if device.host:
+            raise GraphFileError(
+                f"devices[{index}]: host: version 1 has no word for kernels on the host (device {device.id}): write "
+                "version 2 (on the command line --schema 2)"
+            )
     listed = [{"id": device.id, "memory": device.memory, "alignment": device.alignment} for device in devices]
     return {"format": kind, "version": 1, "name": name, "devices": listed, "vertices": vertices}
 

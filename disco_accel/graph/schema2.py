@@ -43,12 +43,22 @@ class Work(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Memory of ``bytes``; None = as much as a plan takes. Offsets of buffers are multiples of ``alignment``."""
+    """Memory of ``bytes``; None = as much as a plan takes. Offsets of buffers are multiples of ``alignment``.
+
+    ``kernels``: a space of the host in which kernels run, on the machine's processors, beside the one where values have
+    their homes. What these kernels use of such values they use there.
+    """
 
     id: int
     kind: SpaceKind
     bytes: int | None = None
     alignment: int = 256
+    kernels: bool = False
+
+    @property
+    def is_arena(self) -> bool:
+        """Whether kernels run there and values have it as their space: a device's memory, or a host device's."""
+        return self.kind is SpaceKind.DEVICE or self.kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +115,16 @@ class Graph:
     def space(self) -> Mapping[int, Space]:
         """Spaces by id."""
         return {space.id: space for space in self.spaces}
+
+    def at_home(self, vertex: Vertex, value: Value) -> bool:
+        """Whether ``vertex`` uses ``value`` at its home: a kernel on the host one that has its home on the host."""
+        on_host = value.home is not None and self.space[value.home].kind is SpaceKind.HOST
+        return vertex.work is Work.KERNEL and self.space[vertex.space].kernels and on_host
+
+    @functools.cached_property
+    def written_at_home(self) -> frozenset[Version]:
+        """The versions that kernels on the host write."""
+        return frozenset(v for vertex in self.vertices for v in vertex.writes if self.at_home(vertex, self.value[v[0]]))
 
     @functools.cached_property
     def gate_outputs(self) -> frozenset[Version]:

@@ -19,6 +19,7 @@ def check_graph(graph: Graph) -> Graph:
     _check_values(graph)
     _check_vertices(graph)
     _check_versions(graph)
+    _check_homes(graph)
     ordered = _ordered(graph)
     _check_gate(ordered)
     return ordered
@@ -48,7 +49,9 @@ def _check_spaces(graph: Graph) -> None:
     for space in graph.spaces:
         if space.alignment < 1:
             raise GraphFileError(f"space {space.id}: alignment: must be 1 or more bytes")
-        if space.bytes is None and space.kind is SpaceKind.DEVICE:
+        if space.kernels and space.kind is not SpaceKind.HOST:
+            raise GraphFileError(f"space {space.id}: kernels: says of a space of the host that kernels run in it")
+        if space.bytes is None and space.is_arena:
             raise GraphFileError(f"space {space.id}: bytes: a device's memory has a size")
     if not any(space.kind is SpaceKind.DEVICE for space in graph.spaces):
         raise GraphFileError("spaces: there is no device")
@@ -61,7 +64,7 @@ def _check_values(graph: Graph) -> None:
         total += value.bytes
         if value.bytes < 0 or total > MAX_SIZE:
             raise _of(value, "bytes", f"all values up to this one take {total} bytes, beyond 0 to {MAX_SIZE}")
-        if value.space not in graph.space or graph.space[value.space].kind is not SpaceKind.DEVICE:
+        if value.space not in graph.space or not graph.space[value.space].is_arena:
             raise _of(value, "space", f"{value.space} is not one of the devices")
         if wrong := value.traits.contradiction():
             raise _of(value, *wrong)
@@ -77,8 +80,8 @@ def _check_lasting(graph: Graph, value: Value) -> None:
             raise _of(value, "home", "foreign memory has no home; it is where its owner keeps it")
     elif value.home is None:
         raise _of(value, "home", "missing: the space that holds it between steps")
-    elif value.home not in graph.space or graph.space[value.home].kind is SpaceKind.DEVICE:
-        raise _of(value, "home", f"{value.home} is not a space of the host or of storage")
+    elif value.home not in graph.space or graph.space[value.home].is_arena:
+        raise _of(value, "home", f"{value.home} is not a space of the host or of storage where no kernels run")
 
 
 def _check_vertices(graph: Graph) -> None:
@@ -108,7 +111,8 @@ def _check_version(graph: Graph, vertex: Vertex, key: str, version: Version) -> 
     value = graph.value.get(version[0])
     if value is None or version[1] < 0:
         raise _at(vertex, key, f"there is no version {list(version)}")
-    if value.space != vertex.space and not (key == "reads" and vertex.work is Work.COPY):
+    copied = key == "reads" and vertex.work is Work.COPY
+    if value.space != vertex.space and not copied and not graph.at_home(vertex, value):
         raise _at(vertex, key, f"value {value.id} is in space {value.space}, not {vertex.space}: add a copy")
 
 
@@ -151,6 +155,23 @@ def _check_versions(graph: Graph) -> None:
         for version in versions:
             if version not in exists:
                 raise GraphFileError(f"{key}: nothing writes {list(version)}")
+
+
+def _check_homes(graph: Graph) -> None:
+    """The versions of a value are all written in its space, or all at its home, where only plans copy from."""
+    for vertex in graph.vertices:
+        for value, version in vertex.writes:
+            former = (value, version - 1)
+            at_home = former in graph.written_at_home
+            if version > 1 and at_home != ((value, version) in graph.written_at_home):
+                other = graph.writers[former]
+                raise _at(vertex, "writes", f"changes value {value} in another space than vertex {other.id} does")
+        for read in vertex.reads if vertex.work is Work.COPY else ():
+            copied = graph.value[read[0]]
+            if read in graph.written_at_home:
+                raise _at(vertex, "reads", f"{list(read)} lies at a home, from where a plan loads it: no copy")
+            if copied.home is not None and graph.space[copied.space].kernels:
+                raise _at(vertex, "reads", f"value {copied.id} has its home on the host: let its space be the target's")
 
 
 def _ordered(graph: Graph) -> Graph:

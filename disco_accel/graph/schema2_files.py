@@ -134,7 +134,8 @@ def _spaces(top: Mapping[str, Any]) -> tuple[Space, ...]:
         entry = an_object(raw, where)
         size = None if entry.get("bytes") is None else integer(entry, "bytes", where)
         kind = _word(entry, "kind", where, SpaceKind)
-        spaces.append(Space(integer(entry, "id", where), kind, size, integer(entry, "alignment", where, 256, least=1)))
+        alignment = integer(entry, "alignment", where, 256, least=1)
+        spaces.append(Space(integer(entry, "id", where), kind, size, alignment, flag(entry, "kernels", where)))
     return tuple(spaces)
 
 
@@ -251,7 +252,10 @@ def _check_planned(planned: Planned, buffers: Mapping[int, Buffer], vertex: Vert
 
 def _head(kind: str, graph: Graph) -> dict[str, Any]:
     spaces = [
-        {"id": s.id, "kind": str(s.kind)} | ({} if s.bytes is None else {"bytes": s.bytes}) | {"alignment": s.alignment}
+        {"id": s.id, "kind": str(s.kind)}
+        | ({} if s.bytes is None else {"bytes": s.bytes})
+        | {"alignment": s.alignment}
+        | ({"kernels": True} if s.kernels else {})
         for s in graph.spaces
     ]
     top: dict[str, Any] = {"format": kind, "version": VERSION, "name": graph.name, "spaces": spaces}

@@ -6,14 +6,16 @@ buffer the name of what it does not hold, a wrong plan of this form could become
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from disco_accel.errors import GraphFileError
-from disco_accel.graph.schema2 import Buffer, Plan, SpaceKind, Version
+from disco_accel.graph.schema2 import Buffer, Plan, SpaceKind, Version, Vertex
 from disco_accel.graph.traits import Access, Arrival
 
 
 def check_names(plan: Plan) -> None:
     """Raise GraphFileError, naming the buffer, unless each buffer of ``plan`` has a name of its own in vertices."""
-    if sum(space.kind is SpaceKind.HOST for space in plan.graph.spaces) > 1:
+    if sum(space.kind is SpaceKind.HOST and not space.kernels for space in plan.graph.spaces) > 1:
         raise GraphFileError("spaces: planners and the engine know one memory of the host")
     buffers = {buffer.id: buffer for buffer in plan.buffers}
     vertices = {vertex.id: vertex for vertex in plan.graph.vertices}
@@ -40,8 +42,20 @@ def check_names(plan: Plan) -> None:
             arriving.add(place)
     for planned in plan.order:
         at_home = [number for number in planned.reads if number in unwritten and _is_home(plan, unwritten[number])]
-        if planned.id in vertices and at_home:
+        vertex = vertices.get(planned.id)
+        if vertex is not None and plan.graph.space[vertex.space].kernels:
+            _check_on_host(plan, vertex, (*planned.reads, *planned.writes), buffers)
+        elif vertex is not None and at_home:
             raise GraphFileError(f"vertex {planned.id}: reads: buffer {at_home[0]} is a home, which only copies read")
+
+
+def _check_on_host(plan: Plan, vertex: Vertex, numbers: tuple[int, ...], buffers: Mapping[int, Buffer]) -> None:
+    """In vertices a kernel on the host uses homes whatever copy its inputs name."""
+    for buffer in (buffers[number] for number in numbers):
+        value = plan.graph.value[buffer.version[0]]
+        home = (buffer.space, buffer.offset) == (value.home, None)
+        if plan.graph.at_home(vertex, value) and value.bytes and not home:
+            raise GraphFileError(f"vertex {vertex.id}: buffer {buffer.id} is not the home of value {value.id}")
 
 
 def _is_home(plan: Plan, buffer: Buffer) -> bool:

@@ -102,8 +102,9 @@ def _check_graph(graph: Graph, repeated: Graph) -> None:
         raise VerifyError(f"the plan is for spaces {sorted(repeated.space)}, the graph has {sorted(graph.space)}")
     for space in repeated.spaces:
         own = graph.space[space.id]
-        if space.kind is not own.kind:
-            raise VerifyError(f"space {space.id}: is {own.kind} in the graph and {space.kind} in the plan")
+        if space.kind is not own.kind or space.kernels != own.kernels:
+            kinds = [f"{s.kind}{' with kernels' if s.kernels else ''}" for s in (own, space)]
+            raise VerifyError(f"space {space.id}: is {kinds[0]} in the graph and {kinds[1]} in the plan")
         if own.bytes is not None and (space.bytes is None or space.bytes > own.bytes):
             raise VerifyError(f"space {space.id}: the plan counts on {space.bytes} bytes, the graph gives {own.bytes}")
         if space.alignment % own.alignment:
@@ -156,6 +157,8 @@ def _check_buffers(judged: _Judged) -> None:
         space = judged.plan.graph.space.get(buffer.space)
         if space is None:
             raise VerifyError(f"buffer {buffer.id}: there is no space {buffer.space}")
+        if space.kernels and value.home is not None:
+            raise VerifyError(f"buffer {buffer.id}: value {value.id} is used at its home, not in space {space.id}")
         begin, end = judged.extent(buffer)
         if begin < 0 or (space.bytes is not None and end > space.bytes):
             raise VerifyError(
@@ -177,8 +180,12 @@ def _check_planned(judged: _Judged, planned: Planned) -> None:
         if [buffer.version for buffer in buffers] != list(versions):
             raise VerifyError(f"{name} {key} {[b.version for b in buffers]}, where the graph says {list(versions)}")
         for buffer in buffers:
-            space = judged.value(buffer).space if vertex.work is Work.COPY and key == "reads" else vertex.space
-            if buffer.space != space:
+            used = judged.value(buffer)
+            space = used.space if vertex.work is Work.COPY and key == "reads" else vertex.space
+            if judged.graph.at_home(vertex, used):
+                if used.bytes and (buffer.space, buffer.offset) != (used.home, None):
+                    raise VerifyError(f"{name}: {key} buffer {buffer.id}, which is not the home of value {used.id}")
+            elif buffer.space != space and (used.bytes or buffer.version not in judged.graph.written_at_home):
                 raise VerifyError(f"{name}: {key} buffer {buffer.id} in space {buffer.space}, not in {space}")
     for written in writes:
         value, version = written.version

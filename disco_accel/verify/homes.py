@@ -77,7 +77,7 @@ def _home_readers(plan: JudgedPlan) -> Mapping[Ref, list[int]]:
     for vertex in plan.mem.vertices:
         for position, ref in enumerate(vertex.inputs):
             reloads = vertex.kind is VertexKind.RELOAD
-            if plan.carried[ref] in plan.state and (reloads or plan.reads_at_home(vertex.id, position)):
+            if (reloads or plan.reads_at_home(vertex.id, position)) and plan.carried[ref] in plan.state:
                 readers[ref].append(vertex.id)
     return readers
 

@@ -87,23 +87,21 @@ def _check_values(plan: JudgedPlan, order: Mapping[int, int]) -> None:
             where = f"{plan.name(vertex.id)}: inputs[{position}]"
             if got != wanted:
                 raise VerifyError(f"{where} holds value {got}, not {wanted}")
-            at_home = plan.reads_at_home(vertex.id, position)
-            if at_home:
-                if source.kind is VertexKind.RELOAD or (
-                    source.kind is VertexKind.KERNEL and not _is_at_home(plan, ref)
-                ):
-                    raise VerifyError(f"{where} is a copy on device {source.device}, but is used at its home")
+            if plan.reads_at_home(vertex.id, position):
+                if plan.size(ref) and source.kind is not VertexKind.INPUT and not writes_home(plan, ref):
+                    raise VerifyError(f"{where} is a copy by {plan.name(source.id)}, but is used at its home")
                 continue
             if source.kind is VertexKind.OFFLOAD or _is_at_home(plan, ref):
                 raise VerifyError(f"{where} is {_kind(source)}, which is on the host")
-            if source.device != plan.home_uses.device_of(wanted, plan.task[wanted[0]]):
+            nowhere = ref in plan.home_uses.written  # Without bytes, as others were refused.
+            if source.device != plan.home_uses.device_of(wanted, plan.task[wanted[0]]) and not nowhere:
                 raise VerifyError(f"{where} is on device {source.device}")
             _check_on_device(plan, ref, vertex.id)
 
 
 def _is_at_home(plan: JudgedPlan, ref: Ref) -> bool:
-    """Whether a kernel of a host device has written ``ref`` at a home."""
-    return ref in plan.home_uses.written
+    """Whether a kernel of a host device has written ``ref``, which has bytes, at a home."""
+    return ref in plan.home_uses.written and plan.size(ref) > 0
 
 
 def _kind(vertex: Vertex) -> str:
@@ -165,7 +163,8 @@ def _check_slots(plan: JudgedPlan) -> None:
             raise VerifyError(f"there is an address for [{ref[0]}, {ref[1]}], which does not exist")
         device = devices[vertex.device]
         task = plan.task.get(vertex.id)
-        moves_not = task is not None and (is_foreign(task) or plan.home_uses.never_moves(task))
+        at_home = device.host and plan.carried.get(ref) in plan.home_uses.homes
+        moves_not = at_home or (task is not None and is_foreign(task))
         if vertex.kind is VertexKind.OFFLOAD or moves_not or _is_at_home(plan, ref):
             raise VerifyError(f"{plan.name(ref[0])} has an address in the arena but does not live there")
         if vertex.id in plan.task and slot.size and not outlives_step(plan.task[vertex.id]):

@@ -219,7 +219,7 @@ def test_files_of_version_2_have_it_and_version_1_refuses_it(tmp_path: Path) -> 
     for write in (lambda: write_taskgraph(graph, task), lambda: write_memgraph(plan, mem)):
         with pytest.raises(GraphFileError, match=r"vertex 0 \(w0\): version 1 has no word for .* renewed by the host"):
             write()
-    assert version_needed(graph.vertices) == 2
+    assert version_needed(graph) == 2
     write_taskgraph(graph, task, version=2)
     write_memgraph(plan, mem, version=2)
     back, plan_back = read_taskgraph(task), read_memgraph(mem)
