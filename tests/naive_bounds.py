@@ -48,6 +48,29 @@ def versions(graph: TaskGraph) -> dict[Ref, list[Ref]]:
     return chains
 
 
+def on_host_device(graph: TaskGraph, device: int) -> bool:
+    return any(d.host for d in graph.devices if d.id == device)
+
+
+def homes(graph: TaskGraph) -> dict[Ref, Ref]:
+    """What lies at a home: an INPUT that the host has, or a version of one, → that INPUT."""
+    inputs = {(v.id, 0): (v.id, 0) for v in graph.vertices if on_host(v)}
+    return inputs | {ref: state for state, chain in versions(graph).items() for ref in chain}
+
+
+def written_at_home(graph: TaskGraph) -> set[Ref]:
+    """Versions of bytes that kernels of a host device write."""
+    of = {v.id: v for v in graph.vertices}
+    chains = [ref for chain in versions(graph).values() for ref in chain[1:] if of[ref[0]].sizes[ref[1]]]
+    return {ref for ref in chains if on_host_device(graph, of[ref[0]].device)}
+
+
+def device_of(graph: TaskGraph, value: Ref) -> int:
+    """Where copies of ``value`` are that are not at home."""
+    maker = homes(graph).get(value, value)[0]
+    return next(v.device for v in graph.vertices if v.id == maker)
+
+
 def says_what_the_graph_says(graph: TaskGraph, plan: MemGraph) -> bool:
     """Whether devices and vertices are the graph's, and all vertices besides are plain copies."""
     own, of = {v.id: v for v in graph.vertices}, {v.id: v for v in plan.vertices}
@@ -64,7 +87,12 @@ def says_what_the_graph_says(graph: TaskGraph, plan: MemGraph) -> bool:
         if not right:
             return False
     for d in plan.devices:
-        if d.memory > devices[d.id].memory or d.alignment < 1 or d.alignment % devices[d.id].alignment:
+        if (
+            d.host != devices[d.id].host
+            or d.memory > devices[d.id].memory
+            or d.alignment < 1
+            or d.alignment % devices[d.id].alignment
+        ):
             return False
     same_devices = sorted(d.id for d in plan.devices) == sorted(devices)
     return same_devices and len(of) == len(plan.vertices) and own.keys() <= of.keys()
@@ -84,6 +112,10 @@ def places(graph: TaskGraph, plan: MemGraph) -> dict[Ref, tuple[int, int, int]]:
     arenas[HOST] = (plan.host_memory, plan.host_alignment)
     at = [((o, 0), HOST, start, start + sum(of[o].sizes)) for o, start in plan.host_offsets.items()]
     at += [(ref, s.device, s.addr, s.addr + s.size) for ref, s in plan.slots.items()]
+    at_home, lasting = written_at_home(graph), homes(graph)
+    for ref, s in plan.slots.items():
+        if ref in at_home or (on_host_device(graph, s.device) and copied[ref] in lasting):
+            raise Misplaced
     for (id, k), arena, start, end in at:
         v, (memory, alignment) = of[id], arenas[arena]
         if arena != (HOST if v.kind == OFFLOAD else v.device) or foreign(v) or k < 0 or end - start != v.sizes[k]:
@@ -94,12 +126,13 @@ def places(graph: TaskGraph, plan: MemGraph) -> dict[Ref, tuple[int, int, int]]:
             raise Misplaced
     for v in plan.vertices:
         needs_none = v.kind == OFFLOAD or foreign(v) or on_host(v)
-        if not needs_none and any(size and (v.id, k) not in plan.slots for k, size in enumerate(v.sizes)):
+        placed = plan.slots.keys() | at_home
+        if not needs_none and any(size and (v.id, k) not in placed for k, size in enumerate(v.sizes)):
             raise Misplaced
     for number, (state, chain) in enumerate(versions(graph).items()):
         written = [v for v in plan.vertices if v.kind == OFFLOAD and copied[v.id, 0] in chain]
         if any(v.id in plan.host_offsets for v in written):
             raise Misplaced
-        held = (before_step(state), *((v.id, 0) for v in written))
+        held = (before_step(state), *((v.id, 0) for v in written), *(ref for ref in chain if ref in at_home))
         at += [(ref, HOST - 1 - number, 0, of[state[0]].sizes[0]) for ref in held]
     return {ref: (arena, start, end) for ref, arena, start, end in at}

@@ -48,5 +48,6 @@ def next_step_finds(orders: Orders, ref: Ref, last: Ref, copies: list[Ref]) -> b
     resident = orders.plan.cyclic and ref in orders.at
     back = any(orders.at.get(copy) == orders.at.get(ref) for copy in copies)
     loaded = any(before_step(ref) in orders.read(reader) for reader in orders.of.values())
-    at_home = last == ref or any(orders.of[copy[0]].kind == VertexKind.OFFLOAD for copy in copies)
+    written = [copy for copy in copies if orders.of[copy[0]].kind == VertexKind.OFFLOAD or copy in orders.at_home]
+    at_home = last == ref or bool(written)
     return (back or not resident) and (at_home or (resident and not loaded))

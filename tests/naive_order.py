@@ -7,7 +7,18 @@ from __future__ import annotations
 
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
-from tests.naive_bounds import before_step, carried, foreign, on_host, places
+from tests.naive_bounds import (
+    HOST,
+    before_step,
+    carried,
+    device_of,
+    foreign,
+    homes,
+    on_host,
+    on_host_device,
+    places,
+    written_at_home,
+)
 
 INPUT, KERNEL, TRANSFER, OFFLOAD, RELOAD = VertexKind
 
@@ -20,6 +31,7 @@ class Orders:
         self.value = carried(graph, plan)
         self.own, self.of = {v.id: v for v in graph.vertices}, {v.id: v for v in plan.vertices}
         self.size = {(v.id, k): size for v in plan.vertices for k, size in enumerate(v.sizes)}
+        self.homes, self.at_home = homes(graph), written_at_home(graph)
         self.late = {v.id for v in graph.vertices if v.traits.arrival == "gate"}
         self.before = {v: {p for p, _ in self.of[v].inputs if self.of[p].kind == INPUT} for v in self.of}
 
@@ -47,31 +59,44 @@ class Orders:
 
     def reads(self, v: Vertex, p: int) -> bool:
         ref, source = v.inputs[p], self.of[v.inputs[p][0]]
-        on_device = source.kind != OFFLOAD and (ref in self.at or foreign(source) or not self.size[ref])
+        placed = ref in self.at or foreign(source) or not self.size[ref]
+        on_device = source.kind != OFFLOAD and ref not in self.at_home and placed
         if v.id in self.own:
             wanted = self.own[v.id].inputs[p]
-            right = on_device and self.value[ref] == wanted and source.device == self.own[wanted[0]].device
+            nothing = not self.size[ref] and on_host_device(self.graph, source.device) and ref in self.homes
+            there = on_device and (nothing or source.device == device_of(self.graph, wanted))
+            if self.uses_home(v, p):
+                # An INPUT, a version that was written at home, or an offload that went there: homes are below HOST.
+                there = on_host(source) or not self.size[ref] or (ref in self.at and self.at[ref][0] < HOST)
+            right = there and self.value[ref] == wanted
         elif v.kind == OFFLOAD:
             right = on_device and source.device == v.device and self.size[ref] == v.sizes[0]
         else:
-            right = self.size[ref] == v.sizes[0] and (source.kind == OFFLOAD or on_host(source))
+            right = self.size[ref] == v.sizes[0] and (source.kind == OFFLOAD or on_host(source) or ref in self.at_home)
+            right = right and (ref not in self.at_home or v.device == device_of(self.graph, self.value[ref]))
         return right and (source.kind == INPUT or (source.id, v.id) in self.plan.data_edges)
+
+    def uses_home(self, v: Vertex, p: int) -> bool:
+        """Whether ``v`` is a kernel of a host device that reads its input ``p`` at a home."""
+        kernel = v.id in self.own and v.kind == KERNEL and on_host_device(self.graph, v.device)
+        return kernel and self.own[v.id].inputs[p] in self.homes
 
     def overlap(self, a: Ref, b: Ref) -> bool:
         (arena, start, end), (other, begin, stop) = self.at.get(a, (0, 0, 0)), self.at.get(b, (0, 0, 0))
         return a != b and arena == other and max(start, begin) < min(end, stop)
 
     def read(self, v: Vertex) -> list[Ref]:
-        """What ``v`` reads, in memory: a reload of an input its home."""
-        home = v.kind == RELOAD and self.of[v.inputs[0][0]].kind == INPUT
-        return [before_step(ref) if home else ref for ref in v.inputs]
+        """What ``v`` reads, in memory: a reload of an input, or a kernel of a host device, its home."""
+        inputs = [(ref, self.of[ref[0]].kind == INPUT) for ref in v.inputs]
+        homes = [(v.kind == RELOAD or self.uses_home(v, p)) and known for p, (_, known) in enumerate(inputs)]
+        return [before_step(ref) if home else ref for (ref, _), home in zip(inputs, homes, strict=True)]
 
     def written_over(self, a: Ref, b: Ref) -> bool:
         """Whether ``b`` is written when all users of ``a`` have finished, or over it by a reader that may."""
         writer, users = self.of[b[0]], {v.id for v in self.of.values() if a in self.read(v)} | {a[0]}
-        may = [writer.inputs[p] for p in (() if b[1] else writer.may_inplace)]
-        may += [writer.inputs[p] for k, p in writer.inplace if k == b[1]]
-        exact = a in may and self.at[a][1] == self.at[b][1] and self.size[b] <= self.size[a]
+        may = [self.read(writer)[p] for p in (() if b[1] else writer.may_inplace)]
+        may += [self.read(writer)[p] for k, p in writer.inplace if k == b[1]]
+        exact = a in may and self.at[a][1] == self.at[b][1] and self.at[b][2] <= self.at[a][2]
         if writer.kind == INPUT or a[0] == b[0] or (writer.id in users and not exact):
             return False
         held_for_gate = self.late and self.of[a[0]].out and not self.behind(writer.id)
@@ -84,7 +109,7 @@ class Orders:
     def e(self) -> bool:  # and (f): the host is one more arena, as each home is
         pairs = [(a, b) for a in self.at for b in self.at if self.overlap(a, b)]
         reserved = all(self.in_late_place(b) for a, b in pairs if a[0] in self.late)
-        forced = [(v.inputs[p], (v.id, k)) for v in self.of.values() for k, p in v.inplace if v.sizes[k]]
+        forced = [(self.read(v)[p], (v.id, k)) for v in self.of.values() for k, p in v.inplace if v.sizes[k]]
         inplace = all(self.at[over][:2] == self.at[ref][:2] for over, ref in forced)
         return reserved and inplace and all(self.written_over(a, b) or self.written_over(b, a) for a, b in pairs)
 

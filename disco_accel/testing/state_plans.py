@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from disco_accel.errors import PlanError
 from disco_accel.graph.check import after_gate
+from disco_accel.graph.home_uses import HomeUses
 from disco_accel.graph.memgraph import Edge, MemGraph, Slot
 from disco_accel.graph.order import data_edges, serial_order
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
@@ -107,8 +108,10 @@ class _Draft:
         self.order = serial_order(self.graph)
         self.task = {vertex.id: vertex for vertex in self.graph.vertices}
         self.fresh = max(self.task) + 1
+        self.task_inputs = {(v.id, 0) for v in self.order if v.kind is VertexKind.INPUT}
         self.versions = lasting_versions(self.graph.vertices)
         self.state = {version: state for state, versions in self.versions.items() for version in versions}
+        self.uses = HomeUses.of(self.graph)
         self.cyclic = self.rng.random() < 0.6
         self.behind = after_gate(self.order)
         for position, vertex in enumerate(self.order):
@@ -144,7 +147,7 @@ class _Draft:
         self.vertices.append(vertex)
         if host_copy_exists(vertex):
             self.host[ref] = ref
-        if is_foreign(vertex) or not vertex.sizes[0] or not outlives_step(vertex):
+        if is_foreign(vertex) or not vertex.sizes[0] or not outlives_step(vertex) or self.uses.never_moves(vertex):
             return
         if host_copy_exists(vertex) and self.rng.random() < 0.5:
             return
@@ -153,7 +156,7 @@ class _Draft:
             self.pinned.add(ref)
 
     def _hold(self, copy: Ref, value: Ref, addr: int | None) -> None:
-        device, size = self.task[value[0]].device, self.task[value[0]].sizes[value[1]]
+        device, size = self._device_of(value), self.task[value[0]].sizes[value[1]]
         taken = [self.slots[other] for other in self.held if self.slots[other].device == device]
         begins = [-(-_end(slot) // _UNIT) * _UNIT for slot in taken]
         free = [b for b in sorted({0, *begins}) if all(b + size <= s.addr or _end(s) <= b for s in taken)]
@@ -161,6 +164,9 @@ class _Draft:
         self.held[copy] = value
         if handed_out_at_gate(self.task[copy[0]] if copy[0] in self.task else self.task[value[0]]) and copy == value:
             self.pinned.add(copy)
+
+    def _device_of(self, value: Ref) -> int:
+        return self.uses.device_of(value, self.task[value[0]])
 
     def _copies(self, value: Ref) -> list[Ref]:
         return [copy for copy, of in self.held.items() if of == value]
@@ -175,7 +181,7 @@ class _Draft:
 
     def _copy(self, kind: VertexKind, source: Ref, value: Ref, addr: int | None = None) -> Ref:
         vertex = self.task[value[0]]
-        copy = Vertex(self.fresh, kind, vertex.device, kind.name.lower(), (source,), (vertex.sizes[value[1]],))
+        copy = Vertex(self.fresh, kind, self._device_of(value), kind.name.lower(), (source,), (vertex.sizes[value[1]],))
         self.fresh += 1
         self.vertices.append(copy)
         if kind is VertexKind.RELOAD:
@@ -186,15 +192,30 @@ class _Draft:
         value = self.held[copy]
         state = self.state.get(value)
         if state is not None:
-            for version in self.versions[state]:
-                if version in self.host and version != value and self._needed(version) and not self._copies(version):
-                    raise NoPlan
-                self.host.pop(version, None)
+            self._replace_home(state, value)
         offload = self._copy(VertexKind.OFFLOAD, copy, value)
         self.host[value] = offload
         if state is None:
             self.offsets[offload[0]] = self.host_memory
             self.host_memory += -(-self.slots[copy].size // _UNIT) * _UNIT
+
+    def _lost_with_home(self, state: Ref, value: Ref) -> bool:
+        """Whether something is lost once the home of ``state`` has ``value``."""
+        return any(
+            version in self.host
+            and version != value
+            and ((self._needed(version) and not self._copies(version)) or self._handed_out_at_home(version))
+            for version in self.versions[state]
+        )
+
+    def _handed_out_at_home(self, version: Ref) -> bool:
+        return self.host[version] == version and version in self.uses.written and self.task[version[0]].out
+
+    def _replace_home(self, state: Ref, value: Ref) -> None:
+        if self._lost_with_home(state, value):
+            raise NoPlan
+        for version in self.versions[state]:
+            self.host.pop(version, None)
 
     def _lose(self, copy: Ref) -> None:
         """Take ``copy`` off the device."""
@@ -220,10 +241,26 @@ class _Draft:
             raise NoPlan
         return self._copy(VertexKind.RELOAD, self.host[value], value)
 
+    def _at_home(self, value: Ref) -> Ref:
+        """What a kernel on the host reads, which uses ``value`` at its home."""
+        copies = self._copies(value)
+        if not self.task[value[0]].sizes[value[1]]:
+            return value
+        if value not in self.host:
+            if not copies:
+                raise NoPlan
+            self._offload(self.rng.choice(copies))
+        return self.host[value]
+
     def _run(self, vertex: Vertex) -> None:
-        read = {value: self._load(value) for value in dict.fromkeys(vertex.inputs)}
-        over: dict[int, Ref] = {k: read[value] for k, value in overwrites(vertex) if read[value] in self.held}
-        taken = [read[vertex.inputs[p]] for p in vertex.may_inplace if read[vertex.inputs[p]] in self.held]
+        at_home = {value for value in vertex.inputs if self.uses.at_home(vertex, value)}
+        loaded = {value: self._load(value) for value in dict.fromkeys(vertex.inputs) if value not in at_home}
+        read = loaded | {value: self._at_home(value) for value in dict.fromkeys(vertex.inputs) if value in at_home}
+        if any(self.host.get(value, value) != read[value] for value in at_home):
+            raise NoPlan  # Two versions of one value, for which its home has no room.
+        on_device = {value for value, copy in loaded.items() if copy in self.held}
+        over: dict[int, Ref] = {k: read[value] for k, value in overwrites(vertex) if value in on_device}
+        taken = [read[vertex.inputs[p]] for p in vertex.may_inplace if vertex.inputs[p] in on_device]
         taken = [copy for copy in taken if copy not in over.values() and self.slots[copy].size >= vertex.sizes[0]]
         if taken and vertex.sizes[0] and 0 not in over and self.rng.random() < 0.5:
             over[0] = self.rng.choice(taken)
@@ -239,7 +276,10 @@ class _Draft:
         self.vertices.append(replace(vertex, inputs=tuple(read[value] for value in vertex.inputs)))
         # No output that is not written over an input may lie on one.
         for k, size in enumerate(vertex.sizes):
-            if size and k not in places:
+            if size and (vertex.id, k) in self.uses.written:
+                self._replace_home(self.state[vertex.id, k], (vertex.id, k))
+                self.host[vertex.id, k] = (vertex.id, k)
+            elif size and k not in places:
                 self._hold((vertex.id, k), (vertex.id, k), None)
         for k, (addr, reserved) in places.items():
             del self.held[over[k]]
@@ -255,7 +295,9 @@ class _Draft:
         for state in self.versions:
             copies = [copy for copy in self.held if self.state.get(self.held[copy]) == state]
             if copies and self.rng.random() < 0.2:
-                self._offload(self.rng.choice(copies))
+                copy = self.rng.choice(copies)
+                if not self.uses.hosts or not self._lost_with_home(state, self.held[copy]):
+                    self._offload(copy)
 
     def _end(self) -> None:
         """Leave each value that lives over steps where the next step looks for it."""
@@ -269,6 +311,12 @@ class _Draft:
         if any(any(self._missing(vertex)) for vertex in self.graph.vertices):
             raise NoPlan
 
+    def _uses_home(self, vertex: Vertex, ref: Ref) -> bool:
+        """Whether ``vertex``, of the plan, reads the INPUT ``ref`` at its home."""
+        if vertex.kind is VertexKind.RELOAD:
+            return ref in self.task_inputs
+        return vertex.id in self.task and ref in self.task_inputs and self.uses.at_home(self.task[vertex.id], ref)
+
     def _last(self, ref: Ref) -> Ref:
         return self.versions[ref][-1] if ref in self.versions else ref
 
@@ -279,7 +327,7 @@ class _Draft:
             return False, False
         last = self._last(ref)
         resident = self.cyclic and ref in self.slots
-        loaded = any(v.kind is VertexKind.RELOAD and v.inputs[0] == ref for v in self.vertices)
+        loaded = any(ref in v.inputs and self._uses_home(v, ref) for v in self.vertices)
         in_place = [copy for copy in self._copies(last) if resident and self.slots[copy].addr == self.slots[ref].addr]
         at_home = last == ref or last in self.host
         return not at_home and (not resident or loaded), resident and not in_place
@@ -311,7 +359,7 @@ class _Draft:
         pairs: list[Edge] = []
         for vertex in self.vertices:
             for ref in dict.fromkeys(vertex.inputs):
-                at_home = vertex.kind is VertexKind.RELOAD and kind[ref[0]] is VertexKind.INPUT
+                at_home = self._uses_home(vertex, ref)
                 users[(ref[0], -1) if at_home else ref].append(vertex.id)
         for vertex in self.vertices:
             written: list[Ref] = []
@@ -326,6 +374,10 @@ class _Draft:
             if vertex.kind is VertexKind.OFFLOAD and state is not None:
                 written.append(homes.get(state, (state[0], -1)))
                 homes[state] = (vertex.id, 0)
+            for ref in ((vertex.id, k) for k, size in enumerate(vertex.sizes) if size):
+                if ref in self.uses.written:
+                    written.append(homes.get(self.state[ref], (self.state[ref][0], -1)))
+                    homes[self.state[ref]] = ref
             for former in written:
                 before = users[former] or [former[0]]
                 pairs += [(u, vertex.id) for u in before if u != vertex.id and kind[u] is not VertexKind.INPUT]

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from hypothesis import strategies as st
 
 from disco_accel.graph.check import after_gate, check_taskgraph
-from disco_accel.graph.taskgraph import Device, Ref, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.home_uses import HomeUses, host_devices
+from disco_accel.graph.taskgraph import Device, Ref, TaskGraph, Vertex, VertexKind, with_memory
 from disco_accel.graph.traits import BROUGHT, FOREIGN, FROZEN, LATE, LATE_FOREIGN, RENEWED, STATE
 from disco_accel.graph.values import arrives_at_gate, handed_out_at_gate, host_copy_exists, is_foreign
 
@@ -27,6 +28,7 @@ class Shape:
 
     ``states``: of an input that lives over steps and changes, and of a kernel that changes some of those. ``renewed``:
     of any other input that the host has, that the host changes it between steps.
+    ``host``: of an input and a vertex, that it is on one more device, which is the host's.
     ``old_versions``: whether versions of these are read, or handed out, also after they were overwritten.
     """
 
@@ -41,6 +43,7 @@ class Shape:
     after: float = 0.1
     states: float = 0.0
     renewed: float = 0.0
+    host: float = 0.0
     old_versions: bool = False
 
 
@@ -59,19 +62,25 @@ def working_set(graph: TaskGraph, device: int) -> int:
     """Return the bytes of the largest vertex on ``device``: inputs and outputs together, each rounded up."""
     align = next(d.alignment for d in graph.devices if d.id == device)
     by_id = {vertex.id: vertex for vertex in graph.vertices}
+    uses = HomeUses.of(graph)
     largest = 0
     for vertex in graph.vertices:
-        refs: set[Ref] = {ref for ref in vertex.inputs if not is_foreign(by_id[ref[0]])}
-        refs |= {(vertex.id, k) for k in range(len(vertex.sizes)) if not is_foreign(vertex)}
-        sizes = [by_id[v].sizes[k] for v, k in refs if by_id[v].device == device]
+        refs: set[Ref] = {
+            ref for ref in vertex.inputs if not is_foreign(by_id[ref[0]]) and not uses.at_home(vertex, ref)
+        }
+        refs |= {
+            (vertex.id, k)
+            for k in range(len(vertex.sizes))
+            if not is_foreign(vertex) and (vertex.id, k) not in uses.written
+        }
+        sizes = [by_id[v].sizes[k] for v, k in refs if uses.device_of((v, k), by_id[v]) == device]
         largest = max(largest, sum(-(-size // align) * align for size in sizes))
     return largest
 
 
 def with_working_sets(graph: TaskGraph, factor: float) -> TaskGraph:
-    """Return ``graph`` with arenas of ``factor`` times the largest working set of each device."""
-    devices = tuple(replace(d, memory=max(1, int(working_set(graph, d.id) * factor))) for d in graph.devices)
-    return replace(graph, devices=devices)
+    """Return ``graph`` with arenas of ``factor`` times the largest working set of each device but the host's."""
+    return with_memory(graph, lambda device: max(1, int(working_set(graph, device.id) * factor)))
 
 
 def held(graph: TaskGraph, device: int) -> tuple[int, int]:
@@ -94,16 +103,16 @@ def held(graph: TaskGraph, device: int) -> tuple[int, int]:
 
 
 def with_room(graph: TaskGraph, factor: float) -> TaskGraph:
-    """Return ``graph`` with arenas of ``factor`` times the working set of each device.
+    """Return ``graph`` with arenas of ``factor`` times the working set of each device but the host's.
 
     That is what may not leave, beside the larger of the largest vertex and the inputs there at the start.
     """
-    devices = []
-    for device in graph.devices:
+
+    def memory(device: Device) -> int:
         fixed, started = held(graph, device.id)
-        needed = fixed + max(started, working_set(graph, device.id))
-        devices.append(replace(device, memory=max(1, int(factor * needed))))
-    return replace(graph, devices=tuple(devices))
+        return max(1, int(factor * (fixed + max(started, working_set(graph, device.id)))))
+
+    return with_memory(graph, memory)
 
 
 @st.composite
@@ -117,7 +126,14 @@ class _Maker:
         self.rng = rng
         self.shape = shape
         self.devices = tuple(Device(id, 1 << 40) for id in range(rng.randint(1, shape.devices)))
+        if shape.host:
+            self.devices += (Device(len(self.devices), 1 << 40, host=True),)
+        self.hosts = host_devices(self.devices)
         self.vertices: list[Vertex] = []
+        self.home: dict[Ref, Ref] = {}
+        """What lies at a home: input that the host has, or a version of it → that input."""
+        self.changed_on: dict[Ref, int] = {}
+        """Input that lives over steps and was changed → the device on which."""
         self.last_version: dict[Ref, Ref] = {}
         """Input that lives over steps and changes → its last version so far."""
         self.versions: set[Ref] = set()
@@ -126,10 +142,21 @@ class _Maker:
         return self.rng.choice(_SIZES)
 
     def _device(self) -> int:
-        return self.rng.randrange(len(self.devices))
+        if self.hosts and self.rng.random() < self.shape.host:
+            return len(self.devices) - 1
+        return self.rng.randrange(len(self.devices) - len(self.hosts))
+
+    def _device_of(self, ref: Ref) -> int:
+        """Where copies of a value are that are not at home."""
+        return self.vertices[self.home.get(ref, ref)[0]].device
 
     def _values_on(self, device: int) -> list[Ref]:
-        values = [(v.id, k) for v in self.vertices if v.device == device for k in range(len(v.sizes))]
+        """What a kernel on ``device`` may read."""
+        values = [
+            ref
+            for ref in ((v.id, k) for v in self.vertices for k in range(len(v.sizes)))
+            if self._device_of(ref) == device or (device in self.hosts and ref in self.home)
+        ]
         old = set() if self.shape.old_versions else self.versions - set(self.last_version.values())
         return [ref for ref in values if ref not in old] if old else values
 
@@ -141,6 +168,8 @@ class _Maker:
         if sort == "clean" and self.shape.renewed and self.rng.random() < self.shape.renewed:
             sort = "renewed"
         late = sort == "late"
+        if sort in ("clean", "renewed"):
+            self.home[len(self.vertices), 0] = (len(self.vertices), 0)
         self.vertices.append(
             Vertex(
                 id=len(self.vertices),
@@ -156,7 +185,7 @@ class _Maker:
     def _add_state(self) -> None:
         ref = (len(self.vertices), 0)
         keep = self.rng.random() < self.shape.keep / 2
-        self.last_version[ref] = ref
+        self.last_version[ref] = self.home[ref] = ref
         self.versions.add(ref)
         self.vertices.append(
             Vertex(ref[0], VertexKind.INPUT, self._device(), "in_state", (), (self._size(),), traits=STATE, keep=keep)
@@ -165,11 +194,11 @@ class _Maker:
     def add_vertex(self) -> None:
         rng, device = self.rng, self._device()
         values = self._values_on(device)
-        states = [state for state in self.last_version if self.vertices[state[0]].device == device]
+        states = [state for state in self.last_version if self._may_change(state, device)]
         if states and rng.random() < self.shape.states:
             self._add_update(device, rng.sample(states, rng.randint(1, min(3, len(states)))))
             return
-        others = [ref for d in self.devices if d.id != device for ref in self._values_on(d.id)]
+        others = [ref for d in self.devices if d.id != device for ref in self._values_on(d.id) if self._moves(ref, d)]
         if others and rng.random() < 0.3:
             source = rng.choice(others)
             size = self._size_of(source)
@@ -180,6 +209,18 @@ class _Maker:
         inputs = tuple(rng.choice(recent) for _ in range(rng.randint(0, 3))) if recent else ()
         count = rng.choice((2, 2, 3)) if rng.random() < self.shape.several_outputs else 1
         self._append(VertexKind.KERNEL, device, inputs, tuple(self._size() for _ in range(count)))
+
+    def _may_change(self, state: Ref, device: int) -> bool:
+        """Whether a kernel on ``device`` may write the next version: all are written there, or all at home."""
+        own = device in self.hosts or self.vertices[state[0]].device == device
+        return own and self.changed_on.get(state, device) == device
+
+    def _moves(self, ref: Ref, device: Device) -> bool:
+        """Whether a transfer may read a value of ``device``: none does that a host device has at a home."""
+        if ref not in self.home or not self.hosts:
+            return True
+        at_home = self.vertices[ref[0]].device in self.hosts
+        return self._device_of(ref) == device.id and not device.host and not at_home
 
     def _add_update(self, device: int, states: list[Ref]) -> None:
         """Add a kernel that writes the next version of each of ``states``, from other values of ``device`` too."""
@@ -208,6 +249,8 @@ class _Maker:
         for k, ref in enumerate(outputs):
             if ref is not None:
                 self.last_version[lost[ref]] = (number, k)
+                self.home[number, k] = lost[ref]
+                self.changed_on[lost[ref]] = device
                 self.versions.add((number, k))
 
     def _size_of(self, ref: Ref) -> int:
@@ -221,6 +264,7 @@ class _Maker:
             if rng.random() < shape.inplace:
                 over = rng.randrange(len(inputs))
                 foreign = is_foreign(self.vertices[inputs[over][0]])
+                foreign |= device in self.hosts and inputs[over] in self.home
                 # Versions of a value that changes over steps form one chain, which ``_add_update`` goes on with.
                 if not foreign and inputs.count(inputs[over]) == 1 and inputs[over] not in self.versions:
                     inplace = ((0, over),)
