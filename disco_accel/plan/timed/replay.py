@@ -201,8 +201,9 @@ class _Replay:
             if ref not in copies:
                 self.readers.setdefault(ref, []).append(vertex.id)
         overwritten = self.requirements.read_before.get(position, ())
-        if loads := [load for index in overwritten for load in self.loads.get(index, ())]:
-            self.waits_at_home[vertex.id] = loads
+        loads = [load for index in overwritten for load in self.loads.get(index, ())]
+        if users := [*loads, *self.requirements.used_before.get(position, ())]:
+            self.waits_at_home[vertex.id] = users
         self.planned.append(replace(vertex, inputs=tuple(copies.get(ref, ref) for ref in vertex.inputs)))
         self.ticks.append(self.tick)
         for index in self.requirements.made.get(position, ()):

@@ -96,7 +96,8 @@ class StepRequirements:
 
     ``reads[p]``: swappable buffers that position p reads, as indices. ``devices[p]``: where memory changes.
     ``made[p]``: swappable buffers that position p produces; ``changed[p]``: those that it writes over; ``written[p]``:
-    those that it writes at home; ``read_before[p]``: those whose homes it writes over, after their reloads. By device
+    those that it writes at home; ``read_before[p]``: those whose homes it writes over, after their reloads, and
+    ``used_before[p]``: the kernels that used what it writes over there, by id. By device
     and position, the position after the last standing for the end of the step: ``pinned_bytes``, and
     ``unevictable_bytes`` of activations before they are evictable."""
 
@@ -113,6 +114,7 @@ class StepRequirements:
     changed: dict[int, list[int]] = field(default_factory=dict)
     written: dict[int, list[int]] = field(default_factory=dict)
     read_before: dict[int, list[int]] = field(default_factory=dict)
+    used_before: dict[int, list[int]] = field(default_factory=dict)
     pinned_bytes: dict[int, Profile] = field(default_factory=dict)
     unevictable_bytes: dict[int, Profile] = field(default_factory=dict)
 
@@ -201,10 +203,12 @@ class _Collector:
         self.home_uses = HomeUses.of(replace(requirements.graph, vertices=requirements.vertices))
         self.readers: dict[Ref, list[int]] = {}
         """Positions that read each value, ascending, but for those that read it at home."""
+        self.home_readers: dict[Ref, list[int]] = {}
+        """Those that do."""
         for position, vertex in enumerate(requirements.order):
             for ref in dict.fromkeys(vertex.inputs):
-                if not self.home_uses.at_home(vertex, ref):
-                    self.readers.setdefault(ref, []).append(position)
+                readers = self.home_readers if self.home_uses.at_home(vertex, ref) else self.readers
+                readers.setdefault(ref, []).append(position)
         self.starts = [0.0]
         """Seconds of compute before each position."""
         for seconds in requirements.seconds:
@@ -224,6 +228,7 @@ class _Collector:
             {device.id: np.zeros(requirements.end + 1, np.int64) for device in requirements.graph.devices}
             for _ in range(2)
         )
+        self._order_at_home()
         for vertex in requirements.inputs:
             self._add_input(vertex)
         for position, vertex in enumerate(requirements.order):
@@ -258,6 +263,7 @@ class _Collector:
                 return
             if ref in self.overwritten and len(versions) == 1:
                 raise Infeasible(0)
+            self._check_not_read_at_home(vertex, versions)
             writes = self._writes(versions)
             uses = sorted({position for version in versions for position in self.readers.get(version, ())})
             if uses:
@@ -267,6 +273,31 @@ class _Collector:
             return
         last = requirements.end if must_survive_step(vertex) or arrives_at_gate(vertex) else max(readers, default=0)
         self._pin(PinnedBuffer(vertex.device, block, [ref], -1, last))
+
+    def _order_at_home(self) -> None:
+        """Note which kernels use at home what others write over there. Raises PlanError if one is wanted after that."""
+        order = self.requirements.order
+        for versions in self.states.values():
+            for version, following in pairwise(versions if self.home_uses.written.intersection(versions) else ()):
+                source, writer = self.vertices[version[0]], self.position[following[0]]
+                if is_handed_out(source):
+                    raise PlanError(_handed_out_and_overwritten(source, order[writer]))
+                readers = [position for position in self.home_readers[version] if position != writer]
+                if readers and readers[-1] > writer:
+                    raise PlanError(_read_too_late(order[readers[-1]], order[writer]))
+                self.requirements.used_before.setdefault(writer, []).extend(order[each].id for each in readers)
+
+    def _check_not_read_at_home(self, vertex: Vertex, versions: Sequence[Ref]) -> None:
+        """Raise PlanError if a kernel of a host device reads a value that kernels of its own device change."""
+        if len(versions) == 1:
+            return
+        changes = self.vertices[versions[1][0]]
+        for position in (position for version in versions for position in self.home_readers.get(version, ())):
+            reader = self.requirements.order[position]
+            raise PlanError(
+                f"{called(reader)}: reads {called(vertex)} at its home, which {called(changes)} changes on device "
+                f"{vertex.device}; let a transfer take it to device {reader.device}"
+            )
 
     def _add_written_at_home(self, vertex: Vertex, block: int, versions: Sequence[Ref]) -> None:
         """Add the one version, of a value that kernels of a host device change at home, that kernels of its own device
@@ -288,11 +319,7 @@ class _Collector:
         if place + 1 < len(versions):
             overwritten_at = self.position[versions[place + 1][0]]
             if uses[-1] > overwritten_at:
-                late, writer = requirements.order[uses[-1]], requirements.order[overwritten_at]
-                raise PlanError(
-                    f"{called(late)}: reads what {called(writer)} overwrites before it in the serial order; let the "
-                    "second run after the first"
-                )
+                raise PlanError(_read_too_late(requirements.order[uses[-1]], requirements.order[overwritten_at]))
             requirements.read_before.setdefault(overwritten_at, []).append(index)
         buffer = SwappableBuffer(version, vertex.device, block, vertex.sizes[0], uses, True, evictable_from=ready)
         buffer.versions, buffer.outlives_step = [version], False
@@ -356,13 +383,9 @@ class _Collector:
         for version, overwritten_at in zip(versions, writes, strict=False):
             source, writer = self.vertices[version[0]], self.requirements.order[overwritten_at]
             if self.readers[version][-1] > overwritten_at:
-                late = self.requirements.order[self.readers[version][-1]]
-                raise PlanError(
-                    f"{called(late)}: reads what {called(writer)} overwrites before it in the serial order; let the "
-                    "second run after the first"
-                )
+                raise PlanError(_read_too_late(self.requirements.order[self.readers[version][-1]], writer))
             if is_handed_out(source):
-                raise PlanError(f"{called(source)}: is handed out, but {called(writer)} overwrites it in the same step")
+                raise PlanError(_handed_out_and_overwritten(source, writer))
         last = self.vertices[versions[-1][0]]
         if handed_out_at_gate(last) and writes:
             raise PlanError(
@@ -400,48 +423,12 @@ class _Collector:
         return True
 
 
-def two_steps(requirements: StepRequirements) -> StepRequirements:
-    """Return the step twice in a row. Buffers that may be resident are shared; the others of the second step are listed
-    last."""
-    n, count = requirements.end, len(requirements.swappable)
-    buffers: list[SwappableBuffer] = []
-    second_step: list[SwappableBuffer] = []
-    second_index = {}
-    for index, buffer in enumerate(requirements.swappable):
-        uses = [use + n for use in buffer.uses]
-        if buffer.may_be_resident:
-            writes = [*buffer.writes, *(write + n for write in buffer.writes)]
-            buffers.append(replace(buffer, uses=buffer.uses + uses, writes=writes))
-        else:
-            buffers.append(buffer)
-            second_index[index] = count + len(second_step)
-            second_step.append(
-                replace(buffer, uses=uses, producer=buffer.producer + n, evictable_from=buffer.evictable_from + n)
-            )
-    reads = [[second_index.get(buffer, buffer) for buffer in read] for read in requirements.reads]
-    made = {position + n: [second_index[i] for i in outputs] for position, outputs in requirements.made.items()}
-    changed = {position + n: buffers for position, buffers in requirements.changed.items()}
-    # Only buffers that are not shared by both steps are used at home.
-    written, read_before = (
-        {position + n: [second_index[i] for i in buffers] for position, buffers in table.items()}
-        for table in (requirements.written, requirements.read_before)
+def _read_too_late(late: Vertex, writer: Vertex) -> str:
+    return (
+        f"{called(late)}: reads what {called(writer)} overwrites before it in the serial order; let the second run "
+        "after the first"
     )
-    pinned_bytes, unevictable_bytes = (
-        {device: np.concatenate([profile[:n], profile]) for device, profile in profiles.items()}
-        for profiles in (requirements.pinned_bytes, requirements.unevictable_bytes)
-    )
-    return replace(
-        requirements,
-        order=requirements.order * 2,
-        seconds=requirements.seconds * 2,
-        pinned=[],
-        swappable=buffers + second_step,
-        reads=requirements.reads + reads,
-        devices=requirements.devices * 2,
-        made={**requirements.made, **made},
-        changed={**requirements.changed, **changed},
-        written={**requirements.written, **written},
-        read_before={**requirements.read_before, **read_before},
-        pinned_bytes=pinned_bytes,
-        unevictable_bytes=unevictable_bytes,
-    )
+
+
+def _handed_out_and_overwritten(source: Vertex, writer: Vertex) -> str:
+    return f"{called(source)}: is handed out, but {called(writer)} overwrites it in the same step"

@@ -1,0 +1,56 @@
+"""A step twice in a row: its middle shows what is on the device at a step boundary."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from disco_accel.plan.timed.requirements import StepRequirements, SwappableBuffer
+
+
+def two_steps(requirements: StepRequirements) -> StepRequirements:
+    """Return the step twice in a row. Buffers that may be resident are shared; the others of the second step are listed
+    last."""
+    n, count = requirements.end, len(requirements.swappable)
+    buffers: list[SwappableBuffer] = []
+    second_step: list[SwappableBuffer] = []
+    second_index = {}
+    for index, buffer in enumerate(requirements.swappable):
+        uses = [use + n for use in buffer.uses]
+        if buffer.may_be_resident:
+            writes = [*buffer.writes, *(write + n for write in buffer.writes)]
+            buffers.append(replace(buffer, uses=buffer.uses + uses, writes=writes))
+        else:
+            buffers.append(buffer)
+            second_index[index] = count + len(second_step)
+            second_step.append(
+                replace(buffer, uses=uses, producer=buffer.producer + n, evictable_from=buffer.evictable_from + n)
+            )
+    reads = [[second_index.get(buffer, buffer) for buffer in read] for read in requirements.reads]
+    made = {position + n: [second_index[i] for i in outputs] for position, outputs in requirements.made.items()}
+    changed = {position + n: buffers for position, buffers in requirements.changed.items()}
+    # Only buffers that are not shared by both steps are used at home.
+    written, read_before = (
+        {position + n: [second_index[i] for i in buffers] for position, buffers in table.items()}
+        for table in (requirements.written, requirements.read_before)
+    )
+    pinned_bytes, unevictable_bytes = (
+        {device: np.concatenate([profile[:n], profile]) for device, profile in profiles.items()}
+        for profiles in (requirements.pinned_bytes, requirements.unevictable_bytes)
+    )
+    return replace(
+        requirements,
+        order=requirements.order * 2,
+        seconds=requirements.seconds * 2,
+        pinned=[],
+        swappable=buffers + second_step,
+        reads=requirements.reads + reads,
+        devices=requirements.devices * 2,
+        made={**requirements.made, **made},
+        changed={**requirements.changed, **changed},
+        written={**requirements.written, **written},
+        read_before={**requirements.read_before, **read_before},
+        pinned_bytes=pinned_bytes,
+        unevictable_bytes=unevictable_bytes,
+    )
