@@ -13,11 +13,14 @@ from types import ModuleType
 import pytest
 
 from disco_accel.errors import PlanError, VerifyError
+from disco_accel.graph.carried_values import carried_values
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
 from disco_accel.graph.values import arrives_at_gate, host_copy_exists
 from disco_accel.plan import make_plan
 from disco_accel.testing.faults import FAULTS
+from disco_accel.testing.home_faults import HOME_FAULTS
+from disco_accel.testing.home_plans import home_plans
 from disco_accel.testing.plans import tight_plans
 from disco_accel.testing.state_faults import STATE_FAULTS
 from disco_accel.testing.state_plans import state_plans, timed_state_plans
@@ -260,6 +263,40 @@ def overwritten_at_home(plan: MemGraph, rng: random.Random) -> MemGraph:
     )
 
 
+def named_otherwise(plan: MemGraph, rng: random.Random) -> MemGraph:
+    """A kernel on the host reads another copy of a value; its data edge follows."""
+    hosts = {device.id for device in plan.devices if device.host}
+    value = carried_values(plan)
+    pairs = [
+        (v, p, ref)
+        for v in plan.vertices
+        if v.device in hosts and v.kind is VertexKind.KERNEL
+        for p, old in enumerate(v.inputs)
+        for ref in value
+        if ref != old and value[ref] == value[old] and ref[0] != v.id
+    ]
+    if not pairs:
+        return plan
+    victim, position, ref = rng.choice(pairs)
+    inputs = (*victim.inputs[:position], ref, *victim.inputs[position + 1 :])
+    from_input = any(v.id == ref[0] and v.kind is VertexKind.INPUT for v in plan.vertices)
+    return replace(
+        plan,
+        vertices=tuple(replace(v, inputs=inputs) if v == victim else v for v in plan.vertices),
+        data_edges=plan.data_edges if from_input else (*plan.data_edges, (ref[0], victim.id)),
+    )
+
+
+def elsewhere(plan: MemGraph, rng: random.Random) -> MemGraph:
+    """A device is the host's, or no longer."""
+    device = rng.choice(plan.devices)
+    return replace(plan, devices=tuple(replace(d, host=not d.host) if d == device else d for d in plan.devices))
+
+
+def spoilt_at_home(plan: MemGraph, rng: random.Random) -> MemGraph:
+    return HOME_FAULTS[rng.choice(sorted(HOME_FAULTS))](plan, rng) or plan
+
+
 def spoilt(plan: MemGraph, rng: random.Random) -> MemGraph:
     name = rng.choice(sorted(FAULTS | STATE_FAULTS))
     return (FAULTS | STATE_FAULTS)[name](plan, rng) or plan
@@ -281,6 +318,7 @@ CHANGES = (
     *(stacked, stacked, swapped, gated, gated),
 )
 OF_STATES = (resourced, overwritten_at_home, rewired, unwaited, uncopied, shrunk)
+OF_HOMES = (named_otherwise, named_otherwise, spoilt_at_home, spoilt_at_home, spoilt_at_home, elsewhere)
 ALONE = (regrown, spoilt)
 """These take a plan as a planner made it."""
 
@@ -304,6 +342,11 @@ def cases(seed: int) -> list[tuple[TaskGraph, MemGraph, bool]]:
             if rng.random() < 0.2:
                 graph, plan = handing_out(graph, plan, rng)
             bad = rng.choice((*CHANGES, *OF_STATES, *OF_STATES, *ALONE))(plan, rng)
+            changed.append((graph, bad, is_safe(graph, bad)))
+    for graph, plan in home_plans(PLANS // 4, 1000 * seed):
+        assert accepted(graph, plan) and is_safe(graph, plan)
+        for _ in range(16):
+            bad = rng.choice((*CHANGES, *OF_STATES, *OF_STATES, *OF_HOMES, *OF_HOMES))(plan, rng)
             changed.append((graph, bad, is_safe(graph, bad)))
     return changed
 

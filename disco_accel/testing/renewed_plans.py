@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import replace
 
 from disco_accel.errors import PlanError
@@ -54,10 +54,14 @@ def renewed_plans(count: int, first_seed: int = 0) -> list[tuple[TaskGraph, MemG
 
 def renewed_made_resident(plan: MemGraph, rng: random.Random) -> MemGraph | None:
     """What the host renews is not reloaded, but lies on the device from step to step, in bytes of its own."""
-    renewed = {vertex.id for vertex in plan.vertices if not outlives_step(vertex)}
+    return made_resident(plan, {vertex.id for vertex in plan.vertices if not outlives_step(vertex)}, rng)
+
+
+def made_resident(plan: MemGraph, inputs: Set[int], rng: random.Random) -> MemGraph | None:
+    """A reload of one of ``inputs`` is left out, and its readers read the input, in free bytes of the device."""
     found = []
     for vertex in plan.vertices:
-        if vertex.kind is VertexKind.RELOAD and vertex.inputs[0][0] in renewed and vertex.sizes[0]:
+        if vertex.kind is VertexKind.RELOAD and vertex.inputs[0][0] in inputs and vertex.sizes[0]:
             found += [(vertex, slot) for slot in _free_places(plan, (vertex.id, 0))]
     if not found or not plan.cyclic:
         return None
