@@ -12,33 +12,50 @@ from disco_accel.native.arena import device_arena, is_arena
 
 
 def arena_bytes(memgraph: MemGraph, device: int | None = None) -> int:
-    """Bytes of memory that the plan uses on ``device``: the end of its highest slot. None = on the only device."""
+    """Bytes of memory that the plan uses on ``device``: the end of its highest slot. None = on the only device that
+    does not lie in host memory."""
     if device is None:
         device = _only(memgraph)
     return max((slot.addr + slot.size for slot in memgraph.slots.values() if slot.device == device), default=0)
 
 
 def _only(memgraph: MemGraph) -> int:
-    if len(memgraph.devices) != 1:
-        raise ConfigError(f"the plan has {len(memgraph.devices)} devices: say which one, by id")
-    return memgraph.devices[0].id
+    own = [device.id for device in memgraph.devices if not device.host]
+    if len(own) != 1:
+        raise ConfigError(f"the plan has {len(own)} devices: say which one, by id")
+    return own[0]
+
+
+def host_positions(memgraph: MemGraph) -> list[int]:
+    """Positions of the plan's devices that lie in host memory."""
+    return [position for position, device in enumerate(memgraph.devices) if device.host]
 
 
 def arenas_of(
     memgraph: MemGraph, given: torch.Tensor | Mapping[int, torch.Tensor] | None, device: torch.device
-) -> dict[int, torch.Tensor]:
-    """One arena for each device of the plan. Raises ExecutionError for one that is too small."""
+) -> tuple[dict[int, torch.Tensor], list[torch.Tensor]]:
+    """One arena for each device of the plan, and those of host devices that were made here and that nobody has pinned.
+
+    Raises ExecutionError for one that is too small.
+    """
     if isinstance(given, torch.Tensor):
         given = {_only(memgraph): given}
-    arenas = {}
+    arenas, on_host = {}, []
     for planned in memgraph.devices:
         needed = arena_bytes(memgraph, planned.id)
         arena = (given or {}).get(planned.id)
         if arena is None:
-            arena = device_arena(needed, device)
+            arena = device_arena(needed, torch.device("cpu") if planned.host else device)
+            if planned.host:
+                on_host.append(arena)
+        elif planned.host and not arena.is_cpu:
+            raise ExecutionError(
+                f"the arena of device {planned.id} is on {arena.device}, but the device lies in host memory: make it "
+                "with host_arena()"
+            )
         elif arena.numel() < needed:
             raise ExecutionError(f"the arena of device {planned.id} has {arena.numel()} bytes, the plan needs {needed}")
         elif not is_arena(arena):
             raise ExecutionError(f"the arena of device {planned.id} is ordinary memory: make it with device_arena()")
         arenas[planned.id] = arena
-    return arenas
+    return arenas, on_host

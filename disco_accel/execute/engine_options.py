@@ -36,13 +36,18 @@ class EngineOptions:
     link_latency: float = 0.0
     """Seconds per copy, host device only."""
     links: tuple[HostLink, ...] = ()
-    """Host device only: the links of each device in the plan's order, in place of the two figures above."""
+    """Host device only: the links of each device in the plan's order, in place of the two figures above. Devices of the
+    plan that lie in host memory have none: a copy from or to them takes its other device's."""
     link_jitter: float = 0.0
     """Host device only: each copy's time is multiplied by a random factor from 1 - link_jitter to 1 + link_jitter."""
     link_jitter_seed: int = 0
     """Equal seeds disturb the same copies in the same way, whatever the order they run in."""
     compute_threads: int | None = None
     """Intra-op threads of a compute stream; None = torch.get_num_threads()."""
+    host_threads: int | None = None
+    """Intra-op threads of a device of the plan that lies in host memory, whose kernels run beside those of the other
+    devices; None = torch.get_num_threads(). No measurement stands behind that number: on the host device these threads
+    share the processors with ``compute_threads``, and with a GPU they share them with the thread that launches."""
     compute_streams: int = 1
     inline_compute: bool = True
     """One compute stream on the only host device: its ops run on the engine's loop thread, without a hand-off."""
@@ -70,8 +75,9 @@ def engine_settings(options: EngineOptions) -> dict[str, float]:
     if not options.stall_timeout > 0:
         raise ConfigError(f"stall_timeout is {options.stall_timeout}, but it is seconds above 0")
     threads = torch.get_num_threads() if options.compute_threads is None else options.compute_threads
-    if threads < 1 or options.compute_streams < 1:
-        raise ConfigError("compute_threads and compute_streams are at least 1")
+    host_threads = torch.get_num_threads() if options.host_threads is None else options.host_threads
+    if threads < 1 or host_threads < 1 or options.compute_streams < 1:
+        raise ConfigError("compute_threads, host_threads and compute_streams are at least 1")
     settings = {
         "dispatch": float(dispatches[options.dispatch]),
         "seed": float(options.seed),
@@ -81,6 +87,7 @@ def engine_settings(options: EngineOptions) -> dict[str, float]:
         "compute_threads": float(threads),
         "compute_streams": float(options.compute_streams),
         "inline_compute": float(options.inline_compute),
+        "host_threads": float(host_threads),
         "link_jitter": options.link_jitter,
         "link_jitter_seed": float(options.link_jitter_seed),
     }

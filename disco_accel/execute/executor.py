@@ -11,7 +11,8 @@ from types import TracebackType
 import torch
 
 from disco_accel.errors import ConfigError, DeviceLost, ExecutionError, Stalled
-from disco_accel.execute.arenas import arena_bytes, arenas_of
+from disco_accel.execute.arenas import arena_bytes, arenas_of, host_positions
+from disco_accel.execute.engine_events import Event, events_of
 from disco_accel.execute.engine_options import DEFAULT_OPTIONS, EngineOptions, HostLink, engine_links, engine_settings
 from disco_accel.execute.final_location import Residence, final_residence
 from disco_accel.execute.program import Lowering, Memory, external_dtypes
@@ -24,7 +25,7 @@ from disco_accel.measure.record import OpRecord
 from disco_accel.native.arena import alias, host_arena, touched_bytes
 from disco_accel.native.backend import backend_of, run_device
 from disco_accel.native.engine_class import make_engine
-from disco_accel.native.engine_numbers import CopyLane, Status
+from disco_accel.native.engine_numbers import Status
 from disco_accel.native.extension import load_extension
 from disco_accel.native.op_table import op_table
 from disco_accel.native.out_of_memory import typed_out_of_memory
@@ -58,25 +59,6 @@ class _EngineError:
     lost: bool
     draining: bool
     left: Unfinished
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One vertex of a traced step. ``lane`` is ``compute<n>``, ``h2d``, ``d2h`` or ``p2p`` of device ``device``.
-
-    Times are seconds from begin: ``ready`` when its last predecessor ended (look-ahead may issue a kernel before that),
-    ``issue`` when the engine handed it to the device, which ran it from ``start`` to ``end``. A transfer is on the
-    ``p2p`` lane of the device that it reads from.
-    """
-
-    vertex: int
-    lane: str
-    issue: float
-    start: float
-    end: float
-    bytes: int
-    device: int = 0
-    ready: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,16 +101,19 @@ class Executor:
         alone read them, and ``wait_end``, ``run_end`` and ``abandon`` return when all have ended.
         ``arena``: device memory from ``device_arena``, at least ``arena_bytes(memgraph)``, or device id to memory; own
         ones where none is given. Executors may share one as long as one step runs at a time and ``invalidate`` is
-        called when another has used it in between. ``names`` of INPUT vertices are for messages. ``specs``: what
-        external inputs look like; dtype, shape and strides are checked. Without one the dtype is checked if all
-        readers agree on it.
+        called when another has used it in between; on CUDA one of a host device is the caller's to pin. ``names`` of
+        INPUT vertices are for messages. ``specs``: what external inputs look like; dtype, shape and strides are
+        checked. Without one the dtype is checked if all readers agree on it.
         Raises ConfigError for a bad option and ExecutionError for a plan that lacks a call, an address or host bytes.
         """
         load_extension()
-        settings, links = engine_settings(options), engine_links(options, len(memgraph.devices))
-        if len(memgraph.devices) != 1 and not backend_of(torch.device(options.device)).runs_several:
+        hosts = host_positions(memgraph)
+        count = len(memgraph.devices) - len(hosts)
+        settings, links = engine_settings(options), engine_links(options, count)
+        if count != 1 and not backend_of(torch.device(options.device)).runs_several:
             raise ConfigError(
-                f"device: {options.device} runs plans of one device, this one has {len(memgraph.devices)}; use cpu"
+                f"device: {options.device} runs plans of one device, and of any in host memory beside it; this one has "
+                f"{count}; use cpu"
             )
         device = run_device(options.device)
         self._backend = backend_of(device)
@@ -136,8 +121,9 @@ class Executor:
         self._graph, self._options, self._pid = memgraph, options, os.getpid()
         self._describer = Describer(memgraph, ops, names or {})
         homes = homes_of(memgraph.vertices, states or {}, self._describer)
-        self._memory = Memory(arenas_of(memgraph, arena, device), host_arena(memgraph.host_memory), dict(clean), homes)
-        self._pinned = self._backend.pin(self._memory.host)
+        arenas, made_here = arenas_of(memgraph, arena, device)
+        self._memory = Memory(arenas, host_arena(memgraph.host_memory), dict(clean), homes)
+        self._pinned = [self._backend.pin(memory) for memory in (self._memory.host, *made_here)]
         self._table = op_table(device)
         tables = Lowering(memgraph, ops, records, self._memory, self._table).run()
         self._planned, self._planned_states = tables.planned, tables.states
@@ -146,7 +132,6 @@ class Executor:
         self._early = _Externals.of({k: s for k, s in tables.externals.items() if k not in late})
         self._late = _Externals.of({k: s for k, s in tables.externals.items() if k in late})
         memory = self._memory
-        arenas = [memory.devices[device.id] for device in memgraph.devices]
         try:
             with self._backend.current():
                 self._engine = make_engine(
@@ -154,7 +139,8 @@ class Executor:
                     tables.vertices,
                     tables.edges,
                     tables.copied,
-                    arenas,
+                    [arenas[device.id] for device in memgraph.devices],
+                    hosts,
                     memory.host,
                     list(memory.clean.values()),
                     list(memory.states.values()),
@@ -293,30 +279,26 @@ class Executor:
     def events(self) -> list[Event]:
         """Events of the last step, by start; empty unless it was traced. Call between steps."""
         self._require_own_process()
-        streams = self._options.compute_streams
-        lanes = [*(f"compute{i}" for i in range(streams)), *(lane.name.lower() for lane in CopyLane)]
-        ids = [v.id for v in self._graph.vertices]
-        devices = [device.id for device in self._graph.devices]
-        return [
-            Event(ids[v], lanes[stream], issue * 1e-9, start * 1e-9, end * 1e-9, nbytes, devices[device], ready * 1e-9)
-            for v, device, stream, issue, start, end, nbytes, ready in self._engine.events().tolist()
-        ]
+        return events_of(self._engine.events(), self._graph, self._options.compute_streams)
 
     def counters(self) -> dict[str, int | float]:
         """Sizes in bytes, seconds and counts of the last step. Call between steps; ``touched_bytes`` walks the pages.
 
-        Keys: steps, vertices, changes (vertices that change a state), arena_bytes, touched_bytes, host_bytes,
-        offload_bytes, reload_bytes, transfer_bytes, c10_allocations, planned_allocations, step_seconds, gate_seconds
-        (waiting for ``deliver``), op_seconds (inside ops on the engine's own thread), engine_seconds (its own cost).
+        Keys: steps, vertices, changes (vertices that change a state), arena_bytes, touched_bytes, host_bytes (arenas
+        of host devices too), offload_bytes, reload_bytes, transfer_bytes, c10_allocations, planned_allocations,
+        step_seconds, gate_seconds (waiting for ``deliver``), op_seconds (inside ops on the engine's own thread),
+        engine_seconds (its own cost).
         The last two are measured while tracing, or with ``time_ops``; where ops have threads of their own (several
         devices or streams) they tell nothing.
         """
         self._require_own_process()
         measured = self._engine.counters()
         out: dict[str, int | float] = {k: v if k.endswith("seconds") else int(v) for k, v in measured.items()}
-        out["arena_bytes"] = sum(arena.numel() for arena in self._memory.devices.values())
-        out["host_bytes"] = self._memory.host.numel()
-        out["touched_bytes"] = sum(touched_bytes(arena) for arena in self._memory.devices.values())
+        on_host = {device.id for device in self._graph.devices if device.host}
+        arenas = [arena for device, arena in self._memory.devices.items() if device not in on_host]
+        out["arena_bytes"] = sum(arena.numel() for arena in arenas)
+        out["host_bytes"] = self._memory.host.numel() + sum(self._memory.devices[i].numel() for i in on_host)
+        out["touched_bytes"] = sum(touched_bytes(arena) for arena in arenas)
         out["planned_allocations"] = self._planned
         return out
 

@@ -24,7 +24,8 @@ class Residence:
 
 
 def final_residence(graph: MemGraph, ref: Ref, states: PlannedStates) -> Residence:
-    """The place that still holds ``ref`` at the end: on the device if one does, else at home or in the host arena.
+    """The place that still holds ``ref`` at the end: on the device if one does, else at home or in the host arena; at
+    home first of what a kernel has written there.
 
     Any valid execution ends with the same contents, so the serial order tells. Raises ExecutionError when the plan
     keeps no copy.
@@ -35,18 +36,24 @@ def final_residence(graph: MemGraph, ref: Ref, states: PlannedStates) -> Residen
     copies = [(v.id, 0) for v in graph.vertices if v.kind is VertexKind.RELOAD and v.inputs[0][0] in stored]
     if ref in states.state:
         copies = [(v.id, 0) for v in graph.vertices if v.kind is VertexKind.RELOAD and _holds(states, (v.id, 0), ref)]
+    if ref in states.written and states.at_home[states.state[ref]] == ref:
+        return _home(graph, ref, states, order)
     for place in (ref, *reversed(copies)):
         slot = graph.slots.get(place)
         if slot is not None and not _overwritten(graph, place, order):
             return Residence(slot.device, slot.addr, slot.size)
     state = states.state.get(ref)
     if state is not None and states.at_home[state] == ref:
-        return Residence(None, 0, graph.vertices[order[ref[0]]].sizes[ref[1]], state)
+        return _home(graph, ref, states, order)
     for offload in offloads:
         offset = graph.host_offsets.get(offload.id)
         if offset is not None and not _host_overwritten(graph, offload, offset, order):
             return Residence(None, offset, offload.sizes[0])
     raise ExecutionError(f"value {ref[1]} of vertex {ref[0]} is not kept by the plan")
+
+
+def _home(graph: MemGraph, ref: Ref, states: PlannedStates, order: dict[int, int]) -> Residence:
+    return Residence(None, 0, graph.vertices[order[ref[0]]].sizes[ref[1]], states.state[ref])
 
 
 def _holds(states: PlannedStates, copy: Ref, version: Ref) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from disco_accel.errors import ExecutionError
 from disco_accel.graph.carried_values import carried_values, taskgraph_of
+from disco_accel.graph.home_uses import HomeUses
 from disco_accel.graph.memgraph import MemGraph, Slot
 from disco_accel.graph.taskgraph import Ref, Vertex, VertexKind
 from disco_accel.graph.values import changes_over_steps, lasting_versions, overwrites
@@ -20,6 +21,7 @@ class PlannedStates:
     ``version``: value of the plan, copies included → version of a state that it holds. ``state``: version → its state.
     ``last``: state → its last version. ``at_home``: state → the version that its home holds when a step ends.
     ``unstored``: state → slot of the resident whose home does not hold the last version when a step ends.
+    ``written``: versions that kernels of host devices write at home.
     """
 
     version: Mapping[Ref, Ref] = field(default_factory=dict)
@@ -27,6 +29,7 @@ class PlannedStates:
     last: Mapping[int, Ref] = field(default_factory=dict)
     at_home: Mapping[int, Ref] = field(default_factory=dict)
     unstored: Mapping[int, Slot] = field(default_factory=dict)
+    written: frozenset[Ref] = frozenset()
 
     def state_of(self, ref: Ref) -> int | None:
         """The state of which ``ref`` holds a version, None for another value."""
@@ -48,15 +51,18 @@ def planned_states(plan: MemGraph) -> PlannedStates:
     """Raises ExecutionError naming a state whose last version is nowhere when a step of ``plan`` ends."""
     if not any(changes_over_steps(vertex) for vertex in plan.vertices):
         return PlannedStates()
-    versions = lasting_versions(taskgraph_of(plan).vertices)
+    graph = taskgraph_of(plan)
+    written = HomeUses.of(graph).written
+    versions = lasting_versions(graph.vertices)
     state = {version: first[0] for first, each in versions.items() for version in each}
     last = {first[0]: each[-1] for first, each in versions.items()}
     version = {ref: value for ref, value in carried_values(plan).items() if value in state}
     # Any valid execution ends with the same contents, so the serial order tells.
     at_home = {first: (first, 0) for first in last}
     for vertex in plan.vertices:
-        if vertex.kind is VertexKind.OFFLOAD and (vertex.id, 0) in version:
-            at_home[state[version[vertex.id, 0]]] = version[vertex.id, 0]
+        for ref in ((vertex.id, k) for k in range(len(vertex.sizes))):
+            if ref in written or (vertex.kind is VertexKind.OFFLOAD and ref in version):
+                at_home[state[version[ref]]] = version[ref]
     unstored = {}
     for each, newest in last.items():
         if at_home[each] == newest:
@@ -66,4 +72,4 @@ def planned_states(plan: MemGraph) -> PlannedStates:
                 f"the plan changes input {each}, which is not resident, and does not write the last version of it home"
             )
         unstored[each] = plan.slots[each, 0]
-    return PlannedStates(version, state, last, at_home, unstored)
+    return PlannedStates(version, state, last, at_home, unstored, written)

@@ -9,6 +9,7 @@ import torch
 
 from disco_accel.errors import ExecutionError
 from disco_accel.execute.planned_states import PlannedStates, planned_states
+from disco_accel.execute.used_at_home import UsedAtHome
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import OpCall, Ref, Vertex, VertexKind, tensor_args
 from disco_accel.graph.values import (
@@ -18,7 +19,6 @@ from disco_accel.graph.values import (
     host_copy_exists,
     is_foreign,
     outlives_step,
-    overwrites,
 )
 from disco_accel.measure.record import OpRecord
 from disco_accel.native.engine_numbers import COPIED_COLUMNS, EDGE_COLUMNS, VERTEX_COLUMNS, ResultMode, VertexFlag
@@ -30,7 +30,7 @@ from disco_accel.native.op_table import OpTable
 @dataclass(frozen=True, slots=True)
 class Memory:
     """The arenas that addresses are relative to, by device id; by vertex id the host bytes of inputs that no kernel
-    changes (``clean``) and the homes of states, 1-d uint8."""
+    changes (``clean``) and the homes of states, 1-d uint8. Kernels of host devices use these two where they are."""
 
     devices: Mapping[int, torch.Tensor]
     host: torch.Tensor
@@ -72,9 +72,11 @@ class Lowering:
         self._devices = {device.id: i for i, device in enumerate(graph.devices)}
         self._copied: list[tuple[int, int]] = []
         self._storages: dict[Ref, int] = {}
+        self._homes: dict[int, int] = {}
         self._externals: dict[int, int] = {}
         self._planned = 0
         self._states = planned_states(graph)
+        self._at_home = UsedAtHome.of(graph)
 
     def run(self) -> Tables:
         """Raises ExecutionError naming the vertex whose memory or call is missing."""
@@ -100,6 +102,8 @@ class Lowering:
             flags |= VertexFlag.OUT
         if self._states.version and self._states.changes(vertex):
             flags |= VertexFlag.CHANGES
+        lane, towards = self._lane(vertex)
+        flags |= towards
         op, dst, src, nbytes = -1, 0, 0, 0
         if vertex.kind is VertexKind.INPUT:
             dst, src, nbytes = self._input(vertex)
@@ -108,15 +112,22 @@ class Lowering:
         else:
             nbytes = vertex.sizes[0]
             dst, src = self._copy(vertex) if nbytes else (0, 0)
-        return int(vertex.kind), self._lane_device(vertex), op, dst, src, nbytes, int(flags)
+        return int(vertex.kind), lane, op, dst, src, nbytes, int(flags)
 
-    def _lane_device(self, vertex: Vertex) -> int:
-        """Where the vertex runs, as a position: a transfer on the link of the device that it reads from."""
-        source = vertex.inputs[0][0] if vertex.kind is VertexKind.TRANSFER else vertex.id
-        return self._devices[self._vertices[source].device]
+    def _lane(self, vertex: Vertex) -> tuple[int, VertexFlag]:
+        """Where the vertex runs, as a position: a transfer on the link of the device that it reads from, or, if one of
+        its two devices lies in host memory, on the other's link towards the host or from it."""
+        if vertex.kind is not VertexKind.TRANSFER:
+            return self._devices[vertex.device], VertexFlag(0)
+        source = self._vertices[vertex.inputs[0][0]]
+        from_host, to_host = self._at_home.on_host(source), self._at_home.on_host(vertex)
+        if from_host and not to_host:
+            return self._devices[vertex.device], VertexFlag.FROM_HOST
+        return self._devices[source.device], VertexFlag.TO_HOST if to_host and not from_host else VertexFlag(0)
 
     def _input(self, vertex: Vertex) -> tuple[int, int, int]:
         if is_foreign(vertex):
+            self._ops.set_host(self._at_home.on_host(vertex))
             self._externals[vertex.id] = self._storages[vertex.id, 0] = self._ops.add_external(vertex.sizes[0])
             return 0, 0, 0
         if arrives_at_gate(vertex):
@@ -196,6 +207,31 @@ class Lowering:
             raise ExecutionError(f"{what} lies on device {slot.device}, of which there is no memory")
         return _within(arena, slot.addr, slot.size, what, f"device {slot.device}") + offset
 
+    def _home_of(self, vertex: int) -> torch.Tensor:
+        """Where the host has an INPUT."""
+        home = self._memory.states.get(vertex)
+        home = self._memory.clean.get(vertex) if home is None else home
+        if home is None or home.numel() != self._vertices[vertex].sizes[0]:
+            raise ExecutionError(f"input {vertex} is used where the host has it, but has no host bytes of its size")
+        return home
+
+    def _read(self, vertex: Vertex, position: int) -> int:
+        """The storage that a kernel reads its input at ``position`` from."""
+        home = self._at_home.read(vertex.id, position)
+        return self._storage(vertex.inputs[position]) if home is None else self._home_storage(home)
+
+    def _written(self, vertex: Vertex, output: int) -> int:
+        """The storage that a kernel writes its output to."""
+        home = self._at_home.written((vertex.id, output))
+        return self._storage((vertex.id, output)) if home is None else self._home_storage(home)
+
+    def _home_storage(self, vertex: int) -> int:
+        storage = self._homes.get(vertex)
+        if storage is None:
+            home = self._home_of(vertex)
+            storage = self._homes[vertex] = self._ops.add_fixed(home.data_ptr(), home.numel())
+        return storage
+
     def _storage(self, ref: Ref) -> int:
         storage = self._storages.get(ref)
         if storage is None:
@@ -208,6 +244,7 @@ class Lowering:
         call, record = self._calls.get(vertex.id), self._records.get(vertex.id)
         if call is None or record is None:
             raise ExecutionError(f"kernel {vertex.id} ({vertex.op}) has no {'call' if call is None else 'record'}")
+        self._ops.set_host(self._at_home.on_host(vertex))
         self._check_overwrites(vertex)
         try:
             op = self._add_call(vertex, call, record)
@@ -229,8 +266,11 @@ class Lowering:
 
     def _check_overwrites(self, vertex: Vertex) -> None:
         """An op in place writes to the memory that it reads, whatever the plan says of its outputs."""
-        for output, ref in overwrites(vertex):
-            nbytes = vertex.sizes[output]
+        for output, position in vertex.inplace:
+            nbytes, ref = vertex.sizes[output], vertex.inputs[position]
+            homes = self._at_home.written((vertex.id, output)), self._at_home.read(vertex.id, position)
+            if homes[0] is not None and homes[0] == homes[1]:
+                continue
             if nbytes and self._address((vertex.id, output), nbytes) != self._address(ref, nbytes):
                 raise ExecutionError(
                     f"kernel {vertex.id} writes output {output} over value {ref[1]} of vertex {ref[0]}, but has "
@@ -239,10 +279,10 @@ class Lowering:
 
     def _add_call(self, vertex: Vertex, call: OpCall, record: OpRecord) -> int:
         def storage_of(position: int) -> int:
-            return self._storage(vertex.inputs[position])
+            return self._read(vertex, position)
 
         if record.native_out:
-            outputs = {r.output: self._storage((vertex.id, r.output)) for r in call.results if r is not None}
+            outputs = {r.output: self._written(vertex, r.output) for r in call.results if r is not None}
             native = encode_out_call(call, storage_of, outputs)
             if native is None:
                 raise ExecutionError(f"{label(call)} was recorded with an out overload that this PyTorch lacks")
@@ -256,7 +296,7 @@ class Lowering:
                 self._ops.expect_result(op, ResultMode.IGNORED.value, ())
                 continue
             mode = ResultMode.PLACED if result.output in placed else ResultMode.COPIED
-            self._ops.expect_result(op, mode.value, encode_spec(self._storage((vertex.id, result.output)), result.spec))
+            self._ops.expect_result(op, mode.value, encode_spec(self._written(vertex, result.output), result.spec))
         return op
 
 

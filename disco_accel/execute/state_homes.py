@@ -12,6 +12,8 @@ What the user writes to a home between steps:
 A home stays in use, and its memory alive, when the tensor that it was made of gets other memory (``.data = ``): steps
 do not see that. A home whose own storage was resized or freed is an ExecutionError at the next step.
 
+Kernels of a device that lies in host memory change states at their homes, where the user sees it while a step runs.
+
 A step that changes states and ends early, by a failure, by ``abandon`` or by Ctrl-C, leaves *torn* states if a kernel
 or an offload that changes one was launched: steps are refused until ``Executor.restore_states``. On CUDA, homes should
 be pinned as the bytes of frozen inputs are (``HostMemory.pin``): copies from and to other memory are right too, but

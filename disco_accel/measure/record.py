@@ -6,7 +6,7 @@ nothing. Ops with equal signatures are measured once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from disco_accel.errors import CaptureError, DiscoError
+from disco_accel.graph.home_uses import host_devices
 from disco_accel.graph.op_traits import op_traits
 from disco_accel.graph.passes import GraphPass
 from disco_accel.graph.taskgraph import Arg, OpCall, TaskGraph, TensorArg, TensorSpec, Vertex, VertexKind, tensor_args
@@ -87,18 +88,32 @@ def record(
     *,
     device: str = "cpu",
     compute_threads: int | None = None,
+    host_threads: int | None = None,
     only: frozenset[int] | None = None,
 ) -> dict[int, OpRecord]:
-    """KERNEL id to its record; equal signatures share one. ``only``: ids of those to measure (None: all).
+    """KERNEL id to its record; equal signatures share one. ``only``: ids of those to measure (None: all). Kernels of
+    devices in host memory are measured on the host, all others on ``device``.
 
-    ``compute_threads`` is the number of intra-op threads that the engine will use (temporaries depend on it);
-    None = torch.get_num_threads().
+    ``compute_threads`` and ``host_threads`` are the numbers of intra-op threads that the engine will use (temporaries
+    depend on them); None = torch.get_num_threads().
 
     Raises:
         CaptureError: names an op and its module that fails, or that does not allocate the same from run to run.
         ExecutionError: memory ran out, which says nothing about the graph.
     """
-    where = run_device(device)
+    chosen = [v for v in graph.vertices if v.kind is VertexKind.KERNEL and (only is None or v.id in only)]
+    hosts = host_devices(graph.devices)
+    on_host = [vertex for vertex in chosen if vertex.device in hosts]
+    own = [vertex for vertex in chosen if vertex.device not in hosts]
+    records = _record_on(run_device(device), graph, own, compute_threads)
+    if on_host:
+        records |= _record_on(torch.device("cpu"), graph, on_host, host_threads)
+    return records
+
+
+def _record_on(
+    where: torch.device, graph: TaskGraph, kernels: Sequence[Vertex], threads: int | None
+) -> dict[int, OpRecord]:
     backend = backend_of(where)
     backend.prepare()
     vertices = {v.id: v for v in graph.vertices}
@@ -106,10 +121,8 @@ def record(
     records: dict[int, OpRecord] = {}
     # The engine runs ops outside any autocast region; the casts of the captured one are ops of the graph.
     outside = torch.autocast(where.type, enabled=False)
-    with _threads(compute_threads), outside:
-        for vertex in graph.vertices:
-            if vertex.kind is not VertexKind.KERNEL or (only is not None and vertex.id not in only):
-                continue
+    with _threads(threads), outside:
+        for vertex in kernels:
             call = graph.ops[vertex.id]
             signature = _signature(vertex, call, vertices)
             if signature not in known:

@@ -86,6 +86,7 @@ def make_engine(
     edges: torch.Tensor,
     copied: torch.Tensor,
     arenas: list[torch.Tensor],
+    hosts: list[int],
     host: torch.Tensor,
     clean: list[torch.Tensor],
     states: list[torch.Tensor],
@@ -94,12 +95,13 @@ def make_engine(
 ) -> Engine:
     """An engine for a program, whose tables have the columns of ``engine_numbers.py``.
 
-    ``arenas``: one for each device; ``host``: of offloaded values; ``clean``: host memory that is only read;
-    ``states``: homes of values that change, in memory of their own; all are kept. ``options``: those of ``OPTIONS``.
-    ``links``: bandwidth and latency of each device.
+    ``arenas``: one for each device; ``hosts``: positions of those in host memory; ``host``: of offloaded values;
+    ``clean``: host memory that is only read; ``states``: homes of values that change, in memory of their own; all are
+    kept. ``options``: those of ``OPTIONS``.
+    ``links``: bandwidth and latency of each device that is not in host memory.
 
     Raises RuntimeError for a program that would touch other memory, and for a device that does not start.
     """
     load_extension()
-    made = torch.classes.disco_accel.Engine(table, vertices, edges, copied, arenas, host, clean, states, options, links)
-    return cast(Engine, made)
+    tables, memory = (vertices, edges, copied), (arenas, hosts, host, clean, states)
+    return cast(Engine, torch.classes.disco_accel.Engine(table, *tables, *memory, options, links))

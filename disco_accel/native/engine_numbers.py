@@ -27,6 +27,9 @@ class VertexFlag(IntFlag):
     OUT = 2
     CHANGES = 4
     """A kernel or an offload that changes a state."""
+    TO_HOST = 8
+    FROM_HOST = 16
+    """A transfer to, or from, a device that lies in host memory."""
 
 
 class ResultMode(IntEnum):
@@ -76,6 +79,7 @@ OPTIONS = (
     "compute_threads",
     "compute_streams",
     "inline_compute",
+    "host_threads",
     "link_jitter",
     "link_jitter_seed",
 )

@@ -17,6 +17,9 @@ class OpTable(Protocol):
     """Storages and prepared calls of one plan: ``torch.classes.disco_accel.Ops``. Every method may raise RuntimeError
     that names the op, or the argument that does not fit."""
 
+    def set_host(self, on: bool) -> None:
+        """Whether storages and calls added from now on are of a device in host memory, beside the table's own."""
+
     def add_fixed(self, address: int, nbytes: int) -> int:
         """A storage over ``nbytes`` bytes at ``address``; its number."""
 

@@ -57,6 +57,10 @@ std::string check_vertex(const Program& p, std::int32_t v, int devices) {
   if (p.changes(v) && p.kind[v] != Kind::kKernel && p.kind[v] != Kind::kOffload) {
     return at_vertex(p, v, "only kernels and offloads change states");
   }
+  if ((p.to_host(v) || p.from_host(v)) && p.kind[v] != Kind::kTransfer) {
+    return at_vertex(p, v, "only transfers are told to go to the host or to come from it");
+  }
+  if (p.to_host(v) && p.from_host(v)) return at_vertex(p, v, "a transfer to the host and from it");
   return {};
 }
 

@@ -18,13 +18,17 @@ enum Flag : std::uint8_t {
   kLate = 1,     // input that arrives during the step, at Engine::deliver()
   kOut = 2,      // Engine::wait_out() returns when all of these have finished
   kChanges = 4,  // kernel or offload that changes a state: counted in StepCounters::changes
+  // A transfer to, or from, a device whose arena lies in host memory: it takes the lane of its other device
+  // towards the host, or away from it.
+  kToHost = 8,
+  kFromHost = 16,
 };
 
 // One vertex as handed to ProgramBuilder::add; fields that a kind does not use keep their defaults.
 struct VertexDesc {
   Kind kind = Kind::kKernel;
   std::int32_t device = 0;    // index into the engine's devices; a copy runs on a lane of this device,
-                              // which for a transfer is the device read from
+                              // which for a transfer is the device read from, or written to if kFromHost
   std::int32_t op = -1;       // kernel: index handed to OpRunner::run
   void* dst = nullptr;        // copy: first byte written. Input: see Program
   const void* src = nullptr;  // copy: first byte read
@@ -91,6 +95,8 @@ struct Program {
   bool out(std::int32_t v) const { return (flags[v] & kOut) != 0; }
   bool copies(std::int32_t v) const { return kind[v] >= Kind::kTransfer; }
   bool changes(std::int32_t v) const { return (flags[v] & kChanges) != 0; }
+  bool to_host(std::int32_t v) const { return (flags[v] & kToHost) != 0; }
+  bool from_host(std::int32_t v) const { return (flags[v] & kFromHost) != 0; }
   std::span<const std::int32_t> successors_of(std::int32_t v) const {
     return {successors.data() + successor_begin[v], successors.data() + successor_begin[v + 1]};
   }
@@ -98,8 +104,9 @@ struct Program {
   // Empty if the program can be run on `devices` devices, else one line that names the first vertex at fault.
   // Checks: array lengths; every edge inside range, forward in serial order (hence acyclic) and not into an
   // input; devices in range; kernels have op >= 0; copies have pointers if bytes > 0; only inputs are late
-  // and none of them is resident; only kernels and offloads change states; no out vertex waits, however
-  // indirectly, for a late one (wait_out would never return).
+  // and none of them is resident; only kernels and offloads change states; only transfers go to the host or
+  // come from it, and none both; no out vertex waits, however indirectly, for a late one (wait_out would
+  // never return).
   std::string validate(int devices) const;
   // The same for memory: every byte that a copy or a resident reads or writes lies where its kind may. A
   // reload reads the host's arena, clean memory or a home and writes its device's arena, a resident reads

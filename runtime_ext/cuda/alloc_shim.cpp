@@ -26,6 +26,8 @@ using c10::MempoolId_t;
 
 CUDAAllocator* base = nullptr;
 
+constexpr MemoryKind kGpu = MemoryKind::kGpu;
+
 // A type that no caller has: stands for one that this PyTorch's interface lacks.
 struct Absent {};
 
@@ -57,7 +59,7 @@ class CudaDecorator final : public CUDAAllocator {
  public:
   c10::DataPtr allocate(size_t nbytes) override {
     if (nbytes == 0) return base->allocate(0);
-    if (planning()) {
+    if (planning(kGpu)) {
       // Between an op's start and its product; of a block that the op allocates itself it differs in size.
       Workspace* const cleared = Workspace::cleared(nbytes);
       if (cleared != nullptr && may_be_planned(nbytes))
@@ -66,14 +68,14 @@ class CudaDecorator final : public CUDAAllocator {
             "block of a workspace's size: clear them between steps");
       if (cleared != nullptr) return take(*cleared, nbytes);
     }
-    if (void* ptr = planned_address(nbytes)) {
+    if (void* ptr = planned_address(kGpu, nbytes)) {
       const c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
       return {ptr, ptr, &free_block, guard.getDevice()};
     }
     if (Workspace* workspace = WorkspaceScope::current()) return take(*workspace, nbytes);
     c10::DataPtr block = base->allocate(nbytes);
-    note_forwarded(block.get(), nbytes);
-    if (!recording()) return block;
+    note_forwarded(kGpu, block.get(), nbytes);
+    if (!recording(kGpu)) return block;
     const c10::Device device = block.device();
     void* ptr = block.release_context();
     return {ptr, ptr, &free_block, device};
@@ -84,15 +86,15 @@ class CudaDecorator final : public CUDAAllocator {
   }
 
   void* raw_alloc(size_t nbytes) override {
-    if (void* ptr = planned_address(nbytes)) return ptr;
+    if (void* ptr = planned_address(kGpu, nbytes)) return ptr;
     void* ptr = base->raw_alloc(nbytes);
-    note_forwarded(ptr, nbytes);
+    note_forwarded(kGpu, ptr, nbytes);
     return ptr;
   }
   void* raw_alloc_with_stream(size_t nbytes, cudaStream_t stream) override {
-    if (void* ptr = planned_address(nbytes)) return ptr;
+    if (void* ptr = planned_address(kGpu, nbytes)) return ptr;
     void* ptr = base->raw_alloc_with_stream(nbytes, stream);
-    note_forwarded(ptr, nbytes);
+    note_forwarded(kGpu, ptr, nbytes);
     return ptr;
   }
   void raw_delete(void* ptr) override { free_block(ptr); }

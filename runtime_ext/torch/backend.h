@@ -12,6 +12,7 @@
 
 #include "../core/device.h"
 #include "engine_settings.h"
+#include "planned_alloc.h"
 
 namespace disco {
 
@@ -44,6 +45,8 @@ class Backend {
 
   // Of tensors on such a device.
   virtual c10::DispatchKey key() const = 0;
+  // What its ops allocate.
+  virtual MemoryKind memory() const = 0;
   // With which boxed calls go to their kernels at once; empty: through the dispatcher. All tensors of an op
   // are on one device and outside autograd, so the kernel is known without looking at them.
   virtual c10::DispatchKeySet kernels() const { return {}; }
@@ -61,5 +64,9 @@ class Backend {
 
 const Backend& host_backend();
 const Backend& cuda_backend();
+
+// A device in host memory beside those that a backend starts: its ops run one at a time, on a thread of their
+// own with `threads` OpenMP threads. Its EngineSide is OpTable::run.
+std::unique_ptr<Device> start_host_device(int threads);
 
 }  // namespace disco

@@ -124,6 +124,7 @@ class CudaSide : public EngineSide {
 class CudaBackend : public Backend {
  public:
   c10::DispatchKey key() const override { return c10::DispatchKey::CUDA; }
+  MemoryKind memory() const override { return MemoryKind::kGpu; }
 
   Started start(c10::Device where, const Settings& settings, const std::vector<double>& /*links*/,
                 const std::vector<at::Tensor>& memory) const override {

@@ -11,7 +11,7 @@ namespace {
 using Setter = void (*)(Settings&, double);
 
 // Every option that Python gives, by name.
-constexpr std::array<std::pair<const char*, Setter>, 10> kOptions = {{
+constexpr std::array<std::pair<const char*, Setter>, 11> kOptions = {{
     {"dispatch",
      [](Settings& to, double v) { to.engine.dispatch = static_cast<Dispatch>(static_cast<int>(v)); }},
     {"seed", [](Settings& to, double v) { to.engine.seed = static_cast<std::uint64_t>(v); }},
@@ -21,6 +21,7 @@ constexpr std::array<std::pair<const char*, Setter>, 10> kOptions = {{
     {"compute_threads", [](Settings& to, double v) { to.compute_threads = static_cast<int>(v); }},
     {"compute_streams", [](Settings& to, double v) { to.host.compute_streams = static_cast<int>(v); }},
     {"inline_compute", [](Settings& to, double v) { to.host.inline_compute = v != 0; }},
+    {"host_threads", [](Settings& to, double v) { to.host_threads = static_cast<int>(v); }},
     {"link_jitter", [](Settings& to, double v) { to.host.link_jitter = v; }},
     {"link_jitter_seed",
      [](Settings& to, double v) { to.host.link_jitter_seed = static_cast<std::uint64_t>(v); }},
@@ -54,6 +55,8 @@ c10::Dict<std::string, std::int64_t> engine_numbers() {
       {"flag.LATE", number(kLate)},
       {"flag.OUT", number(kOut)},
       {"flag.CHANGES", number(kChanges)},
+      {"flag.TO_HOST", number(kToHost)},
+      {"flag.FROM_HOST", number(kFromHost)},
       {"result.PLACED", number(ResultMode::kPlaced)},
       {"result.COPIED", number(ResultMode::kCopied)},
       {"result.IGNORED", number(ResultMode::kIgnored)},

@@ -21,6 +21,7 @@ struct Settings {
   EngineOptions engine;
   HostDeviceOptions host;
   int compute_threads = 1;
+  int host_threads = 1;  // of a device in host memory beside the run's own
 };
 
 // Throws std::out_of_range for an option that is not given.

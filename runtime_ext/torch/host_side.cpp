@@ -7,6 +7,7 @@
 
 #include "../core/host_device.h"
 #include "backend.h"
+#include "compute_thread.h"
 #include "ops.h"
 #include "planned_alloc.h"
 
@@ -21,6 +22,7 @@ class HostSide : public EngineSide {
 class HostBackend : public Backend {
  public:
   c10::DispatchKey key() const override { return c10::DispatchKey::CPU; }
+  MemoryKind memory() const override { return MemoryKind::kHost; }
   c10::DispatchKeySet kernels() const override { return c10::DispatchKeySet(c10::DispatchKey::CPU); }
   bool computes_small_ops() const override { return true; }
   void install_allocator() const override { install_cpu_decorator(); }
@@ -50,6 +52,13 @@ class HostBackend : public Backend {
 const Backend& host_backend() {
   static const HostBackend backend;
   return backend;
+}
+
+std::unique_ptr<Device> start_host_device(int threads) {
+  HostDeviceOptions options;
+  options.inline_compute = false;
+  options.on_compute_thread = [threads](int) { prepare_compute_thread(threads); };
+  return std::make_unique<HostDevice>(std::move(options));
 }
 
 at::Tensor Backend::copy_of(const at::Tensor& value, c10::Device device) const {

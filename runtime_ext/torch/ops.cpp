@@ -101,6 +101,31 @@ void call(const PreparedOp& op, std::vector<IValue>& stack) {
   }
 }
 
+bool inside(const Ranges& ranges, const void* ptr, std::size_t nbytes) {
+  return nbytes <= static_cast<std::size_t>(std::numeric_limits<std::int64_t>::max()) &&
+         ranges.hold(ptr, static_cast<std::int64_t>(nbytes));
+}
+
+// Whether a tensor that lies in `ranges` is written to by the op, as its schema or its results say.
+bool writes_to(const PreparedOp& op, const Ranges& ranges) {
+  const auto lies_there = [&](const at::Tensor& tensor) {
+    const c10::Storage& storage = tensor.storage();
+    return storage.nbytes() > 0 && inside(ranges, storage.data_ptr().get(), storage.nbytes());
+  };
+  const auto& schema = op.handle.schema().arguments();
+  std::vector<IValue> written;
+  for (std::size_t i = 0; i < schema.size(); ++i) {
+    if (schema[i].alias_info() != nullptr && schema[i].alias_info()->isWrite()) written.push_back(op.args[i]);
+  }
+  for (const ExpectedResult& result : op.results) {
+    if (result.mode == ResultMode::kCopied) written.emplace_back(result.where);
+  }
+  bool found = false;
+  for_each_tensor(
+      written, [&](const at::Tensor& tensor) { found = found || (tensor.defined() && lies_there(tensor)); });
+  return found;
+}
+
 std::string message_of(const std::exception& error) {
   if (const auto* torch_error = dynamic_cast<const c10::Error*>(&error)) {
     return torch_error->what_without_backtrace();
@@ -120,15 +145,25 @@ CallerGuards::CallerGuards(const at::ThreadLocalState& plain) : state_(plain) { 
 
 CallerGuards::~CallerGuards() { guarded_for_good = false; }
 
-std::int64_t OpTable::add_fixed(void* ptr, std::size_t nbytes) {
-  storages_.emplace_back(c10::Storage::use_byte_size_t(), nbytes, c10::DataPtr(ptr, device_), nullptr, false);
+c10::Device OpTable::device_of(Side side) const {
+  return side == Side::kHost ? c10::Device(c10::DeviceType::CPU) : device_;
+}
+
+const Backend& OpTable::backend_of(Side side) const {
+  return side == Side::kHost ? host_backend() : backend_;
+}
+
+std::int64_t OpTable::add_fixed(void* ptr, std::size_t nbytes, Side side) {
+  storages_.emplace_back(c10::Storage::use_byte_size_t(), nbytes, c10::DataPtr(ptr, device_of(side)), nullptr,
+                         false);
+  sides_.push_back(side);
   external_.push_back(false);
   bound_.emplace_back();
   return static_cast<std::int64_t>(storages_.size()) - 1;
 }
 
-std::int64_t OpTable::add_external(std::size_t nbytes) {
-  const std::int64_t index = add_fixed(nullptr, nbytes);
+std::int64_t OpTable::add_external(std::size_t nbytes, Side side) {
+  const std::int64_t index = add_fixed(nullptr, nbytes, side);
   external_.back() = true;
   externals_.push_back(index);
   return index;
@@ -136,8 +171,10 @@ std::int64_t OpTable::add_external(std::size_t nbytes) {
 
 void OpTable::bind_external(std::int64_t storage, const at::Tensor& tensor) {
   if (!external_.at(storage)) bad_argument("storage " + std::to_string(storage) + " is not external");
-  if (tensor.device() != device_) {
-    bad_argument("is on " + tensor.device().str() + ", the plan runs on " + device_.str());
+  const c10::Device device = storages_[storage].device();
+  if (tensor.device() != device) {
+    const char* where = sides_[storage] == Side::kHost ? ", the plan has it on " : ", the plan runs on ";
+    bad_argument("is on " + tensor.device().str() + where + device.str());
   }
   std::int64_t extent = tensor.numel() > 0 ? 1 : 0;
   for (std::int64_t d = 0; extent > 0 && d < tensor.dim(); ++d)
@@ -147,7 +184,7 @@ void OpTable::bind_external(std::int64_t storage, const at::Tensor& tensor) {
     bad_argument("covers " + std::to_string(nbytes) + " bytes where the plan has " +
                  std::to_string(storages_[storage].nbytes()));
   }
-  storages_[storage].unsafeGetStorageImpl()->set_data_ptr_noswap(c10::DataPtr(tensor.data_ptr(), device_));
+  storages_[storage].unsafeGetStorageImpl()->set_data_ptr_noswap(c10::DataPtr(tensor.data_ptr(), device));
   bound_[storage] = tensor;
 }
 
@@ -188,9 +225,9 @@ at::Tensor OpTable::make_tensor(c10::ArrayRef<IValue> encoded) const {
   }
   // An inference tensor has no autograd keys and no version counter: nothing in a step can reach autograd.
   const c10::InferenceMode inference;
-  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storages_[storage]),
-                                                               c10::DispatchKeySet(backend_.key()),
-                                                               c10::scalarTypeToTypeMeta(dtype));
+  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(storages_[storage]), c10::DispatchKeySet(backend_of(sides_[storage]).key()),
+      c10::scalarTypeToTypeMeta(dtype));
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(shape, stride, offset);
   return tensor;
 }
@@ -255,8 +292,21 @@ IValue OpTable::decode(const IValue& encoded, const c10::TypePtr& type) const {
   bad_argument("a value of kind " + encoded.tagKind() + " given for " + type->str());
 }
 
+// Kernels are called for their side without a look at the tensors.
+void OpTable::check_side(const IValue& value, Side side) const {
+  if (value.isList()) {
+    for (const IValue& element : value.toListRef()) check_side(element, side);
+    return;
+  }
+  if (!value.isTensor() || !value.toTensor().defined()) return;
+  const at::Tensor tensor = value.toTensor();
+  if (tensor.device() != device_of(side) && !tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
+    bad_argument("is on " + tensor.device().str() + ", the op runs on " + device_of(side).str());
+  }
+}
+
 std::int32_t OpTable::add_op(const std::string& name, const std::string& overload, const IValue& args,
-                             const std::string& label) {
+                             const std::string& label, Side side) {
   const auto handle = c10::Dispatcher::singleton().findSchema({name, overload});
   if (!handle.has_value()) bad_argument(label + ": no op " + name + "." + overload + " in this PyTorch");
   const c10::ArrayRef<IValue> encoded = tuple_elements(args);
@@ -265,10 +315,11 @@ std::int32_t OpTable::add_op(const std::string& name, const std::string& overloa
     bad_argument(label + ": " + std::to_string(encoded.size()) + " arguments given, the schema has " +
                  std::to_string(schema.size()));
   }
-  PreparedOp op{*handle, {}, {}, {}, {}, {}, false, backend_.kernels(), label, {}};
+  PreparedOp op{*handle, side, {}, {}, {}, {}, {}, false, backend_of(side).kernels(), label, {}};
   for (std::size_t i = 0; i < schema.size(); ++i) {
     try {
       op.args.push_back(decode(encoded[i], schema[i].type()));
+      check_side(op.args.back(), side);
     } catch (const std::exception& error) {
       bad_argument(label + ": argument '" + schema[i].name() + "': " + message_of(error));
     }
@@ -277,7 +328,7 @@ std::int32_t OpTable::add_op(const std::string& name, const std::string& overloa
   const auto external = [](const void* table, const c10::StorageImpl* storage) {
     return static_cast<const OpTable*>(table)->is_external(storage);
   };
-  if (backend_.computes_small_ops()) op.direct = direct_call(name, overload, op.args, external, this);
+  if (backend_of(side).computes_small_ops()) op.direct = direct_call(name, overload, op.args, external, this);
   // Grows this thread's stack once, here: a step must not.
   scratch_stack().reserve(64);
   ops_.push_back(std::move(op));
@@ -295,23 +346,32 @@ void OpTable::set_schedule(std::int32_t op, std::vector<PlannedBlock> blocks) {
   ops_.at(op).scheduled = true;
 }
 
-void OpTable::check_memory(const Ranges& arenas) const {
-  const auto inside = [&](const void* ptr, std::size_t nbytes) {
-    return nbytes <= static_cast<std::size_t>(std::numeric_limits<std::int64_t>::max()) &&
-           arenas.hold(ptr, static_cast<std::int64_t>(nbytes));
-  };
+void OpTable::check_memory(const Memory& memory, const std::vector<bool>& hosts) const {
+  std::array<std::vector<Range>, 2> of_side;  // by Side
+  for (std::size_t i = 0; i < memory.arenas.size(); ++i) of_side.at(hosts.at(i)).push_back(memory.arenas[i]);
+  const std::array<Ranges, 2> arenas{Ranges(of_side[0]), Ranges(of_side[1])};
+  const Ranges homes(memory.states, Ranges::Adjacent::kApart);
+  const Ranges clean(memory.clean);
+  const auto arena = [&](Side side) -> const Ranges& { return arenas.at(static_cast<std::size_t>(side)); };
   for (std::size_t i = 0; i < storages_.size(); ++i) {
-    if (!external_[i] && !inside(storages_[i].data_ptr().get(), storages_[i].nbytes())) {
-      bad_argument("storage " + std::to_string(i) + " of " + std::to_string(storages_[i].nbytes()) +
+    const void* const ptr = storages_[i].data_ptr().get();
+    const std::size_t nbytes = storages_[i].nbytes();
+    const bool at_home =
+        sides_[i] == Side::kHost && (inside(homes, ptr, nbytes) || inside(clean, ptr, nbytes));
+    if (!external_[i] && !at_home && !inside(arena(sides_[i]), ptr, nbytes)) {
+      bad_argument("storage " + std::to_string(i) + " of " + std::to_string(nbytes) +
                    " bytes lies outside the arenas of this run");
     }
   }
   for (const PreparedOp& op : ops_) {
     const bool planned = std::all_of(op.schedule.begin(), op.schedule.end(), [&](const PlannedBlock& block) {
-      return inside(block.ptr, block.nbytes);
+      return inside(arena(op.side), block.ptr, block.nbytes);
     });
-    if (!planned || !inside(op.loose.ptr, op.loose.nbytes)) {
+    if (!planned || !inside(arena(op.side), op.loose.ptr, op.loose.nbytes)) {
       bad_argument(op.label + ": an allocation is planned outside the arenas of this run");
+    }
+    if (op.side == Side::kHost && writes_to(op, clean)) {
+      bad_argument(op.label + ": would write to host memory that is only read");
     }
   }
 }
@@ -324,6 +384,9 @@ std::size_t OpTable::external_bytes(std::int64_t storage) const {
 }
 
 void OpTable::set_rng(std::int32_t op, std::int64_t slot, bool replay) {
+  if (ops_.at(op).side == Side::kHost && !device_.is_cpu()) {
+    bad_argument("random numbers are drawn on " + device_.str() + " alone, not on the host beside it");
+  }
   if (rng_ == nullptr) rng_ = std::make_unique<RngSlots>(device_);
   rng_->reserve(slot);
   ops_.at(op).rng = RngSite{rng_.get(), slot, replay};
@@ -376,7 +439,7 @@ void OpTable::run_boxed(const PreparedOp& op) const {
     check_results(op, stack);
     return;
   }
-  const PlannedScope scope(op.schedule, op.loose);
+  const PlannedScope scope(backend_of(op.side).memory(), op.schedule, op.loose);
   call(op, stack);
   scope.finish();
   check_results(op, stack);
@@ -389,7 +452,7 @@ RecordedCall OpTable::record(std::int32_t index) const {
   std::vector<IValue> stack(op.args);
   RecordedCall recorded;
   try {
-    const RecordScope scope;
+    const RecordScope scope(backend_of(op.side).memory());
     if (op.direct) {
       op.direct->run();
       stack.clear();

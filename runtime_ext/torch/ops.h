@@ -34,9 +34,13 @@ struct ExpectedResult {
   at::Tensor where;
 };
 
+// Whose an op or a storage is: a device's of the run's own kind, or of one that lies in host memory.
+enum class Side : std::uint8_t { kDevice, kHost };
+
 // One prepared call. `label` is what error messages call it: the op and the module that issued it.
 struct PreparedOp {
   c10::OperatorHandle handle;
+  Side side = Side::kDevice;
   std::optional<DirectCall> direct;
   std::vector<c10::IValue> args;
   std::vector<ExpectedResult> results;
@@ -83,9 +87,9 @@ class OpTable {
   explicit OpTable(c10::Device device) : device_(device), backend_(Backend::of(device)) {}
 
   // Storage over `nbytes` at `ptr`, which the caller keeps alive. Returns its index.
-  std::int64_t add_fixed(void* ptr, std::size_t nbytes);
+  std::int64_t add_fixed(void* ptr, std::size_t nbytes, Side side = Side::kDevice);
   // Storage whose pointer is set by `bind_external` before each step.
-  std::int64_t add_external(std::size_t nbytes);
+  std::int64_t add_external(std::size_t nbytes, Side side = Side::kDevice);
   // Points an external storage at the first element of `tensor` and keeps the tensor until the next binding.
   // Throws std::invalid_argument when the tensor's extent or device is not the planned one.
   void bind_external(std::int64_t storage, const at::Tensor& tensor);
@@ -94,9 +98,9 @@ class OpTable {
   void* address(std::int64_t storage) const { return storages_[storage].data_ptr().get(); }
 
   // Adds the call `name.overload` with `args` encoded as in disco_accel/native/op_encoding.py. Throws
-  // std::invalid_argument naming the argument that does not fit the schema.
+  // std::invalid_argument naming the argument that does not fit the schema, or is of the other side.
   std::int32_t add_op(const std::string& name, const std::string& overload, const c10::IValue& args,
-                      const std::string& label);
+                      const std::string& label, Side side = Side::kDevice);
   // Adds an expected result to an op, in the order of its returned tensors.
   void expect_result(std::int32_t op, ResultMode mode, const c10::IValue& where);
   // From now on the op's allocations are served from `blocks`, in order.
@@ -107,8 +111,10 @@ class OpTable {
   void set_rng(std::int32_t op, std::int64_t slot, bool replay);
 
   // Throws std::invalid_argument naming the storage or op unless every fixed storage and every planned block
-  // lies in `arenas`.
-  void check_memory(const Ranges& arenas) const;
+  // lies in the arenas of its side: of the devices that are in host memory (`hosts`, by number) or of the
+  // others. Storages of the host's side may also lie in a home or in clean memory; no op writes to the
+  // latter, as far as its schema tells.
+  void check_memory(const Memory& memory, const std::vector<bool>& hosts) const;
   // Bytes of an external storage. Throws std::invalid_argument if there is no such storage.
   std::size_t external_bytes(std::int64_t storage) const;
 
@@ -119,6 +125,7 @@ class OpTable {
   // Runs an op with PyTorch's own allocator, and reports what it allocated and returned.
   RecordedCall record(std::int32_t op) const;
 
+  bool on_host(std::int32_t op) const { return ops_.at(op).side == Side::kHost; }
   std::size_t size() const { return ops_.size(); }
   std::size_t storages() const { return storages_.size(); }
   const std::string& label(std::int32_t op) const { return ops_.at(op).label; }
@@ -131,12 +138,16 @@ class OpTable {
   at::Tensor decode_tensor(c10::ArrayRef<c10::IValue> encoded) const;
   at::Tensor make_tensor(c10::ArrayRef<c10::IValue> encoded) const;
   bool is_external(const c10::StorageImpl* storage) const;
+  c10::Device device_of(Side side) const;
+  const Backend& backend_of(Side side) const;
+  void check_side(const c10::IValue& value, Side side) const;
   void run_boxed(const PreparedOp& op) const;
   void check_results(const PreparedOp& op, const std::vector<c10::IValue>& stack) const;
 
   c10::Device device_;
   const Backend& backend_;
   std::vector<c10::Storage> storages_;
+  std::vector<Side> sides_;  // of each storage
   std::vector<at::Tensor> bound_;
   std::vector<bool> external_;
   std::vector<std::int64_t> externals_;

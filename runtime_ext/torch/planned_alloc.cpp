@@ -19,6 +19,7 @@ struct ThreadState {
   std::size_t loose_used = 0;
   std::int64_t loose_live = 0;
   bool planned = false;
+  MemoryKind kind = MemoryKind::kHost;  // of what is planned or recorded
   bool engine_thread = false;
   std::vector<RecordedBlock>* record = nullptr;
   std::int64_t event = 0;
@@ -91,14 +92,14 @@ class CpuDecorator final : public c10::Allocator {
   c10::DataPtr allocate(std::size_t nbytes) override {
     const c10::Device cpu(c10::DeviceType::CPU);
     if (nbytes == 0) return {nullptr, nullptr, &free_block, cpu};
-    if (void* ptr = planned_address(nbytes)) return {ptr, ptr, &free_block, cpu};
+    if (void* ptr = planned_address(MemoryKind::kHost, nbytes)) return {ptr, ptr, &free_block, cpu};
     if (tls.until_failure > 0 && --tls.until_failure == 0) {
       TORCH_CHECK(false, "DefaultCPUAllocator: can't allocate memory: ", nbytes,
                   " bytes, as a test asked for");
     }
     void* ptr = base_allocator->raw_allocate(nbytes);
     c10::DataPtr block(ptr, ptr, &free_block, cpu);  // freed if noting it takes memory that is not there
-    note_forwarded(ptr, nbytes);
+    note_forwarded(MemoryKind::kHost, ptr, nbytes);
     return block;
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free_block; }
@@ -123,7 +124,8 @@ void install_cpu_decorator() {
   (void)installed;
 }
 
-PlannedScope::PlannedScope(std::span<const PlannedBlock> blocks, PlannedBlock loose) {
+PlannedScope::PlannedScope(MemoryKind kind, std::span<const PlannedBlock> blocks, PlannedBlock loose) {
+  tls.kind = kind;
   tls.schedule = blocks;
   tls.next = 0;
   tls.loose = loose;
@@ -139,7 +141,8 @@ void PlannedScope::finish() const {
                          std::to_string(tls.schedule.size()) + " were recorded");
 }
 
-RecordScope::RecordScope() {
+RecordScope::RecordScope(MemoryKind kind) {
+  tls.kind = kind;
   tls.record = ThreadState::blocks_of(this);
   tls.event = 0;
 }
@@ -148,15 +151,15 @@ RecordScope::~RecordScope() { tls.record = nullptr; }
 EngineThreadScope::EngineThreadScope() : before_(tls.engine_thread) { tls.engine_thread = true; }
 EngineThreadScope::~EngineThreadScope() { tls.engine_thread = before_; }
 
-bool planning() { return tls.planned; }
+bool planning(MemoryKind kind) { return tls.planned && tls.kind == kind; }
 
 bool may_be_planned(std::size_t nbytes) {
   if (tls.next < tls.schedule.size()) return tls.schedule[tls.next].nbytes == nbytes;
   return tls.loose.nbytes > 0;
 }
 
-void* planned_address(std::size_t nbytes) {
-  if (!tls.planned) return nullptr;
+void* planned_address(MemoryKind kind, std::size_t nbytes) {
+  if (!planning(kind)) return nullptr;
   if (tls.next >= tls.schedule.size()) {
     if (void* const ptr = loose_address(nbytes)) return ptr;
     throw ScheduleMismatch("allocated " + std::to_string(nbytes) + " bytes more than the " +
@@ -171,11 +174,11 @@ void* planned_address(std::size_t nbytes) {
   return block.ptr;
 }
 
-bool recording() { return tls.record != nullptr; }
+bool recording(MemoryKind kind) { return tls.record != nullptr && tls.kind == kind; }
 
-void note_forwarded(void* ptr, std::size_t nbytes) {
+void note_forwarded(MemoryKind kind, void* ptr, std::size_t nbytes) {
   if (tls.engine_thread || omp_in_parallel()) forwarded_on_engine.fetch_add(1, std::memory_order_relaxed);
-  if (tls.record != nullptr) tls.record->push_back({ptr, nbytes, tls.event++, -1});
+  if (recording(kind)) tls.record->push_back({ptr, nbytes, tls.event++, -1});
   if (live_tracking.load(std::memory_order_relaxed)) {
     LiveBlocks& blocks = live_blocks();
     const std::lock_guard lock(blocks.mutex);

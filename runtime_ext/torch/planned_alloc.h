@@ -3,7 +3,8 @@
 //
 // The schedule is thread-local, so other threads keep their allocator. One decorator stands in front of the
 // CPU allocator (PyTorch's own stays behind it); the CUDA decorator in runtime_ext/cuda shares the schedule
-// through the functions of this header.
+// through the functions of this header. A schedule is of one kind of memory: what an op allocates elsewhere,
+// such as a number on the host for a kernel of a GPU, comes from the allocator there.
 #pragma once
 
 #include <cstddef>
@@ -14,6 +15,9 @@
 #include <vector>
 
 namespace disco {
+
+// The memory that an allocator hands out.
+enum class MemoryKind : std::uint8_t { kHost, kGpu };
 
 // One allocation of a recorded call: its place in the call's sequence is its place in the schedule.
 struct PlannedBlock {
@@ -39,12 +43,12 @@ class ScheduleMismatch : public std::runtime_error {
 // Puts the decorator in front of the process's CPU allocator, once. Safe to call again.
 void install_cpu_decorator();
 
-// Serves the allocations of this thread from `blocks` until it goes out of scope. Scopes do not nest. What
-// the call allocates beyond them comes from `loose`, if that has room: one behind the other, from its start
-// again once all of them are freed.
+// Serves this thread's allocations of `kind` from `blocks` until it goes out of scope. Scopes do not nest.
+// What the call allocates beyond them comes from `loose`, if that has room: one behind the other, from its
+// start again once all of them are freed.
 class PlannedScope {
  public:
-  explicit PlannedScope(std::span<const PlannedBlock> blocks, PlannedBlock loose = {});
+  PlannedScope(MemoryKind kind, std::span<const PlannedBlock> blocks, PlannedBlock loose = {});
   ~PlannedScope();
   PlannedScope(const PlannedScope&) = delete;
   PlannedScope& operator=(const PlannedScope&) = delete;
@@ -52,10 +56,10 @@ class PlannedScope {
   void finish() const;
 };
 
-// Records the allocations of this thread until it goes out of scope.
+// Records this thread's allocations of `kind` until it goes out of scope.
 class RecordScope {
  public:
-  RecordScope();
+  explicit RecordScope(MemoryKind kind);
   ~RecordScope();
   RecordScope(const RecordScope&) = delete;
   RecordScope& operator=(const RecordScope&) = delete;
@@ -79,17 +83,17 @@ class EngineThreadScope {
   bool before_;
 };
 
-// What an allocator decorator asks for each allocation: a planned address, or nullptr to forward. Throws
-// ScheduleMismatch. `note_forwarded` and `note_freed` report what the allocator behind did.
-void* planned_address(std::size_t nbytes);
-// Whether this thread is in a PlannedScope.
-bool planning();
+// What the allocator decorator of `kind` asks for each allocation: a planned address, or nullptr to forward.
+// Throws ScheduleMismatch. `note_forwarded` and `note_freed` report what the allocator behind did.
+void* planned_address(MemoryKind kind, std::size_t nbytes);
+// Whether this thread is in a PlannedScope of `kind`.
+bool planning(MemoryKind kind);
 // Whether planned_address would serve `nbytes` now.
 bool may_be_planned(std::size_t nbytes);
-void note_forwarded(void* ptr, std::size_t nbytes);
+void note_forwarded(MemoryKind kind, void* ptr, std::size_t nbytes);
 void note_freed(void* ptr);
-// Whether this thread records: frees of blocks that it allocates now must be reported too.
-bool recording();
+// Whether this thread records `kind`: frees of blocks that it allocates now must be reported too.
+bool recording(MemoryKind kind);
 
 // Address ranges that belong to plans: freeing a block inside one is a no-op. Throws std::length_error when
 // more than 1024 ranges are live.

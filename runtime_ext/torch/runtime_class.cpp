@@ -6,6 +6,7 @@
 #include <torch/library.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -34,23 +35,27 @@ constexpr double kDrainSeconds = 5;  // that a device which has stalled is given
 struct TorchEngine : torch::CustomClassHolder, OpRunner {
   // The tables are those of program_tables.h. All memory that the program names lies in `arenas`, one for
   // each device, in `host`, where values are offloaded, in `clean`, which is only read, and in `states`, the
-  // homes of values that change; all are kept alive. `links` has a bandwidth and a latency for each device.
+  // homes of values that change; all are kept alive. `hosts`: numbers of the devices that lie in host memory
+  // and use these homes; `links` has a bandwidth and a latency for each of the others.
   // Throws std::invalid_argument for a program that would touch any other memory.
   TorchEngine(c10::intrusive_ptr<TorchOps> ops, const at::Tensor& vertices, const at::Tensor& edges,
-              const at::Tensor& copied, std::vector<at::Tensor> arenas, const at::Tensor& host,
-              const std::vector<at::Tensor>& clean, const std::vector<at::Tensor>& states,
-              const c10::Dict<std::string, double>& options, const std::vector<double>& links)
-      : ops_(std::move(ops)), keep_(std::move(arenas)), pid_(getpid()) {
+              const at::Tensor& copied, std::vector<at::Tensor> arenas, const Ints& hosts,
+              const at::Tensor& host, const std::vector<at::Tensor>& clean,
+              const std::vector<at::Tensor>& states, const c10::Dict<std::string, double>& options,
+              const std::vector<double>& links)
+      : ops_(std::move(ops)), keep_(std::move(arenas)), on_host_(keep_.size()), pid_(getpid()) {
+    for (const std::int64_t device : hosts) on_host_.at(static_cast<std::size_t>(device)) = true;
     const Memory memory = memory_of(keep_, host, clean, states);
     keep_.push_back(host);
     keep_.insert(keep_.end(), clean.begin(), clean.end());
     keep_.insert(keep_.end(), states.begin(), states.end());
     Program program = read_program(vertices, edges);
-    check_program(program, ops_->table, memory);
+    check_program(program, ops_->table, memory, on_host_);
     copied_ = read_copied(copied, program, ops_->table);
-    if (links.size() != 2 * memory.arenas.size()) {
+    const auto devices = static_cast<std::size_t>(std::count(on_host_.begin(), on_host_.end(), false));
+    if (links.size() != 2 * devices) {
       throw std::invalid_argument("links has " + std::to_string(links.size()) + " figures for " +
-                                  std::to_string(memory.arenas.size()) + " devices");
+                                  std::to_string(devices) + " devices");
     }
     layouts_.resize(ops_->table.storages());
     Settings settings = read_settings(options);
@@ -61,8 +66,8 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
     };
     Started started = ops_->table.backend().start(ops_->table.device(), settings, links, keep_);
     side_ = std::move(started.side);
-    engine_ =
-        std::make_unique<Engine>(std::move(program), std::move(started.devices), *this, settings.engine);
+    engine_ = std::make_unique<Engine>(std::move(program), with_hosts(std::move(started.devices), settings),
+                                       *this, settings.engine);
   }
 
   // The arena itself is freed by whoever holds it last, so its range must be forgotten first.
@@ -84,10 +89,27 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
     engine_.reset();
   }
 
-  void run(std::int32_t op, int /*device*/, int stream) override {
+  // All devices in the program's order: those that a backend has started, and those in host memory.
+  std::vector<std::unique_ptr<Device>> with_hosts(std::vector<std::unique_ptr<Device>> started,
+                                                  const Settings& settings) const {
+    std::vector<std::unique_ptr<Device>> devices;
+    auto next = started.begin();
+    for (const bool host : on_host_) {
+      if (!host && next == started.end()) throw std::invalid_argument("more devices than this kind runs");
+      devices.push_back(host ? start_host_device(settings.host_threads) : std::move(*next++));
+    }
+    if (next != started.end()) throw std::invalid_argument("no device but the host's");
+    return devices;
+  }
+
+  void run(std::int32_t op, int device, int stream) override {
     if (op == failing_)
       throw std::runtime_error(ops_->table.label(op) + ": failed because a test asked for it");
-    side_->run(ops_->table, op, stream);
+    if (on_host_[static_cast<std::size_t>(device)]) {
+      ops_->table.run(op);
+    } else {
+      side_->run(ops_->table, op, stream);
+    }
   }
 
   // A caller's own OpenMP team serves the ops if it has the size that they were recorded with. Only a device
@@ -239,6 +261,7 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
 
   c10::intrusive_ptr<TorchOps> ops_;
   std::vector<at::Tensor> keep_;
+  std::vector<bool> on_host_;  // by device
   std::vector<std::vector<at::Tensor>> leaving_;
   std::unique_ptr<EngineSide> side_;     // outlived by keep_
   std::vector<ExternalLayout> layouts_;  // by storage
@@ -278,6 +301,7 @@ TORCH_LIBRARY(disco_accel, m) {
       .def("add_fixed", &TorchOps::add_fixed)
       .def("add_external", &TorchOps::add_external)
       .def("add_op", &TorchOps::add_op)
+      .def("set_host", &TorchOps::set_host)
       .def("expect_result", &TorchOps::expect_result)
       .def("set_schedule", &TorchOps::set_schedule)
       .def("set_loose", &TorchOps::set_loose)
@@ -292,8 +316,8 @@ TORCH_LIBRARY(disco_accel, m) {
   m.class_<Pinned>("Pinned").def(torch::init<at::Tensor>());
   m.class_<TorchEngine>("Engine")
       .def(torch::init<c10::intrusive_ptr<TorchOps>, at::Tensor, at::Tensor, at::Tensor,
-                       std::vector<at::Tensor>, at::Tensor, std::vector<at::Tensor>, std::vector<at::Tensor>,
-                       c10::Dict<std::string, double>, std::vector<double>>())
+                       std::vector<at::Tensor>, Ints, at::Tensor, std::vector<at::Tensor>,
+                       std::vector<at::Tensor>, c10::Dict<std::string, double>, std::vector<double>>())
       .def("expect_dtype", &TorchEngine::expect_dtype)
       .def("expect_layout", &TorchEngine::expect_layout)
       .def("fail_at", &TorchEngine::fail_at)
