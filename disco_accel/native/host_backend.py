@@ -74,7 +74,9 @@ class HostBackend:
     def alias(self, arena: torch.Tensor, offset: int, nbytes: int, spec: TensorSpec) -> torch.Tensor:
         """With a storage of its own of exactly ``nbytes`` bytes, so that saving it does not save the arena."""
         storage = torch.ops.disco_accel.carve(arena, offset, nbytes).untyped_storage()
-        return torch.empty(0, dtype=getattr(torch, spec.dtype)).set_(storage, spec.offset, spec.shape, spec.stride)
+        return torch.empty(0, dtype=getattr(torch, spec.dtype), device="cpu").set_(
+            storage, spec.offset, spec.shape, spec.stride
+        )
 
     def pin(self, tensor: torch.Tensor) -> object:
         del tensor

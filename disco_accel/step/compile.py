@@ -184,7 +184,7 @@ def machine_of(engine: EngineOptions) -> Machine | None:
 def _check_host_memory(host_memory: int, step: CompiledStep) -> None:
     weights, offloads = sum(t.numel() for t in step.clean.values()), step.plan.host_memory
     training = TrainedBytes(step.trained_bytes, 0)
-    if weights + training.gradients + training.moments + offloads > host_memory:
+    if step.bytes_beside_gradients + training.gradients > host_memory:
         trained = f", gradients {format_size(training.gradients)}, two moments {format_size(training.moments)}"
         which = "weights" if training.weights else "frozen weights"
         raise ConfigError(

@@ -24,6 +24,8 @@ from disco_accel.plan.plan_cache import PlanCacheUse
 from disco_accel.plan.summary import staying_bytes
 from disco_accel.sizes import format_size
 from disco_accel.step.budget import Budget
+from disco_accel.step.gradient_memory import GradientMemory, LeavingGradient
+from disco_accel.step.optimizer_home import TrainedBytes
 
 
 @dataclass(eq=False)
@@ -85,12 +87,13 @@ class CompiledStep:
             specs={b.vertex: b.spec for b in bindings},
         )
 
-    def gradients(self) -> list[torch.Tensor]:
+    def gradients(self, memory: GradientMemory) -> list[torch.Tensor]:
         """Copies of ``captured.gradients`` as the last step left them, where the trained weights are; on the host they
-        are complete."""
-        if not self.trained_on_host or torch.device(self.engine.device).type == "cpu":
+        are complete, in ``memory``."""
+        if not self.trained_on_host:
             return self.executor.leave(self.groups[1])
-        return [self.executor.value(g.ref, g.spec).to("cpu", copy=True) for g in self.captured.gradients]
+        leaving = [LeavingGradient(g.name, self.executor.value(g.ref, g.spec), g.spec) for g in self.captured.gradients]
+        return memory.copies(leaving, self.bytes_beside_gradients)
 
     def settle(self) -> None:
         """Wait for the end of a forward whose outputs have left already; a step that waits at its gate stays there."""
@@ -139,6 +142,12 @@ class CompiledStep:
     def trained_bytes(self) -> int:
         """Bytes of the trained weights that the step loads from the host."""
         return sum(self.clean[b.vertex].numel() for b in _trained_on_host(self.captured))
+
+    @property
+    def bytes_beside_gradients(self) -> int:
+        """Bytes of host memory: weights, moments of those that are trained there, offloaded values."""
+        weights = sum(tensor.numel() for tensor in self.clean.values())
+        return weights + TrainedBytes(self.trained_bytes, 0).moments + self.plan.host_memory
 
     @functools.cached_property
     def draws(self) -> bool:

@@ -47,7 +47,7 @@ class TrainedBytes:
 
     @property
     def gradients(self) -> int:
-        """One of each trained weight's size."""
+        """One of each trained weight's size. Where they accumulate, a second set is there until it has been added."""
         return self.weights
 
     @property

@@ -112,7 +112,7 @@ class PendingStep:
                 try:
                     executor.run_end(late)
                     self._require(self.inputs.finish_check())
-                    leaving = self.step.gradients()
+                    leaving = self.step.gradients(self.state.gradients)
                 except BaseException:
                     with suppress(Stalled):
                         self.suspend()

@@ -52,7 +52,8 @@ class ProgressMessages(Observer):
         if optimizer is OptimizerHome.HOST:
             there = (
                 f" in {format_size(sizes.training)} of the host (weights {format_size(sizes.weights)}, gradients "
-                f"{format_size(sizes.weights)}, two moments {format_size(sizes.moments)})"
+                f"{format_size(sizes.gradients)}, two moments {format_size(sizes.moments)}; "
+                f"{format_size(sizes.gradients)} more while gradients accumulate)"
             )
         say(
             f"{self.name}: {format_size(sizes.frozen)} of frozen weights go to the host, {format_size(sizes.weights)} "

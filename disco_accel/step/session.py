@@ -33,6 +33,7 @@ from disco_accel.step.device_check import require_self_check
 from disco_accel.step.dynamo import compiled_note
 from disco_accel.step.fitted_batch import FittedBatch
 from disco_accel.step.frontend import ContextFactory, Frontend
+from disco_accel.step.gradient_memory import GradientMemory
 from disco_accel.step.last_fallback import LastFallback
 from disco_accel.step.observer import Observers
 from disco_accel.step.optimizer_home import OptimizerHome, optimizer_home
@@ -70,6 +71,7 @@ class Session:
         self.device = run_device(self.settings.device)
         self.optimizer = optimizer_home(model, config, self.settings, self.device) if trains else OptimizerHome.DEVICE
         self.placement = Placement(model, self.device, trained_on_host=self.optimizer is OptimizerHome.HOST)
+        self.gradients = GradientMemory(self.device, self.settings.host_memory)
         self.original_forward = model.forward
         self.arguments = Arguments(signature_of(model))
         self.plans: dict[PlanKey, CompiledStep] = {}
@@ -294,6 +296,7 @@ class Session:
     def close(self) -> None:
         """Free all that the engine holds; the session is over."""
         self.unload()
+        self.gradients.release()
         release_workspaces(self.device)
         self._engine_process = None
 

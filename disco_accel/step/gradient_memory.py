@@ -1,0 +1,192 @@
+"""Host memory of the gradients that planned steps hand out where the optimizer lives on the host.
+
+A range for each trained weight, page-locked for a GPU and used again by the next step once nobody holds the gradient
+that was handed out there. Where somebody does, as accumulation holds the gradient that it adds to, a second range is
+made, and beside two that are held ordinary memory is used.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from disco_accel.errors import ConfigError, ExecutionError
+from disco_accel.graph.taskgraph import TensorSpec
+from disco_accel.native.arena import alias
+from disco_accel.native.backend import backend_of
+from disco_accel.native.host_memory import HostMemory, footprint
+from disco_accel.native.out_of_memory import typed_out_of_memory
+from disco_accel.sizes import format_size
+
+logger = logging.getLogger("disco_accel")
+
+_RANGES = 2
+"""For each weight: the gradient in ``.grad``, and the next one, which is added to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeavingGradient:
+    """The gradient of the weight ``name``, laid out as ``spec``, where the plan has left it."""
+
+    name: str
+    value: torch.Tensor
+    spec: TensorSpec
+
+
+class _Range:
+    """``nbytes`` bytes of ``memory`` for one weight's gradients; the memory stays page-locked as long as one of its
+    ranges is there."""
+
+    def __init__(self, memory: HostMemory, nbytes: int) -> None:
+        self.memory, self.nbytes = memory, nbytes
+        self._whole = memory.allocate((nbytes,), torch.uint8)
+        self._idle = self._uses()
+
+    def _uses(self) -> int:
+        whole: Any = self._whole
+        return int(whole._use_count())
+
+    @property
+    def free(self) -> bool:
+        """Whether nobody can come by these bytes any more.
+
+        What ``tensor`` returns has a storage of its own, whose bytes hold the whole range until they are freed: as long
+        as a tensor, an array or a storage object of Python's is over them. The count of uses of one storage for all
+        would not tell: PyTorch keeps the Python object of a storage, whether somebody holds it or not.
+        """
+        return self._uses() == self._idle
+
+    def tensor(self, spec: TensorSpec) -> torch.Tensor:
+        """One over the range, from its begin."""
+        return alias(self._whole, 0, self.nbytes, replace(spec, offset=0))
+
+
+class GradientMemory:
+    """The ranges of one model's weights, which all plans of the model share."""
+
+    def __init__(self, device: torch.device, limit: int) -> None:
+        """``device``: the one that copies into the ranges. ``limit``: ``host_memory``, in bytes."""
+        self._backend, self._limit = backend_of(device), limit
+        self._ranges: dict[str, list[_Range]] = {}
+        self._told = False
+
+    @property
+    def nbytes(self) -> int:
+        """Of all ranges."""
+        return sum(memory.nbytes for memory in {id(r.memory): r.memory for r in self._all()}.values())
+
+    def release(self) -> None:
+        """Give up the ranges. Gradients that somebody holds keep their memory, which is not page-locked any more."""
+        self._ranges.clear()
+
+    @typed_out_of_memory("making host memory for the gradients")
+    def copies(self, gradients: Sequence[LeavingGradient], beside: int) -> list[torch.Tensor]:
+        """Copies of ``gradients`` on the host that nobody else has, complete. No step may be running.
+
+        ``beside``: bytes of ``host_memory`` that all but gradients takes.
+
+        Raises:
+            ConfigError: ``host_memory`` is too small for gradients that are held beside the new ones.
+        """
+        ranges = self._free_ranges(gradients, beside)
+        # The user's own copies from gradients to a device may not have ended when the gradients were let go.
+        self._backend.synchronize()
+        copies: dict[str, torch.Tensor] = {}
+        with self._backend.current(), torch.no_grad():
+            # What the device copies first: the processor copies the rest meanwhile.
+            for gradient in sorted(gradients, key=lambda gradient: gradient.value.is_cpu):
+                found = ranges.get(gradient.name)
+                if found is not None:
+                    copy = found.tensor(gradient.spec)
+                    copies[gradient.name] = copy.copy_(gradient.value, non_blocking=True)
+            for gradient in gradients:
+                if gradient.name not in copies:
+                    copies[gradient.name] = gradient.value.to("cpu", copy=True)
+        self._backend.synchronize()
+        return [copies[gradient.name] for gradient in gradients]
+
+    def _free_ranges(self, gradients: Sequence[LeavingGradient], beside: int) -> dict[str, _Range]:
+        """By name; without the gradients that go to ordinary memory."""
+        size = {gradient.name: footprint(gradient.value) for gradient in gradients}
+        found, lacking = self._look_for(gradients, size)
+        if lacking and not self._fits(lacking, beside) and self._ranges.keys() - size.keys():
+            # Weights that are frozen by now, or that this step does not reach, leave their room to others.
+            self._ranges.clear()
+            found, lacking = self._look_for(gradients, size)
+        if lacking:
+            self._require_room(lacking, beside)
+            for gradient, made in zip(lacking, self._made(lacking), strict=True):
+                self._ranges[gradient.name].append(made)
+                found[gradient.name] = made
+        return found
+
+    def _look_for(
+        self, gradients: Sequence[LeavingGradient], size: Mapping[str, int]
+    ) -> tuple[dict[str, _Range], list[LeavingGradient]]:
+        """Free ranges by name, and the gradients that have none and may get one."""
+        found, lacking = {}, []
+        for gradient in gradients:
+            # A weight that was replaced, or has another dtype, has ranges of another size.
+            ranges = [r for r in self._ranges.get(gradient.name, ()) if r.nbytes == size[gradient.name]]
+            self._ranges[gradient.name] = ranges
+            free = next((r for r in ranges if r.free), None)
+            if free is not None:
+                found[gradient.name] = free
+            elif len(ranges) < _RANGES and _dense(gradient.spec):
+                lacking.append(gradient)
+        return found, lacking
+
+    def _fits(self, gradients: Sequence[LeavingGradient], beside: int) -> bool:
+        return beside + self.nbytes + _room_for(gradients) <= self._limit
+
+    def _require_room(self, gradients: Sequence[LeavingGradient], beside: int) -> None:
+        # The first range of each weight was counted when the step was planned.
+        if any(self._ranges[gradient.name] for gradient in gradients) and not self._fits(gradients, beside):
+            raise ConfigError(
+                f"host_memory: {format_size(self._limit)} is too small for gradients of two backwards at once, as "
+                f"accumulation and zero_grad(set_to_none=False) have them: {format_size(self.nbytes)} and "
+                f"{format_size(_room_for(gradients))} more, beside {format_size(beside)} of weights, two moments and "
+                "offloaded values; raise it, or set gradients to None before each backward()"
+            )
+
+    def _made(self, gradients: Sequence[LeavingGradient]) -> list[_Range]:
+        """New ranges, one after the other in one piece of memory, which no write is looked for in."""
+        memory = HostMemory(_room_for(gradients), watched=False)
+        if self._backend.separate_memory:
+            self._lock(memory)
+        return [_Range(memory, footprint(gradient.value)) for gradient in gradients]
+
+    def _lock(self, memory: HostMemory) -> None:
+        try:
+            memory.pin(self._backend.device)
+        except ExecutionError as error:
+            if not self._told:
+                logger.warning("gradients go to memory that is not page-locked, which takes longer: %s", error)
+            self._told = True
+
+    def _all(self) -> list[_Range]:
+        return [r for ranges in self._ranges.values() for r in ranges]
+
+
+def _room_for(gradients: Sequence[LeavingGradient]) -> int:
+    return HostMemory.room_for([gradient.value for gradient in gradients])
+
+
+def _dense(spec: TensorSpec) -> bool:
+    """Whether the elements fill their memory from the first to the last one, each a place of its own.
+
+    Copies of others, which have holes or repeat elements, have another layout: they go to ordinary memory.
+    """
+    expected = 1
+    for stride, size in sorted(zip(spec.stride, spec.shape, strict=True)):
+        if size == 0:
+            return False
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
