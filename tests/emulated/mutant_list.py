@@ -11,11 +11,13 @@ _SIDE = (
     _ORDER + "test_batches_that_a_side_stream_fetches_during_the_step_before",
 )
 _STEADY = (_ORDER + "test_a_steady_step_takes_nothing_and_ends_within_what_the_driver_gave",)
+_HOST = "tests/emulated/test_host_optimizer.py::"
 _SECOND = "tests/emulated/test_second_device.py::"
 _STREAMS = ("tests/emulated/test_engine.py::test_several_compute_streams_have_workspaces_of_their_own",)
 _CLASS = "runtime_ext/torch/runtime_class.cpp"
 _CUDA = "runtime_ext/torch/cuda_side.cpp"
 _DEVICE = "runtime_ext/core/cuda_device.cpp"
+_GRADIENTS = "disco_accel/step/gradient_memory.py"
 _JITTER = {"EMULATED_JITTER_US": 500, "EMULATED_SEED": 1}
 _LATE = {**_JITTER, "EMULATED_LINK_GB_S": 0.01}
 
@@ -98,6 +100,22 @@ MUTANTS = (
         "return static_cast<std::int64_t>(engine_->wait_out(timeout));",
         "return static_cast<std::int64_t>(Status::kDone);",
         _SIDE,
+        _JITTER,
+    ),
+    Mutant(
+        "gradients read before their copies",
+        _GRADIENTS,
+        "        self._backend.synchronize()\n        return ",
+        "        return ",
+        (_HOST + "test_gradients_have_page_locked_memory_of_their_own",),
+        _JITTER,
+    ),
+    Mutant(
+        "gradient overwritten during a copy",
+        _GRADIENTS,
+        "        self._backend.synchronize()\n        copies",
+        "        copies",
+        (_HOST + "test_a_gradient_that_is_being_copied_is_not_overwritten",),
         _JITTER,
     ),
 )

@@ -9,9 +9,13 @@ import pytest
 import torch
 
 from disco_accel import DiscoConfig, prepare, restore, stats
+from disco_accel.errors import ExecutionError
+from disco_accel.native.arena import is_arena
 from disco_accel.native.backend import workspace_bytes
-from disco_accel.step.session import find_state
+from disco_accel.native.host_memory import HostMemory
+from disco_accel.step.session import current_step, find_state
 from disco_accel.testing.models import family_full, random_batch
+from tests.emulated import device
 from tests.emulated.models import CUDA, assert_same, step
 
 
@@ -82,8 +86,103 @@ def test_steps_evaluation_and_fallbacks_are_eagers(family: str, dtype: torch.dty
     for of, loss in zip((model, eager), losses, strict=True):
         of.zero_grad()
         loss.backward()
-    for (name, mine), other in zip(model.named_parameters(), eager.parameters(), strict=True):
-        assert mine.grad.is_cpu and torch.equal(mine.grad, other.grad.cpu()), name
+    assert_same_gradients(model, eager)
     state = find_state(model)
     restore(model)
     assert state is not None and not any(state.placement.holds(p) for p in model.parameters())
+
+
+def trained() -> tuple[Any, Any]:
+    """(prepared, eager) on the device."""
+    model: Any = family_full("llama", dtype=torch.float32)
+    eager = copy.deepcopy(model).to(CUDA)
+    weights = sum(p.nbytes for p in model.parameters())
+    budget = 2 * workspace_bytes(CUDA) + 5 * weights // 4
+    config = DiscoConfig(memory_budget=budget, device="cuda", optimizer="host", dispatch="random", plan_cache=None)
+    return prepare(model, config), eager
+
+
+def assert_same_gradients(model: Any, eager: Any) -> None:
+    for (name, mine), other in zip(model.named_parameters(), eager.parameters(), strict=True):
+        assert mine.grad.is_cpu and torch.equal(mine.grad, other.grad.cpu()), name
+
+
+def test_gradients_have_page_locked_memory_of_their_own() -> None:
+    """Accumulated, held and let go, from the device and from the host arena: right bits, and the same memory again."""
+    model, eager = trained()
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    places = []
+    for seed in range(5):
+        for of in (model, eager):
+            of.zero_grad()
+            for part in range(1 + seed % 2):
+                of(**batch(10 * seed + part)).loss.backward()
+        assert_same_gradients(model, eager)
+        for mine, other in zip(model.parameters(), eager.parameters(), strict=True):
+            assert mine.grad.is_pinned() and is_arena(mine.grad)
+            if seed == 1:
+                kept.append((mine.grad, other.grad.clone()))
+        places.append([p.grad.data_ptr() for p in model.parameters()])
+    assert all(torch.equal(mine, other.cpu()) for mine, other in kept)
+    assert places[0] == places[1] and not set(places[1]) & set(places[2])
+    figures = stats(model)
+    assert figures["steps_eager"] == 0 and figures["offload_bytes"] > 0
+    state = find_state(model)
+    weights = sum(p.nbytes for p in model.parameters())
+    assert state is not None and weights <= state.gradients.nbytes <= 2.1 * weights
+    assert {value.is_cpu for value in _left_by_the_plan(model)} == {True, False}
+    before = device.counts()
+    model.zero_grad()
+    model(**batch(90)).loss.backward()
+    assert device.counts().get("copy d2h pageable", 0) == before.get("copy d2h pageable", 0)
+    eager.zero_grad()
+    eager(**batch(90)).loss.backward()
+    restore(model)
+    assert_same_gradients(model, eager)
+
+
+def test_a_gradient_that_is_being_copied_is_not_overwritten() -> None:
+    """To a device, on a busy stream of the user's."""
+    model, eager = trained()
+    name = "model.embed_tokens.weight"
+    for of in (model, eager):
+        of(**batch(0)).loss.backward()
+    gradient = model.get_parameter(name).grad
+    moved, busy = torch.zeros_like(gradient, device=CUDA), torch.zeros(1, device=CUDA)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    model.zero_grad()
+    loss = model(**batch(1)).loss
+    with torch.cuda.stream(stream):
+        for _ in range(100):
+            busy.add_(1)
+        moved.copy_(gradient, non_blocking=True)
+    del gradient
+    loss.backward()
+    stream.synchronize()
+    assert torch.equal(moved, eager.get_parameter(name).grad)
+
+
+def _left_by_the_plan(model: Any) -> list[torch.Tensor]:
+    """The gradients of the last step where the plan has them."""
+    compiled = current_step(model)
+    assert compiled is not None
+    return [compiled.executor.value(g.ref, g.spec) for g in compiled.captured.gradients]
+
+
+def test_memory_that_cannot_be_locked_is_told_and_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As under a low ``ulimit -l``, which is enough for the weights."""
+
+    def refused(*_: object) -> None:
+        raise ExecutionError("pinning 5 bytes of host memory failed")
+
+    model, eager = trained()
+    losses = [of(**batch(1)).loss for of in (model, eager)]
+    monkeypatch.setattr(HostMemory, "pin", refused)
+    for of, loss in zip((model, eager), losses, strict=True):
+        loss.backward()
+        of(**batch(2)).loss.backward()
+    assert_same_gradients(model, eager)
+    assert sum("not page-locked" in record.message for record in caplog.records) == 1

@@ -158,7 +158,7 @@ def _thread(gradient: torch.Tensor) -> Callable[[], torch.Tensor]:
         wanted.wait()
         found.append(mine.clone())
 
-    thread = threading.Thread(target=wait, args=([gradient],))
+    thread = threading.Thread(target=wait, args=([gradient],), daemon=True)
     thread.start()
 
     def later() -> torch.Tensor:
