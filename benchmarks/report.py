@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import simulated, simulated_quant
+from benchmarks.optimizer import suite as optimizer
 from benchmarks.prefill import peers as prefill_peers
 from benchmarks.prefill import suite as prefill
 from benchmarks.quantised import PLAIN
@@ -137,6 +138,11 @@ def _simulated_quant(result: Mapping[str, Any]) -> tuple[str, str]:
     return "Simulated: LoRA steps on cards of 12, 16 and 24 GB, no device ran them", "\n".join(lines)
 
 
+def _simulated_optimizer(result: Mapping[str, Any]) -> tuple[str, str]:
+    title = "Simulated: a published study's optimizer step of 13 billion parameters on an H100, no device ran it"
+    return title, optimizer.table(result)
+
+
 def _prefill(result: Mapping[str, Any]) -> tuple[str, str]:
     shape = f"hidden {result['hidden']}, {result['layers']} layers, batch {result['batch']}, {result['dtype']}"
     lines = [prefill.HEADER, *(prefill.show(prefill.from_json(row)) for row in result["rows"])]
@@ -156,6 +162,7 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], tuple[str, str]]] = {
     "prefill-peers": _prefill_peers,
     "simulated": _simulated,
     "simulated-quant": _simulated_quant,
+    "simulated-optimizer": _simulated_optimizer,
 }
 
 

@@ -6,7 +6,7 @@ device. Activations are recomputed. The study's seconds are spread over the laye
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from benchmarks.optimizer.study import GRADIENT, STATE, WEIGHT, Study
@@ -14,7 +14,9 @@ from disco_accel.graph.taskgraph import Device, Ref, TaskGraph, Vertex, VertexKi
 from disco_accel.graph.traits import BROUGHT, Traits
 from disco_accel.graph.traits import STATE as CHANGES
 
-UPDATE, KEEP = "update", "keep gradient"
+UPDATE = "update"
+KEEP = "keep on the host"
+"""Writes what the host needs in the next step to its home there."""
 FORWARD, BACKWARD = ("embed", "forward", "loss"), ("recompute", "weight gradient", "input gradient")
 
 SAVED = 34
@@ -64,10 +66,10 @@ def step_graph(study: Study, options: StepOptions) -> TaskGraph:
     for micro_batch in range(study.model.accumulation):
         maker.forward()
         maker.backward(first=not micro_batch)
-    norm = maker.norm() if options.clip else None
+    norms = maker.norm() if options.clip else {}
     if not options.deferred:
         # By arrival: without clipping each starts as soon as its gradient is there.
-        maker.updates(maker.gradients, norm)
+        maker.updates(maker.gradients, norms)
     graph = TaskGraph("optimizer step", (Device(0, study.machine.memory),), tuple(maker.vertices))
     return graph if options.deferred or options.clip else _updates_after_gradients(graph)
 
@@ -96,10 +98,11 @@ class _Step:
         self.weights: list[Ref] = []
         self.states: list[Ref] = []
         self.kept: dict[int, Ref] = {}
-        self.kept_norm: Ref | None = None
+        self.kept_norm: dict[bool, Ref] = {}
         self.gradients: dict[int, Ref] = {}
         self.squares: list[Ref] = []
         self.checkpoints: list[Ref] = []
+        self.ended: tuple[int, ...] = ()
         self.tokens = self.x = (0, 0)
         computing = self.model.parameters - self.model.table
         self.forward_rate = study.measured.forward / computing
@@ -114,9 +117,11 @@ class _Step:
         *,
         traits: Traits | None = None,
         inplace: tuple[tuple[int, int], ...] = (),
+        after: tuple[int, ...] = (),
     ) -> Ref:
         kind = VertexKind.KERNEL if traits is None else VertexKind.INPUT
-        made = Vertex(len(self.vertices), kind, 0, op, inputs, sizes, seconds, traits or BROUGHT, inplace=inplace)
+        number, traits = len(self.vertices), traits or BROUGHT
+        made = Vertex(number, kind, 0, op, inputs, sizes, seconds, traits, inplace=inplace, after=after)
         self.vertices.append(made)
         return (made.id, 0)
 
@@ -132,12 +137,16 @@ class _Step:
             if self.options.deferred:
                 self.kept[piece.number] = self.add("gradient", (), (GRADIENT * piece.parameters,), traits=CHANGES)
         if self.options.deferred and self.options.clip:
-            self.kept_norm = self.add("norm", (), (_SCALAR,), traits=CHANGES)
+            # Two homes: what one side writes the other reads nowhere.
+            for there in sorted({piece.number in self.options.on_host for piece in self.pieces}):
+                self.kept_norm[there] = self.add("norm", (), (_SCALAR,), traits=CHANGES)
 
-    def updates(self, gradients: dict[int, Ref], norm: Ref | None) -> None:
-        """In the order of ``gradients``; from here on the weights are those that they make."""
+    def updates(self, gradients: dict[int, Ref], norms: Mapping[bool, Ref]) -> None:
+        """In the order of ``gradients``; from here on the weights are those that they make. ``norms``: what the updates
+        on the host read, and the others; none without clipping."""
         for number in list(gradients):
             piece = self.pieces[number]
+            norm = norms.get(number in self.options.on_host)
             read = (self.weights[number], self.states[number], gradients[number], *([] if norm is None else [norm]))
             sizes = (WEIGHT * piece.parameters, STATE * piece.parameters)
             seconds = self.study.machine.device_seconds(piece.parameters)
@@ -151,9 +160,10 @@ class _Step:
         return sum(piece.parameters for piece in self.by_layer[layer])
 
     def forward(self) -> None:
-        """Leaves the checkpoints of all layers and the gradient of the last hidden state."""
+        """Leaves the checkpoints of all layers and the last hidden state. A training loop's micro-batches follow each
+        other: the backward before has ended."""
         self.tokens = self.add("tokens", (), (8 * self.model.tokens,), traits=BROUGHT)
-        self.x = self.add("embed", (self.tokens, *self._weights(0)), (self.activation,), 0.0)
+        self.x = self.add("embed", (self.tokens, *self._weights(0)), (self.activation,), 0.0, after=self.ended)
         self.checkpoints = []
         for layer in range(1, self.model.layers + 1):
             self.checkpoints.append(self.x)
@@ -179,9 +189,11 @@ class _Step:
                 (checkpoint, *self._weights(layer)),
                 (SAVED * self.model.tokens * self.model.hidden,),
                 self.forward_rate * self._parameters(layer),
+                after=(gradient[0],),
             )
             gradient = self._layer_backward(layer, gradient, (again,), first)
         self._weight_gradient(self.by_layer[0][0], (gradient, self.tokens), first, seconds=0.0)
+        self.ended = (self.gradients[0][0],)
 
     def _layer_backward(self, layer: int, gradient: Ref, saved: tuple[Ref, ...], first: bool) -> Ref:
         seconds = self.gradient_rate * self._parameters(layer)
@@ -210,11 +222,12 @@ class _Step:
         if self.options.deferred and last and not stays:
             self.add(KEEP, (self.kept[number], made), (size,), 0.0, inplace=((0, 0),))
 
-    def norm(self) -> Ref:
-        """Of all gradients, from the squares of each."""
-        if self.kept_norm is None:
-            return self.add("norm of all", tuple(self.squares), (_SCALAR,), 0.0)
-        return self.add("norm of all", (self.kept_norm, *self.squares), (_SCALAR,), 0.0, inplace=((0, 0),))
+    def norm(self) -> Mapping[bool, Ref]:
+        """Of all gradients, from the squares of each; for the next step's updates if these are deferred."""
+        made = self.add("norm of all", tuple(self.squares), (_SCALAR,), 0.0)
+        for there, kept in self.kept_norm.items():
+            self.add(KEEP if there else "keep norm", (kept, made), (_SCALAR,), 0.0, inplace=((0, 0),))
+        return {True: made, False: made}
 
 
 def kernels_named(graph: TaskGraph, *ops: str) -> Iterator[Vertex]:
