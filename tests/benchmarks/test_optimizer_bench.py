@@ -15,7 +15,7 @@ from benchmarks.optimizer.pictures import draw
 from benchmarks.optimizer.step_graph import UPDATE, StepOptions, kernels_named, pieces_of
 from benchmarks.optimizer.study import GRADIENT, STUDY, WEIGHT, Model
 from benchmarks.optimizer.study_schedule import study_schedule
-from benchmarks.optimizer.suite import HEADER, line, our_row, shared, study_rows
+from benchmarks.optimizer.suite import HEADER, line, our_row, shared, study_rows, table
 from benchmarks.optimizer.trace import FROM_DEVICE, TO_DEVICE, copies_by_phase, held_bytes, link_rates, trace
 from benchmarks.provenance import provenance
 from disco_accel.graph.taskgraph import VertexKind
@@ -113,6 +113,19 @@ def test_the_trace_of_the_studys_schedule_is_what_its_authors_drew() -> None:
     for direction, rate in ((TO_DEVICE, STUDY.machine.pinned), (FROM_DEVICE, 2.6e9)):
         rates = link_rates(traced, direction)
         assert sum(rates) * width == pytest.approx(2 * total) and max(rates) <= rate
+
+
+def test_the_command_agrees_with_the_study_and_prints_what_the_file_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With updates on the processors alone, the whole model: nothing is searched there."""
+    assert main(["--places", "host", "-o", str(tmp_path / "a.json")]) == 0
+    printed = capsys.readouterr().out
+    result = json.loads((tmp_path / "a.json").read_text())
+    assert result["simulated"] and len(result["rows"]) == 2 + 4
+    assert "no device ran it" in printed and table(result) in printed
+    ours = result["rows"][2:]
+    assert all(row["faster"] > 2.9 and row["to_device"] == WEIGHT * STUDY.model.parameters for row in ours)
 
 
 def test_an_unknown_place_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

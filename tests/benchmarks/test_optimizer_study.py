@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +26,16 @@ def test_the_studys_schedule_is_within_a_tenth_of_its_table() -> None:
     ]
     for name, simulated, measured in figures:
         assert simulated == pytest.approx(measured, rel=0.1), name
+
+
+def test_the_page_has_these_figures() -> None:
+    """Name, unit and explanation may be in the first cell; figures are in the others."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md").read_text()
+    table = page.partition("| of the study's schedule |")[2].partition("\n\n")[0].splitlines()[2:]
+    phases, _ = simulated_phases(STUDY)
+    for row, (name, simulated, measured) in zip(table, deviations(STUDY, phases), strict=True):
+        shown = [float(cell) for cell in row.strip("| ").split(" | ")[1:]]
+        assert shown == [pytest.approx(simulated, abs=0.03), measured], name
 
 
 def test_a_flush_of_half_a_second_misses_the_table() -> None:
