@@ -82,7 +82,7 @@ def placed(graph: TaskGraph, on_host: Mapping[int, float]) -> TaskGraph:
     at_home |= {(vertex.id, 0) for vertex in graph.vertices if host_copy_exists(vertex)}
     copies: dict[Ref, Vertex] = {}
     next_id = 1 + max(by_id)
-    for moved in (by_id[each] for each in on_host):
+    for moved in (vertex for vertex in graph.vertices if vertex.id in on_host):
         over = [moved.inputs[position] for _, position in moved.inplace]
         if not over or not at_home.issuperset(over):
             raise ConfigError(f"{called(moved)}: writes over no value that lives over steps; let it run on its device")

@@ -56,6 +56,9 @@ def test_what_a_moved_update_reads_of_the_step_is_transferred_and_its_moment_sta
     others = [v for v in result.vertices if v.id not in (moved, moment.id, gradient.id)]
     assert others == [v for v in graph.vertices if v.id not in (moved, moment.id)]
     assert placed(graph, {}) is graph
+    assert placed(graph, found) == placed(graph, dict(reversed(found.items()))), (
+        "the order of the choice is no part of it"
+    )
 
 
 def test_a_kernel_that_changes_nothing_lasting_is_refused_by_name(graph: TaskGraph) -> None:
