@@ -112,8 +112,8 @@ class Executor:
         settings, links = engine_settings(options), engine_links(options, count)
         if count != 1 and not backend_of(torch.device(options.device)).runs_several:
             raise ConfigError(
-                f"device: {options.device} runs plans of one device, and of any in host memory beside it; this one has "
-                f"{count}; use cpu"
+                f"device: {options.device} runs plans of one device, this one has {count}"
+                f"{' beside those in host memory' if hosts else ''}; use cpu"
             )
         device = run_device(options.device)
         self._backend = backend_of(device)
@@ -140,12 +140,12 @@ class Executor:
                     tables.edges,
                     tables.copied,
                     [arenas[device.id] for device in memgraph.devices],
-                    hosts,
                     memory.host,
                     list(memory.clean.values()),
                     list(memory.states.values()),
                     settings,
                     links,
+                    hosts,
                 )
         except (ValueError, RuntimeError) as error:
             if is_shortage(error):

@@ -91,7 +91,7 @@ class StateHomes:
             state: arenas[slot.device][slot.addr : slot.addr + homes[state].numel()]
             for state, slot in planned.unstored.items()
         }
-        self._memory = [arena.untyped_storage().data_ptr() for arena in arenas.values()]
+        self._memory = [arena.untyped_storage().data_ptr() for arena in arenas.values() if arena.numel()]
         self._torn = self._interrupted = False
         self.newer = False
         """Whether residents are newer than their homes."""

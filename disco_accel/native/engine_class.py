@@ -86,16 +86,16 @@ def make_engine(
     edges: torch.Tensor,
     copied: torch.Tensor,
     arenas: list[torch.Tensor],
-    hosts: list[int],
     host: torch.Tensor,
     clean: list[torch.Tensor],
     states: list[torch.Tensor],
     options: dict[str, float],
     links: list[float],
+    hosts: list[int],
 ) -> Engine:
     """An engine for a program, whose tables have the columns of ``engine_numbers.py``.
 
-    ``arenas``: one for each device; ``hosts``: positions of those in host memory; ``host``: of offloaded values;
+    ``arenas``: one for each device; ``hosts``: positions of devices in host memory; ``host``: of offloaded values;
     ``clean``: host memory that is only read; ``states``: homes of values that change, in memory of their own; all are
     kept. ``options``: those of ``OPTIONS``.
     ``links``: bandwidth and latency of each device that is not in host memory.
@@ -103,5 +103,5 @@ def make_engine(
     Raises RuntimeError for a program that would touch other memory, and for a device that does not start.
     """
     load_extension()
-    tables, memory = (vertices, edges, copied), (arenas, hosts, host, clean, states)
-    return cast(Engine, torch.classes.disco_accel.Engine(table, *tables, *memory, options, links))
+    tables, memory = (vertices, edges, copied), (arenas, host, clean, states)
+    return cast(Engine, torch.classes.disco_accel.Engine(table, *tables, *memory, options, links, hosts))

@@ -158,7 +158,7 @@ std::string Program::validate_memory(const Memory& memory) const {
     const Ranges* source = &everywhere;
     if (kind[v] == Kind::kInput) source = &clean;
     if (kind[v] == Kind::kReload) source = &from_host;
-    if (kind[v] == Kind::kTransfer) target = &everywhere;
+    if (kind[v] == Kind::kTransfer && (flags[v] & kFromHost) == 0) target = &everywhere;
     if (kind[v] == Kind::kOffload) {
       target = &host;
       source = &arena;

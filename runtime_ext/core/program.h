@@ -111,7 +111,8 @@ struct Program {
   // The same for memory: every byte that a copy or a resident reads or writes lies where its kind may. A
   // reload reads the host's arena, clean memory or a home and writes its device's arena, a resident reads
   // clean memory or a home, an offload goes from its device's arena to the host's or, if it changes a state,
-  // to a home, a transfer from an arena to an arena. No home shares memory with anything else.
+  // to a home, a transfer from an arena to an arena, which is its device's if it comes from the host. No home
+  // shares memory with anything else.
   std::string validate_memory(const Memory& memory) const;
 };
 

@@ -122,6 +122,10 @@ class SceneMaker {
       constexpr Kind kCopies[] = {Kind::kOffload, Kind::kReload, Kind::kTransfer};
       vertex.kind = kCopies[random_.below(3)];
       if (vertex.kind != Kind::kReload) vertex.device = scene_->vertices[source].device;
+      if (vertex.kind == Kind::kTransfer) {
+        constexpr Flag kTowards[] = {kToHost, kFromHost};
+        if (const std::uint64_t lane = random_.below(3); lane < 2) vertex.flags |= kTowards[lane];
+      }
       vertex.src = scene_->blocks[scene_->block[source]].data();
       vertex.bytes = bytes();
       scene_->origin[v] = scene_->origin[source];

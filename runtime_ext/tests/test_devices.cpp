@@ -132,6 +132,36 @@ TEST(Devices, TransfersBothWaysOverlapEachOtherAndCompute) {
   }
 }
 
+// A transfer to the host, one from there and one to a peer are on three lanes of device 0; they overlap, and
+// kernels on both devices with them.
+TEST(Devices, TransfersToTheHostAndFromItTakeTheLanesOfTheOtherDevice) {
+  std::vector<std::vector<char>> block(6, std::vector<char>(1000));
+  const std::uint8_t flags[] = {kToHost, kFromHost, 0};
+  constexpr Direction kLanes[] = {Direction::kDeviceToHost, Direction::kHostToDevice, Direction::kPeer};
+  ProgramBuilder builder;
+  for (std::size_t i = 0; i < 3; ++i) {
+    builder.add({Kind::kTransfer, 0, -1, block[i].data(), block[3 + i].data(), 1000, flags[i]});
+  }
+  builder.add({Kind::kKernel, 0, 0, nullptr, nullptr, 0, 0});
+  builder.add({Kind::kKernel, 1, 1, nullptr, nullptr, 0, kChanges});
+  Meeting meeting(5);
+  std::atomic<int> alone{0};
+  HostDeviceOptions options;
+  options.before_copy = [&](std::int32_t) { alone += meeting.meet() ? 0 : 1; };
+  Engine engine(std::move(builder).build(), hosts(2, options), meeting, {});
+  engine.set_tracing(true);
+  engine.begin();
+  ASSERT_EQ(engine.wait_end(kPatience), Status::kDone) << engine.last_error().message;
+  EXPECT_EQ(alone, 0);
+  EXPECT_EQ(engine.counters().transfer_bytes, 3000);
+  EXPECT_EQ(engine.counters().changes, 1);
+  for (const TraceEvent& event : engine.events()) {
+    const int lane = event.vertex < 3 ? 1 + static_cast<int>(kLanes[event.vertex]) : 0;
+    EXPECT_EQ(event.stream, lane) << event.vertex;
+    EXPECT_EQ(event.device, event.vertex == 4 ? 1 : 0);
+  }
+}
+
 // A pipeline: stage d of item i runs on device d and hands its block to the next device. All ops with the
 // same i + d wait for each other, so that nothing but full overlap comes to an end.
 TEST(Devices, APipelineOverDevicesOverlaps) {

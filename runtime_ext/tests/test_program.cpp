@@ -62,6 +62,13 @@ TEST(Program, ValidateNamesTheVertexAtFault) {
   copy.kind = Kind::kReload;
   copy.bytes = 8;
   EXPECT_NE(build({copy}, {}).validate(1).find("without addresses"), std::string::npos);
+  copy.bytes = 0;
+  copy.flags = kToHost;
+  EXPECT_NE(build({copy}, {}).validate(1).find("only transfers"), std::string::npos);
+  copy.kind = Kind::kTransfer;
+  EXPECT_EQ(build({copy}, {}).validate(1), "");
+  copy.flags = kToHost | kFromHost;
+  EXPECT_NE(build({copy}, {}).validate(1).find("to the host and from it"), std::string::npos);
 }
 
 TEST(Program, ValidateChecksArraysMadeByHand) {
@@ -113,6 +120,11 @@ TEST(Program, EveryCopyStaysInTheMemoryOfItsKind) {
   EXPECT_EQ(at.judge(at.copy(Kind::kReload, 96, 768, 32)), "");  // two weights, one behind the other
   EXPECT_EQ(at.judge(at.copy(Kind::kOffload, 512, 64, 64)), "");
   EXPECT_EQ(at.judge(at.copy(Kind::kTransfer, 256, 0, 128)), "");
+  VertexDesc from_host = at.copy(Kind::kTransfer, 0, 256, 128);
+  from_host.flags = kFromHost;
+  EXPECT_EQ(at.judge(from_host), "");
+  from_host.device = 1;  // whose lane brings it to that device
+  EXPECT_NE(at.judge(from_host).find("writes"), std::string::npos);
   EXPECT_EQ(at.judge(at.copy(Kind::kReload, -8, -8, 0)), "");
   const VertexDesc wrong[] = {
       at.copy(Kind::kInput, 120, 768, 16),     // past the end of the arena

@@ -39,10 +39,10 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
   // and use these homes; `links` has a bandwidth and a latency for each of the others.
   // Throws std::invalid_argument for a program that would touch any other memory.
   TorchEngine(c10::intrusive_ptr<TorchOps> ops, const at::Tensor& vertices, const at::Tensor& edges,
-              const at::Tensor& copied, std::vector<at::Tensor> arenas, const Ints& hosts,
-              const at::Tensor& host, const std::vector<at::Tensor>& clean,
-              const std::vector<at::Tensor>& states, const c10::Dict<std::string, double>& options,
-              const std::vector<double>& links)
+              const at::Tensor& copied, std::vector<at::Tensor> arenas, const at::Tensor& host,
+              const std::vector<at::Tensor>& clean, const std::vector<at::Tensor>& states,
+              const c10::Dict<std::string, double>& options, const std::vector<double>& links,
+              const Ints& hosts)
       : ops_(std::move(ops)), keep_(std::move(arenas)), on_host_(keep_.size()), pid_(getpid()) {
     for (const std::int64_t device : hosts) on_host_.at(static_cast<std::size_t>(device)) = true;
     const Memory memory = memory_of(keep_, host, clean, states);
@@ -316,8 +316,8 @@ TORCH_LIBRARY(disco_accel, m) {
   m.class_<Pinned>("Pinned").def(torch::init<at::Tensor>());
   m.class_<TorchEngine>("Engine")
       .def(torch::init<c10::intrusive_ptr<TorchOps>, at::Tensor, at::Tensor, at::Tensor,
-                       std::vector<at::Tensor>, Ints, at::Tensor, std::vector<at::Tensor>,
-                       std::vector<at::Tensor>, c10::Dict<std::string, double>, std::vector<double>>())
+                       std::vector<at::Tensor>, at::Tensor, std::vector<at::Tensor>, std::vector<at::Tensor>,
+                       c10::Dict<std::string, double>, std::vector<double>, Ints>())
       .def("expect_dtype", &TorchEngine::expect_dtype)
       .def("expect_layout", &TorchEngine::expect_layout)
       .def("fail_at", &TorchEngine::fail_at)
