@@ -47,6 +47,8 @@ class CompiledStep:
     loaded: Executor | None = None
     groups: tuple[int, int] = (-1, -1)
     """Of the executor that runs: ``captured.outputs`` and ``captured.gradients``, in their order."""
+    leaving: Sequence[LeavingGradient] = ()
+    """In the memory of the executor that runs, once some have left for the host."""
     parameters: dict[str, torch.nn.Parameter] | None = None
     """The model's trainable parameters by name, looked up at the first run."""
 
@@ -64,7 +66,7 @@ class CompiledStep:
 
     def use(self, executor: Executor) -> Executor | None:
         """Run on ``executor`` from now on; returns the one before."""
-        before, self.loaded = self.loaded, executor
+        before, self.loaded, self.leaving = self.loaded, executor, ()
         outputs, gradients = (
             [(value.ref, value.spec) for value in values] for values in (self.captured.outputs, self.captured.gradients)
         )
@@ -92,8 +94,10 @@ class CompiledStep:
         are complete, in ``memory``."""
         if not self.trained_on_host:
             return self.executor.leave(self.groups[1])
-        leaving = [LeavingGradient(g.name, self.executor.value(g.ref, g.spec), g.spec) for g in self.captured.gradients]
-        return memory.copies(leaving, self.bytes_beside_gradients)
+        if not self.leaving:
+            value = self.executor.value
+            self.leaving = [LeavingGradient.of(g.name, value(g.ref, g.spec), g.spec) for g in self.captured.gradients]
+        return memory.copies(self.leaving, self.bytes_beside_gradients)
 
     def settle(self) -> None:
         """Wait for the end of a forward whose outputs have left already; a step that waits at its gate stays there."""
@@ -103,6 +107,7 @@ class CompiledStep:
     def unload(self) -> None:
         """Free the executor; ``load`` makes another one."""
         if self.loaded is not None:
+            self.leaving = ()
             self.loaded.close()
             self.loaded = None
 

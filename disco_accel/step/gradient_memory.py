@@ -8,7 +8,7 @@ made, and beside two that are held ordinary memory is used.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,11 +30,21 @@ _RANGES = 2
 
 @dataclass(frozen=True, slots=True)
 class LeavingGradient:
-    """The gradient of the weight ``name``, laid out as ``spec``, where the plan has left it."""
+    """The gradient of the weight ``name`` where the plan leaves it, and how its copy lies in ``nbytes`` bytes.
+
+    Not ``dense``: its elements leave holes or repeat. A copy of it has another layout, and goes to ordinary memory.
+    """
 
     name: str
     value: torch.Tensor
     spec: TensorSpec
+    nbytes: int
+    dense: bool
+
+    @classmethod
+    def of(cls, name: str, value: torch.Tensor, spec: TensorSpec) -> LeavingGradient:
+        """``value`` is laid out as ``spec``."""
+        return cls(name, value, replace(spec, offset=0), footprint(value), _dense(spec))
 
 
 class _Range:
@@ -62,7 +72,7 @@ class _Range:
 
     def tensor(self, spec: TensorSpec) -> torch.Tensor:
         """One over the range, from its begin."""
-        return alias(self._whole, 0, self.nbytes, replace(spec, offset=0))
+        return alias(self._whole, 0, self.nbytes, spec)
 
 
 class GradientMemory:
@@ -80,7 +90,8 @@ class GradientMemory:
         return sum(memory.nbytes for memory in {id(r.memory): r.memory for r in self._all()}.values())
 
     def release(self) -> None:
-        """Give up the ranges. Gradients that somebody holds keep their memory, which is not page-locked any more."""
+        """Give up the ranges; the device is idle. Gradients that somebody holds keep their memory, which is not
+        page-locked any more."""
         self._ranges.clear()
 
     @typed_out_of_memory("making host memory for the gradients")
@@ -92,9 +103,9 @@ class GradientMemory:
         Raises:
             ConfigError: ``host_memory`` is too small for gradients that are held beside the new ones.
         """
-        ranges = self._free_ranges(gradients, beside)
         # The user's own copies from gradients to a device may not have ended when the gradients were let go.
         self._backend.synchronize()
+        ranges = self._free_ranges(gradients, beside)
         copies: dict[str, torch.Tensor] = {}
         with self._backend.current(), torch.no_grad():
             # What the device copies first: the processor copies the rest meanwhile.
@@ -111,12 +122,11 @@ class GradientMemory:
 
     def _free_ranges(self, gradients: Sequence[LeavingGradient], beside: int) -> dict[str, _Range]:
         """By name; without the gradients that go to ordinary memory."""
-        size = {gradient.name: footprint(gradient.value) for gradient in gradients}
-        found, lacking = self._look_for(gradients, size)
-        if lacking and not self._fits(lacking, beside) and self._ranges.keys() - size.keys():
+        found, lacking = self._look_for(gradients)
+        if lacking and not self._fits(lacking, beside) and self._ranges.keys() - {g.name for g in gradients}:
             # Weights that are frozen by now, or that this step does not reach, leave their room to others.
             self._ranges.clear()
-            found, lacking = self._look_for(gradients, size)
+            found, lacking = self._look_for(gradients)
         if lacking:
             self._require_room(lacking, beside)
             for gradient, made in zip(lacking, self._made(lacking), strict=True):
@@ -124,19 +134,17 @@ class GradientMemory:
                 found[gradient.name] = made
         return found
 
-    def _look_for(
-        self, gradients: Sequence[LeavingGradient], size: Mapping[str, int]
-    ) -> tuple[dict[str, _Range], list[LeavingGradient]]:
+    def _look_for(self, gradients: Sequence[LeavingGradient]) -> tuple[dict[str, _Range], list[LeavingGradient]]:
         """Free ranges by name, and the gradients that have none and may get one."""
         found, lacking = {}, []
         for gradient in gradients:
             # A weight that was replaced, or has another dtype, has ranges of another size.
-            ranges = [r for r in self._ranges.get(gradient.name, ()) if r.nbytes == size[gradient.name]]
+            ranges = [r for r in self._ranges.get(gradient.name, ()) if r.nbytes == gradient.nbytes]
             self._ranges[gradient.name] = ranges
             free = next((r for r in ranges if r.free), None)
             if free is not None:
                 found[gradient.name] = free
-            elif len(ranges) < _RANGES and _dense(gradient.spec):
+            elif len(ranges) < _RANGES and gradient.dense:
                 lacking.append(gradient)
         return found, lacking
 
@@ -158,7 +166,7 @@ class GradientMemory:
         memory = HostMemory(_room_for(gradients), watched=False)
         if self._backend.separate_memory:
             self._lock(memory)
-        return [_Range(memory, footprint(gradient.value)) for gradient in gradients]
+        return [_Range(memory, gradient.nbytes) for gradient in gradients]
 
     def _lock(self, memory: HostMemory) -> None:
         try:
@@ -177,10 +185,7 @@ def _room_for(gradients: Sequence[LeavingGradient]) -> int:
 
 
 def _dense(spec: TensorSpec) -> bool:
-    """Whether the elements fill their memory from the first to the last one, each a place of its own.
-
-    Copies of others, which have holes or repeat elements, have another layout: they go to ordinary memory.
-    """
+    """Whether the elements fill their memory from the first to the last one, each a place of its own."""
     expected = 1
     for stride, size in sorted(zip(spec.stride, spec.shape, strict=True)):
         if size == 0:

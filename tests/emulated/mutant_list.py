@@ -113,8 +113,8 @@ MUTANTS = (
     Mutant(
         "gradient overwritten during a copy",
         _GRADIENTS,
-        "        self._backend.synchronize()\n        copies",
-        "        copies",
+        "        self._backend.synchronize()\n        ranges",
+        "        ranges",
         (_HOST + "test_a_gradient_that_is_being_copied_is_not_overwritten",),
         _JITTER,
     ),

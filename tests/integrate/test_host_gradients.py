@@ -14,6 +14,7 @@ import torch
 from disco_accel import DiscoConfig, prepare, restore, stats
 from disco_accel.errors import ConfigError, ExecutionError
 from disco_accel.native.arena import is_arena
+from disco_accel.sizes import format_size
 from disco_accel.step.gradient_memory import GradientMemory
 from disco_accel.step.session import find_state
 
@@ -443,9 +444,11 @@ def test_a_scaler_skips_updates_whose_gradients_are_infinite() -> None:
     assert_same(model, eager)
 
 
-def test_accumulation_beyond_the_host_memory_is_refused() -> None:
-    """Before the memory is taken; one backward for each update goes on."""
+def test_accumulation_beyond_the_host_memory_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    """Before the memory is taken, as ``prepare`` says; one backward for each update goes on."""
     model = prepare(Net(), config(host_memory=4 * WEIGHTS + WEIGHTS // 2))
+    more = f"; {format_size(WEIGHTS)} more while gradients accumulate"
+    assert any(more in record.message for record in caplog.records)
     eager = Net()
     backward(model, 0)
     room = memory_of(model).nbytes
