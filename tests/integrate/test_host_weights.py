@@ -239,6 +239,31 @@ def test_two_backwards_of_one_forward() -> None:
     assert_same(model, eager)
 
 
+def test_a_scaler_skips_updates_whose_gradients_are_infinite() -> None:
+    """The same scales, the same skipped updates, the same weights as in eager mode."""
+    runs = []
+    for of in (prepare(Tower(), config()), Tower()):
+        optimizer = adam(of)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=2, backoff_factor=2.0**-60)
+        scales, moved = [], []
+        for seed in range(6):
+            before = of.get_parameter("first.weight").detach().clone()
+            loss = of(ids(seed))
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(of.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+            moved.append(not torch.equal(before, of.get_parameter("first.weight")))
+        runs.append((of, scales, moved))
+    (model, scales, moved), (eager, eager_scales, eager_moved) = runs
+    assert scales == eager_scales and moved == eager_moved
+    assert False in moved and True in moved
+    assert_same(model, eager)
+
+
 def test_updates_inside_the_backward() -> None:
     """An optimizer for each weight that steps when its gradient is there."""
     model, eager = prepare(Tower(), config()), Tower()
