@@ -98,7 +98,7 @@ class Executor:
     ) -> None:
         """``clean``: INPUT id to a 1-d uint8 tensor over its host bytes, kept alive. ``states``: the same over the home
         of each value that steps change. Bytes of renewed inputs may be written to whenever no step is running: reloads
-        alone read them, and ``wait_end``, ``run_end`` and ``abandon`` return when all have ended.
+        and kernels of host devices read them, and ``wait_end``, ``run_end`` and ``abandon`` return when all have ended.
         ``arena``: device memory from ``device_arena``, at least ``arena_bytes(memgraph)``, or device id to memory; own
         ones where none is given. Executors may share one as long as one step runs at a time and ``invalidate`` is
         called when another has used it in between; on CUDA one of a host device is the caller's to pin. ``names`` of

@@ -248,10 +248,10 @@ class Lowering:
         self._check_overwrites(vertex)
         try:
             op = self._add_call(vertex, call, record)
+            if call.rng is not None:
+                self._ops.set_rng(op, call.rng.slot, call.rng.replay)
         except (ValueError, RuntimeError) as error:
             raise ExecutionError(f"vertex {vertex.id}: {error}") from error
-        if call.rng is not None:
-            self._ops.set_rng(op, call.rng.slot, call.rng.replay)
         addresses = []
         scratch = (vertex.id, len(vertex.sizes) - 1)
         for allocation in record.allocations:

@@ -21,7 +21,8 @@ from tests.emulated.run import run
 
 _LINES_SHOWN = 60
 PYTEST = ("-m", "pytest", "-p", "tests.emulated.plugin", "-p", "no:cacheprovider", "-q", "--tb=short", "--durations=5")
-_STEPS = ("tests/gpu", "tests/emulated/test_order.py", "tests/emulated/test_engine.py")
+_EMULATED = tuple(f"tests/emulated/test_{name}.py" for name in ("order", "engine", "update_faults"))
+_STEPS = ("tests/gpu", *_EMULATED)
 """Run in every mode: what goes wrong when pieces of work come in another order."""
 _JITTER_US = 500.0
 """The same as that under which planted faults are looked for (``mutants.py``)."""

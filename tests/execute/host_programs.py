@@ -111,6 +111,8 @@ class Homes:
     before: list[torch.Tensor] = field(default_factory=lambda: [torch.zeros(WIDTH, WIDTH) for _ in range(LAYERS)])
     scale: torch.Tensor = field(default_factory=lambda: torch.tensor(SCALE))
     rate: torch.Tensor = field(default_factory=lambda: torch.tensor(RATE, dtype=torch.float64))
+    pages: HostMemory | None = None
+    """Page-locked as long as this lives."""
 
     def all(self) -> list[torch.Tensor]:
         """Of states: weights, means, squares, counts."""
@@ -120,7 +122,7 @@ class Homes:
     def pinned(cls, device: torch.device) -> Homes:
         """In page-locked memory, where ``device`` has memory of its own."""
         homes = cls()
-        memory = HostMemory(1 << 16)
+        memory = homes.pages = HostMemory(1 << 16)
         for kind in (homes.weights, homes.means, homes.squares, homes.counts, homes.before):
             kind[:] = [memory.adopt(home) for home in kind]
         if backend_of(device).separate_memory:
