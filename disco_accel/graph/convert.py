@@ -272,7 +272,8 @@ class _Buffers:
         """The buffer at the home of a value that lives from step to step."""
         if version not in self._homes:
             home = self._graph.value[version[0]].home
-            assert home is not None
+            if home is None:
+                raise GraphFileError(f"value {version[0]}: home: a reload reads it on the host, where nothing has it")
             self._homes[version] = self.add(version, home, None)
         return self._homes[version]
 

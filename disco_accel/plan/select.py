@@ -44,6 +44,9 @@ _SLACK = 0.3
 """Share of the memory that look-ahead leaves free where devices work side by side: with it, what one of them writes
 seldom has to wait for another."""
 
+_PATIENCE = 10.0
+"""How often kernels could copy their outputs to the host and back where only the memory of a plan counts."""
+
 _BOTH_UP_TO = 200_000
 """Vertices of a graph for which both planners are tried."""
 
@@ -306,14 +309,31 @@ def _plan_timed_alone(
         raise Infeasible(0)
     # Measured durations differ from run to run, and with them what a search finds. Without them it does not: the memory
     # that a refusal names is enough for whoever asks again.
-    untimed = _without_durations(graph)
-    for plan in (build_timed, plan_frugally):
-        with suppress(Infeasible):
-            made = plan(untimed, machine, cyclic=cyclic, work=Work(), not_offloaded=not_offloaded)
-            return replace(made, planner="timed", vertices=_with_durations(made.vertices, graph))
+    untimed = _without_durations(graph), _with_time_to_copy(graph, machine)
+    for each in untimed:
+        for plan in (build_timed, plan_frugally):
+            with suppress(Infeasible):
+                made = plan(each, machine, cyclic=cyclic, work=Work(), not_offloaded=not_offloaded)
+                return replace(made, planner="timed", vertices=_with_durations(made.vertices, graph))
     given = max(device.memory for device in graph.devices if not device.host)
-    needed = smallest_timed_memory(untimed, machine, cyclic=cyclic, work=work)
+    needed = min(smallest_timed_memory(each, machine, cyclic=cyclic, work=work) for each in untimed)
     raise BudgetTooSmall(needed, given, f"the plan of '{plain(graph.name)}'")
+
+
+def _with_time_to_copy(graph: TaskGraph, machine: Machine) -> TaskGraph:
+    """Return ``graph`` with kernels that take so long that their outputs can be offloaded beside the next ones: in the
+    least memory, results that are kept to the end lie on the host."""
+    there_and_back = 1 / machine.d2h.bandwidth + 1 / machine.h2d.bandwidth
+    latency = machine.d2h.latency + machine.h2d.latency
+    return replace(
+        graph,
+        vertices=tuple(
+            replace(v, duration=_PATIENCE * (latency + sum(v.sizes) * there_and_back))
+            if v.kind is VertexKind.KERNEL
+            else v
+            for v in graph.vertices
+        ),
+    )
 
 
 def _without_durations(graph: TaskGraph) -> TaskGraph:
