@@ -170,6 +170,7 @@ PARSERS: dict[str, Parser] = {
     "plan_cache": _folder,
     "on_unsupported": _one_of("error", "eager"),
     "optimizer": _one_of("auto", "device", "host"),
+    "update": _one_of("step", "deferred"),
     "device": _one_of("auto", "cpu", "cuda"),
     "link_bandwidth": _bandwidth,
     "link_latency": _seconds,

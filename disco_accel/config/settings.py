@@ -70,6 +70,7 @@ class DiscoConfig:
     plan_cache: str | None = "~/.cache/disco_accel"
     on_unsupported: str = "error"
     optimizer: str = "device"
+    update: str = "step"
     device: str = "auto"
     link_bandwidth: float | str | None = None
     link_latency: float = 0.0

@@ -399,6 +399,17 @@ class Executor:
         if status != Status.DONE:
             self._fail()
 
+    def ops_run_on_host(self) -> int:
+        """Kernels of host devices that the last step has run to their end, a step that ended early included."""
+        hosts = (i for i, device in enumerate(self._graph.devices) if device.host)
+        return sum(self._engine.ops_run(i) for i in hosts)
+
+    def failed_vertex(self) -> int | None:
+        """Id of the vertex whose failure ended the last step; None if it was ended otherwise, or nobody knows."""
+        error = self._last_error()
+        known = error.status is Status.FAILED and error.position >= 0
+        return self._graph.vertices[error.position].id if known else None
+
     def _last_error(self) -> _EngineError:
         status, position, message, later, lost, draining, flying, flying_count, waits, waiting_count = (
             self._engine.last_error()

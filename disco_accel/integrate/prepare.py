@@ -33,6 +33,7 @@ from disco_accel.step.rng_state import generator_state
 from disco_accel.step.session import STATE, Session, find_state
 from disco_accel.step.step_comparison import Comparison
 from disco_accel.step.step_key import forget_state, step_key
+from disco_accel.step.update.deferral import Deferral
 
 logger = logging.getLogger("disco_accel")
 
@@ -79,11 +80,13 @@ def _planned(state: Session, model: torch.nn.Module, fitted: FittedBatch) -> Ste
             raise
         if state.effects.lasting:
             key = step_key(model, fitted.batch)
-        state.make_current(model, step, check_ends_later=True)
+        running = state.with_pending_update(model, step)
+        # An update cannot be taken back: weights are looked at before it, not beside it.
+        state.make_current(model, running, check_ends_later=running is step)
         generator = generator_state(step)
         compare = Comparison.of(state, model, fitted, step, generator)
-        values, inputs = run_step(state, model, step, fitted.batch, compare)
-        state.observers.on_step(step)
+        values, inputs = run_step(state, model, running, fitted.batch, compare)
+        state.observers.on_step(running)
     if step.captured.bare:
         return values[0]
     rerun = Rerun(state, model, fitted, step, usage, generator, autocast_state(), key, inputs)
@@ -181,6 +184,8 @@ def _drop_copied_patch(model: torch.nn.Module) -> None:
 def _attach(state: Session, model: torch.nn.Module) -> None:
     state.messages.prepared(model, state.settings.memory_budget, state.device, state.optimizer)
     state.placement.apply()
+    if state.config.update == "deferred" and state.frozen_for_prefill is None:
+        state.updates.defer(Deferral(model, state.placement.holds, state.lock, state.say_once))
     model.__dict__[STATE] = state
     generate_prefill.install(state, model)
     state.on_restore.append(InnerForwards(state, model).remove)
@@ -196,6 +201,7 @@ def restore(model: torch.nn.Module) -> torch.nn.Module:
     state: Session | None = model.__dict__.pop(STATE, None)
     if state is None:
         return model
+    state.updates.remove()
     state.close()
     forget_state(model)
     generate_prefill.remove(model)
@@ -210,6 +216,19 @@ def restore(model: torch.nn.Module) -> torch.nn.Module:
     else:
         model.forward = original
     return model
+
+
+def settle(model: torch.nn.Module) -> None:
+    """Do the update of the weights that ``update: deferred`` has put off, so that ``parameters()`` shows the true ones.
+    Does nothing where none is pending, or for a model that is not prepared.
+
+    Raises:
+        ExecutionError: weights or gradients were written to since ``optimizer.step()``.
+        StatesTorn: a forward ended in the middle of an update.
+    """
+    state = find_state(model)
+    if state is not None:
+        state.updates.settle()
 
 
 def stats(model: torch.nn.Module) -> dict[str, Any]:

@@ -70,6 +70,9 @@ class Engine(Protocol):
     def counters(self) -> dict[str, float]:
         """Of the last step, by name."""
 
+    def ops_run(self, device: int) -> int:
+        """Ops of the last step that the device at that position, one in host memory, has run to their end."""
+
     def add_leaving(self, values: list[torch.Tensor]) -> int:
         """The number of a group of values that ``copies`` copies."""
 

@@ -249,7 +249,8 @@ def _trained_on_host(captured: CapturedStep) -> list[InputBinding]:
 def describe(step: CompiledStep) -> str:
     """One line for the user: what was captured and what the plan does."""
     kernels = sum(v.kind is VertexKind.KERNEL for v in step.graph.vertices)
-    weights = sum(sum(v.sizes) for v in step.graph.vertices if host_copy_exists(v))
+    loaded_to = step.graph.devices[0].id
+    weights = sum(sum(v.sizes) for v in step.graph.vertices if host_copy_exists(v) and v.device == loaded_to)
     which = "weights" if step.trained_on_host else "frozen weights"
     return (
         f"captured {kernels} kernels; budget {format_size(step.budget.total)} "

@@ -22,6 +22,7 @@ from disco_accel.step.dynamo import not_compiled
 from disco_accel.step.input_snapshot import InputSnapshot
 from disco_accel.step.rng_state import generator_from, generator_state, kept_on_failure
 from disco_accel.step.step_key import model_state
+from disco_accel.step.update.updated_step import StepWithUpdate
 
 if TYPE_CHECKING:
     from disco_accel.step.session import Session
@@ -64,12 +65,18 @@ class PendingStep:
 
     def forward(self) -> list[torch.Tensor]:
         """Start the step and return copies of its outputs once they are ready; the rest waits at the gate."""
+        updates = isinstance(self.step, StepWithUpdate)
         with kept_on_failure(self.step):
             try:
                 self._take_engine()
             finally:
                 written = self.state.weights_seen.finish_check()
-            if written:
+            if updates:
+                # All kernels of the update have run, as the outputs wait for them; what it wrote is no change.
+                self.state.updates.taken()
+                self._forget_update()
+                self.inputs = self._snapshot_inputs()
+            elif written:
                 # Residents are older than a write that came before this forward.
                 self.suspend()
                 self.state.make_current(self.model, self.step)
@@ -103,6 +110,7 @@ class PendingStep:
             self._require(self._python_change() or self.inputs.begin_check(content=reads_weights))
             if not self.running:
                 self._require(self.inputs.finish_check())
+                self._without_update()
                 self.state.make_current(self.model, self.step)
                 with generator_from(self.step, self.generator):
                     self._take_engine()
@@ -132,6 +140,19 @@ class PendingStep:
         if self.running:
             self._release()
             self.step.executor.abandon()
+            if isinstance(self.step, StepWithUpdate):
+                self.state.updates.abandoned(self.step)
+
+    def _without_update(self) -> None:
+        """From now on this is the step without the update that it has done, for running it again."""
+        if isinstance(self.step, StepWithUpdate):
+            self.step = self.step.plain
+            self._forget_update()
+
+    def _forget_update(self) -> None:
+        """Let go of the gradients that the update was made with."""
+        known = {binding.vertex for binding in self.step.externals}
+        self.externals = {vertex: tensor for vertex, tensor in self.externals.items() if vertex in known}
 
     def _release(self) -> None:
         self.running = False
@@ -272,6 +293,8 @@ def run_step(
     Returns the outputs, and what the step was given as it was then.
     """
     externals = externals_of(state, model, step, batch)
+    if isinstance(step, StepWithUpdate):
+        externals |= state.updates.given(step)
     assert step.parameters is not None
     pending = PendingStep(state, model, step, externals)
     pending.compare = compare

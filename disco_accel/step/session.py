@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from disco_accel.config.settings import DiscoConfig
-from disco_accel.errors import CaptureError, ExecutionError
+from disco_accel.errors import CaptureError, ConfigError, ExecutionError
 from disco_accel.execute.executor import EngineOptions, arena_bytes
 from disco_accel.graph.traits import FOREIGN, RENEWED
 from disco_accel.native.arena import device_arena
@@ -27,7 +27,7 @@ from disco_accel.observe.report import write_report
 from disco_accel.shortage import met_shortage
 from disco_accel.step.arguments import Arguments, signature_of
 from disco_accel.step.capture_lock import Gate, capturing
-from disco_accel.step.compile import CompileOptions, compile_step
+from disco_accel.step.compile import CompileOptions, compile_step, machine_of
 from disco_accel.step.compiled_step import CompiledStep
 from disco_accel.step.device_check import require_self_check
 from disco_accel.step.dynamo import compiled_note
@@ -38,11 +38,14 @@ from disco_accel.step.last_fallback import LastFallback
 from disco_accel.step.observer import Observers
 from disco_accel.step.optimizer_home import OptimizerHome, optimizer_home
 from disco_accel.step.output_usage import Outputs, UsageByStep
+from disco_accel.step.pipeline import PlannerSettings
 from disco_accel.step.placement import Placement
 from disco_accel.step.progress_messages import ProgressMessages, batch_text
 from disco_accel.step.state.side_effects import Effects
 from disco_accel.step.step_key import StepKey, model_state, step_key
 from disco_accel.step.step_stats import RunCounts, plan_figures
+from disco_accel.step.update.planned_updates import PlannedUpdates
+from disco_accel.step.update.updated_step import StepWithUpdate
 from disco_accel.step.verify_steps import StepVerifier
 
 logger = logging.getLogger("disco_accel")
@@ -70,6 +73,11 @@ class Session:
         self.settings = config.resolve()
         self.device = run_device(self.settings.device)
         self.optimizer = optimizer_home(model, config, self.settings, self.device) if trains else OptimizerHome.DEVICE
+        if config.update == "deferred" and self.optimizer is OptimizerHome.DEVICE and trains:
+            raise ConfigError(
+                "update: deferred puts updates in host memory off, and this run's optimizer is on the device: set "
+                "optimizer: host, or update: step"
+            )
         self.placement = Placement(model, self.device, trained_on_host=self.optimizer is OptimizerHome.HOST)
         self.gradients = GradientMemory(self.device, self.settings.host_memory)
         self.original_forward = model.forward
@@ -95,6 +103,7 @@ class Session:
         self.observers = Observers(self.counts, self.messages, frontend.observer(self.counts))
         self.verifier = StepVerifier(config.verify_steps)
         self.on_restore: list[Callable[[], None]] = []
+        self.updates = PlannedUpdates(self.plans, self.say_once, self.observers.on_plan)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         # A copy of a prepared model is an unprepared model: it must never train the original.
@@ -204,6 +213,15 @@ class Session:
             trained=RENEWED if self.optimizer is OptimizerHome.HOST else FOREIGN,
         )
 
+    def with_pending_update(self, model: torch.nn.Module, step: CompiledStep) -> CompiledStep:
+        """``step``, or where an update of the weights is put off, the step that begins with it."""
+        with typed_out_of_memory("preparing the update"):
+            settings = PlannerSettings(
+                self.config.planner, self.config.policy, machine_of(step.engine), self.config.deadline
+            )
+            what = "the same step with the update of its weights at its head"
+            return self.updates.step_for(model, step, settings, functools.partial(self.messages.making, what))
+
     def say_once(self, warning: str) -> None:
         """Log ``warning`` the first time."""
         if warning not in self._said:
@@ -247,7 +265,9 @@ class Session:
         All plans share one arena, because the budget holds for the model and not for each plan. ``check_ends_later``:
         the caller asks ``weights_seen.finish_check`` before what ``step`` has made leaves it.
         """
-        if self.current is step and not step.trained_moved(model):
+        if not isinstance(step, StepWithUpdate):
+            self.updates.settle()
+        if self.current is step and step.loaded is not None and not step.trained_moved(model):
             check = self.weights_seen.begin_check if check_ends_later else self.weights_seen.changed
             if not check():
                 return
@@ -261,7 +281,7 @@ class Session:
             # PEFT's merge of some adapters and the user's ``.data = `` put other tensors in the place of weights.
             self.placement.gather(step.captured.constants.values())
             step.follow(model)
-        needed = arena_bytes(step.plan)
+        needed = arena_bytes(step.plan, step.plan.devices[0].id)
         if self.arena is None or self.arena.numel() < needed:
             self.unload()
             self.arena = device_arena(needed, self.device)
@@ -302,7 +322,7 @@ class Session:
 
     def stats(self) -> dict[str, Any]:
         """Counts, sizes (bytes) and times (seconds)."""
-        result: dict[str, Any] = {**self.counts.as_dict(), **self.frontend.stats()}
+        result: dict[str, Any] = {**self.counts.as_dict(), **self.frontend.stats(), **self.updates.stats()}
         result["budget_bytes"] = self.settings.memory_budget
         step = self.current
         if step is not None:

@@ -115,6 +115,9 @@ class Device {
 
   // Called before the first work of each step; steps are counted from 0.
   virtual void begin_step(std::uint64_t /*step*/) {}
+  // How many ops of the step have run to their end: enqueued ones are dropped when a step ends early. Call
+  // when nothing is in flight; 0 for a device that does not count them.
+  virtual std::int64_t ops_run() const { return 0; }
   // From here on write spans[vertex] for every vertex that runs; nullptr = stop. Only while no work is
   // enqueued.
   virtual void trace(Span* spans, std::int32_t vertices) = 0;

@@ -193,6 +193,7 @@ void Engine::invalidate() { loop().invalidate(); }
 EngineError Engine::last_error() const { return loop().last_error(); }
 const Program& Engine::program() const { return loop().program(); }
 StepCounters Engine::counters() const { return loop().counters(); }
+std::int64_t Engine::ops_run(int device) const { return loop().ops_run(device); }
 void Engine::set_tracing(bool on) { loop().set_tracing(on); }
 std::vector<TraceEvent> Engine::events() const { return loop().events(); }
 

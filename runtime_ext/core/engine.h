@@ -148,7 +148,10 @@ class Engine {
   EngineError last_error() const;
   const Program& program() const;
   StepCounters counters() const;  // call between steps
-  void set_tracing(bool on);      // call between steps
+  // Of the last step: ops that a device in host memory has run to their end. Call between steps. Throws
+  // std::out_of_range for a device that does not exist.
+  std::int64_t ops_run(int device) const;
+  void set_tracing(bool on);  // call between steps
   // Of the last step if it was traced, by start time. Throws std::logic_error while a step runs.
   std::vector<TraceEvent> events() const;
 

@@ -28,6 +28,7 @@ struct HostDevice::Shared {
   ProgressListener* listener = nullptr;
   Span* spans = nullptr;
   std::atomic<int> computing{0};
+  std::atomic<std::int64_t> ops_run{0};
   std::atomic<bool> failed{false};
   std::atomic<bool> cancelled{false};
   mutable std::mutex failure_mutex;
@@ -55,6 +56,7 @@ struct HostDevice::Shared {
     });
     try {
       runner->run(op, index, stream);
+      ops_run.fetch_add(1, std::memory_order_relaxed);
     } catch (const std::exception& error) {
       fail(vertex, what_of(error));
     } catch (...) {
@@ -238,6 +240,13 @@ void HostDevice::wait(int stream, int other, Token token) {
 }
 
 Token HostDevice::completed(int stream) { return streams_[stream]->finished.load(std::memory_order_acquire); }
+
+void HostDevice::begin_step(std::uint64_t step) {
+  step_ = step;
+  shared_->ops_run.store(0, std::memory_order_relaxed);
+}
+
+std::int64_t HostDevice::ops_run() const { return shared_->ops_run.load(std::memory_order_acquire); }
 
 bool HostDevice::failed() const { return shared_->failed.load(std::memory_order_acquire); }
 

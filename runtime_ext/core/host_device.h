@@ -59,7 +59,8 @@ class HostDevice final : public Device {
   void wait(int stream, int other, Token token) override;
   Token completed(int stream) override;
   std::int64_t expected_end(int stream) const override;
-  void begin_step(std::uint64_t step) override { step_ = step; }
+  void begin_step(std::uint64_t step) override;
+  std::int64_t ops_run() const override;
   bool failed() const override;
   DeviceFailure failure() const override;
   void cancel() override;

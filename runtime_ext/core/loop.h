@@ -54,6 +54,7 @@ class Engine::Loop final : public ProgressListener {
   void invalidate();
   EngineError last_error() const;
   StepCounters counters() const;
+  std::int64_t ops_run(int device) const { return devices_.at(static_cast<std::size_t>(device))->ops_run(); }
   void set_tracing(bool on);
   std::vector<TraceEvent> events() const;
   const Program& program() const { return program_; }

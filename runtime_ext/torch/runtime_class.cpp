@@ -239,6 +239,7 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
     out.insert("c10_allocations", static_cast<double>(engine_allocations() - allocations_before_));
     return out;
   }
+  std::int64_t ops_run(std::int64_t device) { return engine_->ops_run(static_cast<int>(device)); }
   void release_externals() { ops_->table.release_externals(); }
 
   // Remembers values that leave the arena together after each step; returns the number of the group.
@@ -334,6 +335,7 @@ TORCH_LIBRARY(disco_accel, m) {
       .def("last_error", &TorchEngine::last_error)
       .def("events", &TorchEngine::events)
       .def("counters", &TorchEngine::counters)
+      .def("ops_run", &TorchEngine::ops_run)
       .def("add_leaving", &TorchEngine::add_leaving)
       .def("copies", &TorchEngine::copies)
       .def("release_externals", &TorchEngine::release_externals);

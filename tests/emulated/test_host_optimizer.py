@@ -186,3 +186,27 @@ def test_memory_that_cannot_be_locked_is_told_and_used(
         of(**batch(2)).loss.backward()
     assert_same_gradients(model, eager)
     assert sum("not page-locked" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("llama", torch.bfloat16), ("gpt2", torch.float32)])
+def test_updates_run_beside_the_forward_of_the_next_step(family: str, dtype: torch.dtype) -> None:
+    """Weights change on the processors and go to the device behind that, in little more memory than they take."""
+    model: Any = family_full(family, dtype=dtype)
+    eager = copy.deepcopy(model).to(CUDA)
+    weights = sum(p.nbytes for p in model.parameters())
+    budget = 2 * workspace_bytes(CUDA) + 5 * weights // 4
+    keys = {"device": "cuda", "optimizer": "host", "update": "deferred", "dispatch": "random", "plan_cache": None}
+    prepare(model, DiscoConfig(memory_budget=budget, **keys))
+    optimizer, reference = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), OnCpu(eager)
+    for seed in range(4):
+        assert_same(step(model, batch(seed)), on_host(step(eager, batch(seed))))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.update()
+    assert stats(model)["updates_planned"] == 2 and stats(model)["steps_eager"] == 0
+    moments = list(optimizer.state_dict()["state"].values())
+    for mine, parameter, state in zip(reference.copies, model.parameters(), moments, strict=True):
+        assert torch.equal(mine, parameter)
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(state[key], reference.optimizer.state[mine][key])

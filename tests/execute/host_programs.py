@@ -228,9 +228,7 @@ class EagerTraining:
     def __init__(self, form: Form, device: torch.device) -> None:
         self.form, self.device = form, device
         self.weights = [torch.nn.Parameter(weight) for weight in weights_of()]
-        self.optimizer = torch.optim.AdamW(
-            self.weights, lr=RATE, betas=BETAS, eps=EPS, weight_decay=DECAY, fused=True
-        )
+        self.optimizer = torch.optim.AdamW(self.weights, lr=RATE, betas=BETAS, eps=EPS, weight_decay=DECAY, fused=True)
         self.before = [torch.zeros(WIDTH, WIDTH) for _ in range(LAYERS)]
 
     def step(self, seed: int) -> dict[str, torch.Tensor]:

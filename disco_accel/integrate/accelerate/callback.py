@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 
 from disco_accel.config.settings import DiscoConfig
 from disco_accel.integrate.accelerate.dynamo_setting import leave_to_plans
-from disco_accel.integrate.prepare import prepare
+from disco_accel.integrate.prepare import prepare, settle
 from disco_accel.step.distributed import check_engine, config_under
 from disco_accel.step.session import find_state
 
@@ -33,4 +33,9 @@ class DiscoCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         # Covers a callback added after the Trainer was built; harmless where the model is prepared already.
         prepare(kwargs["model"], self.config)
+        return control
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        # From here on weights are read from the parameters themselves.
+        settle(kwargs["model"])
         return control

@@ -1,0 +1,197 @@
+"""Puts an optimizer's ``step()`` off until the next forward of its model, and does it by hand when anybody may look.
+
+``step()`` itself runs, with nothing to do: before it, the gradients of the model's weights are taken away, and given
+back behind it. The update is *pending* from then on. A planned step takes it over; whatever else reads or writes the
+weights or the optimizer's state through their libraries *settles* it first: any other forward, ``state_dict`` and
+``load_state_dict`` of the model, its modules and the optimizer, the next ``step()``.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from disco_accel.errors import ExecutionError, StatesTorn
+from disco_accel.native.host_memory import WatchedTensors, expect_rewrite, writes_are_watched
+from disco_accel.step.capture_lock import in_capture
+from disco_accel.step.update.pending_update import PendingUpdate, parts_of
+
+_TORN = (
+    "update: deferred: a forward ended in the middle of the update of the step before: some weights have it and others "
+    "do not. Load a checkpoint of the model and of its optimizer (load_state_dict)"
+)
+
+_deferring: weakref.WeakSet[Deferral] = weakref.WeakSet()
+
+
+class Deferral:
+    """The updates of one prepared model that are put off. ``on_host``: whether a tensor is one of its trained weights.
+
+    Used under the session's lock, which ``lock`` is.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, on_host: Callable[[torch.Tensor], bool], lock: Any, say: Callable[[str], None]
+    ) -> None:
+        self._on_host, self._lock, self._say = on_host, lock, say
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._handles: list[Any] = []
+        self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Parameters whose gradients are away while ``step()`` runs, with these."""
+        self.pending: PendingUpdate | None = None
+        self.planned = self.by_hand = 0
+        """Updates that plans did, and that were settled."""
+        self._watch: WatchedTensors | None = None
+        """The parameters of the pending update, which nobody may write to."""
+        self._torn = False
+        settle = _Settle(self)
+        for module in model.modules():
+            self._handles.append(module.register_state_dict_pre_hook(settle))
+            self._handles.append(module.register_load_state_dict_pre_hook(_Settle(self, whole=True)))
+            if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
+                self._handles.append(module.register_forward_pre_hook(settle))
+        _deferring.add(self)
+        _hook_all_optimizers()
+
+    def settle(self) -> None:
+        """Do the update that is pending now.
+
+        Raises:
+            ExecutionError: what it needs was changed since; that update is lost.
+            StatesTorn: an update before ended in the middle.
+        """
+        if self._torn:
+            raise StatesTorn(_TORN)
+        if self.pending is None:
+            return
+        with self._lock:
+            pending = self.checked()
+            if pending is not None:
+                self.pending = None
+                pending.run()
+                self.by_hand += 1
+
+    def checked(self) -> PendingUpdate | None:
+        """The pending update, whose weights are about to be written. Raises as ``settle``."""
+        if self._torn:
+            raise StatesTorn(_TORN)
+        pending = self.pending
+        if pending is None:
+            return None
+        written = self._watch is not None and self._watch.changed()
+        self._watch = None
+        if written:
+            self.pending = None
+            raise ExecutionError(
+                "update: deferred: a weight was written to after optimizer.step() and before the next forward, when "
+                "its update runs: write behind the next forward, or use update: step"
+            )
+        try:
+            pending.check()
+        except ExecutionError:
+            self.pending = None
+            raise
+        expect_rewrite([part.parameter for part in pending.parts])
+        return pending
+
+    def taken(self) -> None:
+        """A plan has done the update that is pending."""
+        self.pending = None
+        self.planned += 1
+
+    def torn(self) -> None:
+        """A plan has done some of the pending update and will not do the rest."""
+        self.pending = None
+        self._torn = True
+
+    def restored(self) -> None:
+        """Whole weights and moments are about to be loaded."""
+        self._torn = False
+
+    def remove(self) -> None:
+        """Settle, and put nothing off any more."""
+        _deferring.discard(self)
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.settle()
+
+    def before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
+        """``optimizer.step()`` is about to run."""
+        if not any(self._on_host(p) for group in optimizer.param_groups for p in group["params"]):
+            return
+        with self._lock:
+            self.settle()
+            parts = "its step() is given a closure" if closure else parts_of(optimizer, self._on_host)
+            if isinstance(parts, str):
+                self._say(f"update: deferred has no effect: {parts}; optimizer.step() updates as it is called")
+                return
+            if not parts:
+                return
+            self._hook(optimizer)
+            torch._foreach_add_([part.steps for part in parts], 1)
+            self.pending = PendingUpdate.of(parts)
+            if writes_are_watched():
+                self._watch = WatchedTensors([part.parameter for part in parts])
+            self._gradients = [(part.parameter, part.gradient) for part in parts]
+            for parameter, _ in self._gradients:
+                parameter.grad = None
+
+    def after_step(self) -> None:
+        """``optimizer.step()`` has run."""
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        self._gradients.clear()
+
+    def _hook(self, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer not in self._optimizers:
+            self._optimizers.add(optimizer)
+            settle = _Settle(self)
+            self._handles.append(optimizer.register_state_dict_pre_hook(settle))
+            self._handles.append(optimizer.register_load_state_dict_pre_hook(settle))
+
+
+class _Settle:
+    """A hook that settles; that of a copied or stored module does nothing."""
+
+    def __init__(self, deferral: Deferral | None = None, *, whole: bool = False) -> None:
+        """``whole``: weights that an update left in the middle are about to be whole again."""
+        self._deferral = None if deferral is None else weakref.ref(deferral)
+        self._whole = whole
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        deferral = None if self._deferral is None else self._deferral()
+        if deferral is not None and not in_capture():
+            if self._whole:
+                deferral.restored()
+            deferral.settle()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Settle:
+        return _Settle()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Settle, ()
+
+
+@functools.cache
+def _hook_all_optimizers() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Iterable[Any], kwargs: dict[str, Any]) -> None:
+    # The first of the arguments is the optimizer itself.
+    closure = next(iter((*args, None)[1:]), None) or kwargs.get("closure")
+    for deferral in list(_deferring):
+        deferral.before_step(optimizer, closure is not None)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    del optimizer
+    for deferral in list(_deferring):
+        deferral.after_step()

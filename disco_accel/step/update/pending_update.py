@@ -1,0 +1,182 @@
+"""What an optimizer's ``step()`` would do, taken down so that it can be done later: by hand, or as part of a plan.
+
+Adam and AdamW with ``fused=True`` on the CPU: the same kernel does it in either way, so that bits agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from disco_accel.errors import ExecutionError
+
+
+@dataclass(frozen=True, slots=True)
+class AdamSettings:
+    """What a kernel of the update is made with. ``decoupled``: AdamW's weight decay, not Adam's."""
+
+    decoupled: bool
+    beta1: float
+    beta2: float
+    weight_decay: float
+    eps: float
+    maximize: bool
+
+    @property
+    def op(self) -> str:
+        """The name of the kernel."""
+        return "aten::_fused_adamw_" if self.decoupled else "aten::_fused_adam_"
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterUpdate:
+    """One parameter's part: its gradient, moments and count of steps, which has this step already. ``lr``: float64."""
+
+    parameter: torch.Tensor
+    gradient: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    steps: torch.Tensor
+    lr: torch.Tensor
+    settings: AdamSettings
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Parameter, gradient and both moments: equal layouts, equal dtypes."""
+        return self.parameter, self.gradient, self.exp_avg, self.exp_avg_sq
+
+    def run(self, begin: int = 0, end: int | None = None) -> None:
+        """Do it now, or the part from element ``begin`` to ``end``: multiples of 64, but for the last."""
+        kernel = torch._fused_adamw_ if self.settings.decoupled else torch._fused_adam_
+        parameter, gradient, exp_avg, exp_avg_sq = (t.detach().view(-1)[begin:end] for t in self.tensors)
+        kernel(
+            [parameter],
+            [gradient],
+            [exp_avg],
+            [exp_avg_sq],
+            [],
+            [self.steps],
+            amsgrad=False,
+            lr=float(self.lr),
+            beta1=self.settings.beta1,
+            beta2=self.settings.beta2,
+            weight_decay=self.settings.weight_decay,
+            eps=self.settings.eps,
+            maximize=self.settings.maximize,
+        )
+
+
+@dataclass(frozen=True)
+class PendingUpdate:
+    """The parts of one ``step()``, and what autograd counted of their parameters and gradients by then."""
+
+    parts: tuple[ParameterUpdate, ...]
+    versions: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, parts: Sequence[ParameterUpdate]) -> PendingUpdate:
+        """As of now."""
+        return cls(tuple(parts), _versions(parts))
+
+    def check(self) -> None:
+        """Raise ExecutionError if a gradient or a parameter was written to since, so that the update is lost."""
+        for part, then, now in zip(self.parts, self.versions, _versions(self.parts), strict=True):
+            if then == now:
+                continue
+            what = "parameter" if then[0] != now[0] else "gradient"
+            raise ExecutionError(
+                f"update: deferred: a {what} of shape {list(part.parameter.shape)} was changed in place after "
+                "optimizer.step() and before the next forward, when its update runs: use "
+                "zero_grad(set_to_none=True), or update: step"
+            )
+
+    def run(self) -> None:
+        """Do it now. Raises ExecutionError as ``check``."""
+        self.check()
+        with torch.no_grad():
+            for part in self.parts:
+                part.run()
+
+    @property
+    def signature(self) -> Hashable:
+        """Equal for updates that one plan can do: parameters, and what kernels are made with."""
+        return tuple((id(part.parameter), part.settings) for part in self.parts)
+
+
+def _versions(parts: Sequence[ParameterUpdate]) -> tuple[tuple[int, int], ...]:
+    return tuple((part.parameter._version, part.gradient._version) for part in parts)
+
+
+def parts_of(
+    optimizer: torch.optim.Optimizer, on_host: Callable[[torch.Tensor], bool]
+) -> tuple[ParameterUpdate, ...] | str:
+    """The parts of what ``optimizer.step()`` would do now; or why that cannot be put off.
+
+    Empty where there is nothing to do, or no state yet: the optimizer makes that in its first step. ``on_host``:
+    whether a tensor is a trained weight of the model.
+    """
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        return f"{type(optimizer).__name__} is not torch.optim.AdamW or Adam"
+    if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
+        return "a GradScaler decides in step() whether to skip it"
+    if optimizer._optimizer_step_post_hooks:
+        return "the optimizer has a hook that runs after step(), which may look at the weights"
+    parts: list[ParameterUpdate] = []
+    for group in optimizer.param_groups:
+        reason = _group_reason(group)
+        if reason is not None:
+            return reason
+        settings = AdamSettings(
+            bool(group["decoupled_weight_decay"]),
+            float(group["betas"][0]),
+            float(group["betas"][1]),
+            float(group["weight_decay"]),
+            float(group["eps"]),
+            bool(group["maximize"]),
+        )
+        lr = torch.tensor(float(group["lr"]), dtype=torch.float64)
+        for parameter in group["params"]:
+            if parameter.grad is None or not parameter.numel():
+                continue
+            if not on_host(parameter):
+                return f"it also updates a parameter of shape {list(parameter.shape)}, which the plan does not load"
+            state = optimizer.state.get(parameter)
+            if not state:
+                return ()
+            part = _part(parameter, state, lr, settings)
+            if isinstance(part, str):
+                return part
+            parts.append(part)
+    return tuple(parts)
+
+
+def _group_reason(group: dict[str, Any]) -> str | None:
+    if not group["fused"]:
+        return "it is not fused (fused=True, or optim=adamw_torch_fused)"
+    for name in ("amsgrad", "capturable", "differentiable"):
+        if group[name]:
+            return f"{name}=True"
+    if any(isinstance(beta, torch.Tensor) for beta in group["betas"]):
+        return "a beta is a tensor"
+    if isinstance(group["lr"], torch.Tensor) and not group["lr"].is_cpu:
+        return "its learning rate is on a device"
+    return None
+
+
+def _part(
+    parameter: torch.Tensor, state: dict[str, Any], lr: torch.Tensor, settings: AdamSettings
+) -> ParameterUpdate | str:
+    gradient = parameter.grad
+    assert gradient is not None
+    part = ParameterUpdate(parameter, gradient, state["exp_avg"], state["exp_avg_sq"], state["step"], lr, settings)
+    for tensor in part.tensors:
+        plain = tensor.layout is torch.strided and type(tensor.data) is torch.Tensor
+        if not plain or not tensor.is_contiguous() or not tensor.is_cpu or tensor.dtype is not parameter.dtype:
+            name = f"a parameter of shape {list(parameter.shape)}"
+            return f"{name}, its gradient and moments are not all contiguous CPU tensors of one dtype"
+    if part.steps.dtype is not torch.float32 or not part.steps.is_cpu:
+        return "a count of steps is no float32 tensor on the CPU"
+    return part

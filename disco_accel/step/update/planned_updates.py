@@ -1,0 +1,134 @@
+"""The updates of one prepared model that are put off, and the plans that do them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, MutableMapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from disco_accel.step.compiled_step import CompiledStep
+from disco_accel.step.pipeline import PlannerSettings
+from disco_accel.step.update.deferral import Deferral
+from disco_accel.step.update.pending_update import PendingUpdate
+from disco_accel.step.update.updated_step import StepWithUpdate, step_with_update
+
+Making = Callable[[], AbstractContextManager[Callable[[str], None]]]
+"""Around the making of a plan: gives whom to tell of its stages."""
+
+_KINDS = 8
+"""Plans for one step with updates that differ; an optimizer whose settings change all the time gets no more."""
+
+
+class PlannedUpdates:
+    """``deferral`` is None where updates are done in ``optimizer.step()``."""
+
+    def __init__(
+        self,
+        plans: MutableMapping[Any, CompiledStep],
+        say_once: Callable[[str], None],
+        made: Callable[[CompiledStep], None],
+    ) -> None:
+        """``plans``: the session's table, which holds those with updates too; ``made`` hears of each."""
+        self._plans, self._say_once, self._made = plans, say_once, made
+        self._without: set[Hashable] = set()
+        """Steps with updates that have no plan."""
+        self.deferral: Deferral | None = None
+
+    def defer(self, deferral: Deferral) -> None:
+        """From now on."""
+        self.deferral = deferral
+
+    def step_for(
+        self, model: torch.nn.Module, plain: CompiledStep, settings: PlannerSettings, making: Making
+    ) -> CompiledStep:
+        """``plain``, or the step with the pending update at its head; settles where there is no plan of that. Raises
+        as ``Deferral.settle``."""
+        pending = None if self.deferral is None else self.deferral.pending
+        if pending is None:
+            self.settle()
+            return plain
+        key = ("update", id(plain), pending.signature)
+        step = self._plans.get(key)
+        if step is None and key not in self._without:
+            step = self._make(model, plain, pending, settings, making)
+            if step is None:
+                self._without.add(key)
+            else:
+                self._plans[key] = step
+                self._made(step)
+        if not isinstance(step, StepWithUpdate):
+            self.settle()
+            return plain
+        step.use_memory_of(pending)
+        return step
+
+    def _make(
+        self,
+        model: torch.nn.Module,
+        plain: CompiledStep,
+        pending: PendingUpdate,
+        settings: PlannerSettings,
+        making: Making,
+    ) -> StepWithUpdate | None:
+        kinds = sum(isinstance(each, StepWithUpdate) and each.plain is plain for each in self._plans.values())
+        if kinds >= _KINDS:
+            self._say_once(
+                "update: deferred: the optimizer's betas, weight decay, eps or set of parameters change from step to "
+                "step, and each plan is made for one of them; updates run before the step from now on"
+            )
+            return None
+        with making() as stage:
+            made = step_with_update(model, plain, pending, settings, stage)
+        if made is None:
+            self._say_once(
+                "update: deferred: a step does not use all of the weights that are updated, or has too little memory "
+                "for it; such an update runs before the step"
+            )
+        return made
+
+    def given(self, step: StepWithUpdate) -> dict[int, torch.Tensor]:
+        """What ``step`` is given of the pending update, by INPUT. Raises as ``Deferral.settle``."""
+        assert self.deferral is not None
+        pending = self.deferral.checked()
+        assert pending is not None, "nothing settles between the choice of a step and its start"
+        return step.given(pending)
+
+    def settle(self) -> None:
+        """See ``Deferral.settle``."""
+        if self.deferral is not None:
+            self.deferral.settle()
+
+    def taken(self) -> None:
+        """See ``Deferral.taken``."""
+        assert self.deferral is not None
+        self.deferral.taken()
+
+    def abandoned(self, step: StepWithUpdate) -> None:
+        """``step`` has ended early: behind its forward, or in the middle of its update."""
+        assert self.deferral is not None
+        pending = self.deferral.pending
+        if pending is not None:
+            if not step.executor.counters()["changes"]:
+                return
+            if step.executor.failed_vertex() in step.updated.ids:
+                self.deferral.torn()
+                return
+            done = step.executor.ops_run_on_host()
+            step.finish(pending, done)
+            self.deferral.taken()
+        # All is done, and homes hold what it wrote.
+        step.executor.restore_states()
+
+    def remove(self) -> None:
+        """Settle, and put nothing off any more."""
+        if self.deferral is not None:
+            self.deferral.remove()
+            self.deferral = None
+
+    def stats(self) -> dict[str, int]:
+        """How many updates plans did, and how many were done by hand."""
+        if self.deferral is None:
+            return {}
+        return {"updates_planned": self.deferral.planned, "updates_settled": self.deferral.by_hand}

@@ -1,0 +1,200 @@
+"""Puts updates of trained weights at the head of a captured step, as kernels of a host device.
+
+Each weight becomes a value that changes over steps; the kernels that update it write its new version at home, and
+every other vertex reads the last. Weights are updated in the order of their first use, so that the forward of the
+first layer runs while the second is updated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from disco_accel.graph.taskgraph import (
+    Arg,
+    Device,
+    OpCall,
+    Ref,
+    TaskGraph,
+    TensorArg,
+    TensorSpec,
+    Vertex,
+    VertexKind,
+)
+from disco_accel.graph.traits import FOREIGN, STATE
+from disco_accel.graph.values import handed_out_at_gate
+from disco_accel.step.update.pending_update import AdamSettings, ParameterUpdate
+
+PIECE = 1 << 21
+"""Elements of a kernel at most, a multiple of 64: cut there, pieces have the bits of the whole tensor. Below 64 Ki
+elements waking the threads takes longer than the arithmetic."""
+
+_HOST_MEMORY = 1 << 46
+"""Bytes of the host device's arena: no limit, since nothing but scratch lies there."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateInputs:
+    """INPUT ids of what the kernels of one parameter's update use. ``weight`` is the captured step's own."""
+
+    weight: int
+    exp_avg: int
+    exp_avg_sq: int
+    gradient: int
+    steps: int
+    lr: int
+
+    @property
+    def states(self) -> tuple[int, int, int]:
+        """Those that the update changes: weight and moments."""
+        return self.weight, self.exp_avg, self.exp_avg_sq
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateKernel:
+    """Vertex ``id`` updates elements ``begin`` to ``end`` of part ``part``."""
+
+    id: int
+    part: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class UpdatedStep:
+    """``graph`` with updates at its head. ``inputs`` of each part; ``kernels`` in the one order in which they run."""
+
+    graph: TaskGraph
+    inputs: tuple[UpdateInputs, ...]
+    kernels: tuple[UpdateKernel, ...]
+
+    @property
+    def ids(self) -> frozenset[int]:
+        """Of ``kernels``."""
+        return frozenset(kernel.id for kernel in self.kernels)
+
+    def foreign(self, parts: Sequence[ParameterUpdate]) -> dict[int, torch.Tensor]:
+        """By INPUT: gradients, counts of steps and learning rates, given to each step."""
+        given: dict[int, torch.Tensor] = {}
+        for inputs, part in zip(self.inputs, parts, strict=True):
+            given |= {inputs.gradient: part.gradient.detach(), inputs.steps: part.steps, inputs.lr: part.lr}
+        return given
+
+
+def with_updates(graph: TaskGraph, weights: Sequence[int], parts: Sequence[ParameterUpdate]) -> UpdatedStep:
+    """Return ``graph`` with the update of the weight that INPUT ``weights[i]`` holds by ``parts[i]`` at its head."""
+    return _Updates(graph, weights, parts).step()
+
+
+class _Updates:
+    def __init__(self, graph: TaskGraph, weights: Sequence[int], parts: Sequence[ParameterUpdate]) -> None:
+        self._graph = graph
+        self._parts = dict(zip(weights, parts, strict=True))
+        self._host = max(device.id for device in graph.devices) + 1
+        self._fresh = max((vertex.id for vertex in graph.vertices), default=-1) + 1
+        self._new_inputs: list[Vertex] = []
+        self._vertices: list[Vertex] = []
+        self._kernels: list[UpdateKernel] = []
+        self._numbers = {weight: number for number, weight in enumerate(weights)}
+        self._calls: dict[int, OpCall] = {}
+        self._last: dict[Ref, Ref] = {}
+        """Weight → its version when all updates have run."""
+        self._scalars: dict[int, int] = {}
+        """Address of a count of steps or a learning rate → its INPUT."""
+
+    def step(self) -> UpdatedStep:
+        inputs = {weight: self._update(weight, part) for weight, part in self._in_order_of_use()}
+        ends = tuple(ref[0] for ref in self._last.values())
+        old_inputs, others = [], []
+        for vertex in self._graph.vertices:
+            if vertex.kind is VertexKind.INPUT:
+                old_inputs.append(replace(vertex, traits=STATE) if vertex.id in self._parts else vertex)
+                continue
+            reads = tuple(self._last.get(ref, ref) for ref in vertex.inputs)
+            # When a forward returns, all weights are updated: whoever drops the step finds them whole.
+            after = (*vertex.after, *ends) if handed_out_at_gate(vertex) else vertex.after
+            same = reads == vertex.inputs and after == vertex.after
+            others.append(vertex if same else replace(vertex, inputs=reads, after=tuple(dict.fromkeys(after))))
+        graph = replace(
+            self._graph,
+            devices=(*self._graph.devices, Device(self._host, _HOST_MEMORY, host=True)),
+            vertices=(*old_inputs, *self._new_inputs, *self._vertices, *others),
+            ops={**self._graph.ops, **self._calls},
+        )
+        return UpdatedStep(graph, tuple(inputs[weight] for weight in self._parts), tuple(self._kernels))
+
+    def _in_order_of_use(self) -> Iterator[tuple[int, ParameterUpdate]]:
+        first: dict[int, int] = {}
+        for position, vertex in enumerate(self._graph.vertices):
+            for producer, _ in vertex.inputs:
+                first.setdefault(producer, position)
+        for weight in sorted(self._parts, key=lambda weight: first.get(weight, len(self._graph.vertices))):
+            yield weight, self._parts[weight]
+
+    def _input(self, op: str, size: int, *, state: bool) -> int:
+        traits = STATE if state else FOREIGN
+        self._new_inputs.append(Vertex(self._fresh, VertexKind.INPUT, self._host, op, (), (size,), traits=traits))
+        self._fresh += 1
+        return self._fresh - 1
+
+    def _scalar(self, op: str, tensor: torch.Tensor) -> int:
+        key = id(tensor)
+        if key not in self._scalars:
+            self._scalars[key] = self._input(op, tensor.nbytes, state=False)
+        return self._scalars[key]
+
+    def _update(self, weight: int, part: ParameterUpdate) -> UpdateInputs:
+        nbytes = part.parameter.nbytes
+        inputs = UpdateInputs(
+            weight,
+            self._input("exp_avg", nbytes, state=True),
+            self._input("exp_avg_sq", nbytes, state=True),
+            self._input("gradient", nbytes, state=False),
+            self._scalar("steps", part.steps),
+            self._scalar("lr", part.lr),
+        )
+        changed: list[Ref] = [(state, 0) for state in inputs.states]
+        rest: list[Ref] = [(inputs.gradient, 0), (inputs.steps, 0), (inputs.lr, 0)]
+        dtype, count = str(part.parameter.dtype).removeprefix("torch."), part.parameter.numel()
+        for begin in range(0, count, PIECE):
+            end = min(begin + PIECE, count)
+            # One after the other, as the processors run them anyway: so many have run, so many parts are done.
+            after = (self._kernels[-1].id,) if self._kernels else ()
+            kernel = Vertex(
+                self._fresh,
+                VertexKind.KERNEL,
+                self._host,
+                part.settings.op,
+                (*changed, *rest),
+                (nbytes,) * len(changed),
+                after=after,
+                inplace=tuple((k, k) for k in range(len(changed))),
+            )
+            self._fresh += 1
+            self._vertices.append(kernel)
+            self._kernels.append(UpdateKernel(kernel.id, self._numbers[weight], begin, end))
+            self._calls[kernel.id] = _call(part.settings, TensorSpec(dtype, (end - begin,), (1,), begin))
+            changed = [(kernel.id, k) for k in range(len(changed))]
+        self._last[weight, 0] = changed[0]
+        return inputs
+
+
+def _call(settings: AdamSettings, spec: TensorSpec) -> OpCall:
+    """The kernel on a piece ``spec`` of weight, moments and gradient (inputs 0 to 3); 4: steps, 5: the rate."""
+    weight, exp_avg, exp_avg_sq, gradient = (TensorArg(position, spec) for position in range(4))
+    steps, lr = TensorArg(4, TensorSpec("float32", (), ())), TensorArg(5, TensorSpec("float64", (), ()))
+    lists: tuple[Arg, ...] = ((weight,), (gradient,), (exp_avg,), (exp_avg_sq,), (), (steps,))
+    numbers: tuple[Arg, ...] = (settings.beta1, settings.beta2, settings.weight_decay, settings.eps)
+    switches: tuple[Arg, ...] = (False, settings.maximize, None, None)
+    return OpCall(settings.op, "tensor_lr", (*lists, lr, *numbers, *switches), (), module="optimizer")
+
+
+def states_of(step: UpdatedStep, parts: Sequence[ParameterUpdate]) -> Mapping[int, torch.Tensor]:
+    """By INPUT: the tensor in whose memory each value lies that the updates change."""
+    return {
+        vertex: tensor.detach()
+        for inputs, part in zip(step.inputs, parts, strict=True)
+        for vertex, tensor in zip(inputs.states, (part.parameter, part.exp_avg, part.exp_avg_sq), strict=True)
+    }

@@ -1,0 +1,349 @@
+"""``update: deferred``: updates run at the head of the next step's plan, before any look, to eager mode's bits."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Trainer, TrainingArguments, default_data_collator
+
+from disco_accel import DiscoCallback, DiscoConfig, prepare, settle, stats
+from disco_accel.errors import BudgetTooSmall, ConfigError, ExecutionError, StatesTorn
+from disco_accel.native.host_memory import writes_are_watched
+from disco_accel.step.session import find_state
+from disco_accel.step.update import update_pass
+from disco_accel.step.update.updated_step import StepWithUpdate
+from disco_accel.testing.engine_faults import failing, kernels
+from disco_accel.testing.models import family_full, random_batch
+
+STEPS, ACCUMULATED = 5, 2
+
+
+def config(budget: int = 1 << 30, **keys: Any) -> DiscoConfig:
+    ours = {"memory_budget": budget, "device": "cpu", "optimizer": "host", "update": "deferred", "plan_cache": None}
+    return DiscoConfig(**(ours | keys))
+
+
+def prepared(model: torch.nn.Module, budget: int = 1 << 30) -> torch.nn.Module:
+    """``model`` prepared with ``budget`` bytes, or the least that a plan needs, which depends on measured times."""
+    for _ in range(6):
+        prepare(model, config(budget))
+        try:
+            model(**random_batch())
+        except BudgetTooSmall as error:
+            budget = error.needed
+        else:
+            return model
+    raise AssertionError(f"no plan in {budget} bytes, which was said to be enough")
+
+
+def adamw(model: torch.nn.Module, **keys: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), **({"lr": 1e-2, "fused": True} | keys))
+
+
+def backward(model: torch.nn.Module, step: int) -> list[torch.Tensor]:
+    """Losses of the parts of one step."""
+    losses = []
+    for part in range(ACCUMULATED):
+        loss = model(**random_batch(seed=step * ACCUMULATED + part)).loss / ACCUMULATED
+        loss.backward()
+        losses.append(loss.detach())
+    return losses
+
+
+def train(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int = STEPS, between: Callable[[], Any] = int
+) -> list[torch.Tensor]:
+    """Losses. ``between`` runs behind each update."""
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3))
+    losses = []
+    for step in range(steps):
+        losses += backward(model, step)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        between()
+    return losses
+
+
+def assert_same(model: torch.nn.Module, ours: Any, eager: torch.nn.Module, theirs: Any) -> None:
+    """Weights and the state of the optimizers, as their libraries show them."""
+    shown, expected = model.state_dict(), eager.state_dict()
+    assert shown.keys() == expected.keys() and all(torch.equal(shown[name], expected[name]) for name in expected)
+    states = [optimizer.state_dict()["state"] for optimizer in (ours, theirs)]
+    assert states[0].keys() == states[1].keys()
+    for number, state in states[1].items():
+        assert all(torch.equal(states[0][number][key], value) for key, value in state.items()), number
+
+
+CASES = (
+    ("llama", torch.float32, "least"),
+    ("llama", torch.bfloat16, "half"),
+    ("gpt2", torch.float32, "half"),
+    ("qwen3", torch.bfloat16, "least"),
+    ("gemma2", torch.float32, "all"),
+)
+
+
+@pytest.mark.parametrize(("family", "dtype", "budget"), CASES)
+def test_weights_and_moments_are_eager_ones(
+    monkeypatch: pytest.MonkeyPatch, family: str, dtype: torch.dtype, budget: str
+) -> None:
+    """Accumulation, clipping, a schedule; large weights in several pieces; tied embeddings of three families."""
+    monkeypatch.setattr(update_pass, "PIECE", 1 << 10)
+    keys = {"tie_word_embeddings": True} if family == "qwen3" else {}
+    model, eager = (family_full(family, dtype=dtype, **keys) for _ in range(2))
+    weights = sum(p.nbytes for p in eager.parameters())
+    prepared(model, {"least": 1, "half": weights // 2, "all": 1 << 30}[budget])
+    ours, theirs = adamw(model, weight_decay=0.1), adamw(eager, weight_decay=0.1)
+    losses, expected = train(model, ours), train(eager, theirs)
+    assert all(map(torch.equal, losses, expected))
+    figures = stats(model)
+    # The first update makes the optimizer's state, the last has no step behind it yet.
+    assert figures["updates_planned"] == STEPS - 2 and figures["updates_settled"] == 0
+    assert figures["engine"]["c10_allocations"] == 0 and figures["steps_eager"] == 0
+    assert_same(model, ours, eager, theirs)
+    assert stats(model)["updates_settled"] == 1
+
+
+@pytest.fixture
+def pair() -> tuple[torch.nn.Module, torch.optim.Optimizer, torch.nn.Module, torch.optim.Optimizer]:
+    """A prepared model with an update pending, and its twin; each with its optimizer."""
+    model, eager = family_full("llama"), family_full("llama")
+    prepared(model)
+    ours, theirs = adamw(model), adamw(eager)
+    train(model, ours, steps=2)
+    train(eager, theirs, steps=2)
+    return model, ours, eager, theirs
+
+
+def looks(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> dict[str, Callable[[], Any]]:
+    """Ways to see weights or moments."""
+
+    def evaluate() -> torch.Tensor:
+        with torch.no_grad():
+            logits: torch.Tensor = model(input_ids=random_batch()["input_ids"]).logits
+        return logits
+
+    def saved() -> list[torch.Tensor]:
+        model.save_pretrained(folder)
+        return list(load_file(folder / "model.safetensors").values())
+
+    return {
+        "evaluate": evaluate,
+        "a module inside": lambda: model.lm_head(torch.ones(1, model.config.hidden_size)),
+        "generate": lambda: model.generate(random_batch()["input_ids"][:1, :4], max_new_tokens=4, do_sample=False),
+        "state_dict": lambda: [t.clone() for t in model.state_dict().values()],
+        "of a module": lambda: [t.clone() for t in model.model.layers[0].state_dict().values()],
+        "of the optimizer": lambda: [s["exp_avg"].clone() for s in optimizer.state_dict()["state"].values()],
+        "save_pretrained": saved,
+        "settle": lambda: (settle(model), [p.detach().clone() for p in model.parameters()])[1],
+    }
+
+
+LOOKS = ("evaluate", "a module inside", "generate", "state_dict", "of a module", "of the optimizer", "save_pretrained")
+
+
+@pytest.mark.parametrize("look", [*LOOKS, "settle"])
+def test_whoever_looks_sees_the_update(pair: Any, tmp_path: Path, look: str) -> None:
+    """And the next steps are eager ones."""
+    model, ours, eager, theirs = pair
+    assert stats(model)["updates_settled"] == 0
+    seen = [looks(*each, tmp_path / str(n))[look]() for n, each in enumerate([(model, ours), (eager, theirs)])]
+    tensors = [[each] if isinstance(each, torch.Tensor) else each for each in seen]
+    assert tensors[0] and all(map(torch.equal, *tensors))
+    assert stats(model)["updates_settled"] == 1
+    assert all(map(torch.equal, train(model, ours, steps=1), train(eager, theirs, steps=1)))
+    assert_same(model, ours, eager, theirs)
+
+
+def test_a_loaded_state_takes_the_place_of_an_update(pair: Any) -> None:
+    """As where an epoch goes back to its best weights."""
+    model, ours, eager, theirs = pair
+    best = copy.deepcopy((eager.state_dict(), theirs.state_dict()))
+    for each, optimizer in ((model, ours), (eager, theirs)):
+        train(each, optimizer, steps=2)
+        each.load_state_dict(best[0])
+        optimizer.load_state_dict(copy.deepcopy(best[1]))
+        train(each, optimizer, steps=2)
+    assert_same(model, ours, eager, theirs)
+
+
+def test_losses_that_are_dropped_or_come_late(pair: Any) -> None:
+    """A forward without a backward does the update once; so does a step that is run again for a late backward."""
+    model, ours, eager, theirs = pair
+    for each, optimizer in ((model, ours), (eager, theirs)):
+        each(**random_batch(seed=50))
+        optimizer.zero_grad()
+        train(each, optimizer, steps=1)
+        first = each(**random_batch(seed=51)).loss
+        second = each(**random_batch(seed=52)).loss
+        second.backward()
+        first.backward()
+        optimizer.step()
+    assert_same(model, ours, eager, theirs)
+    assert stats(model)["steps_eager"] == 0
+
+
+def test_what_would_lose_an_update_is_refused(pair: Any) -> None:
+    """A gradient that is zeroed, and a weight that is written to, before the update has run."""
+    model, ours, _, _ = pair
+    backward(model, 9)
+    ours.step()
+    ours.zero_grad(set_to_none=False)
+    with pytest.raises(ExecutionError, match=r"a gradient of shape .*set_to_none"):
+        model(**random_batch())
+    backward(model, 10)
+    ours.step()
+    ours.zero_grad()
+    if writes_are_watched():
+        model.lm_head.weight.data.mul_(0.5)
+        with pytest.raises(ExecutionError, match=r"a weight was written to after optimizer.step\(\)"):
+            model(**random_batch())
+    train(model, ours, steps=1)
+
+
+def with_update(model: torch.nn.Module) -> StepWithUpdate:
+    """The plan that begins with an update."""
+    state = find_state(model)
+    assert state is not None
+    return next(step for step in state.plans.values() if isinstance(step, StepWithUpdate))
+
+
+def test_a_forward_that_fails_in_the_update_needs_a_checkpoint(pair: Any) -> None:
+    """Some weights are updated and others are not: nothing runs before whole ones are loaded."""
+    model, ours, eager, theirs = pair
+    checkpoint = copy.deepcopy((eager.state_dict(), theirs.state_dict()))
+    for each, optimizer in ((model, ours), (eager, theirs)):
+        train(each, optimizer, steps=1)
+    step = with_update(model)
+    third = kernels(step.plan).index(step.updated.kernels[3].id)
+    with failing(step.executor, third), pytest.raises(ExecutionError):
+        model(**random_batch())
+    for attempt in (lambda: model(**random_batch()), model.state_dict, lambda: settle(model)):
+        with pytest.raises(StatesTorn, match="Load a checkpoint"):
+            attempt()
+    for each, optimizer in ((model, ours), (eager, theirs)):
+        each.load_state_dict(checkpoint[0])
+        optimizer.load_state_dict(copy.deepcopy(checkpoint[1]))
+    assert all(map(torch.equal, train(model, ours), train(eager, theirs)))
+    assert_same(model, ours, eager, theirs)
+
+
+def test_a_forward_that_fails_beside_the_update_loses_nothing(pair: Any) -> None:
+    """What has run of the update stays, the rest of it is done, once."""
+    model, ours, eager, theirs = pair
+    for each, optimizer in ((model, ours), (eager, theirs)):
+        train(each, optimizer, steps=1)
+    step = with_update(model)
+    first = next(v.id for v in step.plan.vertices if v.id in step.plain.graph.ops)
+    with failing(step.executor, kernels(step.plan).index(first)), pytest.raises(ExecutionError):
+        model(**random_batch())
+    for each, optimizer in ((model, ours), (eager, theirs)):
+        train(each, optimizer, steps=2)
+    assert_same(model, ours, eager, theirs)
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def hooked(model: torch.nn.Module) -> torch.optim.Optimizer:
+    optimizer = adamw(model)
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (sgd, "SGD is not torch.optim.AdamW"),
+        (hooked, "a hook that runs after step"),
+        (lambda model: adamw(model, fused=False, foreach=False), "it is not fused"),
+        (lambda model: adamw(model, amsgrad=True), "amsgrad=True"),
+    ],
+)
+def test_other_optimizers_update_at_once_and_are_told(
+    caplog: pytest.LogCaptureFixture, make: Callable[[torch.nn.Module], torch.optim.Optimizer], told: str
+) -> None:
+    """Once, by name."""
+    model, eager = family_full("llama"), family_full("llama")
+    prepared(model)
+    ours, theirs = make(model), make(eager)
+    assert all(map(torch.equal, train(model, ours), train(eager, theirs)))
+    assert all(map(torch.equal, model.parameters(), eager.parameters()))
+    assert stats(model)["updates_planned"] == 0
+    assert sum(told in message for message in caplog.messages) == 1
+
+
+def test_settings_may_change_between_steps(pair: Any) -> None:
+    """Weight decay, a parameter frozen and thawed, momentum that cycles: one plan for each, a few, then none."""
+    model, ours, eager, theirs = pair
+    for each, optimizer in ((model, ours), (eager, theirs)):
+        train(each, optimizer, steps=1)
+        optimizer.param_groups[0]["weight_decay"] = 0.3
+        train(each, optimizer, steps=2)
+        for step in range(10):
+            optimizer.param_groups[0]["betas"] = (0.8 + step / 100, 0.99)
+            train(each, optimizer, steps=1)
+    assert_same(model, ours, eager, theirs)
+    assert stats(model)["updates_settled"] > 2
+
+
+def test_it_needs_the_host() -> None:
+    """Said when the model is prepared."""
+    with pytest.raises(ConfigError, match=r"update: deferred .* optimizer: host"):
+        prepare(family_full("llama"), config(optimizer="device"))
+
+
+def rows(count: int) -> list[dict[str, list[int]]]:
+    ids = torch.randint(0, 96, (count, 12), generator=torch.Generator().manual_seed(1)).tolist()
+    return [{"input_ids": row, "attention_mask": [1] * 12, "labels": row} for row in ids]
+
+
+def life(folder: Path, planned: bool) -> tuple[torch.nn.Module, list[Any]]:
+    """A Trainer that saves and evaluates in the middle, and another that goes on from there."""
+    log: list[Any] = []
+    for steps, resume in ((3, None), (6, str(folder / "checkpoint-3"))):
+        model: Any = family_full("llama")
+        arguments = TrainingArguments(
+            output_dir=str(folder),
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            max_steps=steps,
+            save_steps=3,
+            eval_strategy="steps",
+            eval_steps=2,
+            logging_steps=1,
+            learning_rate=1e-2,
+            optim="adamw_torch_fused",
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+        )
+        data = {"train_dataset": rows(24), "eval_dataset": rows(4), "data_collator": default_data_collator}
+        ours = [DiscoCallback(config())] if planned else []
+        trainer = Trainer(model=model, args=arguments, callbacks=ours, **data)
+        trainer.train(resume_from_checkpoint=resume)
+        log += [
+            [entry.get(key) for key in ("loss", "eval_loss", "grad_norm", "step")]
+            for entry in trainer.state.log_history
+        ]
+    if planned:
+        assert stats(model)["updates_planned"] > 0
+    return model, log
+
+
+def test_a_trainer_saves_evaluates_and_resumes(tmp_path: Path) -> None:
+    """Logs and weights are those of plain training, also read from the parameters when it has ended."""
+    model, log = life(tmp_path / "planned", True)
+    eager, expected = life(tmp_path / "plain", False)
+    assert log == expected
+    for (name, ours), theirs in zip(model.named_parameters(), eager.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
