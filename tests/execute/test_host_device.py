@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from disco_accel.errors import ConfigError, ExecutionError, StatesTorn
 from disco_accel.execute.executor import EngineOptions, Executor, arena_bytes
