@@ -86,7 +86,8 @@ def _critical_path(graph: TaskGraph, machine: Machine) -> float:
     ends: dict[int, float] = {}
     home_uses = HomeUses.of(graph)
     device = {vertex.id: vertex.device for vertex in graph.vertices}
-    sizes = {ref: size for vertex in graph.vertices for ref, size in _outputs(vertex) if ref in home_uses.written}
+    written = ((ref, size) for vertex in graph.vertices for ref, size in _outputs(vertex) if ref in home_uses.written)
+    sizes = {ref: size for ref, size in written if size}
     late = {vertex.id for vertex in graph.vertices if arrives_at_gate(vertex)}
     gate = 0.0
     for vertex in serial_order(graph):
@@ -114,7 +115,8 @@ class _Value:
     """``uses``: positions that read it, ascending; ``made``: the position that writes it, -1 for an input.
 
     ``starts_on_host``: the host has it when a step starts; ``changed``: kernels change it, so that the next step starts
-    with another content; ``renewed``: the host does, so that each step loads it.
+    with another content; ``renewed``: the host does between two steps, so that each step loads it; ``at_home``: kernels
+    of a host device do, so that each step loads it too, maybe before it starts.
     """
 
     size: int
@@ -122,6 +124,7 @@ class _Value:
     starts_on_host: bool
     changed: bool = False
     renewed: bool = False
+    at_home: bool = False
     uses: list[int] = field(default_factory=list)
 
 
@@ -142,8 +145,8 @@ class _Facts:
         for vertex in inputs:
             ref = (vertex.id, 0)
             if vertex.sizes[0] and not is_foreign(vertex) and not self.home_uses.never_moves(vertex):
-                renewed = not outlives_step(vertex) or ref in written
-                self.values[ref] = _Value(vertex.sizes[0], -1, host_copy_exists(vertex), renewed=renewed)
+                self.values[ref] = _Value(vertex.sizes[0], -1, host_copy_exists(vertex))
+                self.values[ref].renewed, self.values[ref].at_home = not outlives_step(vertex), ref in written
         # What the host changes in a step is loaded once a step, in whichever version.
         for version in self.home_uses.written:
             if self.home_uses.homes[version] in self.values:
@@ -190,7 +193,7 @@ class _Facts:
     @property
     def renewed(self) -> list[int]:
         """The bytes of each value that every step loads at least once."""
-        return [value.size for value in self.each_value if value.renewed and value.uses]
+        return [value.size for value in self.each_value if (value.renewed or value.at_home) and value.uses]
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +217,8 @@ def _gaps(facts: _Facts, least: int) -> list[_Gap]:
             continue
         stops = value.uses if value.made < 0 else [value.made, *value.uses]
         gaps += [_Gap(a + 1, b, value.size) for a, b in pairwise(stops) if b > a + 1]
-        if value.starts_on_host and not value.renewed and (value.uses[-1] + 1 < facts.end or value.uses[0] > 0):
+        stays = value.starts_on_host and not value.renewed and not value.at_home
+        if stays and (value.uses[-1] + 1 < facts.end or value.uses[0] > 0):
             gaps.append(_Gap(value.uses[-1] + 1, value.uses[0], value.size, value.changed))
     return gaps
 
@@ -320,8 +324,10 @@ def _phases(facts: _Facts) -> float:
     From the start of one vertex, or of the step, to the start of a later one, the values that are read between and were
     made before, less the bytes that fit beside the outputs of the first, must be loaded. A stretch may cross the step
     boundary; what the host has renewed there must be loaded in any case. The result is the largest sum over divisions
-    of the ring into such stretches.
+    of the ring into such stretches. Kernels on several streams start in no one order, so that there are none.
     """
+    if facts.streams > 1:
+        return 0.0
     marks = sorted({round(i * facts.end / _MARKS) for i in range(_MARKS)})
     count = len(marks)
     clock = np.concatenate(([0.0], np.cumsum(facts.seconds)))

@@ -17,7 +17,13 @@ from disco_accel.graph.order import serial_order
 from disco_accel.graph.passes import AppliedPass, GraphPass, arena_of, run_passes
 from disco_accel.graph.strict_json import plain
 from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
-from disco_accel.graph.values import changes_over_steps, handed_out_at_gate, lasting_versions, outlives_step
+from disco_accel.graph.values import (
+    changes_over_steps,
+    handed_out_at_gate,
+    is_foreign,
+    lasting_versions,
+    outlives_step,
+)
 from disco_accel.plan.buildmemgraph.builder import build
 from disco_accel.plan.buildmemgraph.eviction import AUTO, Policy, policy_named
 from disco_accel.plan.buildmemgraph.min_memory import Attempt, first_fitting, smallest_feasible_memory
@@ -316,8 +322,27 @@ def _plan_timed_alone(
                 made = plan(each, machine, cyclic=cyclic, work=Work(), not_offloaded=not_offloaded)
                 return replace(made, planner="timed", vertices=_with_durations(made.vertices, graph))
     given = max(device.memory for device in graph.devices if not device.host)
-    needed = min(smallest_timed_memory(each, machine, cyclic=cyclic, work=work) for each in untimed)
-    raise BudgetTooSmall(needed, given, f"the plan of '{plain(graph.name)}'")
+    needed = []
+    for each in untimed:
+        with suppress(Infeasible):
+            needed.append(smallest_timed_memory(each, machine, cyclic=cyclic, work=work))
+    if not needed:
+        raise _beyond_host_devices(graph)
+    raise BudgetTooSmall(min(needed), given, f"the plan of '{plain(graph.name)}'")
+
+
+def _beyond_host_devices(graph: TaskGraph) -> Exception:
+    """What to raise for a graph that has no plan even where all but host devices have memory for everything."""
+    for device in graph.devices:
+        if device.host:
+            made = [v for v in graph.vertices if v.device == device.id and not is_foreign(v)]
+            enough = sum(-(-size // device.alignment) * device.alignment for v in made for size in v.sizes)
+            if device.memory < enough:
+                return PlanError(
+                    f"device {device.id}: memory: {device.memory} bytes are too few for kernels on the host, however "
+                    f"many other devices have; {enough} bytes have room for all that they make"
+                )
+    return Infeasible(0)
 
 
 def _with_time_to_copy(graph: TaskGraph, machine: Machine) -> TaskGraph:
