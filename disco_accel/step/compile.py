@@ -139,7 +139,7 @@ def _compile(
         with_costs(captured.graph, costs, captured.passes),
         BudgetFacts(options.memory, on_device, batch, outputs),
         PlannerSettings(options.planner, options.policy, machine_of(engine), options.plan_seconds),
-        store=None if options.plan_cache is None else PlanStore(PlanCache(options.plan_cache), _environment(engine)),
+        store=plan_store(options.plan_cache, engine),
         say=options.say,
     )
     for note in planned.notes:
@@ -159,6 +159,11 @@ def _compile(
     )
     _check_host_memory(options.host_memory, step)
     return step
+
+
+def plan_store(folder: str | None, engine: EngineOptions) -> PlanStore | None:
+    """Plans of earlier runs in ``folder``, of what runs as ``engine`` says; None without a folder."""
+    return None if folder is None else PlanStore(PlanCache(folder), _environment(engine))
 
 
 def _environment(engine: EngineOptions) -> dict[str, str]:

@@ -148,11 +148,17 @@ def _planned_graph(graph: TaskGraph, plan: MemGraph) -> tuple[TaskGraph, tuple[C
     return planned, left_out(graph, planned)
 
 
-def replan(graph: TaskGraph, memory: int, settings: PlannerSettings) -> MemGraph:
+def replan(graph: TaskGraph, memory: int, settings: PlannerSettings, store: PlanStore | None = None) -> MemGraph:
     """Another verified plan of a graph that has its costs, in an arena of ``memory`` bytes. Raises BudgetTooSmall."""
     sized = run_passes(graph, [arena_of(memory)])
+    key = "" if store is None else _fingerprint(sized, settings, store)
+    plan = None if store is None else store.cache.load(key, sized, cyclic=True)
+    if plan is not None:
+        return plan
     plan = _made(sized, Work(settings.plan_seconds), None, settings=settings)
     verify(sized, plan)
+    if store is not None:
+        store.cache.store(key, plan)
     return plan
 
 

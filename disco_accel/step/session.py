@@ -27,7 +27,7 @@ from disco_accel.observe.report import write_report
 from disco_accel.shortage import met_shortage
 from disco_accel.step.arguments import Arguments, signature_of
 from disco_accel.step.capture_lock import Gate, capturing
-from disco_accel.step.compile import CompileOptions, compile_step, machine_of
+from disco_accel.step.compile import CompileOptions, compile_step, machine_of, plan_store
 from disco_accel.step.compiled_step import CompiledStep
 from disco_accel.step.device_check import require_self_check
 from disco_accel.step.dynamo import compiled_note
@@ -220,7 +220,8 @@ class Session:
                 self.config.planner, self.config.policy, machine_of(step.engine), self.config.deadline
             )
             what = "the same step with the update of its weights at its head"
-            return self.updates.step_for(model, step, settings, functools.partial(self.messages.making, what))
+            store = plan_store(self.config.plan_cache, step.engine)
+            return self.updates.step_for(model, step, settings, store, functools.partial(self.messages.making, what))
 
     def say_once(self, warning: str) -> None:
         """Log ``warning`` the first time."""

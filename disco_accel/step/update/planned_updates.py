@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from disco_accel.step.compiled_step import CompiledStep
-from disco_accel.step.pipeline import PlannerSettings
+from disco_accel.step.pipeline import PlannerSettings, PlanStore
 from disco_accel.step.update.deferral import Deferral
 from disco_accel.step.update.pending_update import PendingUpdate
 from disco_accel.step.update.updated_step import StepWithUpdate, step_with_update
@@ -41,7 +41,12 @@ class PlannedUpdates:
         self.deferral = deferral
 
     def step_for(
-        self, model: torch.nn.Module, plain: CompiledStep, settings: PlannerSettings, making: Making
+        self,
+        model: torch.nn.Module,
+        plain: CompiledStep,
+        settings: PlannerSettings,
+        store: PlanStore | None,
+        making: Making,
     ) -> CompiledStep:
         """``plain``, or the step with the pending update at its head; settles where there is no plan of that. Raises
         as ``Deferral.settle``."""
@@ -52,7 +57,7 @@ class PlannedUpdates:
         key = ("update", id(plain), pending.signature)
         step = self._plans.get(key)
         if step is None and key not in self._without:
-            step = self._make(model, plain, pending, settings, making)
+            step = self._make(model, plain, pending, settings, store, making)
             if step is None:
                 self._without.add(key)
             else:
@@ -70,6 +75,7 @@ class PlannedUpdates:
         plain: CompiledStep,
         pending: PendingUpdate,
         settings: PlannerSettings,
+        store: PlanStore | None,
         making: Making,
     ) -> StepWithUpdate | None:
         kinds = sum(isinstance(each, StepWithUpdate) and each.plain is plain for each in self._plans.values())
@@ -80,7 +86,7 @@ class PlannedUpdates:
             )
             return None
         with making() as stage:
-            made = step_with_update(model, plain, pending, settings, stage)
+            made = step_with_update(model, plain, pending, settings, store, stage)
         if made is None:
             self._say_once(
                 "update: deferred: a step does not use all of the weights that are updated, or has too little memory "

@@ -16,7 +16,7 @@ from disco_accel.graph.passes import run_passes
 from disco_accel.measure.record import measurements, record
 from disco_accel.native.host_memory import bytes_of
 from disco_accel.step.compiled_step import CompiledStep
-from disco_accel.step.pipeline import PlannerSettings, replan
+from disco_accel.step.pipeline import PlannerSettings, PlanStore, replan
 from disco_accel.step.update.pending_update import ParameterUpdate, PendingUpdate
 from disco_accel.step.update.update_pass import UpdatedStep, states_of, with_updates
 
@@ -81,10 +81,11 @@ def step_with_update(
     plain: CompiledStep,
     pending: PendingUpdate,
     settings: PlannerSettings,
+    store: PlanStore | None,
     say: Callable[[str], None],
 ) -> StepWithUpdate | None:
     """Return the plan of ``plain``, a step of ``model``, with ``pending`` at its head; None if the step does not load
-    all of its weights, or has too little memory for it. ``say`` hears of the stages."""
+    all of its weights, or has too little memory for it. ``store``: of plans; ``say`` hears of the stages."""
     weights = _weights_of(model, plain, pending)
     if weights is None:
         return None
@@ -96,7 +97,7 @@ def step_with_update(
     recorded = time.perf_counter()
     say(f"planning {len(graph.ops)} kernels, {len(updated.kernels)} of them updates")
     try:
-        plan = replan(graph, graph.devices[0].memory, settings)
+        plan = replan(graph, graph.devices[0].memory, settings, store)
     except BudgetTooSmall:
         return None
     own = {field.name: getattr(plain, field.name) for field in fields(CompiledStep)}
