@@ -177,7 +177,9 @@ void* planned_address(MemoryKind kind, std::size_t nbytes) {
 bool recording(MemoryKind kind) { return tls.record != nullptr && tls.kind == kind; }
 
 void note_forwarded(MemoryKind kind, void* ptr, std::size_t nbytes) {
-  if (tls.engine_thread || omp_in_parallel()) forwarded_on_engine.fetch_add(1, std::memory_order_relaxed);
+  const bool counted = kind == tls.kind || kind == MemoryKind::kGpu;
+  if (counted && (tls.engine_thread || omp_in_parallel()))
+    forwarded_on_engine.fetch_add(1, std::memory_order_relaxed);
   if (recording(kind)) tls.record->push_back({ptr, nbytes, tls.event++, -1});
   if (live_tracking.load(std::memory_order_relaxed)) {
     LiveBlocks& blocks = live_blocks();

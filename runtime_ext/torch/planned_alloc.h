@@ -105,7 +105,8 @@ bool in_planned_range(const void* ptr);
 // 0 is none. Returns whether a failure asked for before has not happened.
 bool fail_allocation(std::int64_t nth);
 
-// Forwarded allocations made on engine threads since the process started.
+// Forwarded allocations made on engine threads since the process started. What a GPU's op allocates on the
+// host does not count: no plan is made for it.
 std::int64_t engine_allocations();
 
 // Live-byte accounting of forwarded CPU allocations, off by default (it takes a lock per allocation). Only

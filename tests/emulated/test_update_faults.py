@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from disco_accel.errors import DeviceLost, Stalled, StatesTorn
-from disco_accel.execute.executor import EngineOptions
+from disco_accel.execute.executor import EngineOptions, Executor
+from disco_accel.native.op_table import op_table
 from tests.emulated import device
 from tests.emulated.models import CUDA
 from tests.execute.host_programs import FORMS, Homes, HostRun
+from tests.execute.programs import Builder, assert_bits, build, bump_plan, measured, step
 
 _OPTIONS = EngineOptions(device="cuda", stall_timeout=0.5)
 
@@ -28,10 +30,27 @@ def test_gradients_and_weights_move_between_page_locked_memory_alone(form: str) 
         assert copies and not any("pageable" in name for name in copies), copies
 
 
+def test_what_ops_of_the_gpu_allocate_on_the_host_is_no_part_of_their_plans() -> None:
+    """Fused attention makes two numbers there, in memory that a decorator stands before once a host device was used."""
+    op_table(CUDA).set_host(True)
+
+    def program(b: Builder, g: torch.Generator) -> None:
+        query = b.input(torch.randn(1, 2, 8, 16, generator=g))
+        b.call("_scaled_dot_product_efficient_attention", query, query, query, None, True, keep="attended")
+
+    first = build(program, 0, CUDA)
+    graph, records = measured(first)
+    assert all(a.output is not None for record in records.values() for a in record.allocations), records
+    with Executor(bump_plan(graph), graph.ops, records, clean={}, options=_OPTIONS) as executor:
+        for seed in range(3):
+            inputs = build(program, seed, CUDA)
+            assert_bits(step(executor, inputs), inputs)
+        assert executor.counters()["c10_allocations"] == 0
+
+
 def test_a_lost_gpu_leaves_updates_of_its_step_torn() -> None:
     """The first layer's update came before the product that fails."""
-    run = HostRun(FORMS["head"], "least", _OPTIONS, Homes.pinned(CUDA))
-    with run:
+    with HostRun(FORMS["head"], "least", _OPTIONS, Homes.pinned(CUDA)) as run:
         run.step(0)
         externals = run.training.externals(1)
         torch.cuda.synchronize()
