@@ -12,6 +12,7 @@ _SIDE = (
 )
 _STEADY = (_ORDER + "test_a_steady_step_takes_nothing_and_ends_within_what_the_driver_gave",)
 _HOST = "tests/emulated/test_host_optimizer.py::"
+_UPDATES = "tests/emulated/test_update_faults.py::"
 _SECOND = "tests/emulated/test_second_device.py::"
 _STREAMS = ("tests/emulated/test_engine.py::test_several_compute_streams_have_workspaces_of_their_own",)
 _CLASS = "runtime_ext/torch/runtime_class.cpp"
@@ -117,5 +118,34 @@ MUTANTS = (
         "        ranges",
         (_HOST + "test_a_gradient_that_is_being_copied_is_not_overwritten",),
         _JITTER,
+    ),
+    Mutant(
+        "arena of the host device unpinned",
+        "disco_accel/execute/executor.py",
+        "for memory in (self._memory.host, *made_here)]",
+        "for memory in (self._memory.host,)]",
+        (_UPDATES + "test_gradients_and_weights_move_between_page_locked_memory_alone",),
+    ),
+    Mutant(
+        "update before its gradient's copy",
+        "disco_accel/execute/program.py",
+        "if rows[u][0] != VertexKind.INPUT or",
+        "if rows[u][0] not in (VertexKind.INPUT, VertexKind.TRANSFER) or",
+        ("tests/gpu/test_host_updates.py::test_steps_have_the_bits_of_eager_training",),
+        _JITTER,
+    ),
+    Mutant(
+        "allocations of either kind planned",
+        "runtime_ext/torch/planned_alloc.cpp",
+        "return tls.planned && tls.kind == kind;",
+        "return tls.planned;",
+        (_UPDATES + "test_what_ops_of_the_gpu_allocate_on_the_host_is_no_part_of_their_plans",),
+        also=(
+            (
+                "runtime_ext/torch/planned_alloc.cpp",
+                "return tls.record != nullptr && tls.kind == kind;",
+                "return tls.record != nullptr;",
+            ),
+        ),
     ),
 )

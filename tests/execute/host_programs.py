@@ -26,20 +26,16 @@ HOST = 1
 
 @dataclass
 class HostBuilder(Builder):
-    """A builder with a second device, in host memory. ``at``: the device of the next vertex."""
-
-    at: int = 0
-    host_external: set[int] = field(default_factory=set)
+    """A builder with a second device, in host memory."""
 
     def on_host(self, make: Any, *args: Any, **kwargs: Any) -> Any:
         """What ``make`` appends is on the host device, and runs eagerly on the CPU."""
         device, self.device = self.device, torch.device("cpu")
-        self.at = HOST
         before = len(self.vertices)
         try:
             return make(*args, **kwargs)
         finally:
-            self.device, self.at = device, 0
+            self.device = device
             for position in range(before, len(self.vertices)):
                 self.vertices[position] = replace(self.vertices[position], device=HOST)
 

@@ -51,7 +51,7 @@ def test_the_comparison_notices_a_wrong_update() -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_states_lie_at_their_homes_alone(form: str) -> None:
     """The host device has no place for a state, a value is its home, and each update counts as a change."""
-    with HostRun(FORMS[form]) as run:
+    with HostRun(FORMS[form], "all") as run:
         states = HomeUses.of(run.graph)
         assert len(states.written) == LAYERS * (3 * FORMS[form].pieces + 1)
         assert not any(slot.device == HOST and ref in states.homes for ref, slot in run.plan.slots.items())
@@ -67,7 +67,7 @@ def test_states_lie_at_their_homes_alone(form: str) -> None:
 
 def test_updates_and_copies_are_on_lanes_of_their_own() -> None:
     """Gradients go out on the device's d2h lane; updates run on the host device; reloads come in after them."""
-    with HostRun(FORMS["tail"]) as run:
+    with HostRun(FORMS["tail"], "all") as run:
         run.executor.set_tracing(True)
         run.step(0)
         events = {event.vertex: event for event in run.executor.events()}
