@@ -117,12 +117,12 @@ def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
 
 def capture(options: argparse.Namespace) -> int:
     """Write the task graph of a recipe's training step, with estimated durations and the scratch that is known."""
-    from disco_accel.graph.files import write_taskgraph
+    from disco_accel.graph.files import version_needed, write_taskgraph
 
     step, outlined, _ = _costed(options)
     say(step.costs.note)
     try:
-        write_taskgraph(step.graph, options.output)
+        write_taskgraph(step.graph, options.output, version=version_needed(step.graph))
     except OSError as error:
         raise ConfigError(f"{options.output}: cannot be written: {error.strerror}") from None
     kernels = len(step.graph.ops)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from disco_accel.errors import ConfigError
-from disco_accel.graph.files import write_atomically, write_memgraph, write_taskgraph
+from disco_accel.graph.files import version_needed, write_atomically, write_memgraph, write_taskgraph
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.passes import AppliedPass
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
@@ -19,7 +19,7 @@ from disco_accel.graph.values import host_copy_exists, outlives_step
 from disco_accel.observe.report import table
 from disco_accel.observe.timeline import write_chrome_trace
 from disco_accel.plan.bound import bound_of
-from disco_accel.plan.summary import copied_bytes, staying
+from disco_accel.plan.summary import copied_bytes, peak_bytes, staying
 from disco_accel.simulate.simulator import Machine, simulate
 from disco_accel.sizes import format_size
 
@@ -74,7 +74,7 @@ def forecast(
     clean = [v for v in graph.vertices if host_copy_exists(v) and v.sizes[0]]
     stays = staying(plan)
     bound = bound_of(graph, machine)
-    used = max((slot.addr + slot.size for slot in plan.slots.values()), default=0)
+    used = peak_bytes(plan)
     figures = {
         "fits": True,
         "estimated_for": estimated_for,
@@ -153,8 +153,8 @@ def write_forecast(folder: str | os.PathLike[str], forecast: Forecast) -> list[P
     whole = {**forecast.figures, "resident": list(forecast.resident), "streamed": list(forecast.streamed)}
     try:
         target.mkdir(parents=True, exist_ok=True)
-        write_taskgraph(forecast.graph, target / names[0])
-        write_memgraph(forecast.plan, target / names[1])
+        write_taskgraph(forecast.graph, target / names[0], version=version_needed(forecast.graph))
+        write_memgraph(forecast.plan, target / names[1], version=version_needed(forecast.plan))
         write_atomically(target / names[2], json.dumps(whole, indent=1).encode() + b"\n")
         write_atomically(target / names[3], forecast_text(forecast.figures).encode())
         write_chrome_trace(target / names[4], forecast.plan, forecast.events)

@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from disco_accel.graph.carried_values import inputs_held
+from disco_accel.graph.carried_values import carried_values, inputs_held, taskgraph_of
 from disco_accel.graph.files import write_atomically
+from disco_accel.graph.home_uses import HomeUses
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import Ref, Vertex, VertexKind
 from disco_accel.graph.values import must_survive_step
@@ -121,13 +122,15 @@ def stays(plan: MemGraph, events: Sequence[TracedEvent]) -> list[Stay]:
 def _last_reads(plan: MemGraph, ran: Mapping[int, TracedEvent]) -> dict[Ref, float]:
     """When the last reader of each value on the device ended."""
     last: dict[Ref, float] = {}
+    home_uses, carried = HomeUses.of(taskgraph_of(plan)), carried_values(plan)
     for vertex in plan.vertices:
         event = ran.get(vertex.id)
         if event is None or vertex.kind is VertexKind.RELOAD:
             # A reload reads the host's copy: a resident that it brings back may have left the device long before.
             continue
         for ref in vertex.inputs:
-            last[ref] = max(last.get(ref, 0.0), event.end)
+            if not home_uses.at_home(vertex, carried[ref]):
+                last[ref] = max(last.get(ref, 0.0), event.end)
     return last
 
 

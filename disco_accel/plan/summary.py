@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from disco_accel.graph.carried_values import inputs_held
+from disco_accel.graph.home_uses import host_devices
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.graph.values import host_copy_exists
@@ -16,9 +17,9 @@ from disco_accel.simulate.simulator import Machine, lower_bound, simulate
 def summary(plan: MemGraph, machine: Machine | None = None) -> dict[str, int | float | str]:
     """Return counts, bytes and seconds of ``plan``.
 
-    ``peak_bytes``: the highest address in use on any device. ``bound``: a lower bound in seconds of every execution of
-    this plan on ``machine``; ``makespan``: its simulated seconds. ``planner``: the planner that made it, "" if unknown;
-    asked for a plan, the timed planner returns BUILDMEMGRAPH's where that is faster.
+    ``peak_bytes``: the highest address in use on a device, the host's apart. ``bound``: a lower bound in seconds of
+    every execution of this plan on ``machine``; ``makespan``: its simulated seconds. ``planner``: the planner that made
+    it, "" if unknown; asked for a plan, the timed planner returns BUILDMEMGRAPH's where that is faster.
     """
     memory_edges = len(set(plan.memory_edges))
     return {
@@ -29,7 +30,7 @@ def summary(plan: MemGraph, machine: Machine | None = None) -> dict[str, int | f
         "essential_memory_edges": memory_edges,
         "offload_bytes": copied_bytes(plan, VertexKind.OFFLOAD),
         "reload_bytes": copied_bytes(plan, VertexKind.RELOAD),
-        "peak_bytes": max((slot.addr + slot.size for slot in plan.slots.values()), default=0),
+        "peak_bytes": peak_bytes(plan),
         "resident_bytes": resident_bytes(plan),
         "bound": lower_bound(plan, machine),
         "makespan": simulate(plan, machine).makespan,
@@ -45,6 +46,12 @@ def cut_short(graph: TaskGraph, plan: MemGraph, work: Work, machine: Machine | N
         f"plan_seconds: {work.limit:g}: the search for a plan ended after {work.ended:.1f} s and {work.drafts} drafts "
         f"with a step of {makespan:.3g} s, {over}; with more seconds, or auto, it may find a faster one"
     )
+
+
+def peak_bytes(plan: MemGraph) -> int:
+    """Return the bytes that the plan takes of the device that it takes most of, the host's apart."""
+    hosts = host_devices(plan.devices)
+    return max((slot.addr + slot.size for slot in plan.slots.values() if slot.device not in hosts), default=0)
 
 
 def copied_bytes(plan: MemGraph, kind: VertexKind) -> int:

@@ -27,9 +27,10 @@ from types import FrameType
 
 from disco_accel.cli.main import main as disco_accel
 from disco_accel.errors import Stalled, VerifyError
-from disco_accel.graph.files import read_memgraph, read_taskgraph
+from disco_accel.graph.files import read_memgraph, read_taskgraph, write_taskgraph
 from disco_accel.sizes import parse_size
 from disco_accel.testing.mutate import mutate
+from disco_accel.testing.update_graph import UpdateShape, host_update_graph
 from disco_accel.verify.adversary import run_reference
 
 SECONDS = 20
@@ -67,8 +68,10 @@ def seeds(graphs: Path, folder: Path) -> list[Seed]:
     """Return good files of every kind: those of ``graphs`` and plans of them, written to ``folder``."""
     found = [Seed("machine", MACHINE), Seed("instance", INSTANCE)]
     found += [Seed("machine", (graphs / "intro.machine.json").read_bytes())]
-    for name, memory in (("toy", "1280"), ("chain8", "8MiB"), ("intro_n10", "2MiB")):
-        task = graphs / f"{name}.taskgraph.json"
+    on_host = folder / "on_host.taskgraph.json"
+    write_taskgraph(host_update_graph(UpdateShape(layers=2), 4 << 20, at_head=True), on_host, version=2)
+    files = [(graphs / f"{name}.taskgraph.json", name) for name in ("toy", "chain8", "intro_n10")]
+    for (task, name), memory in zip([*files, (on_host, "on_host")], ("1280", "8MiB", "2MiB", "4MiB"), strict=True):
         plan = folder / f"{name}.json"
         for options in ([], ["--cyclic"]):
             status, printed = run(["compile", str(task), "-o", str(plan), "--memory", memory, *options])
@@ -125,7 +128,7 @@ def _unsafe(seed: Seed, file: Path) -> str:
     """What is wrong with a plan that verified: bytes outside the memory that was given, or a wrong value in a run."""
     assert seed.task is not None
     graph, plan = read_taskgraph(seed.task), read_memgraph(file)
-    given = {device.id: parse_size(seed.memory) if seed.memory else device.memory for device in graph.devices}
+    given = {d.id: parse_size(seed.memory) if seed.memory and not d.host else d.memory for d in graph.devices}
     outside = [ref for ref, slot in plan.slots.items() if not 0 <= slot.addr <= given[slot.device] - slot.size]
     sizes = {vertex.id: sum(vertex.sizes) for vertex in plan.vertices}
     beyond = [o for o, offset in plan.host_offsets.items() if not 0 <= offset <= plan.host_memory - sizes[o]]

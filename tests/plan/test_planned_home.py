@@ -20,13 +20,15 @@ from disco_accel.graph.files import (
     write_memgraph,
     write_taskgraph,
 )
-from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.memgraph import MemGraph, Slot
 from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.traits import FROZEN, STATE
+from disco_accel.observe.timeline import stays
 from disco_accel.plan import make_plan
 from disco_accel.plan.beaumont.chain import chain_of
 from disco_accel.plan.bound import bound_of
 from disco_accel.plan.plan_cache import PlanCache, plan_fingerprint
+from disco_accel.plan.summary import summary
 from disco_accel.simulate.simulator import Link, Machine, simulate
 from disco_accel.testing.home_plans import HOME_SHAPES, has_home_writes
 from disco_accel.testing.strategies import random_taskgraph, with_room
@@ -34,6 +36,7 @@ from disco_accel.testing.update_graph import UpdateShape, host_update_graph
 from disco_accel.verify.adversary import run_reference
 from disco_accel.verify.buffers import verify_buffers
 from disco_accel.verify.static import verify
+from tests.observe.traced_step import Event
 
 INPUT, KERNEL, TRANSFER, OFFLOAD, RELOAD = VertexKind
 MACHINES = (Machine(), Machine(h2d=Link(2e9, 0.0), d2h=Link(2e9, 0.0)), Machine(compute_streams=2))
@@ -254,3 +257,15 @@ def test_plans_are_cached_and_the_host_is_part_of_the_fingerprint(tmp_path: Path
     # Under a key that is not its own, a plan made for a device that is not the host's does not get through.
     cache.store(key(same), make_plan(other, planner="timed", cyclic=True))
     assert cache.load(key(same), same, cyclic=True) is None
+
+
+def test_what_the_host_reads_at_home_is_not_drawn_on_the_device_for_it() -> None:
+    """A weight that a device reads early and the host late has left it in between; the host's arena is apart."""
+    late = replace(reader(3, (0, 0), device=1), sizes=(8192,))
+    graph = chain(replace(state(0), traits=FROZEN), reader(1, (0, 0)), reader(2, (1, 0)), late)
+    slots = {(0, 0): Slot(0, 0, 1024), (1, 0): Slot(0, 1024, 256), (2, 0): Slot(0, 0, 256), (3, 0): Slot(1, 0, 8192)}
+    plan = MemGraph("by hand", graph.devices, graph.vertices, slots, ((1, 2),), (), {})
+    verify(graph, plan)
+    ends = {stay.ref: stay.end for stay in stays(plan, [Event(n, "lane", n, n, n + 1) for n in (1, 2, 3)])}
+    assert ends[0, 0] == 2.0
+    assert summary(plan)["peak_bytes"] == 1280
