@@ -110,7 +110,7 @@ def _bound(options: argparse.Namespace) -> int:
     graph = read_taskgraph(options.task, options.names)
     for device in graph.devices:
         need, vertex = largest_need(graph, device.id)
-        memory_given = device.memory if memory is None else memory
+        memory_given = device.memory if memory is None or device.host else memory
         if vertex is not None and need > memory_given:
             raise BudgetTooSmall(need, memory_given, called(vertex))
     machine = None if options.machine is None else read_machine(options.machine)

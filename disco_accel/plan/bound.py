@@ -18,7 +18,7 @@ import numpy as np
 from disco_accel.graph.check import dependencies
 from disco_accel.graph.home_uses import HomeUses, host_devices
 from disco_accel.graph.order import serial_order
-from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind, with_memory
 from disco_accel.graph.values import (
     arrives_at_gate,
     handed_out_at_gate,
@@ -48,9 +48,10 @@ class Bound:
 
 
 def bound_of(graph: TaskGraph, machine: Machine | None = None, memory: int | None = None) -> Bound:
-    """Return the bound of ``graph`` with ``memory`` bytes on every device (None: the memory of its own devices)."""
+    """Return the bound of ``graph`` with ``memory`` bytes on every device but the host's (None: those of its own)."""
     machine = machine or Machine()
-    facts = [_Facts(graph, machine, device.id, device.memory if memory is None else memory) for device in graph.devices]
+    graph = graph if memory is None else with_memory(graph, lambda _: memory)
+    facts = [_Facts(graph, machine, device.id, device.memory) for device in graph.devices]
     # Devices that share a link, and kinds of copies that do, take turns on it.
     links: dict[str, float] = defaultdict(float)
     reloaded = 0.0

@@ -259,6 +259,14 @@ def test_plans_are_cached_and_the_host_is_part_of_the_fingerprint(tmp_path: Path
     assert cache.load(key(same), same, cyclic=True) is None
 
 
+def test_memory_given_is_that_of_devices_but_the_hosts(tmp_path: Path) -> None:
+    graph = chain(state(0), replace(reader(1, (0, 0), device=1), sizes=(8192,)), reader(2, (0, 0)))
+    write_taskgraph(graph, tmp_path / "task.json", version=2)
+    assert make_plan(graph, memory=2048, planner="timed").devices == (Device(0, 2048), HOST)
+    assert main(["bound", str(tmp_path / "task.json"), "--memory", "2048"]) == 0
+    assert bound_of(graph, memory=2048).bound > 0
+
+
 def test_what_the_host_reads_at_home_is_not_drawn_on_the_device_for_it() -> None:
     """A weight that a device reads early and the host late has left it in between; the host's arena is apart."""
     late = replace(reader(3, (0, 0), device=1), sizes=(8192,))
