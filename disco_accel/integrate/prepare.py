@@ -185,7 +185,7 @@ def _attach(state: Session, model: torch.nn.Module) -> None:
     state.messages.prepared(model, state.settings.memory_budget, state.device, state.optimizer)
     state.placement.apply()
     if state.config.update == "deferred" and state.frozen_for_prefill is None:
-        state.updates.defer(Deferral(model, state.placement.holds, state.lock, state.say_once))
+        state.updates.defer(Deferral(model, state.placement.holds, state.gradients.holds, state.lock, state.say_once))
     model.__dict__[STATE] = state
     generate_prefill.install(state, model)
     state.on_restore.append(InnerForwards(state, model).remove)

@@ -78,8 +78,10 @@ class _Range:
 class GradientMemory:
     """The ranges of one model's weights, which all plans of the model share."""
 
-    def __init__(self, device: torch.device, limit: int) -> None:
-        """``device``: the one that copies into the ranges. ``limit``: ``host_memory``, in bytes."""
+    def __init__(self, device: torch.device, limit: int, *, watched: bool = False) -> None:
+        """``device``: the one that copies into the ranges. ``limit``: ``host_memory``, in bytes. ``watched``: writes to
+        gradients may be looked for (``WatchedTensors``)."""
+        self._watched = watched
         self._backend, self._limit = backend_of(device), limit
         self._ranges: dict[str, list[_Range]] = {}
         self._told = False
@@ -88,6 +90,10 @@ class GradientMemory:
     def nbytes(self) -> int:
         """Of all ranges."""
         return sum(memory.nbytes for memory in {id(r.memory): r.memory for r in self._all()}.values())
+
+    def holds(self, gradient: torch.Tensor) -> bool:
+        """Whether it lies in one of the ranges."""
+        return any(memory.holds(gradient) for memory in {id(r.memory): r.memory for r in self._all()}.values())
 
     def release(self) -> None:
         """Give up the ranges; the device is idle. Gradients that somebody holds keep their memory, which is not
@@ -162,8 +168,8 @@ class GradientMemory:
             )
 
     def _made(self, gradients: Sequence[LeavingGradient]) -> list[_Range]:
-        """New ranges, one after the other in one piece of memory, which no write is looked for in."""
-        memory = HostMemory(_room_for(gradients), watched=False)
+        """New ranges, one after the other in one piece of memory."""
+        memory = HostMemory(_room_for(gradients), watched=self._watched)
         if self._backend.separate_memory:
             self._lock(memory)
         return [_Range(memory, gradient.nbytes) for gradient in gradients]

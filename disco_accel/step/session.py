@@ -79,7 +79,8 @@ class Session:
                 "optimizer: host, or update: step"
             )
         self.placement = Placement(model, self.device, trained_on_host=self.optimizer is OptimizerHome.HOST)
-        self.gradients = GradientMemory(self.device, self.settings.host_memory)
+        watched = config.update == "deferred"
+        self.gradients = GradientMemory(self.device, self.settings.host_memory, watched=watched)
         self.original_forward = model.forward
         self.arguments = Arguments(signature_of(model))
         self.plans: dict[PlanKey, CompiledStep] = {}

@@ -143,11 +143,21 @@ def looks(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> dict[st
         "of a module": lambda: [t.clone() for t in model.model.layers[0].state_dict().values()],
         "of the optimizer": lambda: [s["exp_avg"].clone() for s in optimizer.state_dict()["state"].values()],
         "save_pretrained": saved,
+        "a copy": lambda: [p.detach() for p in copy.deepcopy(model).parameters()],
         "settle": lambda: (settle(model), [p.detach().clone() for p in model.parameters()])[1],
     }
 
 
-LOOKS = ("evaluate", "a module inside", "generate", "state_dict", "of a module", "of the optimizer", "save_pretrained")
+LOOKS = (
+    "evaluate",
+    "a module inside",
+    "generate",
+    "state_dict",
+    "of a module",
+    "of the optimizer",
+    "save_pretrained",
+    "a copy",
+)
 
 
 @pytest.mark.parametrize("look", [*LOOKS, "settle"])
@@ -204,8 +214,20 @@ def test_what_would_lose_an_update_is_refused(pair: Any) -> None:
     ours.zero_grad()
     if writes_are_watched():
         model.lm_head.weight.data.mul_(0.5)
-        with pytest.raises(ExecutionError, match=r"a weight was written to after optimizer.step\(\)"):
+        with pytest.raises(ExecutionError, match=r"a weight or a gradient was written to after optimizer.step\(\)"):
             model(**random_batch())
+        backward(model, 11)
+        ours.step()
+        for parameter in model.parameters():
+            parameter.grad.data.zero_()
+        with pytest.raises(ExecutionError, match=r"a weight or a gradient was written to after optimizer.step\(\)"):
+            model(**random_batch())
+    backward(model, 12)
+    ours.step()
+    ours.zero_grad()
+    ours.state[model.lm_head.weight]["exp_avg"].zero_()
+    with pytest.raises(ExecutionError, match=r"an? exp_avg of shape"):
+        model.state_dict()
     train(model, ours, steps=1)
 
 

@@ -30,15 +30,21 @@ _deferring: weakref.WeakSet[Deferral] = weakref.WeakSet()
 
 
 class Deferral:
-    """The updates of one prepared model that are put off. ``on_host``: whether a tensor is one of its trained weights.
+    """The updates of one prepared model that are put off. ``on_host``: whether a tensor is one of its trained weights;
+    ``watchable``: whether the system can tell that a gradient was written to.
 
     Used under the session's lock, which ``lock`` is.
     """
 
     def __init__(
-        self, model: torch.nn.Module, on_host: Callable[[torch.Tensor], bool], lock: Any, say: Callable[[str], None]
+        self,
+        model: torch.nn.Module,
+        on_host: Callable[[torch.Tensor], bool],
+        watchable: Callable[[torch.Tensor], bool],
+        lock: Any,
+        say: Callable[[str], None],
     ) -> None:
-        self._on_host, self._lock, self._say = on_host, lock, say
+        self._on_host, self._watchable, self._lock, self._say = on_host, watchable, lock, say
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._handles: list[Any] = []
         self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -47,7 +53,7 @@ class Deferral:
         self.planned = self.by_hand = 0
         """Updates that plans did, and that were settled."""
         self._watch: WatchedTensors | None = None
-        """The parameters of the pending update, which nobody may write to."""
+        """The parameters and gradients of the pending update, which nobody may write to."""
         self._torn = False
         settle = _Settle(self)
         for module in model.modules():
@@ -83,20 +89,19 @@ class Deferral:
         pending = self.pending
         if pending is None:
             return None
-        written = self._watch is not None and self._watch.changed()
-        self._watch = None
-        if written:
-            self.pending = None
-            raise ExecutionError(
-                "update: deferred: a weight was written to after optimizer.step() and before the next forward, when "
-                "its update runs: write behind the next forward, or use update: step"
-            )
+        watch, self._watch = self._watch, None
         try:
             pending.check()
+            if watch is not None and watch.changed():
+                raise ExecutionError(
+                    "update: deferred: a weight or a gradient was written to after optimizer.step() and before the "
+                    "next forward, when its update runs: write behind the next forward, clear gradients by "
+                    "zero_grad(set_to_none=True), or use update: step"
+                )
         except ExecutionError:
             self.pending = None
             raise
-        expect_rewrite([part.parameter for part in pending.parts])
+        expect_rewrite([tensor for part in pending.parts for tensor in (part.parameter, part.gradient)])
         return pending
 
     def taken(self) -> None:
@@ -137,7 +142,10 @@ class Deferral:
             torch._foreach_add_([part.steps for part in parts], 1)
             self.pending = PendingUpdate.of(parts)
             if writes_are_watched():
-                self._watch = WatchedTensors([part.parameter for part in parts])
+                gradients = [part.gradient for part in parts if self._watchable(part.gradient)]
+                # Accumulation has written to them since the watch of the step before.
+                expect_rewrite(gradients)
+                self._watch = WatchedTensors([*(part.parameter for part in parts), *gradients])
             self._gradients = [(part.parameter, part.gradient) for part in parts]
             for parameter, _ in self._gradients:
                 parameter.grad = None
@@ -172,9 +180,12 @@ class _Settle:
             deferral.settle()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Settle:
+        # A module's hooks are copied, and stored, before the modules inside it with their weights.
+        self()
         return _Settle()
 
     def __reduce__(self) -> tuple[Any, ...]:
+        self()
         return _Settle, ()
 
 

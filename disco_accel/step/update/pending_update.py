@@ -71,10 +71,10 @@ class ParameterUpdate:
 
 @dataclass(frozen=True)
 class PendingUpdate:
-    """The parts of one ``step()``, and what autograd counted of their parameters and gradients by then."""
+    """The parts of one ``step()``, and what autograd counted of their tensors by then."""
 
     parts: tuple[ParameterUpdate, ...]
-    versions: tuple[tuple[int, int], ...]
+    versions: tuple[tuple[int, ...], ...]
 
     @classmethod
     def of(cls, parts: Sequence[ParameterUpdate]) -> PendingUpdate:
@@ -82,11 +82,11 @@ class PendingUpdate:
         return cls(tuple(parts), _versions(parts))
 
     def check(self) -> None:
-        """Raise ExecutionError if a gradient or a parameter was written to since, so that the update is lost."""
+        """Raise ExecutionError if a tensor was written to since, so that the update is lost."""
         for part, then, now in zip(self.parts, self.versions, _versions(self.parts), strict=True):
             if then == now:
                 continue
-            what = "parameter" if then[0] != now[0] else "gradient"
+            what = next(name for name, a, b in zip(_NAMES, then, now, strict=True) if a != b)
             raise ExecutionError(
                 f"update: deferred: a {what} of shape {list(part.parameter.shape)} was changed in place after "
                 "optimizer.step() and before the next forward, when its update runs: use "
@@ -106,8 +106,11 @@ class PendingUpdate:
         return tuple((id(part.parameter), part.settings) for part in self.parts)
 
 
-def _versions(parts: Sequence[ParameterUpdate]) -> tuple[tuple[int, int], ...]:
-    return tuple((part.parameter._version, part.gradient._version) for part in parts)
+_NAMES = ("parameter", "gradient", "exp_avg", "exp_avg_sq", "count of steps")
+
+
+def _versions(parts: Sequence[ParameterUpdate]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(tensor._version for tensor in (*part.tensors, part.steps)) for part in parts)
 
 
 def parts_of(
