@@ -256,7 +256,8 @@ class _Draft:
         at_home = {value for value in vertex.inputs if self.uses.at_home(vertex, value)}
         loaded = {value: self._load(value) for value in dict.fromkeys(vertex.inputs) if value not in at_home}
         read = loaded | {value: self._at_home(value) for value in dict.fromkeys(vertex.inputs) if value in at_home}
-        if any(self.host.get(value, value) != read[value] for value in at_home):
+        sized = [value for value in at_home if self.task[value[0]].sizes[value[1]]]
+        if any(self.host.get(value) != read[value] for value in sized):
             raise NoPlan  # Two versions of one value, for which its home has no room.
         on_device = {value for value, copy in loaded.items() if copy in self.held}
         over: dict[int, Ref] = {k: read[value] for k, value in overwrites(vertex) if value in on_device}
