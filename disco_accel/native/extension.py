@@ -40,6 +40,7 @@ _TORCH = (
     "workspace.cpp",
     "wrapped_numbers.cpp",
     "ops.cpp",
+    "ops_decode.cpp",
     "engine_settings.cpp",
     "program_tables.cpp",
     "compute_thread.cpp",
