@@ -17,13 +17,16 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.shapes import PRESETS, Shape, llama
-from disco_accel.capture.step import capture_forward
+from disco_accel.capture.step import capture_forward, capture_step
 from disco_accel.graph.files import write_taskgraph
 from disco_accel.graph.taskgraph import TaskGraph
+from disco_accel.graph.traits import RENEWED
 from disco_accel.integrate.hf.tracing import hf_contexts
 from disco_accel.measure.costs import Estimated
+from disco_accel.recipes.loading import checkpoint_activations
 from disco_accel.recipes.outline import Outline, outline
 from disco_accel.recipes.settings import read_recipe
+from disco_accel.step.optimizer_home import OptimizerHome
 from disco_accel.step.pipeline import with_costs
 
 
@@ -88,6 +91,18 @@ def lora_outline(work: Workload, quant: str = "none") -> Outline:
         file = Path(folder) / "recipe.yaml"
         file.write_text("\n".join(f"{key}: {json.dumps(value)}" for key, value in recipe.items()))
         return outline(read_recipe(str(file)), quant)
+
+
+def full_outline(work: Workload) -> Outline:
+    """As ``lora_outline``, with all weights trained and their optimizer in host memory."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM._from_config(LlamaConfig(**work.config), dtype=torch.bfloat16)
+    model.train()
+    checkpoint_activations(model)
+    ids = torch.zeros((work.batch, work.tokens), dtype=torch.int64)
+    batch = {"input_ids": ids, "labels": ids.clone(), "num_items_in_batch": torch.tensor(1)}
+    captured = capture_step(model, batch, contexts=hf_contexts(model, batch), name="full", trained=RENEWED)
+    return Outline(captured, model, batch, optimizer=OptimizerHome.HOST)
 
 
 def prefill(work: Workload) -> TaskGraph:

@@ -26,10 +26,11 @@ PRESETS: Mapping[str, Shape] = {
     "7b": llama(4096, 11008, 32, 32, 32, 32000),
     "8b": llama(4096, 14336, 32, 32, 8, 128256),
     "13b": llama(5120, 13824, 40, 40, 40, 32000),
+    "14b": llama(5120, 13824, 48, 40, 8, 152064),
     "32b": llama(5120, 27648, 64, 40, 8, 152064),
     "70b": llama(8192, 28672, 80, 64, 8, 32000),
 }
-"""1b: TinyLlama; 7b, 13b, 70b: Llama 2; 8b: Llama 3; 32b: the sizes of Qwen2.5-32B."""
+"""1b: TinyLlama; 7b, 13b, 70b: Llama 2; 8b: Llama 3; 14b, 32b: the sizes of Qwen2.5."""
 
 
 def frozen_bytes(shape: Shape, itemsize: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -150,15 +151,20 @@ def add_adapter(model: Any, recipe: LoraRecipe) -> Any:
             parameter.data = parameter.data.to(dtype)
     adapted.config.use_cache = False
     if recipe.gradient_checkpointing:
-        kwargs = recipe.gradient_checkpointing_kwargs or {"use_reentrant": False}
-        # transformers renamed the switch in 5.18; both spellings are in use.
-        if hasattr(adapted, "activation_checkpointing_enable"):
-            adapted.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs)
-        else:
-            adapted.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
-        if kwargs.get("use_reentrant"):
-            adapted.enable_input_require_grads()
+        checkpoint_activations(adapted, recipe.gradient_checkpointing_kwargs)
     return adapted
+
+
+def checkpoint_activations(model: Any, kwargs: Mapping[str, Any] | None = None) -> None:
+    """Switch activation checkpointing on, with ``kwargs`` as of transformers."""
+    kwargs = dict(kwargs or {"use_reentrant": False})
+    # transformers renamed the switch in 5.18; both spellings are in use.
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+    if kwargs.get("use_reentrant"):
+        model.enable_input_require_grads()
 
 
 def load_adapter(model: Any, directory: str) -> Any:
