@@ -83,7 +83,8 @@ def bound_of(graph: TaskGraph, machine: Machine | None = None, memory: int | Non
 
 
 def _critical_path(graph: TaskGraph, machine: Machine) -> float:
-    """Return the longest chain of kernels and transfers; a late input waits for everything that is handed out."""
+    """Return the longest chain of kernels and transfers; a late input waits for everything that is handed out, and then
+    the kernels of each device that follow late inputs run one after the other."""
     ends: dict[int, float] = {}
     home_uses = HomeUses.of(graph)
     device = {vertex.id: vertex.device for vertex in graph.vertices}
@@ -91,8 +92,15 @@ def _critical_path(graph: TaskGraph, machine: Machine) -> float:
     sizes = {ref: size for ref, size in written if size}
     late = {vertex.id for vertex in graph.vertices if arrives_at_gate(vertex)}
     gate = 0.0
+    behind_gate: set[int] = set()
+    loads: dict[int, float] = defaultdict(float)
     for vertex in serial_order(graph):
         sources = dependencies(vertex)
+        if vertex.id in late or not behind_gate.isdisjoint(sources):
+            behind_gate.add(vertex.id)
+            if vertex.kind is VertexKind.KERNEL:
+                streams = 1 if vertex.device in home_uses.hosts else machine.compute_streams
+                loads[vertex.device] += machine.seconds(vertex) / streams
         begin = max((ends[source] for source in sources), default=0.0)
         for ref in vertex.inputs:
             if ref in sizes and not home_uses.at_home(vertex, ref):
@@ -104,7 +112,7 @@ def _critical_path(graph: TaskGraph, machine: Machine) -> float:
         ends[vertex.id] = begin + machine.seconds(vertex, kind)
         if handed_out_at_gate(vertex):
             gate = max(gate, ends[vertex.id])
-    return max(ends.values(), default=0.0)
+    return max([*ends.values(), gate + max(loads.values(), default=0.0)])
 
 
 def _outputs(vertex: Vertex) -> Iterator[tuple[Ref, int]]:

@@ -10,7 +10,7 @@ import pytest
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.carried_values import taskgraph_of
 from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
-from disco_accel.graph.traits import FROZEN
+from disco_accel.graph.traits import BROUGHT, FROZEN, LATE
 from disco_accel.plan import make_plan
 from disco_accel.plan.bound import bound_of
 from disco_accel.plan.summary import copied_bytes
@@ -36,6 +36,24 @@ def test_a_ring_of_weights_loads_what_does_not_fit() -> None:
     # Each of the ten gaps spans nine kernels, at each of which three weights fit beside the one that is read.
     assert bound.lp_reload_bytes == pytest.approx(10_000 - 10 * 3_000 / 9, abs=1)
     assert bound.bound == pytest.approx(bound.link)
+
+
+def test_what_follows_the_gate_takes_turns_behind_all_that_comes_before() -> None:
+    """Two seconds elsewhere before the loss's kernel, of one second, and two of one second each behind the gate: no
+    chain is longer than four, no device busy for longer than three."""
+    quiet, busy = Device(0, 1000, 1), Device(1, 1000, 1)
+    vertices = (
+        Vertex(0, VertexKind.KERNEL, 1, "update", (), (0,), 2.0),
+        Vertex(1, VertexKind.KERNEL, 0, "loss", (), (0,), 1.0, after=(0,), out=True),
+        Vertex(2, VertexKind.INPUT, 0, "tangent", sizes=(8,), traits=LATE),
+        *(Vertex(3 + i, VertexKind.KERNEL, 0, "k", ((2, 0),), (0,), 1.0) for i in range(2)),
+    )
+    graph = TaskGraph("gate", (quiet, busy), vertices)
+    assert bound_of(graph, MACHINE).bound == pytest.approx(5.0)
+    both = replace(MACHINE, compute_streams=2)
+    assert bound_of(graph, both).bound == pytest.approx(4.0)
+    early = replace(graph, vertices=(*vertices[:2], replace(vertices[2], traits=BROUGHT), *vertices[3:]))
+    assert bound_of(early, MACHINE).bound == pytest.approx(3.0)
 
 
 def test_with_room_for_everything_compute_is_the_bound() -> None:
