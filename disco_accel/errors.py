@@ -43,13 +43,15 @@ class VerifyError(PlanError):
 class BudgetTooSmall(PlanError):
     """The step does not fit the device memory.
 
-    ``needed`` is the smallest arena, in bytes, for which the planner found a plan; ``given`` is what it got.
+    ``needed`` is the smallest arena, in bytes, for which the planner found a plan; ``given`` is what it got. ``parts``:
+    what takes the bytes that are needed, in words.
     """
 
-    def __init__(self, needed: int, given: int, what: str = "the step") -> None:
+    def __init__(self, needed: int, given: int, what: str = "the step", parts: str = "") -> None:
         # Rounded up, so that the short form works too when it is copied into a budget.
         short = f"{-(-needed * 100 // (1 << 20)) / 100:.2f}MiB"
-        super().__init__(f"{what} needs at least {needed} bytes ({short}) of device memory, but is given {given}")
+        why = f": {parts}" if parts else ""
+        super().__init__(f"{what} needs at least {needed} bytes ({short}) of device memory, but is given {given}{why}")
         self.needed = needed
         self.given = given
 

@@ -13,7 +13,6 @@ import torch
 from disco_accel.capture.captured_step import CapturedStep
 from disco_accel.capture.fake_inputs import batch_tensors
 from disco_accel.capture.step import Forward, capture_forward, capture_step
-from disco_accel.errors import ConfigError
 from disco_accel.execute.executor import EngineOptions
 from disco_accel.graph.traits import FOREIGN, Traits
 from disco_accel.measure.costs import Measured
@@ -21,10 +20,9 @@ from disco_accel.native.backend import backend_of, run_device
 from disco_accel.plan import Machine
 from disco_accel.plan.plan_cache import PlanCache
 from disco_accel.simulate.simulator import Link
-from disco_accel.sizes import format_size
 from disco_accel.step.budget import BudgetFacts, leaving_bytes, outputs_bytes
 from disco_accel.step.compiled_step import CompiledStep, host_bytes
-from disco_accel.step.optimizer_home import TrainedBytes
+from disco_accel.step.memory_parts import require_host_memory
 from disco_accel.step.pipeline import PlannerSettings, PlanStore, plan_step, with_costs
 from disco_accel.version import __version__
 
@@ -157,7 +155,7 @@ def _compile(
         seconds | planned.seconds,
         planned.cache_use,
     )
-    _check_host_memory(options.host_memory, step)
+    require_host_memory(options.host_memory, planned.graph, planned.plan.host_memory)
     return step
 
 
@@ -184,15 +182,3 @@ def machine_of(engine: EngineOptions) -> Machine | None:
         return None
     link = Link(engine.link_bandwidth, engine.link_latency)
     return Machine(h2d=link, d2h=link)
-
-
-def _check_host_memory(host_memory: int, step: CompiledStep) -> None:
-    weights, offloads = sum(t.numel() for t in step.clean.values()), step.plan.host_memory
-    training = TrainedBytes(step.trained_bytes, 0)
-    if step.bytes_beside_gradients + training.gradients > host_memory:
-        trained = f", gradients {format_size(training.gradients)}, two moments {format_size(training.moments)}"
-        which = "weights" if training.weights else "frozen weights"
-        raise ConfigError(
-            f"host_memory: {format_size(host_memory)} is too small; {which} take {format_size(weights)}"
-            f"{trained if training.weights else ''} and offloaded values {format_size(offloads)}"
-        )

@@ -25,6 +25,7 @@ from disco_accel.plan.search_work import Work
 from disco_accel.plan.summary import cut_short
 from disco_accel.sizes import format_size
 from disco_accel.step.budget import Budget, BudgetFacts
+from disco_accel.step.memory_parts import what_it_needs
 from disco_accel.verify.static import verify
 
 STEP_PASSES: tuple[GraphPass, ...] = (DEQUANTISE_AGAIN,)
@@ -127,7 +128,8 @@ def plan_step(
             machine = settings.machine or Machine()
             plan = decide(graph, made, machine, work, applied, planner=settings.planner)
         except BudgetTooSmall as error:
-            raise BudgetTooSmall(budget.total_for(error.needed), budget.total, "memory_budget: the step") from error
+            needed, parts = budget.total_for(error.needed), what_it_needs(budget, error.needed, graph)
+            raise BudgetTooSmall(needed, budget.total, "memory_budget: the step", parts) from error
     graph, clones = _planned_graph(graph, plan)
     notes = (cut_short(graph, plan, work, settings.machine),) if work.cut else ()
     planned = time.perf_counter()
