@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import simulated, simulated_quant
+from benchmarks import simulated, simulated_full, simulated_quant
 from benchmarks.optimizer import suite as optimizer
 from benchmarks.prefill import peers as prefill_peers
 from benchmarks.prefill import suite as prefill
@@ -138,6 +138,12 @@ def _simulated_quant(result: Mapping[str, Any]) -> tuple[str, str]:
     return "Simulated: LoRA steps on cards of 12, 16 and 24 GB, no device ran them", "\n".join(lines)
 
 
+def _simulated_full(result: Mapping[str, Any]) -> tuple[str, str]:
+    return "Simulated: training of all weights, the optimizer in host memory, no device ran it", simulated_full.table(
+        result
+    )
+
+
 def _simulated_optimizer(result: Mapping[str, Any]) -> tuple[str, str]:
     title = "Simulated: a published study's optimizer step of 13 billion parameters on an H100, no device ran it"
     return title, optimizer.table(result)
@@ -162,6 +168,7 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], tuple[str, str]]] = {
     "prefill-peers": _prefill_peers,
     "simulated": _simulated,
     "simulated-quant": _simulated_quant,
+    "simulated-full": _simulated_full,
     "simulated-optimizer": _simulated_optimizer,
 }
 
