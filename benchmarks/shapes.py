@@ -22,6 +22,7 @@ def llama(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, vocabul
 PRESETS: Mapping[str, Shape] = {
     "tiny": llama(128, 256, 2, 4, 2, 96),
     "small": llama(512, 1408, 8, 8, 8, 4096),
+    "77m": llama(768, 2048, 10, 12, 12, 4096),
     "1b": llama(2048, 5632, 22, 32, 4, 32000),
     "7b": llama(4096, 11008, 32, 32, 32, 32000),
     "8b": llama(4096, 14336, 32, 32, 8, 128256),

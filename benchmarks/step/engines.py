@@ -113,7 +113,11 @@ class Engine:
         return with_adapter(base, rank=job.rank, checkpointing=True)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        """Of the adapter alone; its rate makes losses fall from step to step."""
+        """Of what is trained alone; its rate makes losses fall from step to step."""
+        return self.adamw()
+
+    def adamw(self) -> torch.optim.Optimizer:
+        """PyTorch's own."""
         return torch.optim.AdamW(self.trainable.values(), lr=LEARNING_RATE)
 
     def backward(self) -> float:

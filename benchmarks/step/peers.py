@@ -53,6 +53,10 @@ class ZeroThree(Engine):
     settings: ClassVar[Mapping[str, Any]] = {}
     more: ClassVar[Mapping[str, Any]] = {}
 
+    def zero(self, pinned: bool) -> dict[str, Any]:
+        """What the key ``zero_optimization`` holds beside ``settings``."""
+        return {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": pinned}}
+
     def build(self) -> Any:
         one_process()
         import deepspeed
@@ -69,15 +73,11 @@ class ZeroThree(Engine):
             "zero_force_ds_cpu_optimizer": False,
             # DeepSpeed clips at 1.0 unless told otherwise; nobody else here clips.
             "gradient_clipping": 0.0,
-            "zero_optimization": {
-                "stage": 3,
-                "offload_param": {"device": "cpu", "pin_memory": pinned},
-                **self.settings,
-            },
+            "zero_optimization": {**self.zero(pinned), **self.settings},
             **self.more,
         }
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
-            model=model, optimizer=super().make_optimizer(), config=config
+            model=model, optimizer=self.adamw(), config=config
         )
         return self.engine
 

@@ -59,11 +59,12 @@ def measure(
     limit: float,
     seconds: float = math.inf,
     command: tuple[str, ...] | None = None,
+    warm: int = WARM,
 ) -> list[Worker]:
     """Run every job's steps; each worker holds its losses, seconds, figures, or its error.
 
     ``limit``: seconds that any one answer may take, the building of a model included; ``seconds``: all together;
-    ``command``: what each process runs, if it is not ``step_worker``.
+    ``command``: what each process runs, if it is not ``step_worker``; ``warm``: steps before the timed ones.
     """
     workers = [Worker(job, limit, time.monotonic() + seconds, command) for job in jobs]
     groups = [[worker] for worker in workers] if apart else [workers]
@@ -74,7 +75,7 @@ def measure(
             for worker in group:
                 worker.built()
             for worker in group:
-                worker.steps(WARM, timed=False)
+                worker.steps(warm, timed=False)
                 worker.ask("mark")
             for number in range(rounds):
                 turn = number % len(group)
@@ -178,9 +179,7 @@ def _shares(text: str) -> list[float]:
 def parser() -> argparse.ArgumentParser:
     """Options of the command line."""
     made = argparse.ArgumentParser(prog="disco-accel bench step", description=__doc__.split("\n")[0])
-    made.add_argument("--shape", choices=tuple(PRESETS), default="small")
-    for name in _OVERRIDES:
-        made.add_argument(f"--{name.replace('_', '-')}", type=count, help="in place of the shape's")
+    add_shape(made, "small")
     for name, value in {"batch": 1, "tokens": 256, "rank": 16, "rounds": 5}.items():
         made.add_argument(f"--{name}", type=count, default=value)
     made.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
@@ -196,6 +195,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--apart", action="store_true", help="one engine after the other, never two in memory")
     add_run(made, "a step")
     return made
+
+
+def add_shape(made: argparse.ArgumentParser, preset: str) -> None:
+    """Options that ``shape_of`` reads; ``preset`` where none is given."""
+    made.add_argument("--shape", choices=tuple(PRESETS), default=preset)
+    for name in _OVERRIDES:
+        made.add_argument(f"--{name.replace('_', '-')}", type=count, help="in place of the shape's")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -75,14 +75,17 @@ class Row:
     facts: Mapping[str, Any]
 
 
-def judge(workers: Sequence[Worker], dtype: str) -> list[Verdict]:
+OURS = frozenset({"resident", "disco", "fixed-order", "k0"})
+
+
+def judge(workers: Sequence[Worker], dtype: str, ours: Collection[str] = OURS) -> list[Verdict]:
     """Compare each worker with the one in memory that has weights of the same form. Their folders must still be
-    there."""
+    there. Engines in ``ours`` must have its bits on the CPU."""
     references = {w.job.quant: w for w in workers if w.job.engine == "in-memory" and w.error is None}
-    return [_verdict(worker, references.get(worker.job.quant), dtype) for worker in workers]
+    return [_verdict(worker, references.get(worker.job.quant), dtype, ours) for worker in workers]
 
 
-def _verdict(worker: Worker, reference: Worker | None, dtype: str) -> Verdict:
+def _verdict(worker: Worker, reference: Worker | None, dtype: str, ours: Collection[str]) -> Verdict:
     if worker.error is not None:
         return Verdict(False, "")
     trainable = worker.facts["trainable"]
@@ -99,7 +102,7 @@ def _verdict(worker: Worker, reference: Worker | None, dtype: str) -> Verdict:
     if losses == 0 and all(same_bits(mine[name], theirs[name]) for name in mine):
         return Verdict(True, "bits")
     gradients = max(relative(mine[name], theirs[name]) for name in mine)
-    exact = worker.job.device == "cpu" and _ours(worker)
+    exact = worker.job.device == "cpu" and worker.job.engine in ours
     close = _close(worker.losses, reference.losses, dtype) and gradients <= TOLERANCE[dtype][1]
     equal = close and not exact
     return Verdict(equal, f"{'to' if equal else 'no:'} {losses:.0e}, gradients {gradients:.0e}")
@@ -115,22 +118,25 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-20))
 
 
-def _ours(worker: Worker) -> bool:
-    return worker.job.engine in ("resident", "disco", "fixed-order", "k0")
-
-
-def rows_of(workers: Sequence[Worker], verdicts: Sequence[Verdict], args: argparse.Namespace) -> list[Row]:
+def rows_of(
+    workers: Sequence[Worker], verdicts: Sequence[Verdict], args: argparse.Namespace, ours: Collection[str] = OURS
+) -> list[Row]:
     """A row for each worker."""
     compute = {w.job.quant: median(w.facts["kernel_seconds"]) for w in workers if w.facts.get("kernel_seconds")}
     rates = next((w.facts["rates"] for w in workers if w.facts.get("rates")), None)
     if args.device == "cpu":
         rates = {"h2d": args.bandwidth, "d2h": args.bandwidth}
     tokens = args.batch * args.tokens
-    return [_row(w, v, tokens, compute.get(w.job.quant), rates) for w, v in zip(workers, verdicts, strict=True)]
+    return [_row(w, v, tokens, compute.get(w.job.quant), rates, ours) for w, v in zip(workers, verdicts, strict=True)]
 
 
 def _row(
-    worker: Worker, verdict: Verdict, tokens: int, compute: float | None, rates: Mapping[str, float] | None
+    worker: Worker,
+    verdict: Verdict,
+    tokens: int,
+    compute: float | None,
+    rates: Mapping[str, float] | None,
+    ours: Collection[str],
 ) -> Row:
     facts = dict(worker.facts) if worker.error is None else {}
     copied = {way: facts.pop(way, None) for way in ("h2d", "d2h")}
@@ -140,7 +146,7 @@ def _row(
         engine=worker.job.engine,
         quant=worker.job.quant,
         budget=worker.job.budget,
-        ours=_ours(worker),
+        ours=worker.job.engine in ours,
         equal=verdict.equal,
         verdict=verdict.words,
         error=worker.error,

@@ -46,8 +46,8 @@ class EngineOptions:
     """Intra-op threads of a compute stream; None = torch.get_num_threads()."""
     host_threads: int | None = None
     """Intra-op threads of a device of the plan that lies in host memory, whose kernels run beside those of the other
-    devices; None = torch.get_num_threads(). No measurement stands behind that number: on the host device these threads
-    share the processors with ``compute_threads``, and with a GPU they share them with the thread that launches."""
+    devices; None = torch.get_num_threads(). They share the processors with ``compute_threads``, or with the thread that
+    launches on a GPU: ``threads_beside`` is a number that leaves those theirs."""
     compute_streams: int = 1
     inline_compute: bool = True
     """One compute stream on the only host device: its ops run on the engine's loop thread, without a hand-off."""
@@ -58,6 +58,13 @@ class EngineOptions:
 
 
 DEFAULT_OPTIONS = EngineOptions()
+
+
+def threads_beside(device: str, compute_threads: int | None) -> int:
+    """``host_threads`` that leave ``compute_threads`` of PyTorch's threads to the kernels of the host device, or one to
+    the thread that launches on a GPU. Where nobody has said how many the kernels have, both have all."""
+    taken = (compute_threads or 0) if device == "cpu" else 1
+    return max(1, torch.get_num_threads() - taken)
 
 
 def engine_settings(options: EngineOptions) -> dict[str, float]:

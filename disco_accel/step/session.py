@@ -16,6 +16,7 @@ import torch
 
 from disco_accel.config.settings import DiscoConfig
 from disco_accel.errors import CaptureError, ConfigError, ExecutionError
+from disco_accel.execute.engine_options import threads_beside
 from disco_accel.execute.executor import EngineOptions, arena_bytes
 from disco_accel.graph.traits import FOREIGN, RENEWED
 from disco_accel.native.arena import device_arena
@@ -207,6 +208,7 @@ class Session:
                 link_bandwidth=self.settings.link_bandwidth,
                 link_latency=self.config.link_latency,
                 compute_threads=self.config.compute_threads,
+                host_threads=threads_beside(self.device.type, self.config.compute_threads),
             ),
             plan_cache=self.config.plan_cache,
             contexts=contexts,

@@ -92,7 +92,7 @@ def step_with_update(
     began = time.perf_counter()
     updated = with_updates(plain.graph, weights, pending.parts)
     say(f"measuring {len(updated.kernels)} updates")
-    records = record(updated.graph, device="cpu", compute_threads=None, only=updated.ids)
+    records = record(updated.graph, device="cpu", host_threads=plain.engine.host_threads, only=updated.ids)
     graph = run_passes(updated.graph, [measurements(records)])
     recorded = time.perf_counter()
     say(f"planning {len(graph.ops)} kernels, {len(updated.kernels)} of them updates")

@@ -1,0 +1,1 @@
+"""A whole model trained with AdamW: eager, ours, and others."""
