@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import simulated, simulated_full, simulated_quant
+from benchmarks.full import table as full_table
 from benchmarks.optimizer import suite as optimizer
 from benchmarks.prefill import peers as prefill_peers
 from benchmarks.prefill import suite as prefill
@@ -128,6 +129,16 @@ def _step_title(result: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
+def _full(result: Mapping[str, Any]) -> tuple[str, str]:
+    shape = f"{result['shape']['name']} shape, batch {result['batch']} x {result['tokens']}, {result['dtype']}"
+    title = (
+        f"All weights trained, {shape}, {format_size(result['weights'])} of weights; eager holds "
+        f"{format_size(result['eager_peak'])}, budget {format_size(result['budget'])}, "
+        f"link {result['bandwidth'] / 1e9:g} GB/s each way"
+    )
+    return title, full_table.table(result)
+
+
 def _simulated(result: Mapping[str, Any]) -> tuple[str, str]:
     lines = [simulated.HEADER, *(simulated.line(row) for row in result["rows"])]
     return "Simulated: LoRA steps on an H200, no device ran them", "\n".join(lines)
@@ -164,6 +175,7 @@ def _prefill_peers(result: Mapping[str, Any]) -> tuple[str, str]:
 
 TABLES: Mapping[str, Callable[[Mapping[str, Any]], tuple[str, str]]] = {
     "step": _step,
+    "full": _full,
     "prefill": _prefill,
     "prefill-peers": _prefill_peers,
     "simulated": _simulated,

@@ -44,7 +44,7 @@ def judge_whole(workers: Sequence[Worker], dtype: str) -> list[Verdict]:
 def rows_of_whole(
     workers: Sequence[Worker], verdicts: Sequence[Verdict], args: argparse.Namespace, warm: int
 ) -> list[Row]:
-    """A row for each worker. ``facts["parts"]`` are the seconds of kernels alone, of AdamW alone, and of the copies each
+    """A row for each worker. ``facts["parts"]``: seconds of kernels alone, of AdamW alone, and of the copies each
     way; None of what is not known. ``any_plan`` has the update, where it waits for the step's end. ``warm``: steps
     before the timed ones."""
     by_engine = {w.job.engine: w for w in workers if w.error is None}
@@ -53,7 +53,8 @@ def rows_of_whole(
         updates = median(by_engine["in-memory"].facts["update_seconds"][warm:])
     compute = None
     if "resident" in by_engine:
-        compute = by_engine["resident"].facts["kernel_seconds"][0]
+        # The first step has no plan yet that could be timed.
+        compute = median(by_engine["resident"].facts["kernel_seconds"][warm - 1 :])
     return [_with_parts(row, compute, updates, args.bandwidth) for row in rows_of(workers, verdicts, args, OURS)]
 
 

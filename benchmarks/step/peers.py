@@ -76,9 +76,7 @@ class ZeroThree(Engine):
             "zero_optimization": {**self.zero(pinned), **self.settings},
             **self.more,
         }
-        self.engine, self.optimizer, _, _ = deepspeed.initialize(
-            model=model, optimizer=self.adamw(), config=config
-        )
+        self.engine, self.optimizer, _, _ = deepspeed.initialize(model=model, optimizer=self.adamw(), config=config)
         return self.engine
 
     def make_optimizer(self) -> Any:
