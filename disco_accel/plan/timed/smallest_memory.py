@@ -29,6 +29,9 @@ FRUGAL = replace(
 )
 """Only what makes a plan feasible, not what makes it fast: a draft for each gap ratio, its redrafts and its offsets."""
 
+_STEP = 4
+"""Sizes are tried from the largest vertex's need up, each larger than the one before by this part of it."""
+
 _WORTH = 5.0
 """Seconds of counted work, beyond what the modest search takes, that are spent on the last few units."""
 
@@ -65,10 +68,18 @@ def smallest_timed_memory(graph: TaskGraph, machine: Machine, *, cyclic: bool, w
             counted.spent += trial.spent
         return True
 
-    feasible = max(_everything(graph, unit), least)
-    if not fits(feasible, FRUGAL):
+    feasible, failing = max(_everything(graph, unit), least), least - 1
+    # Not monotone: a bisection from memory for everything would stop at any size that happens to fail.
+    trial, found = least, False
+    while not found and trial < feasible and not work.late():
+        found = fits(trial, FRUGAL)
+        if not found:
+            failing, trial = trial, trial + max(1, trial // _STEP)
+    if found:
+        feasible = trial
+    elif not fits(feasible, FRUGAL):
         raise Infeasible(0)
-    feasible = bisect(least - 1, feasible, partial(fits, settings=FRUGAL), lambda: not work.late())
+    feasible = bisect(failing, feasible, partial(fits, settings=FRUGAL), lambda: not work.late())
     # The whole search may find a plan where the modest one has none; planning is not monotone in memory.
     limit = counted.spent + _WORTH
     return unit * bisect_down(
