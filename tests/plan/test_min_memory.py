@@ -12,6 +12,7 @@ from disco_accel.errors import BudgetTooSmall
 from disco_accel.plan import make_plan
 from disco_accel.plan.buildmemgraph import min_memory as needed_module
 from disco_accel.plan.buildmemgraph.min_memory import bisect, bisect_down, working_set
+from disco_accel.plan.timed.smallest_memory import climb
 from disco_accel.testing.lora_graph import LoraShape, lora_graph
 from disco_accel.testing.strategies import random_taskgraph, with_working_sets
 from disco_accel.testing.tensor_parallel import PrefillShape, tensor_parallel_prefill
@@ -88,3 +89,17 @@ def test_the_bisections_end_where_the_number_below_does_not_fit() -> None:
         low = rng.randint(1, 100)
         least = bisect_down(100, low, good.__contains__)
         assert least in good and (least == low or least - 1 not in good)
+
+
+def test_sizes_that_fail_by_chance_hide_no_smaller_one_that_works() -> None:
+    """All from 120 on but 200 to 900: a bisection from the top ends at 900."""
+
+    def fits(size: int) -> bool:
+        return 120 <= size < 200 or size >= 900
+
+    assert bisect(9, 2000, fits) == 900
+    failing, found = climb(10, 2000, fits)
+    assert found is not None and failing < 120 <= found < 200
+    assert bisect(failing, found, fits) == 120
+    assert climb(10, 100, fits)[1] is None and climb(120, 2000, fits) == (119, 120)
+    assert climb(10, 2000, fits, lambda: False) == (9, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 
@@ -68,23 +68,31 @@ def smallest_timed_memory(graph: TaskGraph, machine: Machine, *, cyclic: bool, w
             counted.spent += trial.spent
         return True
 
-    feasible, failing = max(_everything(graph, unit), least), least - 1
+    feasible = max(_everything(graph, unit), least)
     # Not monotone: a bisection from memory for everything would stop at any size that happens to fail.
-    trial, found = least, False
-    while not found and trial < feasible and not work.late():
-        found = fits(trial, FRUGAL)
-        if not found:
-            failing, trial = trial, trial + max(1, trial // _STEP)
-    if found:
-        feasible = trial
-    elif not fits(feasible, FRUGAL):
+    failing, found = climb(least, feasible, partial(fits, settings=FRUGAL), lambda: not work.late())
+    if found is None and not fits(feasible, FRUGAL):
         raise Infeasible(0)
+    feasible = feasible if found is None else found
     feasible = bisect(failing, feasible, partial(fits, settings=FRUGAL), lambda: not work.late())
     # The whole search may find a plan where the modest one has none; planning is not monotone in memory.
     limit = counted.spent + _WORTH
     return unit * bisect_down(
         feasible, least, partial(fits, settings=TimedSettings()), lambda: counted.spent < limit and not work.late()
     )
+
+
+def climb(
+    least: int, most: int, fits: Callable[[int], bool], goes_on: Callable[[], bool] = lambda: True
+) -> tuple[int, int | None]:
+    """Try sizes from ``least`` up, below ``most``: the last one that fails, ``least - 1`` if none does, and the first
+    one that fits, None if none does before ``goes_on`` says no."""
+    failing, trial = least - 1, least
+    while trial < most and goes_on():
+        if fits(trial):
+            return failing, trial
+        failing, trial = trial, trial + max(1, trial // _STEP)
+    return failing, None
 
 
 def _everything(graph: TaskGraph, unit: int) -> int:
