@@ -17,6 +17,7 @@ from disco_accel.capture.captured_step import InputSource
 from disco_accel.capture.fake_inputs import batch_tensors
 from disco_accel.errors import ExecutionError, Stalled
 from disco_accel.native.backend import DEVICE_TYPES
+from disco_accel.native.host_memory import expect_rewrite
 from disco_accel.step.compiled_step import CompiledStep
 from disco_accel.step.dynamo import not_compiled
 from disco_accel.step.input_snapshot import InputSnapshot
@@ -66,6 +67,9 @@ class PendingStep:
     def forward(self) -> list[torch.Tensor]:
         """Start the step and return copies of its outputs once they are ready; the rest waits at the gate."""
         updates = isinstance(self.step, StepWithUpdate)
+        if isinstance(self.step, StepWithUpdate):
+            # The snapshot of ``__init__`` watches their pages, and is replaced once they are written.
+            expect_rewrite([part.parameter for part in self.step.parts])
         with kept_on_failure(self.step):
             try:
                 self._take_engine()

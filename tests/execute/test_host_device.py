@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from disco_accel.errors import ConfigError, ExecutionError, StatesTorn
+from disco_accel.execute.engine_options import threads_beside
 from disco_accel.execute.executor import EngineOptions, Executor, arena_bytes
 from disco_accel.graph.home_uses import HomeUses
 from disco_accel.graph.taskgraph import VertexKind
@@ -177,3 +178,18 @@ def test_what_cannot_run_is_refused() -> None:
         short = {vertex: held[:-1] for vertex, held in run.training.b.clean.items()}
         with pytest.raises(ExecutionError, match="needs 4 host bytes, it was given 3"):
             Executor(run.plan, run.graph.ops, run.records, clean=short, states=given["states"])
+
+
+@pytest.mark.parametrize(
+    ("device", "compute", "all_threads", "left"),
+    [("cpu", 1, 4, 3), ("cpu", 4, 4, 1), ("cpu", None, 4, 4), ("cuda", None, 4, 3), ("cuda", 1, 1, 1)],
+)
+def test_kernels_on_the_host_leave_threads_to_others(
+    device: str, compute: int | None, all_threads: int, left: int
+) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(all_threads)
+    try:
+        assert threads_beside(device, compute) == left
+    finally:
+        torch.set_num_threads(before)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import mmap
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -369,3 +371,19 @@ def test_a_trainer_saves_evaluates_and_resumes(tmp_path: Path) -> None:
     assert log == expected
     for (name, ours), theirs in zip(model.named_parameters(), eager.parameters(), strict=True):
         assert torch.equal(ours, theirs), name
+
+
+@pytest.mark.skipif(not writes_are_watched(), reason="needs a kernel that tells which pages are written to")
+def test_updates_in_plans_fault_no_pages_of_the_weights() -> None:
+    """Nobody watches the weights while the plan rewrites them: each page that is watched costs a fault."""
+    model = prepared(family_full("llama", hidden_size=256, intermediate_size=512))
+    optimizer = adamw(model)
+    faults = []
+    for step in range(8):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        model(**random_batch(seed=step)).loss.backward()
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert stats(model)["updates_planned"] == 6
+    assert min(faults[3:]) < sum(p.nbytes for p in model.parameters()) // mmap.PAGESIZE // 2, faults
