@@ -22,6 +22,7 @@ from disco_accel.graph.taskgraph import (
     TensorSpec,
     Vertex,
     VertexKind,
+    tensor_args,
 )
 from disco_accel.graph.traits import FOREIGN, STATE
 from disco_accel.graph.values import handed_out_at_gate
@@ -30,6 +31,12 @@ from disco_accel.step.update.pending_update import AdamSettings, ParameterUpdate
 PIECE = 1 << 21
 """Elements of a kernel at most, a multiple of 64: cut there, pieces have the bits of the whole tensor. Below 64 Ki
 elements waking the threads takes longer than the arithmetic."""
+
+_CHANGED = 3
+"""Values that a kernel writes over, its first inputs: weight and moments. The gradient follows, then the scalars."""
+
+_SCALARS = (4, 8)
+"""Bytes of a count of steps and of a learning rate."""
 
 _HOST_MEMORY = 1 << 46
 """Bytes of the host device's arena: no limit, since nothing but scratch lies there."""
@@ -189,6 +196,45 @@ def _call(settings: AdamSettings, spec: TensorSpec) -> OpCall:
     numbers: tuple[Arg, ...] = (settings.beta1, settings.beta2, settings.weight_decay, settings.eps)
     switches: tuple[Arg, ...] = (False, settings.maximize, None, None)
     return OpCall(settings.op, "tensor_lr", (*lists, lr, *numbers, *switches), (), module="optimizer")
+
+
+def samples(step: UpdatedStep) -> tuple[TaskGraph, dict[int, int]]:
+    """A graph to measure instead of ``step``'s, and by kernel of the update the one in it that takes as long: one for
+    all pieces of a size, on values of that size alone, since a weight may be as large as the host's memory allows."""
+    host = step.graph.devices[-1]
+    vertices: list[Vertex] = []
+    calls: dict[int, OpCall] = {}
+    sample: dict[OpCall, int] = {}
+    stands_for: dict[int, int] = {}
+    for kernel in step.kernels:
+        call = _at_begin(step.graph.ops[kernel.id])
+        if call not in sample:
+            spec = next(tensor_args(call.args)).spec
+            nbytes = spec.shape[0] * getattr(torch, spec.dtype).itemsize
+            inputs = []
+            for size in (nbytes, nbytes, nbytes, nbytes, *_SCALARS):
+                inputs.append((len(vertices), 0))
+                traits = STATE if len(inputs) <= _CHANGED else FOREIGN
+                vertices.append(Vertex(len(vertices), VertexKind.INPUT, host.id, sizes=(size,), traits=traits))
+            over = tuple((k, k) for k in range(_CHANGED))
+            sizes = (nbytes,) * _CHANGED
+            made = Vertex(len(vertices), VertexKind.KERNEL, host.id, call.name, tuple(inputs), sizes, inplace=over)
+            vertices.append(made)
+            calls[made.id] = call
+            sample[call] = made.id
+        stands_for[kernel.id] = sample[call]
+    return TaskGraph("updates", step.graph.devices, tuple(vertices), calls), stands_for
+
+
+def _at_begin(call: OpCall) -> OpCall:
+    """``call`` on the first elements of its values."""
+
+    def moved(arg: Arg) -> Arg:
+        if isinstance(arg, TensorArg):
+            return replace(arg, spec=replace(arg.spec, offset=0))
+        return tuple(moved(each) for each in arg) if isinstance(arg, tuple) else arg
+
+    return replace(call, args=tuple(moved(arg) for arg in call.args))
 
 
 def states_of(step: UpdatedStep, parts: Sequence[ParameterUpdate]) -> Mapping[int, torch.Tensor]:

@@ -18,7 +18,7 @@ from disco_accel.native.host_memory import bytes_of
 from disco_accel.step.compiled_step import CompiledStep
 from disco_accel.step.pipeline import PlannerSettings, PlanStore, replan
 from disco_accel.step.update.pending_update import ParameterUpdate, PendingUpdate
-from disco_accel.step.update.update_pass import UpdatedStep, states_of, with_updates
+from disco_accel.step.update.update_pass import UpdatedStep, samples, states_of, with_updates
 
 
 @dataclass(eq=False, kw_only=True)
@@ -92,7 +92,9 @@ def step_with_update(
     began = time.perf_counter()
     updated = with_updates(plain.graph, weights, pending.parts)
     say(f"measuring {len(updated.kernels)} updates")
-    records = record(updated.graph, device="cpu", host_threads=plain.engine.host_threads, only=updated.ids)
+    sample, stands_for = samples(updated)
+    measured = record(sample, device="cpu", host_threads=plain.engine.host_threads)
+    records = {kernel: measured[stand_in] for kernel, stand_in in stands_for.items()}
     graph = run_passes(updated.graph, [measurements(records)])
     recorded = time.perf_counter()
     say(f"planning {len(graph.ops)} kernels, {len(updated.kernels)} of them updates")
