@@ -105,7 +105,7 @@ class Session:
         self.observers = Observers(self.counts, self.messages, frontend.observer(self.counts))
         self.verifier = StepVerifier(config.verify_steps)
         self.on_restore: list[Callable[[], None]] = []
-        self.updates = PlannedUpdates(self.plans, self.say_once, self.observers.on_plan)
+        self.updates = PlannedUpdates(self.plans, self.say_once, self.observers.on_plan, self.settings.host_memory)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         # A copy of a prepared model is an unprepared model: it must never train the original.

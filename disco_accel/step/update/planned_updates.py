@@ -29,9 +29,12 @@ class PlannedUpdates:
         plans: MutableMapping[Any, CompiledStep],
         say_once: Callable[[str], None],
         made: Callable[[CompiledStep], None],
+        host_memory: int,
     ) -> None:
-        """``plans``: the session's table, which holds those with updates too; ``made`` hears of each."""
+        """``plans``: the session's table, which holds those with updates too; ``made`` hears of each. ``host_memory``:
+        bytes that training may take on the host."""
         self._plans, self._say_once, self._made = plans, say_once, made
+        self._host_memory = host_memory
         self._without: set[Hashable] = set()
         """Steps with updates that have no plan."""
         self.deferral: Deferral | None = None
@@ -86,7 +89,7 @@ class PlannedUpdates:
             )
             return None
         with making() as stage:
-            made = step_with_update(model, plain, pending, settings, store, stage)
+            made = step_with_update(model, plain, pending, settings, store, self._host_memory, stage)
         if made is None:
             self._say_once(
                 "update: deferred: a step does not use all of the weights that are updated, or has too little memory "

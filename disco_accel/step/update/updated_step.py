@@ -16,6 +16,7 @@ from disco_accel.graph.passes import run_passes
 from disco_accel.measure.record import measurements, record
 from disco_accel.native.host_memory import bytes_of
 from disco_accel.step.compiled_step import CompiledStep
+from disco_accel.step.memory_parts import host_memory_parts
 from disco_accel.step.pipeline import PlannerSettings, PlanStore, replan
 from disco_accel.step.update.pending_update import ParameterUpdate, PendingUpdate
 from disco_accel.step.update.update_pass import UpdatedStep, samples, states_of, with_updates
@@ -82,10 +83,12 @@ def step_with_update(
     pending: PendingUpdate,
     settings: PlannerSettings,
     store: PlanStore | None,
+    host_memory: int,
     say: Callable[[str], None],
 ) -> StepWithUpdate | None:
     """Return the plan of ``plain``, a step of ``model``, with ``pending`` at its head; None if the step does not load
-    all of its weights, or has too little memory for it. ``store``: of plans; ``say`` hears of the stages."""
+    all of its weights, or has too little memory for it. ``store``: of plans; ``host_memory``: bytes that
+    training may take on the host; ``say`` hears of the stages."""
     weights = _weights_of(model, plain, pending)
     if weights is None:
         return None
@@ -101,6 +104,8 @@ def step_with_update(
     try:
         plan = replan(graph, graph.devices[0].memory, settings, store)
     except BudgetTooSmall:
+        return None
+    if sum(host_memory_parts(plain.graph, plan.host_memory).values()) > host_memory:
         return None
     own = {field.name: getattr(plain, field.name) for field in fields(CompiledStep)}
     own |= {
