@@ -57,6 +57,8 @@ class PendingStep:
         """Called in the backward with outputs by name, the first one's gradient, and gradients by parameter."""
         self.outputs: dict[str, torch.Tensor] = {}
         self.traced = state.trace_wanted()
+        self.updating = isinstance(step, StepWithUpdate)
+        """Whether the update that the step begins with is not known to be done."""
 
     def _snapshot_inputs(self) -> InputSnapshot:
         assert self.step.parameters is not None
@@ -66,7 +68,6 @@ class PendingStep:
 
     def forward(self) -> list[torch.Tensor]:
         """Start the step and return copies of its outputs once they are ready; the rest waits at the gate."""
-        updates = isinstance(self.step, StepWithUpdate)
         if isinstance(self.step, StepWithUpdate):
             # The snapshot of ``__init__`` watches their pages, and is replaced once they are written.
             expect_rewrite([part.parameter for part in self.step.parts])
@@ -75,8 +76,9 @@ class PendingStep:
                 self._take_engine()
             finally:
                 written = self.state.weights_seen.finish_check()
-            if updates:
+            if self.updating:
                 # All kernels of the update have run, as the outputs wait for them; what it wrote is no change.
+                self.updating = False
                 self.state.updates.taken()
                 self._forget_update()
                 self.inputs = self._snapshot_inputs()
@@ -145,7 +147,8 @@ class PendingStep:
             self._release()
             self.step.executor.abandon()
             if isinstance(self.step, StepWithUpdate):
-                self.state.updates.abandoned(self.step)
+                self.state.updates.abandoned(self.step, updating=self.updating)
+                self.updating = False
 
     def _without_update(self) -> None:
         """From now on this is the step without the update that it has done, for running it again."""

@@ -220,6 +220,21 @@ def test_losses_that_are_dropped_or_come_late(pair: Any) -> None:
     assert stats(model)["steps_eager"] == 0
 
 
+def test_an_update_that_is_pending_outlives_a_forward_before_it(pair: Any) -> None:
+    """A forward whose loss is dropped, gradients of before, an update: that is done, not taken for the forward's."""
+    model, ours, eager, theirs = pair
+    for each, optimizer in ((model, ours), (eager, theirs)):
+        backward(each, 20)
+        optimizer.step()
+        loss = each(**random_batch(seed=60)).loss
+        optimizer.step()
+        del loss
+        each(**random_batch(seed=61)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(model, ours, eager, theirs)
+
+
 def test_what_would_lose_an_update_is_refused(pair: Any) -> None:
     """A gradient that is zeroed, and a weight that is written to, before the update has run."""
     model, ours, _, _ = pair
@@ -267,9 +282,19 @@ def test_a_forward_that_fails_in_the_update_needs_a_checkpoint(pair: Any) -> Non
     third = kernels(step.plan).index(step.updated.kernels[3].id)
     with failing(step.executor, third), pytest.raises(ExecutionError):
         model(**random_batch())
-    for attempt in (lambda: model(**random_batch()), model.state_dict, lambda: settle(model)):
+    refused = (lambda: model(**random_batch()), model.state_dict, lambda: settle(model))
+    for attempt in refused:
         with pytest.raises(StatesTorn, match="Load a checkpoint"):
             attempt()
+    # A part of the model is not enough, and whole weights are not without the moments.
+    model.lm_head.load_state_dict(eager.lm_head.state_dict())
+    with pytest.raises(StatesTorn, match="Load a checkpoint"):
+        model(**random_batch())
+    model.load_state_dict(checkpoint[0])
+    model(**random_batch()).loss.backward()
+    with pytest.raises(StatesTorn, match="Load a checkpoint"):
+        ours.step()
+    ours.zero_grad()
     for each, optimizer in ((model, ours), (eager, theirs)):
         each.load_state_dict(checkpoint[0])
         optimizer.load_state_dict(copy.deepcopy(checkpoint[1]))

@@ -54,11 +54,17 @@ class Deferral:
         """Updates that plans did, and that were settled."""
         self._watch: WatchedTensors | None = None
         """The parameters and gradients of the pending update, which nobody may write to."""
+        self._updating: weakref.ref[torch.optim.Optimizer] | None = None
+        """Whose update is pending, or was the last to be."""
         self._torn = False
-        settle = _Settle(self)
+        """Whether an update has changed some weights, will not change the rest, and none were loaded since."""
+        self._torn_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        """Those whose moments such an update has left, and that have not loaded any since."""
+        settle, loads = _Hook(self), _Hook(self, loads=True)
+        self._model = weakref.ref(model)
         for module in model.modules():
             self._handles.append(module.register_state_dict_pre_hook(settle))
-            self._handles.append(module.register_load_state_dict_pre_hook(_Settle(self, whole=True)))
+            self._handles.append(module.register_load_state_dict_pre_hook(loads))
             if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
                 self._handles.append(module.register_forward_pre_hook(settle))
         _deferring.add(self)
@@ -113,10 +119,18 @@ class Deferral:
         """A plan has done some of the pending update and will not do the rest."""
         self.pending = None
         self._torn = True
+        optimizer = None if self._updating is None else self._updating()
+        if optimizer is not None:
+            self._torn_optimizers.add(optimizer)
 
-    def restored(self) -> None:
-        """Whole weights and moments are about to be loaded."""
-        self._torn = False
+    def loads(self, loaded: torch.nn.Module | torch.optim.Optimizer) -> None:
+        """``loaded`` is about to load weights or moments: all of its own, if it is the model itself or an optimizer."""
+        if loaded is self._model():
+            self._torn = False
+        elif isinstance(loaded, torch.optim.Optimizer):
+            self._torn_optimizers.discard(loaded)
+        if not self._torn:
+            self.settle()
 
     def remove(self) -> None:
         """Settle, and put nothing off any more."""
@@ -131,6 +145,8 @@ class Deferral:
         if not any(self._on_host(p) for group in optimizer.param_groups for p in group["params"]):
             return
         with self._lock:
+            if optimizer in self._torn_optimizers:
+                raise StatesTorn(_TORN)
             self.settle()
             parts = "its step() is given a closure" if closure else parts_of(optimizer, self._on_host)
             if isinstance(parts, str):
@@ -139,6 +155,7 @@ class Deferral:
             if not parts:
                 return
             self._hook(optimizer)
+            self._updating = weakref.ref(optimizer)
             torch._foreach_add_([part.steps for part in parts], 1)
             self.pending = PendingUpdate.of(parts)
             if writes_are_watched():
@@ -159,34 +176,37 @@ class Deferral:
     def _hook(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer not in self._optimizers:
             self._optimizers.add(optimizer)
-            settle = _Settle(self)
-            self._handles.append(optimizer.register_state_dict_pre_hook(settle))
-            self._handles.append(optimizer.register_load_state_dict_pre_hook(settle))
+            self._handles.append(optimizer.register_state_dict_pre_hook(_Hook(self)))
+            self._handles.append(optimizer.register_load_state_dict_pre_hook(_Hook(self, loads=True)))
 
 
-class _Settle:
+class _Hook:
     """A hook that settles; that of a copied or stored module does nothing."""
 
-    def __init__(self, deferral: Deferral | None = None, *, whole: bool = False) -> None:
-        """``whole``: weights that an update left in the middle are about to be whole again."""
+    def __init__(self, deferral: Deferral | None = None, *, loads: bool = False) -> None:
+        """``loads``: the call that it hooks loads weights or moments."""
         self._deferral = None if deferral is None else weakref.ref(deferral)
-        self._whole = whole
+        self._loads = loads
 
-    def __call__(self, *_: Any, **__: Any) -> None:
+    def __call__(self, owner: Any = None, *_: Any, **__: Any) -> None:
         deferral = None if self._deferral is None else self._deferral()
-        if deferral is not None and not in_capture():
-            if self._whole:
-                deferral.restored()
+        if deferral is None or in_capture():
+            return
+        if self._loads:
+            deferral.loads(owner)
+        else:
             deferral.settle()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Settle:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
         # A module's hooks are copied, and stored, before the modules inside it with their weights.
-        self()
-        return _Settle()
+        if not self._loads:
+            self()
+        return _Hook()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        self()
-        return _Settle, ()
+        if not self._loads:
+            self()
+        return _Hook, ()
 
 
 @functools.cache

@@ -114,11 +114,12 @@ class PlannedUpdates:
         assert self.deferral is not None
         self.deferral.taken()
 
-    def abandoned(self, step: StepWithUpdate) -> None:
-        """``step`` has ended early: behind its forward, or in the middle of its update."""
+    def abandoned(self, step: StepWithUpdate, *, updating: bool) -> None:
+        """``step`` has ended early: ``updating``, or behind its forward, when another update may be pending already."""
         assert self.deferral is not None
-        pending = self.deferral.pending
-        if pending is not None:
+        if updating:
+            pending = self.deferral.pending
+            assert pending is not None, "it is until the forward has ended"
             if not step.executor.counters()["changes"]:
                 return
             if step.executor.failed_vertex() in step.updated.ids:
