@@ -70,7 +70,7 @@ class PendingStep:
         """Start the step and return copies of its outputs once they are ready; the rest waits at the gate."""
         if isinstance(self.step, StepWithUpdate):
             # The snapshot of ``__init__`` watches their pages, and is replaced once they are written.
-            expect_rewrite([part.parameter for part in self.step.parts])
+            expect_rewrite([weight for weight, *_ in self.step.homes])
         with kept_on_failure(self.step):
             try:
                 self._take_engine()

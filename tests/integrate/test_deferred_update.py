@@ -115,6 +115,21 @@ def test_weights_and_moments_are_eager_ones(
     assert stats(model)["updates_settled"] == 1
 
 
+def test_gradients_take_one_set_of_memory() -> None:
+    """An update lets go of its gradients before the next ones arrive."""
+    model = prepared(family_full("llama"))
+    optimizer, state = adamw(model), find_state(model)
+    assert state is not None
+    taken = []
+    for step in range(6):
+        model(**random_batch(seed=step)).loss.backward()
+        taken.append(state.gradients.nbytes)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert stats(model)["updates_planned"] == 4
+    assert len(set(taken)) == 1, taken
+
+
 def test_updates_are_measured_on_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once for all of a size, on memory of that size: a table of embeddings has hundreds of them."""
     monkeypatch.setattr(update_pass, "PIECE", 1 << 8)

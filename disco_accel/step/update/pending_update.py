@@ -31,6 +31,10 @@ class AdamSettings:
         return "aten::_fused_adamw_" if self.decoupled else "aten::_fused_adam_"
 
 
+Changed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""A parameter and its moments, exp_avg and exp_avg_sq: what an update writes to."""
+
+
 @dataclass(frozen=True, slots=True)
 class ParameterUpdate:
     """One parameter's part: its gradient, moments and count of steps, which has this step already. ``lr``: float64."""
@@ -42,6 +46,11 @@ class ParameterUpdate:
     steps: torch.Tensor
     lr: torch.Tensor
     settings: AdamSettings
+
+    @property
+    def changed(self) -> Changed:
+        """What the update writes to."""
+        return self.parameter, self.exp_avg, self.exp_avg_sq
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:

@@ -7,7 +7,7 @@ first layer runs while the second is updated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,7 +26,7 @@ from disco_accel.graph.taskgraph import (
 )
 from disco_accel.graph.traits import FOREIGN, STATE
 from disco_accel.graph.values import handed_out_at_gate
-from disco_accel.step.update.pending_update import AdamSettings, ParameterUpdate
+from disco_accel.step.update.pending_update import AdamSettings, Changed, ParameterUpdate
 
 PIECE = 1 << 21
 """Elements of a kernel at most, a multiple of 64: cut there, pieces have the bits of the whole tensor. Below 64 Ki
@@ -81,6 +81,14 @@ class UpdatedStep:
     def ids(self) -> frozenset[int]:
         """Of ``kernels``."""
         return frozenset(kernel.id for kernel in self.kernels)
+
+    def states(self, homes: Sequence[Changed]) -> dict[int, torch.Tensor]:
+        """By INPUT: the tensor in whose memory each value lies that the updates change."""
+        return {
+            vertex: tensor.detach()
+            for inputs, changed in zip(self.inputs, homes, strict=True)
+            for vertex, tensor in zip(inputs.states, changed, strict=True)
+        }
 
     def foreign(self, parts: Sequence[ParameterUpdate]) -> dict[int, torch.Tensor]:
         """By INPUT: gradients, counts of steps and learning rates, given to each step."""
@@ -235,12 +243,3 @@ def _at_begin(call: OpCall) -> OpCall:
         return tuple(moved(each) for each in arg) if isinstance(arg, tuple) else arg
 
     return replace(call, args=tuple(moved(arg) for arg in call.args))
-
-
-def states_of(step: UpdatedStep, parts: Sequence[ParameterUpdate]) -> Mapping[int, torch.Tensor]:
-    """By INPUT: the tensor in whose memory each value lies that the updates change."""
-    return {
-        vertex: tensor.detach()
-        for inputs, part in zip(step.inputs, parts, strict=True)
-        for vertex, tensor in zip(inputs.states, (part.parameter, part.exp_avg, part.exp_avg_sq), strict=True)
-    }

@@ -18,18 +18,19 @@ from disco_accel.native.host_memory import bytes_of
 from disco_accel.step.compiled_step import CompiledStep
 from disco_accel.step.memory_parts import host_memory_parts
 from disco_accel.step.pipeline import PlannerSettings, PlanStore, replan
-from disco_accel.step.update.pending_update import ParameterUpdate, PendingUpdate
-from disco_accel.step.update.update_pass import UpdatedStep, samples, states_of, with_updates
+from disco_accel.step.update.pending_update import Changed, PendingUpdate
+from disco_accel.step.update.update_pass import UpdatedStep, samples, with_updates
 
 
 @dataclass(eq=False, kw_only=True)
 class StepWithUpdate(CompiledStep):
     """A compiled step whose plan begins with an update. ``plain``: the same step without one, for running it again.
-    ``parts``: in whose memory the executor keeps weights and moments."""
+    ``homes``: weight and moments of each part of the update, whose memory the executor works in; no gradient, whose
+    memory the next one may take."""
 
     plain: CompiledStep
     updated: UpdatedStep
-    parts: tuple[ParameterUpdate, ...]
+    homes: tuple[Changed, ...]
 
     def given(self, pending: PendingUpdate) -> dict[int, torch.Tensor]:
         """What the kernels of the update are given in each step, by INPUT."""
@@ -37,15 +38,16 @@ class StepWithUpdate(CompiledStep):
 
     def use_memory_of(self, pending: PendingUpdate) -> None:
         """Let the executor, or the next one, keep weights and moments where ``pending`` has them."""
-        if [_addresses(part) for part in pending.parts] != [_addresses(part) for part in self.parts]:
+        homes = tuple(part.changed for part in pending.parts)
+        if list(map(_addresses, homes)) != list(map(_addresses, self.homes)):
             self.unload()
-        self.parts = pending.parts
+        self.homes = homes
 
     def make_executor(
         self, options: EngineOptions, *, arena: torch.Tensor | None = None, plan: MemGraph | None = None
     ) -> Executor:
         """As ``CompiledStep.make_executor``, with homes for weights and moments."""
-        states = {vertex: bytes_of(tensor) for vertex, tensor in states_of(self.updated, self.parts).items()}
+        states = {vertex: bytes_of(tensor) for vertex, tensor in self.updated.states(self.homes).items()}
         return Executor(
             plan or self.plan,
             self.graph.ops,
@@ -73,8 +75,8 @@ class StepWithUpdate(CompiledStep):
         return names
 
 
-def _addresses(part: ParameterUpdate) -> tuple[int, ...]:
-    return tuple(tensor.data_ptr() for tensor in (part.parameter, part.exp_avg, part.exp_avg_sq))
+def _addresses(tensors: Changed) -> tuple[int, ...]:
+    return tuple(tensor.data_ptr() for tensor in tensors)
 
 
 def step_with_update(
@@ -116,7 +118,9 @@ def step_with_update(
         "loaded": None,
         "groups": (-1, -1),
     }
-    return StepWithUpdate(**own, plain=plain, updated=replace(updated, graph=graph), parts=pending.parts)
+    return StepWithUpdate(
+        **own, plain=plain, updated=replace(updated, graph=graph), homes=tuple(part.changed for part in pending.parts)
+    )
 
 
 def _weights_of(model: torch.nn.Module, plain: CompiledStep, pending: PendingUpdate) -> list[int] | None:
