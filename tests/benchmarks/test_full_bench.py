@@ -19,6 +19,7 @@ from benchmarks.step.table import Verdict
 from disco_accel.cli.main import BENCHMARKS
 from disco_accel.cli.main import main as cli
 
+pytestmark = pytest.mark.usefixtures("forked")
 JOB = Job("host-step", PRESETS["tiny"], 1, 8, "float32", 0, "cpu", 1 << 20, 1e9, "timed", "")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from benchmarks.gpu import suite as gpu
 from benchmarks.gpu.qlora import without_reference
 from benchmarks.quantised import folder_of
 from disco_accel.errors import ConfigError
+from tests import forkserver
 
 ROOT = Path(gpu.__file__).resolve().parents[2]
 
@@ -29,7 +29,8 @@ def _installed(form: str) -> bool:
 
 def test_all_stages_run_on_the_host_device(tmp_path: Path) -> None:
     """What needs CUDA says so; the rest measures, and nothing is wrong."""
-    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--small"]
+    served = forkserver.start((str(ROOT),))
+    command = [str(served / "python"), "-m", "benchmarks.gpu", "--device", "cpu", "--small"]
     environment = {**os.environ, "OUT": str(tmp_path), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=400, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

@@ -14,6 +14,7 @@ from benchmarks.prefill.suite import PromptPair, PromptShape, main
 from benchmarks.report import section
 from disco_accel.cli.main import main as cli
 
+pytestmark = pytest.mark.usefixtures("forked")
 TINY = PromptShape(hidden=64, layers=2, tokens=24, batch=1, vocabulary=128, kv_heads=1, dtype=torch.float32)
 
 

@@ -20,6 +20,7 @@ from benchmarks.shapes import PRESETS
 from benchmarks.step.engines import Job
 from benchmarks.step.process import Worker
 
+pytestmark = pytest.mark.usefixtures("forked")
 JOB = Job("zero-inference", PRESETS["tiny"], 1, 8, "float32", 0, "cpu", None, None, "timed", "")
 EXPECTED = {"logits": torch.ones(4), "keys.0": torch.full((2, 3), 2.0)}
 

@@ -23,6 +23,7 @@ from benchmarks.step.worker import first_line
 from disco_accel.cli.main import main as cli
 from disco_accel.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("forked")
 JOB = Job("disco", PRESETS["tiny"], 1, 8, "float32", 4, "cpu", 1 << 20, 1e9, "timed", "")
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests import forkserver
 from tests.pages import workspace
 
 ROOT = Path(__file__).resolve().parents[2]
+PRELOAD = (*forkserver.HEAVY, "disco_accel.recipes.lora", "disco_accel.recipes.prefill")
 
 
 @pytest.fixture(scope="session")
@@ -29,10 +30,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
     served = tmp_path_factory.mktemp("served")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("DISCO_", "ACCELERATE_"))}
     clean |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(ROOT / "tests/pages/forkserver.py"), str(served)]
-    with subprocess.Popen(command, env=clean, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        assert any(line == "ready\n" for line in server.stdout), "the server that forks for commands ended"
+    with forkserver.serve(served, clean, PRELOAD, nested=False) as server:
         path = os.pathsep.join([str(served / "bin"), str(Path(sys.executable).parent), clean["PATH"]])
         yield clean | {"PATH": path}
         server.kill()

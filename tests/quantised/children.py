@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests import forkserver
+
 ROOT = Path(__file__).resolve().parents[2]
 APART = Path(sys.prefix) / "quantised"
 """Where ``make setup`` puts the libraries."""
@@ -29,9 +31,11 @@ def environment() -> dict[str, str]:
 
 def lines_of(script: str, *arguments: str, seconds: float = 500) -> list[dict[str, Any]]:
     """What ``script`` of this folder printed, a line of JSON each. Fails with its stderr."""
+    variables = environment()
+    paths = tuple(variables["PYTHONPATH"].split(os.pathsep))
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / script), *arguments],
-        env=environment(),
+        [str(forkserver.start(paths) / "python"), str(Path(__file__).parent / script), *arguments],
+        env=variables,
         cwd=ROOT,
         capture_output=True,
         text=True,
