@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from disco_accel.native.plain_library import cache_root
@@ -24,13 +24,31 @@ def use_cache() -> None:
     next waits for ever: DeepSpeed's, which no one builds but these tests, would hang all of them.
     """
     os.environ["TORCH_EXTENSIONS_DIR"] = str(cache_root())
-    for lock in cache_root().glob(_LOCKS):
-        lock.unlink(missing_ok=True)
+    remove_stale_locks(cache_root())
+
+
+def remove_stale_locks(root: Path) -> None:
+    """Those that no process holds: PyTorch keeps the file open for as long as it builds."""
+    locks = list(root.glob(_LOCKS))
+    opened = _opened() if locks else set()
+    for lock in locks:
+        if str(lock.resolve()) not in opened:
+            lock.unlink(missing_ok=True)
+
+
+def _opened() -> set[str]:
+    """Paths of all files that this user's processes have open."""
+    found = set()
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        # Processes end, and those of others are not ours to read.
+        with suppress(OSError):
+            found.add(os.readlink(link))
+    return found
 
 
 @contextmanager
 def lock_may_be_gone() -> Iterator[None]:
-    """Around a build, whose lock another run's ``use_cache`` may have removed by the time it is given back.
+    """Around a build, whose lock another run may have taken for an older one that was stale and removed.
 
     The build itself has ended well then: the error of one that failed is raised on.
     """
