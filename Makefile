@@ -14,7 +14,7 @@ export MAX_JOBS ?= $(shell nproc)
 DEVICE ?= cuda
 
 .PHONY: help setup test sanitize safety fuzz lint format demo demo-full emulated emulated-mutants gpu gpu-peers \
-  outside quantised deepspeed-op wheel-check matrix versions clean
+  outside quantised deepspeed-op quanto-op wheel-check matrix versions clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 11
@@ -42,12 +42,15 @@ format: $(INSTALLED)  ## rewrite sources the way lint wants them
 # By file, in the order of tests/conftest.py: the tests of one file share a compiled fixture.
 test: export OMP_NUM_THREADS := 1
 test: setup  ## set-up, lint and all tests; the last line is pytest's
-	@$(MAKE) --no-print-directory -j 2 lint deepspeed-op
+	@$(MAKE) --no-print-directory -j 2 lint deepspeed-op quanto-op
 	@$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --instafail --durations 15
 
 # Most of lint is one process: the other core compiles meanwhile.
 deepspeed-op: $(INSTALLED)
 	@$(PY) -m tests.deepspeed_op >/dev/null
+
+quanto-op: $(INSTALLED)
+	@PYTHONPATH=$(CURDIR)/$(VENV)/quantised $(PY) -m tests.quanto_op >/dev/null
 
 # The long runs of what `make test` samples; nearly an hour on two cores.
 sanitize: export OMP_NUM_THREADS := 1
