@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from benchmarks.optimizer.least import Least, least_seconds
 from benchmarks.optimizer.step_graph import KEEP, UPDATE, StepOptions, kernels_named, pieces_of, step_graph
-from benchmarks.optimizer.study import WEIGHT, Study
+from benchmarks.optimizer.study import STATE, WEIGHT, Study
+from benchmarks.optimizer.timing import Mix, first_mix, neighbours, options_of
+from benchmarks.optimizer.update_order import Pace, paced
+from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph, Vertex
 from disco_accel.plan import make_plan
@@ -14,13 +18,14 @@ from disco_accel.plan.update_places import balanced_share, choose, placed, sprea
 from disco_accel.simulate.simulator import Machine, Simulator
 from disco_accel.verify.static import verify
 
-PLACES = ("host", "device", "half", "chosen")
-"""``half``: every other piece on the processors, whatever the machine; ``chosen``: as ``update_places`` does."""
+PLACES = ("host", "device", "half", "chosen", "timed")
+"""``half``: every other piece on the processors, whatever the machine; ``chosen``: as ``update_places`` does;
+``timed``: time chosen with the place, and which states stay on the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One way to run the step. ``places``: one of ``PLACES``."""
+    """One way to run the step. ``places``: one of ``PLACES``; with ``timed`` ``deferred`` says nothing."""
 
     places: str
     clip: bool
@@ -30,8 +35,23 @@ class Schedule:
 
 _STEPS = 4
 
-SCHEDULES = tuple(
-    Schedule(places, clip, deferred) for clip in (False, True) for deferred in (False, True) for places in PLACES
+_LINK_FOR_STATES = 10 / 11
+"""Share of the link's rate at which states are taken to reach the device: updated weights take the rest."""
+
+_STATES_AHEAD = 2.4
+"""Pieces whose states are on the device, beside those that stay, when the first is updated."""
+
+_PLANS = 8
+"""Mixes that are planned for one choice of places and times."""
+
+BEST = (Schedule("timed", clip=False), Schedule("timed", clip=True, deferred=True))
+"""Without clipping, and with."""
+
+_GIVEN_TIMES = tuple(places for places in PLACES if places != "timed")
+
+SCHEDULES = (
+    *(Schedule(places, clip, head) for clip in (False, True) for head in (False, True) for places in _GIVEN_TIMES),
+    *BEST,
 )
 
 
@@ -48,11 +68,15 @@ class Planned:
     period: float
 
 
-def planned(study: Study, schedule: Schedule) -> Planned:
+def planned(study: Study, schedule: Schedule, least: Least | None = None) -> Planned:
     """Choose places, plan for steps one after the other, and verify. Raises BudgetTooSmall, VerifyError.
+
+    ``least``: what a choice of places and times begins with; None: it is looked for.
 
     Where several choices are expected to be good, each gets a plan, and the fastest is returned.
     """
+    if schedule.places == "timed":
+        return _timed(study, schedule, least or least_seconds(study, clip=schedule.clip))
     build = builder(study, schedule)
     return min((_plan(study, schedule, build(each), each) for each in _choices(study, schedule, build)), key=_period)
 
@@ -69,6 +93,47 @@ def _choices(
     else:
         count = {"host": len(numbers), "device": 0, "half": len(numbers) // 2}[schedule.places]
         yield frozenset(spread(numbers, count))
+
+
+def _timed(study: Study, schedule: Schedule, least: Least) -> Planned:
+    """The fastest mix of a search by steps, with the processors' share of the lower bound to begin with."""
+    count = len(pieces_of(study, schedule.pieces))
+    tried: dict[StepOptions, Planned | None] = {}
+
+    def attempt(mix: Mix) -> float:
+        options = options_of(study, schedule.pieces, mix, clip=schedule.clip)
+        if options not in tried and len(tried) < _PLANS:
+            try:
+                tried[options] = _plan(study, schedule, timed_graph(study, options), frozenset(options.on_host))
+            except BudgetTooSmall:
+                # Too many states that stay.
+                tried[options] = None
+        made = tried.get(options)
+        return float("inf") if made is None else made.period
+
+    best = first_mix(study, schedule.pieces, least, clip=schedule.clip)
+    seconds, better = attempt(best), True
+    while better:
+        better = False
+        for near in neighbours(best, count, clip=schedule.clip):
+            if attempt(near) < seconds:
+                best, seconds, better = near, attempt(near), True
+                break
+    found = [made for made in tried.values() if made is not None]
+    if not found:
+        raise BudgetTooSmall(0, study.machine.memory, "every mix that was tried")
+    return min(found, key=_period)
+
+
+def timed_graph(study: Study, options: StepOptions) -> TaskGraph:
+    """The step with updates in the places and at the times of ``options``."""
+    graph = step_graph(study, options)
+    by_piece = _by_piece(graph)
+    here = {number: update for number, update in by_piece.items() if number not in options.on_host}
+    streamed = {update for number, update in here.items() if number not in (options.stays or ())}
+    state = STATE * study.model.layer / options.pieces
+    pace = Pace(_LINK_FOR_STATES * study.machine.pinned, _STATES_AHEAD * state)
+    return _on_host(study, paced(graph, set(here.values()), streamed, pace), options)
 
 
 def _plan(study: Study, schedule: Schedule, graph: TaskGraph, on_host: frozenset[int]) -> Planned:
@@ -92,7 +157,8 @@ def steady_seconds(plan: MemGraph, machine: Machine) -> float:
 
 def builder(study: Study, schedule: Schedule) -> Callable[[frozenset[int]], TaskGraph]:
     """Return the function from numbers of pieces that the processors update to the step's graph."""
-    options = StepOptions(pieces=schedule.pieces, clip=schedule.clip, deferred=schedule.deferred)
+    deferred = frozenset(piece.number for piece in pieces_of(study, schedule.pieces) if schedule.deferred)
+    options = StepOptions(pieces=schedule.pieces, clip=schedule.clip, deferred=deferred)
     if schedule.deferred:
         return lambda on_host: _deferred(study, replace(options, on_host=on_host))
     graph = step_graph(study, options)
@@ -102,7 +168,10 @@ def builder(study: Study, schedule: Schedule) -> Callable[[frozenset[int]], Task
 
 
 def _deferred(study: Study, options: StepOptions) -> TaskGraph:
-    graph = step_graph(study, options)
+    return _on_host(study, step_graph(study, options), options)
+
+
+def _on_host(study: Study, graph: TaskGraph, options: StepOptions) -> TaskGraph:
     seconds, by_piece = _host_seconds(study, graph), _by_piece(graph)
     moved = {by_piece[number]: seconds[by_piece[number]] for number in sorted(options.on_host)}
     # The transfer brings the gradient to its place; that it stays there takes no time.

@@ -10,11 +10,11 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from benchmarks.optimizer.study import GRADIENT, STATE, WEIGHT, Study
+from benchmarks.optimizer.update_order import UPDATE, updates_after_gradients
 from disco_accel.graph.taskgraph import Device, Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.traits import BROUGHT, Traits
 from disco_accel.graph.traits import STATE as CHANGES
 
-UPDATE = "update"
 KEEP = "keep on the host"
 """Writes what the host needs in the next step to its home there."""
 FORWARD, BACKWARD = ("embed", "forward", "loss"), ("recompute", "weight gradient", "input gradient")
@@ -36,14 +36,17 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class StepOptions:
-    """``pieces``: of a layer. ``clip``: no update starts before the norm of all gradients is known. ``deferred``:
-    updates run at the head of the next step, in the order in which the forward needs them; then ``on_host`` names the
-    pieces that the processors will update: their gradients go to the host, the others' stay."""
+    """``pieces``: of a layer. ``clip``: no update starts before the norm of all gradients is known. The others are
+    numbers of pieces. ``deferred``: their updates run at the head of the next step, in the order in which the forward
+    needs them. ``on_host``: those that the processors will update; of deferred ones their gradients go to the host, the
+    others' stay. ``stays``: their state never leaves the device, nor do weights and deferred gradients of any piece
+    that it updates; None: a planner decides."""
 
     pieces: int = 3
     clip: bool = False
-    deferred: bool = False
+    deferred: Collection[int] = ()
     on_host: Collection[int] = ()
+    stays: Collection[int] | None = None
 
 
 def pieces_of(study: Study, per_layer: int) -> list[Piece]:
@@ -61,30 +64,15 @@ def step_graph(study: Study, options: StepOptions) -> TaskGraph:
     """Return the step, all kernels on device 0, updates as kernels there over values that live over steps."""
     maker = _Step(study, options)
     maker.inputs()
-    if options.deferred:
-        maker.updates(maker.kept, maker.kept_norm)
+    maker.updates(maker.kept, maker.kept_norm)
     for micro_batch in range(study.model.accumulation):
         maker.forward()
         maker.backward(first=not micro_batch)
     norms = maker.norm() if options.clip else {}
-    if not options.deferred:
-        # By arrival: without clipping each starts as soon as its gradient is there.
-        maker.updates(maker.gradients, norms)
+    # By arrival: without clipping each starts as soon as its gradient is there.
+    maker.updates({number: made for number, made in maker.gradients.items() if number not in options.deferred}, norms)
     graph = TaskGraph("optimizer step", (Device(0, study.machine.memory),), tuple(maker.vertices))
-    return graph if options.deferred or options.clip else _updates_after_gradients(graph)
-
-
-def _updates_after_gradients(graph: TaskGraph) -> TaskGraph:
-    """Each update right behind the kernel that makes its gradient, which is behind all readers of its weight."""
-    by_producer: dict[int, list[Vertex]] = {}
-    for vertex in graph.vertices:
-        if vertex.op == UPDATE:
-            by_producer.setdefault(vertex.inputs[2][0], []).append(vertex)
-    order: list[Vertex] = []
-    for vertex in graph.vertices:
-        if vertex.op != UPDATE:
-            order += [vertex, *by_producer.get(vertex.id, ())]
-    return replace(graph, vertices=tuple(order))
+    return graph if options.clip else updates_after_gradients(graph)
 
 
 class _Step:
@@ -132,14 +120,22 @@ class _Step:
     def inputs(self) -> None:
         """Weights and states of all pieces; deferred: gradients of the step before, and their norm."""
         for piece in self.pieces:
-            self.weights.append(self.add("weight", (), (WEIGHT * piece.parameters,), traits=CHANGES))
-            self.states.append(self.add("state", (), (STATE * piece.parameters,), traits=CHANGES))
-            if self.options.deferred:
-                self.kept[piece.number] = self.add("gradient", (), (GRADIENT * piece.parameters,), traits=CHANGES)
+            state, other = self._traits(piece.number)
+            self.weights.append(self.add("weight", (), (WEIGHT * piece.parameters,), traits=other))
+            self.states.append(self.add("state", (), (STATE * piece.parameters,), traits=state))
+            if piece.number in self.options.deferred:
+                self.kept[piece.number] = self.add("gradient", (), (GRADIENT * piece.parameters,), traits=other)
         if self.options.deferred and self.options.clip:
             # Two homes: what one side writes the other reads nowhere.
-            for there in sorted({piece.number in self.options.on_host for piece in self.pieces}):
+            for there in sorted({number in self.options.on_host for number in self.kept}):
                 self.kept_norm[there] = self.add("norm", (), (_SCALAR,), traits=CHANGES)
+
+    def _traits(self, number: int) -> tuple[Traits, Traits]:
+        """Of the state of a piece, and of its other values."""
+        if self.options.stays is None or number in self.options.on_host:
+            return CHANGES, CHANGES
+        there = replace(CHANGES, stays=True)
+        return there if number in self.options.stays else CHANGES, there
 
     def updates(self, gradients: dict[int, Ref], norms: Mapping[bool, Ref]) -> None:
         """In the order of ``gradients``; from here on the weights are those that they make. ``norms``: what the updates
@@ -209,7 +205,8 @@ class _Step:
 
     def _weight_gradient(self, piece: Piece, read: tuple[Ref, ...], first: bool, seconds: float) -> None:
         number, size = piece.number, GRADIENT * piece.parameters
-        stays = self.options.deferred and number not in self.options.on_host
+        deferred = number in self.options.deferred
+        stays = deferred and number not in self.options.on_host
         onto = self.kept[number] if first and stays else None if first else self.gradients.pop(number)
         last = not first or self.model.accumulation == 1
         square = (_SCALAR,) if self.options.clip and last else ()
@@ -219,7 +216,7 @@ class _Step:
         if square:
             self.squares.append((made[0], 1))
         self.gradients[number] = made
-        if self.options.deferred and last and not stays:
+        if deferred and last and not stays:
             self.add(KEEP, (self.kept[number], made), (size,), 0.0, inplace=((0, 0),))
 
     def norm(self) -> Mapping[bool, Ref]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from benchmarks.optimizer.least import Least, least_seconds
 from benchmarks.optimizer.ours import Planned, Schedule, planned
 from benchmarks.optimizer.study import GRADIENT, WEIGHT, Study
 from benchmarks.optimizer.study_schedule import simulated_phases
@@ -20,8 +21,9 @@ SHARED = 0.45
 @dataclass(frozen=True, slots=True)
 class Row:
     """``seconds`` of a step among others; ``faster``: times the study's measured step; ``bound``: seconds that no plan
-    of this graph beats, updates being where they are; ``on_device``: share of the parameters that the GPU updates.
-    ``rate``: the link's, bytes/s; ``measured``: by the study, all else is simulated."""
+    of this graph beats, nor one with other places and times if those were asked for; ``on_device``: share of the
+    parameters that the GPU updates. ``rate``: the link's, bytes/s; ``measured``: by the study, all else is
+    simulated."""
 
     name: str
     seconds: float
@@ -52,14 +54,17 @@ def study_rows(study: Study) -> Iterator[Row]:
     )
 
 
-def our_row(study: Study, schedule: Schedule) -> tuple[Row, Planned]:
-    """Plan ``schedule`` and run it in simulated time."""
-    made = planned(study, schedule)
+def our_row(study: Study, schedule: Schedule, least: Least | None = None) -> tuple[Row, Planned]:
+    """Plan ``schedule`` and run it in simulated time. ``least``: with updates wherever and whenever."""
+    if least is None and schedule.places == "timed":
+        least = least_seconds(study, clip=schedule.clip)
+    made = planned(study, schedule, least)
+    own = float(bound_of(made.graph, made.machine).bound)
     row = _row(
         study,
         name_of(schedule),
         made.period,
-        bound=float(bound_of(made.graph, made.machine).bound),
+        bound=own if least is None else max(own, least.seconds),
         on_device=made.share_on_device,
         to_device=copied_bytes(made.plan, VertexKind.RELOAD),
         from_device=copied_bytes(made.plan, VertexKind.OFFLOAD) + _transferred(made),
@@ -84,6 +89,9 @@ def _row(study: Study, name: str, seconds: float, **rest: Any) -> Row:
 
 def name_of(schedule: Schedule) -> str:
     """In words."""
+    kind = "clipping" if schedule.clip else "no clipping"
+    if schedule.places == "timed":
+        return f"{kind}, place and time of each update chosen"
     when = "at the head of the next step" if schedule.deferred else "at the end"
     where = {
         "host": "all on the processors",
@@ -91,7 +99,7 @@ def name_of(schedule: Schedule) -> str:
         "half": "every other one on the GPU",
         "chosen": "places chosen",
     }
-    return f"{'clipping' if schedule.clip else 'no clipping'}, updates {when}, {where[schedule.places]}"
+    return f"{kind}, updates {when}, {where[schedule.places]}"
 
 
 HEADER = (
