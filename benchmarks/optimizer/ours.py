@@ -41,7 +41,7 @@ _LINK_FOR_STATES = 10 / 11
 _STATES_AHEAD = 2.4
 """Pieces whose states are on the device, beside those that stay, when the first is updated."""
 
-_PLANS = 8
+_PLANS = 12
 """Mixes that are planned for one choice of places and times."""
 
 BEST = (Schedule("timed", clip=False), Schedule("timed", clip=True, deferred=True))

@@ -67,7 +67,7 @@ def step_graph(study: Study, options: StepOptions) -> TaskGraph:
     maker.updates(maker.kept, maker.kept_norm)
     for micro_batch in range(study.model.accumulation):
         maker.forward()
-        maker.backward(first=not micro_batch)
+        maker.backward(first=not micro_batch, last=micro_batch + 1 == study.model.accumulation)
     norms = maker.norm() if options.clip else {}
     # By arrival: without clipping each starts as soon as its gradient is there.
     maker.updates({number: made for number, made in maker.gradients.items() if number not in options.deferred}, norms)
@@ -91,6 +91,7 @@ class _Step:
         self.squares: list[Ref] = []
         self.checkpoints: list[Ref] = []
         self.ended: tuple[int, ...] = ()
+        self.final = False
         self.tokens = self.x = (0, 0)
         computing = self.model.parameters - self.model.table
         self.forward_rate = study.measured.forward / computing
@@ -166,18 +167,20 @@ class _Step:
             seconds = self.forward_rate * self._parameters(layer)
             self.x = self.add("forward", (self.x, *self._weights(layer)), (self.activation,), seconds)
 
-    def backward(self, *, first: bool) -> None:
-        """``first``: of the micro-batches: its gradients are made, those of the others are added to them."""
-        last = self.model.layers + 1
+    def backward(self, *, first: bool, last: bool) -> None:
+        """``first``: of the micro-batches: its gradients are made, those of the others are added to them; ``last``:
+        then they are final."""
+        self.final = last
+        top = self.model.layers + 1
         logits = self.model.tokens * self.model.shape["vocab_size"] * (2 + 4)
         loss = self.add(
             "loss",
-            (self.x, *self._weights(last)),
+            (self.x, *self._weights(top)),
             (_SCALAR, logits),
-            self.forward_rate * self._parameters(last),
+            self.forward_rate * self._parameters(top),
         )
         saved: Ref = (loss[0], 1)
-        gradient = self._layer_backward(last, saved, (saved, self.x), first)
+        gradient = self._layer_backward(top, saved, (saved, self.x), first)
         for layer in range(self.model.layers, 0, -1):
             checkpoint = self.checkpoints[layer - 1]
             again = self.add(
@@ -208,15 +211,14 @@ class _Step:
         deferred = number in self.options.deferred
         stays = deferred and number not in self.options.on_host
         onto = self.kept[number] if first and stays else None if first else self.gradients.pop(number)
-        last = not first or self.model.accumulation == 1
-        square = (_SCALAR,) if self.options.clip and last else ()
+        square = (_SCALAR,) if self.options.clip and self.final else ()
         inputs = read if onto is None else (*read, onto)
         inplace = () if onto is None else ((0, len(read)),)
         made = self.add("weight gradient", inputs, (size, *square), seconds, inplace=inplace)
         if square:
             self.squares.append((made[0], 1))
         self.gradients[number] = made
-        if deferred and last and not stays:
+        if deferred and self.final and not stays:
             self.add(KEEP, (self.kept[number], made), (size,), 0.0, inplace=((0, 0),))
 
     def norm(self) -> Mapping[bool, Ref]:

@@ -21,7 +21,7 @@ SHARED = 0.45
 @dataclass(frozen=True, slots=True)
 class Row:
     """``seconds`` of a step among others; ``faster``: times the study's measured step; ``bound``: seconds that no plan
-    of this graph beats, nor one with other places and times if those were asked for; ``on_device``: share of the
+    of this graph beats, nor one with other places and times where those were asked for; ``on_device``: share of the
     parameters that the GPU updates. ``rate``: the link's, bytes/s; ``measured``: by the study, all else is
     simulated."""
 
@@ -59,12 +59,15 @@ def our_row(study: Study, schedule: Schedule, least: Least | None = None) -> tup
     if least is None and schedule.places == "timed":
         least = least_seconds(study, clip=schedule.clip)
     made = planned(study, schedule, least)
-    own = float(bound_of(made.graph, made.machine).bound)
+    bound = float(bound_of(made.graph, made.machine).bound)
+    if least is not None:
+        # Where places were chosen with times, their own graph's bound would hide a bad choice.
+        bound = least.seconds if schedule.places == "timed" else max(bound, least.seconds)
     row = _row(
         study,
         name_of(schedule),
         made.period,
-        bound=own if least is None else max(own, least.seconds),
+        bound=bound,
         on_device=made.share_on_device,
         to_device=copied_bytes(made.plan, VertexKind.RELOAD),
         from_device=copied_bytes(made.plan, VertexKind.OFFLOAD) + _transferred(made),

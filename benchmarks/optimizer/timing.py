@@ -90,13 +90,17 @@ def _some(numbers: Sequence[int], count: int) -> frozenset[int]:
 
 
 def _as_they_come(study: Study, pieces: Collection[Piece], count: int) -> frozenset[int]:
-    """``count`` pieces whose gradients come when the processors are about to have nothing to do."""
-    rate = study.measured.backward / study.model.parameters
+    """At most ``count`` pieces whose gradients come when the processors are about to have nothing to do; more of them
+    wait, the later it is, where the processors have more to do than the backward takes."""
+    backward = study.measured.backward
+    rate = backward / study.model.parameters
+    needed = study.machine.host_seconds(study.model.parameters * count // len(pieces))
+    waiting = max(0.0, needed - backward - _BACKLOG) / backward
     taken: set[int] = set()
     clock = busy_until = 0.0
     for piece in _by_gradient(pieces):
         clock += piece.parameters * rate
-        if piece.number and len(taken) < count and busy_until - clock < _BACKLOG:
+        if piece.number and len(taken) < count and busy_until - clock < _BACKLOG + waiting * clock:
             arrives = clock + GRADIENT * piece.parameters / study.machine.pinned
             busy_until = max(busy_until, arrives) + study.machine.host_seconds(piece.parameters)
             taken.add(piece.number)

@@ -32,8 +32,8 @@ def small(memory: int = 16 << 30, pinned: float = 55e9, adam: float = 4.5e9, acc
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize(
     "study",
-    [small(), small(memory=20 << 30, pinned=8e9, adam=3e8), small(pinned=6e9, accumulation=1)],
-    ids=["balanced", "slow processors", "slow link"],
+    [small(), small(memory=20 << 30, pinned=8e9, adam=3e8), small(pinned=6e9, accumulation=1), small(accumulation=3)],
+    ids=["balanced", "slow processors", "slow link", "three micro-batches"],
 )
 def test_no_plan_is_faster_than_the_least(study: Study, clip: bool) -> None:
     """Of those with updates at the end, at the head, and with places and times chosen."""
