@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from benchmarks.optimizer.least import Least, least_seconds
 from benchmarks.optimizer.linear_program import LinearProgram
-from benchmarks.optimizer.ours import Schedule, planned, timed_graph
+from benchmarks.optimizer.ours import BEST, Schedule, planned, timed_graph
 from benchmarks.optimizer.step_graph import UPDATE, kernels_named, pieces_of
 from benchmarks.optimizer.study import GRADIENT, STATE, STUDY, WEIGHT, Model, Study
-from benchmarks.optimizer.suite import our_row
+from benchmarks.optimizer.suite import name_of, our_row
 from benchmarks.optimizer.timing import Mix, first_mix, neighbours, options_of
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.graph.values import lasting_versions
@@ -119,3 +121,13 @@ def test_mixes_around_the_first_make_sense(clip: bool) -> None:
     assert all(0 <= each.late_on_host <= each.on_host and each.on_host + each.stays <= count for each in near)
     assert first.on_host == round(0.49 * count)
     assert bool(first.late_on_host) != clip
+
+
+def test_the_kept_results_are_within_a_twentieth_of_the_least() -> None:
+    """Places and times chosen; the file says that nothing ran on a device."""
+    folder = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+    result = json.loads((folder / "simulated-optimizer.json").read_text())
+    best = {name_of(schedule) for schedule in BEST}
+    rows = [row for row in result["rows"] if row["name"].removesuffix(", host memory shared") in best]
+    assert result["simulated"] and len(rows) == 4
+    assert all(row["bound"] <= row["seconds"] <= 1.05 * row["bound"] for row in rows)
