@@ -98,18 +98,18 @@ def _choices(
 def _timed(study: Study, schedule: Schedule, least: Least) -> Planned:
     """The fastest mix of a search by steps, with the processors' share of the lower bound to begin with."""
     count = len(pieces_of(study, schedule.pieces))
-    tried: dict[StepOptions, Planned | None] = {}
+    tried: dict[StepOptions, Planned | BudgetTooSmall] = {}
 
     def attempt(mix: Mix) -> float:
         options = options_of(study, schedule.pieces, mix, clip=schedule.clip)
         if options not in tried and len(tried) < _PLANS:
             try:
                 tried[options] = _plan(study, schedule, timed_graph(study, options), frozenset(options.on_host))
-            except BudgetTooSmall:
+            except BudgetTooSmall as refused:
                 # Too many states that stay.
-                tried[options] = None
+                tried[options] = refused
         made = tried.get(options)
-        return float("inf") if made is None else made.period
+        return made.period if isinstance(made, Planned) else float("inf")
 
     best = first_mix(study, schedule.pieces, least, clip=schedule.clip)
     seconds, better = attempt(best), True
@@ -119,9 +119,9 @@ def _timed(study: Study, schedule: Schedule, least: Least) -> Planned:
             if attempt(near) < seconds:
                 best, seconds, better = near, attempt(near), True
                 break
-    found = [made for made in tried.values() if made is not None]
+    found = [made for made in tried.values() if isinstance(made, Planned)]
     if not found:
-        raise BudgetTooSmall(0, study.machine.memory, "every mix that was tried")
+        raise min((made for made in tried.values() if isinstance(made, BudgetTooSmall)), key=lambda made: made.needed)
     return min(found, key=_period)
 
 
