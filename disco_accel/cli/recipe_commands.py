@@ -143,6 +143,7 @@ def plan(options: argparse.Namespace) -> int:
     from disco_accel.observe.forecast import forecast, forecast_text, passes_text, write_forecast
     from disco_accel.simulate.roofline import SPEEDS
     from disco_accel.step.memory_parts import host_memory_parts, require_host_memory
+    from disco_accel.step.optimizer_home import TrainedBytes, keeps_masters
     from disco_accel.step.pipeline import PlannerSettings, plan_step
 
     step, outlined, config = _costed(options)
@@ -161,9 +162,10 @@ def plan(options: argparse.Namespace) -> int:
         raise
     for note in planned.notes:
         say(note)
+    rounded = TrainedBytes.of(outlined.model, keeps_masters(config)).rounded
     if isinstance(config.host_memory, int):
-        require_host_memory(config.host_memory, planned.graph, planned.plan.host_memory)
-    more["host_memory"] = host_memory_parts(planned.graph, planned.plan.host_memory)
+        require_host_memory(config.host_memory, planned.graph, planned.plan.host_memory, rounded)
+    more["host_memory"] = host_memory_parts(planned.graph, planned.plan.host_memory, rounded)
     more["optimizer"] = outlined.optimizer.value
     more["cut_short"] = planned.cut
     more["dequantisations_saved"] = len(planned.left_out)

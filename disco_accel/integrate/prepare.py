@@ -24,7 +24,7 @@ from disco_accel.step.dynamo import not_compiled, plain_model
 from disco_accel.step.fitted_batch import FittedBatch
 from disco_accel.step.inner_forwards import InnerForwards, own_forward_runs
 from disco_accel.step.observer import Fallback
-from disco_accel.step.optimizer_home import optimizer_home
+from disco_accel.step.optimizer_home import keeps_masters, optimizer_home
 from disco_accel.step.pending import run_step
 from disco_accel.step.planned_field import compiled_for_use
 from disco_accel.step.refusals import require_known_weights, require_plain_autograd
@@ -34,6 +34,7 @@ from disco_accel.step.session import STATE, Session, find_state
 from disco_accel.step.step_comparison import Comparison
 from disco_accel.step.step_key import forget_state, step_key
 from disco_accel.step.update.deferral import Deferral
+from disco_accel.step.update.master_weights import MasterWeights
 
 logger = logging.getLogger("disco_accel")
 
@@ -182,8 +183,11 @@ def _drop_copied_patch(model: torch.nn.Module) -> None:
 
 
 def _attach(state: Session, model: torch.nn.Module) -> None:
-    state.messages.prepared(model, state.settings.memory_budget, state.device, state.optimizer)
+    masters = keeps_masters(state.config)
+    state.messages.prepared(model, state.settings.memory_budget, state.device, state.optimizer, masters)
     state.placement.apply()
+    if masters and state.frozen_for_prefill is None:
+        state.on_restore.append(MasterWeights(model, state.lock, state.say_once).remove)
     if state.config.update == "deferred" and state.frozen_for_prefill is None:
         state.updates.defer(Deferral(model, state.placement.holds, state.gradients.holds, state.lock, state.say_once))
     model.__dict__[STATE] = state

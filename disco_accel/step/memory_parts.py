@@ -12,14 +12,17 @@ from disco_accel.step.budget import Budget
 from disco_accel.step.optimizer_home import TrainedBytes
 
 
-def host_memory_parts(graph: TaskGraph, offloaded: int | None = None) -> dict[str, int]:
+def host_memory_parts(graph: TaskGraph, offloaded: int | None = None, rounded: int = 0) -> dict[str, int]:
     """Bytes of host memory by part: ``frozen`` and ``trained`` weights that a step of ``graph`` loads, ``gradients``
-    and ``moments`` of the trained ones, and ``offloaded`` values, if a plan says how many."""
+    and ``moments`` of the trained ones, and ``offloaded`` values, if a plan says how many. ``rounded``: bytes of the
+    model's weights that have fp32 ``masters``."""
     on_device = {device.id for device in graph.devices if not device.host}
     weights = [v for v in graph.vertices if host_copy_exists(v) and v.device in on_device]
     renewed = sum(v.sizes[0] for v in weights if not outlives_step(v))
-    trained = TrainedBytes(renewed, sum(v.sizes[0] for v in weights) - renewed)
+    trained = TrainedBytes(renewed, sum(v.sizes[0] for v in weights) - renewed, min(rounded, renewed))
     parts = {"frozen": trained.frozen, "trained": trained.weights}
+    if trained.masters:
+        parts["masters"] = trained.masters
     parts |= {"gradients": trained.gradients, "moments": trained.moments}
     return parts if offloaded is None else parts | {"offloaded": offloaded}
 
@@ -49,9 +52,10 @@ def what_it_needs(budget: Budget, arena: int, graph: TaskGraph) -> str:
     return text
 
 
-def require_host_memory(limit: int, graph: TaskGraph, offloaded: int) -> None:
-    """Raise ConfigError if a step of ``graph`` takes more than ``limit`` bytes of host memory, with what it takes."""
-    parts = host_memory_parts(graph, offloaded)
+def require_host_memory(limit: int, graph: TaskGraph, offloaded: int, rounded: int = 0) -> None:
+    """Raise ConfigError if a step of ``graph`` takes more than ``limit`` bytes of host memory, with what it takes.
+    ``rounded``: as for ``host_memory_parts``."""
+    parts = host_memory_parts(graph, offloaded, rounded)
     needed = sum(parts.values())
     if needed > limit:
         raise ConfigError(
@@ -63,6 +67,7 @@ def require_host_memory(limit: int, graph: TaskGraph, offloaded: int) -> None:
 _NAMES = {
     "frozen": "frozen weights",
     "trained": "trained weights",
+    "masters": "their fp32 masters",
     "gradients": "their gradients",
     "moments": "two moments",
     "offloaded": "offloaded values",

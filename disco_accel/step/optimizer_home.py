@@ -19,7 +19,10 @@ from disco_accel.native.backend import backend_of
 from disco_accel.sizes import format_size
 
 _MOMENTS = 2
-"""Tensors as large as a weight that AdamW keeps for each."""
+"""Tensors as large as a weight, or as its master, that AdamW keeps for each."""
+
+ROUNDED = (torch.bfloat16, torch.float16)
+"""Dtypes of weights that ``master_weights: fp32`` keeps masters of, of twice their bytes."""
 
 
 class OptimizerHome(enum.StrEnum):
@@ -31,19 +34,22 @@ class OptimizerHome(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TrainedBytes:
-    """Bytes of ``weights`` that are trained and of ``frozen`` ones."""
+    """Bytes of ``weights`` that are trained and of ``frozen`` ones. ``rounded``: of those with fp32 masters."""
 
     weights: int
     frozen: int
+    rounded: int = 0
 
     @classmethod
-    def of(cls, model: torch.nn.Module) -> TrainedBytes:
-        """Of ``model``, also of one on ``meta``."""
-        sizes = [0, 0]
+    def of(cls, model: torch.nn.Module, masters: bool = False) -> TrainedBytes:
+        """Of ``model``, also of one on ``meta``. ``masters``: with ``master_weights: fp32``."""
+        sizes, rounded = [0, 0], 0
         for part in named_parts(model):
             if not part.is_buffer:
                 sizes[part.requires_grad] += part.tensor.nbytes
-        return cls(sizes[1], sizes[0])
+                if masters and part.requires_grad and part.tensor.dtype in ROUNDED:
+                    rounded += part.tensor.nbytes
+        return cls(sizes[1], sizes[0], rounded)
 
     @property
     def gradients(self) -> int:
@@ -52,13 +58,23 @@ class TrainedBytes:
 
     @property
     def moments(self) -> int:
-        """Of the optimizer's state, if it is AdamW's."""
-        return _MOMENTS * self.weights
+        """Of the optimizer's state, if it is AdamW's, without masters: as large as weights, or as their masters."""
+        return _MOMENTS * (self.weights + self.rounded)
+
+    @property
+    def masters(self) -> int:
+        """Of the fp32 masters."""
+        return 2 * self.rounded
+
+    @property
+    def beside(self) -> int:
+        """What ``master_weights: fp32`` adds: masters, and moments of their size."""
+        return self.masters + _MOMENTS * self.rounded
 
     @property
     def training(self) -> int:
-        """All that training adds to a model: its gradients, the moments, and the trained weights themselves."""
-        return self.weights + self.gradients + self.moments
+        """All that training adds to a model: gradients, moments, masters, and the trained weights themselves."""
+        return self.weights + self.gradients + self.moments + self.masters
 
 
 def optimizer_home(
@@ -82,13 +98,15 @@ def optimizer_home(
             f"optimizer: host works for one process on {device.type}, this run has {_processes()}; use one process, "
             "optimizer: device, or device: cpu, whose processes reduce gradients in host memory"
         )
+    sizes = TrainedBytes.of(model, keeps_masters(config))
     needed = sizes.frozen + sizes.training
     if needed > settings.host_memory:
+        masters = f"{format_size(sizes.masters)} of their fp32 masters, " if sizes.masters else ""
         raise ConfigError(
             f"host_memory: {format_size(settings.host_memory)} is too small for optimizer: host, which needs "
             f"{format_size(needed)}: {format_size(sizes.frozen)} of frozen weights, {format_size(sizes.weights)} of "
-            f"trained ones, {format_size(sizes.weights)} of gradients, {format_size(sizes.moments)} of two moments; "
-            "raise it, train fewer weights, or use optimizer: device"
+            f"trained ones, {masters}{format_size(sizes.weights)} of gradients, {format_size(sizes.moments)} of two "
+            "moments; raise it, train fewer weights, or use optimizer: device"
         )
     return OptimizerHome.HOST
 
@@ -109,6 +127,11 @@ def home_by_size(config: DiscoConfig, sizes: TrainedBytes, budget: int) -> Optim
         return OptimizerHome.DEVICE
     too_large = sizes.weights > sizes.frozen and 2 * sizes.training > budget
     return OptimizerHome.HOST if too_large or config.optimizer == "host" else OptimizerHome.DEVICE
+
+
+def keeps_masters(config: DiscoConfig) -> bool:
+    """Whether ``config`` wants fp32 masters of bf16 and fp16 weights; it does not run with those on the device."""
+    return config.master_weights == "fp32"
 
 
 def _processes() -> int:

@@ -45,14 +45,17 @@ class ProgressMessages(Observer):
         """When the making of each plan, or the attempt, began and ended, in ``time.time()``."""
         self._runs: weakref.WeakKeyDictionary[CompiledStep, int] = weakref.WeakKeyDictionary()
 
-    def prepared(self, model: torch.nn.Module, budget: int, device: torch.device, optimizer: OptimizerHome) -> None:
-        """Said before weights move, which takes a while for large ones."""
-        sizes = TrainedBytes.of(model)
+    def prepared(
+        self, model: torch.nn.Module, budget: int, device: torch.device, optimizer: OptimizerHome, masters: bool
+    ) -> None:
+        """Said before weights move, which takes a while for large ones. ``masters``: weights have fp32 ones."""
+        sizes = TrainedBytes.of(model, masters)
         there = ""
         if optimizer is OptimizerHome.HOST:
+            kept = f"fp32 masters {format_size(sizes.masters)}, " if sizes.masters else ""
             there = (
-                f" in {format_size(sizes.training)} of the host (weights {format_size(sizes.weights)}, gradients "
-                f"{format_size(sizes.gradients)}, two moments {format_size(sizes.moments)}; "
+                f" in {format_size(sizes.training)} of the host (weights {format_size(sizes.weights)}, {kept}"
+                f"gradients {format_size(sizes.gradients)}, two moments {format_size(sizes.moments)}; "
                 f"{format_size(sizes.gradients)} more while gradients accumulate)"
             )
         say(

@@ -34,10 +34,10 @@ from disco_accel.step.device_check import require_self_check
 from disco_accel.step.dynamo import compiled_note
 from disco_accel.step.fitted_batch import FittedBatch
 from disco_accel.step.frontend import ContextFactory, Frontend
-from disco_accel.step.gradient_memory import GradientMemory
 from disco_accel.step.last_fallback import LastFallback
+from disco_accel.step.memory_parts import require_host_memory
 from disco_accel.step.observer import Observers
-from disco_accel.step.optimizer_home import OptimizerHome, optimizer_home
+from disco_accel.step.optimizer_home import OptimizerHome, TrainedBytes, keeps_masters, optimizer_home
 from disco_accel.step.output_usage import Outputs, UsageByStep
 from disco_accel.step.pipeline import PlannerSettings
 from disco_accel.step.placement import Placement
@@ -45,6 +45,7 @@ from disco_accel.step.progress_messages import ProgressMessages, batch_text
 from disco_accel.step.state.side_effects import Effects
 from disco_accel.step.step_key import StepKey, model_state, step_key
 from disco_accel.step.step_stats import RunCounts, plan_figures
+from disco_accel.step.update.gradients_beside import GradientsBeside
 from disco_accel.step.update.planned_updates import PlannedUpdates
 from disco_accel.step.update.updated_step import StepWithUpdate
 from disco_accel.step.verify_steps import StepVerifier
@@ -79,9 +80,19 @@ class Session:
                 "update: deferred puts updates in host memory off, and this run's optimizer is on the device: set "
                 "optimizer: host, or update: step"
             )
+        if keeps_masters(config) and self.optimizer is OptimizerHome.DEVICE and trains:
+            raise ConfigError(
+                "master_weights: fp32 keeps masters in host memory, and this run's optimizer is on the device: set "
+                "optimizer: host, or master_weights: script"
+            )
+        if keeps_masters(config) and config.update == "deferred":
+            raise ConfigError("master_weights: fp32 needs update: step")
+        sizes = TrainedBytes.of(model, keeps_masters(config) and trains)
+        self.rounded = sizes.rounded
+        """Bytes of the weights that have fp32 masters."""
         self.placement = Placement(model, self.device, trained_on_host=self.optimizer is OptimizerHome.HOST)
         watched = config.update == "deferred"
-        self.gradients = GradientMemory(self.device, self.settings.host_memory, watched=watched)
+        self.gradients = GradientsBeside(sizes.beside, self.device, self.settings.host_memory, watched=watched)
         self.original_forward = model.forward
         self.arguments = Arguments(signature_of(model))
         self.plans: dict[PlanKey, CompiledStep] = {}
@@ -177,6 +188,8 @@ class Session:
                     gates.enter_context(gate.tracing())
                 with capturing(), self.effects.of_capture():
                     step = compiler(replace(options, say=stage, captured=gates.close))
+                if self.rounded:
+                    require_host_memory(options.host_memory, step.graph, step.plan.host_memory, self.rounded)
         except CaptureError as error:
             if not met_shortage(error):
                 self._refused[key] = str(error)

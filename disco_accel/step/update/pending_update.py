@@ -31,13 +31,20 @@ class AdamSettings:
         return "aten::_fused_adamw_" if self.decoupled else "aten::_fused_adam_"
 
 
-Changed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""A parameter and its moments, exp_avg and exp_avg_sq: what an update writes to."""
+Changed = tuple[torch.Tensor, ...]
+"""A parameter, its moments, exp_avg and exp_avg_sq, and its master if it has one: what an update writes to."""
+
+MASTER = "master"
+"""The key of a master in an optimizer's state."""
+
+PIECE_BY_HAND = 1 << 20
+"""Elements whose gradients are cast at once, a multiple of 64: cut there, pieces have the bits of the whole tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterUpdate:
-    """One parameter's part: its gradient, moments and count of steps, which has this step already. ``lr``: float64."""
+    """One parameter's part: its gradient, moments and count of steps, which has this step already. ``lr``: float64.
+    ``master``: float32, as the moments then are; the kernel updates it, and the parameter is it, rounded."""
 
     parameter: torch.Tensor
     gradient: torch.Tensor
@@ -46,24 +53,37 @@ class ParameterUpdate:
     steps: torch.Tensor
     lr: torch.Tensor
     settings: AdamSettings
+    master: torch.Tensor | None = None
 
     @property
     def changed(self) -> Changed:
         """What the update writes to."""
-        return self.parameter, self.exp_avg, self.exp_avg_sq
+        master = () if self.master is None else (self.master,)
+        return self.parameter, self.exp_avg, self.exp_avg_sq, *master
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Parameter, gradient and both moments: equal layouts, equal dtypes."""
-        return self.parameter, self.gradient, self.exp_avg, self.exp_avg_sq
+        """Parameter, gradient, both moments, master: equal layouts; equal dtypes but where there is a master."""
+        return self.parameter, self.gradient, *self.changed[1:]
 
     def run(self, begin: int = 0, end: int | None = None) -> None:
         """Do it now, or the part from element ``begin`` to ``end``: multiples of 64, but for the last."""
+        if self.master is None:
+            self.update(begin, end)
+            return
+        last = self.parameter.numel() if end is None else end
+        for at in range(begin, last, PIECE_BY_HAND):
+            until = min(at + PIECE_BY_HAND, last)
+            self.update(at, until)
+            self.round(at, until)
+
+    def update(self, begin: int = 0, end: int | None = None) -> None:
+        """As ``run``, of the master alone where there is one."""
         kernel = torch._fused_adamw_ if self.settings.decoupled else torch._fused_adam_
-        parameter, gradient, exp_avg, exp_avg_sq = (t.detach().view(-1)[begin:end] for t in self.tensors)
+        parameter, gradient, exp_avg, exp_avg_sq, *master = (t.detach().view(-1)[begin:end] for t in self.tensors)
         kernel(
-            [parameter],
-            [gradient],
+            [*master] or [parameter],
+            [gradient.float() if master else gradient],
             [exp_avg],
             [exp_avg_sq],
             [],
@@ -76,6 +96,11 @@ class ParameterUpdate:
             eps=self.settings.eps,
             maximize=self.settings.maximize,
         )
+
+    def round(self, begin: int = 0, end: int | None = None) -> None:
+        """Make the parameter what its master says."""
+        assert self.master is not None
+        self.parameter.detach().view(-1)[begin:end].copy_(self.master.view(-1)[begin:end])
 
 
 @dataclass(frozen=True)
@@ -95,7 +120,7 @@ class PendingUpdate:
         for part, then, now in zip(self.parts, self.versions, _versions(self.parts), strict=True):
             if then == now:
                 continue
-            what = next(name for name, a, b in zip(_NAMES, then, now, strict=True) if a != b)
+            what = next(name for name, a, b in zip(_NAMES, then, now, strict=False) if a != b)
             raise ExecutionError(
                 f"update: deferred: a {what} of shape {list(part.parameter.shape)} was changed in place after "
                 "optimizer.step() and before the next forward, when its update runs: use "
@@ -112,14 +137,16 @@ class PendingUpdate:
     @property
     def signature(self) -> Hashable:
         """Equal for updates that one plan can do: parameters, and what kernels are made with."""
-        return tuple((id(part.parameter), part.settings) for part in self.parts)
+        return tuple((id(part.parameter), part.settings, part.master is None) for part in self.parts)
 
 
-_NAMES = ("parameter", "gradient", "exp_avg", "exp_avg_sq", "count of steps")
+_NAMES = ("parameter", "gradient", "count of steps", "exp_avg", "exp_avg_sq", "master")
 
 
 def _versions(parts: Sequence[ParameterUpdate]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(tensor._version for tensor in (*part.tensors, part.steps)) for part in parts)
+    return tuple(
+        tuple(t._version for t in (part.parameter, part.gradient, part.steps, *part.changed[1:])) for part in parts
+    )
 
 
 def parts_of(
@@ -130,26 +157,14 @@ def parts_of(
     Empty where there is nothing to do, or no state yet: the optimizer makes that in its first step. ``on_host``:
     whether a tensor is a trained weight of the model.
     """
-    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
-        return f"{type(optimizer).__name__} is not torch.optim.AdamW or Adam"
-    if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
-        return "a GradScaler decides in step() whether to skip it"
+    reason = why_not(optimizer)
+    if reason is not None:
+        return reason
     if optimizer._optimizer_step_post_hooks:
         return "the optimizer has a hook that runs after step(), which may look at the weights"
     parts: list[ParameterUpdate] = []
     for group in optimizer.param_groups:
-        reason = _group_reason(group)
-        if reason is not None:
-            return reason
-        settings = AdamSettings(
-            bool(group["decoupled_weight_decay"]),
-            float(group["betas"][0]),
-            float(group["betas"][1]),
-            float(group["weight_decay"]),
-            float(group["eps"]),
-            bool(group["maximize"]),
-        )
-        lr = torch.tensor(float(group["lr"]), dtype=torch.float64)
+        settings, lr = settings_of(group)
         for parameter in group["params"]:
             if parameter.grad is None or not parameter.numel():
                 continue
@@ -158,11 +173,33 @@ def parts_of(
             state = optimizer.state.get(parameter)
             if not state:
                 return ()
-            part = _part(parameter, state, lr, settings)
+            part = part_of(parameter, state, lr, settings)
             if isinstance(part, str):
                 return part
             parts.append(part)
     return tuple(parts)
+
+
+def why_not(optimizer: torch.optim.Optimizer) -> str | None:
+    """Why nobody but ``optimizer.step()`` itself can do what that does, if so."""
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        return f"{type(optimizer).__name__} is not torch.optim.AdamW or Adam"
+    if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
+        return "a GradScaler decides in step() whether to skip it"
+    return next((reason for group in optimizer.param_groups if (reason := _group_reason(group)) is not None), None)
+
+
+def settings_of(group: dict[str, Any]) -> tuple[AdamSettings, torch.Tensor]:
+    """Of one of the optimizer's groups, with the learning rate: float64."""
+    settings = AdamSettings(
+        bool(group["decoupled_weight_decay"]),
+        float(group["betas"][0]),
+        float(group["betas"][1]),
+        float(group["weight_decay"]),
+        float(group["eps"]),
+        bool(group["maximize"]),
+    )
+    return settings, torch.tensor(float(group["lr"]), dtype=torch.float64)
 
 
 def _group_reason(group: dict[str, Any]) -> str | None:
@@ -178,17 +215,22 @@ def _group_reason(group: dict[str, Any]) -> str | None:
     return None
 
 
-def _part(
+def part_of(
     parameter: torch.Tensor, state: dict[str, Any], lr: torch.Tensor, settings: AdamSettings
 ) -> ParameterUpdate | str:
-    gradient = parameter.grad
+    """The part of ``parameter``, which has a gradient, with its ``state``; or why it cannot be done by hand."""
+    gradient, master = parameter.grad, state.get(MASTER)
     assert gradient is not None
-    part = ParameterUpdate(parameter, gradient, state["exp_avg"], state["exp_avg_sq"], state["step"], lr, settings)
-    for tensor in part.tensors:
+    moments, steps = (state["exp_avg"], state["exp_avg_sq"]), state["step"]
+    part = ParameterUpdate(parameter, gradient, *moments, steps, lr, settings, master)
+    kept = parameter.dtype if master is None else torch.float32
+    expected = (parameter.dtype, parameter.dtype, *(kept for _ in part.changed[1:]))
+    for tensor, dtype in zip(part.tensors, expected, strict=True):
         plain = tensor.layout is torch.strided and type(tensor.data) is torch.Tensor
-        if not plain or not tensor.is_contiguous() or not tensor.is_cpu or tensor.dtype is not parameter.dtype:
+        plain = plain and tensor.is_contiguous() and tensor.is_cpu
+        if not plain or tensor.dtype is not dtype or tensor.shape != parameter.shape:
             name = f"a parameter of shape {list(parameter.shape)}"
-            return f"{name}, its gradient and moments are not all contiguous CPU tensors of one dtype"
+            return f"{name}, its gradient and moments are not all contiguous CPU tensors of one dtype and shape"
     if part.steps.dtype is not torch.float32 or not part.steps.is_cpu:
         return "a count of steps is no float32 tensor on the CPU"
     return part

@@ -1,0 +1,189 @@
+"""``master_weights: fp32``: an optimizer of PyTorch's updates fp32 masters of a model's bf16 and fp16 weights.
+
+``step()`` itself runs, without the gradients of these weights: a hook that runs as the last one before it has updated
+masters, moments and weights with them. What else it updates, it updates as ever.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from disco_accel.errors import ConfigError
+from disco_accel.step.optimizer_home import ROUNDED
+from disco_accel.step.update.master_state import Loading, give_up, keep
+from disco_accel.step.update.pending_update import MASTER, ParameterUpdate, part_of, settings_of, why_not
+
+logger = logging.getLogger("disco_accel")
+
+_masters: weakref.WeakSet[MasterWeights] = weakref.WeakSet()
+
+
+class MasterWeights:
+    """Of one prepared model, until ``remove``. Masters and moments are in the state of the weights' optimizers.
+
+    Used under the session's lock, which ``lock`` is.
+    """
+
+    def __init__(self, model: torch.nn.Module, lock: Any, say: Callable[[str], None]) -> None:
+        """``say`` tells the user something, once."""
+        self._model, self._lock, self._say = weakref.ref(model), lock, say
+        self._handles: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
+        self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Parameters whose gradients are away while ``step()`` runs, with these."""
+        _masters.add(self)
+        _hook_all_optimizers()
+
+    def remove(self) -> None:
+        """Optimizers update the weights themselves from now on; each gives its masters up at its next step."""
+        _masters.discard(self)
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+
+    def weights(self) -> set[int]:
+        """Ids of the model's parameters that have masters if they are trained."""
+        model = self._model()
+        return set() if model is None else {id(p) for p in model.parameters() if p.dtype in ROUNDED}
+
+    def of(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        """Those that ``optimizer`` updates."""
+        weights = self.weights()
+        return [p for group in optimizer.param_groups for p in group["params"] if id(p) in weights]
+
+    def update_last(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let ``update`` be the last hook that runs before ``optimizer.step()``: others may clip gradients."""
+        if optimizer in self._handles:
+            self._handles[optimizer].remove()
+        self._handles[optimizer] = optimizer.register_step_pre_hook(_Update(self))
+
+    def ready(self, optimizer: torch.optim.Optimizer) -> list[ParameterUpdate]:
+        """What ``optimizer.step()`` is to do with the masters, whose state is made where it is missing.
+
+        Raises:
+            ConfigError: it cannot be done.
+        """
+        if not any(p.grad is not None for p in self.of(optimizer)):
+            return []
+        reason, weights, parts = why_not(optimizer), self.weights(), []
+        if reason is not None:
+            raise _refusal(reason)
+        for group in optimizer.param_groups:
+            settings, lr = settings_of(group)
+            for parameter in group["params"]:
+                if id(parameter) not in weights or parameter.grad is None or not parameter.numel():
+                    continue
+                if not parameter.is_contiguous() or not parameter.is_cpu:
+                    raise _refusal(f"a parameter of shape {list(parameter.shape)} is no contiguous CPU tensor")
+                with torch.no_grad():
+                    keep(parameter, optimizer.state[parameter], self._say)
+                part = part_of(parameter, optimizer.state[parameter], lr, settings)
+                if isinstance(part, str):
+                    raise _refusal(part)
+                parts.append(part)
+        return parts
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Do it, and take the gradients away that have been used."""
+        with self._lock, torch.no_grad():
+            # Of a step() that failed.
+            self._gradients.clear()
+            for part in self.ready(optimizer):
+                part.steps.add_(1)
+                part.run()
+                self._gradients.append((part.parameter, part.gradient))
+                part.parameter.grad = None
+
+    def after_step(self) -> None:
+        """``optimizer.step()`` has run."""
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        self._gradients.clear()
+
+
+class _Update:
+    """The hook that updates."""
+
+    def __init__(self, masters: MasterWeights) -> None:
+        self._masters = weakref.ref(masters)
+
+    def __call__(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        masters = self._masters()
+        if masters is None:
+            return None
+        # The first of the arguments is the optimizer itself.
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is not None:
+            # It makes the gradients.
+            with torch.enable_grad():
+                loss = closure()
+            args, kwargs = (optimizer, lambda: loss), {k: v for k, v in kwargs.items() if k != "closure"}
+        masters.update(optimizer)
+        return args, kwargs
+
+
+def _refusal(reason: str) -> ConfigError:
+    return ConfigError(
+        f"master_weights: fp32: {reason}; masters are updated by torch.optim.AdamW and Adam with fused=True, in their "
+        "plain form and without a GradScaler: use that, or master_weights: script"
+    )
+
+
+@functools.cache
+def _hook_all_optimizers() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+    # PyTorch has no hook for all optimizers here, and a state is loaded before the first step.
+    optimizer: Any = torch.optim.Optimizer
+    optimizer.load_state_dict = _keeping_fp32(optimizer.load_state_dict)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    kept: set[int] = set()
+    for masters in list(_masters):
+        ours = masters.of(optimizer)
+        if ours:
+            kept.update(map(id, ours))
+            masters.update_last(optimizer)
+    left = [(p, state) for p, state in optimizer.state.items() if MASTER in state and id(p) not in kept]
+    if left:
+        logger.warning(
+            "the optimizer has fp32 masters of %d weights that are of another dtype now, or of a model that is not "
+            "prepared with master_weights: fp32: it updates these weights themselves from now on, in their dtype",
+            len(left),
+        )
+    for parameter, state in left:
+        give_up(parameter, state)
+
+
+def _after_step(*_: Any) -> None:
+    for masters in list(_masters):
+        masters.after_step()
+
+
+def _keeping_fp32(load: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(load)
+    def load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        kept = {id(p) for masters in list(_masters) for p in masters.of(self)}
+        if not kept:
+            return load(self, state_dict)
+        loading = Loading(lambda parameter: id(parameter) in kept)
+        handles = [
+            self.register_load_state_dict_pre_hook(loading.before),
+            self.register_load_state_dict_post_hook(loading.behind, prepend=True),
+        ]
+        try:
+            return load(self, state_dict)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    return load_state_dict
