@@ -186,15 +186,25 @@ def _attach(state: Session, model: torch.nn.Module) -> None:
     masters = keeps_masters(state.config)
     state.messages.prepared(model, state.settings.memory_budget, state.device, state.optimizer, masters)
     state.placement.apply()
-    if masters and state.frozen_for_prefill is None:
-        state.on_restore.append(MasterWeights(model, state.lock, state.say_once).remove)
-    if state.config.update == "deferred" and state.frozen_for_prefill is None:
-        state.updates.defer(Deferral(model, state.placement.holds, state.gradients.holds, state.lock, state.say_once))
+    if state.frozen_for_prefill is None:
+        _follow_optimizers(state, model)
     model.__dict__[STATE] = state
     generate_prefill.install(state, model)
     state.on_restore.append(InnerForwards(state, model).remove)
     patched = functools.update_wrapper(functools.partial(_forward, model), state.original_forward)
     model.forward = patched
+
+
+def _follow_optimizers(state: Session, model: torch.nn.Module) -> None:
+    """What ``master_weights`` and ``update`` ask of optimizers is done from now on."""
+    ready = None
+    if keeps_masters(state.config):
+        masters = MasterWeights(model, state.lock, state.say_once)
+        state.on_restore.append(masters.remove)
+        ready = masters.ready
+    if state.config.update == "deferred":
+        holds, said = (state.placement.holds, state.gradients.holds), state.say_once
+        state.updates.defer(Deferral(model, *holds, state.lock, said, ready))
 
 
 def restore(model: torch.nn.Module) -> torch.nn.Module:

@@ -85,8 +85,6 @@ class Session:
                 "master_weights: fp32 keeps masters in host memory, and this run's optimizer is on the device: set "
                 "optimizer: host, or master_weights: script"
             )
-        if keeps_masters(config) and config.update == "deferred":
-            raise ConfigError("master_weights: fp32 needs update: step")
         sizes = TrainedBytes.of(model, keeps_masters(config) and trains)
         self.rounded = sizes.rounded
         """Bytes of the weights that have fp32 masters."""
@@ -116,7 +114,8 @@ class Session:
         self.observers = Observers(self.counts, self.messages, frontend.observer(self.counts))
         self.verifier = StepVerifier(config.verify_steps)
         self.on_restore: list[Callable[[], None]] = []
-        self.updates = PlannedUpdates(self.plans, self.say_once, self.observers.on_plan, self.settings.host_memory)
+        host_memory = self.settings.host_memory - sizes.beside
+        self.updates = PlannedUpdates(self.plans, self.say_once, self.observers.on_plan, host_memory)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         # A copy of a prepared model is an unprepared model: it must never train the original.

@@ -43,8 +43,11 @@ class Deferral:
         watchable: Callable[[torch.Tensor], bool],
         lock: Any,
         say: Callable[[str], None],
+        ready: Callable[[torch.optim.Optimizer], object] | None = None,
     ) -> None:
+        """``ready`` makes an optimizer's state what its next update needs."""
         self._on_host, self._watchable, self._lock, self._say = on_host, watchable, lock, say
+        self._ready = ready
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._handles: list[Any] = []
         self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -148,6 +151,8 @@ class Deferral:
             if optimizer in self._torn_optimizers:
                 raise StatesTorn(_TORN)
             self.settle()
+            if self._ready is not None and not closure:
+                self._ready(optimizer)
             parts = "its step() is given a closure" if closure else parts_of(optimizer, self._on_host)
             if isinstance(parts, str):
                 self._say(f"update: deferred has no effect: {parts}; optimizer.step() updates as it is called")

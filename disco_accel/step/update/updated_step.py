@@ -25,8 +25,8 @@ from disco_accel.step.update.update_pass import UpdatedStep, samples, with_updat
 @dataclass(eq=False, kw_only=True)
 class StepWithUpdate(CompiledStep):
     """A compiled step whose plan begins with an update. ``plain``: the same step without one, for running it again.
-    ``homes``: weight and moments of each part of the update, whose memory the executor works in; no gradient, whose
-    memory the next one may take."""
+    ``homes``: weight, moments and master of each part of the update, whose memory the executor works in; no gradient,
+    whose memory the next one may take."""
 
     plain: CompiledStep
     updated: UpdatedStep
@@ -64,7 +64,7 @@ class StepWithUpdate(CompiledStep):
         """Do what is left of ``pending`` when ``done`` of its kernels have run."""
         with torch.no_grad():
             for kernel in self.updated.kernels[done:]:
-                pending.parts[kernel.part].run(kernel.begin, kernel.end)
+                kernel.run(pending.parts[kernel.part])
 
     def _names(self) -> dict[int, str]:
         names = {b.vertex: b.name for b in self.captured.bindings}
@@ -72,6 +72,8 @@ class StepWithUpdate(CompiledStep):
             weight = names[inputs.weight]
             names[inputs.exp_avg], names[inputs.exp_avg_sq] = f"exp_avg of {weight}", f"exp_avg_sq of {weight}"
             names[inputs.gradient] = f"the gradient of {weight}"
+            if inputs.master is not None:
+                names[inputs.master] = f"the fp32 master of {weight}"
         return names
 
 
