@@ -341,11 +341,22 @@ def hooked(model: torch.nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
+def clipping(model: torch.nn.Module) -> torch.optim.Optimizer:
+    optimizer = adamw(model)
+
+    def clip(*_: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+    optimizer.register_step_pre_hook(clip)
+    return optimizer
+
+
 @pytest.mark.parametrize(
     ("make", "told"),
     [
         (sgd, "SGD is not torch.optim.AdamW"),
         (hooked, "a hook that runs after step"),
+        (clipping, "a hook that runs before step"),
         (lambda model: adamw(model, fused=False, foreach=False), "it is not fused"),
         (lambda model: adamw(model, amsgrad=True), "amsgrad=True"),
     ],

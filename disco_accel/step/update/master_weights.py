@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from disco_accel.errors import ConfigError
 from disco_accel.step.optimizer_home import ROUNDED
 from disco_accel.step.update.master_state import Loading, give_up, keep
-from disco_accel.step.update.pending_update import MASTER, ParameterUpdate, part_of, settings_of, why_not
+from disco_accel.step.update.pending_update import MASTER, OwnHook, ParameterUpdate, part_of, settings_of, why_not
 
 logger = logging.getLogger("disco_accel")
 
@@ -107,7 +107,7 @@ class MasterWeights:
         self._gradients.clear()
 
 
-class _Update:
+class _Update(OwnHook):
     """The hook that updates."""
 
     def __init__(self, masters: MasterWeights) -> None:

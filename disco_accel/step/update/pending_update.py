@@ -31,6 +31,10 @@ class AdamSettings:
         return "aten::_fused_adamw_" if self.decoupled else "aten::_fused_adam_"
 
 
+class OwnHook:
+    """A hook of ours before an optimizer's ``step()``; those of others may look at gradients, or change them."""
+
+
 Changed = tuple[torch.Tensor, ...]
 """A parameter, its moments, exp_avg and exp_avg_sq, and its master if it has one: what an update writes to."""
 
@@ -160,6 +164,8 @@ def parts_of(
     reason = why_not(optimizer)
     if reason is not None:
         return reason
+    if not all(isinstance(hook, OwnHook) for hook in optimizer._optimizer_step_pre_hooks.values()):
+        return "the optimizer has a hook that runs before step(), which may change gradients"
     if optimizer._optimizer_step_post_hooks:
         return "the optimizer has a hook that runs after step(), which may look at the weights"
     parts: list[ParameterUpdate] = []
