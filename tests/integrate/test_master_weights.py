@@ -183,13 +183,13 @@ def rows(count: int) -> list[dict[str, list[int]]]:
     return [{"input_ids": row, "attention_mask": [1] * 12, "labels": row} for row in ids]
 
 
-def trainer(folder: Path, update: str, steps: int, resume: str | None) -> tuple[torch.nn.Module, list[Any], Any]:
+def trainer(folder: Path, resume: str | None) -> tuple[torch.nn.Module, list[Any], Any]:
     model: Any = family_full("llama", dtype=torch.bfloat16)
     arguments = TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
-        max_steps=steps,
+        max_steps=4,
         save_steps=2,
         logging_steps=1,
         learning_rate=1e-2,
@@ -205,7 +205,7 @@ def trainer(folder: Path, update: str, steps: int, resume: str | None) -> tuple[
         args=arguments,
         train_dataset=rows(24),
         data_collator=default_data_collator,
-        callbacks=[DiscoCallback(config(update))],
+        callbacks=[DiscoCallback(config("deferred"))],
     )
     made.train(resume_from_checkpoint=resume)
     log = [[entry.get(key) for key in ("loss", "grad_norm", "step")] for entry in made.state.log_history[:-1]]
@@ -213,11 +213,10 @@ def trainer(folder: Path, update: str, steps: int, resume: str | None) -> tuple[
     return model, log, optimizer.state_dict()["state"]
 
 
-@pytest.mark.parametrize("update", UPDATES)
-def test_a_trainer_resumes_to_the_same_bits(tmp_path: Path, update: str) -> None:
+def test_a_trainer_resumes_to_the_same_bits(tmp_path: Path) -> None:
     """Logs, weights, masters and moments are those of a run without interruption."""
-    model, log, states = trainer(tmp_path, update, 4, None)
-    again, later, others = trainer(tmp_path, update, 4, str(tmp_path / "checkpoint-2"))
+    model, log, states = trainer(tmp_path, None)
+    again, later, others = trainer(tmp_path, str(tmp_path / "checkpoint-2"))
     assert log == later
     assert all(map(torch.equal, model.parameters(), again.parameters()))
     assert all(torch.equal(others[n][key], value) for n, state in states.items() for key, value in state.items())

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
-from disco_accel.step.update.pending_update import MASTER, PIECE_BY_HAND
+from disco_accel.step.update.pending_update import MASTER, PIECE_BY_HAND, ParameterUpdate
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _BITS = torch.int16
@@ -31,8 +31,7 @@ Say = Callable[[str], None]
 
 
 def keep(parameter: torch.Tensor, state: dict[str, Any], say: Say) -> None:
-    """Have in ``state`` what an update of ``parameter`` by way of its master needs, and the master what the parameter
-    says."""
+    """Have in ``state`` what an update of ``parameter`` by way of its master needs."""
     if not state:
         state["step"] = torch.zeros((), dtype=torch.float32)
         state[MASTER] = _widened(parameter)
@@ -42,34 +41,43 @@ def keep(parameter: torch.Tensor, state: dict[str, Any], say: Say) -> None:
     if master is None or master.dtype is not torch.float32:
         say(_ADOPTED if master is None else _CAST)
         state[MASTER] = _widened(parameter)
-    elif _follow(master, parameter):
-        say(_WRITTEN)
     for name in _MOMENTS:
         state[name] = state[name].to(torch.float32)
+
+
+def follow(parts: Iterable[ParameterUpdate], say: Say, *, run: bool) -> None:
+    """Let masters be what their parameters are wherever these are not their rounded values; ``run``: then update."""
+    written = False
+    for part in parts:
+        assert part.master is not None
+        count = part.parameter.numel()
+        # Piece by piece, while it is in the processor's caches.
+        for begin in range(0, count, PIECE_BY_HAND):
+            end = min(begin + PIECE_BY_HAND, count)
+            written |= _follow(part.master.view(-1)[begin:end], part.parameter.detach().view(-1)[begin:end])
+            if run:
+                part.run(begin, end)
+    if written:
+        say(_WRITTEN)
 
 
 def give_up(parameter: torch.Tensor, state: dict[str, Any]) -> None:
     """Leave in ``state`` what an optimizer has that knows of no masters."""
     del state[MASTER]
-    for name in _MOMENTS:
-        state[name] = state[name].to(parameter.dtype)
+    state |= {name: state[name].to(parameter.dtype) for name in _MOMENTS if name in state}
 
 
 def _widened(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.detach().to(torch.float32)
 
 
-def _follow(master: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Let ``master`` be what ``parameter`` is wherever that is not its rounded value; whether there is such a place."""
-    written = False
-    values, weights = master.view(-1), parameter.detach().reshape(-1)
-    for begin in range(0, weights.numel(), PIECE_BY_HAND):
-        value, weight = values[begin : begin + PIECE_BY_HAND], weights[begin : begin + PIECE_BY_HAND]
-        rounded, bits = value.to(weight.dtype).view(_BITS), weight.view(_BITS)
-        if not torch.equal(rounded, bits):
-            value.copy_(torch.where(rounded == bits, value, weight.to(torch.float32)))
-            written = True
-    return written
+def _follow(master: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether there was such a place."""
+    rounded, bits = master.to(weight.dtype).view(_BITS), weight.view(_BITS)
+    if torch.equal(rounded, bits):
+        return False
+    master.copy_(torch.where(rounded == bits, master, weight.to(torch.float32)))
+    return True
 
 
 class Loading:

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from disco_accel.errors import ConfigError
 from disco_accel.step.optimizer_home import ROUNDED
-from disco_accel.step.update.master_state import Loading, give_up, keep
+from disco_accel.step.update.master_state import Loading, follow, give_up, keep
 from disco_accel.step.update.pending_update import MASTER, OwnHook, ParameterUpdate, part_of, settings_of, why_not
 
 logger = logging.getLogger("disco_accel")
@@ -63,12 +63,30 @@ class MasterWeights:
             self._handles[optimizer].remove()
         self._handles[optimizer] = optimizer.register_step_pre_hook(_Update(self))
 
-    def ready(self, optimizer: torch.optim.Optimizer) -> list[ParameterUpdate]:
-        """What ``optimizer.step()`` is to do with the masters, whose state is made where it is missing.
+    def ready(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have in the state of ``optimizer`` what its next update needs. Raises ConfigError as ``update``."""
+        with self._lock, torch.no_grad():
+            follow(self._parts(optimizer), self._say, run=False)
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Do what ``optimizer.step()`` is to do with the masters, and take the gradients away that have been used.
 
         Raises:
-            ConfigError: it cannot be done.
+            ConfigError: it cannot be done; nothing is.
         """
+        with self._lock, torch.no_grad():
+            # Of a step() that failed.
+            self._gradients.clear()
+            parts = self._parts(optimizer)
+            for part in parts:
+                part.steps.add_(1)
+            follow(parts, self._say, run=True)
+            for part in parts:
+                self._gradients.append((part.parameter, part.gradient))
+                part.parameter.grad = None
+
+    def _parts(self, optimizer: torch.optim.Optimizer) -> list[ParameterUpdate]:
+        """Those of the weights with masters, whose state is made where it is missing."""
         if not any(p.grad is not None for p in self.of(optimizer)):
             return []
         reason, weights, parts = why_not(optimizer), self.weights(), []
@@ -81,24 +99,12 @@ class MasterWeights:
                     continue
                 if not parameter.is_contiguous() or not parameter.is_cpu:
                     raise _refusal(f"a parameter of shape {list(parameter.shape)} is no contiguous CPU tensor")
-                with torch.no_grad():
-                    keep(parameter, optimizer.state[parameter], self._say)
+                keep(parameter, optimizer.state[parameter], self._say)
                 part = part_of(parameter, optimizer.state[parameter], lr, settings)
                 if isinstance(part, str):
                     raise _refusal(part)
                 parts.append(part)
         return parts
-
-    def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Do it, and take the gradients away that have been used."""
-        with self._lock, torch.no_grad():
-            # Of a step() that failed.
-            self._gradients.clear()
-            for part in self.ready(optimizer):
-                part.steps.add_(1)
-                part.run()
-                self._gradients.append((part.parameter, part.gradient))
-                part.parameter.grad = None
 
     def after_step(self) -> None:
         """``optimizer.step()`` has run."""
