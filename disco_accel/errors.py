@@ -54,6 +54,8 @@ class BudgetTooSmall(PlanError):
         super().__init__(f"{what} needs at least {needed} bytes ({short}) of device memory, but is given {given}{why}")
         self.needed = needed
         self.given = given
+        self.what = what
+        self.parts = parts
 
 
 class ExecutionError(DiscoError):

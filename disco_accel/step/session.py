@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from disco_accel.config.settings import DiscoConfig
-from disco_accel.errors import CaptureError, ConfigError, ExecutionError
+from disco_accel.errors import BudgetTooSmall, CaptureError, ConfigError, ExecutionError
 from disco_accel.execute.engine_options import threads_beside
 from disco_accel.execute.executor import EngineOptions, arena_bytes
 from disco_accel.graph.traits import FOREIGN, RENEWED
@@ -26,6 +26,7 @@ from disco_accel.native.out_of_memory import typed_out_of_memory
 from disco_accel.observe.log_to_stderr import show_messages
 from disco_accel.observe.report import write_report
 from disco_accel.shortage import met_shortage
+from disco_accel.sizes import format_size
 from disco_accel.step.arguments import Arguments, signature_of
 from disco_accel.step.capture_lock import Gate, capturing
 from disco_accel.step.compile import CompileOptions, compile_step, machine_of, plan_store
@@ -88,6 +89,7 @@ class Session:
         sizes = TrainedBytes.of(model, keeps_masters(config) and trains)
         self.rounded = sizes.rounded
         """Bytes of the weights that have fp32 masters."""
+        self._beside = sizes.beside
         self.placement = Placement(model, self.device, trained_on_host=self.optimizer is OptimizerHome.HOST)
         watched = config.update == "deferred"
         self.gradients = GradientsBeside(sizes.beside, self.device, self.settings.host_memory, watched=watched)
@@ -193,6 +195,11 @@ class Session:
             if not met_shortage(error):
                 self._refused[key] = str(error)
             raise
+        except BudgetTooSmall as error:
+            if not self.rounded:
+                raise
+            more = f"; fp32 masters and moments take {format_size(self._beside)} more there"
+            raise BudgetTooSmall(error.needed, error.given, error.what, error.parts + more) from error
         # What the forward changed it has changed: this plan was for the state before.
         self.plans[(*key, len(self.plans)) if self.effects.lasting else key] = step
         self.observers.on_plan(step)

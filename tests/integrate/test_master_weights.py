@@ -16,12 +16,13 @@ import torch.distributed as dist
 from transformers import Trainer, TrainingArguments, default_data_collator
 
 from disco_accel import DiscoCallback, DiscoConfig, prepare, restore, settle, stats
-from disco_accel.errors import ConfigError, ExecutionError
+from disco_accel.errors import BudgetTooSmall, ConfigError, ExecutionError
 from disco_accel.step.session import find_state
 from disco_accel.step.update import master_state, pending_update, update_pass
 from disco_accel.step.update.updated_step import StepWithUpdate
 from disco_accel.testing.engine_faults import failing, kernels
 from disco_accel.testing.models import family_full, random_batch
+from tests.integrate.test_memory_messages import Stack
 
 Optimizer = torch.optim.Optimizer
 UPDATES = ("step", "deferred")
@@ -528,10 +529,18 @@ def test_host_memory_counts_masters_and_moments() -> None:
     loss.backward()
     with pytest.raises(ConfigError, match="too small for gradients of two backwards"):
         model(**batches(model, 0)[0]).backward()
-    with pytest.raises(ConfigError, match="for their fp32 masters"):
-        from disco_accel.step.memory_parts import require_host_memory
-        from disco_accel.step.session import find_state
 
-        state = find_state(model)
-        assert state is not None and state.current is not None
-        require_host_memory(training - 1, state.current.graph, 0, state.rounded)
+
+def test_a_step_counts_masters_beside_what_it_offloads() -> None:
+    """All that training keeps fits, what a plan in little memory saves does not; both refusals name the masters."""
+
+    def first(**keys: Any) -> None:
+        model = prepare(Stack().bfloat16(), config(**keys))
+        model(torch.ones(8, 64, dtype=torch.bfloat16)).backward()
+
+    weights = sum(p.nbytes for p in Stack().bfloat16().parameters())
+    with pytest.raises(BudgetTooSmall, match="fp32 masters and moments take 128KiB more there") as caught:
+        first(memory_budget=1 << 12)
+    with pytest.raises(ConfigError, match=r"64KiB for their fp32 masters, .* 128KiB .* moments, .* offloaded values"):
+        first(memory_budget=caught.value.needed, host_memory=8 * weights)
+    first(host_memory=8 * weights)
