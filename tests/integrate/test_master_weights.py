@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
-import logging
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,120 +11,28 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import Trainer, TrainingArguments, default_data_collator
 
-from disco_accel import DiscoCallback, DiscoConfig, prepare, restore, settle, stats
+from disco_accel import prepare, settle, stats
 from disco_accel.errors import BudgetTooSmall, ConfigError, ExecutionError
 from disco_accel.step.session import find_state
 from disco_accel.step.update import master_state, pending_update, update_pass
 from disco_accel.step.update.updated_step import StepWithUpdate
 from disco_accel.testing.engine_faults import failing, kernels
-from disco_accel.testing.models import family_full, random_batch
+from disco_accel.testing.models import family_full
+from tests.integrate.fp32_copies import (
+    UPDATES,
+    Copies,
+    Net,
+    Optimizer,
+    adamw,
+    assert_same,
+    batches,
+    config,
+    go_on,
+    pair,
+    train,
+)
 from tests.integrate.test_memory_messages import Stack
-
-Optimizer = torch.optim.Optimizer
-UPDATES = ("step", "deferred")
-
-
-def config(update: str = "step", **keys: Any) -> DiscoConfig:
-    ours = {"memory_budget": 1 << 30, "device": "cpu", "plan_cache": None, "optimizer": "host", "update": update}
-    return DiscoConfig(**(ours | {"master_weights": "fp32"} | keys))
-
-
-class Net(torch.nn.Module):
-    """Two products in a low precision, a norm in float32 between them."""
-
-    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = (torch.nn.Linear(24, 24, dtype=dtype) for _ in range(2))
-        self.norm = torch.nn.LayerNorm(24)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.norm(self.first(x.to(self.first.weight.dtype)).to(self.norm.weight.dtype))
-        return self.last(hidden.to(self.last.weight.dtype)).float().square().mean()
-
-
-def adamw(parameters: Iterable[Any], **keys: Any) -> Optimizer:
-    return torch.optim.AdamW(parameters, **({"lr": 1e-2, "weight_decay": 0.1, "fused": True} | keys))
-
-
-class Copies:
-    """What a script of its own does: fp32 copies that an optimizer updates, with the gradients in fp32."""
-
-    def __init__(self, model: torch.nn.Module, make: Callable[..., Optimizer] = adamw) -> None:
-        low = (torch.bfloat16, torch.float16)
-        self.model = model
-        self.masters = {p: torch.nn.Parameter(p.detach().float()) if p.dtype in low else p for p in model.parameters()}
-        self.optimizer = make(self.masters.values())
-
-    def step(self) -> None:
-        for parameter, master in self.masters.items():
-            if master is not parameter:
-                master.grad = None if parameter.grad is None else parameter.grad.float()
-        self.optimizer.step()
-        with torch.no_grad():
-            for parameter, master in self.masters.items():
-                parameter.copy_(master)
-
-    def follow(self) -> None:
-        """Copies of weights that were written to begin anew."""
-        with torch.no_grad():
-            for parameter, master in self.masters.items():
-                master.copy_(torch.where(master.to(parameter.dtype) == parameter, master, parameter.float()))
-
-
-def batches(model: torch.nn.Module, step: int, parts: int = 2) -> list[dict[str, torch.Tensor]]:
-    if not isinstance(model, Net):
-        return [random_batch(seed=step * parts + part) for part in range(parts)]
-    torch.manual_seed(step)
-    return [{"x": torch.randn(8, 24)} for _ in range(parts)]
-
-
-def train(model: Any, optimizer: Any, steps: Iterable[int]) -> list[torch.Tensor]:
-    """Losses; two parts a step, clipped, behind a warm-up."""
-    losses = []
-    for step in steps:
-        for batch in batches(model, step):
-            out = model(**batch)
-            loss = (out if isinstance(out, torch.Tensor) else out.loss) / 2
-            loss.backward()
-            losses.append(loss.detach())
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for group in getattr(optimizer, "optimizer", optimizer).param_groups:
-            group["lr"] = 1e-2 * min(1.0, (step + 1) / 3)
-        optimizer.step()
-        model.zero_grad()
-    return losses
-
-
-def assert_same(model: torch.nn.Module, optimizer: Optimizer, copies: Copies) -> None:
-    """Weights, masters, moments and counts."""
-    settle(model)
-    for (name, weight), (expected, master) in zip(model.named_parameters(), copies.masters.items(), strict=True):
-        assert torch.equal(weight, expected), name
-        state, theirs = optimizer.state.get(weight, {}), copies.optimizer.state.get(master, {})
-        shown = state | {"master": state["master"]} if "master" in state else state
-        wanted = theirs | {"master": master.detach()} if master is not expected and theirs else theirs
-        assert shown.keys() == wanted.keys(), name
-        for key, value in wanted.items():
-            assert shown[key].dtype is torch.float32 and torch.equal(shown[key], value), (name, key)
-
-
-def pair(update: str = "step", dtype: torch.dtype = torch.bfloat16) -> tuple[Net, Optimizer, Copies]:
-    """A prepared model with its optimizer, and its twin's copies; two steps old."""
-    model, twin = Net(dtype), Copies(Net(dtype))
-    prepare(model, config(update))
-    optimizer = adamw(model.parameters())
-    train(model, optimizer, range(2))
-    train(twin.model, twin, range(2))
-    return model, optimizer, twin
-
-
-def go_on(model: Net, optimizer: Optimizer, twin: Copies, steps: Iterable[int] = range(2, 5)) -> None:
-    losses, expected = train(model, optimizer, steps), train(twin.model, twin, steps)
-    assert all(map(torch.equal, losses, expected))
-    assert_same(model, optimizer, twin)
 
 
 @pytest.mark.parametrize("update", UPDATES)
@@ -160,68 +66,6 @@ def test_fp32_weights_stay_as_they_are(dtype: torch.dtype, update: str) -> None:
     # The first makes the optimizer's state of the fp32 weights.
     assert stats(model).get("updates_planned", 3) == 3
     assert ["master" in optimizer.state[p] for p in (model.first.weight, model.norm.weight)] == [True, False]
-
-
-@pytest.mark.parametrize("update", UPDATES)
-def test_a_state_that_is_saved_and_loaded(update: str) -> None:
-    """Bits of a run without interruption, into a new model and into the same one."""
-    model, optimizer, twin = pair(update)
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    again = prepare(Net(), config(update))
-    other = adamw(again.parameters())
-    again.load_state_dict(saved[0])
-    other.load_state_dict(copy.deepcopy(saved[1]))
-    train(model, optimizer, range(7, 9))
-    model.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
-    kept = copy.deepcopy(twin.model), copy.deepcopy(twin)
-    go_on(again, other, twin)
-    go_on(model, optimizer, kept[1])
-
-
-def rows(count: int) -> list[dict[str, list[int]]]:
-    ids = torch.randint(0, 96, (count, 12), generator=torch.Generator().manual_seed(1)).tolist()
-    return [{"input_ids": row, "attention_mask": [1] * 12, "labels": row} for row in ids]
-
-
-def trainer(folder: Path, resume: str | None) -> tuple[torch.nn.Module, list[Any], Any]:
-    model: Any = family_full("llama", dtype=torch.bfloat16)
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        max_steps=4,
-        save_steps=2,
-        logging_steps=1,
-        learning_rate=1e-2,
-        warmup_steps=2,
-        optim="adamw_torch_fused",
-        lr_scheduler_type="constant_with_warmup",
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
-    )
-    made = Trainer(
-        model=model,
-        args=arguments,
-        train_dataset=rows(24),
-        data_collator=default_data_collator,
-        callbacks=[DiscoCallback(config("deferred"))],
-    )
-    made.train(resume_from_checkpoint=resume)
-    log = [[entry.get(key) for key in ("loss", "grad_norm", "step")] for entry in made.state.log_history[:-1]]
-    optimizer: Any = made.optimizer
-    return model, log, optimizer.state_dict()["state"]
-
-
-def test_a_trainer_resumes_to_the_same_bits(tmp_path: Path) -> None:
-    """Logs, weights, masters and moments are those of a run without interruption."""
-    model, log, states = trainer(tmp_path, None)
-    again, later, others = trainer(tmp_path, str(tmp_path / "checkpoint-2"))
-    assert log == later
-    assert all(map(torch.equal, model.parameters(), again.parameters()))
-    assert all(torch.equal(others[n][key], value) for n, state in states.items() for key, value in state.items())
-    assert all(state["master"].dtype is torch.float32 for state in others.values())
 
 
 def test_a_forward_that_fails_beside_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,82 +126,6 @@ def _beside_zero(rank: int, folder: str) -> None:
 def test_weights_are_those_of_deepspeed(tmp_path: Path) -> None:
     """ZeRO's optimizer for bf16 keeps masters too: equal but for rounding, where a script without is far off."""
     torch.multiprocessing.spawn(_beside_zero, (str(tmp_path),), nprocs=1)  # type: ignore[no-untyped-call]
-
-
-def said(caplog: pytest.LogCaptureFixture, words: str) -> int:
-    return sum(words in record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
-
-
-@pytest.mark.parametrize("update", UPDATES)
-def test_a_state_without_masters_is_adopted(update: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Of a script that trains the weights themselves: masters begin as the weights, moments as they are."""
-    plain = Net()
-    script = adamw(plain.parameters())
-    train(plain, script, range(2))
-    twin = Copies(copy.deepcopy(plain))
-    for parameter, master in zip(plain.parameters(), twin.masters.values(), strict=True):
-        twin.optimizer.state[master] = {k: v.float().clone() for k, v in script.state[parameter].items()}
-    model = prepare(Net(), config(update))
-    optimizer = adamw(model.parameters())
-    model.load_state_dict(plain.state_dict())
-    optimizer.load_state_dict(copy.deepcopy(script.state_dict()))
-    go_on(model, optimizer, twin)
-    assert said(caplog, "has no masters") == 1
-
-
-def test_a_state_that_was_loaded_before_prepare(caplog: pytest.LogCaptureFixture) -> None:
-    """PyTorch has cast its masters: they begin anew, which is said."""
-    model, optimizer, _ = pair()
-    late = Net()
-    other = adamw(late.parameters())
-    late.load_state_dict(model.state_dict())
-    restore(model)
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert other.state[late.first.weight]["master"].dtype is torch.bfloat16
-    twin = Copies(copy.deepcopy(late))
-    for parameter, master in zip(late.parameters(), twin.masters.values(), strict=True):
-        state = other.state[parameter]
-        twin.optimizer.state[master] = {k: v.float().clone() for k, v in state.items() if k != "master"}
-    prepare(late, config())
-    go_on(late, other, twin)
-    assert said(caplog, "Load the state behind prepare()") == 1
-
-
-def test_a_state_with_masters_goes_on_in_a_script_without() -> None:
-    """PyTorch's own step takes it; nothing of ours is there."""
-    model, optimizer, _ = pair()
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    restore(model)
-    plain, twin = Net(), Net()
-    plain.load_state_dict(saved[0])
-    twin.load_state_dict(saved[0])
-    script, other = adamw(plain.parameters()), adamw(twin.parameters())
-    script.load_state_dict(copy.deepcopy(saved[1]))
-    other.load_state_dict(saved[1])
-    for state in other.state.values():
-        state.pop("master", None)
-    train(plain, script, range(2, 4))
-    train(twin, other, range(2, 4))
-    assert all(map(torch.equal, plain.parameters(), twin.parameters()))
-
-
-@pytest.mark.parametrize("update", UPDATES)
-@pytest.mark.parametrize("how", ["data", "load_state_dict", "numpy"])
-def test_masters_follow_weights_that_are_written_to(how: str, update: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Where the weight has changed, its master begins anew as the weight is; elsewhere it keeps its bits."""
-    model, optimizer, twin = pair(update)
-    settle(model)
-    for each in (model, twin.model):
-        if how == "data":
-            each.first.weight.data[3:5] *= 2
-        elif how == "numpy":
-            each.first.weight.detach().view(torch.int16).numpy()[1, 2:9] = 16000
-        else:
-            each.load_state_dict({name: tensor / 2 for name, tensor in each.state_dict().items()})
-    twin.follow()
-    go_on(model, optimizer, twin)
-    assert said(caplog, "written to by somebody else") == 1
-    go_on(model, optimizer, twin, range(5, 7))
 
 
 @pytest.mark.parametrize("update", UPDATES)
@@ -440,42 +208,6 @@ def test_closures_and_hooks_of_the_optimizer(update: str) -> None:
     twin.step()
     assert torch.equal(loss, expected)
     assert_same(model, optimizer, twin)
-
-
-def test_a_model_that_is_restored_and_a_copy_go_on_without_masters(caplog: pytest.LogCaptureFixture) -> None:
-    """As a script does with the moments that there are, in the dtype of the weights; told."""
-    model, optimizer, _ = pair()
-    plain, script = copy.deepcopy((model, optimizer))
-    restore(model)
-    twin = Net()
-    twin.load_state_dict(model.state_dict())
-    other = adamw(twin.parameters())
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for each, its in ((model, optimizer), (plain, script), (twin, other)):
-        train(each, its, range(2, 4))
-    assert all(map(torch.equal, model.parameters(), twin.parameters()))
-    assert all(map(torch.equal, plain.parameters(), twin.parameters()))
-    assert not any("master" in state for state in optimizer.state.values())
-    # The third has masters that were cast when they were loaded.
-    assert said(caplog, "updates these weights themselves from now on") == 3
-
-
-def test_another_dtype_is_followed() -> None:
-    """fp32 weights drop their masters; weights that become bf16 get some."""
-    model, optimizer, twin = pair()
-    model.float()
-    twin.model.float()
-    plain = Copies(twin.model)
-    for parameter, master in twin.masters.items():
-        plain.optimizer.state[parameter] = twin.optimizer.state[master]
-    go_on(model, optimizer, plain, range(2, 4))
-    assert not any("master" in state for state in optimizer.state.values())
-    model.bfloat16()
-    twin.model.bfloat16()
-    back = Copies(twin.model)
-    for parameter, master in back.masters.items():
-        back.optimizer.state[master] = plain.optimizer.state[parameter]
-    go_on(model, optimizer, back, range(4, 6))
 
 
 @pytest.mark.parametrize(
