@@ -14,6 +14,7 @@ from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.schema2_files import lines, plan_from_json, plan_to_json
 from disco_accel.graph.strict_json import parse_json
 from disco_accel.graph.taskgraph import TaskGraph
+from disco_accel.graph.traits import MADE_FOREIGN, RENEWED_STATE, Traits
 from disco_accel.testing.home_faults import HOME_FAULTS, HOME_RUN_FAULTS
 from disco_accel.testing.home_plans import home_plans
 from disco_accel.verify.adversary import run_reference
@@ -46,12 +47,15 @@ def refused_by_buffers(graph: TaskGraph, plan: MemGraph) -> bool | None:
 
 def test_every_judge_accepts_good_plans() -> None:
     said: Counter[bool | None] = Counter()
+    traits: Counter[Traits] = Counter()
     for graph, plan in PLANS:
+        traits.update({vertex.traits for vertex in plan.vertices if vertex.sizes[0]})
         verify(graph, plan)
         assert is_safe(graph, plan)
         assert not refused_by_adversary(graph, plan, 4)
         said[refused_by_buffers(graph, plan)] += 1
     assert not said[True] and said[False] > 0.9 * len(PLANS)
+    assert traits[MADE_FOREIGN] >= 20 and traits[RENEWED_STATE] >= 20, "the user's memory, and states renewed there"
 
 
 @pytest.mark.parametrize("name", sorted(HOME_FAULTS))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -12,15 +12,16 @@ import torch
 
 from disco_accel.errors import ConfigError, DeviceLost, ExecutionError, Stalled
 from disco_accel.execute.arenas import arena_bytes, arenas_of, host_positions
+from disco_accel.execute.early_end import EngineError, bring_home
 from disco_accel.execute.engine_events import Event, events_of
 from disco_accel.execute.engine_options import DEFAULT_OPTIONS, EngineOptions, HostLink, engine_links, engine_settings
 from disco_accel.execute.final_location import Residence, final_residence
 from disco_accel.execute.program import Lowering, Memory, external_dtypes
 from disco_accel.execute.state_homes import StateHomes, homes_of
 from disco_accel.execute.vertex_names import Describer, Unfinished
+from disco_accel.graph.check import after_gate
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import OpCall, Ref, TensorSpec, VertexKind
-from disco_accel.graph.values import arrives_at_gate
 from disco_accel.measure.record import OpRecord
 from disco_accel.native.arena import alias, host_arena, touched_bytes
 from disco_accel.native.backend import backend_of, run_device
@@ -45,32 +46,19 @@ _LOST = (
 
 
 @dataclass(frozen=True, slots=True)
-class _EngineError:
-    """Why a step ended early. ``position`` of the vertex, -1 if none can be named.
-
-    ``later``: the device found it after the launch; ``lost``: it refuses all further work; ``draining``: something is
-    in flight that does not end.
-    """
-
-    status: Status
-    position: int
-    message: str
-    later: bool
-    lost: bool
-    draining: bool
-    left: Unfinished
-
-
-@dataclass(frozen=True, slots=True)
 class _Externals:
-    """INPUT vertices that are bound together, each with its storage in the engine."""
+    """Vertices whose memory is bound together, each with its storage in the engine: inputs, and transfers to the user's
+    memory."""
 
-    vertices: list[int]
-    storages: list[int]
+    storage: Mapping[int, int]
 
-    @classmethod
-    def of(cls, storages: Mapping[int, int]) -> _Externals:
-        return cls(list(storages), list(storages.values()))
+    @property
+    def vertices(self) -> list[int]:
+        return list(self.storage)
+
+    @property
+    def storages(self) -> list[int]:
+        return list(self.storage.values())
 
 
 class Executor:
@@ -128,9 +116,9 @@ class Executor:
         tables = Lowering(memgraph, ops, records, self._memory, self._table).run()
         self._planned, self._planned_states = tables.planned, tables.states
         self._states = StateHomes(tables.states, homes, self._memory.devices, self._describer, cyclic=memgraph.cyclic)
-        late = {v.id for v in memgraph.vertices if arrives_at_gate(v)}
-        self._early = _Externals.of({k: s for k, s in tables.externals.items() if k not in late})
-        self._late = _Externals.of({k: s for k, s in tables.externals.items() if k in late})
+        late = after_gate(memgraph.vertices, (*memgraph.data_edges, *memgraph.memory_edges))
+        self._early = _Externals({k: s for k, s in tables.externals.items() if k not in late})
+        self._late = _Externals({k: s for k, s in tables.externals.items() if k in late})
         memory = self._memory
         try:
             with self._backend.current():
@@ -163,7 +151,8 @@ class Executor:
         return self._running
 
     def begin(self, externals: Mapping[int, torch.Tensor]) -> None:
-        """Starts a step and returns at once. ``externals``: every external INPUT that is not late, kept until the end.
+        """Starts a step and returns at once. ``externals``: every external INPUT that is not late, kept until the end,
+        and memory for each transfer to the user's that does not wait for a late one.
 
         Raises ExecutionError naming the input when one is missing or has another size, dtype or device than planned,
         and when states are not whole (see ``restore_states``).
@@ -184,8 +173,14 @@ class Executor:
         self._require_running()
         self._wait(self._engine.wait_out)
 
+    def let_go(self, vertices: Collection[int]) -> None:
+        """Once ``wait_out`` or ``run_out`` has returned: nothing that is still to run reads these external inputs."""
+        self._require_running()
+        self._engine.release([self._early.storage[vertex] for vertex in vertices])
+
     def deliver(self, late: Mapping[int, torch.Tensor]) -> None:
-        """Opens the gate: the late inputs have arrived. The tensors are kept until the step ends."""
+        """Opens the gate: the late inputs have arrived, and the memory that transfers behind them write to. The tensors
+        are kept until the step ends."""
         self._bind_late(late)
         self._engine.deliver()
 
@@ -362,14 +357,12 @@ class Executor:
         try:
             tensors = [given[vertex] for vertex in externals.vertices]
         except KeyError as missing:
-            name = self._describer.input(missing.args[0])
-            raise ExecutionError(f"no tensor was given for external {name}") from None
+            name = self._describer.external(missing.args[0])
+            raise ExecutionError(f"no tensor was given for {name}") from None
         refused = self._engine.bind(externals.storages, tensors)
         if refused is not None:
             position, reason = refused
-            raise ExecutionError(
-                f"the tensor for external {self._describer.input(externals.vertices[position])} {reason}"
-            )
+            raise ExecutionError(f"the tensor for {self._describer.external(externals.vertices[position])} {reason}")
 
     def _expect_externals(
         self, storages: Mapping[int, int], dtypes: Mapping[int, str], specs: Mapping[int, TensorSpec]
@@ -399,6 +392,12 @@ class Executor:
         if status != Status.DONE:
             self._fail()
 
+    def bring_home(self) -> frozenset[int]:
+        """After a step that ended early: see ``early_end.bring_home``."""
+        self._require_idle()
+        ran = [self._engine.ran(i) for i in range(len(self._graph.vertices))]
+        return bring_home(self._graph, self._planned_states, ran, self._memory.devices, self._states)
+
     def ops_run_on_host(self) -> int:
         """Kernels of host devices that the last step has run to their end, a step that ended early included."""
         hosts = (i for i, device in enumerate(self._graph.devices) if device.host)
@@ -410,12 +409,12 @@ class Executor:
         known = error.status is Status.FAILED and error.position >= 0
         return self._graph.vertices[error.position].id if known else None
 
-    def _last_error(self) -> _EngineError:
+    def _last_error(self) -> EngineError:
         status, position, message, later, lost, draining, flying, flying_count, waits, waiting_count = (
             self._engine.last_error()
         )
         left = Unfinished(flying, flying_count, list(zip(waits[::2], waits[1::2], strict=True)), waiting_count)
-        return _EngineError(Status(status), position, message, later, lost, draining, left)
+        return EngineError(Status(status), position, message, later, lost, draining, left)
 
     def _fail(self) -> None:
         error = self._last_error()

@@ -11,7 +11,7 @@ from disco_accel.graph.carried_values import carried_values, taskgraph_of
 from disco_accel.graph.home_uses import HomeUses
 from disco_accel.graph.memgraph import MemGraph, Slot
 from disco_accel.graph.taskgraph import Ref, Vertex, VertexKind
-from disco_accel.graph.values import changes_over_steps, lasting_versions, overwrites
+from disco_accel.graph.values import changes_over_steps, lasting_versions, outlives_step, overwrites
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,8 @@ class PlannedStates:
     ``version``: value of the plan, copies included → version of a state that it holds. ``state``: version → its state.
     ``last``: state → its last version. ``at_home``: state → the version that its home holds when a step ends.
     ``unstored``: state → slot of the resident whose home does not hold the last version when a step ends.
-    ``written``: versions that kernels of host devices write at home.
+    ``written``: versions that kernels of host devices write at home. ``renewed``: states that the host uses between
+    two steps and kernels of other devices change.
     """
 
     version: Mapping[Ref, Ref] = field(default_factory=dict)
@@ -30,6 +31,7 @@ class PlannedStates:
     at_home: Mapping[int, Ref] = field(default_factory=dict)
     unstored: Mapping[int, Slot] = field(default_factory=dict)
     written: frozenset[Ref] = frozenset()
+    renewed: frozenset[int] = frozenset()
 
     def state_of(self, ref: Ref) -> int | None:
         """The state of which ``ref`` holds a version, None for another value."""
@@ -40,11 +42,13 @@ class PlannedStates:
         """States that a step writes."""
         return [state for state, last in self.last.items() if last != (state, 0)]
 
+    def stores(self, vertex: Vertex) -> bool:
+        """Whether the vertex copies a version of a state home."""
+        return vertex.kind is VertexKind.OFFLOAD and (vertex.id, 0) in self.version
+
     def changes(self, vertex: Vertex) -> bool:
         """Whether the vertex writes a version of a state, or its home."""
-        if vertex.kind is VertexKind.OFFLOAD:
-            return (vertex.id, 0) in self.version
-        return any(ref in self.version for _, ref in overwrites(vertex))
+        return self.stores(vertex) or any(ref in self.version for _, ref in overwrites(vertex))
 
 
 def planned_states(plan: MemGraph) -> PlannedStates:
@@ -72,4 +76,6 @@ def planned_states(plan: MemGraph) -> PlannedStates:
                 f"the plan changes input {each}, which is not resident, and does not write the last version of it home"
             )
         unstored[each] = plan.slots[each, 0]
-    return PlannedStates(version, state, last, at_home, unstored, written)
+    renewed = {v.id for v in plan.vertices if changes_over_steps(v) and not outlives_step(v)}
+    by_device = {s for s in renewed if last[s] != (s, 0) and last[s] not in written}
+    return PlannedStates(version, state, last, at_home, unstored, written, frozenset(by_device))

@@ -10,6 +10,7 @@ import torch
 from disco_accel.errors import ExecutionError
 from disco_accel.execute.planned_states import PlannedStates, planned_states
 from disco_accel.execute.used_at_home import UsedAtHome
+from disco_accel.graph.check import after_gate
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import OpCall, Ref, Vertex, VertexKind, tensor_args
 from disco_accel.graph.values import (
@@ -43,7 +44,8 @@ class Tables:
     """What the engine is built from.
 
     int64 with the columns of ``native/engine_numbers.py``: ``vertices``, ``edges`` of positions, and ``copied``.
-    ``externals``: external INPUT id to its storage number in the op table. ``planned`` allocations of one step.
+    ``externals``: id of an external INPUT, or of a transfer to the user's memory, to its storage number in the op
+    table. ``planned`` allocations of one step.
     ``states`` of the plan.
     """
 
@@ -70,13 +72,14 @@ class Lowering:
         self._vertices = {v.id: v for v in graph.vertices}
         self._positions = {v.id: i for i, v in enumerate(graph.vertices)}
         self._devices = {device.id: i for i, device in enumerate(graph.devices)}
-        self._copied: list[tuple[int, int]] = []
+        self._copied: list[tuple[int, int, int]] = []
         self._storages: dict[Ref, int] = {}
         self._homes: dict[int, int] = {}
         self._externals: dict[int, int] = {}
         self._planned = 0
         self._states = planned_states(graph)
         self._at_home = UsedAtHome.of(graph)
+        self._behind_gate = after_gate(graph.vertices, (*graph.data_edges, *graph.memory_edges))
 
     def run(self) -> Tables:
         """Raises ExecutionError naming the vertex whose memory or call is missing."""
@@ -102,6 +105,8 @@ class Lowering:
             flags |= VertexFlag.OUT
         if self._states.version and self._states.changes(vertex):
             flags |= VertexFlag.CHANGES
+            if self._reaches_host(vertex):
+                flags |= VertexFlag.OUT
         lane, towards = self._lane(vertex)
         flags |= towards
         op, dst, src, nbytes = -1, 0, 0, 0
@@ -113,6 +118,12 @@ class Lowering:
             nbytes = vertex.sizes[0]
             dst, src = self._copy(vertex) if nbytes else (0, 0)
         return int(vertex.kind), lane, op, dst, src, nbytes, int(flags)
+
+    def _reaches_host(self, vertex: Vertex) -> bool:
+        """Whether the vertex writes home what the host uses too: a caller who has the outputs finds that there."""
+        if vertex.kind is not VertexKind.OFFLOAD or vertex.id in self._behind_gate:
+            return False
+        return not outlives_step(self._vertices[self._states.state[self._states.version[vertex.id, 0]]])
 
     def _lane(self, vertex: Vertex) -> tuple[int, VertexFlag]:
         """Where the vertex runs, as a position: a transfer on the link of the device that it reads from, or, if one of
@@ -127,29 +138,34 @@ class Lowering:
 
     def _input(self, vertex: Vertex) -> tuple[int, int, int]:
         if is_foreign(vertex):
-            self._ops.set_host(self._at_home.on_host(vertex))
-            self._externals[vertex.id] = self._storages[vertex.id, 0] = self._ops.add_external(vertex.sizes[0])
+            self._add_external(vertex)
             return 0, 0, 0
         if arrives_at_gate(vertex):
             raise ExecutionError(f"input {vertex.id} is late but not external: nobody can deliver it")
         if not host_copy_exists(vertex):
             raise ExecutionError(f"input {vertex.id} is neither clean nor external: nobody holds its value")
-        if changes_over_steps(vertex):
-            if (vertex.id, 0) not in self._graph.slots:
-                return 0, 0, 0
-            return self._address((vertex.id, 0), vertex.sizes[0]), self._home(vertex.id, vertex), vertex.sizes[0]
-        held = self._memory.clean.get(vertex.id)
         if not outlives_step(vertex) and vertex.sizes[0] and (vertex.id, 0) in self._graph.slots:
             raise ExecutionError(
                 f"the plan has input {vertex.id} on the device when a step starts, but the host renews it between two "
                 "steps: each step has to reload it"
             )
+        if changes_over_steps(vertex):
+            if (vertex.id, 0) not in self._graph.slots:
+                return 0, 0, 0
+            return self._address((vertex.id, 0), vertex.sizes[0]), self._home(vertex.id, vertex), vertex.sizes[0]
+        held = self._memory.clean.get(vertex.id)
         if held is None or held.numel() * held.element_size() != vertex.sizes[0]:
             got = "no host bytes" if held is None else f"{held.numel() * held.element_size()} host bytes"
             raise ExecutionError(f"clean input {vertex.id} needs {vertex.sizes[0]} host bytes, it was given {got}")
         if (vertex.id, 0) not in self._graph.slots:
             return 0, 0, 0
         return self._address((vertex.id, 0), vertex.sizes[0]), held.data_ptr(), vertex.sizes[0]
+
+    def _add_external(self, vertex: Vertex) -> int:
+        self._ops.set_host(self._at_home.on_host(vertex))
+        storage = int(self._ops.add_external(vertex.sizes[0]))
+        self._externals[vertex.id] = self._storages[vertex.id, 0] = storage
+        return storage
 
     def _copy(self, vertex: Vertex) -> tuple[int, int]:
         ref, nbytes = vertex.inputs[0], vertex.sizes[0]
@@ -158,13 +174,9 @@ class Lowering:
             home = self._host_address(vertex.id, nbytes) if state is None else self._home(state, vertex)
             return home, self._address(ref, nbytes)
         source = self._vertices[ref[0]]
-        target = self._address((vertex.id, 0), nbytes)
         if vertex.kind is VertexKind.TRANSFER:
-            if not is_foreign(source):
-                return target, self._address(ref, nbytes)
-            self._copied.append((self._externals[source.id], self._positions[vertex.id]))
-            # Any address will do until the input is bound: nothing runs before.
-            return target, target
+            return self._transfer(vertex, source)
+        target = self._address((vertex.id, 0), nbytes)
         if state is not None:
             return target, self._home(state, vertex)
         if source.kind is VertexKind.OFFLOAD:
@@ -175,6 +187,20 @@ class Lowering:
         if nbytes > held.numel() * held.element_size():
             raise ExecutionError(f"reload {vertex.id} reads {nbytes} bytes of clean input {source.id}, which has fewer")
         return target, held.data_ptr()
+
+    def _transfer(self, vertex: Vertex, source: Vertex) -> tuple[int, int]:
+        ref, nbytes, position = vertex.inputs[0], vertex.sizes[0], self._positions[vertex.id]
+        addresses = [
+            0 if is_foreign(each) else self._address(place, nbytes)
+            for each, place in ((vertex, (vertex.id, 0)), (source, ref))
+        ]
+        if is_foreign(source):
+            self._copied.append((self._externals[source.id], position, 0))
+        if is_foreign(vertex):
+            self._copied.append((self._add_external(vertex), position, 1))
+        # Any address will do until the input is bound: nothing runs before.
+        target, read = addresses
+        return target or read, read or target
 
     def _home(self, state: int, user: Vertex) -> int:
         """The address of a state's home, all of which ``user`` reads or writes."""
@@ -312,7 +338,7 @@ def _within(arena: torch.Tensor, offset: int, nbytes: int, what: str, where: str
 
 
 def external_dtypes(graph: MemGraph, calls: Mapping[int, OpCall]) -> dict[int, str]:
-    """External INPUT id to the dtype that all kernels read it as, where they agree."""
+    """Id of an external value to the dtype that all kernels read it as, where they agree."""
     external = {v.id for v in graph.vertices if is_foreign(v)}
     seen: dict[int, set[str]] = {}
     for vertex in graph.vertices:

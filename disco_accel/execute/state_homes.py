@@ -161,6 +161,11 @@ class StateHomes:
                 self._homes[state].copy_(copy)
         self._forget_newer()
 
+    def write(self, state: int, copy: torch.Tensor) -> None:
+        """Write what an arena has of ``state`` home."""
+        with torch.inference_mode():
+            self._homes[state].copy_(copy)
+
     def store_if_whole(self) -> None:
         """As ``store``; does nothing after a torn step."""
         if not self._torn:

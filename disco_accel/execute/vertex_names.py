@@ -44,6 +44,13 @@ class Describer:
         """An INPUT by id and name: ``input 3 (input_ids)``."""
         return f"input {vertex} ({self._names[vertex]})" if vertex in self._names else f"input {vertex}"
 
+    def external(self, vertex: int) -> str:
+        """What is bound to a vertex in each step: ``external input 3 (input_ids)``, or the memory that a transfer
+        writes to."""
+        if self._vertices[vertex].kind is VertexKind.INPUT:
+            return f"external {self.input(vertex)}"
+        return f"the memory that vertex {vertex} ({self.what(self._vertices[vertex])}) writes to"
+
     def what(self, vertex: Vertex) -> str:
         """What the vertex does, without its id."""
         if vertex.kind is VertexKind.KERNEL:

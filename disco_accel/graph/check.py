@@ -11,7 +11,7 @@ from disco_accel.graph.memgraph import Edge
 from disco_accel.graph.stable_order import stable_order
 from disco_accel.graph.strict_json import plain
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
-from disco_accel.graph.traits import BROUGHT
+from disco_accel.graph.traits import BROUGHT, MADE_FOREIGN, Arrival
 from disco_accel.graph.values import (
     arrives_at_gate,
     changes_over_steps,
@@ -121,6 +121,8 @@ def _check_references(vertex: Vertex, by_id: dict[int, Vertex]) -> None:
         producer, output = vertex.inputs[0]
         if vertex.sizes[0] > by_id[producer].sizes[output]:
             raise _fail(vertex, "size", "a transfer cannot be larger than its source")
+        if is_foreign(vertex) and is_foreign(by_id[producer]):
+            raise _fail(vertex, "inputs[0]", "from the user's memory to the user's memory: the user can copy that")
 
 
 def _check_devices(vertex: Vertex, by_id: dict[int, Vertex], home_uses: HomeUses) -> None:
@@ -128,6 +130,8 @@ def _check_devices(vertex: Vertex, by_id: dict[int, Vertex], home_uses: HomeUses
     for position, ref in enumerate(vertex.inputs):
         device = home_uses.device_of(ref, by_id[ref[0]])
         moves = vertex.kind is VertexKind.TRANSFER
+        if moves and is_foreign(vertex) and vertex.device not in home_uses.hosts:
+            raise _fail(vertex, "device", f"{vertex.device} is not the host's: no transfer to the user's memory there")
         if moves and ref in home_uses.written:
             raise _fail(vertex, f"inputs[{position}]", "lies at a home, from where a plan reloads it: no transfer")
         if vertex.kind is VertexKind.KERNEL and device != vertex.device and not home_uses.at_home(vertex, ref):
@@ -141,8 +145,8 @@ def _check_devices(vertex: Vertex, by_id: dict[int, Vertex], home_uses: HomeUses
 
 def _check_flags(vertex: Vertex) -> None:
     if vertex.kind is not VertexKind.INPUT:
-        if vertex.traits != BROUGHT:
-            raise _fail(vertex, "traits", "only an input can have any; what a vertex makes lives in one step")
+        if vertex.traits != BROUGHT and (vertex.kind is not VertexKind.TRANSFER or vertex.traits != MADE_FOREIGN):
+            raise _fail(vertex, "traits", "only an input can have any, and a transfer to the user's memory")
         return
     if vertex.inputs or vertex.after:
         raise _fail(
@@ -152,6 +156,8 @@ def _check_flags(vertex: Vertex) -> None:
         raise _fail(vertex, "outputs", "an input has exactly one output")
     if wrong := vertex.traits.contradiction():
         raise _fail(vertex, *wrong)
+    if vertex.traits.arrival is Arrival.MADE:
+        raise _fail(vertex, "traits", "an input is brought: it arrives at the start or at the gate")
     if arrives_at_gate(vertex) and handed_out_at_gate(vertex):
         raise _fail(vertex, "late", "a late input arrives only after every out vertex, so it cannot be one")
 

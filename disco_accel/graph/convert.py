@@ -18,7 +18,7 @@ from disco_accel.graph.schema2 import GATE, Space, SpaceKind, Value, Version, Wo
 from disco_accel.graph.schema2_check import check_graph
 from disco_accel.graph.schema2_plan_check import check_names
 from disco_accel.graph.taskgraph import Device, Ref, TaskGraph, Vertex, VertexKind
-from disco_accel.graph.traits import Arrival
+from disco_accel.graph.traits import BROUGHT, MADE, MADE_FOREIGN, Access, Arrival
 from disco_accel.graph.values import arrives_at_gate, changes_over_steps, host_copy_exists, is_foreign, overwrites
 
 _COPIES = (VertexKind.OFFLOAD, VertexKind.RELOAD)
@@ -188,7 +188,7 @@ class _InValues:
                 continue
             for k, size in enumerate(vertex.sizes):
                 if k not in dict(vertex.inplace):
-                    values.append(Value(fresh, size, vertex.device))
+                    values.append(Value(fresh, size, vertex.device, vertex.traits if is_foreign(vertex) else MADE))
                     self.version[vertex.id, k] = (fresh, 0)
                     fresh += 1
         for vertex in source.vertices:
@@ -371,7 +371,10 @@ class _InVertices:
         )
         if GATE in vertex.after and gate is None:
             raise GraphFileError(f"vertex {vertex.id}: after: nothing arrives at the gate, which nobody would open")
-        sizes = tuple(self._source.value[value].bytes for value, _ in vertex.writes)
+        written = [self._source.value[value] for value, _ in vertex.writes]
+        foreign = any(
+            value.traits.arrival is Arrival.MADE and value.traits.access is Access.FOREIGN for value in written
+        )
         where = f"vertex {vertex.id}"
         return Vertex(
             vertex.id,
@@ -379,8 +382,9 @@ class _InVertices:
             vertex.space,
             vertex.op,
             tuple(self.ref[version] for version in vertex.reads),
-            sizes,
+            tuple(value.bytes for value in written),
             vertex.duration,
+            traits=MADE_FOREIGN if foreign else BROUGHT,
             out=self._marked(vertex.writes, self._source.gate_outputs, where),
             keep=self._marked(vertex.writes, self._source.end_outputs, where),
             after=tuple(gate if other == GATE and gate is not None else other for other in vertex.after),

@@ -113,7 +113,7 @@ def memgraph_to_json(graph: MemGraph, names: Mapping[int, str] | None = None) ->
 
 def sayable(vertex: Vertex) -> bool:
     """Whether version 1 has words for ``vertex``."""
-    foreign = vertex.traits.access is Access.FOREIGN
+    foreign = vertex.traits.access is Access.FOREIGN and vertex.kind is VertexKind.INPUT
     return (foreign or vertex.traits in _TRAITS.values()) and not any(output for output, _ in vertex.inplace)
 
 
@@ -350,12 +350,13 @@ def _vertex_to_json(vertex: Vertex, names: Mapping[int, str]) -> dict[str, Any]:
 
 def _keys(vertex: Vertex) -> tuple[str, ...]:
     """What version 1 calls the traits of ``vertex``. Raises GraphFileError."""
-    if vertex.traits.access is Access.FOREIGN:
+    if vertex.traits.access is Access.FOREIGN and vertex.kind is VertexKind.INPUT:
         return ("late", "external") if vertex.traits.arrival is Arrival.GATE else ("external",)
     for keys, traits in _TRAITS.items():
         if vertex.traits == traits:
             return keys
     but = " but renewed by the host" if vertex.traits.renewed else ""
+    but = " but written by a transfer" if vertex.traits.arrival is Arrival.MADE else but
     raise GraphFileError(
         f"{called(vertex)}: version 1 has no word for a value that lives over {vertex.traits.lifetime} and is "
         f"{vertex.traits.access}{but}: write version 2 (on the command line --schema 2)"

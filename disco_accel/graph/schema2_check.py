@@ -19,6 +19,7 @@ def check_graph(graph: Graph) -> Graph:
     _check_values(graph)
     _check_vertices(graph)
     _check_versions(graph)
+    _check_made_foreign(graph)
     _check_homes(graph)
     ordered = _ordered(graph)
     _check_gate(ordered)
@@ -155,6 +156,19 @@ def _check_versions(graph: Graph) -> None:
         for version in versions:
             if version not in exists:
                 raise GraphFileError(f"{key}: nothing writes {list(version)}")
+
+
+def _check_made_foreign(graph: Graph) -> None:
+    """Memory of the user's is written by copies to the host alone."""
+    for value in graph.values:
+        if value.traits.access is not Access.FOREIGN or value.traits.arrival is not Arrival.MADE:
+            continue
+        writer = graph.writers[value.id, 0]
+        if writer.work is not Work.COPY or not graph.space[value.space].kernels:
+            message = "foreign, but made: only a copy to a space of the host with kernels writes there"
+            raise _of(value, "access", message)
+        if graph.value[writer.reads[0][0]].traits.access is Access.FOREIGN:
+            raise _of(value, "access", "foreign, and copied from foreign memory: the user can copy that")
 
 
 def _check_homes(graph: Graph) -> None:

@@ -44,8 +44,8 @@ class Vertex:
 
     ``sizes`` are the bytes of each output's storage (0 = no memory); ``duration`` is in seconds.
     For an OFFLOAD ``device`` is the device copied from; everywhere else it is where the outputs live.
-    ``traits``: of an INPUT's value. ``inplace``: pairs of an output and the position of the input that it is written
-    over. What these mean for a plan is asked through ``graph/values.py``.
+    ``traits``: of an INPUT's value; a TRANSFER may be MADE_FOREIGN. ``inplace``: pairs of an output and the position of
+    the input that it is written over. What these mean for a plan is asked through ``graph/values.py``.
     """
 
     id: int

@@ -38,8 +38,8 @@ class Traits:
     """Of the value of an INPUT; a value that a vertex makes has those of ``BROUGHT`` but for its arrival.
 
     ``stays``: of a value that the host has, it is on its device all the time: no cyclic plan lets it leave.
-    ``renewed``: of such a value that no kernel changes, the host writes another content between two steps: what a
-    device has of it is good for one step.
+    ``renewed``: of such a value, the host reads it and writes another content between two steps: what a device has of
+    it is good for one step, and its home has the last version when a step has ended.
     """
 
     lifetime: Lifetime = Lifetime.STEP
@@ -54,8 +54,8 @@ class Traits:
             return "arrival", "a value that lives from step to step is there when one starts: start"
         if self.stays and not self.host_has_it:
             return "stays", "only a value that lives over steps and is not foreign can be made to stay"
-        if self.renewed and (self.lifetime is not Lifetime.STEPS or self.access is not Access.READ or self.stays):
-            return "renewed", "only a value that lives over steps, that kernels read alone and that may leave can be so"
+        if self.renewed and (not self.host_has_it or self.stays):
+            return "renewed", "only a value that lives over steps, that is not foreign and that may leave can be so"
         return None
 
     @property
@@ -85,6 +85,9 @@ there."""
 STATE = Traits(Lifetime.STEPS, Access.READ_WRITE)
 """The host has it when a step starts, kernels change it, and the next step starts with what they made of it."""
 
+RENEWED_STATE = Traits(Lifetime.STEPS, Access.READ_WRITE, renewed=True)
+"""As a state, but at its home between two steps, where the host uses it too: what an optimizer's step changes."""
+
 FOREIGN = Traits(Lifetime.STEPS, Access.FOREIGN)
 """In the user's memory."""
 
@@ -94,4 +97,7 @@ LATE_FOREIGN = Traits(Lifetime.STEP, Access.FOREIGN, Arrival.GATE)
 MADE = Traits(arrival=Arrival.MADE)
 """Made by a vertex in each step anew."""
 
-TRAITS = (BROUGHT, LATE, FROZEN, RENEWED, STATE, FOREIGN, LATE_FOREIGN)
+MADE_FOREIGN = Traits(Lifetime.STEP, Access.FOREIGN, Arrival.MADE)
+"""Written by a transfer to the user's memory: gradients for an optimizer on the host."""
+
+TRAITS = (BROUGHT, LATE, FROZEN, RENEWED, STATE, RENEWED_STATE, FOREIGN, LATE_FOREIGN, MADE_FOREIGN)

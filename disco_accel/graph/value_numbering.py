@@ -182,7 +182,7 @@ def graph_of_plan(graph: TaskGraph, plan: Iterable[Vertex]) -> TaskGraph | None:
     """Return the graph that a plan with the vertices ``plan`` is a plan of: ``graph``, or that without some of its
     clones. None if there is no such graph."""
     # A planner may give its copies the numbers that clones had.
-    planned = {vertex.id for vertex in plan if vertex.kind in (VertexKind.INPUT, VertexKind.KERNEL)}
+    planned = {vertex.id for vertex in plan if vertex.kind not in (VertexKind.OFFLOAD, VertexKind.RELOAD)}
     missing = {vertex.id for vertex in graph.vertices if vertex.id not in planned}
     if not missing:
         return graph

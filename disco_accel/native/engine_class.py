@@ -73,11 +73,17 @@ class Engine(Protocol):
     def ops_run(self, device: int) -> int:
         """Ops of the last step that the device at that position, one in host memory, has run to their end."""
 
+    def ran(self, position: int) -> bool:
+        """Whether the vertex there has run to its end in the last step."""
+
     def add_leaving(self, values: list[torch.Tensor]) -> int:
         """The number of a group of values that ``copies`` copies."""
 
     def copies(self, group: int) -> list[torch.Tensor]:
         """Copies of a group's values in memory of their own."""
+
+    def release(self, storages: list[int]) -> None:
+        """Let go of these tensors, which nothing in the step reads any more."""
 
     def release_externals(self) -> None:
         """Let go of the tensors bound last."""

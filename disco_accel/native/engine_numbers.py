@@ -14,7 +14,7 @@ from disco_accel.native.plain_library import ExtensionError
 VERTEX_COLUMNS = ("kind", "device", "op", "dst", "src", "bytes", "flags")
 """Of the int64 table with a row for each vertex."""
 EDGE_COLUMNS = ("from", "to")
-COPIED_COLUMNS = ("storage", "vertex")
+COPIED_COLUMNS = ("storage", "vertex", "writes")
 """The storage of an external input and the position of a transfer that reads it."""
 EVENT_COLUMNS = ("vertex", "device", "stream", "issue", "start", "end", "bytes", "ready")
 """Of a traced step; times in nanoseconds from its begin."""

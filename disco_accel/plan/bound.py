@@ -173,7 +173,7 @@ class _Facts:
         read = [self.values[ref] for ref in refs if ref in self.values]
         for value in read:
             value.uses.append(position)
-        written = sum(vertex.sizes) if vertex.device == device else 0
+        written = sum(vertex.sizes) if vertex.device == device and not is_foreign(vertex) else 0
         if written:
             # An output costs nothing of its own where it is, or may be, written over an input.
             over = {k for k, ref in overwrites(vertex) if ref in self.values}
@@ -182,7 +182,7 @@ class _Facts:
             written -= sum(vertex.sizes[k] for k in over)
         self.needed[position] = sum(value.size for value in read) + written
         self.outputs[position] = written
-        if vertex.device == device:
+        if vertex.device == device and not is_foreign(vertex):
             over_input = dict(overwrites(vertex))
             for k, size in enumerate(vertex.sizes):
                 if (vertex.id, k) in self.home_uses.written:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import replace
 
 from disco_accel.graph.carried_values import carried_values, taskgraph_of
 from disco_accel.graph.home_uses import HomeUses
 from disco_accel.graph.memgraph import Edge, MemGraph, Slot
 from disco_accel.graph.taskgraph import Ref, Vertex, VertexKind
+from disco_accel.graph.traits import MADE_FOREIGN
 from disco_accel.graph.values import lasting_versions
 from disco_accel.testing.faults import Fault
 from disco_accel.testing.renewed_plans import made_resident
@@ -40,12 +41,7 @@ def update_before_readers(plan: MemGraph, rng: random.Random) -> MemGraph | None
         if any(uses.vertex[producer].inputs[dict(uses.vertex[producer].inplace)[k]] == ref for ref in reader.inputs)
         and (reader.kind is VertexKind.RELOAD or reader.device in uses.uses.hosts)
     }
-    spoilt = []
-    for lost in former & set(plan.memory_edges):
-        bad = replace(plan, memory_edges=tuple(edge for edge in plan.memory_edges if edge != lost))
-        if lost[0] not in _ancestors(bad)[lost[1]]:
-            spoilt.append((lost, bad))
-    return rng.choice(sorted(spoilt, key=lambda each: each[0]))[1] if spoilt else None
+    return _without_memory_edge(plan, former & set(plan.memory_edges), rng)
 
 
 def former_version_loaded(plan: MemGraph, rng: random.Random) -> MemGraph | None:
@@ -105,11 +101,26 @@ def home_with_an_address(plan: MemGraph, rng: random.Random) -> MemGraph | None:
     places = [ref for ref in places if uses.vertex[ref[0]].sizes[ref[1]]]
     if not places:
         return None
-    ref = rng.choice(places)
-    device = uses.vertex[ref[0]].device
-    end = max((slot.addr + slot.size for slot in plan.slots.values() if slot.device == device), default=0)
-    slot = Slot(device, -(-end // 4096) * 4096, uses.vertex[ref[0]].sizes[ref[1]])
-    return replace(plan, slots={**plan.slots, ref: slot})
+    return _with_address(plan, rng.choice(places))
+
+
+def left_before_made(plan: MemGraph, rng: random.Random) -> MemGraph | None:
+    """A transfer to the user's memory does not wait for what it takes there."""
+    vertex = {v.id: v for v in plan.vertices}
+    made = [(v.inputs[0][0], v.id) for v in plan.vertices if v.traits == MADE_FOREIGN and v.sizes[0]]
+    return _without_data_edge(plan, [edge for edge in made if vertex[edge[0]].kind is not VertexKind.INPUT], rng)
+
+
+def overwritten_while_it_leaves(plan: MemGraph, rng: random.Random) -> MemGraph | None:
+    """The memory of what a transfer takes to the user's memory is written over without waiting for it."""
+    leaving = {v.id for v in plan.vertices if v.traits == MADE_FOREIGN and v.sizes[0]}
+    return _without_memory_edge(plan, {edge for edge in plan.memory_edges if edge[0] in leaving}, rng)
+
+
+def users_memory_with_an_address(plan: MemGraph, rng: random.Random) -> MemGraph | None:
+    """A transfer to the user's memory has bytes of the host device too, which are nobody else's."""
+    given = [v for v in plan.vertices if v.traits == MADE_FOREIGN and v.sizes[0]]
+    return _with_address(plan, (rng.choice(given).id, 0)) if given else None
 
 
 def copy_read_for_home(plan: MemGraph, rng: random.Random) -> MemGraph | None:
@@ -142,6 +153,8 @@ HOME_RUN_FAULTS: Mapping[str, Fault] = {
         former_version_loaded,
         former_version_written_back,
         resident_but_changed_at_home,
+        left_before_made,
+        overwritten_while_it_leaves,
     )
 }
 """Faults in the execution that a plan allows."""
@@ -149,6 +162,7 @@ HOME_RUN_FAULTS: Mapping[str, Fault] = {
 HOME_FAULTS: Mapping[str, Fault] = {
     **HOME_RUN_FAULTS,
     home_with_an_address.__name__: home_with_an_address,
+    users_memory_with_an_address.__name__: users_memory_with_an_address,
     copy_read_for_home.__name__: copy_read_for_home,
 }
 
@@ -172,11 +186,28 @@ class _Uses:
         ]
 
 
+def _with_address(plan: MemGraph, ref: Ref) -> MemGraph:
+    vertex = next(v for v in plan.vertices if v.id == ref[0])
+    end = max((slot.addr + slot.size for slot in plan.slots.values() if slot.device == vertex.device), default=0)
+    slot = Slot(vertex.device, -(-end // 4096) * 4096, vertex.sizes[ref[1]])
+    return replace(plan, slots={**plan.slots, ref: slot})
+
+
 def _without_data_edge(plan: MemGraph, edges: list[Edge], rng: random.Random) -> MemGraph | None:
     if not edges:
         return None
     lost = rng.choice(edges)
     return replace(plan, data_edges=tuple(edge for edge in plan.data_edges if edge != lost))
+
+
+def _without_memory_edge(plan: MemGraph, edges: Set[Edge], rng: random.Random) -> MemGraph | None:
+    """Without one of ``edges`` that nothing else stands for."""
+    spoilt = []
+    for lost in edges:
+        bad = replace(plan, memory_edges=tuple(edge for edge in plan.memory_edges if edge != lost))
+        if lost[0] not in _ancestors(bad)[lost[1]]:
+            spoilt.append((lost, bad))
+    return rng.choice(sorted(spoilt, key=lambda each: each[0]))[1] if spoilt else None
 
 
 def _ancestors(plan: MemGraph) -> Mapping[int, set[int]]:

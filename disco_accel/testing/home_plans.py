@@ -15,11 +15,12 @@ from disco_accel.testing.state_plans import NoPlan, random_plan
 from disco_accel.testing.strategies import Shape, random_taskgraph, with_room
 
 HOME_SHAPES = (
-    Shape(vertices=12, inputs=6, devices=1, host=0.5, states=0.5, inplace=0.0),
-    Shape(vertices=10, inputs=6, devices=2, host=0.4, states=0.7, gate=False, keep=0.3, inplace=0.0),
+    Shape(vertices=12, inputs=6, devices=1, host=0.5, states=0.5, leaving=0.5, inplace=0.0),
+    Shape(vertices=10, inputs=6, devices=2, host=0.4, states=0.7, gate=False, keep=0.3, leaving=0.5, inplace=0.0),
     Shape(vertices=12, inputs=8, devices=1, host=0.4, states=0.4, renewed=0.5, may_inplace=0.4, inplace=0.0),
 )
-"""Graphs with updates on the host and on devices, alone, and beside values that the host renews."""
+"""Graphs with updates on the host and on devices, alone, and beside values that the host renews; transfers to the
+user's memory."""
 
 OLD_VERSIONS = tuple(replace(shape, inplace=0.2, old_versions=True) for shape in HOME_SHAPES)
 """The same with what no planner takes: versions that are read, or handed out, when they have been overwritten."""

@@ -1,4 +1,4 @@
-"""Random plans of graphs with inputs that the host renews between two steps, and a planted fault in such plans."""
+"""Random plans of graphs with inputs that the host renews between two steps, and planted faults in such plans."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Mapping, Set
 from dataclasses import replace
 
 from disco_accel.errors import PlanError
+from disco_accel.graph.carried_values import carried_values, taskgraph_of
 from disco_accel.graph.memgraph import MemGraph, Slot
-from disco_accel.graph.taskgraph import TaskGraph, VertexKind
-from disco_accel.graph.values import outlives_step
+from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
+from disco_accel.graph.values import changes_over_steps, lasting_versions, outlives_step
 from disco_accel.plan import make_plan
 from disco_accel.testing.faults import Fault
-from disco_accel.testing.state_faults import without_copy
+from disco_accel.testing.state_faults import renewed_state_not_written_home, without_copy
 from disco_accel.testing.state_plans import NoPlan, random_plan
 from disco_accel.testing.strategies import Shape, random_taskgraph, with_room
 
@@ -54,7 +55,8 @@ def renewed_plans(count: int, first_seed: int = 0) -> list[tuple[TaskGraph, MemG
 
 def renewed_made_resident(plan: MemGraph, rng: random.Random) -> MemGraph | None:
     """What the host renews is not reloaded, but lies on the device from step to step, in bytes of its own."""
-    return made_resident(plan, {vertex.id for vertex in plan.vertices if not outlives_step(vertex)}, rng)
+    renewed = {v.id for v in plan.vertices if not outlives_step(v) and not changes_over_steps(v)}
+    return made_resident(plan, renewed, rng)
 
 
 def made_resident(plan: MemGraph, inputs: Set[int], rng: random.Random) -> MemGraph | None:
@@ -65,14 +67,45 @@ def made_resident(plan: MemGraph, inputs: Set[int], rng: random.Random) -> MemGr
             found += [(vertex, slot) for slot in _free_places(plan, (vertex.id, 0))]
     if not found or not plan.cyclic:
         return None
-    reload, slot = rng.choice(found)
+    return _read_at_start(plan, *rng.choice(found))
+
+
+def renewed_state_made_resident(plan: MemGraph, rng: random.Random) -> MemGraph | None:
+    """A state that the host changes too is not loaded, but lies from step to step where it was loaded to, in bytes that
+    no other value has; it is written home as before."""
+    renewed = {v.id for v in plan.vertices if not outlives_step(v) and changes_over_steps(v)}
+    versions = lasting_versions(taskgraph_of(plan).vertices)
+    carried = carried_values(plan)
+    loads = []
+    for load in plan.vertices:
+        if load.kind is VertexKind.RELOAD and load.inputs[0][0] in renewed and load.sizes[0]:
+            own, chain = plan.slots[load.id, 0], versions[load.inputs[0]]
+            others = (slot for ref, slot in plan.slots.items() if carried[ref] not in chain)
+            if not any(_overlap(own, slot) for slot in others):
+                loads.append(load)
+    if not loads or not plan.cyclic:
+        return None
+    load = rng.choice(loads)
+    return _read_at_start(plan, load, plan.slots[load.id, 0])
+
+
+RENEWED_FAULTS: Mapping[str, Fault] = {
+    fault.__name__: fault
+    for fault in (renewed_made_resident, renewed_state_made_resident, renewed_state_not_written_home)
+}
+
+
+def _read_at_start(plan: MemGraph, reload: Vertex, slot: Slot) -> MemGraph:
+    """``plan`` without ``reload``: what it loads is in ``slot`` when a step starts."""
     value = reload.inputs[0]
     plan = without_copy(plan, reload)
     vertices = [replace(v, inputs=tuple(value if r == (reload.id, 0) else r for r in v.inputs)) for v in plan.vertices]
     return replace(plan, vertices=tuple(vertices), slots={**plan.slots, value: slot})
 
 
-RENEWED_FAULTS: Mapping[str, Fault] = {renewed_made_resident.__name__: renewed_made_resident}
+def _overlap(one: Slot, other: Slot) -> bool:
+    same = one.device == other.device and one.size > 0 and other.size > 0
+    return same and one.addr < other.addr + other.size and other.addr < one.addr + one.size
 
 
 def _free_places(plan: MemGraph, ref: tuple[int, int]) -> list[Slot]:

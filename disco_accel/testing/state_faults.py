@@ -10,7 +10,7 @@ from dataclasses import replace
 from disco_accel.graph.carried_values import carried_values, taskgraph_of
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import Ref, Vertex, VertexKind
-from disco_accel.graph.values import lasting_versions
+from disco_accel.graph.values import lasting_versions, outlives_step
 from disco_accel.testing.faults import Fault
 
 
@@ -18,6 +18,13 @@ def lost_write_back(plan: MemGraph, rng: random.Random) -> MemGraph | None:
     """The last version is not written home, where the next step looks for it: it finds it nowhere else."""
     homes = _Homes(plan)
     lost = [o for s, o in homes.unread_last_writes() if not (plan.cyclic and (s in plan.slots))]
+    return without_copy(plan, rng.choice(lost)) if lost else None
+
+
+def renewed_state_not_written_home(plan: MemGraph, rng: random.Random) -> MemGraph | None:
+    """The last version of what the host changes too is not written home, where the host looks for it."""
+    homes = _Homes(plan)
+    lost = [offload for state, offload in homes.unread_last_writes() if not outlives_step(homes.vertex[state[0]])]
     return without_copy(plan, rng.choice(lost)) if lost else None
 
 

@@ -280,7 +280,7 @@ class _Draft:
             if size and (vertex.id, k) in self.uses.written:
                 self._replace_home(self.state[vertex.id, k], (vertex.id, k))
                 self.host[vertex.id, k] = (vertex.id, k)
-            elif size and k not in places:
+            elif size and k not in places and not is_foreign(vertex):
                 self._hold((vertex.id, k), (vertex.id, k), None)
         for k, (addr, reserved) in places.items():
             del self.held[over[k]]

@@ -10,7 +10,18 @@ from hypothesis import strategies as st
 from disco_accel.graph.check import after_gate, check_taskgraph
 from disco_accel.graph.home_uses import HomeUses, host_devices
 from disco_accel.graph.taskgraph import Device, Ref, TaskGraph, Vertex, VertexKind, with_memory
-from disco_accel.graph.traits import BROUGHT, FOREIGN, FROZEN, LATE, LATE_FOREIGN, RENEWED, STATE
+from disco_accel.graph.traits import (
+    BROUGHT,
+    FOREIGN,
+    FROZEN,
+    LATE,
+    LATE_FOREIGN,
+    MADE_FOREIGN,
+    RENEWED,
+    RENEWED_STATE,
+    STATE,
+    Traits,
+)
 from disco_accel.graph.values import arrives_at_gate, handed_out_at_gate, host_copy_exists, is_foreign
 
 _SIZES = (0, 1, 256, 300, 512, 512, 1024, 1024, 2048, 3000)
@@ -29,6 +40,7 @@ class Shape:
     ``states``: of an input that lives over steps and changes, and of a kernel that changes some of those. ``renewed``:
     of any other input that the host has, that the host changes it between steps.
     ``host``: of an input and a vertex, that it is on one more device, which is the host's.
+    ``leaving``: of a transfer to that device, that it writes to the user's memory.
     ``old_versions``: whether versions of these are read, or handed out, also after they were overwritten.
     """
 
@@ -44,6 +56,7 @@ class Shape:
     states: float = 0.0
     renewed: float = 0.0
     host: float = 0.0
+    leaving: float = 0.0
     old_versions: bool = False
 
 
@@ -185,10 +198,12 @@ class _Maker:
     def _add_state(self) -> None:
         ref = (len(self.vertices), 0)
         keep = self.rng.random() < self.shape.keep / 2
+        renewed = self.shape.renewed and self.rng.random() < self.shape.renewed
+        traits = RENEWED_STATE if renewed else STATE
         self.last_version[ref] = self.home[ref] = ref
         self.versions.add(ref)
         self.vertices.append(
-            Vertex(ref[0], VertexKind.INPUT, self._device(), "in_state", (), (self._size(),), traits=STATE, keep=keep)
+            Vertex(ref[0], VertexKind.INPUT, self._device(), "in_state", (), (self._size(),), traits=traits, keep=keep)
         )
 
     def add_vertex(self) -> None:
@@ -202,7 +217,10 @@ class _Maker:
         if others and rng.random() < 0.3:
             source = rng.choice(others)
             size = self._size_of(source)
-            self._append(VertexKind.TRANSFER, device, (source,), (rng.choice((size, size // 2)),))
+            leaves = device in self.hosts and self.shape.leaving and rng.random() < self.shape.leaving
+            leaves = leaves and not is_foreign(self.vertices[source[0]])
+            sizes = (rng.choice((size, size // 2)),)
+            self._append(VertexKind.TRANSFER, device, (source,), sizes, MADE_FOREIGN if leaves else BROUGHT)
             return
         # Recent values are read more often, as in a real network; repeats are allowed.
         recent = values[-6:] if rng.random() < 0.7 else values
@@ -256,7 +274,14 @@ class _Maker:
     def _size_of(self, ref: Ref) -> int:
         return self.vertices[ref[0]].sizes[ref[1]]
 
-    def _append(self, kind: VertexKind, device: int, inputs: tuple[Ref, ...], sizes: tuple[int, ...]) -> None:
+    def _append(
+        self,
+        kind: VertexKind,
+        device: int,
+        inputs: tuple[Ref, ...],
+        sizes: tuple[int, ...],
+        traits: Traits = BROUGHT,
+    ) -> None:
         rng, shape = self.rng, self.shape
         inplace: tuple[tuple[int, int], ...] = ()
         may: tuple[int, ...] = ()
@@ -282,6 +307,7 @@ class _Maker:
                 inputs=inputs,
                 sizes=sizes,
                 duration=rng.choice((None, 1e-5, 1e-4)) if kind is VertexKind.KERNEL else None,
+                traits=traits,
                 keep=rng.random() < shape.keep,
                 after=after,
                 inplace=inplace,

@@ -28,8 +28,8 @@ from disco_accel.graph.values import (
     host_copy_exists,
     is_foreign,
     lasting_versions,
-    may_be_resident,
     must_survive_step,
+    outlives_step,
 )
 
 _POISON = -1
@@ -60,9 +60,10 @@ class _Memory:
         self.given = itertools.count()
         self.values = [(vertex.id, k) for vertex in graph.vertices for k in range(len(vertex.sizes))]
         self.versions = lasting_versions(graph.vertices)
-        lasting = (v for v in graph.vertices if may_be_resident(v))
+        lasting = [v for v in graph.vertices if host_copy_exists(v)]
         self.last = {(v.id, 0): self.versions.get((v.id, 0), [(v.id, 0)])[-1] for v in lasting}
-        """Input that lives over steps and that the host does not renew → what the next step finds in its place."""
+        """Input that lives over steps → what a step leaves of it."""
+        self.renewed = {(v.id, 0) for v in lasting if not outlives_step(v)}
         sizes = {(vertex.id, 0): vertex.sizes[0] for vertex in graph.vertices if vertex.sizes}
         self.home = {state: np.full(1, _POISON, np.int64) for state in self.versions if sizes[state]}
         self.home_uses = HomeUses.of(graph)
@@ -96,7 +97,7 @@ class _Memory:
         """Give each value a token of this step; what lives over steps begins as the step before left it."""
         before, self.token = self.token, {ref: next(self.given) for ref in self.values}
         for ref, last in self.last.items():
-            if before:
+            if before and ref not in self.renewed:
                 self.token[ref] = before[last]
             elif ref in self.home:
                 self.home[ref][:] = self.token[ref]

@@ -118,6 +118,9 @@ class Device {
   // How many ops of the step have run to their end: enqueued ones are dropped when a step ends early. Call
   // when nothing is in flight; 0 for a device that does not count them.
   virtual std::int64_t ops_run() const { return 0; }
+  // Whether `vertex`, whose work was handed over and has completed, was run to its end: it was not if it was
+  // skipped or cut short. Call when nothing is in flight.
+  virtual bool ran(std::int32_t /*vertex*/) const { return true; }
   // From here on write spans[vertex] for every vertex that runs; nullptr = stop. Only while no work is
   // enqueued.
   virtual void trace(Span* spans, std::int32_t vertices) = 0;

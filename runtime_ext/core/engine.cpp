@@ -82,10 +82,20 @@ bool Engine::Loop::abort(double timeout) {
 
 void Engine::Loop::set_source(std::int32_t vertex, const void* src) {
   const Lock lock(caller_mutex_);
-  if (active_ && (delivered_ || !schedule_.behind_gate.at(static_cast<std::size_t>(vertex)))) {
-    throw std::logic_error("set_source: vertex " + std::to_string(vertex) + " may be running");
-  }
+  require_not_running(vertex, "set_source");
   program_.src.at(static_cast<std::size_t>(vertex)) = src;
+}
+
+void Engine::Loop::set_target(std::int32_t vertex, void* dst) {
+  const Lock lock(caller_mutex_);
+  require_not_running(vertex, "set_target");
+  program_.dst.at(static_cast<std::size_t>(vertex)) = dst;
+}
+
+void Engine::Loop::require_not_running(std::int32_t vertex, const char* what) const {
+  if (active_ && (delivered_ || !schedule_.behind_gate.at(static_cast<std::size_t>(vertex)))) {
+    throw std::logic_error(std::string(what) + ": vertex " + std::to_string(vertex) + " may be running");
+  }
 }
 
 void Engine::Loop::invalidate() {
@@ -96,6 +106,11 @@ void Engine::Loop::invalidate() {
 EngineError Engine::Loop::last_error() const {
   const Lock lock(caller_mutex_);
   return error_;
+}
+
+bool Engine::Loop::ran(std::int32_t vertex) const {
+  return state_.at(static_cast<std::size_t>(vertex)) == State::kDone &&
+         devices_[static_cast<std::size_t>(program_.device[vertex])]->ran(vertex);
 }
 
 StepCounters Engine::Loop::counters() const {
@@ -189,11 +204,13 @@ void Engine::deliver(Next next) { loop().deliver(next); }
 Status Engine::wait_end(double timeout) { return loop().wait_end(timeout); }
 bool Engine::abort(double timeout) { return loop().abort(timeout); }
 void Engine::set_source(std::int32_t vertex, const void* src) { loop().set_source(vertex, src); }
+void Engine::set_target(std::int32_t vertex, void* dst) { loop().set_target(vertex, dst); }
 void Engine::invalidate() { loop().invalidate(); }
 EngineError Engine::last_error() const { return loop().last_error(); }
 const Program& Engine::program() const { return loop().program(); }
 StepCounters Engine::counters() const { return loop().counters(); }
 std::int64_t Engine::ops_run(int device) const { return loop().ops_run(device); }
+bool Engine::ran(std::int32_t vertex) const { return loop().ran(vertex); }
 void Engine::set_tracing(bool on) { loop().set_tracing(on); }
 std::vector<TraceEvent> Engine::events() const { return loop().events(); }
 

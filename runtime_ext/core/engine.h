@@ -142,6 +142,8 @@ class Engine {
   // From now on copy `vertex` reads from `src`: foreign memory that changes from step to step. Call between
   // steps, or before deliver() for a copy that waits for a late input; else it throws std::logic_error.
   void set_source(std::int32_t vertex, const void* src);
+  // The same for where it writes to.
+  void set_target(std::int32_t vertex, void* dst);
   // The arena's residents no longer hold what the host holds: the next begin() loads them again.
   void invalidate();
 
@@ -151,6 +153,8 @@ class Engine {
   // Of the last step: ops that a device in host memory has run to their end. Call between steps. Throws
   // std::out_of_range for a device that does not exist.
   std::int64_t ops_run(int device) const;
+  // Whether `vertex`, no input, has run to its end in the last step. Call between steps.
+  bool ran(std::int32_t vertex) const;
   void set_tracing(bool on);  // call between steps
   // Of the last step if it was traced, by start time. Throws std::logic_error while a step runs.
   std::vector<TraceEvent> events() const;

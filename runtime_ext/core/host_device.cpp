@@ -29,6 +29,8 @@ struct HostDevice::Shared {
   Span* spans = nullptr;
   std::atomic<int> computing{0};
   std::atomic<std::int64_t> ops_run{0};
+  std::vector<std::uint8_t>
+      ran;  // by vertex; the thread that runs it writes, before it says that it has finished
   std::atomic<bool> failed{false};
   std::atomic<bool> cancelled{false};
   mutable std::mutex failure_mutex;
@@ -46,6 +48,10 @@ struct HostDevice::Shared {
     failed.store(true, std::memory_order_release);
   }
 
+  void note_ran(std::int32_t vertex) {
+    if (static_cast<std::size_t>(vertex) < ran.size()) ran[vertex] = 1;
+  }
+
   void run_op(int stream, std::int32_t vertex, std::int32_t op) {
     if (skip()) return;
     if (spans != nullptr) spans[vertex].start = now_ns();
@@ -57,6 +63,7 @@ struct HostDevice::Shared {
     try {
       runner->run(op, index, stream);
       ops_run.fetch_add(1, std::memory_order_relaxed);
+      note_ran(vertex);
     } catch (const std::exception& error) {
       fail(vertex, what_of(error));
     } catch (...) {
@@ -175,6 +182,7 @@ void HostDevice::run_copy(HostStream& stream, const Item& item) {
     stream.alarm.woke(item.due_ns, now_ns());
   }
   spin_until(item.due_ns, skip);
+  shared_->note_ran(item.vertex);
   if (shared_->spans != nullptr) shared_->spans[item.vertex].end = now_ns();
 }
 
@@ -248,6 +256,10 @@ void HostDevice::begin_step(std::uint64_t step) {
 
 std::int64_t HostDevice::ops_run() const { return shared_->ops_run.load(std::memory_order_acquire); }
 
+bool HostDevice::ran(std::int32_t vertex) const {
+  return shared_->ran.at(static_cast<std::size_t>(vertex)) != 0;
+}
+
 bool HostDevice::failed() const { return shared_->failed.load(std::memory_order_acquire); }
 
 DeviceFailure HostDevice::failure() const {
@@ -265,6 +277,9 @@ void HostDevice::recover() {
   shared_->cancelled.store(false, std::memory_order_release);
 }
 
-void HostDevice::trace(Span* spans, std::int32_t) { shared_->spans = spans; }
+void HostDevice::trace(Span* spans, std::int32_t vertices) {
+  shared_->spans = spans;
+  shared_->ran.assign(static_cast<std::size_t>(vertices), 0);
+}
 
 }  // namespace disco

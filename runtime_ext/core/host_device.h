@@ -61,6 +61,7 @@ class HostDevice final : public Device {
   std::int64_t expected_end(int stream) const override;
   void begin_step(std::uint64_t step) override;
   std::int64_t ops_run() const override;
+  bool ran(std::int32_t vertex) const override;
   bool failed() const override;
   DeviceFailure failure() const override;
   void cancel() override;

@@ -51,10 +51,12 @@ class Engine::Loop final : public ProgressListener {
   Status wait_end(double timeout);
   bool abort(double timeout);
   void set_source(std::int32_t vertex, const void* src);
+  void set_target(std::int32_t vertex, void* dst);
   void invalidate();
   EngineError last_error() const;
   StepCounters counters() const;
   std::int64_t ops_run(int device) const { return devices_.at(static_cast<std::size_t>(device))->ops_run(); }
+  bool ran(std::int32_t vertex) const;
   void set_tracing(bool on);
   std::vector<TraceEvent> events() const;
   const Program& program() const { return program_; }
@@ -82,6 +84,7 @@ class Engine::Loop final : public ProgressListener {
   void wake();
   void command(Command bit, Next next = Next::kAnything);
   bool wake_needed();
+  void require_not_running(std::int32_t vertex, const char* what) const;
   bool inline_ready();
   bool at_gate() const { return in_flight_ == 0 && !gate_open_ && outs_left_ == 0; }
 

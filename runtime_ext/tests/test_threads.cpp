@@ -157,10 +157,10 @@ TEST(Threads, ASecondBeginIsRefusedWhileAnotherThreadWaits) {
   EXPECT_EQ(run_step(engine, checker, 1), Status::kDone);
 }
 
-TEST(Threads, TheSourceOfACopyThatMayBeRunningIsNotChanged) {
+TEST(Threads, TheEndsOfACopyThatMayBeRunningAreNotChanged) {
   // 0 late; 1 reload before the gate, 2 reload behind it.
   std::uint64_t values[2] = {1, 2};
-  std::uint64_t arena[2] = {};
+  std::uint64_t arena[3] = {};
   Scene scene;
   scene.vertices.resize(3);
   scene.vertices[0].kind = Kind::kInput;
@@ -173,14 +173,20 @@ TEST(Threads, TheSourceOfACopyThatMayBeRunningIsNotChanged) {
   engine.begin();
   EXPECT_THROW(engine.set_source(1, &values[1]), std::logic_error);
   EXPECT_THROW(engine.set_source(3, &values[1]), std::out_of_range);
+  EXPECT_THROW(engine.set_target(1, &arena[2]), std::logic_error);
+  EXPECT_THROW(engine.set_target(3, &arena[2]), std::out_of_range);
   engine.set_source(2, &values[1]);
+  engine.set_target(2, &arena[2]);
   ASSERT_EQ(engine.wait_out(kPatience), Status::kDone);
   engine.deliver();
   EXPECT_THROW(engine.set_source(2, &values[0]), std::logic_error);
+  EXPECT_THROW(engine.set_target(2, &arena[1]), std::logic_error);
   ASSERT_EQ(engine.wait_end(kPatience), Status::kDone);
   engine.set_source(1, &values[1]);
+  engine.set_target(1, &arena[1]);
   EXPECT_EQ(arena[0], 1U);
-  EXPECT_EQ(arena[1], 2U);
+  EXPECT_EQ(arena[1], 0U);
+  EXPECT_EQ(arena[2], 2U);
 }
 
 // Whether each call is refused as it should be in a forked process.
@@ -198,9 +204,10 @@ bool all_refused(Engine& engine) {
   return refused([&] { engine.begin(); }) && refused([&] { engine.wait_out(1); }) &&
          refused([&] { engine.deliver(); }) && refused([&] { engine.wait_end(1); }) &&
          refused([&] { engine.abort(1); }) && refused([&] { engine.invalidate(); }) &&
-         refused([&] { engine.set_source(2, nullptr); }) && refused([&] { engine.last_error(); }) &&
-         refused([&] { engine.program(); }) && refused([&] { engine.counters(); }) &&
-         refused([&] { engine.set_tracing(true); }) && refused([&] { engine.events(); });
+         refused([&] { engine.set_source(2, nullptr); }) && refused([&] { engine.set_target(2, nullptr); }) &&
+         refused([&] { engine.last_error(); }) && refused([&] { engine.program(); }) &&
+         refused([&] { engine.counters(); }) && refused([&] { engine.set_tracing(true); }) &&
+         refused([&] { engine.events(); });
 }
 
 TEST(Threads, AForkedProcessIsToldAndDoesNotHang) {

@@ -14,8 +14,9 @@ namespace disco {
 // Columns of the int64 tables that cross the border.
 constexpr std::int64_t kVertexColumns = 7;  // kind, device, op, dst, src, bytes, flags
 constexpr std::int64_t kEdgeColumns = 2;    // from, to
-constexpr std::int64_t kCopiedColumns = 2;  // storage of an external input, transfer that reads it
-constexpr std::int64_t kEventColumns = 8;   // vertex, device, stream, issue, start, end, bytes, ready
+// Storage that is external, a transfer that reads or writes it, whether it writes.
+constexpr std::int64_t kCopiedColumns = 3;
+constexpr std::int64_t kEventColumns = 8;  // vertex, device, stream, issue, start, end, bytes, ready
 
 struct Settings {
   EngineOptions engine;

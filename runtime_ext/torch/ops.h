@@ -95,6 +95,8 @@ class OpTable {
   void bind_external(std::int64_t storage, const at::Tensor& tensor);
   // Lets go of the tensors bound last; their storages must be bound again before an op reads them.
   void release_externals();
+  // The same for one.
+  void release_external(std::int64_t storage) { bound_.at(static_cast<std::size_t>(storage)).reset(); }
   void* address(std::int64_t storage) const { return storages_[storage].data_ptr().get(); }
 
   // Adds the call `name.overload` with `args` encoded as in disco_accel/native/op_encoding.py. Throws

@@ -1,5 +1,6 @@
 #include "program_tables.h"
 
+#include <algorithm>
 #include <limits>
 #include <stdexcept>
 
@@ -62,19 +63,21 @@ Program read_program(const at::Tensor& vertices, const at::Tensor& edges) {
   return std::move(builder).build();
 }
 
-Copied read_copied(const at::Tensor& copied, const Program& program, const OpTable& table) {
+std::vector<Copied> read_copied(const at::Tensor& copied, const Program& program, const OpTable& table) {
   check_table(copied, kCopiedColumns, "copied");
-  Copied pairs;
-  const auto* pair = copied.const_data_ptr<std::int64_t>();
-  for (std::int64_t i = 0; i < copied.size(0); ++i, pair += kCopiedColumns) {
-    if (pair[1] < 0 || pair[1] >= program.size() || program.kind[pair[1]] != Kind::kTransfer ||
-        static_cast<std::size_t>(program.bytes[pair[1]]) > table.external_bytes(pair[0])) {
-      throw std::invalid_argument("vertex " + std::to_string(pair[1]) +
-                                  " is no transfer within external storage " + std::to_string(pair[0]));
+  std::vector<Copied> rows;
+  const auto* row = copied.const_data_ptr<std::int64_t>();
+  for (std::int64_t i = 0; i < copied.size(0); ++i, row += kCopiedColumns) {
+    if (row[1] < 0 || row[1] >= program.size() || program.kind[row[1]] != Kind::kTransfer ||
+        static_cast<std::size_t>(program.bytes[row[1]]) > table.external_bytes(row[0])) {
+      throw std::invalid_argument("vertex " + std::to_string(row[1]) +
+                                  " is no transfer within external storage " + std::to_string(row[0]));
     }
-    pairs.emplace_back(pair[0], pair[1]);
+    rows.push_back({row[0], static_cast<std::int32_t>(row[1]), row[2] != 0});
   }
-  return pairs;
+  const auto by_storage = [](const Copied& a, const Copied& b) { return a.storage < b.storage; };
+  std::stable_sort(rows.begin(), rows.end(), by_storage);
+  return rows;
 }
 
 Memory memory_of(const std::vector<at::Tensor>& arenas, const at::Tensor& host,

@@ -16,15 +16,19 @@ namespace disco {
 
 using Ints = std::vector<std::int64_t>;
 
-// The storage of an external input and a transfer that reads it.
-using Copied = std::vector<std::pair<std::int64_t, std::int64_t>>;
+// Transfer `vertex` reads external storage `storage`, or writes to it.
+struct Copied {
+  std::int64_t storage;
+  std::int32_t vertex;
+  bool writes;
+};
 
 // `vertices` is int64 [n, kVertexColumns], `edges` int64 [m, kEdgeColumns]. Throws std::invalid_argument.
 Program read_program(const at::Tensor& vertices, const at::Tensor& edges);
 
 // `copied` is int64 [k, kCopiedColumns]. Throws std::invalid_argument for a row that is no such transfer, or
 // one of more bytes than the storage has.
-Copied read_copied(const at::Tensor& copied, const Program& program, const OpTable& table);
+std::vector<Copied> read_copied(const at::Tensor& copied, const Program& program, const OpTable& table);
 
 // The stretches of memory under tensors: arenas by device, the host's arena, clean memory, homes of states.
 Memory memory_of(const std::vector<at::Tensor>& arenas, const at::Tensor& host,

@@ -141,16 +141,26 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
   std::optional<std::tuple<std::int64_t, std::string>> bind(const Ints& storages,
                                                             const std::vector<at::Tensor>& externals) {
     for (std::size_t i = 0; i < storages.size(); ++i) {
+      const auto by_storage = [](const Copied& a, const Copied& b) { return a.storage < b.storage; };
+      const auto [first, last] =
+          std::equal_range(copied_.begin(), copied_.end(), Copied{storages[i], 0, false}, by_storage);
       try {
         ops_->table.bind_external(storages[i], externals.at(i));
         const ExternalLayout& layout = layouts_.at(storages[i]);
         if (layout.dtype != c10::ScalarType::Undefined) check_layout(externals[i], layout);
+        // A copy knows no strides.
+        if (std::any_of(first, last, [](const Copied& copied) { return copied.writes; }) &&
+            externals[i].numel() > 0 && !externals[i].is_non_overlapping_and_dense()) {
+          throw std::invalid_argument("does not fill its memory: a copy would write to the holes in it too");
+        }
       } catch (const std::exception& error) {
         return std::tuple(static_cast<std::int64_t>(i), std::string(error.what()));
       }
-      for (const auto& [storage, vertex] : copied_) {
-        if (storage == storages[i]) {
-          engine_->set_source(static_cast<std::int32_t>(vertex), externals[i].const_data_ptr());
+      for (auto copied = first; copied != last; ++copied) {
+        if (copied->writes) {
+          engine_->set_target(copied->vertex, externals[i].mutable_data_ptr());
+        } else {
+          engine_->set_source(copied->vertex, externals[i].const_data_ptr());
         }
       }
     }
@@ -239,8 +249,12 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
     out.insert("c10_allocations", static_cast<double>(engine_allocations() - allocations_before_));
     return out;
   }
+  bool ran(std::int64_t vertex) { return engine_->ran(static_cast<std::int32_t>(vertex)); }
   std::int64_t ops_run(std::int64_t device) { return engine_->ops_run(static_cast<int>(device)); }
   void release_externals() { ops_->table.release_externals(); }
+  void release(const Ints& storages) {
+    for (const std::int64_t storage : storages) ops_->table.release_external(storage);
+  }
 
   // Remembers values that leave the arena together after each step; returns the number of the group.
   std::int64_t add_leaving(std::vector<at::Tensor> values) {
@@ -266,7 +280,7 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
   std::vector<std::vector<at::Tensor>> leaving_;
   std::unique_ptr<EngineSide> side_;     // outlived by keep_
   std::vector<ExternalLayout> layouts_;  // by storage
-  Copied copied_;
+  std::vector<Copied> copied_;           // by storage
   std::int32_t failing_ = -1;
   int compute_threads_ = 1;
   std::optional<at::ThreadLocalState> plain_;  // of a thread on which nothing was set
@@ -338,7 +352,9 @@ TORCH_LIBRARY(disco_accel, m) {
       .def("ops_run", &TorchEngine::ops_run)
       .def("add_leaving", &TorchEngine::add_leaving)
       .def("copies", &TorchEngine::copies)
-      .def("release_externals", &TorchEngine::release_externals);
+      .def("release_externals", &TorchEngine::release_externals)
+      .def("release", &TorchEngine::release)
+      .def("ran", &TorchEngine::ran);
 }
 
 }  // namespace

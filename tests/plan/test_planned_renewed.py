@@ -234,14 +234,14 @@ def test_what_contradicts_it_is_named(tmp_path: Path, name: str) -> None:
     write_taskgraph(chain(1, 1, 3000), path, version=2)
     text = path.read_text()
     change = {
-        "access": ('"access":"read",', ""),
+        "access": ('"access":"read",', '"access":"foreign",'),
         "stays": ('"renewed":true', '"renewed":true,"stays":true'),
         "lifetime": ('"lifetime":"steps",', ""),
     }[name]
     assert change[0] in text
     path.write_text(text.replace(*change, 1))
     with pytest.raises(
-        GraphFileError, match=r"value 0 \(w0\): renewed: only a value that lives over steps, that kernels"
+        GraphFileError, match=r"value 0 \(w0\): renewed: only a value that lives over steps, that is not"
     ):
         read_taskgraph(path)
 
