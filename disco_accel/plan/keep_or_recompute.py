@@ -121,7 +121,8 @@ class _Choice:
             self._search()
         self.work.take(self.drafting)
         # The timed planner has its own way where there are several devices.
-        if self.planner == "timed" and len(self.graph.devices) == 1:
+        kernels = (vertex for vertex in self.graph.vertices if vertex.kind is VertexKind.KERNEL)
+        if self.planner == "timed" and len({vertex.device for vertex in kernels}) == 1:
             self._give_offsets()
         self._plan_from_scratch()
         self.applied += self.passes

@@ -300,7 +300,8 @@ def _plan_timed_alone(
     not_offloaded: Collection[int],
 ) -> MemGraph:
     """As ``plan_timed``, for graphs that BUILDMEMGRAPH cannot plan."""
-    orders = [start_order(unlimited_run(graph, machine).starts)] if len(graph.devices) > 1 else []
+    several = len({vertex.device for vertex in graph.vertices if vertex.kind is VertexKind.KERNEL}) > 1
+    orders = [start_order(unlimited_run(graph, machine).starts)] if several else []
     for passes, plan in ((orders, build_timed), (orders, plan_frugally), (list[GraphPass](), plan_frugally)):
         ordered = run_passes(graph, passes)
         # A modest search is over soon, and no graph is refused because the one before it took all the work there was.

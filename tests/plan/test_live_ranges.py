@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import pytest
 
+from disco_accel.plan.timed.buffers import Profile
 from disco_accel.plan.timed.live_ranges import LiveRanges
-from disco_accel.plan.timed.requirements import Profile
 from disco_accel.plan.timed.search import build_timed
 from disco_accel.plan.timed.search_settings import TimedSettings
 from disco_accel.simulate.machine import Machine

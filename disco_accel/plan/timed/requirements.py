@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
 from disco_accel.errors import PlanError
 from disco_accel.graph.check import called
@@ -34,104 +33,13 @@ from disco_accel.graph.values import (
     overwrites,
 )
 from disco_accel.plan.infeasible import Infeasible
+from disco_accel.plan.timed.buffers import PinnedBuffer, StepRequirements, SwappableBuffer
+from disco_accel.plan.timed.leaving_values import hold_until_transferred
 from disco_accel.simulate.machine import copy_kind
 from disco_accel.simulate.simulator import Machine
 
-Profile = npt.NDArray[np.int64]
-"""Bytes by position."""
-
 GUESSED_BANDWIDTH = 1e12
 """Bytes per second that a kernel of unknown duration is taken to write."""
-
-
-@dataclass(slots=True, eq=False)
-class PinnedBuffer:
-    """``block`` bytes for one value, or for a chain of values each written in place over the one before.
-
-    ``first`` is the position of the first writer (-1: live when the step starts), ``last`` that of the last reader, and
-    the number of positions if the value is kept.
-    """
-
-    device: int
-    block: int
-    values: list[Ref]
-    first: int
-    last: int
-
-
-@dataclass(slots=True, eq=False)
-class SwappableBuffer:
-    """A value that may leave the device between uses, of ``size`` bytes, ``block`` with alignment.
-
-    ``uses``: the positions for which it has to be on the device. One that ``starts_on_host`` is ``evictable_from``
-    position 0; ``writes``: the positions, among its uses, that change it in place, and ``versions`` its names from
-    ``ref`` on. ``outlives_step``: the device's copy is good for the next step too; one that does not is loaded from
-    ``evictable_from`` on, which in the second of two steps is where that starts, and behind the kernel that writes it
-    at home. An activation stays on the device
-    from its ``producer`` up to before ``evictable_from``, by when its offload should have ended; readers in between are
-    not among its ``uses``.
-    """
-
-    ref: Ref
-    device: int
-    block: int
-    size: int
-    uses: list[int]
-    starts_on_host: bool
-    producer: int = -1
-    evictable_from: int = 0
-    writes: list[int] = field(default_factory=list)
-    versions: list[Ref] = field(default_factory=list)
-    outlives_step: bool = True
-
-    @property
-    def may_be_resident(self) -> bool:
-        """Whether it may be on the device when a step starts."""
-        return self.starts_on_host and self.outlives_step
-
-
-@dataclass(slots=True)
-class StepRequirements:
-    """``order``: the vertices but for inputs, by position, with the ``seconds`` of each.
-
-    ``reads[p]``: swappable buffers that position p reads, as indices. ``devices[p]``: where memory changes.
-    ``made[p]``: swappable buffers that position p produces; ``changed[p]``: those that it writes over; ``written[p]``:
-    those that it writes at home; ``read_before[p]``: those whose homes it writes over, after their reloads, and
-    ``used_before[p]``: the kernels that used what it writes over there, by id. By device
-    and position, the position after the last standing for the end of the step: ``pinned_bytes``, and
-    ``unevictable_bytes`` of activations before they are evictable."""
-
-    graph: TaskGraph
-    inputs: tuple[Vertex, ...]
-    order: tuple[Vertex, ...]
-    seconds: list[float]
-    align: dict[int, int]
-    pinned: list[PinnedBuffer] = field(default_factory=list)
-    swappable: list[SwappableBuffer] = field(default_factory=list)
-    reads: list[list[int]] = field(default_factory=list)
-    devices: list[tuple[int, ...]] = field(default_factory=list)
-    made: dict[int, list[int]] = field(default_factory=dict)
-    changed: dict[int, list[int]] = field(default_factory=dict)
-    written: dict[int, list[int]] = field(default_factory=dict)
-    read_before: dict[int, list[int]] = field(default_factory=dict)
-    used_before: dict[int, list[int]] = field(default_factory=dict)
-    pinned_bytes: dict[int, Profile] = field(default_factory=dict)
-    unevictable_bytes: dict[int, Profile] = field(default_factory=dict)
-
-    def block(self, size: int, device: int) -> int:
-        """Return ``size`` rounded up to the alignment of ``device``."""
-        align = self.align[device]
-        return -(-size // align) * align
-
-    @property
-    def vertices(self) -> tuple[Vertex, ...]:
-        """All vertices, inputs first."""
-        return (*self.inputs, *self.order)
-
-    @property
-    def end(self) -> int:
-        """The position that stands for the end of the step."""
-        return len(self.order)
 
 
 def requirements_of(
@@ -209,10 +117,17 @@ class _Collector:
             for ref in dict.fromkeys(vertex.inputs):
                 readers = self.home_readers if self.home_uses.at_home(vertex, ref) else self.readers
                 readers.setdefault(ref, []).append(position)
+        hosts = host_devices(requirements.graph.devices)
+        device = {vertex.id: vertex.device for vertex in requirements.vertices}
+        self.links = [
+            vertex.kind is VertexKind.TRANSFER and not hosts.isdisjoint((vertex.device, device[vertex.inputs[0][0]]))
+            for vertex in requirements.order
+        ]
+        """By position: whether it is a copy between a device and the host, beside which kernels run."""
         self.starts = [0.0]
         """Seconds of compute before each position."""
-        for seconds in requirements.seconds:
-            self.starts.append(self.starts[-1] + seconds)
+        for seconds, beside in zip(requirements.seconds, self.links, strict=True):
+            self.starts.append(self.starts[-1] + (0.0 if beside else seconds))
         self.overwritten = {ref for vertex in requirements.order for _, ref in overwrites(vertex)}
         self.states = lasting_versions(requirements.vertices)
         self.state_versions = {version for versions in self.states.values() for version in versions}
@@ -233,6 +148,7 @@ class _Collector:
             self._add_input(vertex)
         for position, vertex in enumerate(requirements.order):
             self._add_outputs(position, vertex)
+        hold_until_transferred(requirements, self.pinned_of, self.links, self.starts)
         for pinned in requirements.pinned:
             requirements.pinned_bytes[pinned.device][max(0, pinned.first) : pinned.last + 1] += pinned.block
         for index, buffer in enumerate(requirements.swappable):
@@ -331,7 +247,7 @@ class _Collector:
         requirements = self.requirements
         for k, size in enumerate(vertex.sizes):
             ref = (vertex.id, k)
-            if not size or ref in self.state_versions:
+            if not size or ref in self.state_versions or is_foreign(vertex):
                 continue
             block = requirements.block(size, vertex.device)
             readers = self.readers.get(ref, [])
