@@ -24,9 +24,9 @@ from benchmarks.training import Workload, load_workload
 from disco_accel import prepare, stats
 from disco_accel.config.settings import DiscoConfig
 from disco_accel.execute.executor import Event, Executor
-from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.native import malloc_watch
 from disco_accel.observe.report import write_report
+from disco_accel.plan.summary import link_bytes
 from disco_accel.sizes import parse_size
 from disco_accel.step.compiled_step import CompiledStep
 
@@ -132,7 +132,7 @@ def link_seconds(step: CompiledStep) -> float:
     """Time that the busier direction of the link needs for the bytes of one step."""
     if step.engine.link_bandwidth is None:
         return 0.0
-    return max(step.copy_bytes(k) for k in (VertexKind.RELOAD, VertexKind.OFFLOAD)) / step.engine.link_bandwidth
+    return max(link_bytes(step.plan)) / step.engine.link_bandwidth
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -13,7 +13,7 @@ def fullest(plan: MemGraph, device: int, gradients: Collection[Ref]) -> tuple[di
     """Bytes on ``device`` where the most are alive: of ``weights``, of ``gradients`` (values of the task graph), and of
     ``activations``, which stands for all else, scratch too; and the position in the plan at which that is.
 
-    A value is there from its writer to its last reader, a gradient that is not offloaded to the end.
+    A value is there from its writer to its last reader, a gradient that does not leave to the end.
     """
     carried, inputs = carried_values(plan), inputs_held(plan)
     place = {vertex.id: position for position, vertex in enumerate(plan.vertices)}
@@ -21,7 +21,7 @@ def fullest(plan: MemGraph, device: int, gradients: Collection[Ref]) -> tuple[di
     for position, vertex in enumerate(plan.vertices):
         for ref in vertex.inputs:
             last[ref] = position
-    leaves = {v.inputs[0] for v in plan.vertices if v.kind is VertexKind.OFFLOAD}
+    leaves = {v.inputs[0] for v in plan.vertices if v.kind in (VertexKind.OFFLOAD, VertexKind.TRANSFER)}
     end = len(plan.vertices)
     changes: list[tuple[int, int, str, tuple[int, int]]] = []
     for ref, slot in plan.slots.items():

@@ -23,7 +23,6 @@ from disco_accel.execute.engine_events import Event
 from disco_accel.graph.home_uses import host_devices
 from disco_accel.native.extension import load_extension
 from disco_accel.simulate.simulator import Link, Machine
-from disco_accel.step.gradient_memory import LeavingGradient
 from disco_accel.step.session import current_step, find_state
 
 TRACED = 3
@@ -97,23 +96,23 @@ class Planned(Whole):
         return model
 
     def _link_for_what_is_left(self, model: Any, bandwidth: float) -> None:
-        """Gradients that lie on the device when a step ends cross the link then: it takes its time for them, too,
+        """Gradients that are still on the device when a step ends cross the link then: it takes its time for them, too,
         which the host device does not ask. ``left_behind``: their bytes."""
         state = find_state(model)
         assert state is not None, "the model is prepared"
-        copies = state.gradients.copies
+        fill = state.gradients.fill
 
-        def behind_link(gradients: Sequence[LeavingGradient], beside: int) -> list[torch.Tensor]:
+        def behind_link(copies: Sequence[tuple[torch.Tensor | None, torch.Tensor]]) -> list[torch.Tensor]:
             assert state.arena is not None
             first = state.arena.data_ptr()
             on_device = range(first, first + state.arena.numel())
-            self.left_behind = sum(g.nbytes for g in gradients if g.value.data_ptr() in on_device)
+            self.left_behind = sum(value.nbytes for _, value in copies if value.data_ptr() in on_device)
             began = time.perf_counter()
-            found = copies(gradients, beside)
+            found = fill(copies)
             time.sleep(max(0.0, began + self.left_behind / bandwidth - time.perf_counter()))
             return found
 
-        state.gradients.copies = behind_link  # type: ignore[method-assign]
+        state.gradients.fill = behind_link  # type: ignore[method-assign]
 
     def figures(self) -> dict[str, Any]:
         found = stats(self.model)

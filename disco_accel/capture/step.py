@@ -22,6 +22,7 @@ from disco_accel.capture.constants import bind_constants, no_values_read, tracin
 from disco_accel.capture.data_assignments import no_data_assigned
 from disco_accel.capture.fake_inputs import batch_tensors, model_twins, replace_tensors, tables_kept, twin
 from disco_accel.capture.fake_kernels import fake_kernels, fakes_taken_for_plain, quiet
+from disco_accel.capture.leaving_gradients import with_leaving_gradients
 from disco_accel.capture.lower import InputFlags, Lowering, hold_back, lower_ops, mark, used_inputs
 from disco_accel.capture.parts import named_parts, place, rebuilt, states_replaced
 from disco_accel.capture.returned_fields import REAL_DTYPES, NoSuchOutput, loss_of, tensor_of
@@ -134,7 +135,7 @@ def capture_step(
     ``outputs``: fields of what the model returns, or dotted paths into them such as ``hidden_states.2``. The first
     ``differentiated`` are those that the user differentiates: ``loss``, which is alone then, or tensors such as
     ``logits``; the others can be read alone. What a model returns as a tensor alone stands for the first. ``trained``:
-    the traits of trained weights, RENEWED where an optimizer changes them in host memory.
+    the traits of trained weights, RENEWED where an optimizer changes them in host memory; gradients leave for it then.
 
     Works on fake twins on ``device``, where the step will run, because PyTorch chooses kernels by device; neither
     weights nor batch are read, and a model built on ``meta`` will do. ``forward`` is traced in place of
@@ -157,7 +158,8 @@ def capture_step(
     sources = twins.sources(model) + [(InputSource.TANGENT, name) for name in names]
     constants = functools.partial(bind_constants, trace, mode, model)
     captured = _lower(trace, sources, constants, log, name, device, outputs, trained=trained)
-    return replace(captured, bare=step.bare, differentiated=differentiated)
+    captured = replace(captured, bare=step.bare, differentiated=differentiated)
+    return with_leaving_gradients(captured) if trained.host_has_it else captured
 
 
 def _check_batch(kwargs: Mapping[str, Any]) -> None:
@@ -383,6 +385,11 @@ def _lower(
     for output in outputs:
         mark(low, output.ref, out=True, keep=True)
     for gradient in gradients:
+        if low.vertices[gradient.ref[0]].kind is VertexKind.INPUT:
+            raise CaptureError(
+                f"{gradient.name}: its gradient is that of the output itself, which no op makes; multiply what the "
+                "parameter adds to the output by 1.0"
+            )
         mark(low, gradient.ref, keep=True)
     # The arena's size is the planner's business; a device's memory only bounds it.
     device = Device(0, sum(sum(v.sizes) for v in low.vertices))

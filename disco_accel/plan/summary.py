@@ -11,6 +11,7 @@ from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.graph.values import host_copy_exists
 from disco_accel.plan.bound import bound_of
 from disco_accel.plan.search_work import Work
+from disco_accel.simulate.machine import copy_kind
 from disco_accel.simulate.simulator import Machine, lower_bound, simulate
 
 
@@ -57,6 +58,17 @@ def peak_bytes(plan: MemGraph) -> int:
 def copied_bytes(plan: MemGraph, kind: VertexKind) -> int:
     """Return the bytes of all copies of ``kind`` (OFFLOAD or RELOAD) in one step."""
     return sum(vertex.sizes[0] for vertex in plan.vertices if vertex.kind is kind)
+
+
+def link_bytes(plan: MemGraph) -> tuple[int, int]:
+    """Return the bytes that one step takes from the host to devices, and from these to the host: transfers too."""
+    hosts, device = host_devices(plan.devices), {vertex.id: vertex.device for vertex in plan.vertices}
+    moved = {VertexKind.RELOAD: 0, VertexKind.OFFLOAD: 0}
+    for vertex in plan.vertices:
+        kind = copy_kind(vertex, device[vertex.inputs[0][0]] if vertex.inputs else -1, hosts)
+        if kind in moved:
+            moved[kind] += vertex.sizes[0]
+    return moved[VertexKind.RELOAD], moved[VertexKind.OFFLOAD]
 
 
 def resident_bytes(plan: MemGraph) -> int:

@@ -11,20 +11,21 @@ import torch
 
 from disco_accel.capture.captured_step import CapturedStep, InputBinding, InputSource
 from disco_accel.capture.constants import live_constant
+from disco_accel.capture.leaving_gradients import leaving_by
 from disco_accel.capture.parts import beside_weights, named_parts, settle_states
 from disco_accel.errors import CaptureError
 from disco_accel.execute.executor import EngineOptions, Executor
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.op_traits import op_traits
-from disco_accel.graph.taskgraph import TaskGraph, TensorArg, VertexKind
+from disco_accel.graph.taskgraph import Ref, TaskGraph, TensorArg, VertexKind
 from disco_accel.graph.values import host_copy_exists
 from disco_accel.measure.record import OpRecord
 from disco_accel.native.host_memory import bytes_of
 from disco_accel.plan.plan_cache import PlanCacheUse
-from disco_accel.plan.summary import staying_bytes
+from disco_accel.plan.summary import link_bytes, staying_bytes
 from disco_accel.sizes import format_size
 from disco_accel.step.budget import Budget
-from disco_accel.step.gradient_memory import GradientMemory, LeavingGradient
+from disco_accel.step.gradient_memory import GradientMemory, GradientPlaces, LeavingGradient
 from disco_accel.step.optimizer_home import TrainedBytes
 
 
@@ -46,9 +47,7 @@ class CompiledStep:
     plan_cache: PlanCacheUse = PlanCacheUse.OFF
     loaded: Executor | None = None
     groups: tuple[int, int] = (-1, -1)
-    """Of the executor that runs: ``captured.outputs`` and ``captured.gradients``, in their order."""
-    leaving: Sequence[LeavingGradient] = ()
-    """In the memory of the executor that runs, once some have left for the host."""
+    """Of the executor that runs: ``captured.outputs``, and ``captured.gradients`` that stay on the device, in order."""
     parameters: dict[str, torch.nn.Parameter] | None = None
     """The model's trainable parameters by name, looked up at the first run."""
 
@@ -66,9 +65,10 @@ class CompiledStep:
 
     def use(self, executor: Executor) -> Executor | None:
         """Run on ``executor`` from now on; returns the one before."""
-        before, self.loaded, self.leaving = self.loaded, executor, ()
+        before, self.loaded = self.loaded, executor
+        on_device = () if self.trained_on_host else self.captured.gradients
         outputs, gradients = (
-            [(value.ref, value.spec) for value in values] for values in (self.captured.outputs, self.captured.gradients)
+            [(value.ref, value.spec) for value in values] for values in (self.captured.outputs, on_device)
         )
         self.groups = executor.add_leaving(outputs), executor.add_leaving(gradients)
         return before
@@ -89,15 +89,44 @@ class CompiledStep:
             specs={b.vertex: b.spec for b in bindings},
         )
 
-    def gradients(self, memory: GradientMemory) -> list[torch.Tensor]:
-        """Copies of ``captured.gradients`` as the last step left them, where the trained weights are; on the host they
-        are complete, in ``memory``."""
+    @functools.cached_property
+    def _leaving(self) -> tuple[LeavingGradient, ...]:
+        return tuple(LeavingGradient.of(g.name, g.spec) for g in self.captured.gradients)
+
+    @functools.cached_property
+    def _transfers(self) -> Mapping[Ref, int]:
+        return leaving_by(self.graph)
+
+    def gradient_places(self, memory: GradientMemory) -> GradientPlaces:
+        """Memory for ``captured.gradients`` of the step that waits at its gate, in their order; none for those that
+        have no copy in their own layout. Empty where trained weights are on the device.
+
+        Raises:
+            ConfigError: ``host_memory`` is too small for gradients that are held beside these.
+        """
+        return memory.places(self._leaving, self.bytes_beside_gradients) if self.trained_on_host else []
+
+    def transferred(self, places: GradientPlaces) -> dict[int, torch.Tensor]:
+        """By transfer of the plan: the memory that it takes a gradient to."""
+        refs = [gradient.ref for gradient in self.captured.gradients]
+        found = zip(refs, places, strict=True) if places else ()
+        return {self._transfers[ref]: place for ref, place in found if place is not None and ref in self._transfers}
+
+    def gradients(self, memory: GradientMemory, places: GradientPlaces) -> list[torch.Tensor]:
+        """``captured.gradients`` as the last step left them, where the trained weights are; on the host they are
+        complete, in ``places``."""
         if not self.trained_on_host:
             return self.executor.leave(self.groups[1])
-        if not self.leaving:
-            value = self.executor.value
-            self.leaving = [LeavingGradient.of(g.name, value(g.ref, g.spec), g.spec) for g in self.captured.gradients]
-        return memory.copies(self.leaving, self.bytes_beside_gradients)
+        done: dict[str, torch.Tensor] = {}
+        left: dict[str, tuple[torch.Tensor | None, torch.Tensor]] = {}
+        for gradient, place in zip(self.captured.gradients, places, strict=True):
+            if place is not None and gradient.ref in self._transfers:
+                done[gradient.name] = place
+            else:
+                left[gradient.name] = place, self.executor.value(gradient.ref, gradient.spec)
+        if left:
+            done |= zip(left, memory.fill(list(left.values())), strict=True)
+        return [done[gradient.name] for gradient in self.captured.gradients]
 
     def settle(self) -> None:
         """Wait for the end of a forward whose outputs have left already; a step that waits at its gate stays there."""
@@ -107,7 +136,6 @@ class CompiledStep:
     def unload(self) -> None:
         """Free the executor; ``load`` makes another one."""
         if self.loaded is not None:
-            self.leaving = ()
             self.loaded.close()
             self.loaded = None
 
@@ -124,8 +152,7 @@ class CompiledStep:
         """The step cannot be shorter: max(compute, busier direction of the link)."""
         if bandwidth is None:
             return self.compute_seconds
-        link = max(self.copy_bytes(VertexKind.OFFLOAD), self.copy_bytes(VertexKind.RELOAD)) / bandwidth
-        return max(self.compute_seconds, link)
+        return max(self.compute_seconds, max(link_bytes(self.plan)) / bandwidth)
 
     @property
     def resident_bytes(self) -> int:
@@ -249,13 +276,13 @@ def _trained_on_host(captured: CapturedStep) -> list[InputBinding]:
 def describe(step: CompiledStep) -> str:
     """One line for the user: what was captured and what the plan does."""
     kernels = sum(v.kind is VertexKind.KERNEL for v in step.graph.vertices)
-    loaded_to = step.graph.devices[0].id
-    weights = sum(sum(v.sizes) for v in step.graph.vertices if host_copy_exists(v) and v.device == loaded_to)
+    bound = {binding.vertex for binding in step.captured.bindings}
+    weights = sum(sum(v.sizes) for v in step.graph.vertices if host_copy_exists(v) and v.id in bound)
+    loaded, saved = link_bytes(step.plan)
     which = "weights" if step.trained_on_host else "frozen weights"
     return (
         f"captured {kernels} kernels; budget {format_size(step.budget.total)} "
         f"(arena {format_size(step.budget.arena)}); {format_size(step.resident_bytes)} of "
         f"{format_size(weights)} {which} stay resident, "
-        f"{format_size(step.copy_bytes(VertexKind.RELOAD))} reloaded and "
-        f"{format_size(step.copy_bytes(VertexKind.OFFLOAD))} offloaded each step"
+        f"{format_size(loaded)} reloaded and {format_size(saved)} offloaded each step"
     )

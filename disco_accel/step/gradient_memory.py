@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from disco_accel.capture.leaving_gradients import dense
 from disco_accel.errors import ConfigError, ExecutionError
 from disco_accel.graph.taskgraph import TensorSpec
 from disco_accel.native.arena import alias
@@ -24,27 +25,35 @@ from disco_accel.sizes import format_size
 
 logger = logging.getLogger("disco_accel")
 
+GradientPlaces = Sequence[torch.Tensor | None]
+"""Memory on the host for gradients; None for those whose copy has another layout."""
+
 _RANGES = 2
 """For each weight: the gradient in ``.grad``, and the next one, which is added to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeavingGradient:
-    """The gradient of the weight ``name`` where the plan leaves it, and how its copy lies in ``nbytes`` bytes.
+    """The gradient of the weight ``name``. ``spec``: how it lies in its memory, from the begin; ``like``: on no device.
 
     Not ``dense``: its elements leave holes or repeat. A copy of it has another layout, and goes to ordinary memory.
     """
 
     name: str
-    value: torch.Tensor
     spec: TensorSpec
-    nbytes: int
+    like: torch.Tensor
     dense: bool
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes from the first to the last element."""
+        return footprint(self.like)
+
     @classmethod
-    def of(cls, name: str, value: torch.Tensor, spec: TensorSpec) -> LeavingGradient:
-        """``value`` is laid out as ``spec``."""
-        return cls(name, value, replace(spec, offset=0), footprint(value), _dense(spec))
+    def of(cls, name: str, spec: TensorSpec) -> LeavingGradient:
+        """Of a gradient that is laid out as ``spec`` in its storage."""
+        like = torch.empty_strided(spec.shape, spec.stride, dtype=getattr(torch, spec.dtype), device="meta")
+        return cls(name, replace(spec, offset=0), like, dense(spec))
 
 
 class _Range:
@@ -78,9 +87,11 @@ class _Range:
 class GradientMemory:
     """The ranges of one model's weights, which all plans of the model share."""
 
-    def __init__(self, device: torch.device, limit: int, *, watched: bool = False) -> None:
+    def __init__(self, device: torch.device, limit: int, *, watched: bool = False, masters: int = 0) -> None:
         """``device``: the one that copies into the ranges. ``limit``: ``host_memory``, in bytes. ``watched``: writes to
-        gradients may be looked for (``WatchedTensors``)."""
+        gradients may be looked for (``WatchedTensors``). ``masters``: bytes of it that fp32 masters take, and
+        what makes moments larger than their weights, of which no step knows."""
+        self._masters = masters
         self._watched = watched
         self._backend, self._limit = backend_of(device), limit
         self._ranges: dict[str, list[_Range]] = {}
@@ -101,8 +112,8 @@ class GradientMemory:
         self._ranges.clear()
 
     @typed_out_of_memory("making host memory for the gradients")
-    def copies(self, gradients: Sequence[LeavingGradient], beside: int) -> list[torch.Tensor]:
-        """Copies of ``gradients`` on the host that nobody else has, complete. No step may be running.
+    def places(self, gradients: Sequence[LeavingGradient], beside: int) -> GradientPlaces:
+        """Tensors on the host that nobody else has, one for each of ``gradients`` but those that are not dense.
 
         ``beside``: bytes of ``host_memory`` that all but gradients takes.
 
@@ -111,20 +122,24 @@ class GradientMemory:
         """
         # The user's own copies from gradients to a device may not have ended when the gradients were let go.
         self._backend.synchronize()
-        ranges = self._free_ranges(gradients, beside)
-        copies: dict[str, torch.Tensor] = {}
+        ranges = self._free_ranges(gradients, beside + self._masters)
+        return [_place(gradient, ranges.get(gradient.name)) for gradient in gradients]
+
+    def fill(self, copies: Sequence[tuple[torch.Tensor | None, torch.Tensor]]) -> list[torch.Tensor]:
+        """Copies of gradients, each into its place where it has one, complete. No step may be running."""
         with self._backend.current(), torch.no_grad():
             # What the device copies first: the processor copies the rest meanwhile.
-            for gradient in sorted(gradients, key=lambda gradient: gradient.value.is_cpu):
-                found = ranges.get(gradient.name)
-                if found is not None:
-                    copy = found.tensor(gradient.spec)
-                    copies[gradient.name] = copy.copy_(gradient.value, non_blocking=True)
-            for gradient in gradients:
-                if gradient.name not in copies:
-                    copies[gradient.name] = gradient.value.to("cpu", copy=True)
+            filled = [
+                value if place is None or value.is_cpu else place.copy_(value, non_blocking=True)
+                for place, value in copies
+            ]
+            for i, (place, value) in enumerate(copies):
+                if place is None:
+                    filled[i] = value.to("cpu", copy=True)
+                elif value.is_cpu:
+                    filled[i] = place.copy_(value)
         self._backend.synchronize()
-        return [copies[gradient.name] for gradient in gradients]
+        return filled
 
     def _free_ranges(self, gradients: Sequence[LeavingGradient], beside: int) -> dict[str, _Range]:
         """By name; without the gradients that go to ordinary memory."""
@@ -186,18 +201,11 @@ class GradientMemory:
         return [r for ranges in self._ranges.values() for r in ranges]
 
 
+def _place(gradient: LeavingGradient, free: _Range | None) -> torch.Tensor | None:
+    if free is not None:
+        return free.tensor(gradient.spec)
+    return torch.empty_like(gradient.like, device="cpu") if gradient.dense else None
+
+
 def _room_for(gradients: Sequence[LeavingGradient]) -> int:
-    return HostMemory.room_for([gradient.value for gradient in gradients])
-
-
-def _dense(spec: TensorSpec) -> bool:
-    """Whether the elements fill their memory from the first to the last one, each a place of its own."""
-    expected = 1
-    for stride, size in sorted(zip(spec.stride, spec.shape, strict=True)):
-        if size == 0:
-            return False
-        if size > 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
+    return HostMemory.room_for([gradient.like for gradient in gradients])

@@ -7,7 +7,7 @@ engine meanwhile: the pending step is then suspended and rerun from its own inpu
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +80,7 @@ class PendingStep:
                 # All kernels of the update have run, as the outputs wait for them; what it wrote is no change.
                 self.updating = False
                 self.state.updates.taken()
-                self._forget_update()
+                self.step.executor.let_go(self._forget_update())
                 self.inputs = self._snapshot_inputs()
             elif written:
                 # Residents are older than a write that came before this forward.
@@ -124,9 +124,10 @@ class PendingStep:
             late = {b.vertex: tangents[b.name].contiguous() for b in self.step.vertices_of(InputSource.TANGENT)}
             with kept_on_failure(self.step):
                 try:
-                    executor.run_end(late)
+                    places = self.step.gradient_places(self.state.gradients)
+                    executor.run_end(late | self.step.transferred(places))
                     self._require(self.inputs.finish_check())
-                    leaving = self.step.gradients(self.state.gradients)
+                    leaving = self.step.gradients(self.state.gradients, places)
                 except BaseException:
                     with suppress(Stalled):
                         self.suspend()
@@ -156,10 +157,12 @@ class PendingStep:
             self.step = self.step.plain
             self._forget_update()
 
-    def _forget_update(self) -> None:
-        """Let go of the gradients that the update was made with."""
+    def _forget_update(self) -> Collection[int]:
+        """Let go of the gradients that the update was made with; returns the inputs that held these."""
         known = {binding.vertex for binding in self.step.externals}
+        own = self.externals.keys() - known
         self.externals = {vertex: tensor for vertex, tensor in self.externals.items() if vertex in known}
+        return own
 
     def _release(self) -> None:
         self.running = False

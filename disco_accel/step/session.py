@@ -35,6 +35,7 @@ from disco_accel.step.device_check import require_self_check
 from disco_accel.step.dynamo import compiled_note
 from disco_accel.step.fitted_batch import FittedBatch
 from disco_accel.step.frontend import ContextFactory, Frontend
+from disco_accel.step.gradient_memory import GradientMemory
 from disco_accel.step.last_fallback import LastFallback
 from disco_accel.step.memory_parts import require_host_memory
 from disco_accel.step.observer import Observers
@@ -46,7 +47,6 @@ from disco_accel.step.progress_messages import ProgressMessages, batch_text
 from disco_accel.step.state.side_effects import Effects
 from disco_accel.step.step_key import StepKey, model_state, step_key
 from disco_accel.step.step_stats import RunCounts, plan_figures
-from disco_accel.step.update.gradients_beside import GradientsBeside
 from disco_accel.step.update.planned_updates import PlannedUpdates
 from disco_accel.step.update.updated_step import StepWithUpdate
 from disco_accel.step.verify_steps import StepVerifier
@@ -81,6 +81,11 @@ class Session:
                 "update: deferred puts updates in host memory off, and this run's optimizer is on the device: set "
                 "optimizer: host, or update: step"
             )
+        if config.update_on != "host" and config.update != "deferred" and trains:
+            raise ConfigError(
+                f"update_on: {config.update_on} is for updates in the plan of a step: set update: deferred, or "
+                "update_on: host"
+            )
         if keeps_masters(config) and self.optimizer is OptimizerHome.DEVICE and trains:
             raise ConfigError(
                 "master_weights: fp32 keeps masters in host memory, and this run's optimizer is on the device: set "
@@ -92,7 +97,8 @@ class Session:
         self._beside = sizes.beside
         self.placement = Placement(model, self.device, trained_on_host=self.optimizer is OptimizerHome.HOST)
         watched = config.update == "deferred"
-        self.gradients = GradientsBeside(sizes.beside, self.device, self.settings.host_memory, watched=watched)
+        host_memory = self.settings.host_memory
+        self.gradients = GradientMemory(self.device, host_memory, watched=watched, masters=sizes.beside)
         self.original_forward = model.forward
         self.arguments = Arguments(signature_of(model))
         self.plans: dict[PlanKey, CompiledStep] = {}
@@ -117,7 +123,7 @@ class Session:
         self.verifier = StepVerifier(config.verify_steps)
         self.on_restore: list[Callable[[], None]] = []
         host_memory = self.settings.host_memory - sizes.beside
-        self.updates = PlannedUpdates(self.plans, self.say_once, self.observers.on_plan, host_memory)
+        self.updates = PlannedUpdates(self.plans, self.say_once, self.observers.on_plan, host_memory, config.update_on)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         # A copy of a prepared model is an unprepared model: it must never train the original.

@@ -8,6 +8,7 @@ from typing import TypedDict
 from disco_accel.graph.dequantise_again import dequantise_again
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.graph.value_numbering import kept_bytes, left_out
+from disco_accel.plan.summary import link_bytes
 from disco_accel.step.compiled_step import CompiledStep
 from disco_accel.step.observer import Fallback, Observer
 
@@ -99,13 +100,14 @@ class PlanFigures(TypedDict):
 def plan_figures(step: CompiledStep, link_bandwidth: float | None) -> PlanFigures:
     """The figures of ``step``, whose executor is loaded. ``link_bandwidth``: in bytes/s, None = not throttled."""
     counters = step.executor.counters()
+    loaded_bytes, saved_bytes = link_bytes(step.plan)
     saved = left_out(dequantise_again(step.captured.graph), step.graph)
     return {
         "arena_bytes": int(counters["arena_bytes"]),
         "peak_bytes": step.budget.outside + int(counters["touched_bytes"]),
         "resident_weight_bytes": step.resident_bytes,
-        "offload_bytes": int(counters["offload_bytes"]),
-        "reload_bytes": int(counters["reload_bytes"]),
+        "offload_bytes": saved_bytes,
+        "reload_bytes": loaded_bytes,
         "step_seconds": counters["step_seconds"],
         "bound_seconds": step.bound_seconds(link_bandwidth),
         "compute_seconds": step.compute_seconds,

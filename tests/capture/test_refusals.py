@@ -125,3 +125,19 @@ def test_a_step_without_any_gradient_is_refused() -> None:
 
     with pytest.raises(CaptureError, match="no trainable parameter reaches the loss"):
         capture_step(Toy(Silent.apply), {"x": torch.ones(2, 4)})
+
+
+def test_a_gradient_that_no_op_makes_is_refused() -> None:
+    """The sum of a parameter hands the output's gradient on as it is; what the message says to do works."""
+
+    class Summed(Toy):
+        def forward(self, x: torch.Tensor, factor: float | None = None) -> dict[str, torch.Tensor]:
+            total = self.first.bias.sum()
+            return {"loss": (self.first.weight * x).sum() + (total if factor is None else total * factor)}
+
+    model = Summed(lambda x: x)
+    batch = {"x": torch.ones(4, 4)}
+    with pytest.raises(CaptureError, match=r"first\.bias: its gradient is that of the output .* by 1\.0"):
+        capture_step(model, batch)
+    step = capture_step(model, {**batch, "factor": 1.0})
+    assert {gradient.name for gradient in step.gradients} == {"first.weight", "first.bias"}

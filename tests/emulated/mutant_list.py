@@ -108,7 +108,7 @@ MUTANTS = (
         _GRADIENTS,
         "        self._backend.synchronize()\n        return ",
         "        return ",
-        (_HOST + "test_gradients_have_page_locked_memory_of_their_own",),
+        (_HOST + "test_gradients_that_stay_are_copied_before_they_are_handed_out",),
         _JITTER,
     ),
     Mutant(
