@@ -4,13 +4,15 @@
 
 No device runs anything. Each step is captured from fake tensors, kernels' durations are estimated, and both plans of a
 step (updates behind it, and deferred to the head of the next) are verified and run in simulated time. What follows a
-plan and is no part of it, gradients on their way to the optimizer's memory, is added at the rates of ``Host``.
+plan and is no part of it, gradients that it keeps to the end on their way to the optimizer's memory, is added at the
+rates of ``Host``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,16 +31,19 @@ from benchmarks.shapes import PRESETS
 from benchmarks.simulated import H200
 from benchmarks.simulated_quant import CARD
 from disco_accel.capture.captured_step import CapturedStep, InputSource
+from disco_accel.capture.leaving_gradients import leaving_by
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.execute.final_location import final_residence
 from disco_accel.execute.planned_states import planned_states
 from disco_accel.graph.check import largest_need
 from disco_accel.graph.files import write_atomically
+from disco_accel.graph.home_uses import host_devices
 from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.taskgraph import TaskGraph, VertexKind
+from disco_accel.graph.taskgraph import TaskGraph, tensor_args
 from disco_accel.measure.costs import Estimated
+from disco_accel.measure.record import OpRecord
 from disco_accel.plan.bound import bound_of
-from disco_accel.plan.summary import copied_bytes
+from disco_accel.plan.summary import link_bytes
 from disco_accel.recipes.outline import Outline
 from disco_accel.simulate.roofline import Speed
 from disco_accel.simulate.simulator import Simulator
@@ -46,7 +51,7 @@ from disco_accel.sizes import format_size, parse_size
 from disco_accel.step.optimizer_home import TrainedBytes
 from disco_accel.step.pipeline import CostedStep, PlannerSettings, plan_step, replan, with_costs
 from disco_accel.step.update.pending_update import AdamSettings, ParameterUpdate
-from disco_accel.step.update.update_pass import UpdatedStep, with_updates
+from disco_accel.step.update.update_choice import Measure, Updates
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +145,7 @@ class Mode:
     gradients' leaving not counted. ``busy``: seconds of each resource; ``limit``: the busiest. ``loaded``, ``saved``:
     bytes over the link each way, leaving gradients too. ``device``: bytes where the most is alive, by part, which is
     when kernel ``fullest`` runs or what it reads arrives. ``offloaded``: bytes of host memory for what the plan saves.
+    ``on_device``: parameters that the device updates.
     """
 
     needed: int | None = None
@@ -156,6 +162,7 @@ class Mode:
     device: Mapping[str, int] | None = None
     fullest: str = ""
     offloaded: int = 0
+    on_device: int = 0
     plan_seconds: float = 0.0
 
 
@@ -178,6 +185,7 @@ class Row:
     host_given: int | None
     step: Mode
     deferred: Mode
+    auto: Mode
 
 
 def rows(cells: Sequence[Cell]) -> Iterator[Row]:
@@ -197,13 +205,13 @@ def _row(cell: Cell, outlined: Outline, step: CostedStep) -> Row:
     device = DEVICES[cell.device]
     budget = _least(outlined, step, device) if cell.budget == LEAST else parse_size(cell.budget or device.budget)
     parts = TrainedBytes.of(outlined.model)
-    behind, deferred = _modes(outlined, step, budget, device)
+    behind, deferred, auto = _modes(outlined, step, budget, device)
     need, kernel = largest_need(step.graph, step.graph.devices[0].id)
     host = {
         "weights": parts.weights + parts.frozen,
         "gradients": parts.gradients,
         "moments": parts.moments,
-        "offloaded": max(behind.offloaded, deferred.offloaded),
+        "offloaded": max(behind.offloaded, deferred.offloaded, auto.offloaded),
     }
     return Row(
         shape=cell.shape,
@@ -219,6 +227,7 @@ def _row(cell: Cell, outlined: Outline, step: CostedStep) -> Row:
         host_given=device.host.memory,
         step=behind,
         deferred=deferred,
+        auto=auto,
     )
 
 
@@ -231,7 +240,7 @@ def _least(outlined: Outline, step: CostedStep, device: Device) -> int:
     raise AssertionError("no step fits a byte")
 
 
-def _modes(outlined: Outline, step: CostedStep, budget: int, device: Device) -> tuple[Mode, Mode]:
+def _modes(outlined: Outline, step: CostedStep, budget: int, device: Device) -> tuple[Mode, Mode, Mode]:
     machine, captured = device.speed.machine, outlined.captured
     settings = PlannerSettings("timed", machine=machine)
     facts = outlined.facts(budget)
@@ -239,17 +248,23 @@ def _modes(outlined: Outline, step: CostedStep, budget: int, device: Device) -> 
     try:
         planned = plan_step(step, facts, settings)
     except BudgetTooSmall as error:
-        return Mode(needed=error.needed), Mode(needed=error.needed)
+        return (Mode(needed=error.needed),) * 3
     behind = _mode(planned.graph, planned.plan, captured, device, outside)
     update = sum(p.numel() for p in outlined.model.parameters() if p.requires_grad) / device.host.update
     behind = replace(_with_update(behind, update), plan_seconds=round(planned.seconds["plan"], 1))
-    updated = with_updates(planned.graph, *updates_on_meta(outlined))
-    graph = _timed(updated, device.host)
-    try:
-        plan, seconds = _replanned(graph, settings)
-    except BudgetTooSmall as error:
-        return behind, Mode(needed=error.needed + outside)
-    return behind, replace(_mode(graph, plan, captured, device, outside), plan_seconds=round(seconds, 1))
+    updates = Updates(planned.graph, *updates_on_meta(outlined), "float32", _measure(device))
+    made: dict[frozenset[int], Mode] = {}
+    for chosen in updates.choices("auto", machine):
+        graph = updates.timed(chosen)
+        try:
+            plan, seconds = _replanned(graph, settings)
+        except BudgetTooSmall as error:
+            made[chosen] = Mode(needed=error.needed + outside)
+            continue
+        mode = _mode(graph, plan, captured, device, outside)
+        parameters = sum(updates.parts[part].parameter.numel() for part in chosen)
+        made[chosen] = replace(mode, on_device=parameters, plan_seconds=round(seconds, 1))
+    return behind, made[frozenset()], min(made.values(), key=lambda mode: mode.seconds or float("inf"))
 
 
 def updates_on_meta(outlined: Outline) -> tuple[list[int], list[ParameterUpdate]]:
@@ -268,11 +283,27 @@ def updates_on_meta(outlined: Outline) -> tuple[list[int], list[ParameterUpdate]
     return weights, parts
 
 
-def _timed(updated: UpdatedStep, host: Host) -> TaskGraph:
-    """The graph with seconds of each update's kernel."""
-    seconds = {kernel.id: (kernel.end - kernel.begin) / host.update for kernel in updated.kernels}
-    vertices = (replace(v, duration=seconds[v.id]) if v.id in seconds else v for v in updated.graph.vertices)
-    return replace(updated.graph, vertices=tuple(vertices))
+_MOVED = 7
+"""Tensors that an update moves: weight and moments both ways, and the gradient."""
+
+
+def _measure(device: Device) -> Measure:
+    """Kernels of updates at the rates of ``device`` and its host."""
+
+    def measure(graph: TaskGraph, only: frozenset[int]) -> dict[int, OpRecord]:
+        hosts = host_devices(graph.devices)
+        found = {}
+        for vertex in graph.vertices:
+            if vertex.id in only:
+                spec = next(tensor_args(graph.ops[vertex.id].args)).spec
+                count = math.prod(spec.shape)
+                moved = _MOVED * count * getattr(torch, spec.dtype).itemsize
+                own = device.speed.kernel + moved / device.speed.memory
+                seconds = count / device.host.update if vertex.device in hosts else own
+                found[vertex.id] = OpRecord(native_out=False, allocations=(), scratch_bytes=0, seconds=seconds)
+        return found
+
+    return measure
 
 
 def _replanned(graph: TaskGraph, settings: PlannerSettings) -> tuple[MemGraph, float]:
@@ -306,8 +337,8 @@ def _mode(graph: TaskGraph, plan: MemGraph, captured: CapturedStep, device: Devi
         bound=bound_of(graph, machine).bound,
         limit=max(busy, key=lambda name: busy[name]),
         busy=busy,
-        loaded=copied_bytes(plan, VertexKind.RELOAD),
-        saved=copied_bytes(plan, VertexKind.OFFLOAD) + sum(staying),
+        loaded=link_bytes(plan)[0],
+        saved=link_bytes(plan)[1] + sum(staying),
         used=outside + max(slot.addr + slot.size for slot in plan.slots.values() if slot.device == near),
         device={"batch": outside} | parts,
         fullest=busiest_memory,
@@ -326,9 +357,11 @@ def _with_update(mode: Mode, seconds: float) -> Mode:
 
 
 def _leaving(plan: MemGraph, captured: CapturedStep) -> tuple[list[int], list[int]]:
-    """Bytes of each gradient that is still on the device when the plan has ended, and of each that it has offloaded."""
-    states = planned_states(plan)
-    places = [final_residence(plan, gradient.ref, states) for gradient in captured.gradients]
+    """Bytes of each gradient that is still on the device when the plan has ended, and of each that it has offloaded;
+    without those that the plan takes to their place."""
+    states, done = planned_states(plan), leaving_by(captured.graph)
+    left = [gradient.ref for gradient in captured.gradients if gradient.ref not in done]
+    places = [final_residence(plan, ref, states) for ref in left]
     on_device = [place.size for place in places if place.device is not None]
     return on_device, [place.size for place in places if place.device is None]
 
@@ -340,7 +373,7 @@ HEADER = (
     + "---|"
     * 12
 )
-_TITLES = {"step": "behind the step", "deferred": "deferred"}
+_TITLES = {"step": "behind the step", "deferred": "deferred", "auto": "deferred, auto"}
 
 
 def lines(row: Mapping[str, Any]) -> str:
@@ -364,7 +397,7 @@ def lines(row: Mapping[str, Any]) -> str:
             f"{format_size(row['budget'])}, {format_size(mode['used'])} ({device})",
             f"{format_size(sum(host_parts))}{given} ({', '.join(map(format_size, host_parts))})",
             f"{row['resident']:.2f}",
-            title,
+            title + (f", {mode['on_device'] / row['parameters']:.0%} on the device" if mode["on_device"] else ""),
             f"{mode['seconds']:.2f} ({mode['plan']:.2f}, {mode['leave']:.2f}, {mode['update']:.2f})",
             f"{mode['seconds'] / row['resident']:.2f}",
             f"{tokens:.0f}",

@@ -171,6 +171,7 @@ PARSERS: dict[str, Parser] = {
     "on_unsupported": _one_of("error", "eager"),
     "optimizer": _one_of("auto", "device", "host"),
     "update": _one_of("step", "deferred"),
+    "update_on": _one_of("host", "auto", "device"),
     "master_weights": _one_of("auto", "script", "fp32"),
     "device": _one_of("auto", "cpu", "cuda"),
     "link_bandwidth": _bandwidth,

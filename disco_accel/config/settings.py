@@ -71,6 +71,7 @@ class DiscoConfig:
     on_unsupported: str = "error"
     optimizer: str = "device"
     update: str = "step"
+    update_on: str = "host"
     master_weights: str = "auto"
     device: str = "auto"
     link_bandwidth: float | str | None = None

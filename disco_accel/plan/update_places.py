@@ -137,15 +137,20 @@ def balanced_share(graph: TaskGraph, found: Mapping[int, float], machine: Machin
 
 
 def choose(
-    updates: Sequence[int], build: Callable[[frozenset[int]], TaskGraph], machine: Machine, share: float
+    updates: Sequence[int],
+    build: Callable[[frozenset[int]], TaskGraph],
+    machine: Machine,
+    share: float,
+    *,
+    tries: int = _TRIES,
 ) -> list[Places]:
     """Return the fastest places that were found, beginning with ``share`` of ``updates`` on the processors; behind them
     the fastest of each pattern, for who makes plans of several.
 
     ``build``: ids of updates on the processors → the step's graph. All here and all there are tried first: neither
-    is expected to be better than what is returned.
+    is expected to be better than what is returned. ``tries``: steps that are simulated, at most.
     """
-    search = _Search(build, machine)
+    search = _Search(build, machine, min(tries, _TRIES))
     search.attempt(frozenset())
     search.attempt(frozenset(updates))
     patterns = [best for pattern in _PATTERNS if (best := search.count_of(pattern, updates, share)) is not None]
@@ -173,8 +178,8 @@ _PATTERNS: tuple[_Pattern, ...] = (spread, _first, _last)
 
 
 class _Search:
-    def __init__(self, build: Callable[[frozenset[int]], TaskGraph], machine: Machine) -> None:
-        self.build, self.machine = build, machine
+    def __init__(self, build: Callable[[frozenset[int]], TaskGraph], machine: Machine, tries: int) -> None:
+        self.build, self.machine, self.tries = build, machine, tries
         self.tried: dict[frozenset[int], float] = {}
         self.best = Places(frozenset(), float("inf"))
 
@@ -182,7 +187,7 @@ class _Search:
         """Return the seconds with ``on_host``, which replaces a best so far that is slower; infinite if there have been
         too many attempts."""
         if on_host not in self.tried:
-            if len(self.tried) >= _TRIES:
+            if len(self.tried) >= self.tries:
                 return float("inf")
             self.tried[on_host] = estimated(self.build(on_host), self.machine).makespan
             if self.tried[on_host] < self.best.seconds * (1 - _GAIN):
@@ -210,7 +215,7 @@ class _Search:
         n = len(updates)
         ends = [updates[i // 2 if i % 2 == 0 else n - 1 - i // 2] for i in range(n)]
         before = float("inf")
-        while self.best.seconds < before and len(self.tried) < _TRIES:
+        while self.best.seconds < before and len(self.tried) < self.tries:
             before = self.best.seconds
             for each in ends:
                 self.attempt(self.best.on_host ^ {each})

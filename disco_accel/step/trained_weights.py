@@ -43,7 +43,13 @@ def _say_updates() -> None:
     register_optimizer_step_pre_hook(_before_update)
 
 
+before_updates: list[Callable[[torch.optim.Optimizer], None]] = []
+"""Called before the watch over an optimizer's weights ends: what is still to be done to them by then is no change."""
+
+
 def _before_update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for call in before_updates:
+        call(optimizer)
     for weights in list(_updated):
         expect_rewrite([p for group in optimizer.param_groups for p in group["params"] if weights.holds(p)])
 

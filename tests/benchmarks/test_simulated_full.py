@@ -18,7 +18,7 @@ def made() -> list[Row]:
 
 
 def modes(made: list[Row]) -> list[tuple[Row, Mode]]:
-    return [(row, mode) for row in made for mode in (row.step, row.deferred)]
+    return [(row, mode) for row in made for mode in (row.step, row.deferred, row.auto)]
 
 
 def test_a_step_is_its_parts_and_no_shorter_than_its_bound(made: list[Row]) -> None:
@@ -34,7 +34,8 @@ def test_every_weight_comes_and_every_gradient_goes(made: list[Row]) -> None:
         assert mode.loaded >= row.host["weights"] and mode.saved >= row.host["gradients"]
         assert row.host["moments"] == 2 * row.host["gradients"] == 4 * row.parameters
         seconds = row.parameters / DESKTOP.host.update
-        assert mode.busy is not None and mode.busy["processors"] >= seconds * (1 - 1e-9)
+        # Seconds of kernels are whole nanoseconds.
+        assert mode.busy is not None and (mode.on_device or mode.busy["processors"] >= seconds * (1 - 1e-3))
 
 
 def test_what_lies_on_the_device_fits_what_the_plan_uses(made: list[Row]) -> None:
@@ -50,12 +51,13 @@ def test_little_memory_saves_on_the_host_and_loads_weights_again(made: list[Row]
 
 
 def test_pages_say_that_it_is_simulated_and_where_rates_come_from(made: list[Row], tmp_path: Path) -> None:
-    refused = replace(made[1], budget=1, step=Mode(needed=made[1].budget), deferred=Mode(needed=made[1].budget))
+    none = Mode(needed=made[1].budget)
+    refused = replace(made[1], budget=1, step=none, deferred=none, auto=none)
     write(tmp_path / "a.json", [asdict(row) for row in (*made, refused)], [])
     result = json.loads((tmp_path / "a.json").read_text())
     shown = report.section(tmp_path)
     assert table(result) in shown and "no device ran it" in shown and result["simulated"]
     assert "GB/s" in result["machine"] and "assumed" in result["speeds"]["desktop"]["host"]["why"]
     lines = table(result).splitlines()
-    assert len(lines) == 2 + 2 * (len(made) + 1) and len({line.count("|") for line in lines}) == 1
-    assert sum("needs " in line for line in lines) == 2
+    assert len(lines) == 2 + 3 * (len(made) + 1) and len({line.count("|") for line in lines}) == 1
+    assert sum("needs " in line for line in lines) == 3

@@ -19,7 +19,6 @@ from disco_accel.errors import BudgetTooSmall, ConfigError, ExecutionError, Stat
 from disco_accel.native.host_memory import writes_are_watched
 from disco_accel.step.session import find_state
 from disco_accel.step.update import update_pass
-from disco_accel.step.update.update_pass import samples
 from disco_accel.step.update.updated_step import StepWithUpdate
 from disco_accel.testing.engine_faults import failing, kernels
 from disco_accel.testing.models import family_full, random_batch
@@ -128,22 +127,6 @@ def test_gradients_take_one_set_of_memory() -> None:
         optimizer.zero_grad()
     assert stats(model)["updates_planned"] == 4
     assert len(set(taken)) == 1, taken
-
-
-def test_updates_are_measured_on_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for all of a size, on memory of that size: a table of embeddings has hundreds of them."""
-    monkeypatch.setattr(update_pass, "PIECE", 1 << 8)
-    model = prepared(family_full("llama"))
-    train(model, adamw(model), steps=3)
-    updated = with_update(model).updated
-    graph, stands_for = samples(updated)
-    assert stands_for.keys() == updated.ids
-    kernels_measured = set(stands_for.values())
-    assert len(kernels_measured) < len(updated.kernels) // 10
-    assert max(size for vertex in graph.vertices for size in vertex.sizes) <= 4 << 8
-    elements = {kernel.id: kernel.end - kernel.begin for kernel in updated.kernels}
-    bytes_of_sample = {vertex.id: vertex.sizes[0] for vertex in graph.vertices}
-    assert all(bytes_of_sample[stands_for[kernel]] == 4 * count for kernel, count in elements.items())
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from disco_accel.errors import ExecutionError, StatesTorn
 from disco_accel.native.host_memory import WatchedTensors, expect_rewrite, writes_are_watched
 from disco_accel.step.capture_lock import in_capture
+from disco_accel.step.trained_weights import before_updates
 from disco_accel.step.update.pending_update import PendingUpdate, parts_of
 
 _TORN = (
@@ -143,9 +144,13 @@ class Deferral:
         self._handles.clear()
         self.settle()
 
+    def updates(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether ``optimizer`` has weights of this model."""
+        return any(self._on_host(p) for group in optimizer.param_groups for p in group["params"])
+
     def before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
         """``optimizer.step()`` is about to run."""
-        if not any(self._on_host(p) for group in optimizer.param_groups for p in group["params"]):
+        if not self.updates(optimizer):
             return
         with self._lock:
             if optimizer in self._torn_optimizers:
@@ -216,8 +221,15 @@ class _Hook:
 
 @functools.cache
 def _hook_all_optimizers() -> None:
+    before_updates.append(_settle_before)
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
+
+
+def _settle_before(optimizer: torch.optim.Optimizer) -> None:
+    for deferral in list(_deferring):
+        if deferral.updates(optimizer) and deferral.pending is not None:
+            deferral.settle()
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Iterable[Any], kwargs: dict[str, Any]) -> None:

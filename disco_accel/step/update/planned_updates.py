@@ -30,11 +30,12 @@ class PlannedUpdates:
         say_once: Callable[[str], None],
         made: Callable[[CompiledStep], None],
         host_memory: int,
+        update_on: str = "host",
     ) -> None:
         """``plans``: the session's table, which holds those with updates too; ``made`` hears of each. ``host_memory``:
-        bytes that training may take on the host."""
+        bytes that training may take on the host. ``update_on``: as in the config."""
         self._plans, self._say_once, self._made = plans, say_once, made
-        self._host_memory = host_memory
+        self._host_memory, self._update_on = host_memory, update_on
         self._without: set[Hashable] = set()
         """Steps with updates that have no plan."""
         self.deferral: Deferral | None = None
@@ -89,7 +90,7 @@ class PlannedUpdates:
             )
             return None
         with making() as stage:
-            made = step_with_update(model, plain, pending, settings, store, self._host_memory, stage)
+            made = step_with_update(model, plain, pending, settings, store, self._host_memory, stage, self._update_on)
         if made is None:
             self._say_once(
                 "update: deferred: a step does not use all of the weights that are updated, or has too little memory "
@@ -122,11 +123,15 @@ class PlannedUpdates:
             assert pending is not None, "it is until the forward has ended"
             if not step.executor.counters()["changes"]:
                 return
-            if step.executor.failed_vertex() in step.updated.ids:
+            # Part of a piece may be done; what a device changes it changes in copies.
+            if step.executor.failed_vertex() in step.updated.ids_on_host:
                 self.deferral.torn()
                 return
-            done = step.executor.ops_run_on_host()
-            step.finish(pending, done)
+            try:
+                step.finish(pending)
+            except BaseException:
+                self.deferral.torn()
+                raise
             self.deferral.taken()
         # All is done, and homes hold what it wrote.
         step.executor.restore_states()

@@ -1,8 +1,9 @@
-"""Puts updates of trained weights at the head of a captured step, as kernels of a host device.
+"""Puts updates of trained weights at the head of a captured step, as kernels of a host device or of the step's own.
 
-Each weight becomes a value that changes over steps; the kernels that update it write its new version at home, and
-every other vertex reads the last. Weights are updated in the order of their first use, so that the forward of the
-first layer runs while the second is updated. Where a weight has a master in float32, each piece takes three kernels:
+Each weight becomes a value that changes over steps, of which every other vertex reads the last version. Kernels of the
+host device write it at home; those of the step's own load weight, moments and gradient, and what they make goes home.
+Weights are updated in the order of their first use, so that the forward of the first layer runs while the second is
+updated. Where a weight has a master in float32, each piece takes three kernels:
 its gradient in float32, the update of the master, the weight from the master.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,7 +30,7 @@ from disco_accel.graph.taskgraph import (
     VertexKind,
     tensor_args,
 )
-from disco_accel.graph.traits import FOREIGN, STATE
+from disco_accel.graph.traits import FOREIGN, RENEWED_STATE, STATE, Traits
 from disco_accel.graph.values import handed_out_at_gate
 from disco_accel.step.update.pending_update import AdamSettings, Changed, ParameterUpdate
 
@@ -40,6 +41,9 @@ elements waking the threads takes longer than the arithmetic."""
 _CHANGED = 3
 """Values that the kernel of an update writes over, its first inputs: weight or master, and moments. The gradient
 follows, then the scalars."""
+
+_HOST_LR = "float64"
+"""Dtype of a learning rate for kernels of the host device."""
 
 _HOST_MEMORY = 1 << 46
 """Bytes of the host device's arena: no limit, since nothing but scratch lies there."""
@@ -73,13 +77,15 @@ class Stage(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class UpdateKernel:
-    """Vertex ``id`` does ``stage`` for elements ``begin`` to ``end`` of part ``part``."""
+    """Vertex ``id`` does ``stage`` for elements ``begin`` to ``end`` of part ``part``, on the host or on the step's
+    device."""
 
     id: int
     part: int
     begin: int
     end: int
     stage: Stage = Stage.UPDATE
+    on_host: bool = True
 
     def run(self, part: ParameterUpdate) -> None:
         """Do it by hand, where the stages before have been done by the plan: it has kept no cast gradient."""
@@ -91,16 +97,39 @@ class UpdateKernel:
 
 @dataclass(frozen=True)
 class UpdatedStep:
-    """``graph`` with updates at its head. ``inputs`` of each part; ``kernels`` in the one order in which they run."""
+    """``graph`` with updates at its head. ``inputs`` of each part; ``kernels``, those of the host
+    device in the one order in which they run. ``device_lr``: dtype of the learning rate for the others."""
 
     graph: TaskGraph
     inputs: tuple[UpdateInputs, ...]
     kernels: tuple[UpdateKernel, ...]
+    device_lr: str
+
+    @property
+    def on_device(self) -> frozenset[int]:
+        """Numbers of the parts that the step's device updates."""
+        return frozenset(kernel.part for kernel in self.kernels if not kernel.on_host)
+
+    def left(self, done: int, at_home: Collection[int]) -> list[UpdateKernel]:
+        """What is left to do when ``done`` kernels of the host device have run, and the states ``at_home`` that others
+        change have their last version there."""
+        own = [kernel for kernel in self.kernels if kernel.on_host][done:]
+        for kernel in self.kernels:
+            inputs = self.inputs[kernel.part]
+            state = inputs.exp_avg if kernel.stage is Stage.UPDATE else inputs.weight
+            if not kernel.on_host and state not in at_home:
+                own.append(kernel)
+        return own
 
     @property
     def ids(self) -> frozenset[int]:
         """Of ``kernels``."""
         return frozenset(kernel.id for kernel in self.kernels)
+
+    @property
+    def ids_on_host(self) -> frozenset[int]:
+        """Of those that the host device runs."""
+        return frozenset(kernel.id for kernel in self.kernels if kernel.on_host)
 
     def states(self, homes: Sequence[Changed]) -> dict[int, torch.Tensor]:
         """By INPUT: the tensor in whose memory each value lies that the updates change."""
@@ -113,32 +142,60 @@ class UpdatedStep:
     def foreign(self, parts: Sequence[ParameterUpdate]) -> dict[int, torch.Tensor]:
         """By INPUT: gradients, counts of steps and learning rates, given to each step."""
         given: dict[int, torch.Tensor] = {}
-        for inputs, part in zip(self.inputs, parts, strict=True):
-            given |= {inputs.gradient: part.gradient.detach(), inputs.steps: part.steps, inputs.lr: part.lr}
+        on_device = self.on_device
+        for number, (inputs, part) in enumerate(zip(self.inputs, parts, strict=True)):
+            lr = part.lr.to(getattr(torch, self.device_lr)) if number in on_device else part.lr
+            given |= {inputs.gradient: part.gradient.detach(), inputs.steps: part.steps, inputs.lr: lr}
         return given
 
 
-def with_updates(graph: TaskGraph, weights: Sequence[int], parts: Sequence[ParameterUpdate]) -> UpdatedStep:
-    """Return ``graph`` with the update of the weight that INPUT ``weights[i]`` holds by ``parts[i]`` at its head."""
-    return _Updates(graph, weights, parts).step()
+def with_updates(
+    graph: TaskGraph,
+    weights: Sequence[int],
+    parts: Sequence[ParameterUpdate],
+    on_device: Collection[int] = (),
+    *,
+    device_lr: str = _HOST_LR,
+) -> UpdatedStep:
+    """Return ``graph`` with the update of the weight that INPUT ``weights[i]`` holds by ``parts[i]`` at its head.
+
+    ``on_device``: numbers of the parts that the weights' own device updates, whose kernels take the learning rate as
+    ``device_lr``.
+    """
+    return _Updates(graph, weights, parts, frozenset(on_device), device_lr).step()
 
 
 class _Updates:
-    def __init__(self, graph: TaskGraph, weights: Sequence[int], parts: Sequence[ParameterUpdate]) -> None:
-        self._graph = graph
+    def __init__(
+        self,
+        graph: TaskGraph,
+        weights: Sequence[int],
+        parts: Sequence[ParameterUpdate],
+        on_device: frozenset[int],
+        device_lr: str,
+    ) -> None:
+        self._graph, self._device_lr = graph, device_lr
         self._parts = dict(zip(weights, parts, strict=True))
-        self._host = max(device.id for device in graph.devices) + 1
+        on_host = [device.id for device in graph.devices if device.host]
+        self._host = on_host[0] if on_host else max(device.id for device in graph.devices) + 1
         self._fresh = max((vertex.id for vertex in graph.vertices), default=-1) + 1
         self._new_inputs: list[Vertex] = []
         self._vertices: list[Vertex] = []
         self._kernels: list[UpdateKernel] = []
         self._numbers = {weight: number for number, weight in enumerate(weights)}
+        device = {vertex.id: vertex.device for vertex in graph.vertices}
+        self._own_device = {w: device[w] for w, number in self._numbers.items() if number in on_device}
+        """Weight that its own device updates → that device."""
+        self._last_on_host: tuple[int, ...] = ()
+        """The kernel of the host device that was added last."""
         self._calls: dict[int, OpCall] = {}
         self._last: dict[Ref, Ref] = {}
         """Weight → its version when all updates have run."""
         self._sizes: dict[Ref, int] = {(vertex.id, 0): vertex.sizes[0] for vertex in graph.vertices if vertex.sizes}
-        self._scalars: dict[int, int] = {}
-        """Address of a count of steps or a learning rate → its INPUT."""
+        self._scalars: dict[tuple[int, bool], int] = {}
+        """A count of steps or a learning rate, by identity, and whether for the host → its INPUT."""
+        self._copies: dict[int, Ref] = {}
+        """INPUT of one for a device → its copy there."""
 
     def step(self) -> UpdatedStep:
         inputs = {weight: self._update(weight, part) for weight, part in self._in_order_of_use()}
@@ -146,7 +203,8 @@ class _Updates:
         old_inputs, others = [], []
         for vertex in self._graph.vertices:
             if vertex.kind is VertexKind.INPUT:
-                old_inputs.append(replace(vertex, traits=STATE) if vertex.id in self._parts else vertex)
+                traits = self._place(vertex.id)[0] if vertex.id in self._parts else vertex.traits
+                old_inputs.append(replace(vertex, traits=traits))
                 continue
             reads = tuple(self._last.get(ref, ref) for ref in vertex.inputs)
             # When a forward returns, all weights are updated: whoever drops the step finds them whole.
@@ -155,11 +213,12 @@ class _Updates:
             others.append(vertex if same else replace(vertex, inputs=reads, after=tuple(dict.fromkeys(after))))
         graph = replace(
             self._graph,
-            devices=(*self._graph.devices, Device(self._host, _HOST_MEMORY, host=True)),
+            devices=(*(d for d in self._graph.devices if not d.host), Device(self._host, _HOST_MEMORY, host=True)),
             vertices=(*old_inputs, *self._new_inputs, *self._vertices, *others),
             ops={**self._graph.ops, **self._calls},
         )
-        return UpdatedStep(graph, tuple(inputs[weight] for weight in self._parts), tuple(self._kernels))
+        ordered = tuple(inputs[weight] for weight in self._parts)
+        return UpdatedStep(graph, ordered, tuple(self._kernels), self._device_lr)
 
     def _in_order_of_use(self) -> Iterator[tuple[int, ParameterUpdate]]:
         first: dict[int, int] = {}
@@ -169,51 +228,77 @@ class _Updates:
         for weight in sorted(self._parts, key=lambda weight: first.get(weight, len(self._graph.vertices))):
             yield weight, self._parts[weight]
 
-    def _input(self, op: str, size: int, *, state: bool) -> int:
-        traits = STATE if state else FOREIGN
+    def _place(self, weight: int) -> tuple[Traits, int]:
+        """The traits of a weight, its moments and its master, and the device that updates them."""
+        own = self._own_device.get(weight)
+        return (STATE, self._host) if own is None else (RENEWED_STATE, own)
+
+    def _input(self, op: str, size: int, traits: Traits, device: int) -> int:
         self._sizes[self._fresh, 0] = size
-        self._new_inputs.append(Vertex(self._fresh, VertexKind.INPUT, self._host, op, (), (size,), traits=traits))
+        self._new_inputs.append(Vertex(self._fresh, VertexKind.INPUT, device, op, (), (size,), traits=traits))
         self._fresh += 1
         return self._fresh - 1
 
-    def _scalar(self, op: str, tensor: torch.Tensor) -> int:
-        key = id(tensor)
+    def _scalar(self, op: str, tensor: torch.Tensor, nbytes: int, *, on_host: bool) -> int:
+        key = id(tensor), on_host
         if key not in self._scalars:
-            self._scalars[key] = self._input(op, tensor.nbytes, state=False)
+            self._scalars[key] = self._input(op, nbytes, FOREIGN, self._host)
         return self._scalars[key]
 
     def _update(self, weight: int, part: ParameterUpdate) -> UpdateInputs:
-        nbytes, kept = part.parameter.nbytes, part.exp_avg.nbytes
+        kept, place, on_host = part.exp_avg.nbytes, self._place(weight), weight not in self._own_device
+        lr = getattr(torch, _HOST_LR if on_host else self._device_lr).itemsize
         inputs = UpdateInputs(
             weight,
-            self._input("exp_avg", kept, state=True),
-            self._input("exp_avg_sq", kept, state=True),
-            self._input("gradient", nbytes, state=False),
-            self._scalar("steps", part.steps),
-            self._scalar("lr", part.lr),
-            None if part.master is None else self._input("master", kept, state=True),
+            self._input("exp_avg", kept, *place),
+            self._input("exp_avg_sq", kept, *place),
+            self._input("gradient", part.parameter.nbytes, FOREIGN, self._host),
+            self._scalar("steps", part.steps, part.steps.nbytes, on_host=on_host),
+            self._scalar("lr", part.lr, lr, on_host=on_host),
+            None if part.master is None else self._input("master", kept, *place),
         )
         version: Ref = (weight, 0)
         updated = inputs.weight if inputs.master is None else inputs.master
         changed: list[Ref] = [(updated, 0), (inputs.exp_avg, 0), (inputs.exp_avg_sq, 0)]
         gradient: Ref = (inputs.gradient, 0)
         scalars: list[Ref] = [(inputs.steps, 0), (inputs.lr, 0)]
+        if not on_host:
+            gradient = self._copy_to(place[1], gradient)
+            scalars = [self._scalar_on(place[1], scalar) for scalar, _ in scalars]
         dtype, count = _dtype(part.parameter), part.parameter.numel()
-        for begin in range(0, count, PIECE):
-            piece = (self._numbers[weight], begin, min(begin + PIECE, count))
+        # On a device all at once: then homes have the first version or the last.
+        step = PIECE if on_host else count
+        lr_dtype = _HOST_LR if on_host else self._device_lr
+        for begin in range(0, count, step):
+            piece = (self._numbers[weight], begin, min(begin + step, count))
             spec, settings = TensorSpec(dtype, (piece[2] - begin,), (1,), begin), part.settings
             if part.master is None:
-                changed = self._kernel(piece, Stage.UPDATE, (*changed, gradient, *scalars), _call(settings, spec, spec))
+                call = _call(settings, spec, spec, lr_dtype)
+                changed = self._kernel(piece, Stage.UPDATE, (*changed, gradient, *scalars), call, place[1])
                 continue
             # Of the piece alone, from its begin on.
             wide, alone = replace(spec, dtype="float32"), replace(spec, dtype="float32", offset=0)
-            cast = self._kernel(piece, Stage.CAST, (gradient,), _cast(spec, alone))
-            changed = self._kernel(piece, Stage.UPDATE, (*changed, *cast, *scalars), _call(settings, wide, alone))
-            (version,) = self._kernel(piece, Stage.ROUND, (version, changed[0]), _copy(spec, wide))
+            cast = self._kernel(piece, Stage.CAST, (gradient,), _cast(spec, alone), place[1])
+            call = _call(settings, wide, alone, lr_dtype)
+            changed = self._kernel(piece, Stage.UPDATE, (*changed, *cast, *scalars), call, place[1])
+            (version,) = self._kernel(piece, Stage.ROUND, (version, changed[0]), _copy(spec, wide), place[1])
         self._last[weight, 0] = changed[0] if part.master is None else version
         return inputs
 
-    def _kernel(self, piece: tuple[int, int, int], stage: Stage, inputs: tuple[Ref, ...], call: OpCall) -> list[Ref]:
+    def _copy_to(self, device: int, value: Ref) -> Ref:
+        copy = Vertex(self._fresh, VertexKind.TRANSFER, device, "to_device", (value,), (self._sizes[value],))
+        self._fresh += 1
+        self._vertices.append(copy)
+        return copy.id, 0
+
+    def _scalar_on(self, device: int, scalar: int) -> Ref:
+        if scalar not in self._copies:
+            self._copies[scalar] = self._copy_to(device, (scalar, 0))
+        return self._copies[scalar]
+
+    def _kernel(
+        self, piece: tuple[int, int, int], stage: Stage, inputs: tuple[Ref, ...], call: OpCall, device: int
+    ) -> list[Ref]:
         """What a kernel for ``piece`` makes, its part, begin and end: the first of ``inputs`` anew, or a cast."""
         if stage is Stage.CAST:
             (result,) = call.results
@@ -222,21 +307,22 @@ class _Updates:
         else:
             over = _CHANGED if stage is Stage.UPDATE else 1
             sizes = [self._sizes[state] for state in inputs[:over]]
-        # One after the other, as the processors run them anyway: so many have run, so many parts are done.
-        after = (self._kernels[-1].id,) if self._kernels else ()
+        on_host = device == self._host
         kernel = Vertex(
             self._fresh,
             VertexKind.KERNEL,
-            self._host,
+            device,
             call.name,
             inputs,
             tuple(sizes),
-            after=after,
+            # One after the other, as the processors run them anyway: so many have run, so many parts are done.
+            after=self._last_on_host if on_host else (),
             inplace=tuple((k, k) for k in range(over)),
         )
         self._fresh += 1
         self._vertices.append(kernel)
-        self._kernels.append(UpdateKernel(kernel.id, *piece, stage))
+        self._last_on_host = (kernel.id,) if on_host else self._last_on_host
+        self._kernels.append(UpdateKernel(kernel.id, *piece, stage, on_host))
         self._calls[kernel.id] = call
         made = [(kernel.id, k) for k in range(len(sizes))]
         self._sizes.update(zip(made, sizes, strict=True))
@@ -247,11 +333,11 @@ def _dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _call(settings: AdamSettings, spec: TensorSpec, of_gradient: TensorSpec) -> OpCall:
+def _call(settings: AdamSettings, spec: TensorSpec, of_gradient: TensorSpec, lr_dtype: str) -> OpCall:
     """The kernel on a piece ``spec`` of weight or master and moments (inputs 0 to 2) and on a gradient (3); 4: steps,
     5: the rate."""
     weight, exp_avg, exp_avg_sq = (TensorArg(position, spec) for position in range(_CHANGED))
-    steps, lr = TensorArg(4, TensorSpec("float32", (), ())), TensorArg(5, TensorSpec("float64", (), ()))
+    steps, lr = TensorArg(4, TensorSpec("float32", (), ())), TensorArg(5, TensorSpec(lr_dtype, (), ()))
     gradient = TensorArg(3, of_gradient)
     lists: tuple[Arg, ...] = ((weight,), (gradient,), (exp_avg,), (exp_avg_sq,), (), (steps,))
     numbers: tuple[Arg, ...] = (settings.beta1, settings.beta2, settings.weight_decay, settings.eps)
@@ -273,29 +359,29 @@ def _copy(spec: TensorSpec, source: TensorSpec) -> OpCall:
 
 def samples(step: UpdatedStep) -> tuple[TaskGraph, dict[int, int]]:
     """A graph to measure instead of ``step``'s, and by kernel of the update the one in it that takes as long: one for
-    all pieces of a size, on values of that size alone, since a weight may be as large as the host's memory allows."""
-    host = step.graph.devices[-1]
+    all of a size on one device, on values of that size alone: a weight may be as large as the host's memory allows."""
     of_step = {vertex.id: vertex for vertex in step.graph.vertices}
     vertices: list[Vertex] = []
     calls: dict[int, OpCall] = {}
-    sample: dict[OpCall, int] = {}
+    sample: dict[tuple[int, OpCall], int] = {}
     stands_for: dict[int, int] = {}
     for kernel in step.kernels:
         call, over = _at_begin(step.graph.ops[kernel.id]), of_step[kernel.id].inplace
-        if call not in sample:
+        device = of_step[kernel.id].device
+        if (device, call) not in sample:
             read = {arg.input: _bytes(arg.spec) for arg in tensor_args(call.args)}
             inputs = []
             for position in range(len(read)):
                 inputs.append((len(vertices), 0))
                 traits = STATE if any(position == written for _, written in over) else FOREIGN
                 size = read[position]
-                vertices.append(Vertex(len(vertices), VertexKind.INPUT, host.id, sizes=(size,), traits=traits))
+                vertices.append(Vertex(len(vertices), VertexKind.INPUT, device, sizes=(size,), traits=traits))
             sizes = tuple(read[written] for _, written in over) or of_step[kernel.id].sizes
-            made = Vertex(len(vertices), VertexKind.KERNEL, host.id, call.name, tuple(inputs), sizes, inplace=over)
+            made = Vertex(len(vertices), VertexKind.KERNEL, device, call.name, tuple(inputs), sizes, inplace=over)
             vertices.append(made)
             calls[made.id] = call
-            sample[call] = made.id
-        stands_for[kernel.id] = sample[call]
+            sample[device, call] = made.id
+        stands_for[kernel.id] = sample[device, call]
     return TaskGraph("updates", step.graph.devices, tuple(vertices), calls), stands_for
 
 

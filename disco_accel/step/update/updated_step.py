@@ -11,15 +11,20 @@ import torch
 from disco_accel.capture.captured_step import InputSource
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.execute.executor import EngineOptions, Executor
+from disco_accel.execute.planned_states import planned_states
+from disco_accel.graph.check import after_gate
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.passes import run_passes
-from disco_accel.measure.record import measurements, record
+from disco_accel.measure.record import measurements
 from disco_accel.native.host_memory import bytes_of
+from disco_accel.plan import Machine
+from disco_accel.simulate.simulator import simulate
 from disco_accel.step.compiled_step import CompiledStep
 from disco_accel.step.memory_parts import host_memory_parts
 from disco_accel.step.pipeline import PlannerSettings, PlanStore, replan
 from disco_accel.step.update.pending_update import Changed, PendingUpdate
-from disco_accel.step.update.update_pass import UpdatedStep, samples, with_updates
+from disco_accel.step.update.update_choice import Updates
+from disco_accel.step.update.update_pass import UpdatedStep
 
 
 @dataclass(eq=False, kw_only=True)
@@ -60,10 +65,11 @@ class StepWithUpdate(CompiledStep):
             specs={b.vertex: b.spec for b in self.captured.bindings},
         )
 
-    def finish(self, pending: PendingUpdate, done: int) -> None:
-        """Do what is left of ``pending`` when ``done`` of its kernels have run."""
+    def finish(self, pending: PendingUpdate) -> None:
+        """Do what the last step, which has ended early, has left of ``pending``."""
+        at_home = self.executor.bring_home()
         with torch.no_grad():
-            for kernel in self.updated.kernels[done:]:
+            for kernel in self.updated.left(self.executor.ops_run_on_host(), at_home):
                 kernel.run(pending.parts[kernel.part])
 
     def _names(self) -> dict[int, str]:
@@ -89,40 +95,57 @@ def step_with_update(
     store: PlanStore | None,
     host_memory: int,
     say: Callable[[str], None],
+    update_on: str = "host",
 ) -> StepWithUpdate | None:
     """Return the plan of ``plain``, a step of ``model``, with ``pending`` at its head; None if the step does not load
     all of its weights, or has too little memory for it. ``store``: of plans; ``host_memory``: bytes that
-    training may take on the host; ``say`` hears of the stages."""
+    training may take on the host; ``say`` hears of the stages. ``update_on``: as in the config."""
     weights = _weights_of(model, plain, pending)
     if weights is None:
         return None
     began = time.perf_counter()
-    updated = with_updates(plain.graph, weights, pending.parts)
+    updates = Updates.of(plain, weights, pending.parts)
+    updated = updates.placed()
     say(f"measuring {len(updated.kernels)} updates")
-    sample, stands_for = samples(updated)
-    measured = record(sample, device="cpu", host_threads=plain.engine.host_threads)
-    records = {kernel: measured[stand_in] for kernel, stand_in in stands_for.items()}
-    graph = run_passes(updated.graph, [measurements(records)])
+    updates.records(updated)
+    machine = settings.machine or Machine()
+    choices = updates.choices(update_on, machine)
     recorded = time.perf_counter()
-    say(f"planning {len(graph.ops)} kernels, {len(updated.kernels)} of them updates")
-    try:
-        plan = replan(graph, graph.devices[0].memory, settings, store)
-    except BudgetTooSmall:
+    best: tuple[float, UpdatedStep, MemGraph] | None = None
+    for chosen in choices:
+        updated = updates.placed(chosen)
+        graph = run_passes(updated.graph, [measurements(updates.records(updated))])
+        say(f"planning {len(graph.ops)} kernels, {len(updated.kernels)} of them updates")
+        try:
+            plan = replan(graph, graph.devices[0].memory, settings, store)
+        except BudgetTooSmall:
+            continue
+        seconds = simulate(plan, machine).makespan if len(choices) > 1 else 0.0
+        if _home_by_gate(plan) and (best is None or (update_on == "auto" and seconds < best[0])):
+            best = seconds, replace(updated, graph=graph), plan
+    if best is None:
         return None
+    _, updated, plan = best
     if sum(host_memory_parts(plain.graph, plan.host_memory).values()) > host_memory:
         return None
     own = {field.name: getattr(plain, field.name) for field in fields(CompiledStep)}
     own |= {
-        "graph": graph,
+        "graph": updated.graph,
         "plan": plan,
-        "records": {**plain.records, **records},
+        "records": {**plain.records, **updates.records(updated)},
         "seconds": {"record": recorded - began, "plan": time.perf_counter() - recorded},
         "loaded": None,
         "groups": (-1, -1),
     }
-    return StepWithUpdate(
-        **own, plain=plain, updated=replace(updated, graph=graph), homes=tuple(part.changed for part in pending.parts)
-    )
+    return StepWithUpdate(**own, plain=plain, updated=updated, homes=tuple(part.changed for part in pending.parts))
+
+
+def _home_by_gate(plan: MemGraph) -> bool:
+    """Whether all that a device updates is home when the forward's outputs are handed out: the caller, who may look at
+    weights then, finds them updated, and the watch over them begins."""
+    states = planned_states(plan)
+    late = after_gate(plan.vertices, (*plan.data_edges, *plan.memory_edges))
+    return not any(states.stores(vertex) and vertex.id in late for vertex in plan.vertices)
 
 
 def _weights_of(model: torch.nn.Module, plain: CompiledStep, pending: PendingUpdate) -> list[int] | None:

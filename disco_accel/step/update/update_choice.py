@@ -1,0 +1,100 @@
+"""Which weights the step's own device updates, and which the processors: by measured seconds, in simulated time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from disco_accel.graph.passes import run_passes
+from disco_accel.graph.taskgraph import OpCall, TaskGraph
+from disco_accel.measure.record import OpRecord, measurements, record
+from disco_accel.native.backend import run_device
+from disco_accel.plan.update_places import choose
+from disco_accel.simulate.machine import Machine
+from disco_accel.step.compiled_step import CompiledStep
+from disco_accel.step.update.pending_update import ParameterUpdate
+from disco_accel.step.update.update_pass import UpdatedStep, samples, with_updates
+
+_PART_OF_ARENA = 16
+"""A weight that is larger than this part of the arena is updated by the processors: its update on the device takes
+weight, gradient, moments and master there at once."""
+
+_SIMULATED = 400_000
+"""Vertices that are simulated for one choice, in all: about 4 s on one core of a server."""
+
+
+Measure = Callable[[TaskGraph, frozenset[int]], Mapping[int, OpRecord]]
+"""Records of some kernels of a graph, by id."""
+
+
+@dataclass
+class Updates:
+    """Updates of ``weights``, INPUTs of ``graph``, by ``parts``. ``device_lr``: as in ``with_updates``. Each kind of
+    kernel is measured once."""
+
+    graph: TaskGraph
+    weights: Sequence[int]
+    parts: Sequence[ParameterUpdate]
+    device_lr: str
+    measure: Measure
+    _known: dict[tuple[bool, OpCall], OpRecord] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, plain: CompiledStep, weights: Sequence[int], parts: Sequence[ParameterUpdate]) -> Updates:
+        """Of ``plain``'s weights, measured as its own kernels are."""
+        engine = plain.engine
+
+        def measure(graph: TaskGraph, only: frozenset[int]) -> dict[int, OpRecord]:
+            threads = {"compute_threads": engine.compute_threads, "host_threads": engine.host_threads}
+            return record(graph, device=engine.device, only=only, **threads)
+
+        # A GPU's kernel takes a rate in float32 alone.
+        lr = "float64" if run_device(engine.device).type == "cpu" else "float32"
+        return cls(plain.graph, weights, parts, lr, measure)
+
+    def placed(self, on_device: Collection[int] = ()) -> UpdatedStep:
+        """The step with the updates of the parts ``on_device`` there, without its kernels' seconds."""
+        return with_updates(self.graph, self.weights, self.parts, on_device, device_lr=self.device_lr)
+
+    def records(self, step: UpdatedStep) -> dict[int, OpRecord]:
+        """By kernel of the updates."""
+        graph, stands_for = samples(step)
+        on_host = {kernel.id: kernel.on_host for kernel in step.kernels}
+        key = {sample: (on_host[kernel], graph.ops[sample]) for kernel, sample in stands_for.items()}
+        missing = frozenset(sample for sample, each in key.items() if each not in self._known)
+        measured = self.measure(graph, missing) if missing else {}
+        self._known |= {key[sample]: each for sample, each in measured.items()}
+        return {kernel: self._known[key[sample]] for kernel, sample in stands_for.items()}
+
+    def timed(self, on_device: Collection[int]) -> TaskGraph:
+        """The graph of ``placed`` with its kernels' seconds."""
+        step = self.placed(on_device)
+        return run_passes(step.graph, [measurements(self.records(step))])
+
+    def choices(self, update_on: str, machine: Machine) -> list[frozenset[int]]:
+        """Parts to update on the device: plans are to be made of each, the most promising first, the last is none."""
+        arena = self.graph.devices[0].memory
+        allowed = [i for i, part in enumerate(self.parts) if part.parameter.nbytes * _PART_OF_ARENA <= arena]
+        if update_on == "host" or not allowed:
+            return [frozenset()]
+        if update_on == "device":
+            return [frozenset(allowed), frozenset()]
+        on_host, *_ = choose(
+            allowed,
+            lambda here: self.timed([i for i in allowed if i not in here]),
+            machine,
+            self._balanced(allowed, machine),
+            tries=max(8, _SIMULATED // len(self.timed(allowed).vertices)),
+        )
+        best = frozenset(allowed) - on_host.on_host
+        return [best, frozenset()] if best else [best]
+
+    def _balanced(self, allowed: Sequence[int], machine: Machine) -> float:
+        """Share of the updates for the processors with which these and the link to the device work equally long."""
+        step = self.placed()
+        seconds = self.records(step)
+        host = sum(seconds[kernel.id].seconds for kernel in step.kernels if kernel.part in allowed)
+        parts = [self.parts[i] for i in allowed]
+        moved = sum(tensor.nbytes for part in parts for tensor in (part.gradient, *part.changed[1:]))
+        link = moved / machine.h2d.bandwidth
+        return link / (link + host) if link + host else 1.0
