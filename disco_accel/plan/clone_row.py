@@ -12,8 +12,8 @@ from disco_accel.graph.check import after_gate
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.graph.value_numbering import Clone
 from disco_accel.plan.infeasible import Infeasible
-from disco_accel.plan.timed.buffers import Profile, StepRequirements
 from disco_accel.plan.timed.requirements import requirements_of
+from disco_accel.plan.timed.step_buffers import Profile, StepRequirements
 from disco_accel.simulate.machine import Machine
 
 

@@ -169,7 +169,12 @@ TEST(Threads, TheEndsOfACopyThatMayBeRunningAreNotChanged) {
   scene.vertices[2] = {Kind::kReload, 0, -1, &arena[1], &values[0], 8, 0};
   scene.edges = {{0, 2}};
   Checker checker(scene);
-  Engine engine(scene.program(), host(), checker, {});
+  std::atomic<bool> go{false};
+  HostDeviceOptions options;
+  options.before_copy = [&](std::int32_t vertex) {
+    while (vertex == 2 && !go) std::this_thread::yield();
+  };
+  Engine engine(scene.program(), hosts(1, options), checker, {});
   engine.begin();
   EXPECT_THROW(engine.set_source(1, &values[1]), std::logic_error);
   EXPECT_THROW(engine.set_source(3, &values[1]), std::out_of_range);
@@ -181,6 +186,7 @@ TEST(Threads, TheEndsOfACopyThatMayBeRunningAreNotChanged) {
   engine.deliver();
   EXPECT_THROW(engine.set_source(2, &values[0]), std::logic_error);
   EXPECT_THROW(engine.set_target(2, &arena[1]), std::logic_error);
+  go = true;
   ASSERT_EQ(engine.wait_end(kPatience), Status::kDone);
   engine.set_source(1, &values[1]);
   engine.set_target(1, &arena[1]);

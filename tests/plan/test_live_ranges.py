@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import pytest
 
-from disco_accel.plan.timed.buffers import Profile
 from disco_accel.plan.timed.live_ranges import LiveRanges
 from disco_accel.plan.timed.search import build_timed
 from disco_accel.plan.timed.search_settings import TimedSettings
+from disco_accel.plan.timed.step_buffers import Profile
 from disco_accel.simulate.machine import Machine
 from disco_accel.testing.lora_graph import LoraShape, lora_graph
 from disco_accel.verify.adversary import run_reference

@@ -18,10 +18,10 @@ from disco_accel.plan.buildmemgraph import residents
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.search_work import Work
 from disco_accel.plan.timed import search
-from disco_accel.plan.timed.buffers import StepRequirements
 from disco_accel.plan.timed.drafts import DraftOptions
 from disco_accel.plan.timed.search import build_timed
 from disco_accel.plan.timed.search_settings import TimedSettings
+from disco_accel.plan.timed.step_buffers import StepRequirements
 from disco_accel.simulate.simulator import Link, Machine
 from disco_accel.testing.strategies import Shape, random_taskgraph, with_working_sets
 from disco_accel.verify.adversary import run_reference

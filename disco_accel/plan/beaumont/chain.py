@@ -21,8 +21,8 @@ from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.graph.values import outlives_step
 from disco_accel.plan.beaumont.selection import Gap, Instance, Layer
 from disco_accel.plan.buildmemgraph.residents import SMALL, Residents
-from disco_accel.plan.timed.buffers import StepRequirements, SwappableBuffer
 from disco_accel.plan.timed.requirements import requirements_of
+from disco_accel.plan.timed.step_buffers import StepRequirements, SwappableBuffer
 from disco_accel.simulate.simulator import Machine
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from disco_accel.plan.infeasible import Infeasible
-from disco_accel.plan.timed.buffers import Profile, SwappableBuffer
+from disco_accel.plan.timed.step_buffers import Profile, SwappableBuffer
 
 NEVER = 1 << 60
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from disco_accel.graph.values import may_leave
 from disco_accel.plan.buildmemgraph.residents import SMALL
-from disco_accel.plan.timed.buffers import Profile, StepRequirements
+from disco_accel.plan.timed.step_buffers import Profile, StepRequirements
 from disco_accel.plan.timed.swap_schedule import SwapSchedule, schedule_swaps
 from disco_accel.plan.timed.two_steps import two_steps
 from disco_accel.simulate.simulator import Machine

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from disco_accel.graph.taskgraph import Ref
-from disco_accel.plan.timed.buffers import PinnedBuffer, StepRequirements
+from disco_accel.plan.timed.step_buffers import PinnedBuffer, StepRequirements
 
 _HELD_SHARE = 0.5
 """Share of a device's memory that values on their way to the host may take, with all that is live beside them; the

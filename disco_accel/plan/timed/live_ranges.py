@@ -14,8 +14,8 @@ from disco_accel.graph.taskgraph import Ref, Vertex
 from disco_accel.plan.common.assemble import assemble
 from disco_accel.plan.common.device_copy import PlannedVertex
 from disco_accel.plan.common.plan_log import PlanLog
-from disco_accel.plan.timed.buffers import Profile, StepRequirements
 from disco_accel.plan.timed.packing import Buffer, Packed, pack
+from disco_accel.plan.timed.step_buffers import Profile, StepRequirements
 
 
 @dataclass(slots=True, eq=False)

@@ -8,8 +8,8 @@ from itertools import accumulate
 
 from disco_accel.graph.taskgraph import Ref, Vertex, VertexKind
 from disco_accel.graph.values import must_survive_step
-from disco_accel.plan.timed.buffers import StepRequirements
 from disco_accel.plan.timed.live_ranges import LiveRange, LiveRanges
+from disco_accel.plan.timed.step_buffers import StepRequirements
 from disco_accel.plan.timed.swap_schedule import SwapEvent, SwapSchedule
 
 

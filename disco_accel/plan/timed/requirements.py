@@ -33,8 +33,8 @@ from disco_accel.graph.values import (
     overwrites,
 )
 from disco_accel.plan.infeasible import Infeasible
-from disco_accel.plan.timed.buffers import PinnedBuffer, StepRequirements, SwappableBuffer
 from disco_accel.plan.timed.leaving_values import hold_until_transferred
+from disco_accel.plan.timed.step_buffers import PinnedBuffer, StepRequirements, SwappableBuffer
 from disco_accel.simulate.machine import copy_kind
 from disco_accel.simulate.simulator import Machine
 

@@ -20,7 +20,6 @@ from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.plan.common.serial_orders import lower_order
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.search_work import DRAFTED, FINISHED, PLACED, REPLAYED, Work
-from disco_accel.plan.timed.buffers import Profile, StepRequirements
 from disco_accel.plan.timed.drafts import (
     Draft,
     DraftOptions,
@@ -33,6 +32,7 @@ from disco_accel.plan.timed.live_ranges import LiveRanges
 from disco_accel.plan.timed.replay import live_ranges_of
 from disco_accel.plan.timed.requirements import requirements_of
 from disco_accel.plan.timed.search_settings import TimedSettings
+from disco_accel.plan.timed.step_buffers import Profile, StepRequirements
 from disco_accel.plan.timed.swap_schedule import SwapEvent, SwapSchedule
 from disco_accel.simulate.simulator import Machine, simulate
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from disco_accel.plan.timed.buffers import StepRequirements, SwappableBuffer
+from disco_accel.plan.timed.step_buffers import StepRequirements, SwappableBuffer
 
 
 def two_steps(requirements: StepRequirements) -> StepRequirements:
