@@ -146,9 +146,9 @@ def _edge(given: list[Any], table: torch.Tensor) -> None:
     given[2] = torch.cat([given[2], torch.tensor([[1 << 32, (1 << 32) + 1]])])
 
 
-def _copied(storage: int, vertex: int) -> Callable[[list[Any], Any], None]:
+def _copied(storage: int, vertex: int, writes: int = 0) -> Callable[[list[Any], Any], None]:
     def change(given: list[Any], table: torch.Tensor) -> None:
-        given[3] = torch.tensor([[storage, vertex]])
+        given[3] = torch.tensor([[storage, vertex, writes]])
 
     return change
 
@@ -181,6 +181,7 @@ ENGINE: dict[str, tuple[Callable[[list[Any], Any], None], str]] = {
     "a source that is no external storage": (_copied(10_000, 0), "no transfer|not external"),
     "a source of what is no transfer": (_copied(0, 3), "no transfer|not external"),
     "a source of no vertex": (_copied(0, -1), "no transfer|not external"),
+    "a target that is no external storage": (_copied(10_000, 0, 1), "no transfer|not external"),
 }
 
 
