@@ -128,18 +128,13 @@ class GradientMemory:
     def fill(self, copies: Sequence[tuple[torch.Tensor | None, torch.Tensor]]) -> list[torch.Tensor]:
         """Copies of gradients, each into its place where it has one, complete. No step may be running."""
         with self._backend.current(), torch.no_grad():
+            filled: dict[int, torch.Tensor] = {}
             # What the device copies first: the processor copies the rest meanwhile.
-            filled = [
-                value if place is None or value.is_cpu else place.copy_(value, non_blocking=True)
-                for place, value in copies
-            ]
-            for i, (place, value) in enumerate(copies):
-                if place is None:
-                    filled[i] = value.to("cpu", copy=True)
-                elif value.is_cpu:
-                    filled[i] = place.copy_(value)
+            for i in sorted(range(len(copies)), key=lambda i: copies[i][0] is None or copies[i][1].is_cpu):
+                place, value = copies[i]
+                filled[i] = value.to("cpu", copy=True) if place is None else place.copy_(value, non_blocking=True)
         self._backend.synchronize()
-        return filled
+        return [filled[i] for i in range(len(copies))]
 
     def _free_ranges(self, gradients: Sequence[LeavingGradient], beside: int) -> dict[str, _Range]:
         """By name; without the gradients that go to ordinary memory."""

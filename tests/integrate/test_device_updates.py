@@ -172,6 +172,17 @@ def test_the_faster_place_is_chosen_weight_by_weight() -> None:
     assert len(first) > len(weights) // 2
 
 
+def test_that_nothing_has_room_on_the_device_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(update_choice, "_PART_OF_ARENA", 1 << 30)
+    trained = model, ours, eager, theirs = pair()
+    train_both(trained, 4)
+    assert not with_update(model).updated.on_device
+    assert sum("update_on: device: no plan" in record.message for record in caplog.records) == 1
+    assert_same(model, ours, eager, theirs)
+
+
 def test_what_it_needs_is_said() -> None:
     with pytest.raises(ConfigError, match="update_on: device is for updates in the plan"):
         prepare(family_full("llama"), config(update="step", update_on="device"))

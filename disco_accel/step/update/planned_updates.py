@@ -96,6 +96,11 @@ class PlannedUpdates:
                 "update: deferred: a step does not use all of the weights that are updated, or has too little memory "
                 "for it; such an update runs before the step"
             )
+        elif self._update_on == "device" and not made.updated.on_device:
+            self._say_once(
+                "update_on: device: no plan within memory_budget has room for a weight's update on the device; the "
+                "processors update all weights, as with update_on: host"
+            )
         return made
 
     def given(self, step: StepWithUpdate) -> dict[int, torch.Tensor]:

@@ -20,7 +20,7 @@ _PART_OF_ARENA = 16
 weight, gradient, moments and master there at once."""
 
 _SIMULATED = 400_000
-"""Vertices that are simulated for one choice, in all: about 4 s on one core of a server."""
+"""Vertices that are simulated for one choice, in all. Not tuned: it bounds the time of a choice for large graphs."""
 
 
 Measure = Callable[[TaskGraph, frozenset[int]], Mapping[int, OpRecord]]

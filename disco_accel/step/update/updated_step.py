@@ -120,14 +120,14 @@ def step_with_update(
             plan = replan(graph, graph.devices[0].memory, settings, store)
         except BudgetTooSmall:
             continue
+        if sum(host_memory_parts(plain.graph, plan.host_memory).values()) > host_memory:
+            continue
         seconds = simulate(plan, machine).makespan if len(choices) > 1 else 0.0
         if _home_by_gate(plan) and (best is None or (update_on == "auto" and seconds < best[0])):
             best = seconds, replace(updated, graph=graph), plan
     if best is None:
         return None
     _, updated, plan = best
-    if sum(host_memory_parts(plain.graph, plan.host_memory).values()) > host_memory:
-        return None
     own = {field.name: getattr(plain, field.name) for field in fields(CompiledStep)}
     own |= {
         "graph": updated.graph,
