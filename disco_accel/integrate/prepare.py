@@ -81,7 +81,7 @@ def _planned(state: Session, model: torch.nn.Module, fitted: FittedBatch) -> Ste
             raise
         if state.effects.lasting:
             key = step_key(model, fitted.batch)
-        running = state.with_pending_update(model, step)
+        running = state.with_more(model, step)
         # An update cannot be taken back: weights are looked at before it, not beside it.
         state.make_current(model, running, check_ends_later=running is step)
         generator = generator_state(step)

@@ -17,7 +17,7 @@ from disco_accel.errors import CaptureError
 from disco_accel.execute.executor import EngineOptions, Executor
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.op_traits import op_traits
-from disco_accel.graph.taskgraph import Ref, TaskGraph, TensorArg, VertexKind
+from disco_accel.graph.taskgraph import Ref, TaskGraph, TensorArg, TensorSpec, VertexKind
 from disco_accel.graph.values import host_copy_exists
 from disco_accel.measure.record import OpRecord
 from disco_accel.native.host_memory import bytes_of
@@ -27,6 +27,16 @@ from disco_accel.sizes import format_size
 from disco_accel.step.budget import Budget
 from disco_accel.step.gradient_memory import GradientMemory, GradientPlaces, LeavingGradient
 from disco_accel.step.optimizer_home import TrainedBytes
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedNorms:
+    """Norms of what leaves for ``.grad`` of the parameters ``names``, one behind the other in the kept value ``ref``,
+    laid out as ``spec``."""
+
+    names: tuple[str, ...]
+    ref: Ref
+    spec: TensorSpec
 
 
 @dataclass(eq=False)
@@ -48,6 +58,8 @@ class CompiledStep:
     loaded: Executor | None = None
     groups: tuple[int, int] = (-1, -1)
     """Of the executor that runs: ``captured.outputs``, and ``captured.gradients`` that stay on the device, in order."""
+    norms: PlannedNorms | None = None
+    """Of its gradients, if the plan makes them."""
     parameters: dict[str, torch.nn.Parameter] | None = None
     """The model's trainable parameters by name, looked up at the first run."""
 
@@ -90,11 +102,13 @@ class CompiledStep:
         )
 
     @functools.cached_property
-    def _leaving(self) -> tuple[LeavingGradient, ...]:
+    def leaving(self) -> tuple[LeavingGradient, ...]:
+        """``captured.gradients``, as they leave where trained weights are on the host."""
         return tuple(LeavingGradient.of(g.name, g.spec) for g in self.captured.gradients)
 
     @functools.cached_property
-    def _transfers(self) -> Mapping[Ref, int]:
+    def transfers(self) -> Mapping[Ref, int]:
+        """Gradient → the transfer that takes it to the user's memory."""
         return leaving_by(self.graph)
 
     def gradient_places(self, memory: GradientMemory) -> GradientPlaces:
@@ -104,13 +118,13 @@ class CompiledStep:
         Raises:
             ConfigError: ``host_memory`` is too small for gradients that are held beside these.
         """
-        return memory.places(self._leaving, self.bytes_beside_gradients) if self.trained_on_host else []
+        return memory.places(self.leaving, self.bytes_beside_gradients) if self.trained_on_host else []
 
     def transferred(self, places: GradientPlaces) -> dict[int, torch.Tensor]:
         """By transfer of the plan: the memory that it takes a gradient to."""
         refs = [gradient.ref for gradient in self.captured.gradients]
         found = zip(refs, places, strict=True) if places else ()
-        return {self._transfers[ref]: place for ref, place in found if place is not None and ref in self._transfers}
+        return {self.transfers[ref]: place for ref, place in found if place is not None and ref in self.transfers}
 
     def gradients(self, memory: GradientMemory, places: GradientPlaces) -> list[torch.Tensor]:
         """``captured.gradients`` as the last step left them, where the trained weights are; on the host they are
@@ -120,13 +134,20 @@ class CompiledStep:
         done: dict[str, torch.Tensor] = {}
         left: dict[str, tuple[torch.Tensor | None, torch.Tensor]] = {}
         for gradient, place in zip(self.captured.gradients, places, strict=True):
-            if place is not None and gradient.ref in self._transfers:
+            if place is not None and gradient.ref in self.transfers:
                 done[gradient.name] = place
             else:
                 left[gradient.name] = place, self.executor.value(gradient.ref, gradient.spec)
         if left:
             done |= zip(left, memory.fill(list(left.values())), strict=True)
         return [done[gradient.name] for gradient in self.captured.gradients]
+
+    def gradient_norms(self) -> dict[str, torch.Tensor]:
+        """By name: norms of gradients that the last step has made, on the host."""
+        if self.norms is None:
+            return {}
+        values = self.executor.value(self.norms.ref, self.norms.spec).to("cpu", copy=True)
+        return dict(zip(self.norms.names, values.unbind(), strict=True))
 
     def settle(self) -> None:
         """Wait for the end of a forward whose outputs have left already; a step that waits at its gate stays there."""

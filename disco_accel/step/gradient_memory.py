@@ -79,6 +79,10 @@ class _Range:
         """
         return self._uses() == self._idle
 
+    def begins_at(self, address: int) -> bool:
+        """Whether its first byte is there."""
+        return self._whole.data_ptr() == address
+
     def tensor(self, spec: TensorSpec) -> torch.Tensor:
         """One over the range, from its begin."""
         return alias(self._whole, 0, self.nbytes, spec)
@@ -105,6 +109,15 @@ class GradientMemory:
     def holds(self, gradient: torch.Tensor) -> bool:
         """Whether it lies in one of the ranges."""
         return any(memory.holds(gradient) for memory in {id(r.memory): r.memory for r in self._all()}.values())
+
+    def has(self, gradient: torch.Tensor, leaving: LeavingGradient) -> bool:
+        """Whether ``gradient`` is laid out as ``leaving`` and fills a range of its weight."""
+        spec = leaving.spec
+        alike = gradient.shape == spec.shape and gradient.stride() == spec.stride and gradient.is_cpu
+        if not alike or gradient.dtype is not leaving.like.dtype:
+            return False
+        address, ranges = gradient.data_ptr(), self._ranges.get(leaving.name, ())
+        return any(r.begins_at(address) and r.nbytes == leaving.nbytes for r in ranges)
 
     def release(self) -> None:
         """Give up the ranges; the device is idle. Gradients that somebody holds keep their memory, which is not

@@ -7,7 +7,7 @@ engine meanwhile: the pending step is then suspended and rerun from its own inpu
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from disco_accel.native.backend import DEVICE_TYPES
 from disco_accel.native.host_memory import expect_rewrite
 from disco_accel.step.compiled_step import CompiledStep
 from disco_accel.step.dynamo import not_compiled
+from disco_accel.step.gradients.accumulating_step import AccumulatingStep
 from disco_accel.step.input_snapshot import InputSnapshot
 from disco_accel.step.rng_state import generator_from, generator_state, kept_on_failure
 from disco_accel.step.step_key import model_state
@@ -57,6 +58,7 @@ class PendingStep:
         """Called in the backward with outputs by name, the first one's gradient, and gradients by parameter."""
         self.outputs: dict[str, torch.Tensor] = {}
         self.traced = state.trace_wanted()
+        state.accumulation.begun(self)
         self.updating = isinstance(step, StepWithUpdate)
         """Whether the update that the step begins with is not known to be done."""
 
@@ -106,14 +108,22 @@ class PendingStep:
                     self.suspend()
                 raise
 
-    def backward(self, tangents: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Deliver the gradients of the differentiated outputs, by name; returns copies of those of the parameters."""
+    def backward(self, tangents: Mapping[str, torch.Tensor], nodes: Sequence[Any] = ()) -> dict[str, torch.Tensor]:
+        """Deliver the gradients of the differentiated outputs, by name; returns copies of those of the parameters, but
+        for those that the plan has added to ``.grad``.
+
+        ``nodes``: those that autograd is about to give them to, which add them to ``.grad``, one for each parameter.
+        """
         self.state.require_own_process()
         with self.state.lock:
             # A step that still runs has read what it needs, as eager has; one that is run again reads all of it again.
             # Weights on the host are loaded in the backward too.
             reads_weights = not self.running or self.step.trained_on_host
             self._require(self._python_change() or self.inputs.begin_check(content=reads_weights))
+            self.state.accumulation.ended(self)
+            if isinstance(self.step, AccumulatingStep) and not self.state.accumulation.holds_for(self.step, nodes):
+                self.suspend()
+                self.step = self.step.plain
             if not self.running:
                 self._require(self.inputs.finish_check())
                 self._without_update()
@@ -122,9 +132,12 @@ class PendingStep:
                     self._take_engine()
             executor = self.step.executor
             late = {b.vertex: tangents[b.name].contiguous() for b in self.step.vertices_of(InputSource.TANGENT)}
+            self.state.norms.forget()
             with kept_on_failure(self.step):
                 try:
                     places = self.step.gradient_places(self.state.gradients)
+                    if isinstance(self.step, AccumulatingStep):
+                        self.step.before_sums()
                     executor.run_end(late | self.step.transferred(places))
                     self._require(self.inputs.finish_check())
                     leaving = self.step.gradients(self.state.gradients, places)
@@ -139,8 +152,10 @@ class PendingStep:
                 self.traced = False
                 self.state.report(self.step)
                 executor.set_tracing(False)
+            gradients = {g.name: copy for g, copy in zip(self.step.captured.gradients, leaving, strict=True)}
+            self.state.norms.made(gradients, self.step.gradient_norms())
             self.state.observers.on_backward(self.step)
-            return {g.name: copy for g, copy in zip(self.step.captured.gradients, leaving, strict=True)}
+            return self.state.accumulation.left_to_add(self.step, nodes, gradients)
 
     def suspend(self) -> None:
         """Stop what is left of this step; its inputs stay so that it can be rerun."""
@@ -230,7 +245,8 @@ class _Step(torch.autograd.Function):
                 "as if it had been called after the region; eager mode may round differently there"
             )
         pending = ctx.pending
-        gradients = pending.backward({pending.step.captured.outputs[0].name: tangent})
+        nodes = [node for node, _ in ctx.next_functions]
+        gradients = pending.backward({pending.step.captured.outputs[0].name: tangent}, nodes)
         if pending.compare is not None:
             pending.compare(pending.outputs, tangent, gradients)
         return (None, None, None, *(gradients.get(name) for name in ctx.names))

@@ -56,7 +56,7 @@ class ProgressMessages(Observer):
             there = (
                 f" in {format_size(sizes.training)} of the host (weights {format_size(sizes.weights)}, {kept}"
                 f"gradients {format_size(sizes.gradients)}, two moments {format_size(sizes.moments)}; "
-                f"{format_size(sizes.gradients)} more while gradients accumulate)"
+                f"{format_size(sizes.gradients)} more where autograd adds to gradients)"
             )
         say(
             f"{self.name}: {format_size(sizes.frozen)} of frozen weights go to the host, {format_size(sizes.weights)} "

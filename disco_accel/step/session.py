@@ -36,6 +36,9 @@ from disco_accel.step.dynamo import compiled_note
 from disco_accel.step.fitted_batch import FittedBatch
 from disco_accel.step.frontend import ContextFactory, Frontend
 from disco_accel.step.gradient_memory import GradientMemory
+from disco_accel.step.gradients.accumulation import Accumulation
+from disco_accel.step.gradients.clipping_norms import norms_for_clipping
+from disco_accel.step.gradients.gradient_norms import GradientNorms
 from disco_accel.step.last_fallback import LastFallback
 from disco_accel.step.memory_parts import require_host_memory
 from disco_accel.step.observer import Observers
@@ -74,6 +77,7 @@ class Session:
         show_messages(config.quiet)
         self.config, self.frontend = config, frontend
         self.settings = config.resolve()
+        self.lock = threading.RLock()
         self.device = run_device(self.settings.device)
         self.optimizer = optimizer_home(model, config, self.settings, self.device) if trains else OptimizerHome.DEVICE
         if config.update == "deferred" and self.optimizer is OptimizerHome.DEVICE and trains:
@@ -99,6 +103,8 @@ class Session:
         watched = config.update == "deferred"
         host_memory = self.settings.host_memory
         self.gradients = GradientMemory(self.device, host_memory, watched=watched, masters=sizes.beside)
+        self.norms = GradientNorms(self.gradients.holds, self.lock, watched=watched)
+        norms_for_clipping(self.norms)
         self.original_forward = model.forward
         self.arguments = Arguments(signature_of(model))
         self.plans: dict[PlanKey, CompiledStep] = {}
@@ -109,7 +115,6 @@ class Session:
         self._active: weakref.ref[Suspendable] | None = None
         self.current: CompiledStep | None = None
         self.arena: torch.Tensor | None = None
-        self.lock = threading.RLock()
         self.gate = Gate()
         self._engine_process: int | None = None
         self.weights_seen = WatchedTensors([])
@@ -120,7 +125,9 @@ class Session:
         self.messages = ProgressMessages(model, self.settings.link_bandwidth)
         self.counts = RunCounts()
         self.observers = Observers(self.counts, self.messages, frontend.observer(self.counts))
-        self.verifier = StepVerifier(config.verify_steps)
+        self.verifier = verifier = StepVerifier(config.verify_steps)
+        told = self.say_once, self.observers.on_plan
+        self.accumulation = Accumulation(self.gradients, self.plans, *told, lambda: verifier.active)
         self.on_restore: list[Callable[[], None]] = []
         host_memory = self.settings.host_memory - sizes.beside
         self.updates = PlannedUpdates(self.plans, self.say_once, self.observers.on_plan, host_memory, config.update_on)
@@ -241,15 +248,22 @@ class Session:
             trained=RENEWED if self.optimizer is OptimizerHome.HOST else FOREIGN,
         )
 
-    def with_pending_update(self, model: torch.nn.Module, step: CompiledStep) -> CompiledStep:
-        """``step``, or where an update of the weights is put off, the step that begins with it."""
+    def with_more(self, model: torch.nn.Module, step: CompiledStep) -> CompiledStep:
+        """``step``, or where an update of the weights is put off, the step that begins with it; where gradients are
+        there, the step that adds to them."""
         with typed_out_of_memory("preparing the update"):
             settings = PlannerSettings(
                 self.config.planner, self.config.policy, machine_of(step.engine), self.config.deadline
             )
             what = "the same step with the update of its weights at its head"
             store = plan_store(self.config.plan_cache, step.engine)
-            return self.updates.step_for(model, step, settings, store, functools.partial(self.messages.making, what))
+            making, norms = functools.partial(self.messages.making, what), self.norms.wanted
+            updated = self.updates.step_for(model, step, settings, store, making, norms)
+            if updated is not step:
+                return updated
+            making = functools.partial(self.messages.making, "the same step, which adds to the gradients in .grad")
+            likely = norms or (self.norms.possible and not self.updates.seen)
+            return self.accumulation.step_for(step, settings, store, making, likely)
 
     def say_once(self, warning: str) -> None:
         """Log ``warning`` the first time."""
@@ -352,6 +366,7 @@ class Session:
     def stats(self) -> dict[str, Any]:
         """Counts, sizes (bytes) and times (seconds)."""
         result: dict[str, Any] = {**self.counts.as_dict(), **self.frontend.stats(), **self.updates.stats()}
+        result |= self.accumulation.stats() | self.norms.stats()
         result["budget_bytes"] = self.settings.memory_budget
         step = self.current
         if step is not None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from disco_accel import DiscoConfig, prepare, restore, stats
+from disco_accel import DiscoConfig, prepare, restore, settle, stats
 from disco_accel.capture.leaving_gradients import leaving_by
 from disco_accel.errors import ExecutionError
 from disco_accel.native.arena import is_arena
@@ -251,3 +251,32 @@ def test_updates_run_beside_the_forward_of_the_next_step(
         assert torch.equal(mine, parameter)
         for key in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(state[key], reference.optimizer.state[mine][key])
+
+
+@pytest.mark.parametrize("update", ["step", "deferred"])
+def test_gradients_are_summed_on_the_device(update: str) -> None:
+    """They come back over the link, and the sums leave for the same memory; norms of sums are made there as well."""
+    model: Any = family_full("llama", dtype=torch.float32)
+    eager = copy.deepcopy(model).to(CUDA)
+    weights = sum(p.nbytes for p in model.parameters())
+    budget = 2 * workspace_bytes(CUDA) + 3 * weights // 2
+    keys = {"optimizer": "host", "update": update, "dispatch": "random", "plan_cache": None}
+    prepare(model, DiscoConfig(memory_budget=budget, device="cuda", **keys))
+    ours = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
+    theirs = OnCpu(eager)
+    for seed in range(5):
+        for of in (model, eager):
+            for part in range(3):
+                of(**batch(10 * seed + part)).loss.backward()
+        assert_same_gradients(model, eager)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        ours.step()
+        ours.zero_grad()
+        theirs.update()
+    settle(model)
+    for mine, other in zip(model.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(mine, other.cpu())
+    figures, state = stats(model), find_state(model)
+    assert figures["steps_eager"] == 0 and figures["steps_accumulated"] == 10
+    assert figures.get("norms_planned", 0) == (4 if update == "deferred" else 0)
+    assert state is not None and state.gradients.nbytes <= 1.1 * weights

@@ -158,7 +158,7 @@ def test_the_faster_place_is_chosen_weight_by_weight() -> None:
     state = find_state(model)
     assert state is not None
     assert state.updates.deferral is not None and state.updates.deferral.pending is not None
-    updates = Updates.of(step.plain, weights, state.updates.deferral.pending.parts)
+    updates = Updates.of(step.plain.engine, step.plain.graph, weights, state.updates.deferral.pending.parts)
     chosen = {}
     for name, bandwidth in (("slow", 1e3), ("fast", 1e12)):
         link = Link(bandwidth, 0.0)

@@ -56,6 +56,8 @@ class Deferral:
         self.pending: PendingUpdate | None = None
         self.planned = self.by_hand = 0
         """Updates that plans did, and that were settled."""
+        self.seen = False
+        """Whether an optimizer's ``step()`` was."""
         self._watch: WatchedTensors | None = None
         """The parameters and gradients of the pending update, which nobody may write to."""
         self._updating: weakref.ref[torch.optim.Optimizer] | None = None
@@ -152,6 +154,7 @@ class Deferral:
         """``optimizer.step()`` is about to run."""
         if not self.updates(optimizer):
             return
+        self.seen = True
         with self._lock:
             if optimizer in self._torn_optimizers:
                 raise StatesTorn(_TORN)

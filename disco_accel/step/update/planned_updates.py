@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from disco_accel.step.compiled_step import CompiledStep
+from disco_accel.step.gradients.extended_graph import extended
 from disco_accel.step.pipeline import PlannerSettings, PlanStore
 from disco_accel.step.update.deferral import Deferral
 from disco_accel.step.update.pending_update import PendingUpdate
@@ -51,17 +52,18 @@ class PlannedUpdates:
         settings: PlannerSettings,
         store: PlanStore | None,
         making: Making,
+        norms: bool = False,
     ) -> CompiledStep:
-        """``plain``, or the step with the pending update at its head; settles where there is no plan of that. Raises
-        as ``Deferral.settle``."""
+        """``plain``, or the step with the pending update at its head; settles where there is no plan of that.
+        ``norms``: the plan shall make norms of gradients. Raises as ``Deferral.settle``."""
         pending = None if self.deferral is None else self.deferral.pending
         if pending is None:
             self.settle()
             return plain
-        key = ("update", id(plain), pending.signature)
+        key = ("update", id(plain), pending.signature, norms)
         step = self._plans.get(key)
         if step is None and key not in self._without:
-            step = self._make(model, plain, pending, settings, store, making)
+            step = self._make(model, plain, pending, settings, store, making, norms)
             if step is None:
                 self._without.add(key)
             else:
@@ -81,8 +83,9 @@ class PlannedUpdates:
         settings: PlannerSettings,
         store: PlanStore | None,
         making: Making,
+        norms: bool,
     ) -> StepWithUpdate | None:
-        kinds = sum(isinstance(each, StepWithUpdate) and each.plain is plain for each in self._plans.values())
+        kinds = sum(key[:2] == ("update", id(plain)) and key[-1] is norms for key in self._plans)
         if kinds >= _KINDS:
             self._say_once(
                 "update: deferred: the optimizer's betas, weight decay, eps or set of parameters change from step to "
@@ -90,7 +93,14 @@ class PlannedUpdates:
             )
             return None
         with making() as stage:
-            made = step_with_update(model, plain, pending, settings, store, self._host_memory, stage, self._update_on)
+            # Where norms have no room in the budget, the update may have.
+            for norms_too in (True, False) if norms else (False,):
+                more = extended(plain, accumulate=False, norms=norms_too)
+                made = step_with_update(
+                    model, plain, pending, settings, store, self._host_memory, stage, self._update_on, more
+                )
+                if made is not None:
+                    break
         if made is None:
             self._say_once(
                 "update: deferred: a step does not use all of the weights that are updated, or has too little memory "
@@ -109,6 +119,11 @@ class PlannedUpdates:
         pending = self.deferral.checked()
         assert pending is not None, "nothing settles between the choice of a step and its start"
         return step.given(pending)
+
+    @property
+    def seen(self) -> bool:
+        """Whether an optimizer has updated weights of the model."""
+        return self.deferral is not None and self.deferral.seen
 
     def settle(self) -> None:
         """See ``Deferral.settle``."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from disco_accel.execute.engine_options import EngineOptions
 from disco_accel.graph.passes import run_passes
 from disco_accel.graph.taskgraph import OpCall, TaskGraph
 from disco_accel.measure.record import OpRecord, measurements, record
 from disco_accel.native.backend import run_device
 from disco_accel.plan.update_places import choose
 from disco_accel.simulate.machine import Machine
-from disco_accel.step.compiled_step import CompiledStep
 from disco_accel.step.update.pending_update import ParameterUpdate
 from disco_accel.step.update.update_pass import UpdatedStep, samples, with_updates
 
@@ -40,9 +40,10 @@ class Updates:
     _known: dict[tuple[bool, OpCall], OpRecord] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, plain: CompiledStep, weights: Sequence[int], parts: Sequence[ParameterUpdate]) -> Updates:
-        """Of ``plain``'s weights, measured as its own kernels are."""
-        engine = plain.engine
+    def of(
+        cls, engine: EngineOptions, graph: TaskGraph, weights: Sequence[int], parts: Sequence[ParameterUpdate]
+    ) -> Updates:
+        """Of weights of a step of ``graph``, measured as ``engine`` runs its kernels."""
 
         def measure(graph: TaskGraph, only: frozenset[int]) -> dict[int, OpRecord]:
             threads = {"compute_threads": engine.compute_threads, "host_threads": engine.host_threads}
@@ -50,7 +51,7 @@ class Updates:
 
         # A GPU's kernel takes a rate in float32 alone.
         lr = "float64" if run_device(engine.device).type == "cpu" else "float32"
-        return cls(plain.graph, weights, parts, lr, measure)
+        return cls(graph, weights, parts, lr, measure)
 
     def placed(self, on_device: Collection[int] = ()) -> UpdatedStep:
         """The step with the updates of the parts ``on_device`` there, without its kernels' seconds."""

@@ -20,6 +20,7 @@ from disco_accel.native.host_memory import bytes_of
 from disco_accel.plan import Machine
 from disco_accel.simulate.simulator import simulate
 from disco_accel.step.compiled_step import CompiledStep
+from disco_accel.step.gradients.extended_graph import ExtendedGraph
 from disco_accel.step.memory_parts import host_memory_parts
 from disco_accel.step.pipeline import PlannerSettings, PlanStore, replan
 from disco_accel.step.update.pending_update import Changed, PendingUpdate
@@ -96,15 +97,18 @@ def step_with_update(
     host_memory: int,
     say: Callable[[str], None],
     update_on: str = "host",
+    more: ExtendedGraph | None = None,
 ) -> StepWithUpdate | None:
     """Return the plan of ``plain``, a step of ``model``, with ``pending`` at its head; None if the step does not load
     all of its weights, or has too little memory for it. ``store``: of plans; ``host_memory``: bytes that
-    training may take on the host; ``say`` hears of the stages. ``update_on``: as in the config."""
+    training may take on the host; ``say`` hears of the stages. ``update_on``: as in the config. ``more``:
+    the graph of ``plain`` with more in it, to be planned instead."""
     weights = _weights_of(model, plain, pending)
     if weights is None:
         return None
     began = time.perf_counter()
-    updates = Updates.of(plain, weights, pending.parts)
+    more = more or ExtendedGraph(plain.graph, plain.records)
+    updates = Updates.of(plain.engine, more.graph, weights, pending.parts)
     updated = updates.placed()
     say(f"measuring {len(updated.kernels)} updates")
     updates.records(updated)
@@ -132,7 +136,8 @@ def step_with_update(
     own |= {
         "graph": updated.graph,
         "plan": plan,
-        "records": {**plain.records, **updates.records(updated)},
+        "records": {**more.records, **updates.records(updated)},
+        "norms": more.norms,
         "seconds": {"record": recorded - began, "plan": time.perf_counter() - recorded},
         "loaded": None,
         "groups": (-1, -1),

@@ -1,0 +1,83 @@
+"""Norms of gradients that the last planned backward has made, for whoever clips by them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from disco_accel.native.host_memory import WatchedTensors, expect_rewrite, writes_are_watched
+
+_MISSES = 2
+"""Gradients that were written to, before somebody asked for their norms, in so many steps: norms are not made then."""
+
+
+class GradientNorms:
+    """Of one prepared model. A norm is known as long as nobody has written to its gradient, by whatever way."""
+
+    def __init__(self, holds: Callable[[torch.Tensor], bool], lock: Any, *, watched: bool) -> None:
+        """``holds``: whether a tensor is a gradient of the model that a plan has left. ``lock``: the session's.
+        ``watched``: writes to gradients may be looked for; without that no norm is known."""
+        self._holds, self._lock = holds, lock
+        self._watchable = watched and writes_are_watched()
+        self._asked = False
+        self._misses = self.used = 0
+        """``used``: how often one was known that was asked for."""
+        self._known: dict[int, tuple[int, torch.Tensor]] = {}
+        """Address of a gradient → its version, and its norm."""
+        self._watch: WatchedTensors | None = None
+
+    @property
+    def wanted(self) -> bool:
+        """Whether somebody has asked, and gradients do not change before."""
+        return self.possible and self._asked
+
+    @property
+    def possible(self) -> bool:
+        """Whether writes to gradients are seen, and these do not change before somebody asks."""
+        return self._watchable and self._misses < _MISSES
+
+    def stats(self) -> dict[str, int]:
+        """How many clippings took norms that plans had made."""
+        return {"norms_planned": self.used} if self._watchable else {}
+
+    def forget(self) -> None:
+        """Gradients are about to change."""
+        self._known, self._watch = {}, None
+
+    def made(self, gradients: Mapping[str, torch.Tensor], norms: Mapping[str, torch.Tensor]) -> None:
+        """``norms`` of some of the ``gradients`` that a step has just left, by name."""
+        if not self.wanted or not norms:
+            return
+        known = {name: gradients[name] for name in norms}
+        self._known = {g.data_ptr(): (g._version, norms[name]) for name, g in known.items()}
+        # Of tensors of their own: autograd takes a gradient that nobody else has, and copies others.
+        self._watch = WatchedTensors([gradient.detach() for gradient in known.values()])
+
+    def of(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """The norm of each of ``gradients``, None where it is not known. They may be written to from now on."""
+        unknown: list[torch.Tensor | None] = [None for _ in gradients]
+        if not self._watchable or not any(map(self._holds, gradients)):
+            return unknown
+        with self._lock:
+            self._asked = True
+            return self._of(gradients) if self._watch is not None else unknown
+
+    def _of(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        known, watch = self._known, self._watch
+        assert watch is not None
+        self.forget()
+        written = watch.changed()
+        del watch
+        expect_rewrite(list(gradients))
+        found: list[torch.Tensor | None] = []
+        for gradient in gradients:
+            version, norm = known.get(gradient.data_ptr(), (gradient._version, None))
+            written |= gradient._version != version
+            found.append(norm)
+        if written:
+            self._misses += 1
+            return [None for _ in gradients]
+        self.used += any(norm is not None for norm in found)
+        return found
