@@ -243,6 +243,7 @@ def settle(model: torch.nn.Module) -> None:
     state = find_state(model)
     if state is not None:
         state.updates.settle()
+        state.updates.show_gradients()
 
 
 def stats(model: torch.nn.Module) -> dict[str, Any]:

@@ -116,6 +116,8 @@ class PendingStep:
         """
         self.state.require_own_process()
         with self.state.lock:
+            # Autograd adds to gradients as they lie.
+            self.state.updates.show_gradients()
             # A step that still runs has read what it needs, as eager has; one that is run again reads all of it again.
             # Weights on the host are loaded in the backward too.
             reads_weights = not self.running or self.step.trained_on_host

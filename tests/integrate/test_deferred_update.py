@@ -411,7 +411,7 @@ def life(folder: Path, planned: bool) -> tuple[torch.nn.Module, list[Any]]:
             for entry in trainer.state.log_history
         ]
     if planned:
-        assert stats(model)["updates_planned"] > 0
+        assert stats(model)["updates_planned"] > 0 and stats(model)["clips_deferred"] > 0
     return model, log
 
 

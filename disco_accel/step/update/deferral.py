@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ from disco_accel.errors import ExecutionError, StatesTorn
 from disco_accel.native.host_memory import WatchedTensors, expect_rewrite, writes_are_watched
 from disco_accel.step.capture_lock import in_capture
 from disco_accel.step.trained_weights import before_updates
-from disco_accel.step.update.pending_update import PendingUpdate, parts_of
+from disco_accel.step.update.clipping import clip_by, end_clipping_by, held_elsewhere
+from disco_accel.step.update.pending_update import ParameterUpdate, PendingUpdate, parts_of
+from disco_accel.step.update.unscaled_gradients import UnscaledGradients, as_it_lies, forget, put
 
 _TORN = (
     "update: deferred: a forward ended in the middle of the update of the step before: some weights have it and others "
@@ -62,18 +65,25 @@ class Deferral:
         """The parameters and gradients of the pending update, which nobody may write to."""
         self._updating: weakref.ref[torch.optim.Optimizer] | None = None
         """Whose update is pending, or was the last to be."""
+        self.unscaled = UnscaledGradients(lock, weakref.WeakMethod(self._show))
+        weakref.finalize(self, self.unscaled.multiply).atexit = False
+        self._expected: frozenset[int] = frozenset()
+        """Ids of parameters whose next update is put off if it is as the last one was."""
+        self.clips = 0
+        """Clippings whose products were left to updates."""
         self._torn = False
         """Whether an update has changed some weights, will not change the rest, and none were loaded since."""
         self._torn_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Those whose moments such an update has left, and that have not loaded any since."""
-        settle, loads = _Hook(self), _Hook(self, loads=True)
+        settle, loads, shows = _Hook(self), _Hook(self, loads=True), _Hook(self, shows=True)
         self._model = weakref.ref(model)
         for module in model.modules():
             self._handles.append(module.register_state_dict_pre_hook(settle))
             self._handles.append(module.register_load_state_dict_pre_hook(loads))
             if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
-                self._handles.append(module.register_forward_pre_hook(settle))
+                self._handles.append(module.register_forward_pre_hook(shows))
         _deferring.add(self)
+        clip_by(self)
         _hook_all_optimizers()
 
     def settle(self) -> None:
@@ -141,10 +151,12 @@ class Deferral:
     def remove(self) -> None:
         """Settle, and put nothing off any more."""
         _deferring.discard(self)
+        end_clipping_by(self)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self.settle()
+        self.show_gradients()
 
     def updates(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether ``optimizer`` has weights of this model."""
@@ -159,31 +171,82 @@ class Deferral:
             if optimizer in self._torn_optimizers:
                 raise StatesTorn(_TORN)
             self.settle()
+            self._expected = frozenset()
             if self._ready is not None and not closure:
                 self._ready(optimizer)
             parts = "its step() is given a closure" if closure else parts_of(optimizer, self._on_host)
             if isinstance(parts, str):
+                self.show_gradients()
                 self._say(f"update: deferred has no effect: {parts}; optimizer.step() updates as it is called")
                 return
+            self._expected = frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
             if not parts:
+                self.show_gradients()
                 return
             self._hook(optimizer)
             self._updating = weakref.ref(optimizer)
             torch._foreach_add_([part.steps for part in parts], 1)
-            self.pending = PendingUpdate.of(parts)
-            if writes_are_watched():
-                gradients = [part.gradient for part in parts if self._watchable(part.gradient)]
-                # Accumulation has written to them since the watch of the step before.
-                expect_rewrite(gradients)
-                self._watch = WatchedTensors([*(part.parameter for part in parts), *gradients])
+            self._put_off(parts)
             self._gradients = [(part.parameter, part.gradient) for part in parts]
             for parameter, _ in self._gradients:
-                parameter.grad = None
+                put(parameter, None)
+
+    def _put_off(self, parts: Sequence[ParameterUpdate]) -> None:
+        self.pending = PendingUpdate.of(parts)
+        if writes_are_watched():
+            gradients = [part.gradient for part in parts if self._watchable(part.gradient)]
+            # Accumulation has written to them since the watch of the step before.
+            expect_rewrite(gradients)
+            self._watch = WatchedTensors([*(part.parameter for part in parts), *gradients])
+
+    def clip(
+        self, parameters: Sequence[torch.Tensor], coefficient: torch.Tensor, known: Mapping[int, int]
+    ) -> list[torch.Tensor]:
+        """See ``clipping.Clipper``."""
+        with self._lock:
+            noted: list[torch.Tensor] = []
+            for parameter in parameters:
+                if id(parameter) not in self._expected or type(parameter) is not torch.nn.Parameter:
+                    continue
+                gradient, _ = as_it_lies(parameter)
+                if gradient is None or type(gradient) is not torch.Tensor or not self._on_host(parameter):
+                    continue
+                if self._watchable(gradient) and not gradient.requires_grad:
+                    self.unscaled.note(parameter, gradient, coefficient)
+                    noted.append(parameter)
+            # From now on readers multiply; whoever has read before shows up here. The note has one reference itself.
+            gradient = None
+            held = [p for p in noted if held_elsewhere(p, 1 + known.get(id(as_it_lies(p)[0]), 0))]
+            for parameter in held:
+                forget(parameter)
+            self.clips += len(held) < len(noted)
+            left = {id(p) for p in noted} - {id(p) for p in held}
+            return [p for p in parameters if id(p) not in left]
+
+    def show_gradients(self) -> None:
+        """Multiply the gradients whose product clipping has left to the update.
+
+        Raises:
+            ExecutionError: they were changed since; as ``settle``, where they are those of a pending update.
+        """
+        with self._lock:
+            self._show()
+            self.unscaled.require_whole()
+
+    def _show(self) -> None:
+        noted = {id(note.gradient) for note in self.unscaled.notes()}
+        parts = () if self.pending is None else self.pending.parts
+        if not any(part.coefficient is not None and id(part.gradient) in noted for part in parts):
+            self.unscaled.multiply()
+            return
+        self.checked()
+        done = self.unscaled.multiply()
+        self._put_off([replace(part, coefficient=None) if id(part.gradient) in done else part for part in parts])
 
     def after_step(self) -> None:
         """``optimizer.step()`` has run."""
         for parameter, gradient in self._gradients:
-            parameter.grad = gradient
+            put(parameter, gradient)
         self._gradients.clear()
 
     def _hook(self, optimizer: torch.optim.Optimizer) -> None:
@@ -196,10 +259,11 @@ class Deferral:
 class _Hook:
     """A hook that settles; that of a copied or stored module does nothing."""
 
-    def __init__(self, deferral: Deferral | None = None, *, loads: bool = False) -> None:
-        """``loads``: the call that it hooks loads weights or moments."""
+    def __init__(self, deferral: Deferral | None = None, *, loads: bool = False, shows: bool = False) -> None:
+        """``loads``: the call that it hooks loads weights or moments. ``shows``: it may be followed by a backward that
+        adds to gradients."""
         self._deferral = None if deferral is None else weakref.ref(deferral)
-        self._loads = loads
+        self._loads, self._shows = loads, shows
 
     def __call__(self, owner: Any = None, *_: Any, **__: Any) -> None:
         deferral = None if self._deferral is None else self._deferral()
@@ -209,6 +273,8 @@ class _Hook:
             deferral.loads(owner)
         else:
             deferral.settle()
+            if self._shows:
+                deferral.show_gradients()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
         # A module's hooks are copied, and stored, before the modules inside it with their weights.

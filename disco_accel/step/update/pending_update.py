@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from disco_accel.errors import ExecutionError
+from disco_accel.step.update.unscaled_gradients import as_it_lies
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +43,15 @@ MASTER = "master"
 """The key of a master in an optimizer's state."""
 
 PIECE_BY_HAND = 1 << 20
-"""Elements whose gradients are cast at once, a multiple of 64: cut there, pieces have the bits of the whole tensor."""
+"""Elements whose gradients are multiplied or cast at once, a multiple of 64: cut there, pieces have the bits of the
+whole tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterUpdate:
     """One parameter's part: its gradient, moments and count of steps, which has this step already. ``lr``: float64.
-    ``master``: float32, as the moments then are; the kernel updates it, and the parameter is it, rounded."""
+    ``master``: float32, as the moments then are; the kernel updates it, and the parameter is it, rounded.
+    ``coefficient``: of no dimension; the kernel gets its product with the gradient, which stays as it is."""
 
     parameter: torch.Tensor
     gradient: torch.Tensor
@@ -58,6 +61,7 @@ class ParameterUpdate:
     lr: torch.Tensor
     settings: AdamSettings
     master: torch.Tensor | None = None
+    coefficient: torch.Tensor | None = None
 
     @property
     def changed(self) -> Changed:
@@ -72,19 +76,22 @@ class ParameterUpdate:
 
     def run(self, begin: int = 0, end: int | None = None) -> None:
         """Do it now, or the part from element ``begin`` to ``end``: multiples of 64, but for the last."""
-        if self.master is None:
+        if self.master is None and self.coefficient is None:
             self.update(begin, end)
             return
         last = self.parameter.numel() if end is None else end
         for at in range(begin, last, PIECE_BY_HAND):
             until = min(at + PIECE_BY_HAND, last)
             self.update(at, until)
-            self.round(at, until)
+            if self.master is not None:
+                self.round(at, until)
 
     def update(self, begin: int = 0, end: int | None = None) -> None:
         """As ``run``, of the master alone where there is one."""
         kernel = torch._fused_adamw_ if self.settings.decoupled else torch._fused_adam_
         parameter, gradient, exp_avg, exp_avg_sq, *master = (t.detach().view(-1)[begin:end] for t in self.tensors)
+        if self.coefficient is not None:
+            gradient = gradient * self.coefficient
         kernel(
             [*master] or [parameter],
             [gradient.float() if master else gradient],
@@ -140,8 +147,26 @@ class PendingUpdate:
 
     @property
     def signature(self) -> Hashable:
-        """Equal for updates that one plan can do: parameters, and what kernels are made with."""
-        return tuple((id(part.parameter), part.settings, part.master is None) for part in self.parts)
+        """Equal for updates that one plan can do: parameters, what kernels are made with, and which of them share a
+        learning rate, a count or a coefficient."""
+        kinds = tuple(
+            (id(p.parameter), p.settings, p.master is None, None if p.coefficient is None else p.coefficient.dtype)
+            for p in self.parts
+        )
+        return kinds, tuple(_first_of_each([s(p) for p in self.parts]) for s in _SCALARS)
+
+
+_SCALARS: tuple[Callable[[ParameterUpdate], object], ...] = (
+    lambda part: part.lr,
+    lambda part: part.steps,
+    lambda part: part.coefficient,
+)
+
+
+def _first_of_each(objects: Sequence[object]) -> tuple[int, ...]:
+    """Of each object, where it is for the first time."""
+    first: dict[int, int] = {}
+    return tuple(first.setdefault(id(each), number) for number, each in enumerate(objects))
 
 
 _NAMES = ("parameter", "gradient", "count of steps", "exp_avg", "exp_avg_sq", "master")
@@ -172,7 +197,7 @@ def parts_of(
     for group in optimizer.param_groups:
         settings, lr = settings_of(group)
         for parameter in group["params"]:
-            if parameter.grad is None or not parameter.numel():
+            if as_it_lies(parameter)[0] is None or not parameter.numel():
                 continue
             if not on_host(parameter):
                 return f"it also updates a parameter of shape {list(parameter.shape)}, which the plan does not load"
@@ -225,10 +250,10 @@ def part_of(
     parameter: torch.Tensor, state: dict[str, Any], lr: torch.Tensor, settings: AdamSettings
 ) -> ParameterUpdate | str:
     """The part of ``parameter``, which has a gradient, with its ``state``; or why it cannot be done by hand."""
-    gradient, master = parameter.grad, state.get(MASTER)
+    (gradient, coefficient), master = as_it_lies(parameter), state.get(MASTER)
     assert gradient is not None
     moments, steps = (state["exp_avg"], state["exp_avg_sq"]), state["step"]
-    part = ParameterUpdate(parameter, gradient, *moments, steps, lr, settings, master)
+    part = ParameterUpdate(parameter, gradient, *moments, steps, lr, settings, master, coefficient)
     kept = parameter.dtype if master is None else torch.float32
     expected = (parameter.dtype, parameter.dtype, *(kept for _ in part.changed[1:]))
     for tensor, dtype in zip(part.tensors, expected, strict=True):

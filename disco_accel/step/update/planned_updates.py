@@ -130,6 +130,11 @@ class PlannedUpdates:
         if self.deferral is not None:
             self.deferral.settle()
 
+    def show_gradients(self) -> None:
+        """See ``Deferral.show_gradients``."""
+        if self.deferral is not None:
+            self.deferral.show_gradients()
+
     def taken(self) -> None:
         """See ``Deferral.taken``."""
         assert self.deferral is not None
@@ -163,7 +168,11 @@ class PlannedUpdates:
             self.deferral = None
 
     def stats(self) -> dict[str, int]:
-        """How many updates plans did, and how many were done by hand."""
+        """How many updates plans did, how many were done by hand, and how many clippings were left to updates."""
         if self.deferral is None:
             return {}
-        return {"updates_planned": self.deferral.planned, "updates_settled": self.deferral.by_hand}
+        return {
+            "updates_planned": self.deferral.planned,
+            "updates_settled": self.deferral.by_hand,
+            "clips_deferred": self.deferral.clips,
+        }

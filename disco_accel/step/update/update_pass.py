@@ -4,7 +4,8 @@ Each weight becomes a value that changes over steps, of which every other vertex
 host device write it at home; those of the step's own load weight, moments and gradient, and what they make goes home.
 Weights are updated in the order of their first use, so that the forward of the first layer runs while the second is
 updated. Where a weight has a master in float32, each piece takes three kernels:
-its gradient in float32, the update of the master, the weight from the master.
+its gradient in float32, the update of the master, the weight from the master. A gradient that clipping has left to the
+update takes one more before them: its product with the coefficient.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class UpdateInputs:
     steps: int
     lr: int
     master: int | None
+    coefficient: int | None
 
     @property
     def states(self) -> tuple[int, ...]:
@@ -68,8 +70,9 @@ class UpdateInputs:
 
 
 class Stage(enum.Enum):
-    """What one kernel does for a piece; without a master that is the update alone."""
+    """What one kernel does for a piece; without a master and a coefficient that is the update alone."""
 
+    SCALE = enum.auto()
     CAST = enum.auto()
     UPDATE = enum.auto()
     ROUND = enum.auto()
@@ -88,7 +91,7 @@ class UpdateKernel:
     on_host: bool = True
 
     def run(self, part: ParameterUpdate) -> None:
-        """Do it by hand, where the stages before have been done by the plan: it has kept no cast gradient."""
+        """Do it by hand, where the stages before have been done by the plan: it has kept no gradient."""
         if self.stage is Stage.UPDATE:
             part.update(self.begin, self.end)
         elif self.stage is Stage.ROUND:
@@ -140,12 +143,15 @@ class UpdatedStep:
         }
 
     def foreign(self, parts: Sequence[ParameterUpdate]) -> dict[int, torch.Tensor]:
-        """By INPUT: gradients, counts of steps and learning rates, given to each step."""
+        """By INPUT: gradients, counts of steps, learning rates and coefficients, given to each step."""
         given: dict[int, torch.Tensor] = {}
         on_device = self.on_device
         for number, (inputs, part) in enumerate(zip(self.inputs, parts, strict=True)):
             lr = part.lr.to(getattr(torch, self.device_lr)) if number in on_device else part.lr
             given |= {inputs.gradient: part.gradient.detach(), inputs.steps: part.steps, inputs.lr: lr}
+            if inputs.coefficient is not None:
+                assert part.coefficient is not None
+                given[inputs.coefficient] = part.coefficient
         return given
 
 
@@ -193,7 +199,7 @@ class _Updates:
         """Weight → its version when all updates have run."""
         self._sizes: dict[Ref, int] = {(vertex.id, 0): vertex.sizes[0] for vertex in graph.vertices if vertex.sizes}
         self._scalars: dict[tuple[int, bool], int] = {}
-        """A count of steps or a learning rate, by identity, and whether for the host → its INPUT."""
+        """A count of steps, a learning rate or a coefficient, by identity, and whether for the host → its INPUT."""
         self._copies: dict[int, Ref] = {}
         """INPUT of one for a device → its copy there."""
 
@@ -256,15 +262,19 @@ class _Updates:
             self._scalar("steps", part.steps, part.steps.nbytes, on_host=on_host),
             self._scalar("lr", part.lr, lr, on_host=on_host),
             None if part.master is None else self._input("master", kept, *place),
+            None
+            if part.coefficient is None
+            else self._scalar("coefficient", part.coefficient, part.coefficient.nbytes, on_host=on_host),
         )
         version: Ref = (weight, 0)
         updated = inputs.weight if inputs.master is None else inputs.master
         changed: list[Ref] = [(updated, 0), (inputs.exp_avg, 0), (inputs.exp_avg_sq, 0)]
         gradient: Ref = (inputs.gradient, 0)
         scalars: list[Ref] = [(inputs.steps, 0), (inputs.lr, 0)]
+        coefficient = [] if inputs.coefficient is None else [(inputs.coefficient, 0)]
         if not on_host:
             gradient = self._copy_to(place[1], gradient)
-            scalars = [self._scalar_on(place[1], scalar) for scalar, _ in scalars]
+            scalars, coefficient = ([self._scalar_on(place[1], s) for s, _ in each] for each in (scalars, coefficient))
         dtype, count = _dtype(part.parameter), part.parameter.numel()
         # On a device all at once: then homes have the first version or the last.
         step = PIECE if on_host else count
@@ -272,16 +282,20 @@ class _Updates:
         for begin in range(0, count, step):
             piece = (self._numbers[weight], begin, min(begin + step, count))
             spec, settings = TensorSpec(dtype, (piece[2] - begin,), (1,), begin), part.settings
-            if part.master is None:
-                call = _call(settings, spec, spec, lr_dtype)
-                changed = self._kernel(piece, Stage.UPDATE, (*changed, gradient, *scalars), call, place[1])
-                continue
-            # Of the piece alone, from its begin on.
-            wide, alone = replace(spec, dtype="float32"), replace(spec, dtype="float32", offset=0)
-            cast = self._kernel(piece, Stage.CAST, (gradient,), _cast(spec, alone), place[1])
-            call = _call(settings, wide, alone, lr_dtype)
-            changed = self._kernel(piece, Stage.UPDATE, (*changed, *cast, *scalars), call, place[1])
-            (version,) = self._kernel(piece, Stage.ROUND, (version, changed[0]), _copy(spec, wide), place[1])
+            # What is made of the gradient holds the piece alone, from its begin on.
+            wide, read, lies = spec, gradient, spec
+            if part.coefficient is not None:
+                lies = replace(spec, offset=0)
+                call = _product(spec, _dtype(part.coefficient), lies)
+                (read,) = self._kernel(piece, Stage.SCALE, (gradient, *coefficient), call, place[1])
+            if part.master is not None:
+                wide, alone = replace(spec, dtype="float32"), replace(spec, dtype="float32", offset=0)
+                (read,) = self._kernel(piece, Stage.CAST, (read,), _cast(lies, alone), place[1])
+                lies = alone
+            call = _call(settings, wide, lies, lr_dtype)
+            changed = self._kernel(piece, Stage.UPDATE, (*changed, read, *scalars), call, place[1])
+            if part.master is not None:
+                (version,) = self._kernel(piece, Stage.ROUND, (version, changed[0]), _copy(spec, wide), place[1])
         self._last[weight, 0] = changed[0] if part.master is None else version
         return inputs
 
@@ -299,8 +313,9 @@ class _Updates:
     def _kernel(
         self, piece: tuple[int, int, int], stage: Stage, inputs: tuple[Ref, ...], call: OpCall, device: int
     ) -> list[Ref]:
-        """What a kernel for ``piece`` makes, its part, begin and end: the first of ``inputs`` anew, or a cast."""
-        if stage is Stage.CAST:
+        """What a kernel for ``piece`` makes, its part, begin and end: the first of ``inputs`` anew, or of the gradient
+        another one."""
+        if stage in (Stage.SCALE, Stage.CAST):
             (result,) = call.results
             assert result is not None
             sizes, over = [_bytes(result.spec)], 0
@@ -343,6 +358,12 @@ def _call(settings: AdamSettings, spec: TensorSpec, of_gradient: TensorSpec, lr_
     numbers: tuple[Arg, ...] = (settings.beta1, settings.beta2, settings.weight_decay, settings.eps)
     switches: tuple[Arg, ...] = (False, settings.maximize, None, None)
     return OpCall(settings.op, "tensor_lr", (*lists, lr, *numbers, *switches), (), module="optimizer")
+
+
+def _product(spec: TensorSpec, coefficient: str, result: TensorSpec) -> OpCall:
+    """A piece ``spec`` (input 0) times a coefficient of that dtype (1)."""
+    args = (TensorArg(0, spec), TensorArg(1, TensorSpec(coefficient, (), ())))
+    return OpCall("aten::mul", "Tensor", args, (OpResult(0, result),), module="optimizer")
 
 
 def _cast(spec: TensorSpec, result: TensorSpec) -> OpCall:
