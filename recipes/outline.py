@@ -25,7 +25,7 @@ from disco_accel.recipes.loading import add_adapter
 from disco_accel.recipes.quantised import PackedWeights, asked_form, packable, stored_form, with_packed_weights
 from disco_accel.recipes.settings import LoraRecipe, PrefillRecipe
 from disco_accel.step.budget import Budget, BudgetFacts, leaving_bytes
-from disco_accel.step.optimizer_home import OptimizerHome, TrainedBytes, home_by_size
+from disco_accel.step.optimizer_home import OptimizerHome, TrainedBytes, home_by_size, update_asked
 
 _WEIGHTS = (InputSource.FROZEN, InputSource.BUFFER, InputSource.TRAINABLE)
 
@@ -33,7 +33,7 @@ _WEIGHTS = (InputSource.FROZEN, InputSource.BUFFER, InputSource.TRAINABLE)
 @dataclass(frozen=True)
 class Outline:
     """One step as captured, and what of a budget lies outside the arena. ``outputs``: bytes of results that leave it;
-    ``packed``: frozen weights in a form that takes fewer bytes, if any are."""
+    ``packed``: frozen weights in a form that takes fewer bytes, if any are; ``update``: when weights are updated."""
 
     captured: CapturedStep
     model: torch.nn.Module
@@ -41,6 +41,7 @@ class Outline:
     outputs: int = 0
     packed: PackedWeights | None = None
     optimizer: OptimizerHome = OptimizerHome.DEVICE
+    update: str = "step"
 
     def facts(self, total: int) -> BudgetFacts:
         """What ``total`` bytes are for."""
@@ -102,7 +103,10 @@ def _step_outline(recipe: LoraRecipe, base: Any, config: DiscoConfig | None, bud
     trained = RENEWED if home is OptimizerHome.HOST else FOREIGN
     contexts = hf_contexts(model, batch)
     captured = capture_step(model, batch, contexts=contexts, name=recipe.model_name_or_path, trained=trained)
-    return Outline(captured, model, batch, optimizer=home)
+    # Those are the updates that can be put off.
+    fused = home is OptimizerHome.HOST and recipe.optim == "adamw_torch_fused"
+    deferred = fused and config is not None and update_asked(config) != "step"
+    return Outline(captured, model, batch, optimizer=home, update="deferred" if deferred else "step")
 
 
 def _prefill_outline(recipe: PrefillRecipe, model: Any) -> Outline:

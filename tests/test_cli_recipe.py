@@ -162,10 +162,15 @@ def test_an_optimizer_on_the_host_leaves_the_device_to_the_step(
     assert found["optimizer"] == "host" and parts["adapters"] == parts["gradients"] == parts["optimizer"] == 0
     # Rank 4 on all projections, in four bytes.
     layer = 4 * 4 * (2 * (128 + 128) + 2 * (128 + 64) + 3 * (128 + 256))
+    assert found["update"] == "step", "the recipe's optimizer is not fused"
     assert found["renewed_bytes"] == 3 * layer and "renewed by the host" in printed.err
     host = found["host_memory"]
     assert host["trained"] == host["gradients"] == 3 * layer and host["moments"] == 6 * layer
     assert host["frozen"] == found["frozen_bytes"]
+    file = write_recipe(tmp_path, "memory_budget: 4MiB\n  optimizer: planned\noptim: adamw_torch_fused")
+    assert main(["plan", file]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["optimizer"], found["update"]) == ("host", "deferred")
     file = write_recipe(tmp_path, "memory_budget: 4MiB\n  optimizer: host\n  host_memory: 4KiB")
     assert main(["plan", file]) == 2
     assert "host_memory: 4KiB is too small, the step needs " in capsys.readouterr().err

@@ -167,6 +167,7 @@ def plan(options: argparse.Namespace) -> int:
         require_host_memory(config.host_memory, planned.graph, planned.plan.host_memory, rounded)
     more["host_memory"] = host_memory_parts(planned.graph, planned.plan.host_memory, rounded)
     more["optimizer"] = outlined.optimizer.value
+    more["update"] = outlined.update
     more["cut_short"] = planned.cut
     more["dequantisations_saved"] = len(planned.left_out)
     more["kept_dequantised_bytes"] = kept_bytes(planned.left_out)

@@ -148,6 +148,16 @@ def _flag(value: Any) -> bool:
     return value
 
 
+def contradiction(optimizer: str, update: str) -> str:
+    """What is wrong with the two keys together; "" if nothing is."""
+    if optimizer != "planned" or update != "step":
+        return ""
+    return (
+        "optimizer: planned does not go with update: step, which updates in optimizer.step(): planned means host "
+        "memory, with updates in the plan of the next step; leave update out, or set optimizer: host"
+    )
+
+
 def unused_policy(planner: str, policy: str) -> str:
     """Return one line for a user who has set ``policy``, a key of the planner ``build`` alone, beside another planner;
     "" otherwise."""
@@ -169,8 +179,8 @@ PARSERS: dict[str, Parser] = {
     "buckets": _buckets,
     "plan_cache": _folder,
     "on_unsupported": _one_of("error", "eager"),
-    "optimizer": _one_of("auto", "device", "host"),
-    "update": _one_of("step", "deferred"),
+    "optimizer": _one_of("auto", "device", "host", "planned"),
+    "update": _one_of("auto", "step", "deferred"),
     "update_on": _one_of("host", "auto", "device"),
     "master_weights": _one_of("auto", "script", "fp32"),
     "device": _one_of("auto", "cpu", "cuda"),

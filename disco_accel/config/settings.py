@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from disco_accel.config.keys import PARSERS, unused_policy
+from disco_accel.config.keys import PARSERS, contradiction, unused_policy
 from disco_accel.errors import ConfigError
 
 logger = logging.getLogger("disco_accel")
@@ -69,8 +69,8 @@ class DiscoConfig:
     buckets: str | tuple[int, ...] = "auto"
     plan_cache: str | None = "~/.cache/disco_accel"
     on_unsupported: str = "error"
-    optimizer: str = "device"
-    update: str = "step"
+    optimizer: str = "auto"
+    update: str = "auto"
     update_on: str = "host"
     master_weights: str = "auto"
     device: str = "auto"
@@ -91,6 +91,8 @@ class DiscoConfig:
                 object.__setattr__(self, key, parse(given))
             except ValueError as error:
                 raise ConfigError(f"{key}: {given!r} does not work; {error}") from error
+        if wrong := contradiction(self.optimizer, self.update):
+            raise ConfigError(wrong)
 
     @classmethod
     def from_dict(cls, section: Mapping[str, Any], where: str = SECTION) -> DiscoConfig:

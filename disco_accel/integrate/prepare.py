@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import types
 from typing import Any
 
@@ -13,6 +14,7 @@ from disco_accel.capture.autocast import autocast_state
 from disco_accel.capture.first_forward import run_first_forward_changes
 from disco_accel.config.settings import DiscoConfig
 from disco_accel.errors import BudgetTooSmall, CaptureError, ConfigError
+from disco_accel.integrate.accelerate.trainer_runs import follow_trainers
 from disco_accel.integrate.hf import generate_prefill
 from disco_accel.integrate.hf.hf_frontend import HuggingFace
 from disco_accel.integrate.hf.step_output import StepOutput
@@ -24,7 +26,7 @@ from disco_accel.step.dynamo import not_compiled, plain_model
 from disco_accel.step.fitted_batch import FittedBatch
 from disco_accel.step.inner_forwards import InnerForwards, own_forward_runs
 from disco_accel.step.observer import Fallback
-from disco_accel.step.optimizer_home import keeps_masters, optimizer_home
+from disco_accel.step.optimizer_home import OptimizerHome, keeps_masters, optimizer_home, update_asked
 from disco_accel.step.pending import run_step
 from disco_accel.step.planned_field import compiled_for_use
 from disco_accel.step.refusals import require_known_weights, require_plain_autograd
@@ -185,6 +187,8 @@ def _drop_copied_patch(model: torch.nn.Module) -> None:
 def _attach(state: Session, model: torch.nn.Module) -> None:
     masters = keeps_masters(state.config)
     state.messages.prepared(model, state.settings.memory_budget, state.device, state.optimizer, masters)
+    if state.optimizer is OptimizerHome.HOST and state.config.optimizer == "auto":
+        state.messages.host_by_size()
     state.placement.apply()
     if state.frozen_for_prefill is None:
         _follow_optimizers(state, model)
@@ -202,9 +206,14 @@ def _follow_optimizers(state: Session, model: torch.nn.Module) -> None:
         masters = MasterWeights(model, state.lock, state.say_once)
         state.on_restore.append(masters.remove)
         ready = masters.ready
-    if state.config.update == "deferred":
-        holds, said = (state.placement.holds, state.gradients.holds), state.say_once
-        state.updates.defer(Deferral(model, *holds, state.lock, said, ready))
+    asked = update_asked(state.config)
+    if asked == "step" or state.optimizer is OptimizerHome.DEVICE:
+        return
+    holds, said = (state.placement.holds, state.gradients.holds), state.say_once
+    make = functools.partial(Deferral, model, *holds, state.lock, said, ready, asked)
+    state.updates.defer(make, when_told=asked == "auto")
+    if "transformers.trainer" in sys.modules:
+        follow_trainers(sys.modules["transformers.trainer"])
 
 
 def restore(model: torch.nn.Module) -> torch.nn.Module:

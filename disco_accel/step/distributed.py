@@ -14,6 +14,7 @@ from disco_accel.config.deepspeed_keys import REPLACED
 from disco_accel.config.settings import DiscoConfig, local_processes
 from disco_accel.errors import ConfigError
 from disco_accel.native.host_memory import bytes_of
+from disco_accel.step.optimizer_home import asks_for_host
 
 _DDP = "_ddp_params_and_buffers_to_ignore"
 _DEEPSPEED = "ds_optim_param"
@@ -50,15 +51,15 @@ def config_under(config: DiscoConfig, state: Any) -> DiscoConfig:
     """``config`` as it holds in a run of accelerate's ``state``: engines such as DeepSpeed's update on the device.
 
     Raises:
-        ConfigError: ``optimizer: host`` in such a run.
+        ConfigError: ``optimizer: host`` or ``planned`` in such a run.
     """
     kind = str(getattr(state.distributed_type, "value", state.distributed_type))
     if kind in _PLAIN_ENGINES and kind != "DEEPSPEED":
         return config
-    if config.optimizer == "host":
+    if asks_for_host(config):
         raise ConfigError(
-            f"optimizer: host does not work with distributed_type: {kind}, whose engine copies and updates the trained "
-            "weights itself; use optimizer: device, or distributed_type: 'NO' or MULTI_CPU"
+            f"optimizer: {config.optimizer} does not work with distributed_type: {kind}, whose engine copies and "
+            "updates the trained weights itself; use optimizer: device, or distributed_type: 'NO' or MULTI_CPU"
         )
     return dataclasses.replace(config, optimizer="device")
 

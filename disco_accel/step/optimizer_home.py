@@ -83,7 +83,7 @@ def optimizer_home(
     """What ``optimizer`` in ``config`` means for ``model``, whose steps run on ``device``.
 
     ``auto`` is the host where most of the weights are trained, and where these, gradients and two moments take more
-    than half of the budget: not for an adapter.
+    than half of the budget: not for an adapter. It is the device where the host cannot do it.
 
     Raises:
         ConfigError: the host has too little memory, several processes on GPUs ask for it, or another planner.
@@ -95,17 +95,19 @@ def optimizer_home(
         if config.optimizer == "auto":
             return OptimizerHome.DEVICE
         raise ConfigError(
-            f"optimizer: host works for one process on {device.type}, this run has {_processes()}; use one process, "
-            "optimizer: device, or device: cpu, whose processes reduce gradients in host memory"
+            f"optimizer: {config.optimizer} works for one process on {device.type}, this run has {_processes()}; "
+            "use one process, optimizer: device, or device: cpu, whose processes reduce gradients in host memory"
         )
     sizes = TrainedBytes.of(model, keeps_masters(config))
     needed = sizes.frozen + sizes.training
     if needed > settings.host_memory:
+        if config.optimizer == "auto":
+            return OptimizerHome.DEVICE
         masters = f"{format_size(sizes.masters)} of their fp32 masters, " if sizes.masters else ""
         raise ConfigError(
-            f"host_memory: {format_size(settings.host_memory)} is too small for optimizer: host, which needs "
-            f"{format_size(needed)}: {format_size(sizes.frozen)} of frozen weights, {format_size(sizes.weights)} of "
-            f"trained ones, {masters}{format_size(sizes.weights)} of gradients, {format_size(sizes.moments)} of two "
+            f"host_memory: {format_size(settings.host_memory)} is too small for optimizer: {config.optimizer}, which "
+            f"needs {format_size(needed)}: {format_size(sizes.frozen)} of frozen weights, {format_size(sizes.weights)} "
+            f"of trained ones, {masters}{format_size(sizes.weights)} of gradients, {format_size(sizes.moments)} of two "
             "moments; raise it, train fewer weights, or use optimizer: device"
         )
     return OptimizerHome.HOST
@@ -120,13 +122,24 @@ def home_by_size(config: DiscoConfig, sizes: TrainedBytes, budget: int) -> Optim
     if config.optimizer == "device" or not sizes.weights:
         return OptimizerHome.DEVICE
     if config.planner == "build":
-        if config.optimizer == "host":
+        if asks_for_host(config):
             raise ConfigError(
-                "optimizer: host needs planner: timed; planner: build has no rule for weights that change"
+                f"optimizer: {config.optimizer} needs planner: timed; planner: build has no rule for weights that "
+                "change"
             )
         return OptimizerHome.DEVICE
     too_large = sizes.weights > sizes.frozen and 2 * sizes.training > budget
-    return OptimizerHome.HOST if too_large or config.optimizer == "host" else OptimizerHome.DEVICE
+    return OptimizerHome.HOST if too_large or asks_for_host(config) else OptimizerHome.DEVICE
+
+
+def asks_for_host(config: DiscoConfig) -> bool:
+    """Whether ``config`` wants trained weights in host memory whatever their size."""
+    return config.optimizer in ("host", "planned")
+
+
+def update_asked(config: DiscoConfig) -> str:
+    """``step``, ``deferred``, or ``auto``: when ``config`` wants weights in host memory updated."""
+    return "deferred" if config.optimizer == "planned" else config.update
 
 
 def keeps_masters(config: DiscoConfig) -> bool:

@@ -63,6 +63,13 @@ class ProgressMessages(Observer):
             f"are trained{there}; budget {format_size(budget)} on {device.type}"
         )
 
+    def host_by_size(self) -> None:
+        """Said where ``optimizer: auto`` means the host."""
+        say(
+            f"{self.name}: optimizer: auto is host here: most weights are trained, and with gradients and moments they "
+            "take more than half of memory_budget; optimizer: device keeps them there"
+        )
+
     @contextmanager
     def making(self, what: str) -> Iterator[Stage]:
         """Around the making of a plan for ``what``, such as ``a training step on 2 x 512 tokens``."""

@@ -42,7 +42,7 @@ from disco_accel.step.gradients.gradient_norms import GradientNorms
 from disco_accel.step.last_fallback import LastFallback
 from disco_accel.step.memory_parts import require_host_memory
 from disco_accel.step.observer import Observers
-from disco_accel.step.optimizer_home import OptimizerHome, TrainedBytes, keeps_masters, optimizer_home
+from disco_accel.step.optimizer_home import OptimizerHome, TrainedBytes, keeps_masters, optimizer_home, update_asked
 from disco_accel.step.output_usage import Outputs, UsageByStep
 from disco_accel.step.pipeline import PlannerSettings
 from disco_accel.step.placement import Placement
@@ -80,12 +80,13 @@ class Session:
         self.lock = threading.RLock()
         self.device = run_device(self.settings.device)
         self.optimizer = optimizer_home(model, config, self.settings, self.device) if trains else OptimizerHome.DEVICE
-        if config.update == "deferred" and self.optimizer is OptimizerHome.DEVICE and trains:
+        update = update_asked(config)
+        if update == "deferred" and self.optimizer is OptimizerHome.DEVICE and trains:
             raise ConfigError(
                 "update: deferred puts updates in host memory off, and this run's optimizer is on the device: set "
-                "optimizer: host, or update: step"
+                "optimizer: host, or leave update out"
             )
-        if config.update_on != "host" and config.update != "deferred" and trains:
+        if config.update_on != "host" and update != "deferred" and trains:
             raise ConfigError(
                 f"update_on: {config.update_on} is for updates in the plan of a step: set update: deferred, or "
                 "update_on: host"
@@ -100,7 +101,7 @@ class Session:
         """Bytes of the weights that have fp32 masters."""
         self._beside = sizes.beside
         self.placement = Placement(model, self.device, trained_on_host=self.optimizer is OptimizerHome.HOST)
-        watched = config.update == "deferred"
+        watched = update != "step"
         host_memory = self.settings.host_memory
         self.gradients = GradientMemory(self.device, host_memory, watched=watched, masters=sizes.beside)
         self.norms = GradientNorms(self.gradients.holds, self.lock, watched=watched)

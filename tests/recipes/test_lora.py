@@ -61,6 +61,17 @@ def test_training_lowers_the_loss_and_saves_adapter_tokenizer_and_metrics(run):
     assert not list(output.rglob("*.bin"))
 
 
+def test_updates_in_host_memory_are_put_off_behind_the_recipes_own_callbacks(run):
+    """``update: auto`` knows the recipe's Trainer and callbacks; its steps have the bits of a run without plans."""
+    keys = {"optim": "adamw_torch_fused", "max_steps": 3}
+    _, output = run(**keys)
+    expected = losses(output)
+    shutil.rmtree(output)
+    _, output = run(**keys, disco_config={"memory_budget": "64MiB", "device": "cpu", "optimizer": "host"})
+    assert losses(output) == expected
+    assert metrics(output)["disco"]["update"] == "deferred" and metrics(output)["disco"]["updates_planned"] == 1
+
+
 def test_accumulated_micro_batches_report_the_loss_of_the_whole_step(run, tmp_path):
     _, one = run(output_dir=str(tmp_path / "one"), max_steps=1, per_device_train_batch_size=4, lora_dropout=0.0)
     _, four = run(

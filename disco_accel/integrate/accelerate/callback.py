@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import transformers.trainer
 from accelerate.state import AcceleratorState
 from transformers import TrainerCallback
 
 from disco_accel.config.settings import DiscoConfig
 from disco_accel.integrate.accelerate.dynamo_setting import leave_to_plans
+from disco_accel.integrate.accelerate.trainer_runs import follow_trainers
 from disco_accel.integrate.prepare import prepare, settle
 from disco_accel.step.distributed import check_engine, config_under
 from disco_accel.step.session import find_state
@@ -19,6 +21,8 @@ class DiscoCallback(TrainerCallback):
 
     def __init__(self, config: DiscoConfig) -> None:
         self.config = config
+        # Of the Trainer that it is for: in time for its train().
+        follow_trainers(transformers.trainer)
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         # The Trainer has made its Accelerator by now.

@@ -105,7 +105,7 @@ def activate() -> None:
     """Make this process train under the launcher's config file: patch accelerate and Trainer, now or once imported."""
     from disco_accel.config import settings
     from disco_accel.integrate.accelerate.deepspeed_patch import patch_ds_config
-    from disco_accel.integrate.accelerate.patches import patch_accelerator, patch_trainer
+    from disco_accel.integrate.accelerate.patches import patch_accelerator
     from disco_accel.integrate.launch import exit_status
     from disco_accel.observe.log_to_stderr import show_messages
 
@@ -114,7 +114,15 @@ def activate() -> None:
     if settings.ds_config_file() is not None:
         _after_import.add("accelerate.utils.deepspeed", "HfDeepSpeedConfig", patch_ds_config)
     _after_import.add("accelerate.accelerator", "Accelerator", patch_accelerator)
-    _after_import.add("transformers.trainer", "Trainer", patch_trainer)
+    _after_import.add("transformers.trainer", "Trainer", _patch_trainer)
+
+
+def _patch_trainer(module: ModuleType) -> None:
+    from disco_accel.integrate.accelerate.patches import patch_trainer
+    from disco_accel.integrate.accelerate.trainer_runs import follow_trainers
+
+    patch_trainer(module)
+    follow_trainers(module)
 
 
 def patch_launcher() -> None:

@@ -48,10 +48,15 @@ class Deferral:
         lock: Any,
         say: Callable[[str], None],
         ready: Callable[[torch.optim.Optimizer], object] | None = None,
+        asked: str = "deferred",
     ) -> None:
-        """``ready`` makes an optimizer's state what its next update needs."""
+        """``ready`` makes an optimizer's state what its next update needs. ``asked``: ``update`` in the config."""
         self._on_host, self._watchable, self._lock, self._say = on_host, watchable, lock, say
-        self._ready = ready
+        self._ready, self._asked = ready, asked
+        self.paused = False
+        """Whether ``optimizer.step()`` updates as it is called."""
+        self.deferring = True
+        """Whether the last ``optimizer.step()`` was put off, the first one aside, which makes moments."""
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._handles: list[Any] = []
         self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -172,12 +177,17 @@ class Deferral:
                 raise StatesTorn(_TORN)
             self.settle()
             self._expected = frozenset()
+            if self.paused:
+                self.deferring = False
+                self.show_gradients()
+                return
             if self._ready is not None and not closure:
                 self._ready(optimizer)
             parts = "its step() is given a closure" if closure else parts_of(optimizer, self._on_host)
+            self.deferring = not isinstance(parts, str)
             if isinstance(parts, str):
                 self.show_gradients()
-                self._say(f"update: deferred has no effect: {parts}; optimizer.step() updates as it is called")
+                self._say(f"update: {self._asked} defers nothing: {parts}; optimizer.step() updates as it is called")
                 return
             self._expected = frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
             if not parts:
@@ -286,6 +296,11 @@ class _Hook:
         if not self._loads:
             self()
         return _Hook, ()
+
+
+def settles(hook: object) -> bool:
+    """Whether ``hook`` of a module is one of a ``Deferral``."""
+    return isinstance(hook, _Hook)
 
 
 @functools.cache

@@ -40,10 +40,30 @@ class PlannedUpdates:
         self._without: set[Hashable] = set()
         """Steps with updates that have no plan."""
         self.deferral: Deferral | None = None
+        self._when_told: Callable[[], Deferral] | None = None
 
-    def defer(self, deferral: Deferral) -> None:
-        """From now on."""
-        self.deferral = deferral
+    def defer(self, deferral: Callable[[], Deferral], *, when_told: bool = False) -> None:
+        """From now on, or ``when_told`` by ``put_off``."""
+        if when_told:
+            self._when_told = deferral
+        else:
+            self.deferral = deferral()
+
+    @property
+    def told(self) -> bool:
+        """Whether ``put_off`` decides."""
+        return self._when_told is not None
+
+    def put_off(self, wanted: bool) -> None:
+        """Put updates off from now on, or settle and have ``optimizer.step()`` do them. Where ``told``; raises as
+        ``Deferral.settle``."""
+        if self._when_told is None or (self.deferral is None and not wanted):
+            return
+        if self.deferral is None:
+            self.deferral = self._when_told()
+        self.deferral.paused = not wanted
+        if not wanted:
+            self.deferral.settle()
 
     def step_for(
         self,
@@ -166,12 +186,15 @@ class PlannedUpdates:
         if self.deferral is not None:
             self.deferral.remove()
             self.deferral = None
+        self._when_told = None
 
-    def stats(self) -> dict[str, int]:
-        """How many updates plans did, how many were done by hand, and how many clippings were left to updates."""
+    def stats(self) -> dict[str, Any]:
+        """When weights were updated last; where updates were put off, how many plans did, how many were done by hand,
+        and how many clippings were left to them."""
         if self.deferral is None:
-            return {}
+            return {"update": "step"}
         return {
+            "update": "deferred" if self.deferral.deferring else "step",
             "updates_planned": self.deferral.planned,
             "updates_settled": self.deferral.by_hand,
             "clips_deferred": self.deferral.clips,

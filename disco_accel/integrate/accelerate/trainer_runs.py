@@ -1,0 +1,113 @@
+"""What ``update: auto`` means in a run of transformers' Trainer: updates are put off where no code of others runs
+between ``optimizer.step()`` and the next forward, since it may read parameters.
+
+Looked at before each event of a Trainer's callbacks: one that is added in the middle of training finds its weights
+updated when it is called first.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from disco_accel.step.session import Session, find_state
+from disco_accel.step.update.deferral import settles
+
+_OURS = ("transformers", "disco_accel")
+"""Packages whose trainers and callbacks read no parameter between a step and the next forward."""
+_TRL = ("SFTTrainer", "DPOTrainer", "RewardTrainer")
+"""Those of trl's; others hand weights to engines that generate."""
+
+_running: list[Any] = []
+"""Trainers whose ``train()`` has begun and not ended, in this order."""
+
+
+def follow_trainers(module: ModuleType) -> None:
+    """From now on runs of the ``Trainer`` in ``module`` (transformers.trainer) decide about ``update: auto``, and end
+    with all updates done."""
+    cls, handler = module.Trainer, module.CallbackHandler
+    if hasattr(cls.train, "_disco"):
+        return
+    train, call_event = cls.train, handler.call_event
+
+    @functools.wraps(train)
+    def train_followed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _running.append(self)
+        try:
+            result = train(self, *args, **kwargs)
+        except BaseException as error:
+            _end(self, error)
+            raise
+        _end(self)
+        return result
+
+    @functools.wraps(call_event)
+    def call_decided(self: Any, *args: Any, **kwargs: Any) -> Any:
+        trainer = next((t for t in reversed(_running) if t.callback_handler is self), None)
+        if trainer is not None:
+            _decide(trainer)
+        return call_event(self, *args, **kwargs)
+
+    train_followed._disco = True  # type: ignore[attr-defined]
+    cls.train, handler.call_event = train_followed, call_decided
+
+
+def _state(trainer: Any) -> Session | None:
+    return find_state(trainer.model) if isinstance(trainer.model, torch.nn.Module) else None
+
+
+def _decide(trainer: Any) -> None:
+    state = _state(trainer)
+    if state is None or not state.updates.told:
+        return
+    reason = next(_reasons(trainer), None)
+    if reason is not None:
+        state.say_once(
+            f"update: auto is step here: {reason} may read weights behind optimizer.step(); if it does not, update: "
+            "deferred hides updates behind the next forward"
+        )
+    state.updates.put_off(reason is None)
+
+
+def _end(trainer: Any, error: BaseException | None = None) -> None:
+    """``trainer.train()`` has ended, with ``error`` if any: weights are read from the parameters from here on."""
+    _running.remove(trainer)
+    state = _state(trainer)
+    if state is None:
+        return
+    try:
+        state.updates.put_off(False)
+        state.updates.settle()
+    except Exception as other:
+        if error is None:
+            raise
+        error.add_note(f"the last update of the weights was not done: {other}")
+
+
+def _reasons(trainer: Any) -> Iterator[str]:
+    """What of others may run between a step and the next forward, named for the user."""
+    cls = type(trainer)
+    if not _known(cls) and not (_package(cls) == "trl" and cls.__name__ in _TRL):
+        yield f"trainer {cls.__qualname__} ({cls.__module__})"
+    for name, value in vars(trainer).items():
+        if callable(value) and callable(getattr(cls, name, None)):
+            yield f"{cls.__qualname__}.{name}, which was replaced,"
+    for callback in trainer.callback_handler.callbacks:
+        kind = type(callback)
+        if not _known(kind) or any(name.startswith("on_") for name in vars(callback)):
+            yield f"callback {kind.__qualname__} ({kind.__module__})"
+    for model in {id(m): m for m in (trainer.model_wrapped, trainer.model)}.values():
+        if any(not settles(hook) for hook in model._forward_pre_hooks.values()):
+            yield f"a forward pre-hook of {type(model).__qualname__}"
+
+
+def _known(cls: type) -> bool:
+    return _package(cls) in _OURS
+
+
+def _package(cls: type) -> str:
+    return cls.__module__.partition(".")[0]
