@@ -48,8 +48,7 @@ def _forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     if state is None:
         return type(self).forward(self, *args, **kwargs)
     if not torch.is_grad_enabled() or state.frozen_for_prefill is not None or in_capture():
-        with state.gate.eager(), own_forward_runs():
-            return state.original_forward(*args, **kwargs)
+        return _own_forward(state, args, kwargs)
     state.require_own_process()
     try:
         require_plain_autograd()
@@ -103,7 +102,14 @@ def _eager(state: Session, error: CaptureError, args: tuple[Any, ...], kwargs: d
         raise error
     state.observers.on_fallback(Fallback.STEP, str(error))
     state.say_once(f"this step runs in eager mode, outside the memory budget: {error}")
-    with state.gate.eager(), own_forward_runs():
+    return _own_forward(state, args, kwargs)
+
+
+def _own_forward(state: Session, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The model's own forward, on its weights as they are after all updates."""
+    if not in_capture():
+        state.updates.settle()
+    with state.gate.eager(), own_forward_runs(), state.placement.visiting():
         return state.original_forward(*args, **kwargs)
 
 

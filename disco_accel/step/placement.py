@@ -3,9 +3,11 @@ run on."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +71,10 @@ class Placement:
     def visitors(self) -> Mapping[int, torch.Tensor]:
         """As ``StreamedEager.visitors``; empty where nothing visits."""
         return {} if self._streamed is None else self._streamed.visitors
+
+    def visiting(self) -> AbstractContextManager[None]:
+        """As ``StreamedEager.visiting``; nothing where nothing visits."""
+        return contextlib.nullcontext() if self._streamed is None else self._streamed.visiting()
 
     def apply(self) -> None:
         """Move frozen weights and buffers to the host, trained weights there or to the device.
@@ -204,7 +210,8 @@ class StreamedEager:
     """Makes a model whose weights are on the host computable in eager mode on another device.
 
     Each module's weights and buffers visit the device while that module's forward runs, recomputation in a backward
-    included. The visit of a trained weight is
+    included. Those of the model itself do so within ``visiting``: its forward may be that of a plan, which reads them
+    where they are. The visit of a trained weight is
     differentiable: its gradient comes back to the host. Slower than a plan; meant for what has none, such as evaluation
     and generation.
     """
@@ -214,7 +221,10 @@ class StreamedEager:
         self._handles: list[Any] = []
         self.visitors: dict[int, torch.Tensor] = {}
         """Address of a visiting tensor's storage → the tensor that it is a copy of."""
+        self._model, self._visit = weakref.ref(model), visit
         for module in model.modules():
+            if module is model:
+                continue
             tensors = [t for table in (module._parameters, module._buffers) for t in table.values() if t is not None]
             if tensors or any(True for _ in states_of(module)):
                 on_host: list[_OnHost] = []
@@ -222,6 +232,18 @@ class StreamedEager:
                 leave = functools.partial(_leave, self.visitors, on_host)
                 self._handles.append(module.register_forward_pre_hook(arrive))
                 self._handles.append(module.register_forward_hook(leave, always_call=True))
+
+    @contextmanager
+    def visiting(self) -> Iterator[None]:
+        """Around a forward of the model's own."""
+        on_host: list[_OnHost] = []
+        model = self._model()
+        assert model is not None
+        try:
+            _arrive(self._visit, self.visitors, on_host, model)
+            yield
+        finally:
+            _leave(self.visitors, on_host)
 
     def remove(self) -> None:
         """Take the hooks off again."""

@@ -82,7 +82,7 @@ class Rerun:
             self._check_readable(name)
             # The draws are those of the step's own forward, and the user's generator does not notice.
             draws, autocast = generator_from(self.step, self.generator), self._autocast_of_forward()
-            with self.state.gate.eager(), torch.no_grad(), draws, autocast, self._step_kernels():
+            with self.state.gate.eager(), torch.no_grad(), draws, autocast, self._step_kernels(), self._visiting():
                 self.eager_output = self.state.original_forward(**self.batch)
         return self.eager_output
 
@@ -159,13 +159,16 @@ class Rerun:
         assert self.step.parameters is not None
         draws, autocast = generator_from(self.step, self.generator), self._autocast_of_forward()
         # The step's kernels in the backward too, which may recompute.
-        with torch.enable_grad(), draws, autocast, self._step_kernels(), never_reentrant():
+        with torch.enable_grad(), draws, autocast, self._step_kernels(), never_reentrant(), self._visiting():
             output = self.state.original_forward(**self.batch)
             pairs = [(v, t) for n, t in tangents.items() if (v := field_at(output, n)).requires_grad]
             values, value_tangents = [v for v, _ in pairs], [t for _, t in pairs]
             parameters = list(self.step.parameters.values())
             gradients = torch.autograd.grad(values, parameters, value_tangents, allow_unused=True)
         return {n: g for n, g in zip(self.step.parameters, gradients, strict=True) if g is not None}
+
+    def _visiting(self) -> AbstractContextManager[None]:
+        return self.state.placement.visiting()
 
     def _step_kernels(self) -> AbstractContextManager[None]:
         """Attention by the step's kernel, whose dropout is another than cuDNN's."""

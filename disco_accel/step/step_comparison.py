@@ -115,6 +115,7 @@ class Comparison:
             stack.enter_context(buffers_kept(self.model))
             stack.enter_context(without_hooks(parameters))
             stack.enter_context(self.state.gate.eager())
+            stack.enter_context(self.state.placement.visiting())
             stack.enter_context(own_forward_runs())
             stack.enter_context(cudnn_attention_off(self._device))
             stack.enter_context(never_reentrant())

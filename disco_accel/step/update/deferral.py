@@ -85,7 +85,9 @@ class Deferral:
         for module in model.modules():
             self._handles.append(module.register_state_dict_pre_hook(settle))
             self._handles.append(module.register_load_state_dict_pre_hook(loads))
-            if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
+            # The model's own forward settles where it does not run from a plan.
+            own = module is not model and any(p.requires_grad for p in module.parameters(recurse=False))
+            if own:
                 self._handles.append(module.register_forward_pre_hook(shows))
         _deferring.add(self)
         clip_by(self)
