@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from disco_accel.capture.parts import named_parts
 from disco_accel.errors import ConfigError
 from disco_accel.native.host_memory import expect_rewrite, footprint
+from disco_accel.step.scaler_on_host import bring_to_host, wait_for_scalers
 
 
 class HostWeights(Protocol):
@@ -36,6 +37,7 @@ def unwatch_updates_of(weights: HostWeights) -> None:
     """From now on every optimizer that updates some of ``weights`` says so before it does, as long as they live."""
     _updated.add(weights)
     _say_updates()
+    wait_for_scalers()
 
 
 @functools.cache
@@ -51,7 +53,10 @@ def _before_update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for call in before_updates:
         call(optimizer)
     for weights in list(_updated):
-        expect_rewrite([p for group in optimizer.param_groups for p in group["params"] if weights.holds(p)])
+        updated = [p for group in optimizer.param_groups for p in group["params"] if weights.holds(p)]
+        expect_rewrite(updated)
+        if updated:
+            bring_to_host(optimizer)
 
 
 def movable_weights(model: torch.nn.Module, in_arena: Callable[[torch.Tensor], bool]) -> list[torch.Tensor]:

@@ -239,16 +239,19 @@ def test_two_backwards_of_one_forward() -> None:
     assert_same(model, eager)
 
 
-def test_a_scaler_skips_updates_whose_gradients_are_infinite() -> None:
-    """The same scales, the same skipped updates, the same weights as in eager mode."""
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("update", ["step", "deferred"])
+def test_a_scaler_skips_updates_whose_gradients_are_infinite(update: str, half: bool) -> None:
+    """The same scales, the same skipped updates, the same weights as in eager mode, in fp16 too."""
     runs = []
-    for of in (prepare(Tower(), config()), Tower()):
+    for of in (prepare(Tower(), config(update=update)), Tower()):
         optimizer = adam(of)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=2, backoff_factor=2.0**-60)
         scales, moved = [], []
         for seed in range(6):
             before = of.get_parameter("first.weight").detach().clone()
-            loss = of(ids(seed))
+            with torch.autocast("cpu", torch.float16, enabled=half):
+                loss = of(ids(seed))
             scaler.scale(loss).backward()
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(of.parameters(), 1.0)
