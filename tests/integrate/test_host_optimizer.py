@@ -18,6 +18,7 @@ from transformers import Trainer, TrainingArguments, default_data_collator
 from disco_accel import DiscoCallback, DiscoConfig, prepare, stats
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.testing.models import family_full, random_batch
+from tests.integrate.fp32_copies import Copies, assert_same
 
 STEPS, ACCUMULATED = 5, 2
 TWICE_LLAMA = 2 * 98944
@@ -186,29 +187,36 @@ def test_a_trainer_saves_and_resumes(tmp_path: Path) -> None:
     assert files[0].keys() == files[1].keys() and all(torch.equal(files[0][n], t) for n, t in files[1].items())
 
 
+def _train_by_ddp(model: torch.nn.Module, optimizer: Any, rank: int) -> list[torch.Tensor]:
+    """Weights behind three steps of two parts, clipped, whose first part is not reduced."""
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    for step in range(3):
+        for part in range(2):
+            with wrapped.no_sync() if part == 0 else contextlib.nullcontext():
+                wrapped(**random_batch(seed=10 * step + 2 * part + rank)).loss.backward()
+        torch.nn.utils.clip_grad_norm_(wrapped.parameters(), 1.0)
+        optimizer.step()
+        wrapped.zero_grad()
+    return [p.detach() for p in model.parameters()]
+
+
 def _in_two_processes(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "2"}
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    planned, plain = full("llama"), full("llama")
-    prepare(planned, config(TWICE_LLAMA))
-    results = []
-    for model in (planned, plain):
-        wrapped = torch.nn.parallel.DistributedDataParallel(model)
-        optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2, fused=True)
-        for step in range(3):
-            for part in range(2):
-                with wrapped.no_sync() if part == 0 else contextlib.nullcontext():
-                    wrapped(**random_batch(seed=10 * step + 2 * part + rank)).loss.backward()
-            torch.nn.utils.clip_grad_norm_(wrapped.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-        results.append([p.detach() for p in model.parameters()])
-    assert all(map(torch.equal, *results))
-    assert stats(planned)["optimizer"] == "host" and stats(planned)["steps_compiled"] == 6
+    for dtype, masters in ((torch.float32, "auto"), (torch.bfloat16, "fp32")):
+        planned, plain = full("llama", dtype), full("llama", dtype)
+        prepare(planned, config(TWICE_LLAMA, master_weights=masters))
+        optimizer = torch.optim.AdamW(planned.parameters(), lr=1e-2, fused=True)
+        copies = Copies(plain, lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True))
+        found, expected = (_train_by_ddp(m, o, rank) for m, o in ((planned, optimizer), (plain, copies)))
+        assert all(map(torch.equal, found, expected))
+        if masters == "fp32":
+            assert_same(planned, optimizer, copies)
+        assert stats(planned)["optimizer"] == "host" and stats(planned)["steps_compiled"] == 6
     dist.destroy_process_group()
 
 
 def test_two_processes_reduce_gradients_on_the_host(tmp_path: Path) -> None:
-    """DDP with gloo over all weights: each process has eager DDP's bits."""
+    """DDP with gloo over all weights, with fp32 masters of bf16 ones too: each process has eager DDP's bits."""
     torch.multiprocessing.spawn(_in_two_processes, (str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]
