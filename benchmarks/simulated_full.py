@@ -253,18 +253,19 @@ def _modes(outlined: Outline, step: CostedStep, budget: int, device: Device) -> 
     update = sum(p.numel() for p in outlined.model.parameters() if p.requires_grad) / device.host.update
     behind = replace(_with_update(behind, update), plan_seconds=round(planned.seconds["plan"], 1))
     updates = Updates(planned.graph, *updates_on_meta(outlined), "float32", _measure(device))
-    made: dict[frozenset[int], Mode] = {}
+    made: list[Mode] = []
     for chosen in updates.choices("auto", machine):
-        graph = updates.timed(chosen)
+        graph = updates.timed(chosen.on_device)
         try:
-            plan, seconds = _replanned(graph, settings)
+            plan, seconds = _replanned(graph, chosen.arena, settings)
         except BudgetTooSmall as error:
-            made[chosen] = Mode(needed=error.needed + outside)
+            made.append(Mode(needed=error.needed + outside))
             continue
         mode = _mode(graph, plan, captured, device, outside)
-        parameters = sum(updates.parts[part].parameter.numel() for part in chosen)
-        made[chosen] = replace(mode, on_device=parameters, plan_seconds=round(seconds, 1))
-    return behind, made[frozenset()], min(made.values(), key=lambda mode: mode.seconds or float("inf"))
+        parameters = sum(updates.parts[part].parameter.numel() for part in chosen.on_device)
+        made.append(replace(mode, on_device=parameters, plan_seconds=round(seconds, 1)))
+    # The last is without updates on the device.
+    return behind, made[-1], min(made, key=lambda mode: mode.seconds or float("inf"))
 
 
 def updates_on_meta(outlined: Outline) -> tuple[list[int], list[ParameterUpdate]]:
@@ -306,9 +307,9 @@ def _measure(device: Device) -> Measure:
     return measure
 
 
-def _replanned(graph: TaskGraph, settings: PlannerSettings) -> tuple[MemGraph, float]:
+def _replanned(graph: TaskGraph, arena: int, settings: PlannerSettings) -> tuple[MemGraph, float]:
     began = time.perf_counter()
-    return replan(graph, graph.devices[0].memory, settings), time.perf_counter() - began
+    return replan(graph, arena, settings), time.perf_counter() - began
 
 
 def _mode(graph: TaskGraph, plan: MemGraph, captured: CapturedStep, device: Device, outside: int) -> Mode:

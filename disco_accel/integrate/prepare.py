@@ -109,6 +109,9 @@ def _own_forward(state: Session, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """The model's own forward, on its weights as they are after all updates."""
     if not in_capture():
         state.updates.settle()
+        if torch.is_grad_enabled():
+            # Its backward may add to gradients.
+            state.updates.show_gradients()
     with state.gate.eager(), own_forward_runs(), state.placement.visiting():
         return state.original_forward(*args, **kwargs)
 
@@ -216,7 +219,7 @@ def _follow_optimizers(state: Session, model: torch.nn.Module) -> None:
     if asked == "step" or state.optimizer is OptimizerHome.DEVICE:
         return
     holds, said = (state.placement.holds, state.gradients.holds), state.say_once
-    make = functools.partial(Deferral, model, *holds, state.lock, said, ready, asked)
+    make = functools.partial(Deferral, model, *holds, state.lock, said, ready, asked, state.norms.forget)
     state.updates.defer(make, when_told=asked == "auto")
     if "transformers.trainer" in sys.modules:
         follow_trainers(sys.modules["transformers.trainer"])

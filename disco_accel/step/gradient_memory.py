@@ -99,16 +99,18 @@ class GradientMemory:
         self._watched = watched
         self._backend, self._limit = backend_of(device), limit
         self._ranges: dict[str, list[_Range]] = {}
+        self._memories: list[HostMemory] | None = None
+        """Of all ranges; None: not known since these have changed."""
         self._told = False
 
     @property
     def nbytes(self) -> int:
         """Of all ranges."""
-        return sum(memory.nbytes for memory in {id(r.memory): r.memory for r in self._all()}.values())
+        return sum(memory.nbytes for memory in self._of_ranges())
 
     def holds(self, gradient: torch.Tensor) -> bool:
         """Whether it lies in one of the ranges."""
-        return any(memory.holds(gradient) for memory in {id(r.memory): r.memory for r in self._all()}.values())
+        return any(memory.holds(gradient) for memory in self._of_ranges())
 
     def has(self, gradient: torch.Tensor, leaving: LeavingGradient) -> bool:
         """Whether ``gradient`` is laid out as ``leaving`` and fills a range of its weight."""
@@ -123,6 +125,7 @@ class GradientMemory:
         """Give up the ranges; the device is idle. Gradients that somebody holds keep their memory, which is not
         page-locked any more."""
         self._ranges.clear()
+        self._memories = None
 
     @typed_out_of_memory("making host memory for the gradients")
     def places(self, gradients: Sequence[LeavingGradient], beside: int) -> GradientPlaces:
@@ -155,11 +158,13 @@ class GradientMemory:
         if lacking and not self._fits(lacking, beside) and self._ranges.keys() - {g.name for g in gradients}:
             # Weights that are frozen by now, or that this step does not reach, leave their room to others.
             self._ranges.clear()
+            self._memories = None
             found, lacking = self._look_for(gradients)
         if lacking:
             self._require_room(lacking, beside)
             for gradient, made in zip(lacking, self._made(lacking), strict=True):
                 self._ranges[gradient.name].append(made)
+                self._memories = None
                 found[gradient.name] = made
         return found
 
@@ -169,6 +174,8 @@ class GradientMemory:
         for gradient in gradients:
             # A weight that was replaced, or has another dtype, has ranges of another size.
             ranges = [r for r in self._ranges.get(gradient.name, ()) if r.nbytes == gradient.nbytes]
+            if len(ranges) < len(self._ranges.setdefault(gradient.name, [])):
+                self._memories = None
             self._ranges[gradient.name] = ranges
             free = next((r for r in ranges if r.free), None)
             if free is not None:
@@ -205,8 +212,10 @@ class GradientMemory:
                 logger.warning("gradients go to memory that is not page-locked, which takes longer: %s", error)
             self._told = True
 
-    def _all(self) -> list[_Range]:
-        return [r for ranges in self._ranges.values() for r in ranges]
+    def _of_ranges(self) -> list[HostMemory]:
+        if self._memories is None:
+            self._memories = list({id(r.memory): r.memory for each in self._ranges.values() for r in each}.values())
+        return self._memories
 
 
 def _place(gradient: LeavingGradient, free: _Range | None) -> torch.Tensor | None:

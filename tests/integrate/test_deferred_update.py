@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import Trainer, TrainingArguments, default_data_collator
 
 from disco_accel import DiscoCallback, DiscoConfig, prepare, settle, stats
@@ -355,6 +356,29 @@ def test_other_optimizers_update_at_once_and_are_told(
     assert all(map(torch.equal, model.parameters(), eager.parameters()))
     assert stats(model)["updates_planned"] == 0
     assert sum(told in message for message in caplog.messages) == 1
+
+
+def test_a_hook_of_all_optimizers_sees_gradients(pair: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """It clips, before ``step()``; when it is gone, updates are put off again."""
+    model, ours, eager, theirs = pair
+
+    def clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.01)
+
+    settle(model)
+    before = stats(model)["updates_planned"]
+    handle = register_optimizer_step_pre_hook(clip)
+    try:
+        for each, optimizer in ((model, ours), (eager, theirs)):
+            train(each, optimizer, steps=3)
+        assert stats(model)["updates_planned"] == before
+    finally:
+        handle.remove()
+    assert sum("a hook of all optimizers" in message for message in caplog.messages) == 1
+    for each, optimizer in ((model, ours), (eager, theirs)):
+        train(each, optimizer, steps=3)
+    assert_same(model, ours, eager, theirs)
+    assert stats(model)["updates_planned"] == before + 2
 
 
 def test_settings_may_change_between_steps(pair: Any) -> None:

@@ -163,13 +163,13 @@ def test_the_faster_place_is_chosen_weight_by_weight() -> None:
     for name, bandwidth in (("slow", 1e3), ("fast", 1e12)):
         link = Link(bandwidth, 0.0)
         first, *_ = updates.choices("auto", Machine(h2d=link, d2h=link))
-        chosen[name] = len(first)
-    assert chosen["slow"] == 0 and len(updates.choices("device", Machine())[0]) == len(weights)
+        chosen[name] = len(first.on_device)
+    assert chosen["slow"] == 0 and len(updates.choices("device", Machine())[0].on_device) == len(weights)
     for key, record in list(updates._known.items()):
         on_host, _ = key
         updates._known[key] = replace(record, seconds=record.seconds * (100 if on_host else 1))
     first, *_ = updates.choices("auto", Machine(h2d=Link(1e12, 0.0), d2h=Link(1e12, 0.0)))
-    assert len(first) > len(weights) // 2
+    assert len(first.on_device) > len(weights) // 2
 
 
 def test_that_nothing_has_room_on_the_device_is_told(

@@ -249,7 +249,7 @@ def test_what_else_is_refused() -> None:
 
 
 def test_host_memory_counts_masters_and_moments() -> None:
-    """At ``prepare``, at the first step, and where gradients accumulate; each names its parts."""
+    """At ``prepare``, at the first step, and where autograd adds to gradients; each names its parts."""
     low = sum(p.numel() for p in Net().parameters() if p.dtype is torch.bfloat16)
     full = sum(p.numel() for p in Net().parameters()) - low
     # Weight, gradient, master and moments: 2 + 2 + 4 + 8 bytes; 16 for fp32.
@@ -257,8 +257,10 @@ def test_host_memory_counts_masters_and_moments() -> None:
     with pytest.raises(ConfigError, match=r"of their fp32 masters.* of two moments"):
         prepare(Net(), config(host_memory=training - 1))
     model = prepare(Net(), config(host_memory=training))
-    loss = model(**batches(model, 0)[0])
-    loss.backward()
+    for _ in range(2):
+        model(**batches(model, 0)[0]).backward()
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient)
     with pytest.raises(ConfigError, match="too small for gradients of two backwards"):
         model(**batches(model, 0)[0]).backward()
 

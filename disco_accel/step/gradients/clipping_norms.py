@@ -5,16 +5,13 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch.nn.utils import clip_grad
 
 from disco_accel.step.gradients.gradient_norms import GradientNorms
 from disco_accel.step.gradients.norm_pass import NORM_TYPE
-
-_NAME = "_get_total_norm"
-"""Of the function that ``clip_grad_norm_`` looks up in its module each time; without it nothing is made use of."""
+from disco_accel.step.update.wrapped_function import wrap
 
 _known: weakref.WeakSet[GradientNorms] = weakref.WeakSet()
 
@@ -27,30 +24,31 @@ def norms_for_clipping(norms: GradientNorms) -> None:
 
 @functools.cache
 def _wrap() -> None:
-    original: Callable[..., torch.Tensor] | None = getattr(clip_grad, _NAME, None)
-    if original is None:
-        return
+    wrap(
+        clip_grad,
+        "_get_total_norm",
+        ("tensors", "norm_type", "error_if_nonfinite", "foreach"),
+        _asking,
+        aliases=((torch.nn.utils, "get_total_norm"),),
+    )
 
-    @functools.wraps(original)
+
+def _asking(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def total_norm(
         tensors: torch.Tensor | Iterable[torch.Tensor],
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
-        **more: Any,
     ) -> torch.Tensor:
-        if not isinstance(tensors, torch.Tensor):
+        if not isinstance(tensors, torch.Tensor) and not torch.compiler.is_compiling():
             tensors = list(tensors)
-            if float(norm_type) == NORM_TYPE and not foreach and not more:
+            if float(norm_type) == NORM_TYPE and not foreach:
                 total = _total(tensors)
                 if total is not None and (not error_if_nonfinite or bool(total.isfinite())):
                     return total
-        return original(tensors, norm_type, error_if_nonfinite, foreach, **more)
+        return compute(tensors, norm_type, error_if_nonfinite, foreach)
 
-    for module in (clip_grad, torch.nn.utils):
-        for name, value in list(vars(module).items()):
-            if value is original:
-                setattr(module, name, total_norm)
+    return total_norm
 
 
 def _total(tensors: list[torch.Tensor]) -> torch.Tensor | None:

@@ -49,8 +49,11 @@ class Deferral:
         say: Callable[[str], None],
         ready: Callable[[torch.optim.Optimizer], object] | None = None,
         asked: str = "deferred",
+        before_clip: Callable[[], object] = lambda: None,
     ) -> None:
-        """``ready`` makes an optimizer's state what its next update needs. ``asked``: ``update`` in the config."""
+        """``ready`` makes an optimizer's state what its next update needs. ``asked``: ``update`` in the config.
+        ``before_clip`` lets go of gradients that are about to be clipped."""
+        self._before_clip = before_clip
         self._on_host, self._watchable, self._lock, self._say = on_host, watchable, lock, say
         self._ready, self._asked = ready, asked
         self.paused = False
@@ -216,6 +219,8 @@ class Deferral:
     ) -> list[torch.Tensor]:
         """See ``clipping.Clipper``."""
         with self._lock:
+            if not self._expected.isdisjoint(map(id, parameters)):
+                self._before_clip()
             noted: list[torch.Tensor] = []
             for parameter in parameters:
                 if id(parameter) not in self._expected or type(parameter) is not torch.nn.Parameter:

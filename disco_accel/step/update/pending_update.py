@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from disco_accel.errors import ExecutionError
 from disco_accel.step.update.unscaled_gradients import as_it_lies
@@ -169,6 +170,8 @@ def _first_of_each(objects: Sequence[object]) -> tuple[int, ...]:
     return tuple(first.setdefault(id(each), number) for number, each in enumerate(objects))
 
 
+_PACKAGE = __name__.split(".", 1)[0] + "."
+
 _NAMES = ("parameter", "gradient", "count of steps", "exp_avg", "exp_avg_sq", "master")
 
 
@@ -193,6 +196,8 @@ def parts_of(
         return "the optimizer has a hook that runs before step(), which may change gradients"
     if optimizer._optimizer_step_post_hooks:
         return "the optimizer has a hook that runs after step(), which may look at the weights"
+    if not all(map(_is_own, (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()))):
+        return "a hook of all optimizers runs before or after step(), which may look at gradients or weights"
     parts: list[ParameterUpdate] = []
     for group in optimizer.param_groups:
         settings, lr = settings_of(group)
@@ -209,6 +214,11 @@ def parts_of(
                 return part
             parts.append(part)
     return tuple(parts)
+
+
+def _is_own(hook: object) -> bool:
+    """Whether a hook of all optimizers is one of ours."""
+    return str(getattr(hook, "__module__", "")).startswith(_PACKAGE)
 
 
 def why_not(optimizer: torch.optim.Optimizer) -> str | None:

@@ -142,8 +142,8 @@ class PlannedUpdates:
 
     @property
     def seen(self) -> bool:
-        """Whether an optimizer has updated weights of the model."""
-        return self.deferral is not None and self.deferral.seen
+        """Whether updates of the model's weights are not put off, or one was before now."""
+        return self.deferral is None or self.deferral.seen
 
     def settle(self) -> None:
         """See ``Deferral.settle``."""

@@ -23,6 +23,19 @@ _SIMULATED = 400_000
 """Vertices that are simulated for one choice, in all. Not tuned: it bounds the time of a choice for large graphs."""
 
 
+_ARENAS = (1, 2)
+"""Parts of the arena that plans with updates on the device are made for. One for half of it has fewer kernels that wait
+for the bytes of state on its way home: simulated steps of 7B at 1 x 2048 in 22 GiB take 2.27 s instead of 2.79."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Parts to update on the device, in a plan for ``arena`` bytes."""
+
+    on_device: frozenset[int]
+    arena: int
+
+
 Measure = Callable[[TaskGraph, frozenset[int]], Mapping[int, OpRecord]]
 """Records of some kernels of a graph, by id."""
 
@@ -72,14 +85,24 @@ class Updates:
         step = self.placed(on_device)
         return run_passes(step.graph, [measurements(self.records(step))])
 
-    def choices(self, update_on: str, machine: Machine) -> list[frozenset[int]]:
-        """Parts to update on the device: plans are to be made of each, the most promising first, the last is none."""
-        arena = self.graph.devices[0].memory
-        allowed = [i for i, part in enumerate(self.parts) if part.parameter.nbytes * _PART_OF_ARENA <= arena]
-        if update_on == "host" or not allowed:
-            return [frozenset()]
+    def choices(self, update_on: str, machine: Machine) -> list[Choice]:
+        """Plans are to be made of each; those with updates on the device first, the last is without any."""
+        whole = self.graph.devices[0].memory
+        made: list[Choice] = []
         if update_on == "device":
-            return [frozenset(allowed), frozenset()]
+            made.append(Choice(frozenset(self._allowed(whole)), whole))
+        elif update_on == "auto":
+            sizes = dict.fromkeys(whole // part for part in _ARENAS)
+            made += [Choice(self._faster_on_device(self._allowed(size), machine), size) for size in sizes]
+        none = Choice(frozenset(), whole)
+        return [*(choice for choice in made if choice.on_device), none]
+
+    def _allowed(self, arena: int) -> list[int]:
+        return [i for i, part in enumerate(self.parts) if part.parameter.nbytes * _PART_OF_ARENA <= arena]
+
+    def _faster_on_device(self, allowed: Sequence[int], machine: Machine) -> frozenset[int]:
+        if not allowed:
+            return frozenset()
         on_host, *_ = choose(
             allowed,
             lambda here: self.timed([i for i in allowed if i not in here]),
@@ -87,8 +110,7 @@ class Updates:
             self._balanced(allowed, machine),
             tries=max(8, _SIMULATED // len(self.timed(allowed).vertices)),
         )
-        best = frozenset(allowed) - on_host.on_host
-        return [best, frozenset()] if best else [best]
+        return frozenset(allowed) - on_host.on_host
 
     def _balanced(self, allowed: Sequence[int], machine: Machine) -> float:
         """Share of the updates for the processors with which these and the link to the device work equally long."""

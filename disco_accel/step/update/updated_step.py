@@ -14,7 +14,7 @@ from disco_accel.execute.executor import EngineOptions, Executor
 from disco_accel.execute.planned_states import planned_states
 from disco_accel.graph.check import after_gate
 from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.passes import run_passes
+from disco_accel.graph.passes import arena_of, run_passes
 from disco_accel.measure.record import measurements
 from disco_accel.native.host_memory import bytes_of
 from disco_accel.plan import Machine
@@ -117,11 +117,11 @@ def step_with_update(
     recorded = time.perf_counter()
     best: tuple[float, UpdatedStep, MemGraph] | None = None
     for chosen in choices:
-        updated = updates.placed(chosen)
-        graph = run_passes(updated.graph, [measurements(updates.records(updated))])
+        updated = updates.placed(chosen.on_device)
+        graph = run_passes(updated.graph, [measurements(updates.records(updated)), arena_of(chosen.arena)])
         say(f"planning {len(graph.ops)} kernels, {len(updated.kernels)} of them updates")
         try:
-            plan = replan(graph, graph.devices[0].memory, settings, store)
+            plan = replan(graph, chosen.arena, settings, store)
         except BudgetTooSmall:
             continue
         if sum(host_memory_parts(plain.graph, plan.host_memory).values()) > host_memory:
