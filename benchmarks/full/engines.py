@@ -24,6 +24,8 @@ from disco_accel.graph.home_uses import host_devices
 from disco_accel.native.extension import load_extension
 from disco_accel.simulate.simulator import Link, Machine
 from disco_accel.step.session import current_step, find_state
+from disco_accel.step.update import update_choice
+from disco_accel.step.update.update_choice import Choice, Updates
 
 TRACED = 3
 """Steps at the end whose kernels and copies are timed; the middle one counts."""
@@ -86,7 +88,7 @@ class Probe(Whole):
 class Planned(Whole):
     """A step from a plan within the job's budget; ``changes`` are keys of ``DiscoConfig``."""
 
-    changes: ClassVar[Mapping[str, Any]] = {}
+    changes: ClassVar[Mapping[str, Any]] = {"optimizer": "device"}
 
     def build(self) -> Any:
         model = prepare(super().build(), dataclasses.replace(self.job.config, **self.changes))
@@ -189,6 +191,28 @@ class HostDeferred(Planned):
         return found
 
 
+class HostAuto(HostDeferred):
+    """The same; the device updates the weights for which the step is expected to be faster."""
+
+    changes: ClassVar[Mapping[str, Any]] = {**HostDeferred.changes, "update_on": "auto"}
+
+
+class HostHalf(HostDeferred):
+    """The same; the device updates every second weight, whatever the machine is like."""
+
+    changes: ClassVar[Mapping[str, Any]] = {**HostDeferred.changes, "update_on": "device"}
+
+    def __init__(self, job: Job) -> None:
+        # In this process alone.
+        update_choice.Updates.choices = _every_second  # type: ignore[method-assign]
+        super().__init__(job)
+
+
+def _every_second(updates: Updates, update_on: str, machine: Machine) -> list[Choice]:
+    del update_on, machine
+    return [Choice(frozenset(range(0, len(updates.parts), 2)), updates.graph.devices[0].memory)]
+
+
 class Resident(Planned):
     """Everything on the device: its kernels, timed in every step, are *compute alone*."""
 
@@ -240,6 +264,8 @@ ENGINES: Mapping[str, type[Whole]] = {
     "device": Planned,
     "host-step": HostStep,
     "host-deferred": HostDeferred,
+    "host-auto": HostAuto,
+    "host-half": HostHalf,
     "zero2-offload": ZeroTwo,
     "probe": Probe,
 }

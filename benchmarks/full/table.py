@@ -19,9 +19,12 @@ TITLES = {
     "device": "disco, `optimizer: device`",
     "host-step": "disco, `optimizer: host`",
     "host-deferred": "disco, `optimizer: host`, `update: deferred`",
+    "host-auto": "the same, `update_on: auto`",
+    "host-half": "the same, every second weight on the device",
     "zero2-offload": "ZeRO-2 offload_optimizer",
 }
-OURS = frozenset({"resident", "device", "host-step", "host-deferred"})
+DEFERRED = frozenset({"host-deferred", "host-auto", "host-half"})
+OURS = frozenset({"resident", "device", "host-step"}) | DEFERRED
 HEADER = (
     "| engine | s per step | tokens/s | device used | process memory | kernels, s | AdamW alone, s | to device, s "
     "| from device, s | step / longest of these | step / lower bound | equal to eager |\n|" + "---|" * 12
@@ -64,7 +67,7 @@ def _with_parts(row: Row, compute: float | None, updates: float | None, bandwidt
     parts = {"kernels": compute, "updates": updates, "h2d": row.h2d / bandwidth, "d2h": row.d2h / bandwidth}
     known = [seconds for seconds in parts.values() if seconds is not None]
     bound = row.any_plan
-    if bound is not None and row.engine != "host-deferred":
+    if bound is not None and row.engine not in DEFERRED:
         bound = None if updates is None else bound + updates
     facts = {**row.facts, "parts": parts}
     return dataclasses.replace(row, bound=max(known), any_plan=bound, facts=facts)

@@ -27,15 +27,15 @@ def test_ours_train_to_the_bits_of_eager(tmp_path: Path, capsys: pytest.CaptureF
     """Losses, gradients and weights, in half of what eager holds, which is too little with the optimizer on the device;
     updates that are put off run in plans; every byte of weights and gradients crosses the link once."""
     words = ["--shape", "tiny", "--tokens", "8", "--rounds", "1", "--share", "0.5", "--bandwidth", "1e9"]
-    engines = "in-memory,resident,device,host-step,host-deferred"
+    engines = "in-memory,resident,device,host-step,host-deferred,host-half"
     assert cli(["bench", "full", *words, "--engines", engines, "-o", str(tmp_path / "full.json")]) == 0
     result = json.loads((tmp_path / "full.json").read_text())
     rows = {row["engine"]: row for row in result["rows"]}
     assert rows["device"]["error"].startswith("BudgetTooSmall")
-    assert [row["verdict"] for name, row in rows.items() if name != "device"] == ["bits"] * 4
+    assert [row["verdict"] for name, row in rows.items() if name != "device"] == ["bits"] * 5
     weights = result["weights"]
     assert 4 * weights < result["eager_peak"] and result["budget"] == result["eager_peak"] // 2
-    for name in ("host-step", "host-deferred"):
+    for name in ("host-step", "host-deferred", "host-half"):
         row = rows[name]
         assert row["used"] <= result["budget"] and row["h2d"] >= weights and row["d2h"] >= weights
         parts = row["facts"]["parts"]
@@ -43,8 +43,10 @@ def test_ours_train_to_the_bits_of_eager(tmp_path: Path, capsys: pytest.CaptureF
     assert rows["host-deferred"]["facts"]["updates_planned"] >= 2 and not rows["host-step"]["facts"]["updates_planned"]
     traced = {name: rows[name]["facts"]["traced"]["updates"] for name in ("host-step", "host-deferred")}
     assert traced["host-step"] == 0 < traced["host-deferred"]
+    assert rows["host-half"]["facts"]["updates_planned"] >= 2
+    assert rows["host-half"]["h2d"] > rows["host-deferred"]["h2d"], "moments too"
     assert rows["resident"]["h2d"] == rows["resident"]["d2h"] == 0
-    assert capsys.readouterr().out.rstrip().splitlines()[-1].startswith(f"| {TITLES['host-deferred']} |")
+    assert capsys.readouterr().out.rstrip().splitlines()[-1].startswith(f"| {TITLES['host-half']} |")
     title, body = report.TABLES["full"](result)
     assert body == table(result) and "budget" in title
 
