@@ -2,11 +2,12 @@
 
     python tests/forkserver.py FOLDER [--nested] MODULE...
 
-imports the modules, listens on FOLDER/socket and writes FOLDER/bin with ``python`` and ``disco-accel``, which run here
-what the installed ones run. What those start in turn (a launcher's script, say) is a process of its own and imports
-anew, unless ``--nested`` makes ``sys.executable`` name FOLDER/bin/python there. A command that Python takes as text
-(``-c``), or that looks for modules where the server does not, runs in the installed Python. ``accelerate`` is not among
-the programs: what it does with our section is decided while PyTorch is imported. Serves until its standard input ends.
+imports the modules, listens on FOLDER/socket and writes FOLDER/bin with ``python``, ``disco-accel``, ``accelerate`` and
+``deepspeed``, which run here what the installed ones run. What those start in turn (a launcher's script, say) is a
+process of its own and imports anew, unless ``--nested`` makes ``sys.executable`` name FOLDER/bin/python there. A
+command that Python takes as text (``-c``), or that looks for modules where the server does not, runs in the installed
+Python. What importing PyTorch sets off under a program's environment and command line is done again for it; that it may
+happen while accelerate is being imported, only a cold start shows. Serves until its standard input ends.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from __future__ import annotations
 import array
 import atexit
 import contextlib
+import faulthandler
 import functools
 import gc
+import hashlib
 import importlib
+import io
 import json
 import os
 import runpy
@@ -26,10 +30,11 @@ import socket
 import subprocess
 import sys
 import tempfile
-import traceback
 from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[1]
 HEAVY = (
     "torch",
     "transformers.trainer",
@@ -39,6 +44,8 @@ HEAVY = (
 )
 """Libraries of others that nearly every program imports, in seconds."""
 PROGRAMS = {
+    "accelerate": ("accelerate.commands.accelerate_cli", "main"),
+    "deepspeed": ("deepspeed.launcher.runner", "main"),
     "disco-accel": ("disco_accel.cli.main", "main"),
     "python": ("", ""),
 }
@@ -46,7 +53,8 @@ _CLIENT = """#!{python} -IS
 import array, json, os, signal, socket, sys
 words = sys.argv[1:]
 paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-if {program!r} == "python" and (words[0].startswith("-") and words[0] != "-m" or not {{*paths}} <= {paths!r}):
+first = words[words[:1] == ["-u"]]
+if {program!r} == "python" and (first.startswith("-") and first != "-m" or not {{*paths}} <= {paths!r}):
     os.execv({python!r}, [{python!r}, *words])
 with socket.socket(socket.AF_UNIX) as server:
     server.connect({address!r})
@@ -62,7 +70,7 @@ sys.exit(status)
 
 
 @functools.cache
-def start(paths: tuple[str, ...] = (), modules: Sequence[str] = HEAVY, nested: bool = True) -> Path:
+def start(paths: tuple[str, ...] = (str(ROOT),), modules: Sequence[str] = HEAVY, nested: bool = True) -> Path:
     """The folder of a server's programs, one for each set of arguments, until this process ends.
 
     ``paths``: PYTHONPATH of the server, which is that of its programs too.
@@ -72,6 +80,13 @@ def start(paths: tuple[str, ...] = (), modules: Sequence[str] = HEAVY, nested: b
     atexit.register(folder.cleanup)
     atexit.register(server.kill)
     return Path(folder.name) / "bin"
+
+
+def program(source: str, folder: Path, *words: str) -> list[str]:
+    """The command that runs ``source``, which ``folder`` keeps, where this tree's modules are found."""
+    file = folder / f"program-{hashlib.sha256(source.encode()).hexdigest()[:8]}.py"
+    file.write_text(source)
+    return [str(start() / "python"), str(file), *words]
 
 
 def serve(folder: Path, environment: Mapping[str, str], modules: Sequence[str], nested: bool) -> subprocess.Popen[str]:
@@ -151,27 +166,28 @@ def _serve(connection: socket.socket) -> None:
 
 
 def _finish(program: str, words: list[str], folder: str) -> None:
-    """End this process as the program would."""
-    try:
-        module, name = PROGRAMS[program]
-        if module:
-            sys.exit(getattr(importlib.import_module(module), name)())
-        if words[0] == "-m":
-            sys.path[0] = folder
-            sys.argv = words[1:]
-            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.path[0] = str(Path(words[0]).resolve().parent)
-            sys.argv = words
-            runpy.run_path(words[0], run_name="__main__")
-        sys.exit(0)
-    except SystemExit as end:
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
-        raise
-    except BaseException:
-        traceback.print_exc()
-        sys.exit(1)
+    """Run the program; what it raises ends this process as it would end the program's own."""
+    if os.environ.get("PYTHONFAULTHANDLER"):
+        faulthandler.enable()
+    for imported in entry_points(group="torch.backends") if "torch" in sys.modules else ():
+        imported.load()()
+    module, name = PROGRAMS[program]
+    if module:
+        sys.exit(getattr(importlib.import_module(module), name)())
+    if words[0] == "-u":
+        for stream in (sys.stdout, sys.stderr):
+            assert isinstance(stream, io.TextIOWrapper)
+            stream.reconfigure(write_through=True)
+        words = words[1:]
+    if words[0] == "-m":
+        sys.path[0] = folder
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(words[0]).resolve().parent)
+        sys.argv = words
+        runpy.run_path(words[0], run_name="__main__")
+    sys.exit(0)
 
 
 if __name__ == "__main__":

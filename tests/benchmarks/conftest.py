@@ -15,4 +15,4 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """``sys.executable`` forks a server of this process; what has other libraries on its path starts anew."""
-    monkeypatch.setattr(sys, "executable", str(forkserver.start((str(ROOT),)) / "python"))
+    monkeypatch.setattr(sys, "executable", str(forkserver.start() / "python"))

@@ -29,7 +29,7 @@ def _installed(form: str) -> bool:
 
 def test_all_stages_run_on_the_host_device(tmp_path: Path) -> None:
     """What needs CUDA says so; the rest measures, and nothing is wrong."""
-    served = forkserver.start((str(ROOT),))
+    served = forkserver.start()
     command = [str(served / "python"), "-m", "benchmarks.gpu", "--device", "cpu", "--small"]
     environment = {**os.environ, "OUT": str(tmp_path), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=400, check=False)

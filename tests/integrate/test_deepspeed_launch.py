@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +21,7 @@ from disco_accel.native.host_memory import HostMemory
 from disco_accel.step.distributed import check_engine, check_same, exclude_from_collectives, include_again
 from disco_accel.step.placement import Placement
 from disco_accel.testing.models import tiny_lora
+from tests import forkserver
 
 
 def state(kind: DistributedType, **zero: Any) -> Any:
@@ -144,7 +144,7 @@ def test_a_launcher_ends_with_the_status_of_the_first_process_to_fail(status: in
     assert child_status(ValueError()) is None
 
 
-def test_deepspeed_is_not_imported_by_who_does_not_use_it() -> None:
+def test_deepspeed_is_not_imported_by_who_does_not_use_it(tmp_path: Path) -> None:
     program = """
 import sys
 from accelerate import Accelerator
@@ -157,11 +157,11 @@ accelerator.backward(model(**random_batch(32, length=8)).loss)
 assert stats(model)["steps_compiled"] == 1
 print([name for name in sys.modules if name.partition(".")[0] == "deepspeed"])
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=500)
+    done = subprocess.run(forkserver.program(program, tmp_path), capture_output=True, text=True, timeout=500)
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
-def test_a_process_of_a_group_says_why_it_ends() -> None:
+def test_a_process_of_a_group_says_why_it_ends(tmp_path: Path) -> None:
     """torch puts a hook of its own around ours when a process group is made."""
     program = """
 import torch.distributed as dist
@@ -171,5 +171,5 @@ exit_status.install()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 raise ConfigError("memory_budget: too much")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=500)
+    done = subprocess.run(forkserver.program(program, tmp_path), capture_output=True, text=True, timeout=500)
     assert (done.returncode, done.stderr) == (2, "disco-accel: ConfigError: memory_budget: too much\n")

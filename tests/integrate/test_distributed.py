@@ -16,8 +16,10 @@ from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).parent / "scripts" / "processes.py"
+from tests import forkserver
+
 BIN = Path(sys.executable).parent
+SCRIPT = Path(__file__).parent / "scripts" / "processes.py"
 OURS = {"memory_budget": "64MiB", "device": "cpu", "plan_cache": None, "planner": "build"}
 TWO_PROCESSES = {
     "compute_environment": "LOCAL_MACHINE",
@@ -53,7 +55,7 @@ def environment() -> dict[str, str]:
 
     ours = ("DISCO_", "ACCELERATE_")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    path = f"{BIN}{os.pathsep}{clean['PATH']}"
+    path = os.pathsep.join([str(forkserver.start()), str(BIN), clean["PATH"]])
     # As accelerate's own tests do it: torchrun's processes on a machine whose devices are left alone.
     return clean | {
         "PATH": path,
@@ -75,9 +77,8 @@ def launch(entry: str, folder: Path) -> subprocess.CompletedProcess[str]:
     if entry != "ddp":
         # It would keep accelerate from using DeepSpeed.
         del variables["ACCELERATE_USE_CPU"]
-    return subprocess.run(
-        [str(BIN / command), *rest], cwd=folder, env=variables, capture_output=True, text=True, timeout=500
-    )
+    words = [str(forkserver.start() / command), *rest]
+    return subprocess.run(words, cwd=folder, env=variables, capture_output=True, text=True, timeout=500)
 
 
 @cache

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests import forkserver
+
 SCRIPTS = Path(__file__).parent / "scripts"
 BIN = Path(sys.executable).parent
 ACCELERATE = "distributed_type: 'NO'\nnum_processes: 1\nuse_cpu: true\nmixed_precision: 'no'\n"
@@ -51,8 +53,15 @@ def extensions() -> str:
     return str(cache_root())
 
 
-def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=500)
+def run(command: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    changed = environment() | variables
+    return subprocess.run(command, cwd=folder, env=changed, capture_output=True, text=True, timeout=500)
+
+
+def served(entry: str) -> list[str]:
+    """The same where PyTorch and accelerate are imported already, in the launcher and in the script."""
+    program, *words = ENTRY_POINTS[entry]
+    return [str(forkserver.start() / Path(program).name), *words]
 
 
 @cache
@@ -63,7 +72,7 @@ def trained_alone() -> str:
     with tempfile.TemporaryDirectory() as name:
         for script in SCRIPTS.glob("*.py"):
             Path(name, script.name).write_text(script.read_text())
-        done = run([sys.executable, *TRAIN], Path(name))
+        done = run([str(forkserver.start() / "python"), *TRAIN], Path(name))
         assert done.returncode == 0, done.stderr
         return Path(name, "result.json").read_text()
 
@@ -81,9 +90,8 @@ def test_an_entry_point_changes_no_bit_of_losses_or_adapters(entry: str, folder:
 
 def test_the_environment_overrides_the_file_and_the_user_is_told_what_runs(folder: Path) -> None:
     """``DISCO_*`` reaches the step; each plan says once, on stderr, what was captured and its budget."""
-    command = ENTRY_POINTS["accelerate launch --config"]
-    changed = environment() | {"DISCO_MEMORY_BUDGET": "48MiB", "DISCO_PLAN_CACHE": str(folder / "plans")}
-    done = subprocess.run(command, cwd=folder, env=changed, capture_output=True, text=True, timeout=500)
+    changed = {"DISCO_MEMORY_BUDGET": "48MiB", "DISCO_PLAN_CACHE": str(folder / "plans")}
+    done = run(served("accelerate launch --config"), folder, **changed)
     assert done.returncode == 0, done.stderr
     told = [line for line in done.stderr.splitlines() if line.startswith("disco: ")]
     results = [line for line in told if "captured" in line and "budget 48MiB" in line]
@@ -99,7 +107,7 @@ def test_a_step_that_falls_back_is_told_once_with_its_reason(folder: Path) -> No
     hook = "model.base_model.model.lm_head.register_forward_pre_hook(lambda head, given: print(given[0].sum().item()))"
     (folder / "train.py").write_text(script.replace("    optimizer = ", f"    {hook}\n    optimizer = ", 1))
     (folder / "disco.yaml").write_text((folder / "disco.yaml").read_text() + "  on_unsupported: eager\n")
-    done = run(ENTRY_POINTS["accelerate launch --config"], folder)
+    done = run(served("accelerate launch --config"), folder)
     assert done.returncode == 0, done.stderr
     told = [line for line in done.stderr.splitlines() if line.startswith("disco: ")]
     assert sum("depends on the data" in line and "eager mode" in line for line in told) == 1
@@ -118,7 +126,7 @@ def test_a_misspelt_key_ends_the_launch_with_status_2_and_one_line(entry: str, f
 
 def test_a_budget_that_is_too_small_says_what_works_and_ends_every_process_with_status_2(folder: Path) -> None:
     (folder / "disco.yaml").write_text(ACCELERATE + SECTION.format(budget="64KiB"))
-    done = run(ENTRY_POINTS["accelerate launch --config"], folder)
+    done = run(served("accelerate launch --config"), folder)
     assert done.returncode == 2, done.stderr
     assert "BudgetTooSmall: " in done.stderr and "at least" in done.stderr
     assert "Traceback" not in done.stderr

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,8 @@ import torch
 from disco_accel import DiscoConfig, prepare, restore, stats
 from disco_accel.plan import plan_cache as module
 from disco_accel.testing.models import random_batch, tiny_lora
+from tests import forkserver
 
-ROOT = Path(__file__).parents[2]
 MEMORY = 500_000
 PROGRAM = """
 import json, sys, torch
@@ -36,16 +34,12 @@ print(json.dumps({"cache": seen["plan_cache"], "plan": seen["compile_seconds"]["
 """
 
 
-def start(folder: Path, planner: str, layers: int) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", PROGRAM, str(folder), planner, str(layers)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-
-
-def result(process: subprocess.Popen[str]) -> dict[str, Any]:
-    out, errors = process.communicate(timeout=500)
-    assert process.returncode == 0, errors
-    found: dict[str, Any] = json.loads(out)
+def result(folder: Path, planner: str, layers: int) -> dict[str, Any]:
+    """What the program printed, run in a process of its own."""
+    command = forkserver.program(PROGRAM, folder.parent, str(folder), planner, str(layers))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 
@@ -70,7 +64,7 @@ def step(folder: Path | None, memory: int = MEMORY, **changes: Any) -> dict[str,
 
 def test_a_second_process_plans_nothing(tmp_path: Path) -> None:
     """The same bits from a plan that was loaded in a fraction of the time it took to make."""
-    first, second = (result(start(tmp_path, "build", layers=2)) for _ in range(2))
+    first, second = (result(tmp_path / "kept", "build", layers=2) for _ in range(2))
     assert (first["cache"], second["cache"]) == ("miss", "hit")
     assert second["plan"] < first["plan"] / 2
     assert first["reloads"] > 0

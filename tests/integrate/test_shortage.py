@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +21,7 @@ from disco_accel.native import host_memory
 from disco_accel.shortage import met_shortage
 from disco_accel.step import compiled_step, pipeline, placement, session
 from disco_accel.testing.models import random_batch, tiny_lora
+from tests import forkserver
 
 CPU = "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
 SHORTAGES: dict[str, BaseException] = {
@@ -202,14 +201,12 @@ for mib in (0, 20, 28, 1024):
 """
 
 
-def test_under_a_limit_of_the_address_space_every_failure_is_typed_and_passes() -> None:
+def test_under_a_limit_of_the_address_space_every_failure_is_typed_and_passes(tmp_path: Path) -> None:
     """Where weights move, where the engine starts its threads: a typed error that says to try again, and then it works.
 
     Between the two the trace meets the limit, where the interpreter itself may crash.
     """
-    root = Path(__file__).resolve().parents[2]
-    command = [sys.executable, "-W", "ignore", "-c", LIMITED]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=os.environ | {"PYTHONPATH": str(root)})
+    done = subprocess.run(forkserver.program(LIMITED, tmp_path), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     said = dict(line.split(" ", 1) for line in done.stdout.splitlines())
     assert said.pop("1024") == "works"

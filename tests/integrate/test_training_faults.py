@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +23,7 @@ from disco_accel.native.op_encoding import label
 from disco_accel.step.session import current_step
 from disco_accel.testing.engine_faults import failing, kernels
 from disco_accel.testing.models import tiny_lora
+from tests import forkserver
 from tests.integrate.twins import SMALL, Grads, assert_same, assert_same_step, batch, config, pair, step
 
 
@@ -99,7 +98,7 @@ try:
     prepare(tiny_lora(**shape), config(memory_budget="4096"))(**batch())
 except BudgetTooSmall as error:
     least = str(error.needed)
-model = prepare(tiny_lora(**shape), config(memory_budget=least, link_latency=0.03))
+model = prepare(tiny_lora(**shape), config(memory_budget=least, link_latency=0.005))
 eager = tiny_lora(**shape)
 
 def backward():
@@ -124,17 +123,15 @@ with interrupt_when_waiting():
 """
 
 
-def _run_script(source: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def _run_script(source: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs ``source`` in a process of its own; hanging is a failure."""
-    root = Path(__file__).parents[2]
-    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, "-c", source, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment, timeout=500)
+    command = forkserver.program(source, folder, *arguments)
+    return subprocess.run(command, capture_output=True, text=True, timeout=500)
 
 
-def test_ctrl_c_in_forward_and_backward() -> None:
+def test_ctrl_c_in_forward_and_backward(tmp_path: Path) -> None:
     """KeyboardInterrupt in the middle of a step; training goes on when it is caught; uncaught, the process ends."""
-    done = _run_script(_CTRL_C)
+    done = _run_script(_CTRL_C, tmp_path)
     assert "trains on" in done.stdout, done.stderr[-2000:]
     assert done.returncode in (-signal.SIGINT, 130), done.stderr[-2000:]
     assert "KeyboardInterrupt" in done.stderr
@@ -177,9 +174,9 @@ print("parent went on")
 """
 
 
-def test_fork_after_the_engine_started() -> None:
+def test_fork_after_the_engine_started(tmp_path: Path) -> None:
     """In the child, planned steps are refused, evaluation works, restore + prepare make it trainable; no exit hangs."""
-    done = _run_script(_FORK, "exit", "use")
+    done = _run_script(_FORK, tmp_path, "exit", "use")
     assert done.returncode == 0 and "parent went on" in done.stdout, done.stderr[-2000:]
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
+
+from tests import forkserver
 
 ROOT = Path(__file__).resolve().parents[2]
 KILLS = int(os.environ.get("DISCO_KILLS", "3"))
@@ -17,7 +18,8 @@ KILLS = int(os.environ.get("DISCO_KILLS", "3"))
 
 def test_every_resumed_run_equals_the_uninterrupted_one(tmp_path):
     """No file under its final name is ever half written, and no resumed run differs in a bit of losses or adapter."""
-    command = [sys.executable, "-m", "tests.recipes.killed", str(tmp_path), str(KILLS), "0"]
+    python = str(forkserver.start() / "python")
+    command = [python, "-m", "tests.recipes.killed", str(tmp_path), str(KILLS), "0"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500 + 60 * KILLS)
     assert done.returncode == 0, done.stderr[-2000:]

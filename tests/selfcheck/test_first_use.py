@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +22,7 @@ from disco_accel.selfcheck.outcome import Difference, Outcome
 from disco_accel.selfcheck.subject import Subject, make_subject
 from disco_accel.step import device_check
 from disco_accel.testing.models import random_batch, tiny_lora
+from tests import forkserver
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -272,11 +271,9 @@ print("passed")
 
 
 def test_processes_that_check_at_the_same_time_do_not_hurt_each_other(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command_line = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    command_line = forkserver.program(PROGRAM, tmp_path.parent, str(tmp_path))
     running = [
-        subprocess.Popen(command_line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-        for _ in range(2)
+        subprocess.Popen(command_line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)
     ]
     for process in running:
         out, errors = process.communicate(timeout=500)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import forkserver
 
 ROOT = Path(__file__).resolve().parents[2]
 SUITE = """
@@ -62,14 +63,10 @@ def run(folder: Path, mode: str, *options: str) -> tuple[subprocess.CompletedPro
     (folder / "test_theirs.py").write_text(SUITE)
     config = '{"disco_config": {"memory_budget": "16MiB", "device": "cpu", "on_unsupported": "eager"}}'
     (folder / "disco.yaml").write_text(config)
-    command = [sys.executable, "-m", "pytest", "-q", "-c", "/dev/null", "--rootdir", str(folder), *options]
-    command += [
-        "-p",
-        "disco_accel.testing.pytest_plugin",
-        f"--disco={mode}",
-        "--disco-report=ran.json",
-        "test_theirs.py",
-    ]
+    python = str(forkserver.start() / "python")
+    command = [python, "-m", "pytest", "-q", "-c", "/dev/null", "--rootdir", str(folder), *options]
+    command += ["-p", "disco_accel.testing.pytest_plugin", f"--disco={mode}", "--disco-report=ran.json"]
+    command.append("test_theirs.py")
     done = subprocess.run(command, cwd=folder, env=_environment(), capture_output=True, text=True, timeout=500)
     report = folder / "ran.json"
     tests = json.loads(report.read_text()) if report.exists() else {}
