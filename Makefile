@@ -41,6 +41,8 @@ format: $(INSTALLED)  ## rewrite sources the way lint wants them
 # One intra-op thread: sums split over threads differ in their last bits, and two test processes share the cores.
 # By file, in the order of tests/conftest.py: the tests of one file share a compiled fixture.
 test: export OMP_NUM_THREADS := 1
+# Dozens of processes import the same modules.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: setup  ## set-up, lint and all tests; the last line is pytest's
 	@$(MAKE) --no-print-directory -j 2 lint deepspeed-op quanto-op
 	@$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --instafail --durations 15

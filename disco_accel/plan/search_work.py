@@ -44,7 +44,8 @@ class Work:
     """``limit``: seconds on the clock that a search may take (None: as much work as ``enough`` says). ``spent``:
     seconds of work so far, counted; ``drafts``: how many were made; ``cut``: whether the user's deadline has ended
     it, ``ended`` seconds after it began. ``part``: of what is enough for a graph, the share that this search has.
-    ``finds_needed``: whether it may end with a search for the smallest memory, where the graph's is too small."""
+    ``finds_needed``: whether it may end with a search for the smallest memory, where the graph's is too small.
+    ``names_needed``: whether it does where nothing else has found a plan; otherwise that is Infeasible at once."""
 
     limit: float | None = None
     spent: float = 0.0
@@ -53,6 +54,7 @@ class Work:
     ended: float = 0.0
     part: float = 1.0
     finds_needed: bool = True
+    names_needed: bool = True
     _began: float = field(default_factory=lambda: time.monotonic())
 
     @property

@@ -105,7 +105,7 @@ def make_plan(
     as fit). ``applied`` gets the passes that ``graph`` went through on its way to the plan. ``not_offloaded``: kernels
     whose outputs ``timed`` keeps on their device.
     Raises ConfigError for unknown names, GraphFileError for a graph that makes no sense, BudgetTooSmall; in its place
-    Infeasible, where ``work`` has no search for the memory that is needed.
+    Infeasible, where ``work`` has no search for the memory that is needed, or does not name it.
     """
     if planner not in PLANNERS:
         raise ConfigError(f"planner: {planner!r} is unknown; known planners: {', '.join(sorted(PLANNERS))}")
@@ -206,7 +206,7 @@ def _changes(vertex: Vertex) -> str:
 def _too_small(
     graph: TaskGraph, policy: Policy, cyclic: bool, lookahead: int | None, work: Work
 ) -> BudgetTooSmall | Infeasible:
-    if not work.finds_needed:
+    if not (work.finds_needed and work.names_needed):
         return Infeasible(0)
     given = max(device.memory for device in graph.devices)
     needed = smallest_feasible_memory(graph, policy, cyclic, partial(_attempts, lookahead=lookahead), work)
@@ -322,6 +322,8 @@ def _plan_timed_alone(
             with suppress(Infeasible):
                 made = plan(each, machine, cyclic=cyclic, work=Work(), not_offloaded=not_offloaded)
                 return replace(made, planner="timed", vertices=_with_durations(made.vertices, graph))
+    if not work.names_needed:
+        raise Infeasible(0)
     given = max(device.memory for device in graph.devices if not device.host)
     needed = []
     for each in untimed:

@@ -19,6 +19,7 @@ from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.graph.value_numbering import Clone, graph_of_plan, left_out
 from disco_accel.measure.costs import Costs, GraphCosts
 from disco_accel.plan import Machine, make_plan
+from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.keep_or_recompute import decide
 from disco_accel.plan.plan_cache import PlanCache, PlanCacheUse, plan_fingerprint
 from disco_accel.plan.search_work import Work
@@ -150,18 +151,34 @@ def _planned_graph(graph: TaskGraph, plan: MemGraph) -> tuple[TaskGraph, tuple[C
     return planned, left_out(graph, planned)
 
 
-def replan(graph: TaskGraph, memory: int, settings: PlannerSettings, store: PlanStore | None = None) -> MemGraph:
-    """Another verified plan of a graph that has its costs, in an arena of ``memory`` bytes. Raises BudgetTooSmall."""
+def replan(
+    graph: TaskGraph,
+    memory: int,
+    settings: PlannerSettings,
+    store: PlanStore | None = None,
+    work: Work | None = None,
+) -> MemGraph:
+    """Another verified plan of a graph that has its costs, in an arena of ``memory`` bytes. Raises as ``make_plan``."""
     sized = run_passes(graph, [arena_of(memory)])
     key = "" if store is None else _fingerprint(sized, settings, store)
     plan = None if store is None else store.cache.load(key, sized, cyclic=True)
     if plan is not None:
         return plan
-    plan = _made(sized, Work(settings.plan_seconds), None, settings=settings)
+    plan = _made(sized, work or Work(settings.plan_seconds), None, settings=settings)
     verify(sized, plan)
     if store is not None:
         store.cache.store(key, plan)
     return plan
+
+
+def replan_if_it_fits(
+    graph: TaskGraph, memory: int, settings: PlannerSettings, store: PlanStore | None = None
+) -> MemGraph | None:
+    """As ``replan``; None where that finds no plan, without the search for the memory that would do."""
+    try:
+        return replan(graph, memory, settings, store, Work(settings.plan_seconds, names_needed=False))
+    except (BudgetTooSmall, Infeasible):
+        return None
 
 
 def _made(

@@ -22,9 +22,9 @@ EngineOptions options_of(Dispatch dispatch, int lookahead = 2, std::uint64_t see
 
 // The rounds of the random tests; sanitizers run about ten times slower.
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-constexpr int kRounds = 300;
+constexpr int kRounds = 150;
 #else
-constexpr int kRounds = 1000;
+constexpr int kRounds = 500;
 #endif
 
 TEST(Engine, NoVertexStartsBeforeItsPredecessorsInlineHost) {

@@ -12,9 +12,9 @@ namespace disco::testing {
 namespace {
 
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-constexpr int kPrograms = 200;
+constexpr int kPrograms = 120;
 #else
-constexpr int kPrograms = 400;
+constexpr int kPrograms = 250;
 #endif
 
 int from_environment(const char* name, int otherwise) {

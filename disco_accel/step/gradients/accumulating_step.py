@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 
-from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.taskgraph import Ref
 from disco_accel.step.compiled_step import CompiledStep
 from disco_accel.step.gradient_memory import GradientMemory, GradientPlaces
 from disco_accel.step.gradients.extended_graph import extended, leaving_specs
-from disco_accel.step.pipeline import PlannerSettings, PlanStore, replan
+from disco_accel.step.pipeline import PlannerSettings, PlanStore, replan_if_it_fits
 
 
 @dataclass(eq=False, kw_only=True)
@@ -87,9 +86,8 @@ def accumulating_step(
     more = extended(plain, accumulate=True, norms=norms)
     recorded = time.perf_counter()
     say(f"planning {len(more.graph.ops)} kernels, {len(more.old)} of them sums of gradients")
-    try:
-        plan = replan(more.graph, more.graph.devices[0].memory, settings, store)
-    except BudgetTooSmall:
+    plan = replan_if_it_fits(more.graph, more.graph.devices[0].memory, settings, store)
+    if plan is None:
         # Where norms have no room in the budget, sums may have.
         return accumulating_step(plain, False, settings, store, say) if norms else None
     own: dict[str, Any] = {field.name: getattr(plain, field.name) for field in fields(CompiledStep)}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from disco_accel.execute.engine_options import EngineOptions
 from disco_accel.graph.passes import run_passes
-from disco_accel.graph.taskgraph import OpCall, TaskGraph
+from disco_accel.graph.taskgraph import OpCall, TaskGraph, with_memory
 from disco_accel.measure.record import OpRecord, measurements, record
 from disco_accel.native.backend import run_device
 from disco_accel.plan.update_places import choose
@@ -93,19 +93,24 @@ class Updates:
             made.append(Choice(frozenset(self._allowed(whole)), whole))
         elif update_on == "auto":
             sizes = dict.fromkeys(whole // part for part in _ARENAS)
-            made += [Choice(self._faster_on_device(self._allowed(size), machine), size) for size in sizes]
+            made += [Choice(self._faster_on_device(size, machine), size) for size in sizes]
         none = Choice(frozenset(), whole)
         return [*(choice for choice in made if choice.on_device), none]
 
     def _allowed(self, arena: int) -> list[int]:
         return [i for i, part in enumerate(self.parts) if part.parameter.nbytes * _PART_OF_ARENA <= arena]
 
-    def _faster_on_device(self, allowed: Sequence[int], machine: Machine) -> frozenset[int]:
+    def _faster_on_device(self, arena: int, machine: Machine) -> frozenset[int]:
+        allowed = self._allowed(arena)
         if not allowed:
             return frozenset()
+
+        def with_updates_of(on_device: Collection[int]) -> TaskGraph:
+            return with_memory(self.timed(on_device), lambda _: arena)
+
         on_host, *_ = choose(
             allowed,
-            lambda here: self.timed([i for i in allowed if i not in here]),
+            lambda here: with_updates_of([i for i in allowed if i not in here]),
             machine,
             self._balanced(allowed, machine),
             tries=max(8, _SIMULATED // len(self.timed(allowed).vertices)),

@@ -9,7 +9,6 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from disco_accel.capture.captured_step import InputSource
-from disco_accel.errors import BudgetTooSmall
 from disco_accel.execute.executor import EngineOptions, Executor
 from disco_accel.execute.planned_states import planned_states
 from disco_accel.graph.check import after_gate
@@ -22,7 +21,7 @@ from disco_accel.simulate.simulator import simulate
 from disco_accel.step.compiled_step import CompiledStep
 from disco_accel.step.gradients.extended_graph import ExtendedGraph
 from disco_accel.step.memory_parts import host_memory_parts
-from disco_accel.step.pipeline import PlannerSettings, PlanStore, replan
+from disco_accel.step.pipeline import PlannerSettings, PlanStore, replan_if_it_fits
 from disco_accel.step.update.pending_update import Changed, PendingUpdate
 from disco_accel.step.update.update_choice import Updates
 from disco_accel.step.update.update_pass import UpdatedStep
@@ -120,11 +119,8 @@ def step_with_update(
         updated = updates.placed(chosen.on_device)
         graph = run_passes(updated.graph, [measurements(updates.records(updated)), arena_of(chosen.arena)])
         say(f"planning {len(graph.ops)} kernels, {len(updated.kernels)} of them updates")
-        try:
-            plan = replan(graph, chosen.arena, settings, store)
-        except BudgetTooSmall:
-            continue
-        if sum(host_memory_parts(plain.graph, plan.host_memory).values()) > host_memory:
+        plan = replan_if_it_fits(graph, chosen.arena, settings, store)
+        if plan is None or sum(host_memory_parts(plain.graph, plan.host_memory).values()) > host_memory:
             continue
         seconds = simulate(plan, machine).makespan if len(choices) > 1 else 0.0
         if _home_by_gate(plan) and (best is None or (update_on == "auto" and seconds < best[0])):
