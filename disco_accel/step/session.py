@@ -105,7 +105,8 @@ class Session:
         host_memory = self.settings.host_memory
         self.gradients = GradientMemory(self.device, host_memory, watched=watched, masters=sizes.beside)
         self.norms = GradientNorms(self.gradients.holds, self.lock, watched=watched)
-        norms_for_clipping(self.norms)
+        if watched and trains and self.optimizer is OptimizerHome.HOST:
+            norms_for_clipping(self.norms)
         self.original_forward = model.forward
         self.arguments = Arguments(signature_of(model))
         self.plans: dict[PlanKey, CompiledStep] = {}
