@@ -128,11 +128,11 @@ class Session:
         self.counts = RunCounts()
         self.observers = Observers(self.counts, self.messages, frontend.observer(self.counts))
         self.verifier = verifier = StepVerifier(config.verify_steps)
-        told = self.say_once, self.observers.on_plan
-        self.accumulation = Accumulation(self.gradients, self.plans, *told, lambda: verifier.active)
-        self.on_restore: list[Callable[[], None]] = []
         host_memory = self.settings.host_memory - sizes.beside
-        self.updates = PlannedUpdates(self.plans, self.say_once, self.observers.on_plan, host_memory, config.update_on)
+        told = self.say_once, self.observers.on_plan
+        self.accumulation = Accumulation(self.gradients, self.plans, *told, lambda: verifier.active, host_memory)
+        self.on_restore: list[Callable[[], None]] = []
+        self.updates = PlannedUpdates(self.plans, *told, host_memory, config.update_on)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         # A copy of a prepared model is an unprepared model: it must never train the original.

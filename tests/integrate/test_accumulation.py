@@ -6,6 +6,7 @@ import copy
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from disco_accel import DiscoConfig, prepare, settle, stats
 from disco_accel.errors import ConfigError, ExecutionError
 from disco_accel.graph.taskgraph import VertexKind
+from disco_accel.step.gradients import accumulating_step
 from disco_accel.step.gradients.accumulating_step import AccumulatingStep
 from disco_accel.step.session import Session, find_state
 from disco_accel.testing.engine_faults import failing, kernels
@@ -355,6 +357,27 @@ def test_steps_that_are_compared_with_eager_ones_leave_it_to_autograd() -> None:
             of(ids(seed)).backward()
     assert accumulated(model) == 0
     assert_same(model, eager)
+
+
+def test_sums_that_offload_more_than_the_host_has_room_for_are_left_to_autograd(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Told once; the bits of eager mode."""
+    weights = sum(p.nbytes for p in Layers().parameters())
+    model, eager = prepared(Layers(), host_memory=6 * weights), Layers()
+    made = accumulating_step.replan_if_it_fits
+
+    def offloading(*args: Any) -> Any:
+        plan = made(*args)
+        return plan and replace(plan, host_memory=3 * weights)
+
+    monkeypatch.setattr(accumulating_step, "replan_if_it_fits", offloading)
+    for of in (model, eager):
+        for seed in range(4):
+            of(ids(seed)).backward()
+    assert_same(model, eager)
+    assert accumulated(model) == 0
+    assert sum("has room for sums" in record.message for record in caplog.records) == 1
 
 
 def test_a_second_memory_is_asked_for_where_autograd_adds() -> None:

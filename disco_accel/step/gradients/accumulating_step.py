@@ -14,6 +14,7 @@ from disco_accel.graph.taskgraph import Ref
 from disco_accel.step.compiled_step import CompiledStep
 from disco_accel.step.gradient_memory import GradientMemory, GradientPlaces
 from disco_accel.step.gradients.extended_graph import extended, leaving_specs
+from disco_accel.step.memory_parts import host_memory_parts
 from disco_accel.step.pipeline import PlannerSettings, PlanStore, replan_if_it_fits
 
 
@@ -77,19 +78,24 @@ def sums_so_far(step: CompiledStep, memory: GradientMemory) -> dict[str, torch.T
 
 
 def accumulating_step(
-    plain: CompiledStep, norms: bool, settings: PlannerSettings, store: PlanStore | None, say: Callable[[str], None]
+    plain: CompiledStep,
+    norms: bool,
+    settings: PlannerSettings,
+    store: PlanStore | None,
+    host_memory: int,
+    say: Callable[[str], None],
 ) -> AccumulatingStep | None:
-    """The plan of ``plain`` that adds to gradients; None if the device has no room for it. ``norms``: of the
-    sums, where there is room."""
+    """The plan of ``plain`` that adds to gradients; None if the device, or ``host_memory``, has no room for it.
+    ``norms``: of the sums, where there is room."""
     began = time.perf_counter()
     say(f"measuring the sums of {len(plain.transfers)} gradients")
     more = extended(plain, accumulate=True, norms=norms)
     recorded = time.perf_counter()
     say(f"planning {len(more.graph.ops)} kernels, {len(more.old)} of them sums of gradients")
     plan = replan_if_it_fits(more.graph, more.graph.devices[0].memory, settings, store)
-    if plan is None:
+    if plan is None or sum(host_memory_parts(plain.graph, plan.host_memory).values()) > host_memory:
         # Where norms have no room in the budget, sums may have.
-        return accumulating_step(plain, False, settings, store, say) if norms else None
+        return accumulating_step(plain, False, settings, store, host_memory, say) if norms else None
     own: dict[str, Any] = {field.name: getattr(plain, field.name) for field in fields(CompiledStep)}
     own |= {
         "graph": more.graph,

@@ -34,10 +34,13 @@ class Accumulation:
         say_once: Callable[[str], None],
         made: Callable[[CompiledStep], None],
         compared: Callable[[], bool],
+        host_memory: int,
     ) -> None:
         """``plans``: the session's table, which holds those that add too; ``made`` hears of each. ``compared``: whether
-        gradients of steps are being compared with eager ones, for which each must be alone."""
+        gradients of steps are being compared with eager ones, for which each must be alone. ``host_memory``: bytes that
+        training may take on the host."""
         self._memory, self._plans, self._compared = memory, plans, compared
+        self._host_memory = host_memory
         self._say_once, self._made = say_once, made
         self._alone = AloneInBackward()
         self._without: set[Hashable] = set()
@@ -70,12 +73,12 @@ class Accumulation:
         key = ("accumulate", id(plain), norms)
         if step is None and key not in self._without:
             with making() as stage:
-                step = accumulating_step(plain, norms, settings, store, stage)
+                step = accumulating_step(plain, norms, settings, store, self._host_memory, stage)
             if step is None:
                 self._without.add(key)
                 self._say_once(
-                    "gradients are added to those in .grad behind each backward: no plan within memory_budget has room "
-                    "for sums on the device"
+                    "gradients are added to those in .grad behind each backward: no plan within memory_budget and "
+                    "host_memory has room for sums on the device"
                 )
             else:
                 self._plans[key] = step
