@@ -105,9 +105,9 @@ class Planned(Whole):
         fill = state.gradients.fill
 
         def behind_link(copies: Sequence[tuple[torch.Tensor | None, torch.Tensor]]) -> list[torch.Tensor]:
-            assert state.arena is not None
-            first = state.arena.data_ptr()
-            on_device = range(first, first + state.arena.numel())
+            (arena,) = state.arenas.values()
+            first = arena.data_ptr()
+            on_device = range(first, first + arena.numel())
             self.left_behind = sum(value.nbytes for _, value in copies if value.data_ptr() in on_device)
             began = time.perf_counter()
             found = fill(copies)

@@ -37,13 +37,16 @@ class InputBinding:
 
     ``name``: the parameter's or buffer's as in ``model.named_parameters()``, the batch key (dotted inside
     containers), the output whose tangent it is or that is written there, or a key of ``CapturedStep.constants``.
-    ``spec`` has offset 0: the vertex's bytes start at the tensor's first element.
+    ``spec`` has offset 0: the vertex's bytes start at the tensor's first element. Of a tensor of the batch whose rows
+    are shared out it is number ``part`` of so many equal ``parts``.
     """
 
     vertex: int
     source: InputSource
     name: str
     spec: TensorSpec
+    part: int = 0
+    parts: int = 1
 
 
 @dataclass(frozen=True, slots=True)

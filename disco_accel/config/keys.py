@@ -111,6 +111,17 @@ def seconds_or_auto(value: Any) -> str | float:
         raise ValueError(works) from error
 
 
+def _devices(value: Any) -> str | int | tuple[int, ...]:
+    works = "use a number such as 4, a list of GPUs such as [0, 2], or auto"
+    if value == "auto" or (type(value) is int and value > 0):
+        return "auto" if isinstance(value, str) else int(value)
+    if not isinstance(value, list | tuple) or not value or not all(type(n) is int and n >= 0 for n in value):
+        raise ValueError(works)
+    if len(set(value)) < len(value):
+        raise ValueError("name each device once")
+    return tuple(value)
+
+
 def _buckets(value: Any) -> str | tuple[int, ...]:
     if value == "auto":
         return "auto"
@@ -184,6 +195,8 @@ PARSERS: dict[str, Parser] = {
     "update_on": _one_of("host", "auto", "device"),
     "master_weights": _one_of("auto", "script", "fp32"),
     "device": _one_of("auto", "cpu", "cuda"),
+    "devices": _devices,
+    "parallel": _one_of("auto", "layers", "batch"),
     "link_bandwidth": _bandwidth,
     "link_latency": _seconds,
     "compute_threads": _count(1, optional=True),

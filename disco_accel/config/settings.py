@@ -39,9 +39,11 @@ _LOCAL_PROCESSES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MPI_LOCALNRANKS", "OMPI_C
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a config comes to on this machine: ``device`` is cpu or cuda, sizes in bytes, bandwidth in bytes/s."""
+    """What a config comes to on this machine: ``device`` is cpu or cuda, sizes in bytes, bandwidth in bytes/s.
+    ``devices``: how many share a step, each with ``memory_budget``."""
 
     device: str
+    devices: int
     memory_budget: int
     host_memory: int
     link_bandwidth: float | None
@@ -74,6 +76,8 @@ class DiscoConfig:
     update_on: str = "host"
     master_weights: str = "auto"
     device: str = "auto"
+    devices: int | str | tuple[int, ...] = 1
+    parallel: str = "auto"
     link_bandwidth: float | str | None = None
     link_latency: float = 0.0
     compute_threads: int | None = None
@@ -200,11 +204,12 @@ class DiscoConfig:
         assert not isinstance(bandwidth, str)
         if device == "cuda" and (bandwidth is not None or self.link_latency):
             raise ConfigError("link_bandwidth and link_latency throttle the host device only; leave them out on cuda")
+        devices = _count_devices(device, self.devices)
+        budget = _device_memory(device) // (devices if device == "cpu" else 1)
         return Settings(
             device=device,
-            memory_budget=_resolve_size(
-                "memory_budget", self.memory_budget, _device_memory(device), device, _AUTO_SHARE[device]
-            ),
+            devices=devices,
+            memory_budget=_resolve_size("memory_budget", self.memory_budget, budget, device, _AUTO_SHARE[device]),
             host_memory=_resolve_size("host_memory", self.host_memory, host_memory_bytes(), "cpu", 1.0),
             link_bandwidth=bandwidth,
             link_latency=self.link_latency,
@@ -420,6 +425,13 @@ def _resolve_device(device: str) -> str:
     # accelerate's launcher tells its children in this way that the user asked for the CPU.
     on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
     return "cuda" if there and not (device == "auto" and on_cpu) else "cpu"
+
+
+def _count_devices(device: str, devices: int | str | tuple[int, ...]) -> int:
+    count = len(devices) if isinstance(devices, tuple) else 1 if isinstance(devices, str) else devices
+    if device == "cuda" and devices not in (1, "auto"):
+        raise ConfigError("devices: a step runs on one GPU so far; use devices: 1, or device: cpu to try several")
+    return count
 
 
 def _device_memory(device: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ import torch
 from disco_accel.capture.captured_step import CapturedStep
 from disco_accel.capture.fake_inputs import batch_tensors
 from disco_accel.capture.step import Forward, capture_forward, capture_step
+from disco_accel.decompose.decomposition import over_devices
+from disco_accel.decompose.parts import on_parts
 from disco_accel.execute.executor import EngineOptions
 from disco_accel.graph.traits import FOREIGN, Traits
 from disco_accel.measure.costs import Measured
@@ -22,6 +24,7 @@ from disco_accel.plan.plan_cache import PlanCache
 from disco_accel.simulate.simulator import Link
 from disco_accel.step.budget import BudgetFacts, leaving_bytes, outputs_bytes
 from disco_accel.step.compiled_step import CompiledStep, host_bytes
+from disco_accel.step.fitted_batch import FittedBatch
 from disco_accel.step.memory_parts import require_host_memory
 from disco_accel.step.pipeline import PlannerSettings, PlanStore, plan_step, with_costs
 from disco_accel.version import __version__
@@ -36,7 +39,8 @@ class CompileOptions:
     ``plan_seconds``: time for the search, None = as much work as the graph is worth. ``plan_cache``: folder for plans
     of earlier runs; None = always plan. ``say``: told of each stage as it begins.
     ``captured`` is called when the trace is over. ``trained``: as in ``capture_step``. ``gather`` puts host tensors
-    that a step loads, and that no attribute holds, where it loads them from fast.
+    that a step loads, and that no attribute holds, where it loads them from fast. ``devices`` share the step, each
+    with ``memory``.
     """
 
     memory: int
@@ -51,11 +55,12 @@ class CompileOptions:
     captured: Callable[[], None] = lambda: None
     trained: Traits = FOREIGN
     gather: Callable[[Iterable[torch.Tensor]], None] = lambda _: None
+    devices: int = 1
 
 
 def compile_step(
     model: torch.nn.Module,
-    kwargs: Mapping[str, Any],
+    fitted: FittedBatch,
     *,
     forward: Callable[..., Any],
     options: CompileOptions,
@@ -63,7 +68,7 @@ def compile_step(
     differentiated: int = 1,
     cut: bool = False,
 ) -> CompiledStep:
-    """Capture, record, plan and verify one training step of ``model`` for batches shaped like ``kwargs``.
+    """Capture, record, plan and verify one training step of ``model`` for batches shaped like ``fitted``.
 
     ``outputs``, ``differentiated``: as in ``capture_step``. ``cut``: the user gets outputs without padding, in
     copies of their own.
@@ -76,7 +81,7 @@ def compile_step(
     device = run_device(options.engine.device)
     captured = capture_step(
         model,
-        kwargs,
+        fitted.part(0),
         forward=forward,
         contexts=options.contexts,
         device=device,
@@ -85,8 +90,12 @@ def compile_step(
         trained=options.trained,
     )
     options.captured()
-    tensors = {k: v for k, v in kwargs.items() if isinstance(v, torch.Tensor)}
-    return _compile(model, captured, tensors, (1 + cut) * outputs_bytes(captured), options, began)
+    part_of = None
+    if fitted.parts > 1:
+        on_all = on_parts(captured, fitted.parts, fitted.divided, lambda dtype: getattr(torch, dtype).itemsize)
+        captured, part_of = on_all.captured, on_all.part_of
+    tensors = {k: v for k, v in fitted.batch.items() if isinstance(v, torch.Tensor)}
+    return _compile(model, captured, tensors, (1 + cut) * outputs_bytes(captured), options, began, part_of)
 
 
 def compile_forward(
@@ -124,8 +133,10 @@ def _compile(
     outputs: int,
     options: CompileOptions,
     began: float,
+    part_of: Mapping[int, int] | None = None,
 ) -> CompiledStep:
-    """The rest of ``compile_step``; ``outputs``: bytes outside the arena for what leaves it."""
+    """The rest of ``compile_step``; ``outputs``: bytes outside the arena for what leaves it. ``part_of``: vertex → the
+    part of the batch that it works on, if devices get a part each."""
     seconds = {"capture": time.perf_counter() - began}
     engine = options.engine
     options.say(f"measuring {len(captured.graph.ops)} kernels")
@@ -133,8 +144,14 @@ def _compile(
     trainable = [p for p in model.parameters() if p.requires_grad]
     # The host's optimizer has them, their gradients and its state there.
     on_device = [] if options.trained.host_has_it else trainable
+    costed = with_costs(captured.graph, costs, captured.passes)
+    if options.devices > 1:
+        machine, applied = machine_of(engine) or Machine(), list(costed.applied)
+        memory = [options.memory] * options.devices
+        captured, graph = over_devices(captured, costed.graph, memory, machine, applied, part_of)
+        costed = replace(costed, graph=graph, applied=tuple(applied))
     planned = plan_step(
-        with_costs(captured.graph, costs, captured.passes),
+        costed,
         BudgetFacts(options.memory, on_device, batch, outputs),
         PlannerSettings(options.planner, options.policy, machine_of(engine), options.plan_seconds),
         store=plan_store(options.plan_cache, engine),
@@ -181,4 +198,4 @@ def machine_of(engine: EngineOptions) -> Machine | None:
     if engine.link_bandwidth is None:
         return None
     link = Link(engine.link_bandwidth, engine.link_latency)
-    return Machine(h2d=link, d2h=link)
+    return Machine(h2d=link, d2h=link, p2p=link)

@@ -69,10 +69,10 @@ class CompiledStep:
         assert self.loaded is not None
         return self.loaded
 
-    def load(self, arena: torch.Tensor) -> None:
-        """Make the executor, in an arena that other plans' executors may share."""
+    def load(self, arenas: Mapping[int, torch.Tensor]) -> None:
+        """Make the executor, in arenas by device that other plans' executors may share."""
         start = time.perf_counter()
-        self.use(self.make_executor(self.engine, arena=arena))
+        self.use(self.make_executor(self.engine, arenas=arenas))
         self.seconds["load"] = time.perf_counter() - start
 
     def use(self, executor: Executor) -> Executor | None:
@@ -86,7 +86,7 @@ class CompiledStep:
         return before
 
     def make_executor(
-        self, options: EngineOptions, *, arena: torch.Tensor | None = None, plan: MemGraph | None = None
+        self, options: EngineOptions, *, arenas: Mapping[int, torch.Tensor] | None = None, plan: MemGraph | None = None
     ) -> Executor:
         """An executor of this step's plan, or of another plan of the same graph; the caller closes it."""
         bindings = self.captured.bindings
@@ -96,7 +96,7 @@ class CompiledStep:
             self.records,
             clean=self.clean,
             options=options,
-            arena=arena,
+            arena=arenas,
             names={b.vertex: b.name for b in bindings},
             specs={b.vertex: b.spec for b in bindings},
         )
@@ -185,6 +185,11 @@ class CompiledStep:
         """Inputs that a forward is given: the batch, and trained weights that live on the device."""
         on_device = () if self.trained_on_host else (InputSource.TRAINABLE,)
         return tuple(self.vertices_of(*on_device, InputSource.BATCH))
+
+    @functools.cached_property
+    def parts(self) -> int:
+        """How many parts of a batch the step works on one by one, and adds up."""
+        return max((binding.parts for binding in self.captured.bindings), default=1)
 
     @functools.cached_property
     def trained_on_host(self) -> bool:

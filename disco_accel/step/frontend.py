@@ -28,6 +28,9 @@ class Frontend(Protocol):
     def give_up(self, fitted: FittedBatch, batch: Mapping[str, Any]) -> FittedBatch:
         """``batch`` as it is: ``fitted`` does not fit the budget."""
 
+    def in_parts(self, model: torch.nn.Module, fitted: FittedBatch, count: int) -> FittedBatch | str:
+        """``fitted`` in ``count`` parts, with all that makes its loss the sum of theirs; or why not, in words."""
+
     def observer(self, counts: RunCounts) -> Observer:
         """What this side wants to be told; ``counts`` are up to date by then."""
 

@@ -20,6 +20,7 @@ from disco_accel.native.backend import DEVICE_TYPES
 from disco_accel.native.host_memory import expect_rewrite
 from disco_accel.step.compiled_step import CompiledStep
 from disco_accel.step.dynamo import not_compiled
+from disco_accel.step.fitted_batch import part_of
 from disco_accel.step.gradients.accumulating_step import AccumulatingStep
 from disco_accel.step.input_snapshot import InputSnapshot
 from disco_accel.step.rng_state import generator_from, generator_state, kept_on_failure
@@ -65,6 +66,7 @@ class PendingStep:
     def _snapshot_inputs(self) -> InputSnapshot:
         assert self.step.parameters is not None
         trainable = {b.name: self.step.parameters[b.name] for b in self.step.vertices_of(InputSource.TRAINABLE)}
+        # Parts of a tensor have its version.
         batch = {b.name: self.externals[b.vertex] for b in self.step.vertices_of(InputSource.BATCH)}
         return InputSnapshot(trainable, batch, self.state.weights_seen)
 
@@ -275,7 +277,8 @@ def externals_of(
         InputSource.TRAINABLE: step.parameters,
         InputSource.BATCH: inputs,
     }
-    return {b.vertex: tensors[b.source][b.name].detach() for b in step.externals}
+    given = ((b, tensors[b.source][b.name].detach()) for b in step.externals)
+    return {b.vertex: part_of(tensor, b.part, b.parts) if b.parts > 1 else tensor for b, tensor in given}
 
 
 def _check_rows(step: CompiledStep, tensors: Mapping[str, torch.Tensor]) -> None:

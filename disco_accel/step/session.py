@@ -116,7 +116,8 @@ class Session:
         self.usage = UsageByStep()
         self._active: weakref.ref[Suspendable] | None = None
         self.current: CompiledStep | None = None
-        self.arena: torch.Tensor | None = None
+        self.arenas: dict[int, torch.Tensor] = {}
+        """By device of the plans, all of which share them."""
         self.gate = Gate()
         self._engine_process: int | None = None
         self.weights_seen = WatchedTensors([])
@@ -151,13 +152,15 @@ class Session:
     ) -> CompiledStep:
         """The plan for this batch, made on first sight of its key, which is ``known_key`` if that is known already."""
         batch, cut = fitted.batch, fitted.length is not None and outputs != ("loss",)
+        if outputs != ("loss",):
+            fitted = replace(fitted, parts=1)
         return self.plan_of(
             model,
-            (known_key or step_key(model, batch), outputs, differentiated, cut),
+            (known_key or step_key(model, batch), outputs, differentiated, cut, fitted.parts),
             lambda: self._training_contexts(model, batch),
             lambda options: compile_step(
                 model,
-                batch,
+                fitted,
                 forward=self.original_forward,
                 options=options,
                 outputs=outputs,
@@ -248,6 +251,7 @@ class Session:
             contexts=contexts,
             gather=self.placement.gather,
             trained=RENEWED if self.optimizer is OptimizerHome.HOST else FOREIGN,
+            devices=self.settings.devices,
         )
 
     def with_more(self, model: torch.nn.Module, step: CompiledStep) -> CompiledStep:
@@ -266,6 +270,16 @@ class Session:
             making = functools.partial(self.messages.making, "the same step, which adds to the gradients in .grad")
             likely = norms or (self.norms.possible and not self.updates.seen)
             return self.accumulation.step_for(step, settings, store, making, likely)
+
+    def shared_out(self, model: torch.nn.Module, fitted: FittedBatch) -> FittedBatch:
+        """``fitted`` with a part of it for each device, if devices get parts of the batch."""
+        if self.settings.devices == 1 or self.config.parallel != "batch":
+            return fitted
+        parts = self.frontend.in_parts(model, fitted, self.settings.devices)
+        if isinstance(parts, FittedBatch):
+            return parts
+        self.say_once(f"parallel: batch: this batch is not shared out, its layers are, as {parts}")
+        return fitted
 
     def say_once(self, warning: str) -> None:
         """Log ``warning`` the first time."""
@@ -326,12 +340,12 @@ class Session:
             # PEFT's merge of some adapters and the user's ``.data = `` put other tensors in the place of weights.
             self.placement.gather(step.captured.constants.values())
             step.follow(model)
-        needed = arena_bytes(step.plan, step.plan.devices[0].id)
-        if self.arena is None or self.arena.numel() < needed:
+        needed = {device.id: arena_bytes(step.plan, device.id) for device in step.plan.devices if not device.host}
+        if any(device not in self.arenas or self.arenas[device].numel() < size for device, size in needed.items()):
             self.unload()
-            self.arena = device_arena(needed, self.device)
+            self.arenas = {device: device_arena(size, self.device) for device, size in needed.items()}
         if step.loaded is None:
-            step.load(self.arena)
+            step.load(self.arenas)
             self._engine_process = os.getpid()
         step.executor.invalidate()
         self.weights_seen = WatchedTensors(step.watched_of(model))
@@ -354,7 +368,7 @@ class Session:
         self.abandon_active()
         for step in self.plans.values():
             step.unload()
-        self.arena = self.current = None
+        self.arenas, self.current = {}, None
         # PyTorch may keep what was freed in pieces of that size, for which the next arena is too large.
         backend_of(self.device).release_memory()
 

@@ -95,7 +95,9 @@ class Comparison:
         """0: the same bits."""
         names = {call.name for call in self.step.graph.ops.values()}
         unordered = backend_of(self._device).reorders_sums and any(op_traits(name).unordered_on_gpu for name in names)
-        if not unordered:
+        # Libraries leave out the mask of a part that has no padding; the plan has one for all parts or for none.
+        masked = self.step.parts > 1 and self.fitted.batch.get("attention_mask") is not None
+        if not unordered and not masked:
             return 0.0
         return self._rounding()
 
@@ -122,12 +124,26 @@ class Comparison:
             if backend_of(self._device).separate_memory:
                 visitors = self.state.placement.visitors
                 stack.enter_context(saved_on_host(self._device, visitors, parameters.values()))
-            with outside_autocast(), autocast_region(self.autocast):
-                output = self.state.original_forward(**self.fitted.batch)
-            bare = isinstance(output, torch.Tensor)
-            values = {name: output if bare else field_at(output, name) for name in outputs}
-            trained = list(parameters.values())
-            by_parameter = torch.autograd.grad(values[outputs[0]], trained, tangent, allow_unused=True)
+            total: dict[str, torch.Tensor] = {}
+            for number in range(self.step.parts):
+                # Losses and gradients of parts of a batch add up in the order of the parts.
+                batch = self.fitted.part(number) if self.step.parts > 1 else self.fitted.batch
+                for name, value in self._once(batch, outputs, tangent, parameters).items():
+                    total[name] = total[name] + value if name in total else value
+        return total
+
+    def _once(
+        self,
+        batch: Mapping[str, Any],
+        outputs: tuple[str, ...],
+        tangent: torch.Tensor,
+        parameters: Mapping[str, torch.Tensor],
+    ) -> dict[str, torch.Tensor]:
+        with outside_autocast(), autocast_region(self.autocast):
+            output = self.state.original_forward(**batch)
+        bare = isinstance(output, torch.Tensor)
+        values = {name: output if bare else field_at(output, name) for name in outputs}
+        by_parameter = torch.autograd.grad(values[outputs[0]], list(parameters.values()), tangent, allow_unused=True)
         gradients = {f"gradient of {n}": g for n, g in zip(parameters, by_parameter, strict=True) if g is not None}
         return {name: value.detach() for name, value in values.items()} | gradients
 

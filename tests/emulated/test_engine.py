@@ -198,7 +198,7 @@ def short_of_time(model: Any) -> None:
     state = state_of(model)
     current = state.current
     assert current is not None
-    executor = current.make_executor(dataclasses.replace(current.engine, stall_timeout=0.5), arena=state.arena)
+    executor = current.make_executor(dataclasses.replace(current.engine, stall_timeout=0.5), arenas=state.arenas)
     before = current.use(executor)
     assert before is not None
     before.close()
@@ -240,7 +240,7 @@ def test_several_compute_streams_have_workspaces_of_their_own(streams: int) -> N
     state = state_of(model)
     current = state.current
     assert current is not None
-    executor = current.make_executor(dataclasses.replace(current.engine, compute_streams=streams), arena=state.arena)
+    executor = current.make_executor(dataclasses.replace(current.engine, compute_streams=streams), arenas=state.arenas)
     before = current.use(executor)
     assert before is not None
     before.close()

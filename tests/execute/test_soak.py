@@ -19,6 +19,7 @@ from disco_accel.integrate.hf.tracing import hf_contexts
 from disco_accel.native.arena import device_arena
 from disco_accel.step.compile import CompileOptions, compile_step
 from disco_accel.step.compiled_step import CompiledStep
+from disco_accel.step.fitted_batch import FittedBatch
 from disco_accel.testing.models import random_batch, tiny_lora
 
 STEPS = int(os.environ.get("DISCO_SOAK_STEPS", "100"))
@@ -44,7 +45,7 @@ def _compiled(model: torch.nn.Module, memory: int) -> CompiledStep:
         engine=EngineOptions(),
         contexts=hf_contexts(model, batch),
     )
-    return compile_step(model, batch, forward=model.forward, options=options)
+    return compile_step(model, FittedBatch(batch), forward=model.forward, options=options)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +90,7 @@ def test_random_schedules_give_eager_bits_and_memory_stays_flat(model: torch.nn.
         options = EngineOptions(
             dispatch="random", seed=seed, compute_streams=1 + seed % 2, lookahead=seed % 4, link_bandwidth=2e9
         )
-        with step.make_executor(options, arena=arena) as executor:
+        with step.make_executor(options, arenas={step.plan.devices[0].id: arena}) as executor:
             for i in range(PER_EXECUTOR):
                 got = _run(executor, step, model, batches[i % _BATCHES])
                 assert got.keys() == expected[i % _BATCHES].keys()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from disco_accel.integrate.accelerate.trainer_speed import keep_planning_apart
+from disco_accel.integrate.hf.batch_parts import in_parts
 from disco_accel.integrate.hf.buckets import Buckets
 from disco_accel.integrate.hf.tracing import training_contexts
 from disco_accel.step.compiled_step import CompiledStep
@@ -36,6 +37,10 @@ class HuggingFace:
     def give_up(self, fitted: FittedBatch, batch: Mapping[str, Any]) -> FittedBatch:
         """``batch`` as it is: its bucket does not fit the budget."""
         return self.buckets.give_up(fitted, batch)
+
+    def in_parts(self, model: torch.nn.Module, fitted: FittedBatch, count: int) -> FittedBatch | str:
+        """As ``batch_parts.in_parts``."""
+        return in_parts(model, fitted, count)
 
     def observer(self, counts: RunCounts) -> Observer:
         """Says what bucketing does, and keeps the time that plans take out of a Trainer's speed."""

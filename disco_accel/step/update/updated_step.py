@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -49,7 +49,7 @@ class StepWithUpdate(CompiledStep):
         self.homes = homes
 
     def make_executor(
-        self, options: EngineOptions, *, arena: torch.Tensor | None = None, plan: MemGraph | None = None
+        self, options: EngineOptions, *, arenas: Mapping[int, torch.Tensor] | None = None, plan: MemGraph | None = None
     ) -> Executor:
         """As ``CompiledStep.make_executor``, with homes for weights and moments."""
         states = {vertex: bytes_of(tensor) for vertex, tensor in self.updated.states(self.homes).items()}
@@ -60,7 +60,7 @@ class StepWithUpdate(CompiledStep):
             clean={vertex: tensor for vertex, tensor in self.clean.items() if vertex not in states},
             states=states,
             options=options,
-            arena=None if arena is None else {self.graph.devices[0].id: arena},
+            arena=arenas,
             names=self._names(),
             specs={b.vertex: b.spec for b in self.captured.bindings},
         )
