@@ -71,7 +71,7 @@ class _Spreading:
     def _placed(self) -> dict[int, int]:
         """Vertex → device. A value that changes over steps lies where its kernels write it, a weight on the first
         device that reads it."""
-        placed = {vertex.id: self.device_of.get(vertex.id, self._own(vertex)) for vertex in self.graph.vertices}
+        placed = {vertex.id: self._own(vertex) for vertex in self.graph.vertices}
         state: dict[Ref, int] = {}
         written_on: dict[int, int] = {}
         for vertex in self.graph.vertices:
@@ -97,7 +97,9 @@ class _Spreading:
         return placed
 
     def _own(self, vertex: Vertex) -> int:
-        return vertex.device if vertex.device in self.hosts else self.first
+        if vertex.device in self.hosts:
+            return vertex.device
+        return self.device_of.get(vertex.id, self.first) if vertex.kind is VertexKind.KERNEL else self.first
 
     def _add(self, vertex: Vertex) -> None:
         """Put ``vertex`` at the end. What the user gets of it follows to the first device, and with it the flags."""

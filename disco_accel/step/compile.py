@@ -16,6 +16,7 @@ from disco_accel.capture.step import Forward, capture_forward, capture_step
 from disco_accel.decompose.decomposition import over_devices
 from disco_accel.decompose.parts import on_parts
 from disco_accel.execute.executor import EngineOptions
+from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.graph.traits import FOREIGN, Traits
 from disco_accel.measure.costs import Measured
 from disco_accel.native.backend import backend_of, run_device
@@ -150,6 +151,9 @@ def _compile(
         memory = [options.memory] * options.devices
         captured, graph = over_devices(captured, costed.graph, memory, machine, applied, part_of)
         costed = replace(costed, graph=graph, applied=tuple(applied))
+        used = len({vertex.device for vertex in graph.vertices if vertex.kind is VertexKind.KERNEL})
+        if used < options.devices:
+            logger.warning("devices: %d of %d have kernels: the step has no more layers", used, options.devices)
     planned = plan_step(
         costed,
         BudgetFacts(options.memory, on_device, batch, outputs),

@@ -91,6 +91,10 @@ class Session:
                 f"update_on: {config.update_on} is for updates in the plan of a step: set update: deferred, or "
                 "update_on: host"
             )
+        if config.update_on != "host" and self.settings.devices > 1 and trains:
+            raise ConfigError(
+                f"update_on: {config.update_on} is for a step on one device: leave it out, or set devices: 1"
+            )
         if keeps_masters(config) and self.optimizer is OptimizerHome.DEVICE and trains:
             raise ConfigError(
                 "master_weights: fp32 keeps masters in host memory, and this run's optimizer is on the device: set "
@@ -244,7 +248,7 @@ class Session:
                 dispatch=self.config.dispatch,
                 link_bandwidth=self.settings.link_bandwidth,
                 link_latency=self.config.link_latency,
-                compute_threads=self.config.compute_threads,
+                compute_threads=self._compute_threads(),
                 host_threads=threads_beside(self.device.type, self.config.compute_threads),
             ),
             plan_cache=self.config.plan_cache,
@@ -253,6 +257,12 @@ class Session:
             trained=RENEWED if self.optimizer is OptimizerHome.HOST else FOREIGN,
             devices=self.settings.devices,
         )
+
+    def _compute_threads(self) -> int | None:
+        """Devices in host memory share PyTorch's threads."""
+        if self.config.compute_threads is not None or self.settings.devices == 1:
+            return self.config.compute_threads
+        return max(1, torch.get_num_threads() // self.settings.devices)
 
     def with_more(self, model: torch.nn.Module, step: CompiledStep) -> CompiledStep:
         """``step``, or where an update of the weights is put off, the step that begins with it; where gradients are

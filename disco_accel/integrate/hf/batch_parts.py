@@ -30,7 +30,7 @@ def in_parts(model: torch.nn.Module, fitted: FittedBatch, count: int) -> FittedB
     rows = {value.shape[0] for name, value in batch.items() if name in _BY_ROWS and _is_table(value)}
     many = max(rows, default=0)
     if many % count or not many:
-        return f"its {many} rows are not {count} times as many as others"
+        return f"its {many} rows are not a multiple of {count}"
     base = base_model(model)
     if base.loss_function is not ForCausalLMLoss or not _takes_items(base):
         return f"{type(base).__name__} has a loss of its own, which may not be the sum of its parts'"

@@ -48,8 +48,15 @@ def with_norms(graph: TaskGraph, specs: Mapping[int, TensorSpec]) -> GraphWithNo
             vertices.append(norm)
             fresh += 1
         vertices.append(vertex)
-    made = tuple((norm.id, 0) for norm in norms.values())
-    device = next(iter(norms.values())).device
+    device = next(device.id for device in graph.devices if not device.host)
+    together: list[int] = []
+    for norm in norms.values():
+        together.append(norm.id)
+        if norm.device != device:
+            together[-1] = fresh
+            vertices.append(Vertex(fresh, VertexKind.TRANSFER, device, "to_device", ((norm.id, 0),), (size,)))
+            fresh += 1
+    made = tuple((vertex_id, 0) for vertex_id in together)
     vertices.append(Vertex(fresh, VertexKind.KERNEL, device, _STACK, made, (size * len(made),), keep=True))
     spec = TensorSpec(scalar.dtype, (len(made),), (1,))
     parts = tuple(TensorArg(position, scalar) for position in range(len(made)))

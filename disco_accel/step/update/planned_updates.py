@@ -123,8 +123,8 @@ class PlannedUpdates:
                     break
         if made is None:
             self._say_once(
-                "update: deferred: a step does not use all of the weights that are updated, or has too little memory "
-                "for it; such an update runs before the step"
+                "update: deferred: a step does not use all of the weights that are updated, loads one on several "
+                "devices, or has too little memory for it; such an update runs before the step"
             )
         elif self._update_on == "device" and not made.updated.on_device:
             self._say_once(

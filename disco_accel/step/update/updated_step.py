@@ -150,8 +150,12 @@ def _home_by_gate(plan: MemGraph) -> bool:
 
 
 def _weights_of(model: torch.nn.Module, plain: CompiledStep, pending: PendingUpdate) -> list[int] | None:
-    """The INPUT of each parameter that is updated."""
+    """The INPUT of each parameter that is updated; None if one has none, or several, as on several devices: each would
+    have to wait for the update."""
     named = dict(model.named_parameters())
-    by_id = {id(named[b.name]): b.vertex for b in plain.vertices_of(InputSource.TRAINABLE)}
+    trained = plain.vertices_of(InputSource.TRAINABLE)
+    by_id = {id(named[b.name]): b.vertex for b in trained}
+    if len(by_id) < len(trained):
+        return None
     weights = [by_id.get(id(part.parameter)) for part in pending.parts]
     return None if None in weights else [weight for weight in weights if weight is not None]

@@ -1,0 +1,197 @@
+"""``devices``: one step on several host devices, with eager's bits where the same kernels run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from disco_accel import DiscoConfig, prepare, stats
+from disco_accel.errors import BudgetTooSmall, ConfigError
+from disco_accel.graph.taskgraph import VertexKind
+from disco_accel.step.session import current_step
+from disco_accel.testing.models import TEN_FAMILIES, family_full, family_lora, random_batch
+from tests.integrate.generators import assert_same, assert_same_step, gradients
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def config(devices: int, parallel: str, budget: int | str = "4MiB", **keys: Any) -> DiscoConfig:
+    ours = {"device": "cpu", "devices": devices, "parallel": parallel, "memory_budget": budget, "plan_cache": None}
+    return DiscoConfig(**(ours | {"dispatch": "random"} | keys))
+
+
+def least(model: torch.nn.Module, devices: int, parallel: str, batch: Mapping[str, Any], **keys: Any) -> Any:
+    """``model`` prepared with about the least budget for a step on ``batch``."""
+    budget = 64 << 10
+    for _ in range(6):
+        prepare(model, config(devices, parallel, budget, **keys))
+        state = torch.get_rng_state()
+        try:
+            model(**batch).loss.backward()
+        except BudgetTooSmall as error:
+            budget = error.needed
+        else:
+            model.zero_grad()
+            return model
+        finally:
+            torch.set_rng_state(state)
+    raise AssertionError(f"no plan in {budget} bytes, which was said to be enough")
+
+
+def kernels_by_device(model: torch.nn.Module) -> list[int]:
+    step = current_step(model)
+    assert step is not None
+    used = [v.device for v in step.plan.vertices if v.kind is VertexKind.KERNEL]
+    return [used.count(device.id) for device in step.plan.devices if not device.host]
+
+
+def uneven(rows: int = 4, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Rows of which some have far fewer labels than others."""
+    batch = random_batch(batch=rows, seed=seed)
+    del batch["attention_mask"]
+    batch["labels"][0, :13] = -100
+    batch["labels"][-1, 3:] = -100
+    return batch
+
+
+def accumulated(model: torch.nn.Module, batch: Mapping[str, torch.Tensor], parts: int) -> dict[str, torch.Tensor]:
+    """Losses and gradients of the parts of ``batch`` added up by eager mode, and where the generator ends."""
+    model.zero_grad(set_to_none=True)
+    items, total = (batch["labels"][:, 1:] != -100).sum(), None
+    for part in range(parts):
+        rows = {name: value.chunk(parts)[part] for name, value in batch.items()}
+        loss = model(**rows, num_items_in_batch=items).loss
+        loss.backward()
+        total = loss.detach() if total is None else total + loss.detach()
+    assert total is not None
+    return {"loss": total, **gradients(model), "generator": torch.get_rng_state()}
+
+
+def planned_step(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    model.zero_grad(set_to_none=True)
+    loss = model(**batch).loss
+    loss.backward()
+    return {"loss": loss.detach(), **gradients(model), "generator": torch.get_rng_state()}
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "devices"), [(f, (FP32, BF16)[k % 2], 2 + k % 2) for k, f in enumerate(TEN_FAMILIES)]
+)
+def test_layers_in_a_row_have_the_bits_of_eager(family: str, dtype: torch.dtype, devices: int) -> None:
+    """With checkpointing and dropout, at the least budget and behind a slow link, ops dispatched at random."""
+    eager = family_lora(family, dtype=dtype, checkpointing=True, lora_dropout=0.1)
+    planned = least(copy.deepcopy(eager), devices, "layers", random_batch(), link_bandwidth=1e9)
+    for seed in range(3):
+        assert_same_step(eager, planned, random_batch(seed=seed))
+    assert all(kernels_by_device(planned)) and len(kernels_by_device(planned)) == devices
+    assert stats(planned)["steps_eager"] == 0 and stats(planned)["engine"]["c10_allocations"] == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "devices"), [("llama", FP32, 2), ("gpt2", FP32, 4), ("gemma3_text", BF16, 2)]
+)
+def test_parts_of_a_batch_have_the_bits_of_accumulation(family: str, dtype: torch.dtype, devices: int) -> None:
+    """A mean over all tokens, though the parts have different numbers of them; dropout drawn part by part."""
+    eager = family_lora(family, dtype=dtype, checkpointing=True, lora_dropout=0.1)
+    planned = least(copy.deepcopy(eager), devices, "batch", uneven(), link_bandwidth=1e9)
+    for seed in range(3):
+        start = torch.get_rng_state()
+        expected = accumulated(eager, uneven(seed=seed), devices)
+        torch.set_rng_state(start)
+        assert_same(planned_step(planned, uneven(seed=seed)), expected)
+    assert all(kernels_by_device(planned)) and stats(planned)["steps_eager"] == 0
+
+
+def test_what_cannot_be_shared_out_runs_by_layers_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    eager = family_lora("llama")
+    planned = prepare(copy.deepcopy(eager), config(2, "batch"))
+    for rows in (3, 1):
+        assert_same_step(eager, planned, random_batch(batch=rows))
+    assert all(kernels_by_device(planned))
+    assert [r.getMessage() for r in caplog.records].count(
+        "parallel: batch: this batch is not shared out, its layers are, as its 3 rows are not a multiple of 2"
+    ) == 1
+    planned(**random_batch(), cache_position=torch.arange(16)).loss.backward()
+    assert "first dimension of cache_position" in caplog.text
+
+
+def test_logits_of_a_shared_out_batch_are_those_of_the_whole() -> None:
+    eager = family_lora("llama")
+    planned = prepare(copy.deepcopy(eager), config(2, "batch"))
+    batch = uneven()
+    for _ in range(4):
+        ours = planned(**batch)
+        assert torch.equal(ours.logits, eager(**batch).logits)
+        ours.loss.backward()
+    assert stats(planned)["steps_eager"] == 0
+
+
+@pytest.mark.parametrize("parallel", ["layers", "batch"])
+def test_verify_steps_compares_with_eager_mode(parallel: str) -> None:
+    planned = prepare(family_lora("llama", lora_dropout=0.1), config(2, parallel, verify_steps=2))
+    for seed in range(3):
+        planned(**uneven(seed=seed)).loss.backward()
+    assert stats(planned)["steps_compiled"] == 3
+
+
+@pytest.mark.parametrize(
+    ("parallel", "update", "tied"),
+    [
+        ("layers", "step", True),
+        ("layers", "deferred", True),
+        ("layers", "deferred", False),
+        ("batch", "deferred", False),
+    ],
+)
+def test_all_weights_are_trained_with_an_optimizer_on_the_host(parallel: str, update: str, tied: bool) -> None:
+    """Accumulation and clipping too. Updates of a weight that several devices load are not put off."""
+    eager = family_full("qwen3", tie_word_embeddings=tied)
+    keys = {"optimizer": "host", "update": update, "dispatch": "priority"}
+    planned = prepare(copy.deepcopy(eager), config(2, parallel, "1GiB", **keys))
+    ours, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (planned, eager))
+    for step in range(3):
+        for part in range(2):
+            batch = uneven(seed=2 * step + part)
+            loss = planned(**batch).loss
+            loss.backward()
+            if parallel == "layers":
+                expected = eager(**batch).loss
+                expected.backward()
+            else:
+                expected = whole(eager, batch)
+            assert torch.equal(loss, expected)
+        for model, optimizer in ((planned, ours), (eager, theirs)):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    weights, made = planned.state_dict(), stats(planned)
+    if update == "deferred":
+        assert (made["updates_planned"] > 0) == (parallel == "layers" and not tied)
+    assert all(torch.equal(weights[name], value) for name, value in eager.state_dict().items())
+
+
+def whole(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The gradients of two parts of ``batch`` added up, and then to those that are there; returns the sum of losses."""
+    before = {name: p.grad for name, p in model.named_parameters()}
+    made = accumulated(model, batch, 2)
+    for name, parameter in model.named_parameters():
+        if before[name] is not None:
+            parameter.grad = before[name] + parameter.grad
+    return made["loss"]
+
+
+def test_devices_are_checked() -> None:
+    for wrong in (0, -1, [0, 0], [], "two", True, 1.5):
+        with pytest.raises(ConfigError, match="devices"):
+            DiscoConfig(devices=wrong)
+    with pytest.raises(ConfigError, match="parallel"):
+        DiscoConfig(parallel="pipeline")
+    with pytest.raises(ConfigError, match="update_on: auto is for a step on one device"):
+        prepare(family_full("llama"), config(2, "layers", optimizer="host", update="deferred", update_on="auto"))
+    assert DiscoConfig(devices=[1, 3], device="cpu", memory_budget="1MiB").resolve().devices == 2
+    whole_machine, half = (DiscoConfig(device="cpu", devices=n).resolve().memory_budget for n in (1, 2))
+    assert half <= whole_machine // 2 + 1
