@@ -197,6 +197,7 @@ PARSERS: dict[str, Parser] = {
     "device": _one_of("auto", "cpu", "cuda"),
     "devices": _devices,
     "parallel": _one_of("auto", "layers", "batch"),
+    "micro_batches": _count(1),
     "link_bandwidth": _bandwidth,
     "link_latency": _seconds,
     "compute_threads": _count(1, optional=True),

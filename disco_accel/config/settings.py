@@ -78,6 +78,7 @@ class DiscoConfig:
     device: str = "auto"
     devices: int | str | tuple[int, ...] = 1
     parallel: str = "auto"
+    micro_batches: int = 1
     link_bandwidth: float | str | None = None
     link_latency: float = 0.0
     compute_threads: int | None = None

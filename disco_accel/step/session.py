@@ -256,6 +256,7 @@ class Session:
             gather=self.placement.gather,
             trained=RENEWED if self.optimizer is OptimizerHome.HOST else FOREIGN,
             devices=self.settings.devices,
+            parallel=self.config.parallel,
         )
 
     def _compute_threads(self) -> int | None:
@@ -282,13 +283,18 @@ class Session:
             return self.accumulation.step_for(step, settings, store, making, likely)
 
     def shared_out(self, model: torch.nn.Module, fitted: FittedBatch) -> FittedBatch:
-        """``fitted`` with a part of it for each device, if devices get parts of the batch."""
-        if self.settings.devices == 1 or self.config.parallel != "batch":
+        """``fitted`` in micro-batches, or with a part of it for each device, if devices get parts of the batch."""
+        by_rows = self.config.parallel == "batch" and self.settings.devices > 1
+        count = self.settings.devices if by_rows else self.config.micro_batches
+        if count == 1:
             return fitted
-        parts = self.frontend.in_parts(model, fitted, self.settings.devices)
+        parts = self.frontend.in_parts(model, fitted, count)
         if isinstance(parts, FittedBatch):
             return parts
-        self.say_once(f"parallel: batch: this batch is not shared out, its layers are, as {parts}")
+        if by_rows:
+            self.say_once(f"parallel: batch: this batch is not shared out, its layers are, as {parts}")
+        else:
+            self.say_once(f"micro_batches: {count}: this batch stays whole, as {parts}")
         return fitted
 
     def say_once(self, warning: str) -> None:
