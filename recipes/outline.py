@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,8 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from disco_accel.capture.captured_step import CapturedStep, InputSource
 from disco_accel.capture.step import capture_forward, capture_step
 from disco_accel.config.settings import DiscoConfig
+from disco_accel.decompose.parts import on_parts
 from disco_accel.errors import ConfigError
 from disco_accel.graph.traits import FOREIGN, RENEWED
+from disco_accel.integrate.hf.batch_parts import in_parts
 from disco_accel.integrate.hf.generate_prefill import generating_model
 from disco_accel.integrate.hf.kv_cache import room_to_fill
 from disco_accel.integrate.hf.planned_prefill import outside_arena, prefill_batch, traced_forward
@@ -25,6 +27,7 @@ from disco_accel.recipes.loading import add_adapter
 from disco_accel.recipes.quantised import PackedWeights, asked_form, packable, stored_form, with_packed_weights
 from disco_accel.recipes.settings import LoraRecipe, PrefillRecipe
 from disco_accel.step.budget import Budget, BudgetFacts, leaving_bytes
+from disco_accel.step.fitted_batch import FittedBatch
 from disco_accel.step.optimizer_home import OptimizerHome, TrainedBytes, home_by_size, update_asked
 
 _WEIGHTS = (InputSource.FROZEN, InputSource.BUFFER, InputSource.TRAINABLE)
@@ -42,6 +45,8 @@ class Outline:
     packed: PackedWeights | None = None
     optimizer: OptimizerHome = OptimizerHome.DEVICE
     update: str = "step"
+    part_of: Mapping[int, int] = field(default_factory=dict)
+    """Vertex → the part of the batch that it works on, where there are several."""
 
     def facts(self, total: int) -> BudgetFacts:
         """What ``total`` bytes are for."""
@@ -65,24 +70,28 @@ def outline(
     *,
     config: DiscoConfig | None = None,
     budget: Callable[[], int] = lambda: 0,
+    parts: int = 1,
 ) -> Outline:
     """Capture the step that ``recipe`` trains, or a prefill of ``max_length`` tokens: no weight is read, nothing runs.
 
     ``quant``: a ``PackedForm`` of the frozen weights, ``none``, or None for what the recipe's keys or the checkpoint
     say. It is estimated (``measure/quantised_estimate.py``): the library that packs need not be installed.
     ``config`` and ``budget`` (asked once the model is known) say where an optimizer updates; else it is the device.
+    ``parts``: of the batch, each with kernels of its own.
 
     Raises:
-        ConfigError: there is no config, or a key of the recipe does not fit it.
+        ConfigError: there is no config, or a key of the recipe does not fit it; the batch has no such parts.
         CaptureError: the model does something that cannot be planned.
     """
     base = meta_base(recipe)
     form = _form(recipe, base, quant)
     shapes = packable(base) if form else {}
     if isinstance(recipe, PrefillRecipe):
+        if parts > 1:
+            raise ConfigError("parallel: batch, micro_batches: a prompt is one row; use parallel: layers")
         outlined = _prefill_outline(recipe, base)
     else:
-        outlined = _step_outline(recipe, base, config, budget)
+        outlined = _step_outline(recipe, base, config, budget, parts)
     if form is None:
         return outlined
     captured, sizes = with_packed_weights(outlined.captured, outlined.model, shapes, form)
@@ -95,18 +104,29 @@ def _form(recipe: LoraRecipe | PrefillRecipe, base: Any, quant: str | None) -> P
     return asked_form(recipe) or stored_form(base.config)
 
 
-def _step_outline(recipe: LoraRecipe, base: Any, config: DiscoConfig | None, budget: Callable[[], int]) -> Outline:
+def _step_outline(
+    recipe: LoraRecipe, base: Any, config: DiscoConfig | None, budget: Callable[[], int], parts: int
+) -> Outline:
     model = _adapted(base, recipe)
     batch = meta_batch(recipe)
     sizes = TrainedBytes.of(model)
     home = OptimizerHome.DEVICE if config is None else home_by_size(config, sizes, budget())
     trained = RENEWED if home is OptimizerHome.HOST else FOREIGN
     contexts = hf_contexts(model, batch)
-    captured = capture_step(model, batch, contexts=contexts, name=recipe.model_name_or_path, trained=trained)
+    fitted = in_parts(model, FittedBatch(batch), parts) if parts > 1 else FittedBatch(batch)
+    if isinstance(fitted, str):
+        raise ConfigError(f"per_device_train_batch_size: a batch is not divided in {parts}, as {fitted}")
+    name = recipe.model_name_or_path
+    captured = capture_step(model, fitted.part(0), contexts=contexts, name=name, trained=trained)
+    part_of: Mapping[int, int] = {}
+    if parts > 1:
+        on_all = on_parts(captured, parts, fitted.divided, lambda dtype: getattr(torch, dtype).itemsize)
+        captured, part_of = on_all.captured, on_all.part_of
     # Those are the updates that can be put off.
     fused = home is OptimizerHome.HOST and recipe.optim == "adamw_torch_fused"
     deferred = fused and config is not None and update_asked(config) != "step"
-    return Outline(captured, model, batch, optimizer=home, update="deferred" if deferred else "step")
+    update = "deferred" if deferred else "step"
+    return Outline(captured, model, batch, optimizer=home, update=update, part_of=part_of)
 
 
 def _prefill_outline(recipe: PrefillRecipe, model: Any) -> Outline:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -76,3 +77,11 @@ class CapturedStep:
     bare: bool = False
     differentiated: int = 1
     passes: tuple[AppliedPass, ...] = ()
+
+    @functools.cached_property
+    def copies(self) -> frozenset[int]:
+        """Inputs that have the bytes of another one, for another device."""
+        first: dict[tuple[InputSource, str, int], int] = {}
+        for binding in self.bindings:
+            first.setdefault((binding.source, binding.name, binding.part), binding.vertex)
+        return frozenset(binding.vertex for binding in self.bindings).difference(first.values())

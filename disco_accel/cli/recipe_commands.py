@@ -9,7 +9,7 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from disco_accel.errors import BudgetTooSmall, ConfigError
+from disco_accel.errors import BudgetTooSmall, CaptureError, ConfigError
 from disco_accel.graph.value_numbering import kept_bytes
 from disco_accel.graph.values import host_copy_exists
 from disco_accel.measure.quantised_estimate import PackedForm
@@ -69,6 +69,13 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     _recipe_arguments(parser)
     parser.add_argument("--memory", metavar="SIZE", help="the budget, such as 12GiB (default: the recipe's)")
     plan_seconds_argument(parser)
+    parser.add_argument("--devices", metavar="N", type=int, help="how many share the step (default: the recipe's)")
+    parser.add_argument(
+        "--parallel",
+        choices=(*PARALLEL, "all"),
+        help="what each of them gets: layers in a row, or a part of the batch; all: plan both (default: the recipe's)",
+    )
+    parser.add_argument("--micro-batches", metavar="M", type=int, help="that a batch runs in (default: the recipe's)")
     parser.add_argument("--passes", action="store_true", help="list what changed the graph between capture and plan")
     parser.add_argument("-o", "--output", metavar="DIR", help="folder for the plan, its figures and pictures")
 
@@ -138,6 +145,35 @@ def capture(options: argparse.Namespace) -> int:
 
 def plan(options: argparse.Namespace) -> int:
     """Say whether a recipe's training step fits its budget, what stays on the device, and how long it takes."""
+    if options.parallel != "all":
+        _plan(options, None)
+        return 0
+    if options.output is not None:
+        raise ConfigError("-o: takes one plan; give --parallel layers or batch")
+    rows, first = [], None
+    for parallel in PARALLEL:
+        try:
+            figures = _plan(options, parallel)
+        except (BudgetTooSmall, ConfigError, CaptureError) as error:
+            say(f"{parallel}: {error}")
+            first = first or error
+            continue
+        seconds, bound = figures["step_seconds"], figures["bound_seconds"]
+        rows.append([parallel, f"{seconds:.3f}", f"{bound:.3f}", f"{figures['ratio']:.2f}"])
+    if not rows:
+        assert first is not None, "there is more than one way"
+        raise first
+    from disco_accel.observe.report import table
+
+    print("\n" + table(["parallel", "step, s", "bound, s", "ratio"], rows), file=sys.stderr)
+    return 0
+
+
+PARALLEL = ("layers", "batch")
+
+
+def _plan(options: argparse.Namespace, parallel: str | None) -> dict[str, Any]:
+    """Plan the recipe's step, ``parallel`` in place of what options and recipe say, and print what comes of it."""
     from dataclasses import replace
 
     from disco_accel.observe.forecast import forecast, forecast_text, passes_text, write_forecast
@@ -146,13 +182,16 @@ def plan(options: argparse.Namespace) -> int:
     from disco_accel.step.optimizer_home import TrainedBytes, keeps_masters
     from disco_accel.step.pipeline import PlannerSettings, plan_step
 
-    step, outlined, config = _costed(options)
+    step, outlined, config = _costed(options, parallel)
     facts = outlined.facts(_memory(options, config))
     for line in (config.without_effect, step.costs.note):
         say(line)
     machine = _machine(options.device, config)
+    step, outlined = _over_devices(step, outlined, config, facts.total, machine)
     settings = PlannerSettings(config.planner, config.policy, machine, deadline(options, config.deadline))
     more: dict[str, Any] = {"without_scratch_of": step.costs.without_scratch}
+    if _device_count(config) > 1:
+        more |= {"devices": _device_count(config), "parallel": "batch" if config.parallel == "batch" else "layers"}
     if outlined.packed is not None:
         more["quant"] = outlined.packed.as_dict()
     try:
@@ -164,8 +203,8 @@ def plan(options: argparse.Namespace) -> int:
         say(note)
     rounded = TrainedBytes.of(outlined.model, keeps_masters(config)).rounded
     if isinstance(config.host_memory, int):
-        require_host_memory(config.host_memory, planned.graph, planned.plan.host_memory, rounded)
-    more["host_memory"] = host_memory_parts(planned.graph, planned.plan.host_memory, rounded)
+        require_host_memory(config.host_memory, planned.graph, planned.plan.host_memory, rounded, step.copies)
+    more["host_memory"] = host_memory_parts(planned.graph, planned.plan.host_memory, rounded, step.copies)
     more["optimizer"] = outlined.optimizer.value
     more["update"] = outlined.update
     more["cut_short"] = planned.cut
@@ -175,7 +214,7 @@ def plan(options: argparse.Namespace) -> int:
         more["passes"] = [each.as_dict() for each in planned.applied]
     estimated_for = SPEEDS[options.device].name
     budget, names = planned.budget.as_dict(), outlined.names
-    result = forecast(planned.graph, planned.plan, machine, budget, names, estimated_for)
+    result = forecast(planned.graph, planned.plan, machine, budget, names, estimated_for, step.copies)
     result = replace(result, figures={**result.figures, **more})
     print(json.dumps(result.figures))
     # The same for people, who may have sent the line of JSON elsewhere.
@@ -184,11 +223,36 @@ def plan(options: argparse.Namespace) -> int:
         print("\n" + passes_text(planned.applied), end="", file=sys.stderr)
     if options.output is not None:
         write_forecast(options.output, result)
-    return 0
+    return dict(result.figures)
 
 
-def _costed(options: argparse.Namespace) -> tuple[CostedStep, Any, DiscoConfig]:
+def _over_devices(step: CostedStep, outlined: Any, config: DiscoConfig, memory: int, machine: Any) -> Any:
+    """The step and its outline on the devices of ``config``, each with ``memory`` bytes."""
+    from dataclasses import replace
+
+    from disco_accel.decompose.decomposition import over_devices
+
+    count = _device_count(config)
+    if count == 1:
+        return step, outlined
+    applied = list(step.applied)
+    part_of = outlined.part_of if config.parallel == "batch" else None
+    captured, graph = over_devices(outlined.captured, step.graph, [memory] * count, machine, applied, part_of)
+    step = replace(step, graph=graph, applied=tuple(applied), copies=captured.copies)
+    return step, replace(outlined, captured=captured)
+
+
+def _device_count(config: DiscoConfig) -> int:
+    """``devices`` of a machine that need not be this one."""
+    if isinstance(config.devices, str):
+        raise ConfigError("devices: auto asks this machine, which need not be the one that trains; give --devices")
+    return len(config.devices) if isinstance(config.devices, tuple) else config.devices
+
+
+def _costed(options: argparse.Namespace, parallel: str | None = None) -> tuple[CostedStep, Any, DiscoConfig]:
     """The recipe's step with estimated costs, its outline, and its ``disco_config``."""
+    from dataclasses import replace
+
     from disco_accel.config.settings import DiscoConfig
     from disco_accel.measure.costs import Estimated
     from disco_accel.recipes.outline import outline
@@ -201,8 +265,16 @@ def _costed(options: argparse.Namespace) -> tuple[CostedStep, Any, DiscoConfig]:
     config = DiscoConfig.from_env(DiscoConfig.from_dict(recipe.disco_config or {}))
     # A graph alone has no budget: auto means the device.
     known = hasattr(options, "memory")
+    asked = {key: getattr(options, key, None) for key in ("devices", "parallel", "micro_batches")}
+    asked |= {"parallel": parallel} if parallel is not None else {}
+    config = replace(config, **{key: value for key, value in asked.items() if value is not None})
+    by_rows = config.parallel == "batch" and _device_count(config) > 1
     outlined = outline(
-        recipe, options.quant, config=config, budget=lambda: _memory(options, config) if known else 1 << 62
+        recipe,
+        options.quant,
+        config=config,
+        budget=lambda: _memory(options, config) if known else 1 << 62,
+        parts=_device_count(config) if by_rows else config.micro_batches,
     )
     costs = Estimated(options.device, compute_threads=config.compute_threads)
     return with_costs(outlined.captured.graph, costs, outlined.captured.passes), outlined, config
@@ -217,7 +289,7 @@ def _machine(device: str, config: DiscoConfig) -> Any:
     if device == "cuda" or config.link_bandwidth is None:
         return SPEEDS[device].machine
     link = Link(float(config.link_bandwidth), config.link_latency)
-    return Machine(h2d=link, d2h=link)
+    return Machine(h2d=link, d2h=link, p2p=link)
 
 
 def _memory(options: argparse.Namespace, config: DiscoConfig) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,11 +58,13 @@ def forecast(
     budget: Mapping[str, int],
     names: Mapping[int, str],
     estimated_for: str,
+    copies: Collection[int] = (),
 ) -> Forecast:
     """Simulate one step of ``plan``, a plan of ``graph``.
 
     ``budget``: the parts of the whole in bytes, with ``total`` and ``arena``; ``names``: INPUT vertex → tensor;
-    ``estimated_for``: the device that kernels' durations and the link are those of, in words.
+    ``estimated_for``: the device that kernels' durations and the link are those of, in words; ``copies``: inputs that
+    have the bytes of another one, for another device.
     """
     run = simulate(plan, machine)
     events = tuple(
@@ -81,8 +83,8 @@ def forecast(
         "budget_bytes": budget["total"],
         "peak_bytes": budget["total"] - budget["arena"] + used,
         "budget": dict(budget),
-        "frozen_bytes": sum(v.sizes[0] for v in clean if outlives_step(v)),
-        "renewed_bytes": sum(v.sizes[0] for v in clean if not outlives_step(v)),
+        "frozen_bytes": sum(v.sizes[0] for v in clean if outlives_step(v) and v.id not in copies),
+        "renewed_bytes": sum(v.sizes[0] for v in clean if not outlives_step(v) and v.id not in copies),
         "resident_bytes": sum(v.sizes[0] for v in clean if v.id in stays),
         "resident_tensors": sum(v.id in stays for v in clean),
         "streamed_tensors": sum(v.id not in stays for v in clean),

@@ -152,7 +152,7 @@ def _compile(
         machine, applied = machine_of(engine) or Machine(), list(costed.applied)
         memory = [options.memory] * options.devices
         captured, graph = over_devices(captured, costed.graph, memory, machine, applied, part_of)
-        costed = replace(costed, graph=graph, applied=tuple(applied))
+        costed = replace(costed, graph=graph, applied=tuple(applied), copies=captured.copies)
         used = len({vertex.device for vertex in graph.vertices if vertex.kind is VertexKind.KERNEL})
         if used < options.devices:
             logger.warning("devices: %d of %d have kernels: the step has no more layers", used, options.devices)
@@ -178,7 +178,7 @@ def _compile(
         seconds | planned.seconds,
         planned.cache_use,
     )
-    require_host_memory(options.host_memory, planned.graph, planned.plan.host_memory)
+    require_host_memory(options.host_memory, planned.graph, planned.plan.host_memory, copies=captured.copies)
     return step
 
 

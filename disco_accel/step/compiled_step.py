@@ -26,6 +26,7 @@ from disco_accel.plan.summary import link_bytes, staying_bytes
 from disco_accel.sizes import format_size
 from disco_accel.step.budget import Budget
 from disco_accel.step.gradient_memory import GradientMemory, GradientPlaces, LeavingGradient
+from disco_accel.step.memory_parts import host_memory_parts
 from disco_accel.step.optimizer_home import TrainedBytes
 
 
@@ -199,12 +200,18 @@ class CompiledStep:
     @functools.cached_property
     def trained_bytes(self) -> int:
         """Bytes of the trained weights that the step loads from the host."""
-        return sum(self.clean[b.vertex].numel() for b in _trained_on_host(self.captured))
+        copies = self.captured.copies
+        return sum(self.clean[b.vertex].numel() for b in _trained_on_host(self.captured) if b.vertex not in copies)
+
+    def host_bytes(self, plan: MemGraph) -> int:
+        """Bytes of host memory that ``plan``, with the inputs of this step, takes."""
+        return sum(host_memory_parts(self.graph, plan.host_memory, copies=self.captured.copies).values())
 
     @property
     def bytes_beside_gradients(self) -> int:
         """Bytes of host memory: weights, moments of those that are trained there, offloaded values."""
-        weights = sum(tensor.numel() for tensor in self.clean.values())
+        copies = self.captured.copies
+        weights = sum(tensor.numel() for vertex, tensor in self.clean.items() if vertex not in copies)
         return weights + TrainedBytes(self.trained_bytes, 0).moments + self.plan.host_memory
 
     @functools.cached_property

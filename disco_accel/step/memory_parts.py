@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from disco_accel.errors import ConfigError
 from disco_accel.graph.taskgraph import TaskGraph
@@ -12,12 +12,14 @@ from disco_accel.step.budget import Budget
 from disco_accel.step.optimizer_home import TrainedBytes
 
 
-def host_memory_parts(graph: TaskGraph, offloaded: int | None = None, rounded: int = 0) -> dict[str, int]:
+def host_memory_parts(
+    graph: TaskGraph, offloaded: int | None = None, rounded: int = 0, copies: Collection[int] = ()
+) -> dict[str, int]:
     """Bytes of host memory by part: ``frozen`` and ``trained`` weights that a step of ``graph`` loads, ``gradients``
     and ``moments`` of the trained ones, and ``offloaded`` values, if a plan says how many. ``rounded``: bytes of the
-    model's weights that have fp32 ``masters``."""
+    model's weights that have fp32 ``masters``. ``copies``: inputs whose bytes another input has too."""
     on_device = {device.id for device in graph.devices if not device.host}
-    weights = [v for v in graph.vertices if host_copy_exists(v) and v.device in on_device]
+    weights = [v for v in graph.vertices if host_copy_exists(v) and v.device in on_device and v.id not in copies]
     renewed = sum(v.sizes[0] for v in weights if not outlives_step(v))
     trained = TrainedBytes(renewed, sum(v.sizes[0] for v in weights) - renewed, min(rounded, renewed))
     parts = {"frozen": trained.frozen, "trained": trained.weights}
@@ -27,9 +29,9 @@ def host_memory_parts(graph: TaskGraph, offloaded: int | None = None, rounded: i
     return parts if offloaded is None else parts | {"offloaded": offloaded}
 
 
-def what_it_needs(budget: Budget, arena: int, graph: TaskGraph) -> str:
+def what_it_needs(budget: Budget, arena: int, graph: TaskGraph, copies: Collection[int] = ()) -> str:
     """The parts of the smallest budget, which leaves ``arena`` bytes to a plan of ``graph``, and of host memory where
-    weights are trained there."""
+    weights are trained there. ``copies``: as for ``host_memory_parts``."""
     total = budget.total_for(arena)
     on_device = {
         "the plan": arena,
@@ -42,7 +44,7 @@ def what_it_needs(budget: Budget, arena: int, graph: TaskGraph) -> str:
         "the allocator": total - arena - budget.outside + budget.rounding,
     }
     text = _listed(on_device)
-    host = host_memory_parts(graph)
+    host = host_memory_parts(graph, copies=copies)
     if host["trained"]:
         return f"{text}; host memory holds {_listed(_named(host))}, and offloaded values"
     training = budget.adapters + budget.gradients + budget.optimizer
@@ -52,10 +54,12 @@ def what_it_needs(budget: Budget, arena: int, graph: TaskGraph) -> str:
     return text
 
 
-def require_host_memory(limit: int, graph: TaskGraph, offloaded: int, rounded: int = 0) -> None:
+def require_host_memory(
+    limit: int, graph: TaskGraph, offloaded: int, rounded: int = 0, copies: Collection[int] = ()
+) -> None:
     """Raise ConfigError if a step of ``graph`` takes more than ``limit`` bytes of host memory, with what it takes.
-    ``rounded``: as for ``host_memory_parts``."""
-    parts = host_memory_parts(graph, offloaded, rounded)
+    ``rounded``, ``copies``: as for ``host_memory_parts``."""
+    parts = host_memory_parts(graph, offloaded, rounded, copies)
     needed = sum(parts.values())
     if needed > limit:
         raise ConfigError(

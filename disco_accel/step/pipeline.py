@@ -56,12 +56,14 @@ class PlanStore:
 @dataclass(frozen=True)
 class CostedStep:
     """A captured ``graph`` with ``costs`` in it, ready to be planned. ``applied``: the passes so far; ``seconds`` that
-    costs took."""
+    costs took. ``copies``: inputs that have the bytes of another one on another device.
+    """
 
     graph: TaskGraph
     costs: GraphCosts
     applied: tuple[AppliedPass, ...]
     seconds: float
+    copies: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ def plan_step(
             machine = settings.machine or Machine()
             plan = decide(graph, made, machine, work, applied, planner=settings.planner)
         except BudgetTooSmall as error:
-            needed, parts = budget.total_for(error.needed), what_it_needs(budget, error.needed, graph)
+            needed, parts = budget.total_for(error.needed), what_it_needs(budget, error.needed, graph, step.copies)
             raise BudgetTooSmall(needed, budget.total, "memory_budget: the step", parts) from error
     graph, clones = _planned_graph(graph, plan)
     notes = (cut_short(graph, plan, work, settings.machine),) if work.cut else ()

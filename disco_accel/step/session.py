@@ -212,7 +212,9 @@ class Session:
                 with capturing(), self.effects.of_capture():
                     step = compiler(replace(options, say=stage, captured=gates.close))
                 if self.rounded:
-                    require_host_memory(options.host_memory, step.graph, step.plan.host_memory, self.rounded)
+                    require_host_memory(
+                        options.host_memory, step.graph, step.plan.host_memory, self.rounded, step.captured.copies
+                    )
         except CaptureError as error:
             if not met_shortage(error):
                 self._refused[key] = str(error)

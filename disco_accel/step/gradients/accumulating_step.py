@@ -14,7 +14,6 @@ from disco_accel.graph.taskgraph import Ref
 from disco_accel.step.compiled_step import CompiledStep
 from disco_accel.step.gradient_memory import GradientMemory, GradientPlaces
 from disco_accel.step.gradients.extended_graph import extended, leaving_specs
-from disco_accel.step.memory_parts import host_memory_parts
 from disco_accel.step.pipeline import PlannerSettings, PlanStore, replan_if_it_fits
 
 
@@ -93,7 +92,7 @@ def accumulating_step(
     recorded = time.perf_counter()
     say(f"planning {len(more.graph.ops)} kernels, {len(more.old)} of them sums of gradients")
     plan = replan_if_it_fits(more.graph, more.graph.devices[0].memory, settings, store)
-    if plan is None or sum(host_memory_parts(plain.graph, plan.host_memory).values()) > host_memory:
+    if plan is None or plain.host_bytes(plan) > host_memory:
         # Where norms have no room in the budget, sums may have.
         return accumulating_step(plain, False, settings, store, host_memory, say) if norms else None
     own: dict[str, Any] = {field.name: getattr(plain, field.name) for field in fields(CompiledStep)}

@@ -20,7 +20,6 @@ from disco_accel.plan import Machine
 from disco_accel.simulate.simulator import simulate
 from disco_accel.step.compiled_step import CompiledStep
 from disco_accel.step.gradients.extended_graph import ExtendedGraph
-from disco_accel.step.memory_parts import host_memory_parts
 from disco_accel.step.pipeline import PlannerSettings, PlanStore, replan_if_it_fits
 from disco_accel.step.update.pending_update import Changed, PendingUpdate
 from disco_accel.step.update.update_choice import Updates
@@ -120,7 +119,7 @@ def step_with_update(
         graph = run_passes(updated.graph, [measurements(updates.records(updated)), arena_of(chosen.arena)])
         say(f"planning {len(graph.ops)} kernels, {len(updated.kernels)} of them updates")
         plan = replan_if_it_fits(graph, chosen.arena, settings, store)
-        if plan is None or sum(host_memory_parts(plain.graph, plan.host_memory).values()) > host_memory:
+        if plan is None or plain.host_bytes(plan) > host_memory:
             continue
         seconds = simulate(plan, machine).makespan if len(choices) > 1 else 0.0
         if _home_by_gate(plan) and (best is None or (update_on == "auto" and seconds < best[0])):
