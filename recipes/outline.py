@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from disco_accel.capture.captured_step import CapturedStep, InputSource
 from disco_accel.capture.step import capture_forward, capture_step
 from disco_accel.config.settings import DiscoConfig
-from disco_accel.decompose.parts import on_parts
+from disco_accel.decompose.micro_batches import on_parts
 from disco_accel.errors import ConfigError
 from disco_accel.graph.traits import FOREIGN, RENEWED
 from disco_accel.integrate.hf.batch_parts import in_parts

@@ -50,12 +50,13 @@ MAY_IMPORT = {
     "config": ("graph", "plan"),
     "capture": ("graph", "native"),
     "measure": ("graph", "native", "simulate"),
+    "decompose": ("graph", "simulate", "capture"),
     "execute": ("graph", "native", "measure"),
     "observe": ("config", "graph", "native", "plan", "simulate"),
     "selfcheck": ("config", "graph", "native", "capture", "measure", "plan", "verify", "execute"),
     "step": (
         *("config", "graph", "native", "capture", "measure", "simulate", "plan", "verify", "execute", "observe"),
-        "selfcheck",
+        *("decompose", "selfcheck"),
     ),
     "integrate": ("config", "graph", "native", "capture", "measure", "execute", "observe", "selfcheck", "step"),
 }

@@ -14,7 +14,7 @@ from disco_accel.capture.captured_step import CapturedStep
 from disco_accel.capture.fake_inputs import batch_tensors
 from disco_accel.capture.step import Forward, capture_forward, capture_step
 from disco_accel.decompose.decomposition import over_devices
-from disco_accel.decompose.parts import on_parts
+from disco_accel.decompose.micro_batches import on_parts
 from disco_accel.execute.executor import EngineOptions
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.graph.traits import FOREIGN, Traits
