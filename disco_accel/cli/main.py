@@ -175,7 +175,7 @@ def _train(options: argparse.Namespace) -> int:
     return train(options.rest)
 
 
-BENCHMARKS = ("engine", "full", "optimizer", "planner", "policies", "prefill", "scale", "step", "weights")
+BENCHMARKS = ("devices", "engine", "full", "optimizer", "planner", "policies", "prefill", "scale", "step", "weights")
 
 
 def _bench(options: argparse.Namespace) -> int:

@@ -16,6 +16,7 @@ from disco_accel.measure.quantised_estimate import PackedForm
 
 if TYPE_CHECKING:
     from disco_accel.config.settings import DiscoConfig
+    from disco_accel.step.budget import BudgetFacts
     from disco_accel.step.pipeline import CostedStep
 
 
@@ -187,7 +188,7 @@ def _plan(options: argparse.Namespace, parallel: str | None) -> dict[str, Any]:
     for line in (config.without_effect, step.costs.note):
         say(line)
     machine = _machine(options.device, config)
-    step, outlined = _over_devices(step, outlined, config, facts.total, machine)
+    step, outlined = _over_devices(step, outlined, config, facts, machine)
     settings = PlannerSettings(config.planner, config.policy, machine, deadline(options, config.deadline))
     more: dict[str, Any] = {"without_scratch_of": step.costs.without_scratch}
     if _device_count(config) > 1:
@@ -226,8 +227,8 @@ def _plan(options: argparse.Namespace, parallel: str | None) -> dict[str, Any]:
     return dict(result.figures)
 
 
-def _over_devices(step: CostedStep, outlined: Any, config: DiscoConfig, memory: int, machine: Any) -> Any:
-    """The step and its outline on the devices of ``config``, each with ``memory`` bytes."""
+def _over_devices(step: CostedStep, outlined: Any, config: DiscoConfig, facts: BudgetFacts, machine: Any) -> Any:
+    """The step and its outline on the devices of ``config``."""
     from dataclasses import replace
 
     from disco_accel.decompose.decomposition import over_devices
@@ -237,7 +238,9 @@ def _over_devices(step: CostedStep, outlined: Any, config: DiscoConfig, memory: 
         return step, outlined
     applied = list(step.applied)
     part_of = outlined.part_of if config.parallel == "batch" else None
-    captured, graph = over_devices(outlined.captured, step.graph, [memory] * count, machine, applied, part_of)
+    arena = facts.split(step.costs.workspaces, in_blocks=step.costs.in_blocks).arena
+    memory = [max(arena, 0)] * count
+    captured, graph = over_devices(outlined.captured, step.graph, memory, machine, applied, part_of)
     step = replace(step, graph=graph, applied=tuple(applied), copies=captured.copies)
     return step, replace(outlined, captured=captured)
 

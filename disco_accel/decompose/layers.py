@@ -76,42 +76,53 @@ class _Load:
     times: int
 
 
-def devices_of_layers(graph: TaskGraph, memory: Sequence[int], machine: Machine) -> dict[int, int]:
-    """Kernel → the position of its device in ``memory``, which has the bytes of each: layers in a row, cut where the
-    device with the longest time has the least, its kernels' or that of the weights which do not fit on its link.
+def placements(graph: TaskGraph, memory: Sequence[int], machine: Machine) -> list[dict[int, int]]:
+    """Ways to give each kernel the position of its device in ``memory``, which has the bytes of each.
 
-    Each device has at least one layer, if there are as many.
+    The first has a run of layers on each device, cut where the device with the longest time has the least. Where
+    weights do not fit, a device far down the row waits with its memory full while those before it load theirs one by
+    one. The others deal shorter runs out in turn, so that all links load at once.
     """
     layers = layer_of_kernels(graph)
     order = sorted(set(layers.values()))
     loads = _loads(graph, layers)
-    bandwidth = machine.h2d.bandwidth
-    count = min(len(memory), len(order))
+    cuts = _cuts([loads[layer] for layer in order], memory, machine)
+    in_a_row = {layer: bisect_right(cuts, position) - 1 for position, layer in enumerate(order)}
+    runs = [in_a_row]
+    weights: dict[int, int] = defaultdict(int)
+    for layer, device in in_a_row.items():
+        weights[device] += loads[layer].weights
+    if any(weights[device] > memory[device] for device in weights):
+        longest, count = -(-len(order) // len(memory)), len(memory)
+        for length in dict.fromkeys((-(-longest // 4), 1)):
+            if length < longest:
+                runs.append({layer: position // length % count for position, layer in enumerate(order)})
+    return [{kernel: run[layer] for kernel, layer in layers.items()} for run in runs]
+
+
+def _cuts(loads: Sequence[_Load], memory: Sequence[int], machine: Machine) -> list[int]:
+    """Where each device's run of layers begins, such that the longest time of a device is the least: its kernels', or
+    that of the weights which do not fit on its link. Each has at least one layer, if there are as many."""
+    count = min(len(memory), len(loads))
 
     def seconds(begin: int, end: int, device: int) -> float:
-        parts = [loads[layer] for layer in order[begin:end]]
-        weights = sum(part.weights for part in parts)
-        times = max((part.times for part in parts), default=1)
-        loaded = max(0, weights - memory[device]) * times
-        return max(sum(part.seconds for part in parts), loaded / bandwidth)
+        parts = loads[begin:end]
+        loaded = max(0, sum(part.weights for part in parts) - memory[device]) * max(part.times for part in parts)
+        return max(sum(part.seconds for part in parts), loaded / machine.h2d.bandwidth)
 
     # best[k][n]: the first k devices have the first n layers; the shortest longest time, and where device k begins.
-    best = [{0: (0.0, 0)}]
+    best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
     for device in range(count):
-        row: dict[int, tuple[float, int]] = {}
-        for end in range(device + 1, len(order) - (count - device - 1) + 1):
-            row[end] = min(
-                (max(before, seconds(begin, end, device)), begin)
-                for begin, (before, _) in best[-1].items()
-                if begin < end
-            )
+        row = {}
+        for end in range(device + 1, len(loads) - (count - device - 1) + 1):
+            begins = ((begin, before) for begin, (before, _) in best[-1].items() if begin < end)
+            row[end] = min((max(before, seconds(begin, end, device)), begin) for begin, before in begins)
         best.append(row)
-    cuts, end = [], len(order)
+    cuts, end = list[int](), len(loads)
     for device in reversed(range(count)):
         end = best[device + 1][end][1]
-        cuts.append(order[end])
-    cuts.reverse()
-    return {vertex: bisect_right(cuts, layer) - 1 for vertex, layer in layers.items()}
+        cuts.append(end)
+    return cuts[::-1]
 
 
 def _loads(graph: TaskGraph, layers: Mapping[int, int]) -> dict[int, _Load]:

@@ -148,9 +148,11 @@ def _compile(
     # The host's optimizer has them, their gradients and its state there.
     on_device = [] if options.trained.host_has_it else trainable
     costed = with_costs(captured.graph, costs, captured.passes)
+    facts = BudgetFacts(options.memory, on_device, batch, outputs)
     if options.devices > 1:
         machine, applied = machine_of(engine) or Machine(), list(costed.applied)
-        memory = [options.memory] * options.devices
+        arena = facts.split(costed.costs.workspaces, in_blocks=costed.costs.in_blocks).arena
+        memory = [max(arena, 0)] * options.devices
         captured, graph = over_devices(captured, costed.graph, memory, machine, applied, part_of)
         costed = replace(costed, graph=graph, applied=tuple(applied), copies=captured.copies)
         used = len({vertex.device for vertex in graph.vertices if vertex.kind is VertexKind.KERNEL})
@@ -158,7 +160,7 @@ def _compile(
             logger.warning("devices: %d of %d have kernels: the step has no more layers", used, options.devices)
     planned = plan_step(
         costed,
-        BudgetFacts(options.memory, on_device, batch, outputs),
+        facts,
         PlannerSettings(options.planner, options.policy, machine_of(engine), options.plan_seconds),
         store=plan_store(options.plan_cache, engine),
         say=options.say,
