@@ -1,8 +1,8 @@
 """Steps on several host devices beside the ideal: ``disco-accel bench devices [-o FILE]``.
 
 Two cores cannot compute on four devices at once, so in the first two tables the work of a layer is a kernel that sleeps
-for its time. The third has real kernels, one thread for each device. All variants of a table take turns in one process,
-and each first gives the loss and the gradients of eager mode, bit for bit: of accumulation over its parts, if it has some.
+for its time. The third has real kernels, one thread for each device. All variants of a table take turns in one process.
+Each first gives the loss and the gradients of eager mode, bit for bit: of accumulation over its parts, if it has some.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """``seconds``: of a step, median, and half of the distance between the quartiles. ``ideal``: made of the step of one
-    device, in the same run. ``reload``: bytes a step."""
+    """``seconds``: of a step, median, and half of the distance between the quartiles. ``ideal``: made of the step of
+    one device, in the same run. ``reload``: bytes a step."""
 
     table: str
     devices: int
@@ -131,7 +131,7 @@ class Row:
 
 SLEEPING = Job("kernels that sleep, memory for everything", 1 << 12, SECONDS_A_ROW, 64 << 20)
 BOUND = Job(
-    "kernels that sleep, a quarter of the weights on each device", STREAMED, 0.00025, LAYERS * STREAMED // 4, LINK
+    "kernels that sleep, a quarter of the weights on each device", STREAMED, 0.00025, LAYERS * STREAMED * 21 // 80, LINK
 )
 REAL = Job("real kernels, a thread for each device", 0, 0.0, 1 << 30, hidden=256, length=64)
 ONE = Variant(1)
