@@ -41,7 +41,7 @@ class CompileOptions:
     of earlier runs; None = always plan. ``say``: told of each stage as it begins.
     ``captured`` is called when the trace is over. ``trained``: as in ``capture_step``. ``gather`` puts host tensors
     that a step loads, and that no attribute holds, where it loads them from fast. ``devices`` share the step, each
-    with ``memory``, as ``parallel`` says.
+    with ``memory``.
     """
 
     memory: int
@@ -57,7 +57,6 @@ class CompileOptions:
     trained: Traits = FOREIGN
     gather: Callable[[Iterable[torch.Tensor]], None] = lambda _: None
     devices: int = 1
-    parallel: str = "layers"
 
 
 def compile_step(
@@ -96,7 +95,7 @@ def compile_step(
     if fitted.parts > 1:
         on_all = on_parts(captured, fitted.parts, fitted.divided, lambda dtype: getattr(torch, dtype).itemsize)
         captured = on_all.captured
-        part_of = on_all.part_of if options.parallel == "batch" else None
+        part_of = on_all.part_of if fitted.parallel == "batch" else None
     tensors = {k: v for k, v in fitted.batch.items() if isinstance(v, torch.Tensor)}
     return _compile(model, captured, tensors, (1 + cut) * outputs_bytes(captured), options, began, part_of)
 

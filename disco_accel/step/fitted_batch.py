@@ -20,12 +20,15 @@ def part_of(tensor: torch.Tensor, number: int, parts: int) -> torch.Tensor:
 @dataclass(frozen=True, slots=True)
 class FittedBatch:
     """A ``batch`` as its step gets it. ``length``: that of the user's rows, if they were padded, else None. A step that
-    returns its loss alone works on ``parts`` of it: each has as many rows of the tensors that are ``divided``."""
+    returns its loss alone works on ``parts`` of it: each has as many rows of the tensors that are ``divided``.
+    ``parallel``: what each of several devices gets, ``layers`` or ``batch``, a part of it.
+    """
 
     batch: Mapping[str, Any]
     length: int | None = None
     parts: int = 1
     divided: frozenset[str] = frozenset()
+    parallel: str = "layers"
 
     def part(self, number: int) -> dict[str, Any]:
         """Part ``number`` of the batch, in views."""

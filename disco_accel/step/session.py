@@ -47,6 +47,7 @@ from disco_accel.step.output_usage import Outputs, UsageByStep
 from disco_accel.step.pipeline import PlannerSettings
 from disco_accel.step.placement import Placement
 from disco_accel.step.progress_messages import ProgressMessages, batch_text
+from disco_accel.step.shared_batches import SharedBatches
 from disco_accel.step.state.side_effects import Effects
 from disco_accel.step.step_key import StepKey, model_state, step_key
 from disco_accel.step.step_stats import RunCounts, plan_figures
@@ -131,6 +132,7 @@ class Session:
         self._reports_left = 1 if config.report_dir is not None else 0
         self.messages = ProgressMessages(model, self.settings.link_bandwidth)
         self.counts = RunCounts()
+        self.batches = SharedBatches(self)
         self.observers = Observers(self.counts, self.messages, frontend.observer(self.counts))
         self.verifier = verifier = StepVerifier(config.verify_steps)
         host_memory = self.settings.host_memory - sizes.beside
@@ -157,10 +159,10 @@ class Session:
         """The plan for this batch, made on first sight of its key, which is ``known_key`` if that is known already."""
         batch, cut = fitted.batch, fitted.length is not None and outputs != ("loss",)
         if outputs != ("loss",):
-            fitted = replace(fitted, parts=1)
+            fitted = replace(fitted, parts=1, parallel="layers")
         return self.plan_of(
             model,
-            (known_key or step_key(model, batch), outputs, differentiated, cut, fitted.parts),
+            (known_key or step_key(model, batch), outputs, differentiated, cut, fitted.parts, fitted.parallel),
             lambda: self._training_contexts(model, batch),
             lambda options: compile_step(
                 model,
@@ -258,7 +260,6 @@ class Session:
             gather=self.placement.gather,
             trained=RENEWED if self.optimizer is OptimizerHome.HOST else FOREIGN,
             devices=self.settings.devices,
-            parallel=self.config.parallel,
         )
 
     def _compute_threads(self) -> int | None:
@@ -283,21 +284,6 @@ class Session:
             making = functools.partial(self.messages.making, "the same step, which adds to the gradients in .grad")
             likely = norms or (self.norms.possible and not self.updates.seen)
             return self.accumulation.step_for(step, settings, store, making, likely)
-
-    def shared_out(self, model: torch.nn.Module, fitted: FittedBatch) -> FittedBatch:
-        """``fitted`` in micro-batches, or with a part of it for each device, if devices get parts of the batch."""
-        by_rows = self.config.parallel == "batch" and self.settings.devices > 1
-        count = self.settings.devices if by_rows else self.config.micro_batches
-        if count == 1:
-            return fitted
-        parts = self.frontend.in_parts(model, fitted, count)
-        if isinstance(parts, FittedBatch):
-            return parts
-        if by_rows:
-            self.say_once(f"parallel: batch: this batch is not shared out, its layers are, as {parts}")
-        else:
-            self.say_once(f"micro_batches: {count}: this batch stays whole, as {parts}")
-        return fitted
 
     def say_once(self, warning: str) -> None:
         """Log ``warning`` the first time."""

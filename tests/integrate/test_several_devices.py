@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -195,3 +196,39 @@ def test_devices_are_checked() -> None:
     assert DiscoConfig(devices=[1, 3], device="cpu", memory_budget="1MiB").resolve().devices == 2
     whole_machine, half = (DiscoConfig(device="cpu", devices=n).resolve().memory_budget for n in (1, 2))
     assert half <= whole_machine // 2 + 1
+
+
+def test_auto_takes_the_way_that_is_simulated_faster(caplog: pytest.LogCaptureFixture) -> None:
+    """One row cannot be shared out; of four rows the step runs that is said to take less."""
+    caplog.set_level("INFO")
+    planned = prepare(family_lora("llama"), config(2, "auto"))
+    parts = []
+    for rows in (1, 4, 4):
+        planned(**random_batch(batch=rows, length=32)).loss.backward()
+        step = current_step(planned)
+        assert step is not None
+        parts.append(step.parts)
+    told = [r.getMessage() for r in caplog.records if "parallel: auto:" in r.getMessage()]
+    assert parts[0] == 1 and len(told) == 2 and told[0].startswith("parallel: auto: layers (")
+    seconds = {way: float(took) for way, took in re.findall(r"(layers|batch) ([0-9.e-]+) s a step", told[1])}
+    faster = min(seconds, key=seconds.__getitem__)
+    assert len(seconds) == 2 and told[1].startswith(f"parallel: auto: {faster} (")
+    assert parts[1:] == [{"layers": 1, "batch": 2}[faster]] * 2
+
+
+def test_auto_takes_the_way_that_fits() -> None:
+    """In the smaller of both least budgets only one does."""
+    batch = random_batch(batch=4, length=32)
+    budgets = {way: least_budget(way, batch) for way in ("layers", "batch")}
+    tight = min(budgets, key=budgets.__getitem__)
+    assert budgets["layers"] != budgets["batch"]
+    planned = prepare(family_lora("llama"), config(2, "auto", budgets[tight]))
+    planned(**batch).loss.backward()
+    step = current_step(planned)
+    assert step is not None and (step.parts > 1) == (tight == "batch")
+
+
+def least_budget(parallel: str, batch: Mapping[str, Any]) -> int:
+    with pytest.raises(BudgetTooSmall) as refusal:
+        prepare(family_lora("llama"), config(2, parallel, 66 << 10))(**batch)
+    return refusal.value.needed
