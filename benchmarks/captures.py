@@ -80,9 +80,9 @@ def lora_step(work: Workload) -> TaskGraph:
     return with_costs(lora_outline(work).captured.graph, Estimated("cuda")).graph
 
 
-def lora_outline(work: Workload, quant: str = "none") -> Outline:
+def lora_outline(work: Workload, quant: str = "none", parts: int = 1) -> Outline:
     """The same before anybody has said how fast a device is, and what of a budget lies outside the arena. ``quant``:
-    form of the frozen weights, as of ``disco-accel plan``."""
+    form of the frozen weights, as of ``disco-accel plan``. ``parts`` of the batch: as of ``outline``."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(work.config))
         recipe: dict[str, Any] = {"model_name_or_path": folder, "dataset": "none.jsonl", "output_dir": "out"}
@@ -90,7 +90,7 @@ def lora_outline(work: Workload, quant: str = "none") -> Outline:
         recipe |= {"max_length": work.tokens, "per_device_train_batch_size": work.batch}
         file = Path(folder) / "recipe.yaml"
         file.write_text("\n".join(f"{key}: {json.dumps(value)}" for key, value in recipe.items()))
-        return outline(read_recipe(str(file)), quant)
+        return outline(read_recipe(str(file)), quant, parts=parts)
 
 
 def full_outline(work: Workload) -> Outline:

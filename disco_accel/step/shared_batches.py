@@ -22,16 +22,16 @@ logger = logging.getLogger("disco_accel")
 
 
 class SharedBatches:
-    """``parallel`` and ``micro_batches`` of one session. ``auto`` plans a step of each shape in both ways, and takes the
-    faster in simulated time."""
+    """``parallel`` and ``micro_batches`` of one session. ``auto`` plans a step of each shape in both ways, and takes
+    the faster in simulated time."""
 
     def __init__(self, state: Session) -> None:
         self._state = state
         self._chosen: dict[Any, str] = {}
 
     def fit(self, model: torch.nn.Module, fitted: FittedBatch) -> FittedBatch:
-        """``fitted`` in micro-batches, or with a part of it for each device. Where that cannot be, it stays whole, which
-        is told once."""
+        """``fitted`` in micro-batches, or with a part of it for each device. Where that cannot be, it stays whole,
+        which is told once."""
         parallel = self._state.config.parallel
         if self._state.settings.devices == 1:
             return self._layers(model, fitted)
