@@ -144,8 +144,8 @@ def row(cell: Cell) -> Row:
 
 
 HEADER = (
-    "| LoRA step, bf16 | on | devices | parallel | parts | s per step | step / lower bound | limit | loaded | saved |\n|"
-    + "---|" * 10
+    "| LoRA step, bf16 | on | devices | parallel | parts | s per step | step / lower bound | limit | loaded | saved |"
+    "\n|" + "---|" * 10
 )
 
 

@@ -174,3 +174,28 @@ def test_an_optimizer_on_the_host_leaves_the_device_to_the_step(
     file = write_recipe(tmp_path, "memory_budget: 4MiB\n  optimizer: host\n  host_memory: 4KiB")
     assert main(["plan", file]) == 2
     assert "host_memory: 4KiB is too small, the step needs " in capsys.readouterr().err
+
+
+def test_several_devices_are_planned_beside_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Host memory has each weight once."""
+    recipe = write_recipe(tmp_path, "optimizer: device", per_device_train_batch_size=8)
+    assert main(["plan", recipe, "--memory", "4MiB"]) == 0
+    one = answer(capsys)
+    assert main(["plan", recipe, "--memory", "4MiB", "--devices", "2", "--parallel", "all"]) == 0
+    printed = capsys.readouterr()
+    layers, batch = map(json.loads, printed.out.splitlines())
+    assert [each["parallel"] for each in (layers, batch)] == ["layers", "batch"]
+    for each in (layers, batch):
+        assert each["devices"] == 2 and each["fits"]
+        assert each["frozen_bytes"] == one["frozen_bytes"]
+        assert each["host_memory"]["frozen"] == one["host_memory"]["frozen"]
+    assert layers["compute_seconds"] < one["compute_seconds"]
+    assert [line.split()[0] for line in printed.err.rstrip().splitlines()[-2:]] == ["layers", "batch"]
+    folder = str(tmp_path / "plan")
+    assert main(["plan", recipe, "--memory", "4MiB", "--devices", "2", "--micro-batches", "4", "-o", folder]) == 0
+    task, plan = read_taskgraph(f"{folder}/task.json"), read_memgraph(f"{folder}/plan.json")
+    verify(task, plan)
+    assert len({v.device for v in plan.vertices if v.kind is VertexKind.KERNEL}) == 2
+    assert main(["plan", recipe, "--devices", "3", "--parallel", "batch"]) == 2
+    assert "8 rows are not a multiple of 3" in capsys.readouterr().err
+    assert main(["plan", recipe, "--devices", "2", "--parallel", "all", "-o", folder]) == 2

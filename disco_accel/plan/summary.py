@@ -60,13 +60,17 @@ def copied_bytes(plan: MemGraph, kind: VertexKind) -> int:
     return sum(vertex.sizes[0] for vertex in plan.vertices if vertex.kind is kind)
 
 
-def link_bytes(plan: MemGraph) -> tuple[int, int]:
-    """Return the bytes that one step takes from the host to devices, and from these to the host: transfers too."""
+def link_bytes(plan: MemGraph, of: int | None = None) -> tuple[int, int]:
+    """Return the bytes that one step takes from the host to devices, and from these to the host: transfers too. ``of``:
+    of this device alone."""
     hosts, device = host_devices(plan.devices), {vertex.id: vertex.device for vertex in plan.vertices}
     moved = {VertexKind.RELOAD: 0, VertexKind.OFFLOAD: 0}
     for vertex in plan.vertices:
-        kind = copy_kind(vertex, device[vertex.inputs[0][0]] if vertex.inputs else -1, hosts)
-        if kind in moved:
+        source = device[vertex.inputs[0][0]] if vertex.inputs else -1
+        kind = copy_kind(vertex, source, hosts)
+        # A transfer to the host takes the link of the device that it comes from.
+        near = source if vertex.device in hosts else vertex.device
+        if kind in moved and of in (None, near):
             moved[kind] += vertex.sizes[0]
     return moved[VertexKind.RELOAD], moved[VertexKind.OFFLOAD]
 

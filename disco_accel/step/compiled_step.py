@@ -161,10 +161,14 @@ class CompiledStep:
             self.loaded.close()
             self.loaded = None
 
-    @property
+    @functools.cached_property
     def compute_seconds(self) -> float:
-        """Sum of the kernels' durations, each measured alone."""
-        return sum(measured.seconds for measured in self.records.values())
+        """Sum of the durations of the busiest device's kernels, each measured alone."""
+        seconds: dict[int, float] = {}
+        for vertex in self.plan.vertices:
+            if vertex.id in self.records:
+                seconds[vertex.device] = seconds.get(vertex.device, 0.0) + self.records[vertex.id].seconds
+        return max((seconds.get(device.id, 0.0) for device in self.plan.devices if not device.host), default=0.0)
 
     def copy_bytes(self, kind: VertexKind) -> int:
         """Bytes that OFFLOAD or RELOAD vertices move in one step."""
@@ -174,7 +178,8 @@ class CompiledStep:
         """The step cannot be shorter: max(compute, busier direction of the link)."""
         if bandwidth is None:
             return self.compute_seconds
-        return max(self.compute_seconds, max(link_bytes(self.plan)) / bandwidth)
+        devices = (device.id for device in self.plan.devices if not device.host)
+        return max(self.compute_seconds, *(max(link_bytes(self.plan, device)) / bandwidth for device in devices))
 
     @property
     def resident_bytes(self) -> int:

@@ -8,7 +8,7 @@ from typing import TypedDict
 from disco_accel.graph.dequantise_again import dequantise_again
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.graph.value_numbering import kept_bytes, left_out
-from disco_accel.plan.summary import link_bytes
+from disco_accel.plan.summary import link_bytes, peak_bytes
 from disco_accel.step.compiled_step import CompiledStep
 from disco_accel.step.observer import Fallback, Observer
 
@@ -80,6 +80,8 @@ class PlanFigures(TypedDict):
     """The part of ``stats(model)`` that is about the plan that ran last: sizes in bytes, times in seconds."""
 
     arena_bytes: int
+    devices: int
+    parts: int
     peak_bytes: int
     resident_weight_bytes: int
     offload_bytes: int
@@ -101,10 +103,14 @@ def plan_figures(step: CompiledStep, link_bandwidth: float | None) -> PlanFigure
     """The figures of ``step``, whose executor is loaded. ``link_bandwidth``: in bytes/s, None = not throttled."""
     counters = step.executor.counters()
     loaded_bytes, saved_bytes = link_bytes(step.plan)
+    devices = sum(not device.host for device in step.plan.devices)
+    taken = int(counters["touched_bytes"]) if devices == 1 else peak_bytes(step.plan)
     saved = left_out(dequantise_again(step.captured.graph), step.graph)
     return {
         "arena_bytes": int(counters["arena_bytes"]),
-        "peak_bytes": step.budget.outside + int(counters["touched_bytes"]),
+        "devices": devices,
+        "parts": step.parts,
+        "peak_bytes": step.budget.outside + taken,
         "resident_weight_bytes": step.resident_bytes,
         "offload_bytes": saved_bytes,
         "reload_bytes": loaded_bytes,

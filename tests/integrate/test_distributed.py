@@ -45,7 +45,7 @@ LAUNCHES = {
     "deepspeed": "disco-accel launch --ds_config ds.json --num_processes 2",
     "alone": "disco-accel launch --ds_config ds.json --num_processes 1",
 }
-DDP_CASES = ("accumulation", "unused parameters", "static graph", "bucket views", "trainer")
+DDP_CASES = ("accumulation", "unused parameters", "static graph", "bucket views", "trainer", "devices")
 DEEPSPEED_CASES = ("stage 0", "bf16 over fp32 weights", "stage 1 resumed", "stage 2 resumed", "migrated")
 ALONE_CASES = ("stage 0", "stage 1 resumed", "stage 2 resumed")
 

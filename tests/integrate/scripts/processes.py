@@ -161,6 +161,16 @@ def home(**options: Any) -> dict[str, Any]:
     }
 
 
+def on_two_devices() -> Run:
+    os.environ |= {"DISCO_DEVICES": "2", "DISCO_PARALLEL": "layers"}
+    try:
+        found = loop()
+    finally:
+        del os.environ["DISCO_DEVICES"], os.environ["DISCO_PARALLEL"]
+    assert found[2]["devices"] == 2
+    return found
+
+
 Case = tuple[Callable[[], Run], Callable[[], Run]]
 """The run without plans and the one with them."""
 
@@ -171,6 +181,7 @@ DDP: dict[str, Case] = {
     "static graph": (lambda: loop(accumulate=1, **ddp(static_graph=True)),) * 2,
     "bucket views": (lambda: loop(**ddp(gradient_as_bucket_view=True, broadcast_buffers=False)),) * 2,
     "trainer": (trainer, trainer),
+    "devices": (loop, on_two_devices),
 }
 DEEPSPEED: dict[str, Case] = {
     "stage 0": (lambda: loop(**ds_options(0)),) * 2,
