@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import simulated, simulated_full, simulated_quant
+from benchmarks import devices, simulated, simulated_devices, simulated_full, simulated_quant
 from benchmarks.full import table as full_table
 from benchmarks.optimizer import suite as optimizer
 from benchmarks.prefill import peers as prefill_peers
@@ -155,6 +155,15 @@ def _simulated_full(result: Mapping[str, Any]) -> tuple[str, str]:
     )
 
 
+def _simulated_devices(result: Mapping[str, Any]) -> tuple[str, str]:
+    lines = [simulated_devices.HEADER, *(simulated_devices.line(row) for row in result["rows"])]
+    return "Simulated: LoRA steps on one to eight GPUs, no device ran them", "\n".join(lines)
+
+
+def _devices(result: Mapping[str, Any]) -> tuple[str, str]:
+    return "Steps on several host devices", devices.table(result)
+
+
 def _simulated_optimizer(result: Mapping[str, Any]) -> tuple[str, str]:
     title = "Simulated: a published study's optimizer step of 13 billion parameters on an H100, no device ran it"
     return title, optimizer.table(result)
@@ -176,10 +185,12 @@ def _prefill_peers(result: Mapping[str, Any]) -> tuple[str, str]:
 TABLES: Mapping[str, Callable[[Mapping[str, Any]], tuple[str, str]]] = {
     "step": _step,
     "full": _full,
+    "devices": _devices,
     "prefill": _prefill,
     "prefill-peers": _prefill_peers,
     "simulated": _simulated,
     "simulated-quant": _simulated_quant,
+    "simulated-devices": _simulated_devices,
     "simulated-full": _simulated_full,
     "simulated-optimizer": _simulated_optimizer,
 }

@@ -1,0 +1,36 @@
+"""``bench devices`` and its simulated sibling, at small sizes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import devices, report, simulated_devices
+from disco_accel.cli.main import BENCHMARKS
+
+pytestmark = pytest.mark.usefixtures("forked")
+
+
+def test_every_variant_has_eagers_bits_and_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = devices.Job("short", 1 << 14, 0.0, 128 << 10, 1e9)
+    variants = (devices.ONE, devices.Variant(2, micro_batches=4), devices.Variant(2, "batch"))
+    monkeypatch.setattr(devices, "TABLES", {job: variants})
+    assert devices.main(["--rounds", "2", "-o", str(tmp_path / "devices.json")]) == 0
+    result = json.loads((tmp_path / "devices.json").read_text())
+    one, layers, batch = result["rows"]
+    assert one["seconds"] == one["ideal"] and batch["ideal"] == one["seconds"] / 2
+    assert layers["ideal"] == pytest.approx(one["seconds"] * 5 / 8)
+    title, body = report.TABLES["devices"](result)
+    assert title and len(body.splitlines()) == 5 and "devices" in BENCHMARKS
+
+
+def test_steps_on_gpus_are_planned_and_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(simulated_devices.MEMORY, "a100", 16 << 20)
+    made = [simulated_devices.row(cell) for cell in simulated_devices.cells(["tiny"], ["a100"]) if cell.devices <= 2]
+    assert [(each.devices, each.parallel) for each in made] == [(1, "layers"), (2, "layers"), (2, "batch")]
+    for each in made:
+        assert each.bound is not None and each.period is not None and each.bound <= each.period * 1.0005
+        assert each.weights == made[0].weights
+        assert len(simulated_devices.line(simulated_devices.asdict(each)).split("|")) == 12
