@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("forked")
 
 
 def test_every_variant_has_eagers_bits_and_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = devices.Job("short", 1 << 14, 0.0, 128 << 10, 1e9)
+    job = devices.Job("short", 1 << 14, 0.0, 1 << 20, 1e9)
     variants = (devices.ONE, devices.Variant(2, micro_batches=4), devices.Variant(2, "batch"))
     monkeypatch.setattr(devices, "TABLES", {job: variants})
     assert devices.main(["--rounds", "2", "-o", str(tmp_path / "devices.json")]) == 0
