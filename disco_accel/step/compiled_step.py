@@ -256,9 +256,10 @@ class CompiledStep:
         """All that the step loads from the host: ``frozen_of`` and tensors that a forward reads from elsewhere, such as
         plain attributes, or other views of a weight's bytes."""
         others = [*self.captured.constants.values(), *beside_weights(model)]
-        frozen = self.frozen_of(model)
-        known = {id(tensor) for tensor in frozen}
-        return [*frozen, *{id(t): t for t in others if t.is_cpu and id(t) not in known}.values()]
+        # Several devices may load one.
+        watched = {id(tensor): tensor for tensor in self.frozen_of(model)}
+        watched |= {id(tensor): tensor for tensor in others if tensor.is_cpu and id(tensor) not in watched}
+        return list(watched.values())
 
     def trained_moved(self, model: torch.nn.Module) -> bool:
         """Whether a trained weight lies elsewhere than where the plan loads it from."""
