@@ -132,7 +132,13 @@ class Session:
         self._reports_left = 1 if config.report_dir is not None else 0
         self.messages = ProgressMessages(model, self.settings.link_bandwidth)
         self.counts = RunCounts()
-        self.batches = SharedBatches(self)
+        self.batches = SharedBatches(
+            config,
+            self.settings.devices,
+            frontend,
+            lambda model, fitted: self.compiled(model, fitted, ("loss",)),
+            self.say_once,
+        )
         self.observers = Observers(self.counts, self.messages, frontend.observer(self.counts))
         self.verifier = verifier = StepVerifier(config.verify_steps)
         host_memory = self.settings.host_memory - sizes.beside

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from disco_accel.config.settings import DiscoConfig
 from disco_accel.errors import BudgetTooSmall, CaptureError
 from disco_accel.plan import Machine
 from disco_accel.simulate.simulator import simulate
 from disco_accel.step.compile import machine_of
+from disco_accel.step.compiled_step import CompiledStep
 from disco_accel.step.fitted_batch import FittedBatch
-
-if TYPE_CHECKING:
-    from disco_accel.step.session import Session
+from disco_accel.step.frontend import Frontend
 
 logger = logging.getLogger("disco_accel")
 
@@ -25,34 +25,43 @@ class SharedBatches:
     """``parallel`` and ``micro_batches`` of one session. ``auto`` plans a step of each shape in both ways, and takes
     the faster in simulated time."""
 
-    def __init__(self, state: Session) -> None:
-        self._state = state
+    def __init__(
+        self,
+        config: DiscoConfig,
+        devices: int,
+        frontend: Frontend,
+        compiled: Callable[[torch.nn.Module, FittedBatch], CompiledStep],
+        say_once: Callable[[str], None],
+    ) -> None:
+        """``devices`` share a step. ``compiled``: the plan of a step that returns its loss."""
+        self._config, self._devices, self._frontend = config, devices, frontend
+        self._compiled, self._say_once = compiled, say_once
         self._chosen: dict[Any, str] = {}
 
     def fit(self, model: torch.nn.Module, fitted: FittedBatch) -> FittedBatch:
         """``fitted`` in micro-batches, or with a part of it for each device. Where that cannot be, it stays whole,
         which is told once."""
-        parallel = self._state.config.parallel
-        if self._state.settings.devices == 1:
+        parallel = self._config.parallel
+        if self._devices == 1:
             return self._layers(model, fitted)
         if parallel == "auto":
             parallel = self._faster(model, fitted)
         return self._by_rows(model, fitted, told=True) if parallel == "batch" else self._layers(model, fitted)
 
     def _layers(self, model: torch.nn.Module, fitted: FittedBatch) -> FittedBatch:
-        count = self._state.config.micro_batches
-        parts = self._state.frontend.in_parts(model, fitted, count) if count > 1 else fitted
+        count = self._config.micro_batches
+        parts = self._frontend.in_parts(model, fitted, count) if count > 1 else fitted
         if isinstance(parts, str):
-            self._state.say_once(f"micro_batches: {count}: this batch stays whole, as {parts}")
+            self._say_once(f"micro_batches: {count}: this batch stays whole, as {parts}")
             return fitted
         return parts
 
     def _by_rows(self, model: torch.nn.Module, fitted: FittedBatch, *, told: bool) -> FittedBatch:
-        parts = self._state.frontend.in_parts(model, fitted, self._state.settings.devices)
+        parts = self._frontend.in_parts(model, fitted, self._devices)
         if isinstance(parts, FittedBatch):
             return replace(parts, parallel="batch")
         if told:
-            self._state.say_once(f"parallel: batch: this batch is not shared out, its layers are, as {parts}")
+            self._say_once(f"parallel: batch: this batch is not shared out, its layers are, as {parts}")
         return self._layers(model, fitted)
 
     def _faster(self, model: torch.nn.Module, fitted: FittedBatch) -> str:
@@ -67,7 +76,7 @@ class SharedBatches:
             if way.parallel in seconds:
                 continue
             try:
-                step = self._state.compiled(model, way, ("loss",))
+                step = self._compiled(model, way)
             except (BudgetTooSmall, CaptureError) as error:
                 refusal = refusal or error
                 continue
