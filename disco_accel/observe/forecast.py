@@ -67,11 +67,14 @@ def forecast(
     have the bytes of another one, for another device.
     """
     run = simulate(plan, machine)
+    device = {vertex.id: vertex.device for vertex in plan.vertices}
+    sources = {vertex.id: device[vertex.inputs[0][0]] for vertex in plan.vertices if vertex.inputs}
     events = tuple(
-        SimulatedEvent(v.id, lane, start, start, start + machine.seconds(v), sum(v.sizes) if v.kind in _LANES else 0)
+        SimulatedEvent(v.id, lane, start, start, start + seconds, sum(v.sizes) if v.kind in _LANES else 0)
         for v in plan.vertices
         if v.kind is not VertexKind.INPUT
         for lane, start in ((_LANES.get(v.kind, "compute0"), run.starts[v.id]),)
+        for seconds in (machine.seconds(v, source=sources.get(v.id)),)
     )
     clean = [v for v in graph.vertices if host_copy_exists(v) and v.sizes[0]]
     stays = staying(plan)

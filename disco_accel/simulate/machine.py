@@ -28,13 +28,26 @@ class Link:
     """``bandwidth`` in bytes/s and ``latency`` in seconds per copy; one copy at a time per link.
 
     ``scope``: one link per ``device`` (p2p: per source), per ``pair`` of source and target, or one ``shared`` by all.
-    ``groups``: devices of one group share a link; a device in no group has its own.
+    ``groups``: devices of one group share a link; a device in no group has its own. ``bandwidths``: device and bytes/s
+    of those whose copies go at another rate; one between two devices goes at that of the slower.
     """
 
     bandwidth: float
     latency: float
     scope: str = "device"
     groups: tuple[tuple[int, ...], ...] = ()
+    bandwidths: tuple[tuple[int, float], ...] = ()
+
+    def rate(self, *devices: int) -> float:
+        """Return the bytes/s of a copy from, to or between ``devices``."""
+        if not self.bandwidths:
+            return self.bandwidth
+        own = dict(self.bandwidths)
+        return min(own.get(device, self.bandwidth) for device in devices)
+
+    def seconds(self, size: int, *devices: int) -> float:
+        """Return how long a copy of ``size`` bytes from, to or between ``devices`` takes."""
+        return self.latency + size / self.rate(*devices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +61,20 @@ class Machine:
     p2p: Link = Link(2.0e11, 5e-6)
     joint: tuple[tuple[str, ...], ...] = ()
 
-    def seconds(self, vertex: Vertex, copy: VertexKind | None = None) -> float:
+    def seconds(self, vertex: Vertex, copy: VertexKind | None = None, source: int | None = None) -> float:
         """Return how long ``vertex`` takes: kernels their duration (0 if unknown), copies latency and bytes.
 
-        ``copy``: the kind of copy that a transfer is (``copy_kind``), if that is not between two devices."""
+        Of a transfer, ``copy``: the kind of copy that it is (``copy_kind``), if that is not between two devices;
+        ``source``: the device that its input is on, if not its own."""
         if vertex.kind is VertexKind.KERNEL:
             return vertex.duration or 0.0
         if vertex.kind is VertexKind.INPUT or not vertex.sizes[0]:
             return 0.0
-        link = self.link(_KIND_OF[copy or vertex.kind])
-        return link.latency + vertex.sizes[0] / link.bandwidth
+        kind = copy or vertex.kind
+        near = vertex.device if source is None else source
+        # One from the host goes over the link of its target, one to the host over that of its source.
+        ends = {VertexKind.RELOAD: (vertex.device,), VertexKind.OFFLOAD: (near,)}.get(kind, (near, vertex.device))
+        return self.link(_KIND_OF[kind]).seconds(vertex.sizes[0], *ends)
 
     def link(self, kind: str) -> Link:
         """Return the link that copies of ``kind`` use."""

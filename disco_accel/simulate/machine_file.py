@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ from disco_accel.simulate.machine import LINK_KINDS, SCOPES, Link, Machine
 
 _MAX_BYTES = 1 << 20
 _LARGEST = 1e30
+_DEVICE = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
 def read_machine(path: str | os.PathLike[str]) -> Machine:
     """Return the machine of ``path``; links that it does not name keep the default. Raises ConfigError naming the key.
 
-    ``scope`` may be ``device`` (the default), ``pair`` or ``shared``; ``groups`` lists devices that share a link.
+    ``scope`` may be ``device`` (the default), ``pair`` or ``shared``; ``groups`` lists devices that share a link;
+    ``bandwidths`` maps ids of devices with another bandwidth to theirs.
     """
     try:
         with Path(path).open("rb") as stream:
@@ -70,7 +73,8 @@ def _link(entry: Any, where: str) -> tuple[tuple[str, ...], Link]:
         raise ConfigError(f"{where}: scope: expected one of {', '.join(SCOPES)}, got {shown(scope)}")
     bandwidth = _number(entry, "bandwidth", where, least=1.0)
     latency = _number(entry, "latency", where, least=0.0, default=0.0)
-    link = Link(bandwidth, latency, scope, _groups(entry.get("groups"), f"{where}: groups"))
+    own = _bandwidths(entry.get("bandwidths"), f"{where}: bandwidths")
+    link = Link(bandwidth, latency, scope, _groups(entry.get("groups"), f"{where}: groups"), own)
     return tuple(kind for kind in LINK_KINDS if kind in kinds), link
 
 
@@ -86,6 +90,17 @@ def _groups(raw: Any, where: str) -> tuple[tuple[int, ...], ...]:
     if len(set(members)) != len(members):
         raise ConfigError(f"{where}: a device is in two groups")
     return tuple(tuple(sorted(group)) for group in raw)
+
+
+def _bandwidths(raw: Any, where: str) -> tuple[tuple[int, float], ...]:
+    if raw is None:
+        return ()
+    if not isinstance(raw, dict):
+        raise ConfigError(f'{where}: expected device ids with bytes/s such as {{"1": 5e9}}, got {shown(raw)}')
+    for device in raw:
+        if not _DEVICE.fullmatch(device):
+            raise ConfigError(f"{where}: expected device ids, got {shown(device)}")
+    return tuple(sorted((int(device), _number(raw, device, where, least=1.0)) for device in raw))
 
 
 def _number(entry: dict[str, Any], key: str, where: str, least: float, default: float | None = None) -> float:

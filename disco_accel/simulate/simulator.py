@@ -64,10 +64,16 @@ def lower_bound(memgraph: MemGraph, machine: Machine | None = None) -> float:
     """Return a lower bound, in seconds, of every execution of ``memgraph``: the work of the busiest lane."""
     machine = machine or Machine()
     work: dict[str, float] = defaultdict(float)
-    kinds = _copy_kinds(memgraph)
-    for vertex, kind, lane in zip(memgraph.vertices, kinds, _lanes(memgraph, machine), strict=True):
-        work[lane] += machine.seconds(vertex, kind) / (machine.compute_streams if lane.startswith("compute") else 1)
+    for seconds, lane in zip(_seconds(memgraph, machine), _lanes(memgraph, machine), strict=True):
+        work[lane] += seconds / (machine.compute_streams if lane.startswith("compute") else 1)
     return max(work.values(), default=0.0)
+
+
+def _seconds(memgraph: MemGraph, machine: Machine) -> list[float]:
+    device = {vertex.id: vertex.device for vertex in memgraph.vertices}
+    sources = (device[v.inputs[0][0]] if v.inputs else v.device for v in memgraph.vertices)
+    copies = zip(memgraph.vertices, _copy_kinds(memgraph), sources, strict=True)
+    return [machine.seconds(vertex, kind, source) for vertex, kind, source in copies]
 
 
 def _lanes(memgraph: MemGraph, machine: Machine) -> list[str]:
@@ -95,8 +101,7 @@ class Simulator:
         self.inputs = [vertex.kind is VertexKind.INPUT for vertex in memgraph.vertices]
         self.late = [i for i, vertex in enumerate(memgraph.vertices) if arrives_at_gate(vertex)]
         self.out = [handed_out_at_gate(vertex) and vertex.kind is not VertexKind.INPUT for vertex in memgraph.vertices]
-        kinds = _copy_kinds(memgraph)
-        self.seconds = [machine.seconds(vertex, kind) for vertex, kind in zip(memgraph.vertices, kinds, strict=True)]
+        self.seconds = _seconds(memgraph, machine)
         names = _lanes(memgraph, machine)
         self.lane_names = sorted({name for name, is_input in zip(names, self.inputs, strict=True) if not is_input})
         number = {name: lane for lane, name in enumerate(self.lane_names)}

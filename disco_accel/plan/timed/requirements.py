@@ -56,8 +56,11 @@ def requirements_of(
     inputs = tuple(vertex for vertex in serial if vertex.kind is VertexKind.INPUT)
     order = serial[len(inputs) :]
     device, hosts = {vertex.id: vertex.device for vertex in serial}, host_devices(graph.devices)
-    kinds = [copy_kind(vertex, device[vertex.inputs[0][0]] if vertex.inputs else -1, hosts) for vertex in order]
-    seconds = [kernel_seconds(vertex, machine, kind) for vertex, kind in zip(order, kinds, strict=True)]
+    sources = [device[vertex.inputs[0][0]] if vertex.inputs else vertex.device for vertex in order]
+    seconds = [
+        kernel_seconds(vertex, machine, copy_kind(vertex, source, hosts), source)
+        for vertex, source in zip(order, sources, strict=True)
+    ]
     alignments = {device.id: device.alignment for device in graph.devices}
     requirements = StepRequirements(graph, inputs, order, seconds, alignments)
     _Collector(requirements, machine, min_gap_ratio, not_offloaded).collect()
@@ -84,13 +87,15 @@ def check_overwrites(graph: TaskGraph) -> None:
                 )
 
 
-def kernel_seconds(vertex: Vertex, machine: Machine, copy: VertexKind | None = None) -> float:
+def kernel_seconds(
+    vertex: Vertex, machine: Machine, copy: VertexKind | None = None, source: int | None = None
+) -> float:
     """Return how long ``vertex`` takes on ``machine``; a kernel without a duration is guessed from its outputs.
 
-    ``copy``: the kind of copy that a transfer is."""
+    Of a transfer, ``copy``: the kind of copy that it is; ``source``: the device that its input is on."""
     if vertex.kind is VertexKind.KERNEL and vertex.duration is None:
         return sum(vertex.sizes) / GUESSED_BANDWIDTH
-    return machine.seconds(vertex, copy)
+    return machine.seconds(vertex, copy, source)
 
 
 class _Collector:
@@ -319,8 +324,8 @@ class _Collector:
         if self.min_gap_ratio is None or ref in self.overwritten or vertex.id in self.not_offloaded:
             return False
         requirements, size = self.requirements, vertex.sizes[ref[1]]
-        offload = self.machine.d2h.latency + size / self.machine.d2h.bandwidth
-        reload = self.machine.h2d.latency + size / self.machine.h2d.bandwidth
+        offload = self.machine.d2h.seconds(size, vertex.device)
+        reload = self.machine.h2d.seconds(size, vertex.device)
         offloaded = self.starts[position + 1] + offload
         # Before its offload has ended an eviction would free nothing, so readers until then need no reload.
         evictable = max(position + 1, min(bisect_left(self.starts, offloaded), requirements.end))

@@ -246,7 +246,7 @@ class _Search:
 
     def _waits_for_link(self, draft: Draft) -> bool:
         """Whether the draft keeps links so busy that a reload which starts later cannot be made up for."""
-        links = self.machine.h2d.bandwidth * len(self.capacity)
+        links = sum(self.machine.h2d.rate(device) for device in self.capacity)
         return draft.schedule.reloaded > self.settings.busy_link * draft.schedule.seconds * links
 
     def _enqueue(self, draft: Draft, unpacked: _Unpacked | None = None) -> None:

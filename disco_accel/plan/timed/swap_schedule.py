@@ -243,7 +243,7 @@ class _SwapScheduler:
 
     def _offload(self, buffer: int, ready: float) -> None:
         device, link = self.buffers[buffer].device, self.machine.d2h
-        seconds = link.latency + self.buffers[buffer].size / link.bandwidth
+        seconds = link.seconds(self.buffers[buffer].size, device)
         self.d2h_free[device] = max(self.d2h_free[device], ready) + seconds
         self.state.on_host_at[buffer] = self.d2h_free[device]
         self.schedule.events.append((SwapEvent.OFFLOAD, buffer))
@@ -345,7 +345,7 @@ class _SwapScheduler:
 
     def _reload(self, device: _DeviceState, buffer: int, begin: float) -> None:
         size, link = self.buffers[buffer].size, self.machine.h2d
-        device.link_free = begin + link.latency + size / link.bandwidth
+        device.link_free = begin + link.seconds(size, device.device)
         self.arrival[buffer] = device.link_free
         self.schedule.seconds = max(self.schedule.seconds, device.link_free)
         self.state.resident[buffer] = True
