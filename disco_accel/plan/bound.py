@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
@@ -27,6 +27,7 @@ from disco_accel.graph.values import (
     outlives_step,
     overwrites,
 )
+from disco_accel.plan.lane_bound import lane_bound
 from disco_accel.simulate.machine import copy_kind
 from disco_accel.simulate.simulator import Machine
 
@@ -72,11 +73,11 @@ def bound_of(graph: TaskGraph, machine: Machine | None = None, memory: int | Non
             source = where[vertex.inputs[0][0]]
             kind = copy_kind(vertex, source, hosts)
             near = source if kind is VertexKind.OFFLOAD else vertex.device
-            links[machine.lane(kind, near, source)] += machine.seconds(vertex, kind)
+            links[machine.lane(kind, near, source)] += machine.seconds(vertex, kind, source)
     return Bound(
         compute=max((sum(each.seconds) / each.streams for each in facts), default=0.0),
         link=max(links.values(), default=0.0),
-        critical_path=_critical_path(graph, machine),
+        critical_path=max(_critical_path(graph, machine), lane_bound(graph, machine)),
         phases=max((_phases(each) for each in facts), default=0.0),
         lp_reload_bytes=int(reloaded),
     )
@@ -105,11 +106,11 @@ def _critical_path(graph: TaskGraph, machine: Machine) -> float:
         for ref in vertex.inputs:
             if ref in sizes and not home_uses.at_home(vertex, ref):
                 # A reload takes it from its home to the device.
-                begin = max(begin, ends[ref[0]] + machine.h2d.latency + sizes[ref] / machine.h2d.bandwidth)
+                begin = max(begin, ends[ref[0]] + machine.h2d.seconds(sizes[ref], vertex.device))
         if not late.isdisjoint(sources):
             begin = max(begin, gate)
-        kind = copy_kind(vertex, device[vertex.inputs[0][0]] if vertex.inputs else -1, home_uses.hosts)
-        ends[vertex.id] = begin + machine.seconds(vertex, kind)
+        source = device[vertex.inputs[0][0]] if vertex.inputs else vertex.device
+        ends[vertex.id] = begin + machine.seconds(vertex, copy_kind(vertex, source, home_uses.hosts), source)
         if handed_out_at_gate(vertex):
             gate = max(gate, ends[vertex.id])
     return max([*ends.values(), gate + max(loads.values(), default=0.0)])
@@ -142,6 +143,7 @@ class _Facts:
 
     def __init__(self, graph: TaskGraph, machine: Machine, device: int, memory: int) -> None:
         self.machine = machine
+        self.loads, self.backs = (replace(link, bandwidth=link.rate(device)) for link in (machine.h2d, machine.d2h))
         self.memory = memory
         order = [vertex for vertex in serial_order(graph) if vertex.kind is not VertexKind.INPUT]
         self.end = len(order)
@@ -265,7 +267,7 @@ def _least_copies(facts: _Facts, directions: Collection[VertexKind]) -> tuple[fl
     from scipy.optimize import linprog
     from scipy.sparse import csc_array
 
-    link = facts.machine.h2d
+    link = facts.loads
     renewed = facts.renewed if VertexKind.RELOAD in directions else []
     always = sum(renewed) / link.bandwidth + len(renewed) * link.latency
     gaps = _gaps(facts, max(1, facts.memory // 2000))
@@ -303,7 +305,7 @@ def _least_copies(facts: _Facts, directions: Collection[VertexKind]) -> tuple[fl
         written_back = changed and VertexKind.OFFLOAD in directions
         gain.append(-(VertexKind.RELOAD in directions) * (1.0 + link.latency * link.bandwidth / size))
         if written_back:
-            back = facts.machine.d2h
+            back = facts.backs
             gain[-1] -= (1.0 + back.latency * back.bandwidth / size) * link.bandwidth / back.bandwidth
         times.append((VertexKind.RELOAD in directions) + written_back)
     count = len(spans)
@@ -374,5 +376,5 @@ def _stretch(facts: _Facts, marks: list[int], a: int) -> list[float]:
             first[value.uses[0]] += value.size
     total, always = (np.concatenate(([0], np.cumsum(np.roll(each[:end], -begin)))) for each in (first, renewed))
     stops = [*(mark - begin for mark in marks[a + 1 :]), *(mark + end - begin for mark in marks[: a + 1])]
-    bandwidth = facts.machine.h2d.bandwidth
+    bandwidth = facts.loads.bandwidth
     return [(max(0, int(total[stop]) - room) + int(always[stop])) / bandwidth for stop in stops]
