@@ -44,10 +44,13 @@ class BudgetTooSmall(PlanError):
     """The step does not fit the device memory.
 
     ``needed`` is the smallest arena, in bytes, for which the planner found a plan; ``given`` is what it got. ``parts``:
-    what takes the bytes that are needed, in words.
+    what takes the bytes that are needed, in words. Of several devices ``devices`` are those that are short, by id, if
+    not all are: the others need no more than they have.
     """
 
-    def __init__(self, needed: int, given: int, what: str = "the step", parts: str = "") -> None:
+    def __init__(
+        self, needed: int, given: int, what: str = "the step", parts: str = "", devices: tuple[int, ...] = ()
+    ) -> None:
         # Rounded up, so that the short form works too when it is copied into a budget.
         short = f"{-(-needed * 100 // (1 << 20)) / 100:.2f}MiB"
         why = f": {parts}" if parts else ""
@@ -56,6 +59,7 @@ class BudgetTooSmall(PlanError):
         self.given = given
         self.what = what
         self.parts = parts
+        self.devices = devices
 
 
 class ExecutionError(DiscoError):

@@ -161,3 +161,8 @@ def with_memory(graph: TaskGraph, size: Callable[[Device], int]) -> TaskGraph:
     """Return ``graph`` with arenas of ``size(device)`` bytes, but for those in host memory, which stay as they are."""
     devices = (device if device.host else replace(device, memory=size(device)) for device in graph.devices)
     return replace(graph, devices=tuple(devices))
+
+
+def with_at_least(graph: TaskGraph, memory: int) -> TaskGraph:
+    """Return ``graph`` with arenas of ``memory`` bytes where its devices have less, but for those in host memory."""
+    return with_memory(graph, lambda device: max(device.memory, memory))

@@ -15,7 +15,6 @@ from disco_accel.graph.home_uses import host_devices
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.order import serial_order
 from disco_accel.graph.passes import AppliedPass, GraphPass, arena_of, run_passes
-from disco_accel.graph.strict_json import plain
 from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
 from disco_accel.graph.values import (
     changes_over_steps,
@@ -31,6 +30,7 @@ from disco_accel.plan.buildmemgraph.residents import Residents, first_choices, i
 from disco_accel.plan.buildmemgraph.sim_malloc import Repairs
 from disco_accel.plan.common.serial_orders import LOW_PEAK_ORDER, start_order, unlimited_run
 from disco_accel.plan.infeasible import Infeasible
+from disco_accel.plan.refusal import too_small
 from disco_accel.plan.search_work import Work
 from disco_accel.plan.timed.requirements import check_overwrites
 from disco_accel.plan.timed.search import build_timed
@@ -208,9 +208,9 @@ def _too_small(
 ) -> BudgetTooSmall | Infeasible:
     if not (work.finds_needed and work.names_needed):
         return Infeasible(0)
-    given = max(device.memory for device in graph.devices)
-    needed = smallest_feasible_memory(graph, policy, cyclic, partial(_attempts, lookahead=lookahead), work)
-    return BudgetTooSmall(needed, given, f"the plan of '{plain(graph.name)}'")
+    attempts = partial(_attempts, lookahead=lookahead)
+    needed = smallest_feasible_memory(graph, policy, cyclic, attempts, work)
+    return too_small(graph, needed, lambda other: first_fitting(other, policy, cyclic, attempts) is not None)
 
 
 def _built(
@@ -324,14 +324,21 @@ def _plan_timed_alone(
                 return replace(made, planner="timed", vertices=_with_durations(made.vertices, graph))
     if not work.names_needed:
         raise Infeasible(0)
-    given = max(device.memory for device in graph.devices if not device.host)
     needed = []
     for each in untimed:
         with suppress(Infeasible):
             needed.append(smallest_timed_memory(each, machine, cyclic=cyclic, work=work))
     if not needed:
         raise _beyond_host_devices(graph)
-    raise BudgetTooSmall(min(needed), given, f"the plan of '{plain(graph.name)}'")
+
+    def fits(other: TaskGraph) -> bool:
+        for each in (_without_durations(other), _with_time_to_copy(other, machine)):
+            with suppress(Infeasible):
+                plan_frugally(each, machine, cyclic=cyclic, work=Work())
+                return True
+        return False
+
+    raise too_small(graph, min(needed), fits)
 
 
 def _beyond_host_devices(graph: TaskGraph) -> Exception:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from disco_accel.errors import BudgetTooSmall
+from disco_accel.graph.taskgraph import with_at_least
 from disco_accel.plan import make_plan
 from disco_accel.plan.buildmemgraph import min_memory as needed_module
 from disco_accel.plan.buildmemgraph.min_memory import bisect, bisect_down, working_set
@@ -28,12 +29,20 @@ def refusals(planner: str, seeds: range) -> Iterator[None]:
         try:
             make_plan(graph, planner=planner, cyclic=cyclic)
         except BudgetTooSmall as error:
-            assert error.needed >= working_set(graph)
-            enough = replace(graph, devices=tuple(replace(d, memory=error.needed) for d in graph.devices))
-            verify(enough, make_plan(graph, planner=planner, cyclic=cyclic, memory=error.needed))
+            enough = with_at_least(graph, error.needed)
+            assert working_set(graph) <= max(device.memory for device in enough.devices)
+            verify(enough, make_plan(enough, planner=planner, cyclic=cyclic))
             unit = max(device.alignment for device in graph.devices)
             with pytest.raises(BudgetTooSmall):
-                make_plan(graph, planner=planner, cyclic=cyclic, memory=error.needed - unit)
+                make_plan(with_at_least(graph, error.needed - unit), planner=planner, cyclic=cyclic)
+            short = [device for device in graph.devices if device.id in error.devices]
+            assert len(short) < len(graph.devices) and all(device.memory < error.needed for device in short)
+            if short:
+                # The others need no more than they have.
+                raised = (replace(d, memory=error.needed) if d in short else d for d in graph.devices)
+                enough = replace(graph, devices=tuple(raised))
+                verify(enough, make_plan(enough, planner=planner, cyclic=cyclic))
+                assert f"device{'s' * (len(short) > 1)} {short[0].id}" in error.what
             yield
 
 

@@ -21,7 +21,7 @@ from disco_accel.graph.files import (
     write_taskgraph,
 )
 from disco_accel.graph.memgraph import MemGraph, Slot
-from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind, with_at_least
 from disco_accel.graph.traits import FROZEN, STATE
 from disco_accel.observe.timeline import stays
 from disco_accel.plan import make_plan
@@ -80,8 +80,8 @@ def test_plans_of_random_graphs_pass_and_no_bound_is_above_them() -> None:
             plan = make_plan(graph, planner="timed", cyclic=cyclic)
         except BudgetTooSmall as error:
             refused += 1
-            plan = make_plan(graph, memory=error.needed, planner="timed", cyclic=cyclic)
-            graph = replace(graph, devices=plan.devices)
+            graph = with_at_least(graph, error.needed)
+            plan = make_plan(graph, planner="timed", cyclic=cyclic)
         except PlanError:
             continue
         found += 1

@@ -18,7 +18,7 @@ from disco_accel.graph.files import (
     write_taskgraph,
 )
 from disco_accel.graph.memgraph import MemGraph, Slot
-from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind, with_at_least
 from disco_accel.graph.traits import FOREIGN, FROZEN, RENEWED
 from disco_accel.graph.values import outlives_step
 from disco_accel.plan import make_plan
@@ -140,8 +140,8 @@ def test_plans_of_random_graphs_pass_and_refusals_name_a_memory_that_does() -> N
         except BudgetTooSmall as error:
             refused += 1
             assert error.needed > min(device.memory for device in graph.devices)
-            plan = make_plan(graph, memory=error.needed, planner="timed", cyclic=cyclic)
-            graph = replace(graph, devices=plan.devices)
+            graph = with_at_least(graph, error.needed)
+            plan = make_plan(graph, planner="timed", cyclic=cyclic)
         except PlanError:
             continue
         planned_graphs += 1
@@ -165,12 +165,10 @@ def test_the_memory_that_a_refusal_names_is_enough_whatever_kernels_were_measure
         graph = with_room(random_taskgraph(rng, rng.choice(RENEWED_SHAPES)), 0.5)
         try:
             planned(timed_anew(graph, rng))
-            needed = max(device.memory for device in graph.devices)
         except BudgetTooSmall as refused:
-            needed = refused.needed
+            graph = with_at_least(graph, refused.needed)
         for _ in range(3):
-            again = timed_anew(graph, rng)
-            planned(replace(again, devices=tuple(replace(device, memory=needed) for device in again.devices)))
+            planned(timed_anew(graph, rng))
 
 
 def timed_anew(graph: TaskGraph, rng: random.Random) -> TaskGraph:

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.taskgraph import TaskGraph
-from disco_accel.graph.taskgraph import with_memory as sized
+from disco_accel.graph.taskgraph import TaskGraph, with_at_least
 from disco_accel.graph.values import host_copy_exists, overwrites
 from disco_accel.plan import make_plan
 from disco_accel.plan.buildmemgraph.builder import build
@@ -78,10 +77,11 @@ def test_the_needed_budget_works_and_one_unit_less_does_not(graph: TaskGraph, fa
     except BudgetTooSmall as error:
         needed = error.needed
         assert needed > min(device.memory for device in graph.devices)
-        judge(sized(graph, lambda _: needed), make_plan(graph, memory=needed, cyclic=cyclic))
+        enough = with_at_least(graph, needed)
+        judge(enough, make_plan(enough, cyclic=cyclic))
         unit = max(device.alignment for device in graph.devices)
         with pytest.raises(BudgetTooSmall):
-            make_plan(graph, memory=error.needed - unit, cyclic=cyclic)
+            make_plan(with_at_least(graph, needed - unit), cyclic=cyclic)
 
 
 @settings(max_examples=40, deadline=None)

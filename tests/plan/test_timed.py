@@ -11,7 +11,7 @@ import pytest
 
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.files import read_taskgraph
-from disco_accel.graph.taskgraph import TaskGraph, VertexKind
+from disco_accel.graph.taskgraph import TaskGraph, VertexKind, with_at_least
 from disco_accel.graph.values import host_copy_exists
 from disco_accel.plan import make_plan
 from disco_accel.plan.bound import bound_of
@@ -117,7 +117,7 @@ def test_the_needed_budget_works_and_one_unit_less_does_not() -> None:
             make_plan(graph, cyclic=cyclic, planner="timed")
         except BudgetTooSmall as error:
             refused += 1
-            make_plan(graph, memory=error.needed, cyclic=cyclic, planner="timed")
+            make_plan(with_at_least(graph, error.needed), cyclic=cyclic, planner="timed")
             with pytest.raises(BudgetTooSmall):
-                make_plan(graph, memory=error.needed - 256, cyclic=cyclic, planner="timed")
+                make_plan(with_at_least(graph, error.needed - 256), cyclic=cyclic, planner="timed")
     assert refused > 20

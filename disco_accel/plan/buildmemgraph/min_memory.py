@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from disco_accel.graph.check import largest_need
-from disco_accel.graph.taskgraph import TaskGraph, with_memory
+from disco_accel.graph.taskgraph import TaskGraph, with_at_least
 from disco_accel.graph.values import is_foreign
 from disco_accel.plan.buildmemgraph.builder import failing_position
 from disco_accel.plan.buildmemgraph.eviction import Policy
@@ -35,6 +35,14 @@ def working_set(graph: TaskGraph) -> int:
     return max(largest_need(graph, device.id)[0] for device in graph.devices)
 
 
+def least_memory(graph: TaskGraph) -> int:
+    """Return the bytes that devices of ``graph`` which have less must get at least, if it has no plan as they are: more
+    than the smallest has, and as many as a vertex needs on one where it does not fit."""
+    devices = [device for device in graph.devices if not device.host]
+    needs = [need for device in devices if (need := largest_need(graph, device.id)[0]) > device.memory]
+    return max([min(device.memory for device in devices) + 1, *needs])
+
+
 _EXACT = 100_000
 """Vertices that a search which is exact to the alignment unit may walk past, about four seconds."""
 
@@ -51,7 +59,7 @@ the size, and a search whose steps double each time may miss the smallest feasib
 
 
 def smallest_feasible_memory(graph: TaskGraph, policy: Policy, cyclic: bool, attempts: Attempts, work: Work) -> int:
-    """Return the smallest size found, the same for every device, at which BUILDMEMGRAPH has a plan of ``graph``.
+    """Return the smallest size found at which BUILDMEMGRAPH has a plan of ``graph``, of every device that has less.
 
     One alignment unit less fails, unless the search for that would take long (``_EXACT``), or the user's time is up.
     The memory that the devices of ``graph`` have now is known to be infeasible. Planning is not monotone in memory, so
@@ -59,8 +67,7 @@ def smallest_feasible_memory(graph: TaskGraph, policy: Policy, cyclic: bool, att
     tried one unit below what it needs, and the search goes on with one that works there.
     """
     unit = max(device.alignment for device in graph.devices)
-    infeasible = min(device.memory for device in graph.devices)
-    least = max(-(-working_set(graph) // unit), infeasible // unit + 1)
+    least = -(-least_memory(graph) // unit)
     walked = 0
 
     def exact() -> bool:
@@ -68,7 +75,7 @@ def smallest_feasible_memory(graph: TaskGraph, policy: Policy, cyclic: bool, att
 
     def failing(units: int, attempt: int, until: int | None = None) -> int | None:
         nonlocal walked
-        at = _failing(with_memory(graph, lambda _: units * unit), policy, cyclic, attempts, attempt, until)
+        at = _failing(with_at_least(graph, units * unit), policy, cyclic, attempts, attempt, until)
         walked += len(graph.vertices) if at is None and until is None else at or until or 0
         return at
 

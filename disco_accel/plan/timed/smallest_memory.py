@@ -6,11 +6,10 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 
-from disco_accel.graph.check import largest_need
 from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.taskgraph import TaskGraph, with_memory
+from disco_accel.graph.taskgraph import TaskGraph, with_at_least
 from disco_accel.graph.values import is_foreign, overwrites
-from disco_accel.plan.buildmemgraph.min_memory import bisect, bisect_down
+from disco_accel.plan.buildmemgraph.min_memory import bisect, bisect_down, least_memory
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.search_work import Work
 from disco_accel.plan.timed.search import build_timed
@@ -44,7 +43,7 @@ def plan_frugally(
 
 
 def smallest_timed_memory(graph: TaskGraph, machine: Machine, *, cyclic: bool, work: Work) -> int:
-    """Return bytes, the same for every device but those in host memory, in which the timed planner has a plan.
+    """Return bytes in which the timed planner has a plan, of every device that has less but those in host memory.
 
     One alignment unit less has none, unless the search for that would take long (``_WORTH``), or the user's time is up.
     The memory that the devices of ``graph`` have now is known to be infeasible. Raises Infeasible where even memory for
@@ -52,16 +51,13 @@ def smallest_timed_memory(graph: TaskGraph, machine: Machine, *, cyclic: bool, w
     """
     devices = [device for device in graph.devices if not device.host]
     unit = max(device.alignment for device in devices)
-    given = min(device.memory for device in devices) // unit
-    least = max(given + 1, -(-max(largest_need(graph, device.id)[0] for device in devices) // unit))
+    least = -(-least_memory(graph) // unit)
     counted = Work()
 
     def fits(units: int, settings: TimedSettings) -> bool:
         trial = Work()
         try:
-            build_timed(
-                with_memory(graph, lambda _: units * unit), machine, cyclic=cyclic, work=trial, settings=settings
-            )
+            build_timed(with_at_least(graph, units * unit), machine, cyclic=cyclic, work=trial, settings=settings)
         except Infeasible:
             return False
         finally:
