@@ -28,14 +28,16 @@ from disco_accel.plan.buildmemgraph.eviction import AUTO, Policy, policy_named
 from disco_accel.plan.buildmemgraph.min_memory import Attempt, first_fitting, smallest_feasible_memory
 from disco_accel.plan.buildmemgraph.residents import Residents, first_choices, improve, plain_choices
 from disco_accel.plan.buildmemgraph.sim_malloc import Repairs
-from disco_accel.plan.common.serial_orders import LOW_PEAK_ORDER, start_order, unlimited_run
+from disco_accel.plan.candidates import Candidates
+from disco_accel.plan.common.order_choices import OrderChoices
+from disco_accel.plan.common.serial_orders import LOW_PEAK_ORDER
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.refusal import too_small
 from disco_accel.plan.search_work import Work
 from disco_accel.plan.timed.requirements import check_overwrites
 from disco_accel.plan.timed.search import build_timed
 from disco_accel.plan.timed.smallest_memory import plan_frugally, smallest_timed_memory
-from disco_accel.simulate.simulator import Machine, simulate
+from disco_accel.simulate.simulator import Machine
 
 _SHORTER = (16, 0)
 
@@ -52,9 +54,6 @@ seldom has to wait for another."""
 
 _PATIENCE = 10.0
 """How often kernels could copy their outputs to the host and back where only the memory of a plan counts."""
-
-_BOTH_UP_TO = 200_000
-"""Vertices of a graph for which both planners are tried."""
 
 _SEARCH_UP_TO = 12_000
 """Vertices of a graph for which BUILDMEMGRAPH tries several sets of residents."""
@@ -253,34 +252,35 @@ def plan_timed(
         return _plan_timed_alone(graph, cyclic, machine, work, applied, not_offloaded)
     if first_fitting(graph, policy, cyclic, partial(_attempts, lookahead=lookahead)) is None:
         raise _too_small(graph, policy, cyclic, lookahead, work)
-    enough = _GOOD * _compute(graph, machine)
-    given, orders = graph, list[GraphPass]()
-    if len(graph.devices) > 1:
-        run = unlimited_run(graph, machine)
-        orders = [start_order(run.starts)]
-        graph = run_passes(graph, orders)
-        enough = _NEAR * run.makespan
-    best: MemGraph | None = None
-    makespan = float("inf")
-    for plan in _candidates(graph, policy, cyclic, lookahead, machine, work):
-        seconds = simulate(plan, machine).makespan
-        if seconds < makespan:
-            best, makespan = plan, seconds
-        if makespan <= enough or len(graph.vertices) > _BOTH_UP_TO or work.late():
-            break
-    if best is None:
-        return plan_build(given, policy, cyclic, lookahead, machine, work=work, applied=applied)
-    _note_orders(given, graph, best, orders, applied)
-    return best
+    orders = OrderChoices.of(graph, machine)
+    enough = _NEAR * orders.fastest if orders.passes else _GOOD * _compute(graph, machine)
+    plans = Candidates(machine, enough, work)
+
+    def built(each: TaskGraph, own: Work) -> MemGraph:
+        return plan_build(each, policy, cyclic, lookahead, machine, Repairs(shorten_lookahead=False), own)
+
+    def timed(each: TaskGraph, own: Work) -> MemGraph:
+        return replace(build_timed(each, machine, cyclic=cyclic, work=own), planner="timed")
+
+    if not orders.passes:
+        plans.add(timed, graph)
+        plans.add(built, graph)
+    for order in orders.passes:
+        plans.add(built, graph, order)
+    for order in plans.fastest_first(orders.passes)[: 1 if len(graph.vertices) > _SEARCH_UP_TO else None]:
+        plans.add(timed, graph, order)
+    if plans.best is None:
+        return plan_build(graph, policy, cyclic, lookahead, machine, work=work, applied=applied)
+    _note_orders(graph, plans, applied)
+    return plans.best
 
 
-def _note_orders(
-    given: TaskGraph, ordered: TaskGraph, plan: MemGraph, passes: list[GraphPass], applied: list[AppliedPass] | None
-) -> None:
-    """Note in ``applied`` what made the order of ``plan`` out of that of ``given``: ``passes`` made ``ordered``."""
-    if applied is not None:
+def _note_orders(given: TaskGraph, plans: Candidates, applied: list[AppliedPass] | None) -> None:
+    """Note in ``applied`` what made the order of the best of ``plans`` out of that of ``given``."""
+    if applied is not None and plans.best is not None:
+        passes = [] if plans.order is None else [plans.order]
         # The one other order that a draft may have.
-        lower = [] if _has_order_of(ordered, plan) else [LOW_PEAK_ORDER]
+        lower = [] if _has_order_of(run_passes(given, passes), plans.best) else [LOW_PEAK_ORDER]
         run_passes(given, [*passes, *lower], applied)
 
 
@@ -300,17 +300,27 @@ def _plan_timed_alone(
     not_offloaded: Collection[int],
 ) -> MemGraph:
     """As ``plan_timed``, for graphs that BUILDMEMGRAPH cannot plan."""
-    several = len({vertex.device for vertex in graph.vertices if vertex.kind is VertexKind.KERNEL}) > 1
-    orders = [start_order(unlimited_run(graph, machine).starts)] if several else []
-    for passes, plan in ((orders, build_timed), (orders, plan_frugally), (list[GraphPass](), plan_frugally)):
-        ordered = run_passes(graph, passes)
+    orders = OrderChoices.of(graph, machine)
+    plans = Candidates(machine, _NEAR * orders.fastest, work)
+
+    def timed(each: TaskGraph, own: Work) -> MemGraph:
+        made = build_timed(each, machine, cyclic=cyclic, work=own, not_offloaded=not_offloaded)
+        return replace(made, planner="timed")
+
+    def frugal(each: TaskGraph, own: Work) -> MemGraph:
         # A modest search is over soon, and no graph is refused because the one before it took all the work there was.
-        modest = plan is plan_frugally and work.limit is None and work.finds_needed
-        with suppress(Infeasible):
-            made = plan(ordered, machine, cyclic=cyclic, work=Work() if modest else work, not_offloaded=not_offloaded)
-            made = replace(made, planner="timed")
-            _note_orders(graph, ordered, made, passes, applied)
-            return made
+        own = Work() if work.limit is None and work.finds_needed else own
+        made = plan_frugally(each, machine, cyclic=cyclic, work=own, not_offloaded=not_offloaded)
+        return replace(made, planner="timed")
+
+    for order in orders.passes[: 1 if len(graph.vertices) > _SEARCH_UP_TO else None] or (None,):
+        plans.add(timed, graph, order)
+    for order in (*orders.passes[:1], None):
+        if plans.best is None:
+            plans.add(frugal, graph, order)
+    if plans.best is not None:
+        _note_orders(graph, plans, applied)
+        return plans.best
     check_overwrites(graph)
     if not work.finds_needed:
         raise Infeasible(0)
@@ -380,21 +390,6 @@ def _with_durations(vertices: Sequence[Vertex], graph: TaskGraph) -> tuple[Verte
     """Return the ``vertices`` of a plan of ``graph``, each that is not a copy with its duration."""
     own = {vertex.id: vertex.duration for vertex in graph.vertices}
     return tuple(replace(v, duration=own[v.id]) if v.id in own else v for v in vertices)
-
-
-def _candidates(
-    graph: TaskGraph, policy: Policy, cyclic: bool, lookahead: int | None, machine: Machine, work: Work
-) -> Iterator[MemGraph]:
-    """Yield plans of both planners, the more promising first."""
-    timed = partial(_timed, graph, cyclic, machine, work)
-    built = partial(plan_build, graph, policy, cyclic, lookahead, machine, Repairs(shorten_lookahead=False), work)
-    for way in (built, timed) if len(graph.devices) > 1 else (timed, built):
-        with suppress(Infeasible):
-            yield way()
-
-
-def _timed(graph: TaskGraph, cyclic: bool, machine: Machine, work: Work) -> MemGraph:
-    return replace(build_timed(graph, machine, cyclic=cyclic, work=work), planner="timed")
 
 
 def _compute(graph: TaskGraph, machine: Machine) -> float:

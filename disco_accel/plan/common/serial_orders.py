@@ -39,19 +39,23 @@ LOW_PEAK_ORDER = GraphPass(
 def unlimited_run(graph: TaskGraph, machine: Machine) -> Simulation:
     """Simulate one step of ``graph`` on ``machine`` with memory for everything."""
     order = serial_order(graph)
-    before = tuple((order[reader].id, order[writer].id) for reader, writer in _overwritings(order))
+    before = tuple((order[reader].id, order[writer].id) for reader, writer in overwritings(order))
     return simulate(MemGraph(graph.name, graph.devices, order, {}, data_edges(order), before, {}), machine)
 
 
-def start_order(starts: Mapping[int, float]) -> GraphPass:
-    """The pass that puts vertices in the order of ``starts``, those of ``unlimited_run``: on several devices a serial
+def start_order(
+    starts: Mapping[int, float],
+    name: str = "start order",
+    effect: str = "vertices as they start with memory for everything",
+) -> GraphPass:
+    """The pass that puts vertices in the order of ``starts``, those of a simulated step: on several devices a serial
     order may make one wait for work that another may do later."""
 
     def by_start(graph: TaskGraph) -> TaskGraph:
         vertices = sorted(serial_order(graph), key=lambda v: (v.kind is not VertexKind.INPUT, starts.get(v.id, 0.0)))
         return replace(graph, vertices=tuple(vertices))
 
-    return GraphPass("start order", "vertices as they start with memory for everything", by_start)
+    return GraphPass(name, effect, by_start)
 
 
 def sink(order: Sequence[Vertex]) -> tuple[Vertex, ...]:
@@ -121,12 +125,12 @@ def _successors(order: Sequence[Vertex]) -> list[list[int]]:
     for v, vertex in enumerate(order):
         for source in dependencies(vertex):
             behind[position[source]].append(v)
-    for reader, writer in _overwritings(order):
+    for reader, writer in overwritings(order):
         behind[reader].append(writer)
     return behind
 
 
-def _overwritings(order: Sequence[Vertex]) -> Iterator[tuple[int, int]]:
+def overwritings(order: Sequence[Vertex]) -> Iterator[tuple[int, int]]:
     """Yield pairs of positions: a reader, and a vertex behind it that writes in place over an input of the reader."""
     readers: dict[Ref, list[int]] = {}
     for v, vertex in enumerate(order):

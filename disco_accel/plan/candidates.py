@@ -1,0 +1,60 @@
+"""Plans of one graph by several planners, in several serial orders, and the fastest of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.passes import GraphPass, run_passes
+from disco_accel.graph.taskgraph import TaskGraph
+from disco_accel.plan.infeasible import Infeasible
+from disco_accel.plan.search_work import Work, enough
+from disco_accel.simulate.simulator import Machine, simulate
+
+_BOTH_UP_TO = 200_000
+"""Vertices of a graph for which more than one plan is made."""
+
+
+@dataclass
+class Candidates:
+    """The plan that is fastest in simulation on ``machine``, and its ``order`` (None: the graph's). No more are made
+    once one takes ``enough`` seconds or less."""
+
+    machine: Machine
+    enough: float
+    work: Work
+    best: MemGraph | None = None
+    order: GraphPass | None = None
+    makespan: float = float("inf")
+    seconds: dict[int, float] = field(default_factory=dict)
+    """Of the fastest plan in each order, by its ``id``."""
+    spent: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.spent = self.work.spent
+
+    def add(
+        self, planner: Callable[[TaskGraph, Work], MemGraph], graph: TaskGraph, order: GraphPass | None = None
+    ) -> None:
+        """Plan ``graph`` in ``order``, unless that can gain nothing, or would take too long."""
+        late = self.best is not None and (len(graph.vertices) > _BOTH_UP_TO or self.work.late())
+        if late or self.makespan <= self.enough:
+            return
+        own = self.work
+        if order is not None and own.limit is None:
+            # Each order has a search of its own, or a later one would have what work the first has left.
+            own = Work(part=max(0.0, own.part - self.spent / enough(len(graph.vertices))))
+        with suppress(Infeasible):
+            plan = planner(graph if order is None else run_passes(graph, [order]), own)
+            makespan = simulate(plan, self.machine).makespan
+            self.seconds[id(order)] = min(makespan, self.seconds.get(id(order), makespan))
+            if makespan < self.makespan:
+                self.best, self.order, self.makespan = plan, order, makespan
+        if own is not self.work:
+            self.work.take(own)
+
+    def fastest_first(self, orders: Sequence[GraphPass]) -> list[GraphPass]:
+        """Return ``orders``, those with the faster plans first."""
+        return sorted(orders, key=lambda order: self.seconds.get(id(order), float("inf")))
