@@ -55,6 +55,10 @@ seldom has to wait for another."""
 _PATIENCE = 10.0
 """How often kernels could copy their outputs to the host and back where only the memory of a plan counts."""
 
+_ORDERS_UP_TO = 1_000
+"""Vertices of a graph on several devices that the timed planner plans in each of its orders, not in the most promising
+alone."""
+
 _SEARCH_UP_TO = 12_000
 """Vertices of a graph for which BUILDMEMGRAPH tries several sets of residents."""
 
@@ -267,7 +271,7 @@ def plan_timed(
         plans.add(built, graph)
     for order in orders.passes:
         plans.add(built, graph, order)
-    for order in plans.fastest_first(orders.passes)[: 1 if len(graph.vertices) > _SEARCH_UP_TO else None]:
+    for order in plans.fastest_first(orders.passes)[: 1 if len(graph.vertices) > _ORDERS_UP_TO else None]:
         plans.add(timed, graph, order)
     if plans.best is None:
         return plan_build(graph, policy, cyclic, lookahead, machine, work=work, applied=applied)
@@ -313,7 +317,7 @@ def _plan_timed_alone(
         made = plan_frugally(each, machine, cyclic=cyclic, work=own, not_offloaded=not_offloaded)
         return replace(made, planner="timed")
 
-    for order in orders.passes[: 1 if len(graph.vertices) > _SEARCH_UP_TO else None] or (None,):
+    for order in orders.passes[: 1 if len(graph.vertices) > _ORDERS_UP_TO else None] or (None,):
         plans.add(timed, graph, order)
     for order in (*orders.passes[:1], None):
         if plans.best is None:
