@@ -68,7 +68,7 @@ def _compile(options: argparse.Namespace) -> int:
     try:
         plan = make_plan(graph, memory=memory, work=work, **asked)
     except BudgetTooSmall as error:
-        raise _with_culprit(error, graph) from None
+        raise _with_culprit(error, graph, memory) from None
     seconds = time.perf_counter() - started
     try:
         write_memgraph(plan, options.output, names, options.schema or version)
@@ -80,16 +80,19 @@ def _compile(options: argparse.Namespace) -> int:
     return 0
 
 
-def _with_culprit(error: BudgetTooSmall, graph: TaskGraph) -> BudgetTooSmall:
-    """Return ``error``, naming the vertex if a single one is too large for the device."""
+def _with_culprit(error: BudgetTooSmall, graph: TaskGraph, memory: int | None) -> BudgetTooSmall:
+    """Return ``error``, naming the vertex if a single one is too large for its device, that has ``memory`` bytes (None:
+    what the graph says)."""
     from disco_accel.graph.check import called, largest_need
     from disco_accel.graph.strict_json import plain
 
-    need, vertex = max((largest_need(graph, device.id) for device in graph.devices), key=lambda need: need[0])
-    if vertex is None or need <= error.given:
-        return error
-    what = f"the plan of '{plain(graph.name)}', whose {called(vertex)} takes {need} bytes by itself,"
-    return BudgetTooSmall(error.needed, error.given, what)
+    most, what = 0, error.what
+    for device in graph.devices:
+        need, vertex = largest_need(graph, device.id)
+        if vertex is not None and need > max(most, device.memory if memory is None or device.host else memory):
+            most = need
+            what = f"the plan of '{plain(graph.name)}', whose {called(vertex)} takes {need} bytes by itself,"
+    return BudgetTooSmall(error.needed, error.given, what, error.parts, error.devices)
 
 
 def _bound_arguments(parser: argparse.ArgumentParser) -> None:

@@ -132,7 +132,9 @@ def plan_step(
             plan = decide(graph, made, machine, work, applied, planner=settings.planner)
         except BudgetTooSmall as error:
             needed, parts = budget.total_for(error.needed), what_it_needs(budget, error.needed, graph, step.copies)
-            raise BudgetTooSmall(needed, budget.total, "memory_budget: the step", parts) from error
+            where = f" on device {', '.join(map(str, error.devices))}" if error.devices else ""
+            what = f"memory_budget: the step{where}"
+            raise BudgetTooSmall(needed, budget.total, what, parts, error.devices) from error
     graph, clones = _planned_graph(graph, plan)
     notes = (cut_short(graph, plan, work, settings.machine),) if work.cut else ()
     planned = time.perf_counter()

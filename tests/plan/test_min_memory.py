@@ -5,19 +5,25 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from disco_accel.cli.main import main
 from disco_accel.errors import BudgetTooSmall
-from disco_accel.graph.taskgraph import with_at_least
+from disco_accel.graph.files import write_taskgraph
+from disco_accel.graph.taskgraph import with_at_least, with_memory
 from disco_accel.plan import make_plan
 from disco_accel.plan.buildmemgraph import min_memory as needed_module
 from disco_accel.plan.buildmemgraph.min_memory import bisect, bisect_down, working_set
 from disco_accel.plan.timed.smallest_memory import climb
 from disco_accel.testing.lora_graph import LoraShape, lora_graph
+from disco_accel.testing.pipeline_graph import PipelineShape, pipeline_graph
 from disco_accel.testing.strategies import random_taskgraph, with_working_sets
 from disco_accel.testing.tensor_parallel import PrefillShape, tensor_parallel_prefill
 from disco_accel.verify.static import verify
+
+MIB = 1 << 20
 
 
 def refusals(planner: str, seeds: range) -> Iterator[None]:
@@ -112,3 +118,19 @@ def test_sizes_that_fail_by_chance_hide_no_smaller_one_that_works() -> None:
     assert bisect(failing, found, fits) == 120
     assert climb(10, 100, fits)[1] is None and climb(120, 2000, fits) == (119, 120)
     assert climb(10, 2000, fits, lambda: False) == (9, None)
+
+
+def test_of_two_devices_the_one_that_is_short_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The other has more than the first needs, and needs more than the first."""
+    shape = PipelineShape(2, 4)
+    graph = with_memory(pipeline_graph(shape, shape.held * 2), lambda d: shape.held * 2 if d.id else 4 * MIB)
+    with pytest.raises(BudgetTooSmall, match="on device 0 needs") as refused:
+        make_plan(graph, planner="timed", cyclic=True)
+    error = refused.value
+    assert error.devices == (0,) and error.given == 4 * MIB < error.needed < shape.held
+    enough = with_at_least(graph, error.needed)
+    verify(enough, make_plan(enough, planner="timed", cyclic=True))
+    file = tmp_path / "task.json"
+    write_taskgraph(graph, file)
+    assert main(["compile", str(file), "-o", str(tmp_path / "plan.json")]) == 1
+    assert "backward" in capsys.readouterr().err, "a single kernel of that device is larger than it"

@@ -59,14 +59,14 @@ def test_with_memory_for_half_of_them_a_fast_link_hides_the_loads(stages: int, p
 
 
 def test_where_the_link_is_slow_a_load_serves_several_parts() -> None:
-    """A layer takes 27 ms to load and 2 ms to compute forward for a part: loaded for each part, the step takes 5.3
+    """A layer takes 27 ms to load and 2 ms to compute forward for a part: loaded for each part, the step takes 5.2
     times its ideal."""
-    shape = PipelineShape(4, 16, weight=512 << 20)
+    shape = PipelineShape(2, 16, weight=512 << 20)
     graph = pipeline_graph(shape, memory(shape, 0.5))
     plan = planned(graph)
-    assert simulate(plan).makespan <= 3.0 * shape.ideal
+    assert simulate(plan).makespan <= 2.0 * shape.ideal
     loads = copied_bytes(plan, VertexKind.RELOAD) / (shape.stages * shape.layers * shape.weight)
-    assert loads <= 10, "of every weight; one for each part and pass would be 32"
+    assert loads <= 8, "of every weight; one for each part and pass would be 32"
 
 
 def test_weights_that_fit_need_no_order_of_their_own() -> None:
