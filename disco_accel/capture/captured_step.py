@@ -38,8 +38,8 @@ class InputBinding:
 
     ``name``: the parameter's or buffer's as in ``model.named_parameters()``, the batch key (dotted inside
     containers), the output whose tangent it is or that is written there, or a key of ``CapturedStep.constants``.
-    ``spec`` has offset 0: the vertex's bytes start at the tensor's first element. Of a tensor of the batch whose rows
-    are shared out it is number ``part`` of so many equal ``parts``.
+    ``spec`` has offset 0: the vertex's bytes start at the tensor's first element. Of a tensor that is
+    shared out along ``dim`` it is number ``part`` of so many equal ``parts``: rows of the batch, or of a weight.
     """
 
     vertex: int
@@ -48,6 +48,7 @@ class InputBinding:
     spec: TensorSpec
     part: int = 0
     parts: int = 1
+    dim: int = 0
 
 
 @dataclass(frozen=True, slots=True)

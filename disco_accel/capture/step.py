@@ -29,6 +29,7 @@ from disco_accel.capture.returned_fields import REAL_DTYPES, NoSuchOutput, loss_
 from disco_accel.capture.rng import chain_draws, draws, random_sites, user_generator
 from disco_accel.capture.storages import storage_key, tensor_spec
 from disco_accel.capture.trace_log import TraceLog, logging_trace
+from disco_accel.capture.traced_step import Rewrite, TracedStep
 from disco_accel.errors import CaptureError
 from disco_accel.graph.op_traits import op_traits
 from disco_accel.graph.passes import AppliedPass, run_passes
@@ -129,13 +130,14 @@ def capture_step(
     outputs: Sequence[str] = ("loss",),
     differentiated: int = 1,
     trained: Traits = FOREIGN,
+    rewrite: Rewrite = lambda traced: traced,
 ) -> CapturedStep:
     """Capture outputs and gradients of one training step of ``model`` on a batch shaped as ``kwargs``.
 
     ``outputs``: fields of what the model returns, or dotted paths into them such as ``hidden_states.2``. The first
     ``differentiated`` are those that the user differentiates: ``loss``, which is alone then, or tensors such as
     ``logits``; the others can be read alone. What a model returns as a tensor alone stands for the first. ``trained``:
-    the traits of trained weights, RENEWED where an optimizer changes them in host memory; gradients leave for it then.
+    the traits of trained weights, RENEWED where an optimizer changes them in host memory. ``rewrite``: after tracing.
 
     Works on fake twins on ``device``, where the step will run, because PyTorch chooses kernels by device; neither
     weights nor batch are read, and a model built on ``meta`` will do. ``forward`` is traced in place of
@@ -157,7 +159,7 @@ def capture_step(
     names = [outputs[0]] * len(tangents) if outputs[0] == "loss" else outputs[:differentiated]
     sources = twins.sources(model) + [(InputSource.TANGENT, name) for name in names]
     constants = functools.partial(bind_constants, trace, mode, model)
-    captured = _lower(trace, sources, constants, log, name, device, outputs, trained=trained)
+    captured = _lower(trace, sources, constants, log, name, device, outputs, trained=trained, rewrite=rewrite)
     captured = replace(captured, bare=step.bare, differentiated=differentiated)
     return with_leaving_gradients(captured) if trained.host_has_it else captured
 
@@ -177,6 +179,7 @@ def capture_forward(
     name: str = "forward",
     device: torch.device = _CPU,
     outside: Callable[[str], bool] = lambda _: False,
+    rewrite: Rewrite = lambda traced: traced,
 ) -> CapturedStep:
     """Capture what ``forward`` returns for a batch shaped as ``kwargs``, without gradients: nothing arrives late.
 
@@ -193,7 +196,7 @@ def capture_forward(
     with _tracing(model, mode, contexts, device, gradients=False) as log:
         trace = _trace(twins.caller(step, model, kwargs), (*twins.arguments, []), log)
     constants = functools.partial(bind_constants, trace, mode, model)
-    return _lower(trace, twins.sources(model), constants, log, name, device, step.outputs, outside)
+    return _lower(trace, twins.sources(model), constants, log, name, device, step.outputs, outside, rewrite=rewrite)
 
 
 @dataclass(frozen=True)
@@ -348,13 +351,16 @@ def _lower(
     wanted: Sequence[str],
     outside: Callable[[str], bool] = lambda _: False,
     trained: Traits = FOREIGN,
+    rewrite: Rewrite = lambda traced: traced,
 ) -> CapturedStep:
-    graph = trace.graph
-    refuse_cudnn_attention(graph)
-    sites = random_sites(graph, log)
+    refuse_cudnn_attention(trace.graph)
+    drawing = random_sites(trace.graph, log)
+    trace.graph.eliminate_dead_code(is_impure_node=_must_stay)
+    constants = bind()
+    traced = rewrite(TracedStep(trace.graph, sources, drawing, log.output_grads))
+    graph, sites = traced.graph, traced.sites
     graph.eliminate_dead_code(is_impure_node=_must_stay)
     source_of = dict(zip(graph.find_nodes(op="placeholder"), sources, strict=True))
-    constants = bind()
     low = Lowering(device=str(where))
     bindings: list[InputBinding] = []
     flags = {**_FLAGS, InputSource.TRAINABLE: InputFlags("trainable", trained)}
@@ -394,7 +400,7 @@ def _lower(
     # The arena's size is the planner's business; a device's memory only bounds it.
     device = Device(0, sum(sum(v.sizes) for v in low.vertices))
     # By the last output the forward has run, which is what the user's generator has to show.
-    passes = hold_back(low, log.output_grads), chain_draws(max(output.ref for output in outputs))
+    passes = hold_back(low, traced.output_grads), chain_draws(max(output.ref for output in outputs))
     applied: list[AppliedPass] = []
     task = run_passes(TaskGraph(name, (device,), tuple(low.vertices), low.ops), passes, applied)
     return CapturedStep(task, tuple(bindings), outputs, gradients, constants, passes=tuple(applied))
