@@ -26,14 +26,15 @@ def over_devices(
     machine: Machine,
     applied: list[AppliedPass],
     part_of: Mapping[int, int] | None = None,
+    what: str = "a part of the batch",
 ) -> tuple[CapturedStep, TaskGraph]:
     """``captured`` and its ``graph`` with costs on as many devices as ``memory`` has sizes, in bytes.
 
-    A part of the batch on each, where ``part_of`` says which kernel works on which; else layers, in the way that is
+    Part ``what`` on each, where ``part_of`` says which kernel works on which; else layers, in the way that is
     simulated fastest. ``applied`` gets the pass. Raises as ``spread``.
     """
     devices = _devices(graph, memory)
-    what = "layers" if part_of is None else "a part of the batch"
+    what = "layers" if part_of is None else what
     ways = placements(graph, memory, machine) if part_of is None else [part_of]
     handed_out = [value.ref for value in (*captured.outputs, *captured.gradients)]
     # What is written to the user's memory is written from where that is.

@@ -1,0 +1,242 @@
+"""The graph of one rank, node by node as the rules make it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from disco_accel.capture.leaving_gradients import dense
+from disco_accel.capture.storages import storage_bytes, tensor_spec
+from disco_accel.capture.trace_log import node_info
+from disco_accel.decompose.tensor.placements import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    PARTIAL,
+    REPLICATED,
+    OfRank,
+    Partial,
+    Placement,
+    Shard,
+    local_shape,
+)
+from disco_accel.errors import CaptureError
+
+_ATEN = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """What one rank has of a value, ``node`` of its graph, and how that lies among the others'."""
+
+    node: fx.Node
+    placement: Placement
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The fake tensor that the rank has."""
+        tensor: torch.Tensor = self.node.meta["val"]
+        return tensor
+
+
+Result = Value | tuple[Value | None, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of the step on one device, the ranks' values in place of its nodes."""
+
+    node: fx.Node
+    target: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @property
+    def values(self) -> list[Value]:
+        """Its tensors in order, those inside lists included."""
+        return list(_values_in((self.args, tuple(self.kwargs.values()))))
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of its result on one device."""
+        shape: torch.Size = self.node.meta["val"].shape
+        return shape
+
+    def source_shape(self, position: int) -> torch.Size:
+        """Of its argument at ``position`` on one device."""
+        shape: torch.Size = self.node.args[position].meta["val"].shape  # type: ignore[union-attr]
+        return shape
+
+    def with_values(self, change: Callable[[Value], Value]) -> Call:
+        """The same call, ``change`` of each tensor in its place."""
+        kwargs = {name: _mapped(value, change) for name, value in self.kwargs.items()}
+        return Call(self.node, self.target, _mapped(self.args, change), kwargs)
+
+    def refusal(self, why: str) -> CaptureError:
+        """``why`` this call cannot be shared out among ranks."""
+        placed = ", ".join(f"{tuple(v.tensor.shape)} {_named(v.placement)}" for v in self.values)
+        module = node_info(self.node).module or "?"
+        return CaptureError(
+            f"parallel: tensor: {self.target} in module {module} {why} ({placed}); use parallel: layers or batch"
+        )
+
+
+@dataclass
+class LocalGraph:
+    """``graph`` is that of any of ``ranks`` ranks: numbers that they have different ones of are ``OfRank``."""
+
+    ranks: int
+    mode: Any
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    source: fx.Node | None = None
+    """The node of the step on one device whose work is being added."""
+    drawn: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    """A node that draws random numbers → the one that does so here, where that is not its counterpart."""
+    _views: dict[fx.Node, tuple[Value, Callable[[Value], fx.Node]]] = field(default_factory=dict)
+    _whole: dict[fx.Node, Value] = field(default_factory=dict)
+
+    def emit(self, target: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
+        """Add a call on what the rank has."""
+        node = self.graph.call_function(target, _mapped(args, _node_of), _mapped(kwargs, _node_of))
+        assert self.source is not None
+        with self.mode, torch.no_grad():
+            try:
+                val = target(*_mapped(args, _tensor_of), **_mapped(kwargs, _tensor_of))
+            except (RuntimeError, ValueError, IndexError) as error:
+                summary = str(error).strip().split("\n")[0]
+                module = node_info(self.source).module or "?"
+                raise CaptureError(
+                    f"parallel: tensor: {target} in module {module} cannot run on a part: {summary}; "
+                    "use parallel: layers or batch"
+                ) from error
+        node.meta = {**self.source.meta, "val": val}
+        return node
+
+    def emit_call(self, call: Call) -> fx.Node:
+        """``call`` as it is, on what the rank has."""
+        return self.emit(call.target, *call.args, **call.kwargs)
+
+    def items(self, node: fx.Node, placements: Sequence[Placement]) -> tuple[Value | None, ...]:
+        """The results of a call that has several, as they lie; None for what is no tensor."""
+        made: list[Value | None] = []
+        for index, (tensor, placement) in enumerate(zip(node.meta["val"], placements, strict=True)):
+            item = None
+            if isinstance(tensor, torch.Tensor):
+                item = self.graph.call_function(operator.getitem, (node, index))
+                item.meta = {**node.meta, "val": tensor}
+            made.append(None if item is None else Value(item, placement))
+        return tuple(made)
+
+    def add(self, node: fx.Node, val: Any) -> fx.Node:
+        """Add a copy of ``node``, an input or constant of the step, that stands for ``val``."""
+        made = self.graph.node_copy(node)
+        made.meta = {**node.meta, "val": val}
+        return made
+
+    def view_of_partial(self, value: Value, again: Callable[[Value], fx.Node]) -> Value:
+        """``again`` of a partial ``value``: a reduction of it is the same view of the reduced value."""
+        node = again(value)
+        self._views[node] = value, again
+        return Value(node, PARTIAL)
+
+    def whole(self, value: Value) -> Value:
+        """``value`` if each rank's is one, or a part of it, on its own; the sum of all where it is partial."""
+        if value.placement != PARTIAL:
+            return value
+        known = self._whole.get(value.node)
+        if known is None:
+            if value.node in self._views:
+                of, again = self._views[value.node]
+                known = Value(again(self.whole(of)), REPLICATED)
+            else:
+                known = Value(self.all_reduce(value, "sum"), REPLICATED)
+            self._whole[value.node] = known
+        return known
+
+    def all_reduce(self, value: Value, op: str) -> fx.Node:
+        """The sum, or the max, of what the ranks have, in the order of their numbers."""
+        if not _fills_memory(value.tensor):
+            value = Value(self.emit(_ATEN.clone.default, value, memory_format=torch.contiguous_format), PARTIAL)
+        return self._collective(ALL_REDUCE, value, op, value.tensor.shape, tuple(value.tensor.stride()))
+
+    def gathered(self, value: Value) -> fx.Node:
+        """All that the ranks have of a value that is cut."""
+        assert isinstance(value.placement, Shard) and value.placement.outer == 1
+        dim = value.placement.dim
+        shape = [n * self.ranks if k == dim else n for k, n in enumerate(value.tensor.shape)]
+        return self._collective(ALL_GATHER, value, dim, shape)
+
+    def _collective(
+        self, target: torch._ops.OpOverload, value: Value, how: str | int, shape: Any, stride: Any = None
+    ) -> fx.Node:
+        assert self.source is not None
+        node = self.graph.call_function(target, (value.node, how))
+        like = value.tensor
+        with self.mode:
+            if stride is None:
+                val = torch.empty(shape, dtype=like.dtype, device=like.device)
+            else:
+                val = torch.empty_strided(tuple(shape), stride, dtype=like.dtype, device=like.device)
+        node.meta = {**self.source.meta, "val": val}
+        return node
+
+    def cut(self, value: Value, shard: Shard) -> Value:
+        """Each rank's part of a replicated ``value``."""
+        length = value.tensor.shape[shard.dim]
+        if shard.outer != 1 or length % self.ranks:
+            raise CaptureError(
+                f"parallel: tensor: dimension {shard.dim} of a tensor of shape {tuple(value.tensor.shape)} cannot be "
+                f"cut into {self.ranks} parts; use parallel: layers or batch"
+            )
+        part = length // self.ranks
+        begin, end = OfRank(0, part), OfRank(part, part)
+        return Value(self.emit(_ATEN.slice_copy.Tensor, value, shard.dim, begin, end, 1), shard)
+
+    def placeholder(self, node: fx.Node, shard: Shard) -> Value:
+        """An input of which each rank has a part, contiguous."""
+        like: torch.Tensor = node.meta["val"]
+        with self.mode:
+            val = torch.empty(local_shape(like.shape, shard, self.ranks), dtype=like.dtype, device=like.device)
+        return Value(self.add(node, val), shard)
+
+
+def _fills_memory(tensor: torch.Tensor) -> bool:
+    # A kernel's whole result: what is sent from rank to rank is the storage.
+    whole = tensor.numel() * tensor.element_size() == storage_bytes(tensor)
+    return whole and tensor.storage_offset() == 0 and dense(tensor_spec(tensor))
+
+
+def _values_in(value: Any) -> Iterator[Value]:
+    if isinstance(value, Value):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _values_in(item)
+
+
+def _mapped(value: Any, change: Callable[[Value], Any]) -> Any:
+    if isinstance(value, Value):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_mapped(item, change) for item in value)
+    if isinstance(value, dict):
+        return {key: _mapped(item, change) for key, item in value.items()}
+    return value
+
+
+def _node_of(value: Value) -> fx.Node:
+    return value.node
+
+
+def _tensor_of(value: Value) -> torch.Tensor:
+    return value.tensor
+
+
+def _named(placement: Placement) -> str:
+    if isinstance(placement, Shard):
+        return f"cut along dimension {placement.dim}"
+    return "partial" if isinstance(placement, Partial) else "replicated"
