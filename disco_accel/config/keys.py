@@ -196,7 +196,7 @@ PARSERS: dict[str, Parser] = {
     "master_weights": _one_of("auto", "script", "fp32"),
     "device": _one_of("auto", "cpu", "cuda"),
     "devices": _devices,
-    "parallel": _one_of("auto", "layers", "batch"),
+    "parallel": _one_of("auto", "layers", "batch", "tensor"),
     "micro_batches": _count(1),
     "link_bandwidth": _bandwidth,
     "link_latency": _seconds,

@@ -12,9 +12,13 @@ import torch
 
 from disco_accel.capture.captured_step import CapturedStep
 from disco_accel.capture.fake_inputs import batch_tensors
+from disco_accel.capture.parts import named_parts
 from disco_accel.capture.step import Forward, capture_forward, capture_step
+from disco_accel.capture.traced_step import Rewrite
 from disco_accel.decompose.decomposition import over_devices
 from disco_accel.decompose.micro_batches import on_parts
+from disco_accel.decompose.tensor.propagate import of_one_rank
+from disco_accel.decompose.tensor.ranks import on_ranks
 from disco_accel.execute.executor import EngineOptions
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.graph.traits import FOREIGN, Traits
@@ -23,11 +27,13 @@ from disco_accel.native.backend import backend_of, run_device
 from disco_accel.plan import Machine
 from disco_accel.plan.plan_cache import PlanCache
 from disco_accel.simulate.simulator import Link
+from disco_accel.sizes import format_size
 from disco_accel.step.budget import BudgetFacts, leaving_bytes, outputs_bytes
-from disco_accel.step.compiled_step import CompiledStep, host_bytes
+from disco_accel.step.compiled_step import CompiledStep, host_bytes, shared_weights
 from disco_accel.step.fitted_batch import FittedBatch
 from disco_accel.step.memory_parts import require_host_memory
 from disco_accel.step.pipeline import PlannerSettings, PlanStore, plan_step, with_costs
+from disco_accel.step.shard_memory import ShardMemory, packed_bytes
 from disco_accel.version import __version__
 
 logger = logging.getLogger("disco_accel")
@@ -41,7 +47,8 @@ class CompileOptions:
     of earlier runs; None = always plan. ``say``: told of each stage as it begins.
     ``captured`` is called when the trace is over. ``trained``: as in ``capture_step``. ``gather`` puts host tensors
     that a step loads, and that no attribute holds, where it loads them from fast. ``devices`` share the step, each
-    with ``memory``.
+    with ``memory``. ``shards``: name of a weight → the dimension that is cut, if each device gets a part of it;
+    ``shard_memory`` has these parts.
     """
 
     memory: int
@@ -57,6 +64,8 @@ class CompileOptions:
     trained: Traits = FOREIGN
     gather: Callable[[Iterable[torch.Tensor]], None] = lambda _: None
     devices: int = 1
+    shards: Mapping[str, int] | None = None
+    shard_memory: ShardMemory | None = None
 
 
 def compile_step(
@@ -89,15 +98,38 @@ def compile_step(
         outputs=outputs,
         differentiated=differentiated,
         trained=options.trained,
+        rewrite=_rewrite(options),
     )
     options.captured()
     part_of = None
     if fitted.parts > 1:
-        on_all = on_parts(captured, fitted.parts, fitted.divided, lambda dtype: getattr(torch, dtype).itemsize)
+        on_all = on_parts(captured, fitted.parts, fitted.divided, _itemsize)
         captured = on_all.captured
         part_of = on_all.part_of if fitted.parallel == "batch" else None
+    if options.shards is not None:
+        captured, part_of = _on_ranks(captured, options)
     tensors = {k: v for k, v in fitted.batch.items() if isinstance(v, torch.Tensor)}
     return _compile(model, captured, tensors, (1 + cut) * outputs_bytes(captured), options, began, part_of)
+
+
+def _rewrite(options: CompileOptions) -> Rewrite:
+    shards = options.shards
+    if shards is None:
+        return lambda traced: traced
+    return lambda traced: of_one_rank(traced, shards, options.devices)
+
+
+def _on_ranks(captured: CapturedStep, options: CompileOptions) -> tuple[CapturedStep, Mapping[int, int] | None]:
+    """The step of one rank on all, if devices share weights, and on which each vertex is."""
+    if options.shards is None:
+        return captured, None
+    on_all = on_ranks(captured, options.shards, options.devices, _itemsize)
+    return on_all.captured, on_all.part_of
+
+
+def _itemsize(dtype: str) -> int:
+    size: int = getattr(torch, dtype).itemsize
+    return size
 
 
 def compile_forward(
@@ -121,11 +153,18 @@ def compile_forward(
     began = time.perf_counter()
     device = run_device(options.engine.device)
     captured = capture_forward(
-        model, kwargs, forward=forward, contexts=options.contexts, device=device, outside=outside
+        model,
+        kwargs,
+        forward=forward,
+        contexts=options.contexts,
+        device=device,
+        outside=outside,
+        rewrite=_rewrite(options),
     )
     options.captured()
     outputs = sum(leaving_bytes(captured).values()) + beside(captured)
-    return _compile(model, captured, batch_tensors(kwargs), outputs, options, began)
+    captured, part_of = _on_ranks(captured, options)
+    return _compile(model, captured, batch_tensors(kwargs), outputs, options, began, part_of)
 
 
 def _compile(
@@ -151,8 +190,9 @@ def _compile(
     if options.devices > 1:
         machine, applied = machine_of(engine) or Machine(), list(costed.applied)
         arena = facts.split(costed.costs.workspaces, in_blocks=costed.costs.in_blocks).arena
+        what = "a part of the batch" if options.shards is None else "a part of each large weight"
         memory = [max(arena, 0)] * options.devices
-        captured, graph = over_devices(captured, costed.graph, memory, machine, applied, part_of)
+        captured, graph = over_devices(captured, costed.graph, memory, machine, applied, part_of, what)
         costed = replace(costed, graph=graph, applied=tuple(applied), copies=captured.copies)
         used = len({vertex.device for vertex in graph.vertices if vertex.kind is VertexKind.KERNEL})
         if used < options.devices:
@@ -167,7 +207,10 @@ def _compile(
     for note in planned.notes:
         logger.warning("%s", note)
     options.gather(captured.constants.values())
-    clean = host_bytes(model, captured)
+    packed = _packed_bytes(model, captured, options)
+    offloaded = planned.plan.host_memory
+    require_host_memory(options.host_memory, planned.graph, offloaded, copies=captured.copies, packed=packed)
+    clean = host_bytes(model, captured, options.shard_memory)
     step = CompiledStep(
         captured,
         planned.graph,
@@ -178,9 +221,20 @@ def _compile(
         engine,
         seconds | planned.seconds,
         planned.cache_use,
+        shards=options.shard_memory,
     )
-    require_host_memory(options.host_memory, planned.graph, planned.plan.host_memory, copies=captured.copies)
     return step
+
+
+def _packed_bytes(model: torch.nn.Module, captured: CapturedStep, options: CompileOptions) -> int:
+    """Bytes of host memory for copies of parts of weights."""
+    cut = shared_weights(captured)
+    if options.shard_memory is None or not cut:
+        return 0
+    weights = {part.name: part.tensor for part in named_parts(model, remove_duplicate=False)}
+    packed = packed_bytes(cut, weights)
+    options.say(f"packing columns of weights for each device, {format_size(packed)} more of host memory")
+    return packed
 
 
 def plan_store(folder: str | None, engine: EngineOptions) -> PlanStore | None:

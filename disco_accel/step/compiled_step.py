@@ -28,6 +28,7 @@ from disco_accel.step.budget import Budget
 from disco_accel.step.gradient_memory import GradientMemory, GradientPlaces, LeavingGradient
 from disco_accel.step.memory_parts import host_memory_parts
 from disco_accel.step.optimizer_home import TrainedBytes
+from disco_accel.step.shard_memory import ShardMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,8 @@ class CompiledStep:
     """Of the executor that runs: ``captured.outputs``, and ``captured.gradients`` that stay on the device, in order."""
     norms: PlannedNorms | None = None
     """Of its gradients, if the plan makes them."""
+    shards: ShardMemory | None = None
+    """Of weights that devices share."""
     parameters: dict[str, torch.nn.Parameter] | None = None
     """The model's trainable parameters by name, looked up at the first run."""
 
@@ -195,7 +198,7 @@ class CompiledStep:
     @functools.cached_property
     def parts(self) -> int:
         """How many parts of a batch the step works on one by one, and adds up."""
-        return max((binding.parts for binding in self.captured.bindings), default=1)
+        return max((binding.parts for binding in self.vertices_of(InputSource.BATCH)), default=1)
 
     @functools.cached_property
     def trained_on_host(self) -> bool:
@@ -272,8 +275,14 @@ class CompiledStep:
     def moved(self, frozen: Sequence[torch.Tensor]) -> bool:
         """Whether a tensor of ``frozen_of`` the model lies elsewhere than where the plan loads it from."""
         bindings = [*self.vertices_of(InputSource.FROZEN, InputSource.BUFFER), *self._host_constants]
-        pairs = zip(bindings, frozen, strict=True)
-        return any(self.clean[b.vertex].data_ptr() != tensor.data_ptr() for b, tensor in pairs)
+        return any(self._elsewhere(b, tensor) for b, tensor in zip(bindings, frozen, strict=True))
+
+    def _elsewhere(self, binding: InputBinding, tensor: torch.Tensor) -> bool:
+        place = self.clean[binding.vertex].data_ptr()
+        if binding.parts > 1:
+            assert self.shards is not None
+            return self.shards.moved(binding, tensor, place)
+        return tensor.data_ptr() != place
 
     @functools.cached_property
     def _host_constants(self) -> tuple[InputBinding, ...]:
@@ -283,18 +292,24 @@ class CompiledStep:
     def follow(self, model: torch.nn.Module) -> None:
         """Load weights and buffers from where they lie now; ``load`` makes the executor that does so."""
         self.unload()
-        self.clean = host_bytes(model, self.captured)
+        self.clean = host_bytes(model, self.captured, self.shards)
 
     def vertices_of(self, *sources: InputSource) -> list[InputBinding]:
         """Inputs of the captured step by what they hold."""
         return [b for b in self.captured.bindings if b.source in sources]
 
 
-def host_bytes(model: torch.nn.Module, captured: CapturedStep) -> dict[int, torch.Tensor]:
-    """INPUT vertex → its bytes on the host, for everything the plan may drop and load again."""
+def host_bytes(
+    model: torch.nn.Module, captured: CapturedStep, shards: ShardMemory | None = None
+) -> dict[int, torch.Tensor]:
+    """INPUT vertex → its bytes on the host, for everything the plan may drop and load again. ``shards`` has those of
+    parts of weights."""
     named = {part.name: part.tensor for part in named_parts(model, remove_duplicate=False)}
     host_bytes = {}
     trained = _trained_on_host(captured)
+    cut = shared_weights(captured)
+    if shards is not None:
+        shards.keep([binding for binding in cut if binding.name in named], named)
     for binding in captured.bindings:
         if binding.source is InputSource.CONSTANT:
             # One on a device has no elements.
@@ -302,8 +317,18 @@ def host_bytes(model: torch.nn.Module, captured: CapturedStep) -> dict[int, torc
         elif binding.source in (InputSource.FROZEN, InputSource.BUFFER) or binding in trained:
             if binding.name not in named:
                 raise CaptureError(f"{binding.name}: captured as a {binding.source}, but the model no longer has it")
-            host_bytes[binding.vertex] = bytes_of(named[binding.name].detach())
+            weight = named[binding.name].detach()
+            if shards is not None and binding in cut:
+                host_bytes[binding.vertex] = shards.bytes_of(binding, weight)
+            else:
+                host_bytes[binding.vertex] = bytes_of(weight)
     return host_bytes
+
+
+def shared_weights(captured: CapturedStep) -> list[InputBinding]:
+    """Inputs that are parts of a weight."""
+    sources = InputSource.FROZEN, InputSource.BUFFER
+    return [binding for binding in captured.bindings if binding.parts > 1 and binding.source in sources]
 
 
 def _trained_on_host(captured: CapturedStep) -> list[InputBinding]:

@@ -31,6 +31,9 @@ class Frontend(Protocol):
     def in_parts(self, model: torch.nn.Module, fitted: FittedBatch, count: int) -> FittedBatch | str:
         """``fitted`` in ``count`` parts, with all that makes its loss the sum of theirs; or why not, in words."""
 
+    def tensor_plan(self, model: torch.nn.Module, count: int) -> Mapping[str, int]:
+        """Which weights ``count`` devices share: name → the dimension that is cut. Raises CaptureError."""
+
     def observer(self, counts: RunCounts) -> Observer:
         """What this side wants to be told; ``counts`` are up to date by then."""
 

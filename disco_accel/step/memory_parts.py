@@ -13,11 +13,12 @@ from disco_accel.step.optimizer_home import TrainedBytes
 
 
 def host_memory_parts(
-    graph: TaskGraph, offloaded: int | None = None, rounded: int = 0, copies: Collection[int] = ()
+    graph: TaskGraph, offloaded: int | None = None, rounded: int = 0, copies: Collection[int] = (), packed: int = 0
 ) -> dict[str, int]:
     """Bytes of host memory by part: ``frozen`` and ``trained`` weights that a step of ``graph`` loads, ``gradients``
     and ``moments`` of the trained ones, and ``offloaded`` values, if a plan says how many. ``rounded``: bytes of the
-    model's weights that have fp32 ``masters``. ``copies``: inputs whose bytes another input has too."""
+    model's weights that have fp32 ``masters``. ``copies``: inputs whose bytes another input has too.
+    ``packed``: bytes of copies of columns of weights, if there are any."""
     on_device = {device.id for device in graph.devices if not device.host}
     weights = [v for v in graph.vertices if host_copy_exists(v) and v.device in on_device and v.id not in copies]
     renewed = sum(v.sizes[0] for v in weights if not outlives_step(v))
@@ -25,6 +26,8 @@ def host_memory_parts(
     parts = {"frozen": trained.frozen, "trained": trained.weights}
     if trained.masters:
         parts["masters"] = trained.masters
+    if packed:
+        parts["packed"] = packed
     parts |= {"gradients": trained.gradients, "moments": trained.moments}
     return parts if offloaded is None else parts | {"offloaded": offloaded}
 
@@ -55,11 +58,11 @@ def what_it_needs(budget: Budget, arena: int, graph: TaskGraph, copies: Collecti
 
 
 def require_host_memory(
-    limit: int, graph: TaskGraph, offloaded: int, rounded: int = 0, copies: Collection[int] = ()
+    limit: int, graph: TaskGraph, offloaded: int, rounded: int = 0, copies: Collection[int] = (), packed: int = 0
 ) -> None:
     """Raise ConfigError if a step of ``graph`` takes more than ``limit`` bytes of host memory, with what it takes.
-    ``rounded``, ``copies``: as for ``host_memory_parts``."""
-    parts = host_memory_parts(graph, offloaded, rounded, copies)
+    ``rounded``, ``copies``, ``packed``: as for ``host_memory_parts``."""
+    parts = host_memory_parts(graph, offloaded, rounded, copies, packed)
     needed = sum(parts.values())
     if needed > limit:
         raise ConfigError(
@@ -75,6 +78,7 @@ _NAMES = {
     "gradients": "their gradients",
     "moments": "two moments",
     "offloaded": "offloaded values",
+    "packed": "copies of columns of weights that devices share",
 }
 
 

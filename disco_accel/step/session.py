@@ -47,6 +47,7 @@ from disco_accel.step.output_usage import Outputs, UsageByStep
 from disco_accel.step.pipeline import PlannerSettings
 from disco_accel.step.placement import Placement
 from disco_accel.step.progress_messages import ProgressMessages, batch_text
+from disco_accel.step.shard_memory import ShardMemory
 from disco_accel.step.shared_batches import SharedBatches
 from disco_accel.step.state.side_effects import Effects
 from disco_accel.step.step_key import StepKey, model_state, step_key
@@ -123,6 +124,8 @@ class Session:
         self.current: CompiledStep | None = None
         self.arenas: dict[int, torch.Tensor] = {}
         """By device of the plans, all of which share them."""
+        self.shards: ShardMemory | None = None
+        """Parts of weights that devices share."""
         self.gate = Gate()
         self._engine_process: int | None = None
         self.weights_seen = WatchedTensors([])
@@ -174,7 +177,7 @@ class Session:
                 model,
                 fitted,
                 forward=self.original_forward,
-                options=options,
+                options=self.with_shards(model, options),
                 outputs=outputs,
                 differentiated=differentiated,
                 cut=cut,
@@ -274,6 +277,15 @@ class Session:
             return self.config.compute_threads
         return max(1, torch.get_num_threads() // self.settings.devices)
 
+    def with_shards(self, model: torch.nn.Module, options: CompileOptions) -> CompileOptions:
+        """``options``, with the weights that devices share if they do."""
+        if self.settings.devices == 1 or self.config.parallel != "tensor":
+            return options
+        shards = self.frontend.tensor_plan(model, self.settings.devices)
+        if self.shards is None:
+            self.shards = ShardMemory(self.device)
+        return replace(options, shards=shards, shard_memory=self.shards)
+
     def with_more(self, model: torch.nn.Module, step: CompiledStep) -> CompiledStep:
         """``step``, or where an update of the weights is put off, the step that begins with it; where gradients are
         there, the step that adds to them."""
@@ -341,6 +353,7 @@ class Session:
             if not check():
                 return
             if not self.weights_seen.moved():
+                self._refresh_shards()
                 step.executor.invalidate()
                 self.weights_seen = WatchedTensors(step.watched_of(model))
                 return
@@ -357,11 +370,17 @@ class Session:
         if step.loaded is None:
             step.load(self.arenas)
             self._engine_process = os.getpid()
+        self._refresh_shards()
         step.executor.invalidate()
         self.weights_seen = WatchedTensors(step.watched_of(model))
         # Products in eager mode have left workspaces on other streams and threads.
         release_workspaces(self.device)
         self.current = step
+
+    def _refresh_shards(self) -> None:
+        """Copies of parts of weights have the bytes that the weights have."""
+        if self.shards is not None:
+            self.shards.refresh()
 
     def trace_wanted(self) -> bool:
         """Whether the step about to start is the one that ``report_dir`` shows: the first in steady state."""

@@ -10,6 +10,7 @@ import torch
 from disco_accel.integrate.accelerate.trainer_speed import keep_planning_apart
 from disco_accel.integrate.hf.batch_parts import in_parts
 from disco_accel.integrate.hf.buckets import Buckets
+from disco_accel.integrate.hf.tensor_plan import tensor_plan
 from disco_accel.integrate.hf.tracing import training_contexts
 from disco_accel.step.compiled_step import CompiledStep
 from disco_accel.step.fitted_batch import FittedBatch
@@ -41,6 +42,10 @@ class HuggingFace:
     def in_parts(self, model: torch.nn.Module, fitted: FittedBatch, count: int) -> FittedBatch | str:
         """As ``batch_parts.in_parts``."""
         return in_parts(model, fitted, count)
+
+    def tensor_plan(self, model: torch.nn.Module, count: int) -> dict[str, int]:
+        """As ``tensor_plan.tensor_plan``."""
+        return tensor_plan(model, count)
 
     def observer(self, counts: RunCounts) -> Observer:
         """Says what bucketing does, and keeps the time that plans take out of a Trainer's speed."""

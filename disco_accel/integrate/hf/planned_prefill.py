@@ -167,7 +167,7 @@ def _compiled(
             model,
             batch,
             forward=traced_forward(forward),
-            options=options,
+            options=state.with_shards(model, options),
             beside=beside,
             outside=outside_arena,
         )
