@@ -12,14 +12,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from disco_accel.capture.captured_step import CapturedStep, InputSource
 from disco_accel.capture.step import capture_forward, capture_step
+from disco_accel.capture.traced_step import Rewrite
 from disco_accel.config.settings import DiscoConfig
 from disco_accel.decompose.micro_batches import on_parts
+from disco_accel.decompose.tensor.propagate import of_one_rank
+from disco_accel.decompose.tensor.ranks import on_ranks
 from disco_accel.errors import ConfigError
 from disco_accel.graph.traits import FOREIGN, RENEWED
 from disco_accel.integrate.hf.batch_parts import in_parts
 from disco_accel.integrate.hf.generate_prefill import generating_model
 from disco_accel.integrate.hf.kv_cache import room_to_fill
 from disco_accel.integrate.hf.planned_prefill import outside_arena, prefill_batch, traced_forward
+from disco_accel.integrate.hf.tensor_plan import tensor_plan
 from disco_accel.integrate.hf.tracing import hf_contexts
 from disco_accel.measure.quantised_estimate import PackedForm
 from disco_accel.recipes.corpus import IGNORED
@@ -46,7 +50,7 @@ class Outline:
     optimizer: OptimizerHome = OptimizerHome.DEVICE
     update: str = "step"
     part_of: Mapping[int, int] = field(default_factory=dict)
-    """Vertex → the part of the batch that it works on, where there are several."""
+    """Vertex → the part of the batch, or the rank, that it works on, where there are several."""
 
     def facts(self, total: int) -> BudgetFacts:
         """What ``total`` bytes are for."""
@@ -71,13 +75,14 @@ def outline(
     config: DiscoConfig | None = None,
     budget: Callable[[], int] = lambda: 0,
     parts: int = 1,
+    ranks: int = 1,
 ) -> Outline:
     """Capture the step that ``recipe`` trains, or a prefill of ``max_length`` tokens: no weight is read, nothing runs.
 
     ``quant``: a ``PackedForm`` of the frozen weights, ``none``, or None for what the recipe's keys or the checkpoint
     say. It is estimated (``measure/quantised_estimate.py``): the library that packs need not be installed.
     ``config`` and ``budget`` (asked once the model is known) say where an optimizer updates; else it is the device.
-    ``parts``: of the batch, each with kernels of its own.
+    ``parts``: of the batch, each with kernels of its own. ``ranks``: how many devices share each large weight.
 
     Raises:
         ConfigError: there is no config, or a key of the recipe does not fit it; the batch has no such parts.
@@ -85,13 +90,15 @@ def outline(
     """
     base = meta_base(recipe)
     form = _form(recipe, base, quant)
+    if form is not None and ranks > 1:
+        raise ConfigError("parallel: tensor: packed weights are not cut; use parallel: layers or batch")
     shapes = packable(base) if form else {}
     if isinstance(recipe, PrefillRecipe):
         if parts > 1:
             raise ConfigError("parallel: batch, micro_batches: a prompt is one row; use parallel: layers")
-        outlined = _prefill_outline(recipe, base)
+        outlined = _prefill_outline(recipe, base, ranks)
     else:
-        outlined = _step_outline(recipe, base, config, budget, parts)
+        outlined = _step_outline(recipe, base, config, budget, parts, ranks)
     if form is None:
         return outlined
     captured, sizes = with_packed_weights(outlined.captured, outlined.model, shapes, form)
@@ -105,7 +112,7 @@ def _form(recipe: LoraRecipe | PrefillRecipe, base: Any, quant: str | None) -> P
 
 
 def _step_outline(
-    recipe: LoraRecipe, base: Any, config: DiscoConfig | None, budget: Callable[[], int], parts: int
+    recipe: LoraRecipe, base: Any, config: DiscoConfig | None, budget: Callable[[], int], parts: int, ranks: int
 ) -> Outline:
     model = _adapted(base, recipe)
     batch = meta_batch(recipe)
@@ -117,10 +124,15 @@ def _step_outline(
     if isinstance(fitted, str):
         raise ConfigError(f"per_device_train_batch_size: a batch is not divided in {parts}, as {fitted}")
     name = recipe.model_name_or_path
-    captured = capture_step(model, fitted.part(0), contexts=contexts, name=name, trained=trained)
+    shards = tensor_plan(model, ranks) if ranks > 1 else {}
+    rewrite = _rewrite(shards, ranks)
+    captured = capture_step(model, fitted.part(0), contexts=contexts, name=name, trained=trained, rewrite=rewrite)
     part_of: Mapping[int, int] = {}
     if parts > 1:
-        on_all = on_parts(captured, parts, fitted.divided, lambda dtype: getattr(torch, dtype).itemsize)
+        on_all = on_parts(captured, parts, fitted.divided, _itemsize)
+        captured, part_of = on_all.captured, on_all.part_of
+    if ranks > 1:
+        on_all = on_ranks(captured, shards, ranks, _itemsize)
         captured, part_of = on_all.captured, on_all.part_of
     # Those are the updates that can be put off.
     fused = home is OptimizerHome.HOST and recipe.optim == "adamw_torch_fused"
@@ -129,7 +141,15 @@ def _step_outline(
     return Outline(captured, model, batch, optimizer=home, update=update, part_of=part_of)
 
 
-def _prefill_outline(recipe: PrefillRecipe, model: Any) -> Outline:
+def _rewrite(shards: Mapping[str, int], ranks: int) -> Rewrite:
+    return lambda traced: of_one_rank(traced, shards, ranks) if ranks > 1 else traced
+
+
+def _itemsize(dtype: str) -> int:
+    return int(getattr(torch, dtype).itemsize)
+
+
+def _prefill_outline(recipe: PrefillRecipe, model: Any, ranks: int) -> Outline:
     if recipe.chunk is not None:
         raise ConfigError("chunk: only whole prompts are planned without running them; leave it out")
     if recipe.adapter_name_or_path is not None:
@@ -144,11 +164,22 @@ def _prefill_outline(recipe: PrefillRecipe, model: Any) -> Outline:
     inputs["attention_mask"] = torch.ones(shape, dtype=torch.int64)
     batch = prefill_batch(inner.forward, {**inputs, "past_key_values": DynamicCache(config=inner.config)})
     forward, contexts = traced_forward(inner.forward), hf_contexts(model, batch)
+    shards = tensor_plan(model, ranks) if ranks > 1 else {}
     captured = capture_forward(
-        model, batch, forward=forward, contexts=contexts, name=recipe.model_name_or_path, outside=outside_arena
+        model,
+        batch,
+        forward=forward,
+        contexts=contexts,
+        name=recipe.model_name_or_path,
+        outside=outside_arena,
+        rewrite=_rewrite(shards, ranks),
     )
     sizes = leaving_bytes(captured)
-    return Outline(captured, model, inputs, sum(sizes.values()) + room_to_fill((), sizes))
+    part_of: Mapping[int, int] = {}
+    if ranks > 1:
+        on_all = on_ranks(captured, shards, ranks, _itemsize)
+        captured, part_of = on_all.captured, on_all.part_of
+    return Outline(captured, model, inputs, sum(sizes.values()) + room_to_fill((), sizes), part_of=part_of)
 
 
 def meta_model(recipe: LoraRecipe) -> torch.nn.Module:

@@ -183,14 +183,18 @@ def test_several_devices_are_planned_beside_each_other(tmp_path: Path, capsys: p
     one = answer(capsys)
     assert main(["plan", recipe, "--memory", "4MiB", "--devices", "2", "--parallel", "all"]) == 0
     printed = capsys.readouterr()
-    layers, batch = map(json.loads, printed.out.splitlines())
-    assert [each["parallel"] for each in (layers, batch)] == ["layers", "batch"]
-    for each in (layers, batch):
+    made = [json.loads(line) for line in printed.out.splitlines()]
+    layers, _, shared = made
+    ways = ["layers", "batch", "tensor"]
+    assert [each["parallel"] for each in made] == ways
+    for each in made:
         assert each["devices"] == 2 and each["fits"]
         assert each["frozen_bytes"] == one["frozen_bytes"]
         assert each["host_memory"]["frozen"] == one["host_memory"]["frozen"]
     assert layers["compute_seconds"] < one["compute_seconds"]
-    assert [line.split()[0] for line in printed.err.rstrip().splitlines()[-2:]] == ["layers", "batch"]
+    # Columns of o_proj and down_proj are packed for each device.
+    assert shared["host_memory"]["packed"] == 2 * 3 * (128 * 128 + 128 * 256)
+    assert [line.split()[0] for line in printed.err.rstrip().splitlines()[-3:]] == ways
     folder = str(tmp_path / "plan")
     assert main(["plan", recipe, "--memory", "4MiB", "--devices", "2", "--micro-batches", "4", "-o", folder]) == 0
     task, plan = read_taskgraph(f"{folder}/task.json"), read_memgraph(f"{folder}/plan.json")

@@ -74,7 +74,8 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--parallel",
         choices=(*PARALLEL, "all"),
-        help="what each of them gets: layers in a row, or a part of the batch; all: plan both (default: the recipe's)",
+        help="what each of them gets: layers in a row, a part of the batch, or of each large weight; all: plan all "
+        "(default: the recipe's)",
     )
     parser.add_argument("--micro-batches", metavar="M", type=int, help="that a batch runs in (default: the recipe's)")
     parser.add_argument("--passes", action="store_true", help="list what changed the graph between capture and plan")
@@ -150,7 +151,7 @@ def plan(options: argparse.Namespace) -> int:
         _plan(options, None)
         return 0
     if options.output is not None:
-        raise ConfigError("-o: takes one plan; give --parallel layers or batch")
+        raise ConfigError("-o: takes one plan; give --parallel layers, batch or tensor")
     rows, first = [], None
     for parallel in PARALLEL:
         try:
@@ -170,7 +171,7 @@ def plan(options: argparse.Namespace) -> int:
     return 0
 
 
-PARALLEL = ("layers", "batch")
+PARALLEL = ("layers", "batch", "tensor")
 
 
 def _plan(options: argparse.Namespace, parallel: str | None) -> dict[str, Any]:
@@ -179,9 +180,11 @@ def _plan(options: argparse.Namespace, parallel: str | None) -> dict[str, Any]:
 
     from disco_accel.observe.forecast import forecast, forecast_text, passes_text, write_forecast
     from disco_accel.simulate.roofline import SPEEDS
+    from disco_accel.step.compiled_step import shared_weights
     from disco_accel.step.memory_parts import host_memory_parts, require_host_memory
     from disco_accel.step.optimizer_home import TrainedBytes, keeps_masters
     from disco_accel.step.pipeline import PlannerSettings, plan_step
+    from disco_accel.step.shard_memory import packed_bytes
 
     step, outlined, config = _costed(options, parallel)
     facts = outlined.facts(_memory(options, config))
@@ -192,7 +195,7 @@ def _plan(options: argparse.Namespace, parallel: str | None) -> dict[str, Any]:
     settings = PlannerSettings(config.planner, config.policy, machine, deadline(options, config.deadline))
     more: dict[str, Any] = {"without_scratch_of": step.costs.without_scratch}
     if _device_count(config) > 1:
-        more |= {"devices": _device_count(config), "parallel": "batch" if config.parallel == "batch" else "layers"}
+        more |= {"devices": _device_count(config), "parallel": _parallel(config)}
     if outlined.packed is not None:
         more["quant"] = outlined.packed.as_dict()
     try:
@@ -203,9 +206,10 @@ def _plan(options: argparse.Namespace, parallel: str | None) -> dict[str, Any]:
     for note in planned.notes:
         say(note)
     rounded = TrainedBytes.of(outlined.model, keeps_masters(config)).rounded
+    packed = packed_bytes(shared_weights(outlined.captured), dict(outlined.model.named_parameters()))
     if isinstance(config.host_memory, int):
-        require_host_memory(config.host_memory, planned.graph, planned.plan.host_memory, rounded, step.copies)
-    more["host_memory"] = host_memory_parts(planned.graph, planned.plan.host_memory, rounded, step.copies)
+        require_host_memory(config.host_memory, planned.graph, planned.plan.host_memory, rounded, step.copies, packed)
+    more["host_memory"] = host_memory_parts(planned.graph, planned.plan.host_memory, rounded, step.copies, packed)
     more["optimizer"] = outlined.optimizer.value
     more["update"] = outlined.update
     more["cut_short"] = planned.cut
@@ -237,12 +241,18 @@ def _over_devices(step: CostedStep, outlined: Any, config: DiscoConfig, facts: B
     if count == 1:
         return step, outlined
     applied = list(step.applied)
-    part_of = outlined.part_of if config.parallel == "batch" else None
+    part_of = None if _parallel(config) == "layers" else outlined.part_of
     arena = facts.split(step.costs.workspaces, in_blocks=step.costs.in_blocks).arena
     memory = [max(arena, 0)] * count
-    captured, graph = over_devices(outlined.captured, step.graph, memory, machine, applied, part_of)
+    what = "a part of each large weight" if config.parallel == "tensor" else "a part of the batch"
+    captured, graph = over_devices(outlined.captured, step.graph, memory, machine, applied, part_of, what)
     step = replace(step, graph=graph, applied=tuple(applied), copies=captured.copies)
     return step, replace(outlined, captured=captured)
+
+
+def _parallel(config: DiscoConfig) -> str:
+    """What ``auto`` means, or what is asked."""
+    return "layers" if config.parallel == "auto" else config.parallel
 
 
 def _device_count(config: DiscoConfig) -> int:
@@ -272,12 +282,14 @@ def _costed(options: argparse.Namespace, parallel: str | None = None) -> tuple[C
     asked |= {"parallel": parallel} if parallel is not None else {}
     config = replace(config, **{key: value for key, value in asked.items() if value is not None})
     by_rows = config.parallel == "batch" and _device_count(config) > 1
+    ranks = _device_count(config) if config.parallel == "tensor" else 1
     outlined = outline(
         recipe,
         options.quant,
         config=config,
         budget=lambda: _memory(options, config) if known else 1 << 62,
         parts=_device_count(config) if by_rows else config.micro_batches,
+        ranks=ranks,
     )
     costs = Estimated(options.device, compute_threads=config.compute_threads)
     return with_costs(outlined.captured.graph, costs, outlined.captured.passes), outlined, config
