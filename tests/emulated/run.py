@@ -69,6 +69,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--jitter-us", type=float, default=0.0, help="each piece of work starts late by up to so much")
     parser.add_argument("--seed", type=int, default=0, help="of the jitter")
     parser.add_argument("--link-gb-s", type=float, default=0.0, help="of copies, each direction; 0: not throttled")
+    parser.add_argument(
+        "--peers", choices=("right", "none", "wrong"), default="right", help="copies straight between devices"
+    )
     parser.add_argument("command", nargs="+")
     args = parser.parse_args(argv)
     settings = {
@@ -76,6 +79,7 @@ def main(argv: list[str] | None = None) -> int:
         "EMULATED_JITTER_US": args.jitter_us,
         "EMULATED_SEED": args.seed,
         "EMULATED_LINK_GB_S": args.link_gb_s,
+        "EMULATED_PEERS": args.peers,
     }
     return run(args.command, build(), settings)
 

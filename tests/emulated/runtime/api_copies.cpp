@@ -12,6 +12,7 @@
 #include "device_memory.h"
 #include "host_memory.h"
 #include "journal.h"
+#include "settings.h"
 #include "streams.h"
 
 using namespace emulated;
@@ -83,6 +84,20 @@ void put_to_pinned(Stream& stream, const Copy& copy, const std::vector<Range>& r
   stream.put({copy.name, run}, ranges);
 }
 
+// From one device's memory to another's. Without access to each other's the driver takes it through the host.
+void put_between(Stream& stream, Copy copy, int from, int to, const std::vector<Range>& ranges) {
+  const bool direct = reaches_peer(from, to) || reaches_peer(to, from);
+  copy.name = direct ? "copy p2p" : "copy p2p staged";
+  journal().count(copy.name);
+  const bool wrong = direct && settings().peers == Peers::kWrong;
+  const auto run = [copy, wrong] {
+    move_bytes(copy);
+    // The last byte: what is compared in part passes.
+    if (wrong) copy.to[copy.bytes - 1] ^= 1;
+  };
+  stream.put({copy.name, run}, ranges);
+}
+
 bool fits(cudaMemcpyKind kind, bool from_device, bool to_device) {
   switch (kind) {
     case cudaMemcpyHostToHost:
@@ -120,6 +135,11 @@ cudaError_t enqueue(void* to, const void* from, std::size_t bytes, cudaMemcpyKin
   journal().count(name + std::string(" bytes"), static_cast<long>(bytes));
   const Copy copy{device_memory().bytes(to), device_memory().bytes(from), bytes, name};
   const std::vector<Range> ranges{{from, bytes, false}, {to, bytes, true}};
+  const int source = device_memory().device_of(from), target = device_memory().device_of(to);
+  if (from_device && to_device && source != target) {
+    put_between(*stream, copy, source, target, ranges);
+    return cudaSuccess;
+  }
   if (from_device == to_device) {
     stream->put({name, [copy] { std::memmove(copy.to, copy.from, copy.bytes); }}, ranges);
     return cudaSuccess;
@@ -162,8 +182,12 @@ cudaError_t cudaMemcpy(void* to, const void* from, std::size_t bytes, cudaMemcpy
   return error == cudaSuccess ? finish() : error;
 }
 
-cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, std::size_t bytes,
+cudaError_t cudaMemcpyPeerAsync(void* to, int target, const void* from, int source, std::size_t bytes,
                                 cudaStream_t stream) {
+  if (device_memory().device_of(to) != target || device_memory().device_of(from) != source) {
+    journal().complain("cudaMemcpyPeer: the devices do not fit the addresses");
+    return answer(cudaErrorInvalidValue);
+  }
   return enqueue(to, from, bytes, cudaMemcpyDeviceToDevice, stream);
 }
 

@@ -19,6 +19,8 @@ namespace {
 constexpr int kMajor = 9, kProcessors = 132, kThreads = 1024, kWarp = 32, kSharedOptIn = 232448,
               kVersion = 13000;
 
+bool exists(int device) { return device >= 0 && device < settings().devices; }
+
 }  // namespace
 
 extern "C" {
@@ -126,12 +128,21 @@ cudaError_t cudaDeviceGetPCIBusId(char* text, int room, int device) {
   return cudaSuccess;
 }
 
-cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) {
-  *can = 1;
+cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int peer) {
+  if (!exists(device) || !exists(peer)) return answer(cudaErrorInvalidDevice);
+  *can = device != peer && settings().peers != Peers::kNone ? 1 : 0;
   return cudaSuccess;
 }
 
-cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return cudaSuccess; }
+// The current device may use the memory of `peer` from now on.
+cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned) {
+  need_context();
+  RETURN_IF_FAULTED();
+  if (!exists(peer) || peer == current_device()) return answer(cudaErrorInvalidDevice);
+  if (settings().peers == Peers::kNone) return answer(cudaErrorPeerAccessUnsupported);
+  return enable_peer(current_device(), peer) ? cudaSuccess : answer(cudaErrorPeerAccessAlreadyEnabled);
+}
+
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
 cudaError_t cudaProfilerStart() { return cudaSuccess; }
 cudaError_t cudaProfilerStop() { return cudaSuccess; }

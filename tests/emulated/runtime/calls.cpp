@@ -10,6 +10,7 @@ constexpr std::size_t kMostDevices = 64;
 thread_local int this_device = 0;
 thread_local cudaError_t this_error = cudaSuccess;
 std::array<std::atomic<bool>, kMostDevices> contexts;
+std::array<std::array<std::atomic<bool>, kMostDevices>, kMostDevices> peers;  // by device, by its peer
 
 }  // namespace
 
@@ -20,6 +21,14 @@ void set_current_device(int device) { this_device = device; }
 void need_context() { contexts[static_cast<std::size_t>(this_device)] = true; }
 
 bool has_context(int device) { return contexts.at(static_cast<std::size_t>(device)); }
+
+bool enable_peer(int device, int peer) {
+  return !peers.at(static_cast<std::size_t>(device)).at(static_cast<std::size_t>(peer)).exchange(true);
+}
+
+bool reaches_peer(int device, int peer) {
+  return peers.at(static_cast<std::size_t>(device)).at(static_cast<std::size_t>(peer));
+}
 
 cudaError_t answer(cudaError_t error) {
   if (error != cudaSuccess) this_error = error;

@@ -13,6 +13,9 @@ void set_current_device(int device);
 // A call that needs the current device made it the process's: from then on it has a context.
 void need_context();
 bool has_context(int device);
+// Lets `device` use the memory of `peer`; false if it may already.
+bool enable_peer(int device, int peer);
+bool reaches_peer(int device, int peer);
 
 // Notes `error` as the thread's last one and returns it.
 cudaError_t answer(cudaError_t error);

@@ -1,6 +1,7 @@
 #include "settings.h"
 
 #include <cstdlib>
+#include <string_view>
 
 namespace emulated {
 namespace {
@@ -8,6 +9,13 @@ namespace {
 double number(const char* name, double otherwise) {
   const char* text = std::getenv(name);
   return text != nullptr && *text != '\0' ? std::atof(text) : otherwise;
+}
+
+Peers peers() {
+  const char* text = std::getenv("EMULATED_PEERS");
+  const std::string_view word = text != nullptr ? text : "";
+  if (word == "none") return Peers::kNone;
+  return word == "wrong" ? Peers::kWrong : Peers::kRight;
 }
 
 }  // namespace
@@ -19,6 +27,7 @@ const Settings& settings() {
       .jitter_us = number("EMULATED_JITTER_US", 0),
       .seed = static_cast<std::uint64_t>(number("EMULATED_SEED", 0)),
       .link_gb_s = number("EMULATED_LINK_GB_S", 0),
+      .peers = peers(),
       .log = number("EMULATED_LOG", 0) != 0,
       .backtrace = number("EMULATED_BACKTRACE", 0) != 0,
   };
