@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -26,17 +26,20 @@ def _only(memgraph: MemGraph) -> int:
     return own[0]
 
 
-def host_positions(memgraph: MemGraph) -> list[int]:
-    """Positions of the plan's devices that lie in host memory."""
-    return [position for position, device in enumerate(memgraph.devices) if device.host]
+def places_of(memgraph: MemGraph, devices: Sequence[torch.device]) -> dict[int, torch.device]:
+    """Where each device of the plan has its arena, by id. ``devices``: those not in host memory, in its order."""
+    rest = iter(devices)
+    return {device.id: torch.device("cpu") if device.host else next(rest) for device in memgraph.devices}
 
 
 def arenas_of(
-    memgraph: MemGraph, given: torch.Tensor | Mapping[int, torch.Tensor] | None, device: torch.device
+    memgraph: MemGraph,
+    given: torch.Tensor | Mapping[int, torch.Tensor] | None,
+    places: Mapping[int, torch.device],
 ) -> tuple[dict[int, torch.Tensor], list[torch.Tensor]]:
     """One arena for each device of the plan, and those of host devices that were made here and that nobody has pinned.
 
-    Raises ExecutionError for one that is too small.
+    ``places``: where each is, by id. Raises ExecutionError for one that is too small or elsewhere.
     """
     if isinstance(given, torch.Tensor):
         given = {_only(memgraph): given}
@@ -45,13 +48,18 @@ def arenas_of(
         needed = arena_bytes(memgraph, planned.id)
         arena = (given or {}).get(planned.id)
         if arena is None:
-            arena = device_arena(needed, torch.device("cpu") if planned.host else device)
+            arena = device_arena(needed, places[planned.id])
             if planned.host:
                 on_host.append(arena)
         elif planned.host and not arena.is_cpu:
             raise ExecutionError(
                 f"the arena of device {planned.id} is on {arena.device}, but the device lies in host memory: make it "
                 "with host_arena()"
+            )
+        elif arena.device != places[planned.id]:
+            raise ExecutionError(
+                f"the arena of device {planned.id} is on {arena.device}, but the device is {places[planned.id]}: make "
+                "it with device_arena()"
             )
         elif arena.numel() < needed:
             raise ExecutionError(f"the arena of device {planned.id} has {arena.numel()} bytes, the plan needs {needed}")

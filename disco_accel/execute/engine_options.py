@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from disco_accel.errors import ConfigError
+from disco_accel.native.backend import run_device
 from disco_accel.native.engine_numbers import OPTIONS, Dispatch
 
 
@@ -25,6 +26,10 @@ class EngineOptions:
 
     device: str = "cpu"
     """``cpu`` (host device) or ``cuda``."""
+    devices: tuple[int, ...] = ()
+    """CUDA only: the GPU, by index, that each device of the plan is, in the plan's order and without those that lie in
+    host memory; a plan of fewer devices takes the first. The first is ``device``, which alone it is if none is
+    given."""
     lookahead: int = 2
     """Kernels queued on a stream beyond the running one; 0 launches after completion, as in the paper."""
     dispatch: str = "priority"
@@ -58,6 +63,12 @@ class EngineOptions:
 
 
 DEFAULT_OPTIONS = EngineOptions()
+
+
+def first_device(options: EngineOptions) -> torch.device:
+    """The first device of a plan that does not lie in host memory. Raises ConfigError where it is not there."""
+    name = options.device
+    return run_device(f"{name}:{options.devices[0]}" if name == "cuda" and options.devices else name)
 
 
 def threads_beside(device: str, compute_threads: int | None) -> int:

@@ -10,11 +10,18 @@ from types import TracebackType
 
 import torch
 
-from disco_accel.errors import ConfigError, DeviceLost, ExecutionError, Stalled
-from disco_accel.execute.arenas import arena_bytes, arenas_of, host_positions
+from disco_accel.errors import DeviceLost, ExecutionError, Stalled
+from disco_accel.execute.arenas import arena_bytes, arenas_of, places_of
 from disco_accel.execute.early_end import EngineError, bring_home
 from disco_accel.execute.engine_events import Event, events_of
-from disco_accel.execute.engine_options import DEFAULT_OPTIONS, EngineOptions, HostLink, engine_links, engine_settings
+from disco_accel.execute.engine_options import (
+    DEFAULT_OPTIONS,
+    EngineOptions,
+    HostLink,
+    engine_links,
+    engine_settings,
+    first_device,
+)
 from disco_accel.execute.final_location import Residence, final_residence
 from disco_accel.execute.program import Lowering, Memory, external_dtypes
 from disco_accel.execute.state_homes import StateHomes, homes_of
@@ -24,7 +31,7 @@ from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import OpCall, Ref, TensorSpec, VertexKind
 from disco_accel.measure.record import OpRecord
 from disco_accel.native.arena import alias, host_arena, touched_bytes
-from disco_accel.native.backend import backend_of, run_device
+from disco_accel.native.backend import backend_of
 from disco_accel.native.engine_class import make_engine
 from disco_accel.native.engine_numbers import Status
 from disco_accel.native.extension import load_extension
@@ -95,21 +102,18 @@ class Executor:
         Raises ConfigError for a bad option and ExecutionError for a plan that lacks a call, an address or host bytes.
         """
         load_extension()
-        hosts = host_positions(memgraph)
-        count = len(memgraph.devices) - len(hosts)
+        count = sum(not device.host for device in memgraph.devices)
         settings, links = engine_settings(options), engine_links(options, count)
-        if count != 1 and not backend_of(torch.device(options.device)).runs_several:
-            raise ConfigError(
-                f"device: {options.device} runs plans of one device, this one has {count}"
-                f"{' beside those in host memory' if hosts else ''}; use cpu"
-            )
-        device = run_device(options.device)
+        device = first_device(options)
         self._backend = backend_of(device)
         self._backend.prepare()
+        devices = self._backend.others(options.devices, count)
+        self._backends = [backend_of(each) for each in dict.fromkeys(devices)]
+        places = places_of(memgraph, devices)
         self._graph, self._options, self._pid = memgraph, options, os.getpid()
         self._describer = Describer(memgraph, ops, names or {})
         homes = homes_of(memgraph.vertices, states or {}, self._describer)
-        arenas, made_here = arenas_of(memgraph, arena, device)
+        arenas, made_here = arenas_of(memgraph, arena, places)
         self._memory = Memory(arenas, host_arena(memgraph.host_memory), dict(clean), homes)
         self._pinned = [self._backend.pin(memory) for memory in (self._memory.host, *made_here)]
         self._table = op_table(device)
@@ -133,7 +137,7 @@ class Executor:
                     list(memory.states.values()),
                     settings,
                     links,
-                    hosts,
+                    ["" if device.host else str(places[device.id]) for device in memgraph.devices],
                 )
         except (ValueError, RuntimeError) as error:
             if is_shortage(error):
@@ -307,7 +311,8 @@ class Executor:
                     # The caller's copies out of the arena, whose memory is others' from now on. Here, where other
                     # threads can run meanwhile; a device that is lost makes none.
                     with suppress(torch.AcceleratorError):
-                        self._backend.synchronize()
+                        for backend in self._backends:
+                            backend.synchronize()
                     if self._pid == os.getpid():
                         self._states.store_if_whole()
             finally:

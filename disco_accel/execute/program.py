@@ -161,8 +161,18 @@ class Lowering:
             return 0, 0, 0
         return self._address((vertex.id, 0), vertex.sizes[0]), held.data_ptr(), vertex.sizes[0]
 
+    def _put(self, vertex: Vertex) -> None:
+        """What is added to the op table from now on is where ``vertex`` is."""
+        if self._at_home.on_host(vertex):
+            self._ops.set_host()
+            return
+        arena = self._memory.devices.get(vertex.device)
+        if arena is None:
+            raise ExecutionError(f"vertex {vertex.id} is on device {vertex.device}, of which there is no memory")
+        self._ops.set_device(str(arena.device))
+
     def _add_external(self, vertex: Vertex) -> int:
-        self._ops.set_host(self._at_home.on_host(vertex))
+        self._put(vertex)
         storage = int(self._ops.add_external(vertex.sizes[0]))
         self._externals[vertex.id] = self._storages[vertex.id, 0] = storage
         return storage
@@ -270,7 +280,7 @@ class Lowering:
         call, record = self._calls.get(vertex.id), self._records.get(vertex.id)
         if call is None or record is None:
             raise ExecutionError(f"kernel {vertex.id} ({vertex.op}) has no {'call' if call is None else 'record'}")
-        self._ops.set_host(self._at_home.on_host(vertex))
+        self._put(vertex)
         self._check_overwrites(vertex)
         try:
             op = self._add_call(vertex, call, record)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -33,10 +33,6 @@ class Backend(Protocol):
         """Whether tensors outside of plans take whole blocks of an allocator, so that budgets count those."""
 
     @property
-    def runs_several(self) -> bool:
-        """Whether one process can run a plan of several such devices."""
-
-    @property
     def reorders_sums(self) -> bool:
         """Whether some kernels add in an order that differs from run to run (``OpTraits.unordered_on_gpu``)."""
 
@@ -57,6 +53,13 @@ class Backend(Protocol):
 
     def resolve(self) -> torch.device:
         """``device`` as of now, a GPU with its index in any case. Raises ConfigError if it is not there."""
+
+    def others(self, indices: Sequence[int], count: int) -> list[torch.device]:
+        """The ``count`` devices of a plan, this one first. ``indices``: of GPUs, in the plan's order, of which a plan
+        of fewer devices takes the first; none: this one.
+
+        Raises ConfigError where these are too few, or cannot run one plan together.
+        """
 
     def hardware(self) -> str:
         """Its model, for keys of caches."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from disco_accel.errors import ConfigError, ExecutionError
 from disco_accel.graph.taskgraph import TensorSpec
 from disco_accel.native.extension import load_allocator_shim, load_extension
 from disco_accel.native.op_table import OpTable
+from disco_accel.native.peer_paths import tell_of_peer_paths
 
 _TIMED_RUNS = 5
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
@@ -28,7 +29,6 @@ class CudaBackend:
     device: torch.device
     separate_memory = True
     allocates_in_blocks = True
-    runs_several = False
     reorders_sums = True
     needs_self_check = True
     has_streams = True
@@ -47,6 +47,24 @@ class CudaBackend:
         if index >= count:
             raise ConfigError(f"device: {device} is not there, this machine has {count} CUDA devices")
         return torch.device("cuda", index)
+
+    def others(self, indices: Sequence[int], count: int) -> list[torch.device]:
+        """One GPU may stand for several devices. All are of one model: an op is measured on the first, and planned so
+        for all."""
+        devices = [CudaBackend(torch.device("cuda", index)).resolve() for index in indices[:count]] or [self.device]
+        if len(devices) != count:
+            raise ConfigError(
+                f"devices: the plan has {count} devices beside those in host memory, and {_named(devices)} "
+                f"{'is' if len(devices) == 1 else 'are'} given; name {count} GPUs"
+            )
+        if devices and devices[0] != self.device:
+            raise ConfigError(f"devices: the first is {devices[0]}, but device is {self.device}; name that one first")
+        models = {CudaBackend(device).hardware(): device for device in reversed(devices)}
+        if len(models) > 1:
+            listed = ", ".join(f"{device} is {model}" for model, device in reversed(models.items()))
+            raise ConfigError(f"devices: one plan runs on GPUs of one model, but {listed}; name GPUs that are alike")
+        tell_of_peer_paths(devices)
+        return devices
 
     def hardware(self) -> str:
         return torch.cuda.get_device_name(self.device)
@@ -181,6 +199,10 @@ def pin(tensor: torch.Tensor, device: torch.device | None = None) -> object:
             f"pinning {tensor.nbytes} bytes of host memory failed: {error}; the limit of locked memory (ulimit -l) or "
             "free memory may be too small"
         ) from error
+
+
+def _named(devices: Sequence[torch.device]) -> str:
+    return ", ".join(map(str, devices)) or "none"
 
 
 def _driver() -> str:

@@ -100,11 +100,12 @@ def make_engine(
     states: list[torch.Tensor],
     options: dict[str, float],
     links: list[float],
-    hosts: list[int],
+    places: list[str],
 ) -> Engine:
     """An engine for a program, whose tables have the columns of ``engine_numbers.py``.
 
-    ``arenas``: one for each device; ``hosts``: positions of devices in host memory; ``host``: of offloaded values;
+    ``arenas``: one for each device; ``places``: PyTorch's device that each is, "" for one in host memory; ``host``: of
+    offloaded values;
     ``clean``: host memory that is only read; ``states``: homes of values that change, in memory of their own; all are
     kept. ``options``: those of ``OPTIONS``.
     ``links``: bandwidth and latency of each device that is not in host memory.
@@ -113,4 +114,4 @@ def make_engine(
     """
     load_extension()
     tables, memory = (vertices, edges, copied), (arenas, host, clean, states)
-    return cast(Engine, torch.classes.disco_accel.Engine(table, *tables, *memory, options, links, hosts))
+    return cast(Engine, torch.classes.disco_accel.Engine(table, *tables, *memory, options, links, places))

@@ -70,6 +70,16 @@ class CopyLane(IntEnum):
     P2P = 2
 
 
+class PeerPath(IntEnum):
+    """How bytes get from one GPU to another."""
+
+    DIRECT = 0
+    NO_ACCESS = 1
+    """Through host memory: one has no access to the other's."""
+    WRONG_BYTES = 2
+    """Through host memory: straight, other bytes arrived than were sent."""
+
+
 OPTIONS = (
     "dispatch",
     "seed",
@@ -96,6 +106,7 @@ def expected_numbers() -> dict[str, int]:
         "status": Status,
         "dispatch": Dispatch,
         "lane": CopyLane,
+        "peer": PeerPath,
     }
     return {
         **{f"columns.{name}": len(names) for name, names in columns.items()},

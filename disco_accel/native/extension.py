@@ -45,6 +45,7 @@ _TORCH = (
     "program_tables.cpp",
     "compute_thread.cpp",
     "host_side.cpp",
+    "peer_paths.cpp",
     "cuda_side.cpp",
     "runtime_class.cpp",
 )

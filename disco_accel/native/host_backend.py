@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import platform
 import statistics
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
+from disco_accel.errors import ConfigError
 from disco_accel.graph.taskgraph import TensorSpec
 from disco_accel.native.extension import load_extension
 from disco_accel.native.op_table import OpTable
@@ -37,7 +39,6 @@ class HostBackend:
     device: torch.device
     separate_memory = False
     allocates_in_blocks = False
-    runs_several = True
     reorders_sums = False
     needs_self_check = False
     has_streams = False
@@ -48,6 +49,13 @@ class HostBackend:
 
     def resolve(self) -> torch.device:
         return torch.device("cpu")
+
+    def others(self, indices: Sequence[int], count: int) -> list[torch.device]:
+        if indices:
+            raise ConfigError(
+                f"devices: {tuple(indices)} are indices of GPUs, the plan runs on the cpu; leave them out"
+            )
+        return [torch.device("cpu")] * count
 
     def hardware(self) -> str:
         return platform.machine()

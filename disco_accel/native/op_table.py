@@ -17,8 +17,12 @@ class OpTable(Protocol):
     """Storages and prepared calls of one plan: ``torch.classes.disco_accel.Ops``. Every method may raise RuntimeError
     that names the op, or the argument that does not fit."""
 
-    def set_host(self, on: bool) -> None:
-        """Whether storages and calls added from now on are of a device in host memory, beside the table's own."""
+    def set_device(self, device: str) -> None:
+        """Storages and calls added from now on are of ``device``, of the table's kind. Where an argument of theirs
+        names the table's own device, for which they were captured, they get this one."""
+
+    def set_host(self) -> None:
+        """The same of a device in host memory, beside the table's own."""
 
     def add_fixed(self, address: int, nbytes: int) -> int:
         """A storage over ``nbytes`` bytes at ``address``; its number."""

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "current_device.h"
+#include "peer_copies.h"
 
 namespace disco {
 namespace {
@@ -40,7 +41,7 @@ void* find_runtime() {
 // Codes after which the runtime refuses every further call of the process: a fault of a kernel, memory that
 // cannot be trusted, a device that is gone.
 bool ends_the_context(int code) {
-  constexpr std::array<int, 15> kCodes = {46,  214, 220, 222, 700, 702, 704, 709,
+  constexpr std::array<int, 14> kCodes = {46,  214, 220, 222, 700, 702, 709,
                                           710, 714, 715, 716, 717, 718, 719};
   return std::find(kCodes.begin(), kCodes.end(), code) != kCodes.end();
 }
@@ -91,6 +92,9 @@ CudartApi CudartApi::load() {
   resolve(library, api.event_query, "cudaEventQuery");
   resolve(library, api.event_elapsed, "cudaEventElapsedTime");
   resolve(library, api.memcpy_async, "cudaMemcpyAsync");
+  resolve(library, api.memcpy_peer_async, "cudaMemcpyPeerAsync");
+  resolve(library, api.can_access_peer, "cudaDeviceCanAccessPeer");
+  resolve(library, api.enable_peer_access, "cudaDeviceEnablePeerAccess");
   resolve(library, api.host_register, "cudaHostRegister");
   resolve(library, api.host_unregister, "cudaHostUnregister");
   resolve(library, api.get_last_error, "cudaGetLastError");
@@ -118,6 +122,8 @@ CudaDevice::CudaDevice(CudartApi api, CudaDeviceOptions options) : api_(api), op
   const CurrentDevice current(api_, options_.ordinal);
   try {
     make_lanes();
+    if (!options_.neighbours.empty())
+      peers_ = std::make_unique<PeerCopies>(api_, options_.ordinal, options_.neighbours);
   } catch (...) {
     destroy();
     throw;
@@ -143,6 +149,7 @@ void CudaDevice::make_lanes() {
 
 // What cannot be given back is lost with the process; there is nobody left to tell.
 void CudaDevice::destroy() noexcept {
+  peers_.reset();
   for (CudaEvent event : timing_) api_.event_destroy(event);
   for (Lane& lane : lanes_) {
     for (CudaEvent event : lane.events) {
@@ -180,6 +187,14 @@ void CudaDevice::connect(int index, OpRunner& runner, ProgressListener&) {
 
 void CudaDevice::attach_loop_thread() { check("cudaSetDevice", api_.set_device(options_.ordinal)); }
 
+// Kernels are launched, and events made, on the current device alone.
+void CudaDevice::make_current() const {
+  if (!shares_loop_) return;
+  int current = 0;
+  check("cudaGetDevice", api_.get_device(&current));
+  if (current != options_.ordinal) check("cudaSetDevice", api_.set_device(options_.ordinal));
+}
+
 void CudaDevice::before_work(int stream, std::int32_t vertex) {
   const Lane& lane = lanes_[stream];
   if (lane.enqueued - lane.finished >= lane.events.size()) {
@@ -203,6 +218,7 @@ Token CudaDevice::after_work(int stream, std::int32_t vertex) {
 }
 
 Token CudaDevice::enqueue_op(int stream, std::int32_t vertex, std::int32_t op) {
+  make_current();
   before_work(stream, vertex);
   runner_->run(op, index_, stream);
   return after_work(stream, vertex);
@@ -211,7 +227,10 @@ Token CudaDevice::enqueue_op(int stream, std::int32_t vertex, std::int32_t op) {
 Token CudaDevice::enqueue_copy(int stream, std::int32_t vertex, void* dst, const void* src,
                                std::int64_t bytes) {
   before_work(stream, vertex);
-  if (bytes > 0) {
+  const bool to_peer = peers_ != nullptr && stream == lane(Direction::kPeer);
+  if (const Neighbour* to = to_peer ? peers_->holder(dst, bytes) : nullptr; to != nullptr) {
+    peers_->enqueue(*to, lanes_[stream].stream, dst, src, static_cast<std::size_t>(bytes));
+  } else if (bytes > 0) {
     const int kind = kMemcpyKind[static_cast<std::size_t>(stream - compute_streams())];
     check("cudaMemcpyAsync",
           api_.memcpy_async(dst, src, static_cast<std::size_t>(bytes), kind, lanes_[stream].stream));
@@ -273,12 +292,14 @@ void CudaDevice::fail_all(const char* call, int code) {
 void CudaDevice::recover() {
   failed_ = false;
   failure_ = {};
-  for (const Lane& lane : lanes_) {
-    if (const int code = api_.stream_synchronize(lane.stream); code != kSuccess) {
+  const auto drain = [this](CudaStream stream) {
+    if (const int code = api_.stream_synchronize(stream); code != kSuccess) {
       // One that stays makes the next step fail too, and say so.
       fail(cuda_error_text(api_, "cudaStreamSynchronize", code), ends_the_context(code), {});
     }
-  }
+  };
+  for (const Lane& lane : lanes_) drain(lane.stream);
+  if (arrivals_ != nullptr) drain(arrivals_);
 }
 
 void CudaDevice::make_timing_events(std::size_t count) {
@@ -295,6 +316,7 @@ void CudaDevice::trace(Span* spans, std::int32_t vertices) {
   spans_ = nullptr;
   timed_.clear();
   if (spans == nullptr) return;
+  make_current();
   make_timing_events(1 + 2 * static_cast<std::size_t>(vertices));
   // On a stream that waits for nothing: on the others the event would come after the caller's work. When it
   // came is known as well as this thread was let run; another try costs microseconds.

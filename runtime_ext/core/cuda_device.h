@@ -31,7 +31,11 @@ struct CudartApi {
   int (*event_query)(CudaEvent) = nullptr;                                    // cudaEventQuery
   int (*event_elapsed)(float* ms, CudaEvent start, CudaEvent end) = nullptr;  // cudaEventElapsedTime
   int (*memcpy_async)(void* dst, const void* src, std::size_t bytes, int kind,
-                      CudaStream) = nullptr;                                 // cudaMemcpyAsync
+                      CudaStream) = nullptr;  // cudaMemcpyAsync
+  int (*memcpy_peer_async)(void* dst, int dst_device, const void* src, int src_device, std::size_t bytes,
+                           CudaStream) = nullptr;                            // cudaMemcpyPeerAsync
+  int (*can_access_peer)(int* can, int device, int peer) = nullptr;          // cudaDeviceCanAccessPeer
+  int (*enable_peer_access)(int peer, unsigned flags) = nullptr;             // cudaDeviceEnablePeerAccess
   int (*host_register)(void*, std::size_t bytes, unsigned flags) = nullptr;  // cudaHostRegister
   int (*host_unregister)(void*) = nullptr;                                   // cudaHostUnregister
   // cudaGetLastError: returns and forgets this thread's last error.
@@ -89,6 +93,9 @@ class CudaStreams {
   // Compute stream `index`, made when it is first asked for. Throws CudaError.
   CudaStream compute(int index);
   CudaStream lane(Direction direction) const { return lanes_[static_cast<std::size_t>(direction)]; }
+  // Takes what other GPUs have put into page-locked memory for this one; made when it is first asked for.
+  // Throws CudaError.
+  CudaStream arrivals();
   // Carries no work, so an event recorded on it happens at once, whatever the others wait for.
   CudaStream clock() const { return clock_; }
 
@@ -102,13 +109,26 @@ class CudaStreams {
   std::vector<CudaStream> compute_;
   std::array<CudaStream, 3> lanes_{};  // by Direction
   CudaStream clock_ = nullptr;
+  CudaStream arrivals_ = nullptr;
 };
+
+// Another GPU of the same engine, as one that copies to it sees it.
+struct Neighbour {
+  int ordinal = 0;
+  const void* arena = nullptr;  // what lies in these bytes is of that GPU
+  std::size_t bytes = 0;
+  bool direct = false;  // a copy needs no host memory on its way
+  std::shared_ptr<CudaStreams> streams;
+};
+
+class PeerCopies;
 
 struct CudaDeviceOptions {
   int ordinal = 0;  // cuda device number
   int compute_streams = 1;
   int window = 64;                       // events per stream, hence the most work in flight on one
   std::shared_ptr<CudaStreams> streams;  // none: streams of its own
+  std::vector<Neighbour> neighbours = {};
 };
 
 // Ops are launched by OpRunner on the loop thread; run() must launch on native_stream(stream). The end of
@@ -124,10 +144,15 @@ class CudaDevice final : public Device {
   CudaDevice& operator=(const CudaDevice&) = delete;
 
   CudaStream native_stream(int stream) const;
+  // The stream that writes here what other GPUs sent through host memory; null where none of them does.
+  CudaStream arrivals() const { return arrivals_; }
+  // Called before connect(): other devices send through host memory. Throws CudaError.
+  void expect_arrivals() { arrivals_ = streams_->arrivals(); }
   // All streams were told to wait for `event`, which the caller recorded on a stream of its own: until it has
   // happened, a step without progress waits for the caller and has not stalled. Any thread.
   void waits_for(CudaEvent event);
 
+  void use_threads() override { shares_loop_ = true; }
   void connect(int index, OpRunner& runner, ProgressListener& listener) override;
   void attach_loop_thread() override;
   int compute_streams() const override { return options_.compute_streams; }
@@ -150,6 +175,7 @@ class CudaDevice final : public Device {
   void destroy() noexcept;
   void make_timing_events(std::size_t count);
   void check(const char* call, int code) const;
+  void make_current() const;
   void before_work(int stream, std::int32_t vertex);
   Token after_work(int stream, std::int32_t vertex);
   void fail(std::string message, bool lost, std::vector<std::int32_t> in_flight);
@@ -158,6 +184,9 @@ class CudaDevice final : public Device {
   CudartApi api_;
   CudaDeviceOptions options_;
   std::shared_ptr<CudaStreams> streams_;
+  std::unique_ptr<PeerCopies> peers_;  // none: no neighbours
+  CudaStream arrivals_ = nullptr;
+  bool shares_loop_ = false;                      // the loop thread launches on other devices too
   std::atomic<CudaEvent> caller_event_{nullptr};  // what waits_for was given
   std::atomic<std::uint64_t> caller_waits_{0};    // how often
   mutable std::uint64_t caller_seen_ = 0;         // of these, how many have happened

@@ -43,6 +43,13 @@ CudaStream CudaStreams::compute(int index) {
   return compute_[static_cast<std::size_t>(index)];
 }
 
+CudaStream CudaStreams::arrivals() {
+  const std::lock_guard lock(mutex_);
+  const CurrentDevice current(api_, ordinal_);
+  if (arrivals_ == nullptr) arrivals_ = make();
+  return arrivals_;
+}
+
 CudaStream CudaStreams::make() {
   CudaStream stream = nullptr;
   check_cuda(api_, "cudaStreamCreateWithFlags", api_.stream_create(&stream, kStreamNonBlocking));
@@ -56,6 +63,7 @@ void CudaStreams::destroy() noexcept {
     if (stream != nullptr) api_.stream_destroy(stream);
   }
   if (clock_ != nullptr) api_.stream_destroy(clock_);
+  if (arrivals_ != nullptr) api_.stream_destroy(arrivals_);
 }
 
 }  // namespace disco

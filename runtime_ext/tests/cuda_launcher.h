@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "core/cuda_device.h"
 #include "fake_cudart.h"
@@ -20,9 +21,13 @@ class Launcher final : public OpRunner {
     // As PyTorch does around every launch.
     if (const int code = std::exchange(cudart_.last_error, 0); code != 0)
       throw std::runtime_error("a kernel was blamed for error " + std::to_string(code));
-    cudart_.launch(target->native_stream(stream), [=, this] { checker_.run(op, device, stream); });
+    CudaDevice& target = *targets.at(static_cast<std::size_t>(device));
+    if (cudart_.device != ordinals.at(static_cast<std::size_t>(device)))
+      throw std::runtime_error("device " + std::to_string(cudart_.device) + " is current");
+    cudart_.launch(target.native_stream(stream), [=, this] { checker_.run(op, device, stream); });
   }
-  CudaDevice* target = nullptr;
+  std::vector<CudaDevice*> targets;  // by device of the engine
+  std::vector<int> ordinals = {0};   // likewise: which GPU each is
   std::int32_t throw_at = -1;
 
  private:

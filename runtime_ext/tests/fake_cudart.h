@@ -22,7 +22,11 @@ namespace disco::testing {
 // Only one lives at a time: the table's functions have no argument to carry it.
 class FakeCudart {
  public:
+  // What a copy straight from one device to another does.
+  enum class Peers { kNone, kRefused, kWrong, kRight };
+
   static constexpr int kInvalidHandle = 400;
+  static constexpr int kAlreadyEnabled = 704;
   static constexpr int kNotReady = 600;
   static constexpr int kLaunchFailure = 719;
 
@@ -68,6 +72,15 @@ class FakeCudart {
     api.memcpy_async = [](void* dst, const void* src, std::size_t bytes, int kind, CudaStream stream) {
       return current_->copy(dst, src, bytes, kind, stream);
     };
+    api.memcpy_peer_async = [](void* dst, int to, const void* src, int from, std::size_t bytes,
+                               CudaStream stream) {
+      return current_->copy_to_peer(dst, to, src, from, bytes, stream);
+    };
+    api.can_access_peer = [](int* can, int device, int peer) {
+      *can = current_->peers != Peers::kNone && device != peer ? 1 : 0;
+      return current_->call("cudaDeviceCanAccessPeer");
+    };
+    api.enable_peer_access = [](int peer, unsigned) { return current_->enable_peer(peer); };
     api.host_register = [](void*, std::size_t, unsigned) { return current_->call("cudaHostRegister"); };
     api.host_unregister = [](void*) { return current_->call("cudaHostUnregister"); };
     api.get_last_error = [] { return std::exchange(current_->last_error, 0); };
@@ -94,8 +107,11 @@ class FakeCudart {
   int device = 7;
   std::set<int> contexts;  // devices that have one
   int driver_code = 0;     // what the driver's functions answer
+  Peers peers = Peers::kRight;
+  std::set<std::pair<int, int>> reaching;  // devices, each with one whose memory it may use
   int created = 0;
   std::vector<int> copy_kinds;
+  int peer_copies = 0;
 
  private:
   struct Event {
@@ -173,6 +189,21 @@ class FakeCudart {
     if (const int code = call("cudaMemcpyAsync"); code != 0) return code;
     copy_kinds.push_back(kind);
     queues_.at(stream).push_back({[=] { std::memcpy(dst, src, bytes); }});
+    return 0;
+  }
+  int enable_peer(int peer) {
+    if (const int code = call("cudaDeviceEnablePeerAccess"); code != 0) return code;
+    return reaching.emplace(device, peer).second ? 0 : (last_error = kAlreadyEnabled);
+  }
+  int copy_to_peer(void* dst, int to, const void* src, int from, std::size_t bytes, CudaStream stream) {
+    if (const int code = call("cudaMemcpyPeerAsync"); code != 0) return code;
+    if (reaching.count({from, to}) == 0 || peers == Peers::kRefused) return last_error = kInvalidHandle;
+    ++peer_copies;
+    const bool wrong = peers == Peers::kWrong;
+    queues_.at(stream).push_back({[=] {
+      std::memcpy(dst, src, bytes);
+      if (wrong) static_cast<unsigned char*>(dst)[bytes - 1] ^= 1;
+    }});
     return 0;
   }
   static bool step(std::deque<Command>& queue) {

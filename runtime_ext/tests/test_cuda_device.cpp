@@ -38,7 +38,7 @@ struct Rig {
     options.compute_streams = streams;
     options.window = 8;
     auto device = std::make_unique<CudaDevice>(FakeCudart::api(), options);
-    launcher.target = device.get();
+    launcher.targets = {device.get()};
     EngineOptions engine_options;
     engine_options.lookahead = lookahead;
     engine_options.dispatch = static_cast<Dispatch>(seed % 4);
@@ -215,7 +215,7 @@ TEST(CudaDevice, AFailureWhereTheLoopThreadStartsIsTheConstructorsAndLeaksNothin
     Checker checker(*scene);
     Launcher launcher(cudart, checker);
     auto device = std::make_unique<CudaDevice>(FakeCudart::api(), CudaDeviceOptions{0, 1, 4, nullptr});
-    launcher.target = device.get();
+    launcher.targets = {device.get()};
     cudart.calls = 0;
     cudart.fail_at = at;
     try {
@@ -319,7 +319,7 @@ TEST(CudaDevice, AWindowSmallerThanTheLookaheadFailsTheStepInWords) {
   Checker checker(*scene);
   Launcher launcher(cudart, checker);
   auto device = std::make_unique<CudaDevice>(FakeCudart::api(), CudaDeviceOptions{0, 1, 1, nullptr});
-  launcher.target = device.get();
+  launcher.targets = {device.get()};
   Engine engine(scene->program(), one(std::move(device)), launcher, {});
   ASSERT_EQ(run_step(engine, checker, 0), Status::kFailed);
   EXPECT_NE(engine.last_error().message.find("more than 1 vertices in flight"), std::string::npos);

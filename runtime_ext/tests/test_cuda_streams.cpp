@@ -19,7 +19,8 @@ struct Shared {
     options.compute_streams = compute;
     options.streams = std::move(streams);
     auto made = std::make_unique<CudaDevice>(FakeCudart::api(), options);
-    launcher.target = device = made.get();
+    device = made.get();
+    launcher.targets = {device};
     EngineOptions engine_options;
     engine_options.stall_timeout = 0.05;
     engine = std::make_unique<Engine>(scene->program(), one(std::move(made)), launcher, engine_options);

@@ -22,13 +22,20 @@ class OpTable;
 class EngineSide {
  public:
   virtual ~EngineSide() = default;
-  // Runs or launches op `op` of `table` on a compute stream; on the thread that has the stream.
-  virtual void run(const OpTable& table, std::int32_t op, int stream) = 0;
+  // Runs or launches op `op` of `table` on a compute stream of device `number`, counted among those that were
+  // started; on the thread that has the stream.
+  virtual void run(const OpTable& table, std::int32_t op, int number, int stream) = 0;
   // On the caller's thread: all that the engine launches from now on comes after the work that this thread
   // has put on PyTorch's current stream.
   virtual void put_after_caller() {}
   // Whether work that does not end may write to its memory for ever, so that nothing of it can be freed.
   virtual bool may_never_end() const { return false; }
+};
+
+// A device to start, and the memory there that ops use, which outlives it.
+struct StartedOn {
+  c10::Device device;
+  at::Tensor arena;
 };
 
 // The devices of one engine and their PyTorch side, which outlives them.
@@ -56,10 +63,10 @@ class Backend {
   virtual void install_allocator() const {}
   // A copy of `value` on `device` in memory of its own.
   virtual at::Tensor copy_of(const at::Tensor& value, c10::Device device) const;
-  // Devices for an engine: `links` has a bandwidth and a latency for each. Of `memory`, which outlives them,
-  // ops use what is on the device. Throws std::invalid_argument, and what the devices' constructors throw.
-  virtual Started start(c10::Device device, const Settings& settings, const std::vector<double>& links,
-                        const std::vector<at::Tensor>& memory) const = 0;
+  // Devices for an engine, all of this kind: `links` has a bandwidth and a latency for each. Throws
+  // std::invalid_argument, and what the devices' constructors throw.
+  virtual Started start(const std::vector<StartedOn>& devices, const Settings& settings,
+                        const std::vector<double>& links) const = 0;
 };
 
 const Backend& host_backend();

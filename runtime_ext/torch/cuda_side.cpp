@@ -16,6 +16,7 @@
 
 #include "backend.h"
 #include "ops.h"
+#include "peer_paths.h"
 #include "planned_alloc.h"
 
 namespace disco {
@@ -29,18 +30,22 @@ StreamScope::StreamScope(c10::Device device, CudaStream native)
 
 StreamScope::~StreamScope() { impl_.exchangeStream(before_); }
 
-CallerOrder::CallerOrder(c10::Device device) : impl_(c10::DeviceType::CUDA), device_(device) {}
-
-CallerOrder::~CallerOrder() {
-  if (event_ != nullptr) impl_.destroyEvent(event_, device_.index());
+CallerOrder::CallerOrder(c10::Device where, CudaDevice& device, std::vector<c10::Stream> writers)
+    : impl_(c10::DeviceType::CUDA), where_(where), device_(device), streams_(std::move(writers)) {
+  for (int stream = 0; stream < device.streams(); ++stream) {
+    streams_.push_back(external_stream(where, device.native_stream(stream)));
+  }
+  if (device.arrivals() != nullptr) streams_.push_back(external_stream(where, device.arrivals()));
 }
 
-void CallerOrder::put_after_caller(CudaDevice& device) {
-  impl_.record(&event_, impl_.getStream(device_), device_.index(), c10::EventFlag::PYTORCH_DEFAULT);
-  for (int stream = 0; stream < device.streams(); ++stream) {
-    impl_.block(event_, external_stream(device_, device.native_stream(stream)));
-  }
-  device.waits_for(event_);
+CallerOrder::~CallerOrder() {
+  if (event_ != nullptr) impl_.destroyEvent(event_, where_.index());
+}
+
+void CallerOrder::put_after_caller() {
+  impl_.record(&event_, impl_.getStream(where_), where_.index(), c10::EventFlag::PYTORCH_DEFAULT);
+  for (const c10::Stream& stream : streams_) impl_.block(event_, stream);
+  device_.waits_for(event_);
 }
 
 BlasWarmup::BlasWarmup(c10::Device device, CudaStream stream) : workspace_(Workspace::of(stream)) {
@@ -58,7 +63,10 @@ BlasWarmup::BlasWarmup(c10::Device device, CudaStream stream) : workspace_(Works
 void BlasWarmup::run() {
   // Read before the products: what is given back while they run is taken again before the next op.
   const std::uint64_t returned = workspace_.returned();
-  if (!first_ && returned == seen_) return;
+  if (!first_ && returned == seen_) {
+    workspace_.watch(seen_);  // the thread's op before may have been another stream's
+    return;
+  }
   const c10::InferenceMode inference;
   const WorkspaceScope scope(workspace_);
   for (Operands& kind : kinds_) {
@@ -93,31 +101,49 @@ class PlannedRanges {
   std::vector<const void*> bases_;
 };
 
+// One GPU of an engine.
+struct Gpu {
+  c10::Device where;
+  CudaDevice& device;
+  std::unique_ptr<CallerOrder> caller;
+  std::vector<BlasWarmup> warmups;  // by compute stream; used by the loop thread alone
+};
+
 class CudaSide : public EngineSide {
  public:
-  CudaSide(c10::Device where, CudaDevice& device, const std::vector<at::Tensor>& memory)
-      : where_(where), device_(device), caller_(where) {
-    for (int stream = 0; stream < device.compute_streams(); ++stream) {
-      warmups_.emplace_back(where, device.native_stream(stream));
+  CudaSide(const std::vector<StartedOn>& given, const std::vector<std::unique_ptr<Device>>& devices) {
+    for (std::size_t i = 0; i < given.size(); ++i) {
+      auto& device = static_cast<CudaDevice&>(*devices[i]);
+      Gpu& gpu = gpus_.emplace_back(Gpu{given[i].device, device, nullptr, {}});
+      for (int stream = 0; stream < device.compute_streams(); ++stream) {
+        gpu.warmups.emplace_back(gpu.where, device.native_stream(stream));
+      }
+      ranges_.add(given[i].arena);
     }
-    for (const at::Tensor& tensor : memory) {
-      if (!tensor.device().is_cpu()) ranges_.add(tensor);
+    for (Gpu& gpu : gpus_) {
+      std::vector<c10::Stream> writers;
+      for (const Gpu& other : gpus_) {
+        if (&other == &gpu) continue;
+        const int lane = other.device.lane(Direction::kPeer);
+        writers.push_back(external_stream(other.where, other.device.native_stream(lane)));
+      }
+      gpu.caller = std::make_unique<CallerOrder>(gpu.where, gpu.device, std::move(writers));
     }
   }
 
-  void run(const OpTable& table, std::int32_t op, int stream) override {
-    const StreamScope scope(where_, device_.native_stream(stream));
-    warmups_[static_cast<std::size_t>(stream)].run();
+  void run(const OpTable& table, std::int32_t op, int number, int stream) override {
+    Gpu& gpu = gpus_[static_cast<std::size_t>(number)];
+    const StreamScope scope(gpu.where, gpu.device.native_stream(stream));
+    gpu.warmups[static_cast<std::size_t>(stream)].run();
     table.run(op);
   }
-  void put_after_caller() override { caller_.put_after_caller(device_); }
+  void put_after_caller() override {
+    for (const Gpu& gpu : gpus_) gpu.caller->put_after_caller();
+  }
   bool may_never_end() const override { return true; }
 
  private:
-  c10::Device where_;
-  CudaDevice& device_;
-  CallerOrder caller_;
-  std::vector<BlasWarmup> warmups_;  // by compute stream; used by the loop thread alone
+  std::vector<Gpu> gpus_;
   PlannedRanges ranges_;
 };
 
@@ -126,19 +152,37 @@ class CudaBackend : public Backend {
   c10::DispatchKey key() const override { return c10::DispatchKey::CUDA; }
   MemoryKind memory() const override { return MemoryKind::kGpu; }
 
-  Started start(c10::Device where, const Settings& settings, const std::vector<double>& /*links*/,
-                const std::vector<at::Tensor>& memory) const override {
-    if (!where.has_index()) throw std::invalid_argument("a CUDA device needs its index, as in cuda:0");
-    CudaDeviceOptions options;
-    options.ordinal = where.index();
-    options.compute_streams = settings.host.compute_streams;
-    options.window = std::max(options.window, settings.engine.lookahead + 2);
+  Started start(const std::vector<StartedOn>& devices, const Settings& settings,
+                const std::vector<double>& /*links*/) const override {
+    for (const StartedOn& each : devices) {
+      if (!each.device.has_index())
+        throw std::invalid_argument("a CUDA device needs its index, as in cuda:0");
+    }
     const CudartApi api = CudartApi::load();
-    options.streams = CudaStreams::shared(api, options.ordinal);
-    auto device = std::make_unique<CudaDevice>(api, options);
-    Started started{std::make_unique<CudaSide>(where, *device, memory), {}};
-    started.devices.push_back(std::move(device));
-    return started;
+    std::vector<std::unique_ptr<Device>> started;
+    std::vector<bool> relayed(devices.size());
+    for (const StartedOn& each : devices) {
+      CudaDeviceOptions options;
+      options.ordinal = each.device.index();
+      options.compute_streams = settings.host.compute_streams;
+      options.window = std::max(options.window, settings.engine.lookahead + 2);
+      options.streams = CudaStreams::shared(api, options.ordinal);
+      for (std::size_t i = 0; i < devices.size(); ++i) {
+        const c10::Device other = devices[i].device;
+        if (other == each.device) continue;
+        const at::Tensor& arena = devices[i].arena;
+        const bool direct = peer_path(each.device, other) == PeerPath::kDirect;
+        relayed[i] = relayed[i] || !direct;
+        options.neighbours.push_back({other.index(), arena.const_data_ptr(), arena.nbytes(), direct,
+                                      CudaStreams::shared(api, other.index())});
+      }
+      started.push_back(std::make_unique<CudaDevice>(api, std::move(options)));
+    }
+    for (std::size_t i = 0; i < started.size(); ++i) {
+      if (relayed[i]) static_cast<CudaDevice&>(*started[i]).expect_arrivals();
+    }
+    auto side = std::make_unique<CudaSide>(devices, started);
+    return {std::move(side), std::move(started)};
   }
 };
 

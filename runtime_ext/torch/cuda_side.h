@@ -32,20 +32,24 @@ class StreamScope {
   c10::Stream before_;
 };
 
-// Orders all streams of a device after what the calling thread has put on PyTorch's current stream so far:
-// the optimizer's update, the batch's copy, the clone of a value in the arena.
+// Orders all streams of a device, and those of other devices that write to its memory, after what the calling
+// thread has put on PyTorch's current stream there so far: the optimizer's update, the batch's copy, the
+// clone of a value in the arena.
 class CallerOrder {
  public:
-  explicit CallerOrder(c10::Device device);
+  // `device` is the engine's on `where`; `writers` are streams of others with the device that they are on.
+  CallerOrder(c10::Device where, CudaDevice& device, std::vector<c10::Stream> writers);
   ~CallerOrder();
   CallerOrder(const CallerOrder&) = delete;
   CallerOrder& operator=(const CallerOrder&) = delete;
   // Waits for nothing. May be called while the loop thread enqueues. Throws c10::Error with CUDA's reason.
-  void put_after_caller(CudaDevice& device);
+  void put_after_caller();
 
  private:
   c10::impl::VirtualGuardImpl impl_;
-  c10::Device device_;
+  c10::Device where_;
+  CudaDevice& device_;
+  std::vector<c10::Stream> streams_;
   void* event_ = nullptr;
 };
 
@@ -55,8 +59,8 @@ class CallerOrder {
 class BlasWarmup {
  public:
   BlasWarmup(c10::Device device, CudaStream stream);
-  // Before an op, on the thread and the stream that will run it: takes the workspace unless it is taken. All
-  // data types at the first call, later one product of each kind.
+  // Before each op, on the thread and the stream that will run it: takes the workspace unless it is taken.
+  // All data types at the first call, later one product of each kind.
   void run();
 
  private:

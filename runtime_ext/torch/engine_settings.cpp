@@ -3,6 +3,7 @@
 #include <array>
 #include <utility>
 
+#include "../core/peer_copies.h"
 #include "ops.h"
 
 namespace disco {
@@ -73,6 +74,9 @@ c10::Dict<std::string, std::int64_t> engine_numbers() {
       {"lane.H2D", number(Direction::kHostToDevice)},
       {"lane.D2H", number(Direction::kDeviceToHost)},
       {"lane.P2P", number(Direction::kPeer)},
+      {"peer.DIRECT", number(PeerPath::kDirect)},
+      {"peer.NO_ACCESS", number(PeerPath::kNoAccess)},
+      {"peer.WRONG_BYTES", number(PeerPath::kWrongBytes)},
   };
   for (const auto& [name, value] : named) numbers.insert(name, value);
   for (std::size_t i = 0; i < kOptions.size(); ++i) {

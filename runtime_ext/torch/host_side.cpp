@@ -16,7 +16,7 @@ namespace {
 
 class HostSide : public EngineSide {
  public:
-  void run(const OpTable& table, std::int32_t op, int /*stream*/) override { table.run(op); }
+  void run(const OpTable& table, std::int32_t op, int /*number*/, int /*stream*/) override { table.run(op); }
 };
 
 class HostBackend : public Backend {
@@ -34,8 +34,8 @@ class HostBackend : public Backend {
     return copy;
   }
 
-  Started start(c10::Device /*device*/, const Settings& settings, const std::vector<double>& links,
-                const std::vector<at::Tensor>& /*memory*/) const override {
+  Started start(const std::vector<StartedOn>& /*devices*/, const Settings& settings,
+                const std::vector<double>& links) const override {
     Started started{std::make_unique<HostSide>(), {}};
     for (std::size_t d = 0; 2 * d < links.size(); ++d) {
       HostDeviceOptions options = settings.host;

@@ -1,11 +1,11 @@
 #include "ops.h"
 
+#include <ATen/Context.h>
 #include <ATen/core/List.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/ScalarType.h>
 
 #include <algorithm>
-#include <array>
 #include <limits>
 #include <optional>
 #include <stdexcept>
@@ -105,25 +105,27 @@ CallerGuards::CallerGuards(const at::ThreadLocalState& plain) : state_(plain) { 
 
 CallerGuards::~CallerGuards() { guarded_for_good = false; }
 
-c10::Device OpTable::device_of(Side side) const {
-  return side == Side::kHost ? c10::Device(c10::DeviceType::CPU) : device_;
+void OpTable::set_device(c10::Device device) {
+  if (device.type() != device_.type())
+    bad_argument(device.str() + " is of another kind than " + device_.str());
+  place_ = {Side::kDevice, device};
 }
 
 const Backend& OpTable::backend_of(Side side) const {
   return side == Side::kHost ? host_backend() : backend_;
 }
 
-std::int64_t OpTable::add_fixed(void* ptr, std::size_t nbytes, Side side) {
-  storages_.emplace_back(c10::Storage::use_byte_size_t(), nbytes, c10::DataPtr(ptr, device_of(side)), nullptr,
+std::int64_t OpTable::add_fixed(void* ptr, std::size_t nbytes) {
+  storages_.emplace_back(c10::Storage::use_byte_size_t(), nbytes, c10::DataPtr(ptr, place_.device), nullptr,
                          false);
-  sides_.push_back(side);
+  places_.push_back(place_);
   external_.push_back(false);
   bound_.emplace_back();
   return static_cast<std::int64_t>(storages_.size()) - 1;
 }
 
-std::int64_t OpTable::add_external(std::size_t nbytes, Side side) {
-  const std::int64_t index = add_fixed(nullptr, nbytes, side);
+std::int64_t OpTable::add_external(std::size_t nbytes) {
+  const std::int64_t index = add_fixed(nullptr, nbytes);
   external_.back() = true;
   externals_.push_back(index);
   return index;
@@ -133,7 +135,8 @@ void OpTable::bind_external(std::int64_t storage, const at::Tensor& tensor) {
   if (!external_.at(storage)) bad_argument("storage " + std::to_string(storage) + " is not external");
   const c10::Device device = storages_[storage].device();
   if (tensor.device() != device) {
-    const char* where = sides_[storage] == Side::kHost ? ", the plan has it on " : ", the plan runs on ";
+    const char* where =
+        places_[storage].side == Side::kHost ? ", the plan has it on " : ", the plan runs on ";
     bad_argument("is on " + tensor.device().str() + where + device.str());
   }
   std::int64_t extent = tensor.numel() > 0 ? 1 : 0;
@@ -152,21 +155,21 @@ void OpTable::release_externals() {
   for (const std::int64_t storage : externals_) bound_[storage].reset();
 }
 
-// Kernels are called for their side without a look at the tensors.
-void OpTable::check_side(const IValue& value, Side side) const {
+// Kernels are called for their place without a look at the tensors.
+void OpTable::check_place(const IValue& value, c10::Device device) {
   if (value.isList()) {
-    for (const IValue& element : value.toListRef()) check_side(element, side);
+    for (const IValue& element : value.toListRef()) check_place(element, device);
     return;
   }
   if (!value.isTensor() || !value.toTensor().defined()) return;
   const at::Tensor tensor = value.toTensor();
-  if (tensor.device() != device_of(side) && !tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
-    bad_argument("is on " + tensor.device().str() + ", the op runs on " + device_of(side).str());
+  if (tensor.device() != device && !tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
+    bad_argument("is on " + tensor.device().str() + ", the op runs on " + device.str());
   }
 }
 
 std::int32_t OpTable::add_op(const std::string& name, const std::string& overload, const IValue& args,
-                             const std::string& label, Side side) {
+                             const std::string& label) {
   const auto handle = c10::Dispatcher::singleton().findSchema({name, overload});
   if (!handle.has_value()) bad_argument(label + ": no op " + name + "." + overload + " in this PyTorch");
   const c10::ArrayRef<IValue> encoded = tuple_elements(args);
@@ -175,11 +178,12 @@ std::int32_t OpTable::add_op(const std::string& name, const std::string& overloa
     bad_argument(label + ": " + std::to_string(encoded.size()) + " arguments given, the schema has " +
                  std::to_string(schema.size()));
   }
-  PreparedOp op{*handle, side, {}, {}, {}, {}, {}, false, backend_of(side).kernels(), label, {}};
+  const Backend& backend = backend_of(place_.side);
+  PreparedOp op{*handle, place_, {}, {}, {}, {}, {}, false, backend.kernels(), label, {}};
   for (std::size_t i = 0; i < schema.size(); ++i) {
     try {
       op.args.push_back(decode(encoded[i], schema[i].type()));
-      check_side(op.args.back(), side);
+      check_place(op.args.back(), place_.device);
     } catch (const std::exception& error) {
       bad_argument(label + ": argument '" + schema[i].name() + "': " + message_of(error));
     }
@@ -188,7 +192,7 @@ std::int32_t OpTable::add_op(const std::string& name, const std::string& overloa
   const auto external = [](const void* table, const c10::StorageImpl* storage) {
     return static_cast<const OpTable*>(table)->is_external(storage);
   };
-  if (backend_of(side).computes_small_ops()) op.direct = direct_call(name, overload, op.args, external, this);
+  if (backend.computes_small_ops()) op.direct = direct_call(name, overload, op.args, external, this);
   // Grows this thread's stack once, here: a step must not.
   scratch_stack().reserve(64);
   ops_.push_back(std::move(op));
@@ -197,7 +201,10 @@ std::int32_t OpTable::add_op(const std::string& name, const std::string& overloa
 
 void OpTable::expect_result(std::int32_t op, ResultMode mode, const IValue& where) {
   ExpectedResult expected{mode, {}};
-  if (mode != ResultMode::kIgnored) expected.where = decode_tensor(tuple_elements(where));
+  if (mode != ResultMode::kIgnored) {
+    expected.where = decode_tensor(tuple_elements(where));
+    check_place(expected.where, ops_.at(op).place.device);
+  }
   ops_.at(op).results.push_back(std::move(expected));
 }
 
@@ -206,31 +213,41 @@ void OpTable::set_schedule(std::int32_t op, std::vector<PlannedBlock> blocks) {
   ops_.at(op).scheduled = true;
 }
 
-void OpTable::check_memory(const Memory& memory, const std::vector<bool>& hosts) const {
-  std::array<std::vector<Range>, 2> of_side;  // by Side
-  for (std::size_t i = 0; i < memory.arenas.size(); ++i) of_side.at(hosts.at(i)).push_back(memory.arenas[i]);
-  const std::array<Ranges, 2> arenas{Ranges(of_side[0]), Ranges(of_side[1])};
+void OpTable::check_memory(const Memory& memory, const std::vector<Place>& places) const {
+  std::vector<std::pair<Place, Ranges>> arenas;
+  for (const Place& place : places) {
+    std::vector<Range> there;
+    for (std::size_t i = 0; i < memory.arenas.size(); ++i) {
+      if (places.at(i) == place) there.push_back(memory.arenas[i]);
+    }
+    arenas.emplace_back(place, Ranges(std::move(there)));
+  }
   const Ranges homes(memory.states, Ranges::Adjacent::kApart);
   const Ranges clean(memory.clean);
-  const auto arena = [&](Side side) -> const Ranges& { return arenas.at(static_cast<std::size_t>(side)); };
+  const Ranges nowhere{{}};
+  const auto arena = [&](const Place& place) -> const Ranges& {
+    const auto found =
+        std::find_if(arenas.begin(), arenas.end(), [&](const auto& a) { return a.first == place; });
+    return found == arenas.end() ? nowhere : found->second;
+  };
   for (std::size_t i = 0; i < storages_.size(); ++i) {
     const void* const ptr = storages_[i].data_ptr().get();
     const std::size_t nbytes = storages_[i].nbytes();
     const bool at_home =
-        sides_[i] == Side::kHost && (inside(homes, ptr, nbytes) || inside(clean, ptr, nbytes));
-    if (!external_[i] && !at_home && !inside(arena(sides_[i]), ptr, nbytes)) {
+        places_[i].side == Side::kHost && (inside(homes, ptr, nbytes) || inside(clean, ptr, nbytes));
+    if (!external_[i] && !at_home && !inside(arena(places_[i]), ptr, nbytes)) {
       bad_argument("storage " + std::to_string(i) + " of " + std::to_string(nbytes) +
                    " bytes lies outside the arenas of this run");
     }
   }
   for (const PreparedOp& op : ops_) {
     const bool planned = std::all_of(op.schedule.begin(), op.schedule.end(), [&](const PlannedBlock& block) {
-      return inside(arena(op.side), block.ptr, block.nbytes);
+      return inside(arena(op.place), block.ptr, block.nbytes);
     });
-    if (!planned || !inside(arena(op.side), op.loose.ptr, op.loose.nbytes)) {
+    if (!planned || !inside(arena(op.place), op.loose.ptr, op.loose.nbytes)) {
       bad_argument(op.label + ": an allocation is planned outside the arenas of this run");
     }
-    if (op.side == Side::kHost && writes_to(op, clean)) {
+    if (op.place.side == Side::kHost && writes_to(op, clean)) {
       bad_argument(op.label + ": would write to host memory that is only read");
     }
   }
@@ -244,12 +261,14 @@ std::size_t OpTable::external_bytes(std::int64_t storage) const {
 }
 
 void OpTable::set_rng(std::int32_t op, std::int64_t slot, bool replay) {
-  if (ops_.at(op).side == Side::kHost && !device_.is_cpu()) {
+  const c10::Device device = ops_.at(op).place.device;
+  if (device.type() != device_.type()) {
     bad_argument("random numbers are drawn on " + device_.str() + " alone, not on the host beside it");
   }
   if (rng_ == nullptr) rng_ = std::make_unique<RngSlots>(device_);
   rng_->reserve(slot);
   ops_.at(op).rng = RngSite{rng_.get(), slot, replay};
+  if (device != device_) ops_.at(op).rng->elsewhere = at::globalContext().defaultGenerator(device);
 }
 
 void OpTable::check_results(const PreparedOp& op, const std::vector<IValue>& stack) const {
@@ -299,7 +318,7 @@ void OpTable::run_boxed(const PreparedOp& op) const {
     check_results(op, stack);
     return;
   }
-  const PlannedScope scope(backend_of(op.side).memory(), op.schedule, op.loose);
+  const PlannedScope scope(backend_of(op.place.side).memory(), op.schedule, op.loose);
   call(op, stack);
   scope.finish();
   check_results(op, stack);
@@ -312,7 +331,7 @@ RecordedCall OpTable::record(std::int32_t index) const {
   std::vector<IValue> stack(op.args);
   RecordedCall recorded;
   try {
-    const RecordScope scope(backend_of(op.side).memory());
+    const RecordScope scope(backend_of(op.place.side).memory());
     if (op.direct) {
       op.direct->run();
       stack.clear();

@@ -37,10 +37,17 @@ struct ExpectedResult {
 // Whose an op or a storage is: a device's of the run's own kind, or of one that lies in host memory.
 enum class Side : std::uint8_t { kDevice, kHost };
 
+// Where an op or a storage is. All of the host's own devices are one place.
+struct Place {
+  Side side;
+  c10::Device device;
+  bool operator==(const Place&) const = default;
+};
+
 // One prepared call. `label` is what error messages call it: the op and the module that issued it.
 struct PreparedOp {
   c10::OperatorHandle handle;
-  Side side = Side::kDevice;
+  Place place;
   std::optional<DirectCall> direct;
   std::vector<c10::IValue> args;
   std::vector<ExpectedResult> results;
@@ -84,12 +91,19 @@ class CallerGuards {
 class OpTable {
  public:
   // Throws std::invalid_argument for a kind of device that there is no backend for.
-  explicit OpTable(c10::Device device) : device_(device), backend_(Backend::of(device)) {}
+  explicit OpTable(c10::Device device)
+      : device_(device), backend_(Backend::of(device)), place_{Side::kDevice, device} {}
+
+  // Where all is that is added from now on. `device` is of the table's own kind; calls that name the table's
+  // device in an argument name `device` instead. At first it is the table's own.
+  void set_device(c10::Device device);
+  // The same for the host beside it.
+  void set_host() { place_ = {Side::kHost, c10::Device(c10::DeviceType::CPU)}; }
 
   // Storage over `nbytes` at `ptr`, which the caller keeps alive. Returns its index.
-  std::int64_t add_fixed(void* ptr, std::size_t nbytes, Side side = Side::kDevice);
+  std::int64_t add_fixed(void* ptr, std::size_t nbytes);
   // Storage whose pointer is set by `bind_external` before each step.
-  std::int64_t add_external(std::size_t nbytes, Side side = Side::kDevice);
+  std::int64_t add_external(std::size_t nbytes);
   // Points an external storage at the first element of `tensor` and keeps the tensor until the next binding.
   // Throws std::invalid_argument when the tensor's extent or device is not the planned one.
   void bind_external(std::int64_t storage, const at::Tensor& tensor);
@@ -100,9 +114,9 @@ class OpTable {
   void* address(std::int64_t storage) const { return storages_[storage].data_ptr().get(); }
 
   // Adds the call `name.overload` with `args` encoded as in disco_accel/native/op_encoding.py. Throws
-  // std::invalid_argument naming the argument that does not fit the schema, or is of the other side.
+  // std::invalid_argument naming the argument that does not fit the schema, or is elsewhere than the op.
   std::int32_t add_op(const std::string& name, const std::string& overload, const c10::IValue& args,
-                      const std::string& label, Side side = Side::kDevice);
+                      const std::string& label);
   // Adds an expected result to an op, in the order of its returned tensors.
   void expect_result(std::int32_t op, ResultMode mode, const c10::IValue& where);
   // From now on the op's allocations are served from `blocks`, in order.
@@ -113,10 +127,9 @@ class OpTable {
   void set_rng(std::int32_t op, std::int64_t slot, bool replay);
 
   // Throws std::invalid_argument naming the storage or op unless every fixed storage and every planned block
-  // lies in the arenas of its side: of the devices that are in host memory (`hosts`, by number) or of the
-  // others. Storages of the host's side may also lie in a home or in clean memory; no op writes to the
-  // latter, as far as its schema tells.
-  void check_memory(const Memory& memory, const std::vector<bool>& hosts) const;
+  // lies in an arena of its place; `places`: by arena. Storages of the host's side may also lie in a home or
+  // in clean memory; no op writes to the latter, as far as its schema tells.
+  void check_memory(const Memory& memory, const std::vector<Place>& places) const;
   // Bytes of an external storage. Throws std::invalid_argument if there is no such storage.
   std::size_t external_bytes(std::int64_t storage) const;
 
@@ -127,7 +140,7 @@ class OpTable {
   // Runs an op with PyTorch's own allocator, and reports what it allocated and returned.
   RecordedCall record(std::int32_t op) const;
 
-  bool on_host(std::int32_t op) const { return ops_.at(op).side == Side::kHost; }
+  const Place& place(std::int32_t op) const { return ops_.at(op).place; }
   std::size_t size() const { return ops_.size(); }
   std::size_t storages() const { return storages_.size(); }
   const std::string& label(std::int32_t op) const { return ops_.at(op).label; }
@@ -140,16 +153,18 @@ class OpTable {
   at::Tensor decode_tensor(c10::ArrayRef<c10::IValue> encoded) const;
   at::Tensor make_tensor(c10::ArrayRef<c10::IValue> encoded) const;
   bool is_external(const c10::StorageImpl* storage) const;
-  c10::Device device_of(Side side) const;
+  c10::IValue decode_enum(const std::string& kind, const std::string& value) const;
+  c10::Device decode_device(const std::string& name) const;
   const Backend& backend_of(Side side) const;
-  void check_side(const c10::IValue& value, Side side) const;
+  static void check_place(const c10::IValue& value, c10::Device device);
   void run_boxed(const PreparedOp& op) const;
   void check_results(const PreparedOp& op, const std::vector<c10::IValue>& stack) const;
 
   c10::Device device_;
   const Backend& backend_;
+  Place place_;  // of what is added next
   std::vector<c10::Storage> storages_;
-  std::vector<Side> sides_;  // of each storage
+  std::vector<Place> places_;  // of each storage
   std::vector<at::Tensor> bound_;
   std::vector<bool> external_;
   std::vector<std::int64_t> externals_;

@@ -27,17 +27,18 @@ struct TorchOps : torch::CustomClassHolder {
   }
 
   std::int64_t add_fixed(std::int64_t address, std::int64_t nbytes) {
-    return table.add_fixed(reinterpret_cast<void*>(address), byte_count(nbytes), side);
+    return table.add_fixed(reinterpret_cast<void*>(address), byte_count(nbytes));
   }
-  std::int64_t add_external(std::int64_t nbytes) { return table.add_external(byte_count(nbytes), side); }
+  std::int64_t add_external(std::int64_t nbytes) { return table.add_external(byte_count(nbytes)); }
   std::int64_t add_op(const std::string& name, const std::string& overload, const c10::IValue& args,
                       const std::string& label) {
-    return table.add_op(name, overload, args, label, side);
+    return table.add_op(name, overload, args, label);
   }
-  // Whether what is added from now on is of a device in host memory.
-  void set_host(bool on) {
-    side = on ? Side::kHost : Side::kDevice;
-    if (on) host_backend().install_allocator();
+  // Where all is that is added from now on: a device of the table's kind, or in host memory beside it.
+  void set_device(const std::string& device) { table.set_device(c10::Device(device)); }
+  void set_host() {
+    table.set_host();
+    host_backend().install_allocator();
   }
   void expect_result(std::int64_t op, std::int64_t mode, const c10::IValue& where) {
     table.expect_result(checked(op), static_cast<ResultMode>(mode), where);
@@ -91,7 +92,6 @@ struct TorchOps : torch::CustomClassHolder {
   }
 
   OpTable table;
-  Side side = Side::kDevice;
 };
 
 }  // namespace disco

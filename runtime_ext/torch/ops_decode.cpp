@@ -52,15 +52,21 @@ std::int64_t memory_format_number(const std::string& name) {
   bad_argument("unknown memory format '" + name + "'");
 }
 
-IValue decode_enum(const std::string& kind, const std::string& value) {
+}  // namespace
+
+// A call was captured on the table's device, and runs where it is put.
+c10::Device OpTable::decode_device(const std::string& name) const {
+  const c10::Device device(name);
+  return device == device_ && place_.side == Side::kDevice ? place_.device : device;
+}
+
+IValue OpTable::decode_enum(const std::string& kind, const std::string& value) const {
   if (kind == "dtype") return static_cast<std::int64_t>(scalar_type(value));
   if (kind == "layout") return layout_number(value);
-  if (kind == "device") return c10::Device(value);
+  if (kind == "device") return decode_device(value);
   if (kind == "memory_format") return memory_format_number(value);
   bad_argument("unknown enum kind '" + kind + "'");
 }
-
-}  // namespace
 
 at::Tensor OpTable::decode_tensor(c10::ArrayRef<IValue> encoded) const {
   std::vector<std::int64_t> key{encoded.at(1).toInt(),
@@ -96,7 +102,7 @@ at::Tensor OpTable::make_tensor(c10::ArrayRef<IValue> encoded) const {
   // An inference tensor has no autograd keys and no version counter: nothing in a step can reach autograd.
   const c10::InferenceMode inference;
   at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(storages_[storage]), c10::DispatchKeySet(backend_of(sides_[storage]).key()),
+      c10::Storage(storages_[storage]), c10::DispatchKeySet(backend_of(places_[storage].side).key()),
       c10::scalarTypeToTypeMeta(dtype));
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(shape, stride, offset);
   return tensor;
@@ -145,7 +151,7 @@ IValue OpTable::decode(const IValue& encoded, const c10::TypePtr& type) const {
       if (encoded.isString()) return encoded;
       break;
     case TypeKind::DeviceObjType:
-      if (encoded.isString()) return c10::Device(encoded.toStringRef());
+      if (encoded.isString()) return decode_device(encoded.toStringRef());
       break;
     case TypeKind::ListType:
       // Schemas such as `int[1] dim` take a bare number.

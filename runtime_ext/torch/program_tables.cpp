@@ -91,7 +91,7 @@ Memory memory_of(const std::vector<at::Tensor>& arenas, const at::Tensor& host,
 }
 
 void check_program(const Program& program, const OpTable& table, const Memory& memory,
-                   const std::vector<bool>& hosts) {
+                   const std::vector<Place>& places) {
   std::string message = program.validate(static_cast<int>(memory.arenas.size()));
   if (message.empty()) message = program.validate_memory(memory);
   if (!message.empty()) throw std::invalid_argument(message);
@@ -100,13 +100,13 @@ void check_program(const Program& program, const OpTable& table, const Memory& m
       throw std::invalid_argument("vertex " + std::to_string(v) + " (kernel): no op " +
                                   std::to_string(program.op[v]));
     }
-    if (program.kind[v] == Kind::kKernel && table.on_host(program.op[v]) != hosts.at(program.device[v])) {
+    if (program.kind[v] == Kind::kKernel && table.place(program.op[v]) != places.at(program.device[v])) {
       throw std::invalid_argument("vertex " + std::to_string(v) + " (kernel): device " +
                                   std::to_string(program.device[v]) + " does not run " +
                                   table.label(program.op[v]));
     }
   }
-  table.check_memory(memory, hosts);
+  table.check_memory(memory, places);
 }
 
 void check_layout(const at::Tensor& tensor, const ExternalLayout& planned) {

@@ -35,10 +35,9 @@ Memory memory_of(const std::vector<at::Tensor>& arenas, const at::Tensor& host,
                  const std::vector<at::Tensor>& clean, const std::vector<at::Tensor>& states);
 
 // The last word on a plan: whatever made it, nothing that it runs touches other memory than `memory`, and
-// each op runs on a device of its own side; `hosts`: by device, whether it lies in host memory. Throws
-// std::invalid_argument.
+// each op runs where it was put; `places`: by device. Throws std::invalid_argument.
 void check_program(const Program& program, const OpTable& table, const Memory& memory,
-                   const std::vector<bool>& hosts);
+                   const std::vector<Place>& places);
 
 // What an external tensor must look like. Without `known_layout` only the dtype counts.
 struct ExternalLayout {

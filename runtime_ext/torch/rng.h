@@ -2,7 +2,8 @@
 //
 // A *site* is an op that draws. The plan's edges order the sites that draw live. A site with a twin notes the
 // generator's state that it starts from in a slot; the twin, its recomputation, starts from that state and
-// leaves the generator as it found it.
+// leaves the generator as it found it. A site on another GPU than the script's lends that GPU's generator the
+// state of the script's for the launch: GPUs of one model draw the same numbers from the same state.
 #pragma once
 
 #include <ATen/core/Generator.h>
@@ -37,13 +38,20 @@ class RngSlots {
 
  private:
   friend class RngScope;
-  void save(GeneratorState& into);
-  void load(const GeneratorState& from);
+  void save(GeneratorState& into) { save(generator_, into); }
+  void load(const GeneratorState& from) { load(generator_, from); }
+  void save(at::Generator& generator, GeneratorState& into) const;
+  void load(at::Generator& generator, const GeneratorState& from) const;
+  // One's state becomes the other's.
+  void copy(at::Generator& from, at::Generator& to);
 
   at::Generator generator_;
   bool cpu_;
   std::vector<GeneratorState> states_;
-  GeneratorState live_;  // while a replay runs; guarded by the mutex that every RngScope holds
+  // Guarded by the mutex that every RngScope holds.
+  GeneratorState live_;      // while a replay runs
+  GeneratorState borrower_;  // of another device's generator, while it has this one's state
+  GeneratorState copied_;
 };
 
 // What a random op does with its slot: -1 is a live draw that nothing replays.
@@ -51,6 +59,7 @@ struct RngSite {
   RngSlots* slots = nullptr;
   std::int64_t slot = -1;
   bool replay = false;
+  std::optional<at::Generator> elsewhere = {};  // of the op's device, where that is not the slots'
 };
 
 // Surrounds one random op. One site of the process runs at a time, so that a live draw never sees the state

@@ -22,6 +22,7 @@
 #include "cuda_side.h"
 #include "engine_settings.h"
 #include "ops_class.h"
+#include "peer_paths.h"
 #include "planned_alloc.h"
 #include "program_tables.h"
 #include "watch.h"
@@ -35,27 +36,37 @@ constexpr double kDrainSeconds = 5;  // that a device which has stalled is given
 struct TorchEngine : torch::CustomClassHolder, OpRunner {
   // The tables are those of program_tables.h. All memory that the program names lies in `arenas`, one for
   // each device, in `host`, where values are offloaded, in `clean`, which is only read, and in `states`, the
-  // homes of values that change; all are kept alive. `hosts`: numbers of the devices that lie in host memory
-  // and use these homes; `links` has a bandwidth and a latency for each of the others.
-  // Throws std::invalid_argument for a program that would touch any other memory.
+  // homes of values that change; all are kept alive. `places`: PyTorch's device that each device is, empty
+  // for one that lies in host memory and uses these homes; `links` has a bandwidth and a latency for each of
+  // the others. Throws std::invalid_argument for a program that would touch any other memory.
   TorchEngine(c10::intrusive_ptr<TorchOps> ops, const at::Tensor& vertices, const at::Tensor& edges,
               const at::Tensor& copied, std::vector<at::Tensor> arenas, const at::Tensor& host,
               const std::vector<at::Tensor>& clean, const std::vector<at::Tensor>& states,
               const c10::Dict<std::string, double>& options, const std::vector<double>& links,
-              const Ints& hosts)
-      : ops_(std::move(ops)), keep_(std::move(arenas)), on_host_(keep_.size()), pid_(getpid()) {
-    for (const std::int64_t device : hosts) on_host_.at(static_cast<std::size_t>(device)) = true;
+              const std::vector<std::string>& places)
+      : ops_(std::move(ops)), keep_(std::move(arenas)), pid_(getpid()) {
+    std::vector<StartedOn> own;
+    for (std::size_t i = 0; i < keep_.size(); ++i) {
+      const std::string& name = places.at(i);
+      const c10::Device device(name.empty() ? "cpu" : name);
+      if (!name.empty() && keep_[i].device() != device) {
+        throw std::invalid_argument("the arena of device " + std::to_string(i) + " is on " +
+                                    keep_[i].device().str() + ", the device is " + name);
+      }
+      places_.push_back({name.empty() ? Side::kHost : Side::kDevice, device});
+      numbers_.push_back(static_cast<int>(own.size()));
+      if (!name.empty()) own.push_back({device, keep_[i]});
+    }
     const Memory memory = memory_of(keep_, host, clean, states);
     keep_.push_back(host);
     keep_.insert(keep_.end(), clean.begin(), clean.end());
     keep_.insert(keep_.end(), states.begin(), states.end());
     Program program = read_program(vertices, edges);
-    check_program(program, ops_->table, memory, on_host_);
+    check_program(program, ops_->table, memory, places_);
     copied_ = read_copied(copied, program, ops_->table);
-    const auto devices = static_cast<std::size_t>(std::count(on_host_.begin(), on_host_.end(), false));
-    if (links.size() != 2 * devices) {
+    if (links.size() != 2 * own.size()) {
       throw std::invalid_argument("links has " + std::to_string(links.size()) + " figures for " +
-                                  std::to_string(devices) + " devices");
+                                  std::to_string(own.size()) + " devices");
     }
     layouts_.resize(ops_->table.storages());
     Settings settings = read_settings(options);
@@ -64,7 +75,7 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
       if (stream == 0) plain_.emplace();
       prepare_compute_thread(compute_threads_);
     };
-    Started started = ops_->table.backend().start(ops_->table.device(), settings, links, keep_);
+    Started started = ops_->table.backend().start(own, settings, links);
     side_ = std::move(started.side);
     engine_ = std::make_unique<Engine>(std::move(program), with_hosts(std::move(started.devices), settings),
                                        *this, settings.engine);
@@ -94,7 +105,8 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
                                                   const Settings& settings) const {
     std::vector<std::unique_ptr<Device>> devices;
     auto next = started.begin();
-    for (const bool host : on_host_) {
+    for (const Place& place : places_) {
+      const bool host = place.side == Side::kHost;
       if (!host && next == started.end()) throw std::invalid_argument("more devices than this kind runs");
       devices.push_back(host ? start_host_device(settings.host_threads) : std::move(*next++));
     }
@@ -105,10 +117,11 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
   void run(std::int32_t op, int device, int stream) override {
     if (op == failing_)
       throw std::runtime_error(ops_->table.label(op) + ": failed because a test asked for it");
-    if (on_host_[static_cast<std::size_t>(device)]) {
+    const auto index = static_cast<std::size_t>(device);
+    if (places_[index].side == Side::kHost) {
       ops_->table.run(op);
     } else {
-      side_->run(ops_->table, op, stream);
+      side_->run(ops_->table, op, numbers_[index], stream);
     }
   }
 
@@ -276,7 +289,8 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
 
   c10::intrusive_ptr<TorchOps> ops_;
   std::vector<at::Tensor> keep_;
-  std::vector<bool> on_host_;  // by device
+  std::vector<Place> places_;  // by device
+  std::vector<int> numbers_;   // by device: how many before it are not in host memory
   std::vector<std::vector<at::Tensor>> leaving_;
   std::unique_ptr<EngineSide> side_;     // outlived by keep_
   std::vector<ExternalLayout> layouts_;  // by storage
@@ -298,6 +312,9 @@ TORCH_LIBRARY(disco_accel, m) {
   m.def("engine_numbers", &engine_numbers);
   m.def("direct_ops", &direct_ops);
   m.def("number_wrapping_ops", &number_wrapping_ops);
+  m.def("peer_path", [](const std::string& from, const std::string& to) {
+    return static_cast<std::int64_t>(peer_path(c10::Device(from), c10::Device(to)));
+  });
   m.def("release_unused_workspaces", &Workspace::release_unused);
   m.def("engine_allocations", &engine_allocations);
   m.def("fail_allocation", [](std::int64_t nth) {
@@ -316,6 +333,7 @@ TORCH_LIBRARY(disco_accel, m) {
       .def("add_fixed", &TorchOps::add_fixed)
       .def("add_external", &TorchOps::add_external)
       .def("add_op", &TorchOps::add_op)
+      .def("set_device", &TorchOps::set_device)
       .def("set_host", &TorchOps::set_host)
       .def("expect_result", &TorchOps::expect_result)
       .def("set_schedule", &TorchOps::set_schedule)
@@ -332,7 +350,7 @@ TORCH_LIBRARY(disco_accel, m) {
   m.class_<TorchEngine>("Engine")
       .def(torch::init<c10::intrusive_ptr<TorchOps>, at::Tensor, at::Tensor, at::Tensor,
                        std::vector<at::Tensor>, at::Tensor, std::vector<at::Tensor>, std::vector<at::Tensor>,
-                       c10::Dict<std::string, double>, std::vector<double>, Ints>())
+                       c10::Dict<std::string, double>, std::vector<double>, std::vector<std::string>>())
       .def("expect_dtype", &TorchEngine::expect_dtype)
       .def("expect_layout", &TorchEngine::expect_layout)
       .def("fail_at", &TorchEngine::fail_at)

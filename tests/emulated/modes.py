@@ -24,8 +24,10 @@ PYTEST = ("-m", "pytest", "-p", "tests.emulated.plugin", "-p", "no:cacheprovider
 _EMULATED = tuple(f"tests/emulated/test_{name}.py" for name in ("order", "engine", "update_faults"))
 _STEPS = ("tests/gpu", *_EMULATED)
 """Run in every mode: what goes wrong when pieces of work come in another order."""
+_SEVERAL = ("tests/emulated/test_several_devices.py", "tests/emulated/test_steps_on_several_gpus.py")
 _JITTER_US = 500.0
 """The same as that under which planted faults are looked for (``mutants.py``)."""
+_JITTER = {"EMULATED_JITTER_US": _JITTER_US, "EMULATED_SEED": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +53,11 @@ MODES = (
     Mode("families", _tests("tests/emulated/test_families.py", "tests/emulated/test_host_optimizer.py")),
     Mode("stages", ("-m", "benchmarks.gpu", "--device", "cuda", "--small")),
     Mode("quantised", _tests("tests/emulated/test_quantised.py"), {"PYTHONPATH": Path(sys.prefix) / "quantised"}),
-    Mode("4 devices", _tests("tests/emulated/test_second_device.py"), {"EMULATED_DEVICES": 4}),
-    Mode("2 devices", _tests("tests/emulated/test_second_device.py"), {"EMULATED_DEVICES": 2}),
+    Mode("4 devices", _tests("tests/emulated/test_second_device.py", *_SEVERAL), {"EMULATED_DEVICES": 4}),
+    Mode("2 devices", _tests("tests/emulated/test_second_device.py", *_SEVERAL), {"EMULATED_DEVICES": 2}),
+    Mode("no peers", _tests(*_SEVERAL), {"EMULATED_DEVICES": 4, "EMULATED_PEERS": "none", **_JITTER}),
+    Mode("wrong peers", _tests(*_SEVERAL), {"EMULATED_DEVICES": 2, "EMULATED_PEERS": "wrong"}),
+    Mode("late peers", _tests(*_SEVERAL), {"EMULATED_DEVICES": 3, **_JITTER}),
     Mode("doors", _tests("tests/emulated/test_trainer.py", "tests/emulated/test_processes.py")),
     Mode("cudnn attention", _tests("tests/gpu", "-k", "bf16"), {"EMULATED_CUDNN_SDP": 1}),
     Mode("device", _tests("tests/emulated/test_device.py")),

@@ -14,10 +14,16 @@ _STEADY = (_ORDER + "test_a_steady_step_takes_nothing_and_ends_within_what_the_d
 _HOST = "tests/emulated/test_host_optimizer.py::"
 _UPDATES = "tests/emulated/test_update_faults.py::"
 _SECOND = "tests/emulated/test_second_device.py::"
+_SEVERAL = "tests/emulated/test_several_devices.py::"
+_ROUND = (_SEVERAL + "test_a_value_goes_round_all_devices",)
+_TWO = {"EMULATED_DEVICES": 2}
+_NO_PEERS = {"EMULATED_DEVICES": 2, "EMULATED_PEERS": "none"}
+_WRONG_PEERS = {"EMULATED_DEVICES": 2, "EMULATED_PEERS": "wrong"}
 _STREAMS = ("tests/emulated/test_engine.py::test_several_compute_streams_have_workspaces_of_their_own",)
 _CLASS = "runtime_ext/torch/runtime_class.cpp"
 _CUDA = "runtime_ext/torch/cuda_side.cpp"
 _DEVICE = "runtime_ext/core/cuda_device.cpp"
+_PEERS = "runtime_ext/core/peer_copies.cpp"
 _GRADIENTS = "disco_accel/step/gradient_memory.py"
 _JITTER = {"EMULATED_JITTER_US": 500, "EMULATED_SEED": 1}
 _LATE = {**_JITTER, "EMULATED_LINK_GB_S": 0.01}
@@ -50,15 +56,15 @@ MUTANTS = (
     Mutant(
         "no workspace warm-up",
         _CUDA,
-        "    warmups_[static_cast<std::size_t>(stream)].run();\n",
+        "    gpu.warmups[static_cast<std::size_t>(stream)].run();\n",
         "",
         _STEADY,
     ),
     Mutant(
         "wrong stream",
         _CUDA,
-        "const StreamScope scope(where_, device_.native_stream(stream));",
-        "const StreamScope scope(where_, nullptr);",
+        "const StreamScope scope(gpu.where, gpu.device.native_stream(stream));",
+        "const StreamScope scope(gpu.where, nullptr);",
         _SIDE,
     ),
     Mutant("missing event", _DEVICE, "  if (source.finished >= token) return;\n", "  return;\n", _STREAMS, _LATE),
@@ -147,5 +153,47 @@ MUTANTS = (
                 "return tls.record != nullptr;",
             ),
         ),
+    ),
+    Mutant(
+        "call where it was captured",
+        "runtime_ext/torch/ops_decode.cpp",
+        "return device == device_ && place_.side == Side::kDevice ? place_.device : device;",
+        "return device;",
+        (_SEVERAL + "test_a_call_that_names_its_device_runs_where_it_is_put",),
+        _TWO,
+    ),
+    Mutant(
+        "transfer before the caller's copy there",
+        _CUDA,
+        "        writers.push_back(external_stream(other.where, other.device.native_stream(lane)));\n",
+        "",
+        (_SEVERAL + "test_a_copy_of_the_callers_ends_before_the_next_step_writes_there",),
+        _TWO,
+    ),
+    Mutant("peers believed", _PEERS, "if (arrived != sent) return PeerPath::kWrongBytes;", "", _ROUND, _WRONG_PEERS),
+    Mutant("piece sent before it is there", _PEERS, "  wait(arrivals, slot.filled);\n", "", _ROUND, _NO_PEERS),
+    Mutant(
+        "piece overwritten before it is sent",
+        _PEERS,
+        "  if (slot.last_emptied != nullptr) wait(stream, slot.last_emptied);\n",
+        "",
+        _ROUND,
+        {**_NO_PEERS, "EMULATED_LINK_GB_S": 0.5},
+    ),
+    Mutant(
+        "transfer over before its last piece",
+        _PEERS,
+        '  check_cuda(api_, "cudaStreamWaitEvent", api_.stream_wait_event(stream, last, 0));\n',
+        "",
+        _ROUND,
+        _NO_PEERS,
+    ),
+    Mutant(
+        "another device's random numbers",
+        "runtime_ext/torch/rng.cpp",
+        "  slots.copy(slots.generator_, borrower);\n",
+        "",
+        (_SEVERAL + "test_random_ops_draw_from_the_scripts_generator_wherever_they_run",),
+        _TWO,
     ),
 )

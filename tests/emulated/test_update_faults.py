@@ -33,7 +33,7 @@ def test_gradients_and_weights_move_between_page_locked_memory_alone(form: str) 
 def test_what_ops_of_the_gpu_allocate_on_the_host_is_no_part_of_their_plans() -> None:
     """Fused attention makes two numbers there, and a product with a number may copy that: once a host device was used,
     the allocator there asks for planned addresses, too."""
-    op_table(CUDA).set_host(True)
+    op_table(CUDA).set_host()
 
     def program(b: Builder, g: torch.Generator) -> None:
         query = b.input(torch.randn(1, 2, 8, 16, generator=g))

@@ -9,10 +9,12 @@ from typing import Any, ClassVar
 
 import torch
 
+from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.values import host_copy_exists
 from disco_accel.native.host_memory import footprint
+from disco_accel.plan import make_plan
 from tests.execute.programs import Builder, Value, bump_plan
 
 ROWS = 12
@@ -37,6 +39,24 @@ def reloading_plan(graph: TaskGraph) -> MemGraph:
     slots = {((RELOAD + ref[0], 0) if ref[0] in clean else ref): slot for ref, slot in plan.slots.items()}
     edges = tuple(((RELOAD + u if u in clean else u), v) for u, v in plan.data_edges)
     return replace(plan, vertices=(*inputs, *reloads, *others), slots=slots, data_edges=edges)
+
+
+def bump_on_devices(graph: TaskGraph) -> MemGraph:
+    """``bump_plan`` with every value on its own device; addresses stay as they are."""
+    plan = bump_plan(graph)
+    by_id = {v.id: v for v in graph.vertices}
+    slots = {ref: replace(slot, device=by_id[ref[0]].device) for ref, slot in plan.slots.items()}
+    memory = plan.devices[0].memory
+    return replace(plan, slots=slots, devices=tuple(replace(d, memory=memory) for d in graph.devices))
+
+
+def smallest_memory(graph: TaskGraph) -> int:
+    """Bytes of each device with which there is a plan."""
+    try:
+        make_plan(graph, memory=256, cyclic=True)
+    except BudgetTooSmall as error:
+        return error.needed
+    return 256
 
 
 @dataclass
@@ -67,7 +87,8 @@ class DeviceBuilder(Builder):
         source = value.tensor
         if elements is None:
             size = self.vertices[value.ref[0]].sizes[value.ref[1]]
-            copy = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype).copy_(source)
+            copy = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=source.device)
+            copy.copy_(source)
             assert footprint(source) == size, "a whole transfer is of a whole value"
         else:
             size = elements * source.element_size()
@@ -89,18 +110,20 @@ class DeviceBuilder(Builder):
 class RandomProgram:
     """A program of ``length`` ops drawn from ``seed``; calling ``build`` fills its inputs from another seed.
 
-    Values are float matrices of ROWS rows. Whatever an op needs on its device is transferred there first.
+    Values are float matrices of ROWS rows. Whatever an op needs on its device is transferred there first. Eager
+    execution is on ``where`` alone.
     """
 
     seed: int
     length: int = 24
     count: int = 2
+    where: torch.device = field(default_factory=lambda: torch.device("cpu"))
     _pool: list[Value] = field(default_factory=list)
 
     def build(self, data: int) -> DeviceBuilder:
         self._rng = random.Random(self.seed)
         self._data = torch.Generator().manual_seed(data)
-        self._b = DeviceBuilder(count=self.count)
+        self._b = DeviceBuilder(device=self.where, count=self.count)
         self._pool = []
         self._fresh: set[tuple[int, int]] = set()
         for device in range(self.count):

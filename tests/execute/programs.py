@@ -287,7 +287,9 @@ def assert_bits(got: Mapping[str, torch.Tensor], expected: Builder, names: Itera
         want = expected.results[name].tensor
         assert got[name].dtype == want.dtype and got[name].shape == want.shape, name
         same = torch.equal(_bits(got[name]), _bits(want))
-        assert same, f"{name} differs from eager by up to {(got[name].double() - want.double()).abs().max()}"
+        assert same, (
+            f"{name} differs from eager by up to {(got[name].cpu().double() - want.cpu().double()).abs().max()}"
+        )
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 import torch
 
-from disco_accel.errors import BudgetTooSmall, ConfigError, ExecutionError
+from disco_accel.errors import ConfigError, ExecutionError
 from disco_accel.execute.executor import EngineOptions, Executor, HostLink, arena_bytes
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
@@ -17,19 +17,11 @@ from disco_accel.measure.record import OpRecord
 from disco_accel.native.arena import device_arena
 from disco_accel.plan import make_plan
 from disco_accel.verify.static import verify
-from tests.execute.device_programs import DeviceBuilder, RandomProgram
-from tests.execute.programs import assert_bits, bump_plan, measured, step
+from tests.execute.device_programs import DeviceBuilder, RandomProgram, bump_on_devices, smallest_memory
+from tests.execute.programs import assert_bits, measured, step
 
 PROGRAMS = int(os.environ.get("DISCO_DEVICE_PROGRAMS", "24"))
 """Random programs to run; each on two budgets."""
-
-
-def _smallest(graph: TaskGraph) -> int:
-    try:
-        make_plan(graph, memory=256, cyclic=True)
-    except BudgetTooSmall as error:
-        return error.needed
-    return 256
 
 
 @pytest.mark.parametrize("seed", range(PROGRAMS))
@@ -38,7 +30,7 @@ def test_random_programs_give_eager_bits(seed: int) -> None:
     program = RandomProgram(seed, length=16 + seed % 3 * 8, count=2 + seed % 3)
     first = program.build(0)
     graph, records = measured(first)
-    least = _smallest(graph)
+    least = smallest_memory(graph)
     for share in (1.0, 1.4):
         plan = make_plan(graph, memory=int(least * share) // 256 * 256, cyclic=True)
         verify(graph, plan)
@@ -57,7 +49,7 @@ def test_random_programs_have_it_all() -> None:
     partial = kept = 0
     for seed in range(4):
         graph, _ = measured(RandomProgram(seed, length=24, count=3).build(0))
-        plan = make_plan(graph, memory=_smallest(graph), cyclic=True)
+        plan = make_plan(graph, memory=smallest_memory(graph), cyclic=True)
         sizes = {(v.id, k): s for v in graph.vertices for k, s in enumerate(v.sizes)}
         kinds |= {v.kind for v in plan.vertices}
         moves = [v for v in graph.vertices if v.kind is VertexKind.TRANSFER]
@@ -71,18 +63,10 @@ def _bytes(plan: MemGraph, kind: VertexKind) -> int:
     return sum(v.sizes[0] for v in plan.vertices if v.kind is kind)
 
 
-def _bump(graph: TaskGraph) -> MemGraph:
-    """``bump_plan`` with every value on its own device; addresses stay as they are."""
-    plan = bump_plan(graph)
-    by_id = {v.id: v for v in graph.vertices}
-    slots = {ref: replace(slot, device=by_id[ref[0]].device) for ref, slot in plan.slots.items()}
-    memory = plan.devices[0].memory
-    return replace(plan, slots=slots, devices=tuple(replace(d, memory=memory) for d in graph.devices))
-
-
 def _executor(builder: DeviceBuilder, options: EngineOptions | None = None, **more: object) -> Executor:
     graph, records = measured(builder)
-    return Executor(_bump(graph), graph.ops, records, clean=builder.clean, options=options or EngineOptions(), **more)  # type: ignore[arg-type]
+    plan, chosen = bump_on_devices(graph), options or EngineOptions()
+    return Executor(plan, graph.ops, records, clean=builder.clean, options=chosen, **more)  # type: ignore[arg-type]
 
 
 def _relay(data: int, late: bool = False) -> DeviceBuilder:
@@ -115,7 +99,7 @@ def test_the_comparison_notices_a_wrong_transfer() -> None:
     graph, records = measured(b)
     swapped = replace(graph, vertices=(*graph.vertices[:-1], replace(graph.vertices[-1], inputs=(q.ref,))))
     with (
-        Executor(_bump(swapped), graph.ops, records, clean={}) as executor,
+        Executor(bump_on_devices(swapped), graph.ops, records, clean={}) as executor,
         pytest.raises(AssertionError, match="p differs from eager"),
     ):
         assert_bits(step(executor, b), b)
@@ -161,7 +145,7 @@ def _chains() -> tuple[DeviceBuilder, TaskGraph, dict[int, OpRecord]]:
 def test_devices_compute_at_the_same_time() -> None:
     """Kernels of two devices overlap in time: neither waits for the other chain to end. A busy machine may delay it."""
     builder, graph, records = _chains()
-    with Executor(_bump(graph), graph.ops, records, clean={}) as executor:
+    with Executor(bump_on_devices(graph), graph.ops, records, clean={}) as executor:
         executor.set_tracing(True)
 
         def overlapped() -> bool:
@@ -176,7 +160,7 @@ def test_devices_compute_at_the_same_time() -> None:
 def test_arenas_are_given_by_device() -> None:
     """A mapping gives each device its arena; a missing one is made; one that is too small is named."""
     builder, graph, records = _chains()
-    plan = _bump(graph)
+    plan = bump_on_devices(graph)
     mine = {1: device_arena(arena_bytes(plan, 1), torch.device("cpu"))}
     with Executor(plan, graph.ops, records, clean={}, arena=mine) as executor:
         assert_bits(step(executor, builder), builder)
@@ -198,7 +182,7 @@ def test_two_plans_share_the_arenas_of_their_devices() -> None:
     for program in programs:
         builder = program.build(0)
         graph, records = measured(builder)
-        made.append((builder, graph, records, make_plan(graph, memory=_smallest(graph), cyclic=True)))
+        made.append((builder, graph, records, make_plan(graph, memory=smallest_memory(graph), cyclic=True)))
     arenas = {d: device_arena(max(arena_bytes(plan, d) for *_, plan in made), torch.device("cpu")) for d in (0, 1)}
     executors = [Executor(plan, g.ops, r, clean=b.clean, arena=arenas) for b, g, r, plan in made]
     for data in range(3):
@@ -211,13 +195,13 @@ def test_two_plans_share_the_arenas_of_their_devices() -> None:
 
 
 def test_what_several_devices_cannot_do_is_refused() -> None:
-    """Another number of links than devices, a bad link, and cuda: each says what is wrong."""
+    """Another number of links than devices, a bad link, and indices of GPUs: each says what is wrong."""
     builder, graph, records = _chains()
-    plan = _bump(graph)
+    plan = bump_on_devices(graph)
     for options, message in [
         (EngineOptions(links=(HostLink(),)), "links has 1 entries, the plan has 2 devices"),
         (EngineOptions(links=(HostLink(), HostLink(bandwidth=0.0))), "bandwidth above 0"),
-        (EngineOptions(device="cuda"), "cuda runs plans of one device, this one has 2"),
+        (EngineOptions(devices=(0, 1)), "are indices of GPUs, the plan runs on the cpu"),
     ]:
         with pytest.raises(ConfigError, match=message):
             Executor(plan, graph.ops, records, clean=builder.clean, options=options)
