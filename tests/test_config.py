@@ -257,7 +257,7 @@ def test_the_processes_of_a_machine_share_its_memory(variable: str, monkeypatch:
 def test_auto_follows_accelerate_to_the_cpu_and_cuda_must_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 10 << 30))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (1 << 30, 10 << 30))
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
     assert DiscoConfig().resolve().device == "cuda"
     assert DiscoConfig().resolve().memory_budget == (9 << 30)
@@ -269,6 +269,25 @@ def test_auto_follows_accelerate_to_the_cpu_and_cuda_must_exist(monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="no CUDA device"):
         DiscoConfig(device="cuda").resolve()
+
+
+def test_gpus_are_numbered_from_the_current_one_or_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A share of memory is one of the smallest; what is not there, and several processes, are refused."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (1 << 30, (10 + (device or 0)) << 30))
+    for devices, gpus, memory in [(1, (), 10), (2, (1, 0), 10), ([3, 2], (3, 2), 12), ([2], (2,), 12)]:
+        settings = DiscoConfig(device="cuda", devices=devices, memory_budget="50%").resolve()  # type: ignore[arg-type]
+        assert (settings.devices, settings.gpus) == (max(1, len(gpus)), gpus)
+        assert settings.memory_budget == memory << 29
+    for devices in (5, [0, 4]):
+        with pytest.raises(ConfigError, match="are not there, torch sees 4 GPUs"):
+            DiscoConfig(device="cuda", devices=devices).resolve()  # type: ignore[arg-type]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="shares 2 GPUs in one process, and this run has 2"):
+        DiscoConfig(device="cuda", devices=2).resolve()
 
 
 def test_host_memory_is_at_most_what_the_kernel_reports() -> None:

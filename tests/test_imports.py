@@ -32,8 +32,8 @@ TORCH_FREE = (
     "verify",
     "version",
 )
-# Settings ask torch what devices there are, inside the one function that resolves a config.
-TORCH_WHEN_ASKED = ("config.settings",)
+# Asks torch what devices there are, inside the functions that resolve a config.
+TORCH_WHEN_ASKED = ("config.device_choice",)
 
 HUGGING_FACE = ("accelerate", "deepspeed", "peft", "transformers")
 MAY_USE_HUGGING_FACE = ("disco_accel.integrate", "disco_accel.testing", "recipes", "benchmarks")

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from disco_accel.config.device_choice import count_of, gpus_of, resolve_device, smallest_gpu_bytes
 from disco_accel.config.keys import PARSERS, contradiction, unused_policy
 from disco_accel.errors import ConfigError
 
@@ -40,10 +41,12 @@ _LOCAL_PROCESSES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MPI_LOCALNRANKS", "OMPI_C
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What a config comes to on this machine: ``device`` is cpu or cuda, sizes in bytes, bandwidth in bytes/s.
-    ``devices``: how many share a step, each with ``memory_budget``."""
+    ``devices``: how many share a step, each with ``memory_budget``. ``gpus``: their indices on cuda, first that of the
+    script's tensors; none for the current one alone."""
 
     device: str
     devices: int
+    gpus: tuple[int, ...]
     memory_budget: int
     host_memory: int
     link_bandwidth: float | None
@@ -198,18 +201,22 @@ class DiscoConfig:
         process has a budget of its own: ``auto`` and shares of the RAM are divided by the processes on this machine.
 
         Raises:
-            ConfigError: the device is not there, or a size is larger than the machine, its other processes counted.
+            ConfigError: a device is not there, or a size is larger than the machine, its other processes counted.
         """
-        device = _resolve_device(self.device)
+        # accelerate's launcher tells its children in this way that the user asked for the CPU.
+        on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+        device = resolve_device(self.device, on_cpu)
         bandwidth = self.link_bandwidth
         assert not isinstance(bandwidth, str)
         if device == "cuda" and (bandwidth is not None or self.link_latency):
             raise ConfigError("link_bandwidth and link_latency throttle the host device only; leave them out on cuda")
-        devices = _count_devices(device, self.devices)
-        budget = _device_memory(device) // (devices if device == "cpu" else 1)
+        gpus = gpus_of(self.devices, local_processes()) if device == "cuda" else ()
+        devices = len(gpus) or count_of(self.devices)
+        budget = host_memory_bytes() // devices if device == "cpu" else smallest_gpu_bytes(gpus)
         return Settings(
             device=device,
             devices=devices,
+            gpus=gpus,
             memory_budget=_resolve_size("memory_budget", self.memory_budget, budget, device, _AUTO_SHARE[device]),
             host_memory=_resolve_size("host_memory", self.host_memory, host_memory_bytes(), "cpu", 1.0),
             link_bandwidth=bandwidth,
@@ -413,34 +420,6 @@ def _parse_yaml(text: str, where: str) -> Any:
         raise ConfigError(f"{where}: {line}not valid YAML: {getattr(error, 'problem', None) or error}") from error
     except (RecursionError, ValueError, TypeError) as error:
         raise ConfigError(f"{where}: not valid YAML: {error}") from error
-
-
-def _resolve_device(device: str) -> str:
-    if device == "cpu":
-        return device
-    import torch
-
-    there = torch.cuda.is_available()
-    if device == "cuda" and not there:
-        raise ConfigError("device: 'cuda' does not work here, torch sees no CUDA device; use cpu or auto")
-    # accelerate's launcher tells its children in this way that the user asked for the CPU.
-    on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
-    return "cuda" if there and not (device == "auto" and on_cpu) else "cpu"
-
-
-def _count_devices(device: str, devices: int | str | tuple[int, ...]) -> int:
-    count = len(devices) if isinstance(devices, tuple) else 1 if isinstance(devices, str) else devices
-    if device == "cuda" and devices not in (1, "auto"):
-        raise ConfigError("devices: a step runs on one GPU so far; use devices: 1, or device: cpu to try several")
-    return count
-
-
-def _device_memory(device: str) -> int:
-    if device == "cpu":
-        return host_memory_bytes()
-    import torch
-
-    return int(torch.cuda.mem_get_info()[1])
 
 
 def _resolve_size(key: str, value: int | str, total: int, device: str, auto_share: float) -> int:

@@ -16,6 +16,7 @@ import torch
 
 from disco_accel.config.settings import DiscoConfig
 from disco_accel.errors import BudgetTooSmall, CaptureError, ConfigError, ExecutionError
+from disco_accel.execute.arenas import places_of
 from disco_accel.execute.engine_options import threads_beside
 from disco_accel.execute.executor import EngineOptions, arena_bytes
 from disco_accel.graph.traits import FOREIGN, RENEWED
@@ -80,7 +81,8 @@ class Session:
         self.config, self.frontend = config, frontend
         self.settings = config.resolve()
         self.lock = threading.RLock()
-        self.device = run_device(self.settings.device)
+        first = "".join(f":{index}" for index in self.settings.gpus[:1])
+        self.device = run_device(self.settings.device + first)
         self.optimizer = optimizer_home(model, config, self.settings, self.device) if trains else OptimizerHome.DEVICE
         update = update_asked(config)
         if update == "deferred" and self.optimizer is OptimizerHome.DEVICE and trains:
@@ -257,6 +259,7 @@ class Session:
             plan_seconds=self.config.deadline,
             engine=EngineOptions(
                 device=str(self.device),
+                devices=self.settings.gpus,
                 lookahead=self.config.lookahead,
                 dispatch=self.config.dispatch,
                 link_bandwidth=self.settings.link_bandwidth,
@@ -366,7 +369,8 @@ class Session:
         needed = {device.id: arena_bytes(step.plan, device.id) for device in step.plan.devices if not device.host}
         if any(device not in self.arenas or self.arenas[device].numel() < size for device, size in needed.items()):
             self.unload()
-            self.arenas = {device: device_arena(size, self.device) for device, size in needed.items()}
+            places = places_of(step.plan, backend_of(self.device).others(self.settings.gpus, len(needed)))
+            self.arenas = {device: device_arena(size, places[device]) for device, size in needed.items()}
         if step.loaded is None:
             step.load(self.arenas)
             self._engine_process = os.getpid()

@@ -1,0 +1,98 @@
+"""Prepared models whose steps are shared by several GPUs, beside eager mode on the first of them."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu.models import SMALL, arena_llama, batch_for, with_adapter
+from disco_accel import DiscoConfig, stats
+from disco_accel.errors import ConfigError
+from disco_accel.step.session import STATE
+from tests.emulated import device
+from tests.emulated.models import assert_same, least, step
+
+COUNT = torch.cuda.device_count()
+FIRST = torch.device("cuda", 0)
+SHAPE = {**SMALL, "num_hidden_layers": 4}
+DIRECT = os.environ.get("EMULATED_PEERS") not in ("none", "wrong")
+
+
+@pytest.fixture(autouse=True)
+def several() -> None:
+    assert COUNT > 1, "run it with more than one device"
+
+
+def llama(where: torch.device = FIRST, dropout: float = 0.0) -> Any:
+    base, _ = arena_llama(SHAPE, dtype=torch.float32, attention="eager", source=where)
+    return with_adapter(base, rank=4, checkpointing=True, dropout=dropout)
+
+
+def check(devices: Any, where: torch.device = FIRST, steps: int = 3, dropout: float = 0.0) -> Any:
+    """Steps of a model on ``devices``, each with as little memory as that takes, and of the same in eager mode on the
+    first one; the model."""
+    batches = [batch_for(SHAPE["vocab_size"], 2, 16 if number < 2 else 12, where) for number in range(steps)]
+    model, eager = llama(where, dropout), llama(where, dropout).to(where)
+    least(model, lambda m: step(m, batches[0]), where, devices=devices, parallel="layers")
+    for batch in batches:
+        state = torch.cuda.get_rng_state(where)
+        got = step(model, batch)
+        torch.cuda.set_rng_state(state, where)
+        assert_same(got, step(eager, batch))
+    assert stats(model)["steps_eager"] == 0
+    return model
+
+
+@pytest.mark.parametrize("count", sorted({2, COUNT}))
+def test_layers_on_several_gpus_train_with_eagers_bits(count: int) -> None:
+    model = check(count)
+    session = model.__dict__[STATE]
+    assert len(session.arenas) == count
+    assert sorted(arena.device.index for arena in session.arenas.values()) == list(range(count))
+    assert not device.complaints(), device.complaints()
+    device.reset()  # of the trial of copies
+    step(model, batch_for(SHAPE["vocab_size"], 2, 16, FIRST))
+    counts = device.counts()
+    assert "copy p2p staged" not in counts
+    assert ("copy p2p" in counts) == DIRECT
+
+
+def test_dropout_draws_the_numbers_of_one_gpu() -> None:
+    """Some of it in layers of the second GPU, and again where they are computed again."""
+    check(2, dropout=0.2)
+
+
+def test_parts_of_a_batch_on_several_gpus_have_the_bits_of_accumulation() -> None:
+    batch = batch_for(SHAPE["vocab_size"], 2, 16, FIRST)
+    model, eager = llama(), llama().to(FIRST)
+    least(model, lambda m: step(m, batch), devices=2, parallel="batch")
+    items = (batch["labels"][..., 1:] != -100).sum()
+    for _ in range(2):
+        got = step(model, batch)
+        eager.zero_grad(set_to_none=True)
+        losses = []
+        for row in range(2):
+            part = {name: value[row : row + 1] for name, value in batch.items()}
+            losses.append(eager(**part, num_items_in_batch=items).loss)
+            losses[-1].backward()
+        gradients = {n: p.grad for n, p in eager.named_parameters() if p.grad is not None}
+        assert_same(got, {"loss": (losses[0] + losses[1]).detach(), **gradients, "generator": got["generator"]})
+    assert stats(model)["steps_eager"] == 0
+
+
+def test_gpus_by_index() -> None:
+    """The script's tensors are on the first that is named."""
+    last = torch.device("cuda", COUNT - 1)
+    with torch.cuda.device(last):
+        model = check([COUNT - 1, 0], last, steps=2)
+    session = model.__dict__[STATE]
+    assert [arena.device.index for arena in session.arenas.values()] == [COUNT - 1, 0]
+
+
+def test_gpus_that_are_not_there_are_refused() -> None:
+    for devices in (COUNT + 1, [0, COUNT]):
+        with pytest.raises(ConfigError, match=f"are not there, torch sees {COUNT} GPUs"):
+            DiscoConfig(device="cuda", devices=devices).resolve()
