@@ -15,7 +15,6 @@ namespace {
 // Values of the CUDA runtime's ABI; the tests compare them with its headers where those are installed.
 constexpr int kSuccess = 0;
 constexpr int kNotReady = 600;
-constexpr unsigned kEventDisableTiming = 2;
 constexpr unsigned kHostRegisterPortable = 1;
 constexpr std::array<int, 3> kMemcpyKind = {1, 2,
                                             4};  // by Direction: host to device, device to host, default

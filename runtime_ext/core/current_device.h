@@ -7,6 +7,9 @@
 
 namespace disco {
 
+// cudaEventDisableTiming, of the CUDA runtime's ABI.
+inline constexpr unsigned kEventDisableTiming = 2;
+
 // The text of a failed call. Makes the runtime forget it: PyTorch asks for the thread's last error after
 // every kernel that it launches, and would blame the kernel.
 inline std::string cuda_error_text(const CudartApi& api, const char* call, int code) {

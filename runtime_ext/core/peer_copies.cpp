@@ -15,7 +15,6 @@ namespace {
 constexpr int kHostToDevice = 1;
 constexpr int kDeviceToHost = 2;
 constexpr int kPeerAccessAlreadyEnabled = 704;
-constexpr unsigned kEventDisableTiming = 2;
 
 constexpr std::size_t kPage = 4096;
 constexpr int kPatterns = 4;
