@@ -36,4 +36,4 @@ def test_times_are_medians_with_half_the_interquartile_range() -> None:
 
 def test_an_unknown_benchmark_is_named_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "engines"]) == 2
-    assert "'engines' is not a benchmark; there are engine" in capsys.readouterr().err
+    assert "'engines' is not a benchmark; there are devices, engine" in capsys.readouterr().err
