@@ -46,6 +46,10 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
               const std::vector<std::string>& places)
       : ops_(std::move(ops)), keep_(std::move(arenas)), pid_(getpid()) {
     std::vector<StartedOn> own;
+    if (places.size() != keep_.size()) {
+      throw std::invalid_argument("places has " + std::to_string(places.size()) + " devices, there are " +
+                                  std::to_string(keep_.size()) + " arenas");
+    }
     for (std::size_t i = 0; i < keep_.size(); ++i) {
       const std::string& name = places.at(i);
       const c10::Device device(name.empty() ? "cpu" : name);
