@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.models import SMALL, arena_llama, batch_for, with_adapter
-from disco_accel import DiscoConfig, stats
+from disco_accel import DiscoConfig, prefill, stats
 from disco_accel.errors import ConfigError
 from disco_accel.step.session import STATE
 from tests.emulated import device
@@ -96,3 +96,55 @@ def test_gpus_that_are_not_there_are_refused() -> None:
     for devices in (COUNT + 1, [0, COUNT]):
         with pytest.raises(ConfigError, match=f"are not there, torch sees {COUNT} GPUs"):
             DiscoConfig(device="cuda", devices=devices).resolve()
+
+
+def close(model: Any, eager: Any, batch: dict[str, torch.Tensor]) -> float:
+    """The largest distance of a loss or gradient, as a part of its norm."""
+    got, expected = step(model, batch), step(eager, batch)
+    del expected["generator"]
+    return max(float((got[n] - t).norm() / t.norm().clamp_min(1e-30)) for n, t in expected.items())
+
+
+@pytest.mark.parametrize("keys", [{"parallel": "tensor"}, {"parallel": "layers", "micro_batches": 2}], ids=str)
+def test_sums_in_another_order_are_near_eagers(keys: dict[str, Any]) -> None:
+    batch = batch_for(SHAPE["vocab_size"], 4, 16, FIRST)
+    model, eager = llama(), llama().to(FIRST)
+    least(model, lambda m: step(m, batch), devices=2, **keys)
+    assert close(model, eager, batch) < 3e-6 and stats(model)["steps_eager"] == 0
+
+
+def trained(devices: int, update: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and weights of a few steps with the optimizer in host memory."""
+    model = llama()
+    keys = {"optimizer": "host", "update": update, "parallel": "layers"}
+    least(model, lambda m: step(m, batch_for(SHAPE["vocab_size"], 2, 16, FIRST)), devices=devices, **keys)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2.0**-7, fused=True)
+    losses = []
+    for _ in range(4):
+        model.zero_grad(set_to_none=True)
+        loss = model(**batch_for(SHAPE["vocab_size"], 2, 16, FIRST)).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        losses.append(loss.item())
+    assert stats(model)["steps_eager"] == 0
+    assert update == "step" or stats(model)["updates_planned"] > 0
+    return losses, {name: value.cpu() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("update", ["step", "deferred"])
+def test_an_optimizer_in_host_memory_has_the_bits_of_one_gpu(update: str) -> None:
+    (losses, weights), (expected, others) = trained(2, update), trained(1, update)
+    assert losses == expected and weights.keys() == others.keys()
+    assert all(torch.equal(weights[name], value) for name, value in others.items())
+
+
+def test_a_prompt_has_the_bits_of_one_gpu() -> None:
+    ids = torch.randint(0, SHAPE["vocab_size"], (1, 16), generator=torch.Generator().manual_seed(1)).to(FIRST)
+    made = []
+    for devices in (1, 2):
+        model = least(llama().eval(), lambda m: prefill(m, ids), devices=devices, parallel="layers")
+        found = prefill(model, ids)
+        cache = [tensor for layer in found.past_key_values.layers for tensor in (layer.keys, layer.values)]
+        made.append([found.logits, *cache])
+    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
