@@ -26,8 +26,8 @@ def several() -> None:
     assert COUNT > 1, "run it with more than one device"
 
 
-def llama(where: torch.device = FIRST, dropout: float = 0.0) -> Any:
-    base, _ = arena_llama(SHAPE, dtype=torch.float32, attention="eager", source=where)
+def llama(where: torch.device = FIRST, dropout: float = 0.0, attention: str = "eager") -> Any:
+    base, _ = arena_llama(SHAPE, dtype=torch.float32, attention=attention, source=where)
     return with_adapter(base, rank=4, checkpointing=True, dropout=dropout)
 
 
@@ -105,10 +105,11 @@ def close(model: Any, eager: Any, batch: dict[str, torch.Tensor]) -> float:
     return max(float((got[n] - t).norm() / t.norm().clamp_min(1e-30)) for n, t in expected.items())
 
 
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("keys", [{"parallel": "tensor"}, {"parallel": "layers", "micro_batches": 2}], ids=str)
-def test_sums_in_another_order_are_near_eagers(keys: dict[str, Any]) -> None:
+def test_sums_in_another_order_are_near_eagers(keys: dict[str, Any], attention: str) -> None:
     batch = batch_for(SHAPE["vocab_size"], 4, 16, FIRST)
-    model, eager = llama(), llama().to(FIRST)
+    model, eager = llama(attention=attention), llama(attention=attention).to(FIRST)
     least(model, lambda m: step(m, batch), devices=2, **keys)
     assert close(model, eager, batch) < 3e-6 and stats(model)["steps_eager"] == 0
 

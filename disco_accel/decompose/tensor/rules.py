@@ -220,7 +220,7 @@ def _table() -> dict[str, Rule]:
         (reductions, _reduction),
         ("mm bmm", _product),
         ("addmm", _product_and_sum),
-        ("cat _softmax _softmax_backward_data", _along),
+        ("cat _softmax _safe_softmax _softmax_backward_data", _along),
         ("zeros_like ones_like full_like new_zeros new_ones new_full", _like),
     ]
     kinds = itertools.product(attention.split(), ("", "_backward"))
