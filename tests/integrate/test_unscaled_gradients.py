@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -330,3 +331,23 @@ def test_the_end_of_the_preparation_leaves_clipped_gradients() -> None:
             gc.collect()
         assert "grad" not in vars(torch.nn.Parameter)
         assert same([p.grad for p in parameters if p.grad is not None], expected)
+
+
+def test_a_model_that_is_forgotten_in_a_trace_leaves_the_trace_alone(pair: Pair) -> None:
+    """Python may collect it whenever it likes. The trace has its own op alone; the gradients are clipped."""
+    theirs = pair.eager
+    for model, _ in pair.both:
+        backward(model, 140)
+        to_low(model)
+    parameters = list(pair.model.parameters())
+
+    def traced(x: torch.Tensor) -> torch.Tensor:
+        pair.model = pair.ours = None
+        gc.collect()
+        return x + 1
+
+    model = None
+    graph = make_fx(traced, tracing_mode="fake")(torch.ones(2)).graph
+    assert [node.target for node in graph.nodes if node.op == "call_function"] == [torch.ops.aten.add.Tensor]
+    found, expected = ([p.grad for p in each if p.grad is not None] for each in (parameters, theirs.parameters()))
+    assert same(found, expected)

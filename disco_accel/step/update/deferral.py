@@ -74,7 +74,7 @@ class Deferral:
         self._updating: weakref.ref[torch.optim.Optimizer] | None = None
         """Whose update is pending, or was the last to be."""
         self.unscaled = UnscaledGradients(lock, weakref.WeakMethod(self._show))
-        weakref.finalize(self, self.unscaled.multiply).atexit = False
+        weakref.finalize(self, self.unscaled.multiply_apart).atexit = False
         self._expected: frozenset[int] = frozenset()
         """Ids of parameters whose next update is put off if it is as the last one was."""
         self.clips = 0

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from disco_accel.errors import ExecutionError
 from disco_accel.native.host_memory import expect_rewrite
@@ -109,6 +110,12 @@ class UnscaledGradients:
             self._multiplying = False
         return {id(note.gradient) for note in whole}
 
+    def multiply_apart(self) -> None:
+        """``multiply`` at a moment that Python chooses: it may be in the middle of a trace, whose modes would take the
+        products for those of the traced model, and leave the gradients as they are."""
+        with _disable_current_modes():
+            self.multiply()
+
     def require_whole(self) -> None:
         """Raise ExecutionError if one is broken."""
         for note in self.notes():
@@ -200,7 +207,8 @@ def _come_or_go() -> None:
 def _before_fork() -> None:
     # The child would multiply on threads that it does not have.
     for owner in {note.owner for note in list(_notes.values())}:
-        owner.show()
+        with _disable_current_modes():
+            owner.show()
 
 
 if hasattr(os, "register_at_fork"):
