@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from math import prod
 
 from disco_accel.graph.op_traits import Overwrite, op_traits
@@ -9,7 +10,7 @@ from disco_accel.graph.taskgraph import OpCall, Ref, TensorSpec, Vertex, tensor_
 
 
 def overwritable(
-    inputs: tuple[Ref, ...], sizes: tuple[int, ...], call: OpCall, vertices: list[Vertex]
+    inputs: tuple[Ref, ...], sizes: tuple[int, ...], call: OpCall, vertices: Sequence[Vertex] | Mapping[int, Vertex]
 ) -> tuple[int, ...]:
     """Input positions that output 0 may exactly replace without changing a bit.
 
@@ -46,5 +47,5 @@ def _extent(spec: TensorSpec) -> int:
     return 1 + sum((n - 1) * s for n, s in zip(spec.shape, spec.stride, strict=True))
 
 
-def _size(ref: Ref, vertices: list[Vertex]) -> int:
+def _size(ref: Ref, vertices: Sequence[Vertex] | Mapping[int, Vertex]) -> int:
     return vertices[ref[0]].sizes[ref[1]]

@@ -132,12 +132,18 @@ def _run(vertex: Vertex, call: OpCall, values: dict[Ref, torch.Tensor], over: Re
             continue
         spec = result.spec
         got = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tuple(tensor.stride()))
-        if got != (spec.dtype, spec.shape, spec.stride):
+        if got != (spec.dtype, spec.shape, spec.stride) and not _differ_in_strides_of_nothing(got, spec):
             raise ExecutionError(f"{where}: captured as {spec}, returned {got}")
         if result.output not in written_over:
             view(outputs[result.output], spec).copy_(tensor)
     for output, storage in enumerate(outputs):
         values[vertex.id, output] = storage
+
+
+def _differ_in_strides_of_nothing(got: tuple[str, tuple[int, ...], tuple[int, ...]], spec: TensorSpec) -> bool:
+    """Whether only the strides of dimensions of length 1 differ, by which no element is found."""
+    pairs = zip(spec.shape, spec.stride, got[2], strict=True)
+    return got[:2] == (spec.dtype, spec.shape) and all(a == b for n, a, b in pairs if n != 1)
 
 
 def _out_variant(op: Any) -> tuple[Any, str]:

@@ -1,0 +1,1 @@
+"""Finer than devices: large kernels run in chunks, one chunk through many kernels before the next."""

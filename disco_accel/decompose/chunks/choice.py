@@ -1,0 +1,309 @@
+"""How a kernel runs in chunks: which loop is cut, so that few bytes are copied and a chunk is small."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from disco_accel.decompose.chunks.cuts import (
+    Cut,
+    Range,
+    Ranges,
+    Unaligned,
+    cut_along,
+    elements,
+    fills_memory,
+    narrowed,
+    ranges_in,
+    same_layout,
+    samples,
+)
+from disco_accel.decompose.chunks.fake_results import FakeResults, Returned
+from disco_accel.decompose.chunks.loops import Axes, Loops
+from disco_accel.graph.taskgraph import Arg, OpCall, Ref, TensorArg, Vertex, tensor_args
+
+Part = Mapping[int, Range]
+"""Label of a loop → the part of it that a chunk of a kernel runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedKernel:
+    """A kernel in ``parts``. ``cuts``: output → how it is cut; outputs in ``sums`` are added up over the parts, those
+    in ``alike`` are the first part's. ``large``: it is one of those for which there are chunks."""
+
+    vertex: Vertex
+    call: OpCall
+    loops: Loops
+    parts: tuple[Part, ...]
+    cuts: Mapping[int, Cut]
+    sums: tuple[int, ...]
+    alike: tuple[int, ...]
+    large: bool
+    to_user: bool = False
+
+    @property
+    def count(self) -> int:
+        """Number of chunks."""
+        return len(self.parts)
+
+    def part_call(self, part: int, seen: Sequence[TensorArg]) -> OpCall:
+        """The call of chunk ``part`` on the tensors ``seen``, which are in the order of ``tensor_args``."""
+        return replace(self.call, args=part_args(self.call, self.loops, self.parts[part], seen))
+
+
+def part_args(call: OpCall, loops: Loops, part: Part, seen: Sequence[TensorArg]) -> tuple[Arg, ...]:
+    """The arguments of ``call`` for a ``part`` of its loops, with the tensors ``seen``."""
+    tensors = iter(seen)
+
+    def filled(arg: Arg) -> Arg:
+        if isinstance(arg, TensorArg):
+            return next(tensors)
+        return tuple(filled(item) for item in arg) if isinstance(arg, tuple) else arg
+
+    args = [filled(arg) for arg in loops.part_args or call.args]
+    result = call.results[0]
+    if loops.shape_at is not None and result is not None:
+        args[loops.shape_at] = narrowed(result.spec, ranges_of(loops.results[0], part) or {}).shape
+    return tuple(args)
+
+
+def ranges_of(axes: Axes, part: Part) -> dict[int, Range] | None:
+    """The ranges of a tensor with ``axes`` that go with ``part``; None where a shared index would be divided."""
+    made = {}
+    for dim, axis in enumerate(axes):
+        if axis is None or axis.label not in part:
+            continue
+        begin, end = part[axis.label]
+        if begin % axis.scale or end % axis.scale:
+            return None
+        made[dim] = begin // axis.scale, end // axis.scale
+    return made
+
+
+class Chooser:
+    """``count``: chunks that a large kernel is to have. ``itemsize``: bytes of an element by dtype, as of ``fakes``."""
+
+    def __init__(self, count: int, large: int, fakes: FakeResults, sizes: Mapping[Ref, int]) -> None:
+        """``large``: bytes, of one copy, that are too many to be made. ``sizes``: bytes of every value."""
+        self._count, self._large, self._fakes, self._sizes = count, large, fakes, sizes
+
+    def chosen(
+        self, vertex: Vertex, call: OpCall, loops: Loops, cuts: Mapping[Ref, Cut], traits: KernelTraits
+    ) -> ChunkedKernel | None:
+        """The best way to run ``vertex`` in chunks, the values of ``cuts`` being so; None if there is none.
+
+        One that is not large only follows its inputs, without copies.
+        """
+        best: tuple[tuple[float, ...], ChunkedKernel] | None = None
+        for order, parts in enumerate(self._candidates(vertex, call, loops, cuts, traits)):
+            made = self._made(vertex, call, loops, parts, traits)
+            if made is None:
+                continue
+            copied, read = self._copies(made, cuts)
+            if not traits.large and (copied or made.sums):
+                continue
+            if made.sums and not self._may_sum(made, traits):
+                continue
+            score = (copied > self._large, bool(made.sums), copied, read, order)
+            if (best is None or score < best[0]) and self._lies_as_expected(made):
+                best = score, made
+        return None if best is None else best[1]
+
+    def _candidates(
+        self, vertex: Vertex, call: OpCall, loops: Loops, cuts: Mapping[Ref, Cut], traits: KernelTraits
+    ) -> Iterator[tuple[Part, ...]]:
+        """Parts as an input is cut; then, of a large kernel, any loop in as many as are wanted."""
+        seen = []
+        for arg, axes in zip(tensor_args(call.args), loops.args, strict=True):
+            cut = cuts.get(vertex.inputs[arg.input])
+            parts = None if cut is None else _followed(arg, axes, cut)
+            if parts is not None and parts not in seen:
+                seen.append(parts)
+                yield parts
+        if not traits.large:
+            return
+        lengths = _lengths(call, loops)
+        for label in lengths:
+            parts = _equal_parts(label, lengths[label], self._count, loops.units.get(label, 1))
+            if parts is not None and parts not in seen:
+                yield parts
+        for outer, inner in itertools.permutations(lengths, 2):
+            if 1 < lengths[outer] < self._count and not loops.units:
+                parts = _parts_of_rows(outer, inner, lengths, self._count)
+                if parts is not None and parts not in seen:
+                    yield parts
+
+    def _made(
+        self, vertex: Vertex, call: OpCall, loops: Loops, parts: tuple[Part, ...], traits: KernelTraits
+    ) -> ChunkedKernel | None:
+        cuts, sums, alike = dict[int, Cut](), list[int](), list[int]()
+        labels = set(parts[0])
+        if traits.to_user:
+            return ChunkedKernel(vertex, call, loops, parts, {}, (), (), traits.large, to_user=True)
+        owners = [result.output for result in call.results if result is not None]
+        if len(set(owners)) != len(owners) or set(owners) != set(range(len(vertex.sizes))):
+            return None
+        for k, result in enumerate(call.results):
+            if result is None:
+                continue
+            if k in loops.alike:
+                alike.append(result.output)
+                continue
+            size = elements(result.spec) * getattr(torch, result.spec.dtype).itemsize
+            if not fills_memory(result.spec) or self._sizes[vertex.id, result.output] != size:
+                return None
+            present = {axis.label for axis in loops.results[k] if axis is not None}
+            if labels <= present:
+                ranges = [ranges_of(loops.results[k], part) for part in parts]
+                cut = None if None in ranges else cut_along(result.spec, [r for r in ranges if r is not None])
+                if cut is None or traits.handed_out:
+                    return None
+                cuts[result.output] = cut
+            elif not labels & present and labels <= loops.sums:
+                sums.append(result.output)
+            else:
+                return None
+        if any(ranges_of(axes, part) is None for axes in loops.args for part in parts):
+            return None
+        return ChunkedKernel(vertex, call, loops, parts, cuts, tuple(sums), tuple(alike), traits.large)
+
+    def _copies(self, made: ChunkedKernel, cuts: Mapping[Ref, Cut]) -> tuple[int, int]:
+        """Bytes of inputs that are copied because they are cut otherwise; and of what one chunk reads of them all."""
+        copied = read = 0
+        for arg, axes in zip(tensor_args(made.call.args), made.loops.args, strict=True):
+            ref = made.vertex.inputs[arg.input]
+            ranges = ranges_of(axes, made.parts[0]) or {}
+            share = elements(narrowed(arg.spec, ranges)) / max(elements(arg.spec), 1)
+            read += int(self._sizes[ref] * share)
+            cut = cuts.get(ref)
+            if cut is not None and not lies_in_chunks(arg, axes, made.parts, cut):
+                copied += self._sizes[ref]
+        return copied, read
+
+    def _may_sum(self, made: ChunkedKernel, traits: KernelTraits) -> bool:
+        """Whether adding up parts of ``made`` is worth other bits: for a loss, and for gradients of weights."""
+        if traits.loss or made.loops.part_args is not None:
+            return True
+        made_bytes = sum(self._sizes[made.vertex.id, k] for k in made.sums)
+        summed = sum(self._sizes[ref] for ref in dict.fromkeys(made.vertex.inputs))
+        return traits.backward and (traits.handed_out or 4 * made_bytes <= summed)
+
+    def _lies_as_expected(self, made: ChunkedKernel) -> bool:
+        """Whether a chunk's results lie as the cut says. How its inputs lie is known only when chunks are written."""
+        for part in samples(made.count):
+            seen = [
+                replace(arg, spec=narrowed(arg.spec, ranges_of(axes, made.parts[part]) or {}))
+                for arg, axes in zip(tensor_args(made.call.args), made.loops.args, strict=True)
+            ]
+            if results_of_part(made, part, made.part_call(part, seen), self._fakes) is None:
+                return False
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTraits:
+    """What decides how a kernel may be cut: it is ``large``; the user gets its results (``handed_out``), at the gate
+    (``loss``); it is behind the gate (``backward``); it writes them to the user's memory itself (``to_user``)."""
+
+    large: bool
+    handed_out: bool
+    loss: bool
+    backward: bool
+    to_user: bool
+
+
+def results_of_part(made: ChunkedKernel, part: int, call: OpCall, fakes: FakeResults) -> Returned | None:
+    """What ``call``, chunk ``part`` of ``made``, returns; None unless that lies as the cuts say."""
+    returned = fakes.of(call)
+    if returned is None or len(returned) != len(call.results):
+        return None
+    for k, (result, got) in enumerate(zip(call.results, returned, strict=True)):
+        if result is None:
+            continue
+        if got is None:
+            return None
+        ranges: Ranges = {}
+        if result.output in made.cuts:
+            ranges = ranges_of(made.loops.results[k], made.parts[part]) or {}
+        spec = narrowed(result.spec, ranges)
+        cut = made.cuts.get(result.output)
+        if cut is not None:
+            length = cut.length(part)
+            stride = tuple(s if s % cut.period else s // cut.period * length for s in spec.stride)
+            spec = replace(spec, stride=stride, offset=0)
+        if not same_layout(spec, got[0]):
+            return None
+    return returned
+
+
+def lies_in_chunks(arg: TensorArg, axes: Axes, parts: Sequence[Part], cut: Cut) -> bool:
+    """Whether every one of ``parts`` reads of ``arg`` just what one chunk of ``cut`` has."""
+    if cut.count != len(parts):
+        return False
+    try:
+        return all(ranges_in(arg.spec, cut, j) == _part_of(arg, axes, parts[j]) for j in samples(len(parts)))
+    except Unaligned:
+        return False
+
+
+def _part_of(arg: TensorArg, axes: Axes, part: Part) -> dict[int, Range]:
+    ranges = ranges_of(axes, part) or {}
+    return {d: r for d, r in ranges.items() if r != (0, arg.spec.shape[d])}
+
+
+def _followed(arg: TensorArg, axes: Axes, cut: Cut) -> tuple[Part, ...] | None:
+    """The parts of loops that go with the chunks of an input; None if a chunk is no part of one."""
+    parts: list[Part] = []
+    try:
+        for chunk in range(cut.count):
+            ranges = ranges_in(arg.spec, cut, chunk)
+            if not ranges:
+                return None
+            part = {}
+            for dim, (begin, end) in ranges.items():
+                axis = axes[dim]
+                if axis is None:
+                    return None
+                part[axis.label] = begin * axis.scale, end * axis.scale
+            parts.append(part)
+    except Unaligned:
+        return None
+    return tuple(parts) if len(parts) > 1 and all(part.keys() == parts[0].keys() for part in parts) else None
+
+
+def _lengths(call: OpCall, loops: Loops) -> dict[int, int]:
+    """Label → length of its loop, those of the first result's outermost dimensions first."""
+    lengths: dict[int, int] = {}
+    pairs = [(r.spec, axes) for r, axes in zip(call.results, loops.results, strict=True) if r is not None]
+    pairs += [(arg.spec, axes) for arg, axes in zip(tensor_args(call.args), loops.args, strict=True)]
+    for spec, axes in pairs:
+        for dim in sorted(range(len(axes)), key=lambda d: -spec.stride[d]):
+            axis = axes[dim]
+            if axis is not None and spec.shape[dim] > 1:
+                lengths.setdefault(axis.label, spec.shape[dim] * axis.scale)
+    return lengths
+
+
+def _equal_parts(label: int, length: int, count: int, unit: int) -> tuple[Part, ...] | None:
+    """``length`` steps in at most ``count`` parts of a multiple of ``unit``, the last perhaps a shorter one."""
+    each = -(-length // count)
+    each = -(-each // unit) * unit
+    if each >= length:
+        return None
+    return tuple({label: (begin, min(begin + each, length))} for begin in range(0, length, each))
+
+
+def _parts_of_rows(outer: int, inner: int, lengths: Mapping[int, int], count: int) -> tuple[Part, ...] | None:
+    """Every step of ``outer`` by itself, with parts of ``inner``: where there are fewer rows than chunks."""
+    wanted = -(-lengths[inner] // -(-count // lengths[outer]))
+    each = next(n for n in range(wanted, lengths[inner] + 1) if lengths[inner] % n == 0)
+    if each == lengths[inner]:
+        return None
+    return tuple(
+        {outer: (row, row + 1), inner: (begin, begin + each)}
+        for row in range(lengths[outer])
+        for begin in range(0, lengths[inner], each)
+    )

@@ -1,0 +1,132 @@
+"""The order of chunks: one chunk through a run of kernels that read each other's, before the next chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from disco_accel.decompose.chunks.choice import ChunkedKernel, lies_in_chunks
+from disco_accel.graph.check import after_gate, dependencies
+from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind, tensor_args
+from disco_accel.graph.values import overwrites
+
+
+@dataclass
+class Run:
+    """``members``: kernels of equally many chunks, in serial order. ``before`` and ``behind``: whole vertices that
+    stood between them."""
+
+    members: list[ChunkedKernel] = field(default_factory=list)
+    before: list[Vertex] = field(default_factory=list)
+    behind: list[Vertex] = field(default_factory=list)
+
+
+def runs_of(graph: TaskGraph, chunked: Mapping[int, ChunkedKernel]) -> list[Run]:
+    """Return all vertices but INPUTs, as runs in an order that keeps every dependency. One without members is of whole
+    vertices alone."""
+    return _Runs(graph, chunked).made()
+
+
+class _Runs:
+    """Invariant: nothing in ``_open`` depends on what is in ``_late``, and nothing in ``_between`` on ``_open``."""
+
+    def __init__(self, graph: TaskGraph, chunked: Mapping[int, ChunkedKernel]) -> None:
+        self._graph, self._chunked = graph, chunked
+        self._behind_gate = after_gate(graph.vertices)
+        self._done: list[Run] = []
+        self._open: dict[int, ChunkedKernel] = {}
+        self._between: list[Vertex] = []
+        """Whole vertices that do not depend on the open run, and some perhaps needed by it."""
+        self._late: dict[int, Vertex] = {}
+        """Whole vertices that depend on the open run."""
+
+    def made(self) -> list[Run]:
+        for vertex in self._graph.vertices:
+            if vertex.kind is VertexKind.INPUT:
+                continue
+            kernel = self._chunked.get(vertex.id)
+            if kernel is not None:
+                if not self._joins(kernel):
+                    self._close()
+                self._open[vertex.id] = kernel
+            elif not self._open:
+                self._done.append(Run(before=[vertex]))
+            elif any(True for _ in overwrites(vertex)):
+                # Readers of what it overwrites come before it: none may move behind.
+                self._close()
+                self._done.append(Run(before=[vertex]))
+            elif any(each in self._open or each in self._late for each in dependencies(vertex)):
+                self._late[vertex.id] = vertex
+            else:
+                self._between.append(vertex)
+        self._close()
+        return self._done
+
+    def _joins(self, kernel: ChunkedKernel) -> bool:
+        if not self._open:
+            return True
+        first = next(iter(self._open.values()))
+        if kernel.count != first.count:
+            return False
+        if (kernel.vertex.id in self._behind_gate) != (first.vertex.id in self._behind_gate):
+            return False
+        if any(each in self._late for each in dependencies(kernel.vertex)):
+            return False
+        return all(self._reads_its_chunk(kernel, ref) for ref in kernel.vertex.inputs if ref[0] in self._open)
+
+    def _reads_its_chunk(self, kernel: ChunkedKernel, ref: Ref) -> bool:
+        return reads_its_chunk(kernel, ref, self._open[ref[0]])
+
+    def _close(self) -> None:
+        if not self._open:
+            return
+        members = list(self._open.values())
+        needed = {each for kernel in members for each in dependencies(kernel.vertex)}
+        before, behind = list[Vertex](), list[Vertex]()
+        for vertex in reversed(self._between):
+            if vertex.id in needed:
+                needed.update(dependencies(vertex))
+                before.insert(0, vertex)
+            else:
+                behind.insert(0, vertex)
+        place = {vertex.id: k for k, vertex in enumerate(self._graph.vertices)}
+        behind = sorted([*behind, *self._late.values()], key=lambda vertex: place[vertex.id])
+        self._done.append(Run(members, before, behind))
+        self._open, self._between, self._late = {}, [], {}
+
+
+def reads_its_chunk(kernel: ChunkedKernel, ref: Ref, maker: ChunkedKernel) -> bool:
+    """Whether each chunk of ``kernel`` reads just the chunk of ``ref`` that ``maker``'s chunk of that number makes."""
+    cut = maker.cuts.get(ref[1])
+    if cut is None or maker.count != kernel.count:
+        return False
+    return all(
+        lies_in_chunks(arg, axes, kernel.parts, cut)
+        for arg, axes in zip(tensor_args(kernel.call.args), kernel.loops.args, strict=True)
+        if kernel.vertex.inputs[arg.input] == ref
+    )
+
+
+def at_the_ends(run: Run, reads: Callable[[ChunkedKernel, Ref], bool]) -> set[int]:
+    """Return the members that are not between two large ones: whole they are as good. ``reads``: whether a member reads
+    another's value chunk by chunk."""
+    by_id = {kernel.vertex.id: kernel for kernel in run.members}
+    near = {
+        kernel.vertex.id: [ref[0] for ref in kernel.vertex.inputs if ref[0] in by_id and reads(kernel, ref)]
+        for kernel in run.members
+    }
+    behind_large = _spread([k.vertex.id for k in run.members], by_id, near)
+    readers: dict[int, list[int]] = {each: [] for each in by_id}
+    for reader, makers in near.items():
+        for maker in makers:
+            readers[maker].append(reader)
+    before_large = _spread([k.vertex.id for k in reversed(run.members)], by_id, readers)
+    return {each for each in by_id if each not in behind_large or each not in before_large}
+
+
+def _spread(order: Sequence[int], by_id: Mapping[int, ChunkedKernel], near: Mapping[int, list[int]]) -> set[int]:
+    reached: set[int] = set()
+    for each in order:
+        if by_id[each].large or any(other in reached for other in near[each]):
+            reached.add(each)
+    return reached
