@@ -19,7 +19,6 @@ from benchmarks.captures import Workload, lora_outline
 from benchmarks.planner.table import limit
 from benchmarks.provenance import provenance
 from benchmarks.shapes import PRESETS
-from disco_accel.decompose.decomposition import over_devices
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.files import write_atomically
 from disco_accel.graph.taskgraph import VertexKind
@@ -31,6 +30,7 @@ from disco_accel.simulate.roofline import Speed
 from disco_accel.simulate.simulator import Link, Machine, Simulator
 from disco_accel.sizes import format_size
 from disco_accel.step.pipeline import CostedStep, PlannerSettings, plan_step, with_costs
+from disco_accel.step.several_devices import Sharing, on_devices
 
 A100 = Speed(
     name="A100s with 40 GB",
@@ -114,11 +114,7 @@ def row(cell: Cell) -> Row:
     outlined, step = _captured(cell.shape, cell.batch, cell.gpu, cell.parts)
     machine, budget = SPEEDS[cell.gpu].machine, MEMORY[cell.gpu]
     facts = outlined.facts(budget)
-    if cell.devices > 1:
-        memory = [facts.split().arena] * cell.devices
-        part_of = outlined.part_of if cell.parallel == "batch" else None
-        captured, graph = over_devices(outlined.captured, step.graph, memory, machine, [], part_of)
-        step = replace(step, graph=graph, copies=captured.copies)
+    _, step = on_devices(outlined.whole, step, Sharing(cell.devices, cell.parallel), facts, machine)
     whole = sum(v.sizes[0] for v in step.graph.vertices if v.id not in step.copies and v.traits.host_has_it)
     made = Row(
         **{"shape": cell.shape, "batch": cell.batch, "tokens": 1024, "gpu": SPEEDS[cell.gpu].name},

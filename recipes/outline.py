@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,11 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from disco_accel.capture.captured_step import CapturedStep, InputSource
 from disco_accel.capture.step import capture_forward, capture_step
-from disco_accel.capture.traced_step import Rewrite
 from disco_accel.config.settings import DiscoConfig
-from disco_accel.decompose.micro_batches import on_parts
-from disco_accel.decompose.tensor.propagate import of_one_rank
-from disco_accel.decompose.tensor.ranks import on_ranks
+from disco_accel.decompose.micro_batches import StepOnParts
 from disco_accel.errors import ConfigError
 from disco_accel.graph.traits import FOREIGN, RENEWED
 from disco_accel.integrate.hf.batch_parts import in_parts
@@ -33,6 +30,7 @@ from disco_accel.recipes.settings import LoraRecipe, PrefillRecipe
 from disco_accel.step.budget import Budget, BudgetFacts, leaving_bytes
 from disco_accel.step.fitted_batch import FittedBatch
 from disco_accel.step.optimizer_home import OptimizerHome, TrainedBytes, home_by_size, update_asked
+from disco_accel.step.several_devices import Sharing, whole_step
 
 _WEIGHTS = (InputSource.FROZEN, InputSource.BUFFER, InputSource.TRAINABLE)
 
@@ -61,6 +59,11 @@ class Outline:
     def budget(self, total: int) -> Budget:
         """What ``total`` bytes are made of, workspaces and the allocator's blocks aside."""
         return self.facts(total).split()
+
+    @property
+    def whole(self) -> StepOnParts:
+        """The step as ``step/several_devices.py`` takes it."""
+        return StepOnParts(self.captured, self.part_of)
 
     @property
     def names(self) -> dict[int, str]:
@@ -124,29 +127,23 @@ def _step_outline(
     if isinstance(fitted, str):
         raise ConfigError(f"per_device_train_batch_size: a batch is not divided in {parts}, as {fitted}")
     name = recipe.model_name_or_path
-    shards = tensor_plan(model, ranks) if ranks > 1 else {}
-    rewrite = _rewrite(shards, ranks)
-    captured = capture_step(model, fitted.part(0), contexts=contexts, name=name, trained=trained, rewrite=rewrite)
-    part_of: Mapping[int, int] = {}
-    if parts > 1:
-        on_all = on_parts(captured, parts, fitted.divided, _itemsize)
-        captured, part_of = on_all.captured, on_all.part_of
-    if ranks > 1:
-        on_all = on_ranks(captured, shards, ranks, _itemsize)
-        captured, part_of = on_all.captured, on_all.part_of
+    sharing = _sharing(model, ranks, parts, fitted.divided)
+    captured = capture_step(
+        model, fitted.part(0), contexts=contexts, name=name, trained=trained, rewrite=sharing.of_one
+    )
+    whole = whole_step(captured, sharing)
     # Those are the updates that can be put off.
     fused = home is OptimizerHome.HOST and recipe.optim == "adamw_torch_fused"
     deferred = fused and config is not None and update_asked(config) != "step"
     update = "deferred" if deferred else "step"
-    return Outline(captured, model, batch, optimizer=home, update=update, part_of=part_of)
+    return Outline(whole.captured, model, batch, optimizer=home, update=update, part_of=whole.part_of)
 
 
-def _rewrite(shards: Mapping[str, int], ranks: int) -> Rewrite:
-    return lambda traced: of_one_rank(traced, shards, ranks) if ranks > 1 else traced
-
-
-def _itemsize(dtype: str) -> int:
-    return int(getattr(torch, dtype).itemsize)
+def _sharing(model: torch.nn.Module, ranks: int, parts: int = 1, divided: Collection[str] = ()) -> Sharing:
+    """``parts`` of a batch, and parts of weights for so many ``ranks``."""
+    if ranks == 1:
+        return Sharing(parts=parts, divided=divided)
+    return Sharing(ranks, "tensor", parts, divided, tensor_plan(model, ranks))
 
 
 def _prefill_outline(recipe: PrefillRecipe, model: Any, ranks: int) -> Outline:
@@ -164,7 +161,7 @@ def _prefill_outline(recipe: PrefillRecipe, model: Any, ranks: int) -> Outline:
     inputs["attention_mask"] = torch.ones(shape, dtype=torch.int64)
     batch = prefill_batch(inner.forward, {**inputs, "past_key_values": DynamicCache(config=inner.config)})
     forward, contexts = traced_forward(inner.forward), hf_contexts(model, batch)
-    shards = tensor_plan(model, ranks) if ranks > 1 else {}
+    sharing = _sharing(model, ranks)
     captured = capture_forward(
         model,
         batch,
@@ -172,14 +169,11 @@ def _prefill_outline(recipe: PrefillRecipe, model: Any, ranks: int) -> Outline:
         contexts=contexts,
         name=recipe.model_name_or_path,
         outside=outside_arena,
-        rewrite=_rewrite(shards, ranks),
+        rewrite=sharing.of_one,
     )
-    sizes = leaving_bytes(captured)
-    part_of: Mapping[int, int] = {}
-    if ranks > 1:
-        on_all = on_ranks(captured, shards, ranks, _itemsize)
-        captured, part_of = on_all.captured, on_all.part_of
-    return Outline(captured, model, inputs, sum(sizes.values()) + room_to_fill((), sizes), part_of=part_of)
+    sizes, whole = leaving_bytes(captured), whole_step(captured, sharing)
+    outputs = sum(sizes.values()) + room_to_fill((), sizes)
+    return Outline(whole.captured, model, inputs, outputs, part_of=whole.part_of)
 
 
 def meta_model(recipe: LoraRecipe) -> torch.nn.Module:

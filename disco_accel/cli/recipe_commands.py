@@ -191,7 +191,7 @@ def _plan(options: argparse.Namespace, parallel: str | None) -> dict[str, Any]:
     for line in (config.without_effect, step.costs.note):
         say(line)
     machine = _machine(options.device, config)
-    step, outlined = _over_devices(step, outlined, config, facts, machine)
+    step, outlined = _on_devices(step, outlined, config, facts, machine)
     settings = PlannerSettings(config.planner, config.policy, machine, deadline(options, config.deadline))
     more: dict[str, Any] = {"without_scratch_of": step.costs.without_scratch}
     if _device_count(config) > 1:
@@ -231,22 +231,14 @@ def _plan(options: argparse.Namespace, parallel: str | None) -> dict[str, Any]:
     return dict(result.figures)
 
 
-def _over_devices(step: CostedStep, outlined: Any, config: DiscoConfig, facts: BudgetFacts, machine: Any) -> Any:
+def _on_devices(step: CostedStep, outlined: Any, config: DiscoConfig, facts: BudgetFacts, machine: Any) -> Any:
     """The step and its outline on the devices of ``config``."""
     from dataclasses import replace
 
-    from disco_accel.decompose.decomposition import over_devices
+    from disco_accel.step.several_devices import Sharing, on_devices
 
-    count = _device_count(config)
-    if count == 1:
-        return step, outlined
-    applied = list(step.applied)
-    part_of = None if _parallel(config) == "layers" else outlined.part_of
-    arena = facts.split(step.costs.workspaces, in_blocks=step.costs.in_blocks).arena
-    memory = [max(arena, 0)] * count
-    what = "a part of each large weight" if config.parallel == "tensor" else "a part of the batch"
-    captured, graph = over_devices(outlined.captured, step.graph, memory, machine, applied, part_of, what)
-    step = replace(step, graph=graph, applied=tuple(applied), copies=captured.copies)
+    sharing = Sharing(_device_count(config), _parallel(config))
+    captured, step = on_devices(outlined.whole, step, sharing, facts, machine)
     return step, replace(outlined, captured=captured)
 
 

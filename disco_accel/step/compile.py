@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,11 +14,7 @@ from disco_accel.capture.captured_step import CapturedStep
 from disco_accel.capture.fake_inputs import batch_tensors
 from disco_accel.capture.parts import named_parts
 from disco_accel.capture.step import Forward, capture_forward, capture_step
-from disco_accel.capture.traced_step import Rewrite
-from disco_accel.decompose.decomposition import over_devices
-from disco_accel.decompose.micro_batches import on_parts
-from disco_accel.decompose.tensor.propagate import of_one_rank
-from disco_accel.decompose.tensor.ranks import on_ranks
+from disco_accel.decompose.micro_batches import StepOnParts
 from disco_accel.execute.executor import EngineOptions
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.graph.traits import FOREIGN, Traits
@@ -33,6 +29,7 @@ from disco_accel.step.compiled_step import CompiledStep, host_bytes, shared_weig
 from disco_accel.step.fitted_batch import FittedBatch
 from disco_accel.step.memory_parts import require_host_memory
 from disco_accel.step.pipeline import PlannerSettings, PlanStore, plan_step, with_costs
+from disco_accel.step.several_devices import Sharing, on_devices, whole_step
 from disco_accel.step.shard_memory import ShardMemory, packed_bytes
 from disco_accel.version import __version__
 
@@ -88,7 +85,7 @@ def compile_step(
         BudgetTooSmall: with ``needed`` and ``given`` as whole budgets, not arenas.
     """
     began = time.perf_counter()
-    device = run_device(options.engine.device)
+    device, sharing = run_device(options.engine.device), _sharing(options, fitted)
     captured = capture_step(
         model,
         fitted.part(0),
@@ -98,38 +95,19 @@ def compile_step(
         outputs=outputs,
         differentiated=differentiated,
         trained=options.trained,
-        rewrite=_rewrite(options),
+        rewrite=sharing.of_one,
     )
     options.captured()
-    part_of = None
-    if fitted.parts > 1:
-        on_all = on_parts(captured, fitted.parts, fitted.divided, _itemsize)
-        captured = on_all.captured
-        part_of = on_all.part_of if fitted.parallel == "batch" else None
-    if options.shards is not None:
-        captured, part_of = _on_ranks(captured, options)
+    whole = whole_step(captured, sharing)
     tensors = {k: v for k, v in fitted.batch.items() if isinstance(v, torch.Tensor)}
-    return _compile(model, captured, tensors, (1 + cut) * outputs_bytes(captured), options, began, part_of)
+    leaving = (1 + cut) * outputs_bytes(whole.captured)
+    return _compile(model, whole, sharing, tensors, leaving, options, began)
 
 
-def _rewrite(options: CompileOptions) -> Rewrite:
-    shards = options.shards
-    if shards is None:
-        return lambda traced: traced
-    return lambda traced: of_one_rank(traced, shards, options.devices)
-
-
-def _on_ranks(captured: CapturedStep, options: CompileOptions) -> tuple[CapturedStep, Mapping[int, int] | None]:
-    """The step of one rank on all, if devices share weights, and on which each vertex is."""
-    if options.shards is None:
-        return captured, None
-    on_all = on_ranks(captured, options.shards, options.devices, _itemsize)
-    return on_all.captured, on_all.part_of
-
-
-def _itemsize(dtype: str) -> int:
-    size: int = getattr(torch, dtype).itemsize
-    return size
+def _sharing(options: CompileOptions, fitted: FittedBatch) -> Sharing:
+    """How devices share the step on ``fitted``."""
+    parallel = fitted.parallel if options.shards is None else "tensor"
+    return Sharing(options.devices, parallel, fitted.parts, fitted.divided, options.shards or {})
 
 
 def compile_forward(
@@ -151,7 +129,7 @@ def compile_forward(
         BudgetTooSmall: with ``needed`` and ``given`` as whole budgets, not arenas.
     """
     began = time.perf_counter()
-    device = run_device(options.engine.device)
+    device, sharing = run_device(options.engine.device), _sharing(options, FittedBatch(kwargs))
     captured = capture_forward(
         model,
         kwargs,
@@ -159,48 +137,40 @@ def compile_forward(
         contexts=options.contexts,
         device=device,
         outside=outside,
-        rewrite=_rewrite(options),
+        rewrite=sharing.of_one,
     )
     options.captured()
     outputs = sum(leaving_bytes(captured).values()) + beside(captured)
-    captured, part_of = _on_ranks(captured, options)
-    return _compile(model, captured, batch_tensors(kwargs), outputs, options, began, part_of)
+    return _compile(model, whole_step(captured, sharing), sharing, batch_tensors(kwargs), outputs, options, began)
 
 
 def _compile(
     model: torch.nn.Module,
-    captured: CapturedStep,
+    whole: StepOnParts,
+    sharing: Sharing,
     batch: Mapping[str, torch.Tensor],
     outputs: int,
     options: CompileOptions,
     began: float,
-    part_of: Mapping[int, int] | None = None,
 ) -> CompiledStep:
-    """The rest of ``compile_step``; ``outputs``: bytes outside the arena for what leaves it. ``part_of``: vertex → the
-    part of the batch that it works on, if devices get a part each."""
+    """The rest of ``compile_step``; ``outputs``: bytes outside the arena for what leaves it."""
     seconds = {"capture": time.perf_counter() - began}
-    engine = options.engine
-    options.say(f"measuring {len(captured.graph.ops)} kernels")
+    engine, machine = options.engine, machine_of(options.engine)
+    options.say(f"measuring {len(whole.captured.graph.ops)} kernels")
     costs = Measured(engine.device, engine.compute_threads, engine.compute_streams)
     trainable = [p for p in model.parameters() if p.requires_grad]
     # The host's optimizer has them, their gradients and its state there.
     on_device = [] if options.trained.host_has_it else trainable
-    costed = with_costs(captured.graph, costs, captured.passes)
+    costed = with_costs(whole.captured.graph, costs, whole.captured.passes)
     facts = BudgetFacts(options.memory, on_device, batch, outputs)
-    if options.devices > 1:
-        machine, applied = machine_of(engine) or Machine(), list(costed.applied)
-        arena = facts.split(costed.costs.workspaces, in_blocks=costed.costs.in_blocks).arena
-        what = "a part of the batch" if options.shards is None else "a part of each large weight"
-        memory = [max(arena, 0)] * options.devices
-        captured, graph = over_devices(captured, costed.graph, memory, machine, applied, part_of, what)
-        costed = replace(costed, graph=graph, applied=tuple(applied), copies=captured.copies)
-        used = len({vertex.device for vertex in graph.vertices if vertex.kind is VertexKind.KERNEL})
-        if used < options.devices:
-            logger.warning("devices: %d of %d have kernels: the step has no more layers", used, options.devices)
+    captured, costed = on_devices(whole, costed, sharing, facts, machine or Machine())
+    used = len({vertex.device for vertex in costed.graph.vertices if vertex.kind is VertexKind.KERNEL})
+    if used < options.devices:
+        logger.warning("devices: %d of %d have kernels: the step has no more layers", used, options.devices)
     planned = plan_step(
         costed,
         facts,
-        PlannerSettings(options.planner, options.policy, machine_of(engine), options.plan_seconds),
+        PlannerSettings(options.planner, options.policy, machine, options.plan_seconds),
         store=plan_store(options.plan_cache, engine),
         say=options.say,
     )
