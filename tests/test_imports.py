@@ -50,7 +50,7 @@ MAY_IMPORT = {
     "config": ("graph", "plan"),
     "capture": ("graph", "native"),
     "measure": ("graph", "native", "simulate"),
-    "decompose": ("graph", "simulate", "plan", "capture"),
+    "decompose": ("graph", "native", "simulate", "plan", "capture"),
     "execute": ("graph", "native", "measure"),
     "observe": ("config", "graph", "native", "plan", "simulate"),
     "selfcheck": ("config", "graph", "native", "capture", "measure", "plan", "verify", "execute"),

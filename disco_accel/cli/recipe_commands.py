@@ -16,7 +16,7 @@ from disco_accel.measure.quantised_estimate import PackedForm
 
 if TYPE_CHECKING:
     from disco_accel.config.settings import DiscoConfig
-    from disco_accel.step.budget import BudgetFacts
+    from disco_accel.measure.costs import Estimated
     from disco_accel.step.pipeline import CostedStep
 
 
@@ -77,6 +77,7 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="what each of them gets: layers in a row, a part of the batch, or of each large weight; all: plan all "
         "(default: the recipe's)",
     )
+    parser.add_argument("--chunks", metavar="N", type=_chunks, help="that large kernels run in, or auto (the recipe's)")
     parser.add_argument("--micro-batches", metavar="M", type=int, help="that a batch runs in (default: the recipe's)")
     parser.add_argument("--passes", action="store_true", help="list what changed the graph between capture and plan")
     parser.add_argument("-o", "--output", metavar="DIR", help="folder for the plan, its figures and pictures")
@@ -127,8 +128,10 @@ def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
 def capture(options: argparse.Namespace) -> int:
     """Write the task graph of a recipe's training step, with estimated durations and the scratch that is known."""
     from disco_accel.graph.files import version_needed, write_taskgraph
+    from disco_accel.step.pipeline import with_costs
 
-    step, outlined, _ = _costed(options)
+    outlined, costs, _ = _outlined(options)
+    step = with_costs(outlined.captured.graph, costs, outlined.captured.passes)
     say(step.costs.note)
     try:
         write_taskgraph(step.graph, options.output, version=version_needed(step.graph))
@@ -178,31 +181,46 @@ def _plan(options: argparse.Namespace, parallel: str | None) -> dict[str, Any]:
     """Plan the recipe's step, ``parallel`` in place of what options and recipe say, and print what comes of it."""
     from dataclasses import replace
 
+    import torch
+
     from disco_accel.observe.forecast import forecast, forecast_text, passes_text, write_forecast
     from disco_accel.simulate.roofline import SPEEDS
     from disco_accel.step.compiled_step import shared_weights
     from disco_accel.step.memory_parts import host_memory_parts, require_host_memory
     from disco_accel.step.optimizer_home import TrainedBytes, keeps_masters
-    from disco_accel.step.pipeline import PlannerSettings, plan_step
+    from disco_accel.step.pipeline import PlannerSettings
+    from disco_accel.step.planned_step import StepToPlan, plan_in_chunks
+    from disco_accel.step.several_devices import Sharing
     from disco_accel.step.shard_memory import packed_bytes
 
-    step, outlined, config = _costed(options, parallel)
+    outlined, costs, config = _outlined(options, parallel)
     facts = outlined.facts(_memory(options, config))
-    for line in (config.without_effect, step.costs.note):
-        say(line)
+    say(config.without_effect)
     machine = _machine(options.device, config)
-    step, outlined = _on_devices(step, outlined, config, facts, machine)
     settings = PlannerSettings(config.planner, config.policy, machine, deadline(options, config.deadline))
-    more: dict[str, Any] = {"without_scratch_of": step.costs.without_scratch}
+    sharing = Sharing(_device_count(config), _parallel(config))
+    more: dict[str, Any] = {}
+
+    def costed(step: CostedStep) -> None:
+        say("" if "without_scratch_of" in more else step.costs.note)
+        more["without_scratch_of"] = step.costs.without_scratch
+
+    asked = StepToPlan(
+        outlined.whole, sharing, costs, facts, settings, config.chunks, torch.device("cpu"), costed=costed
+    )
     if _device_count(config) > 1:
         more |= {"devices": _device_count(config), "parallel": _parallel(config)}
     if outlined.packed is not None:
         more["quant"] = outlined.packed.as_dict()
     try:
-        planned = plan_step(step, facts, settings)
+        made = plan_in_chunks(asked)
     except BudgetTooSmall as error:
         print(json.dumps({"fits": False, "budget_bytes": error.given, "needed_bytes": error.needed} | more))
         raise
+    step, planned = made.costed, made.planned
+    outlined = replace(outlined, captured=made.captured)
+    if made.chunks is not None:
+        more["chunks"] = {"kernels": made.chunks.kernels, "most": made.chunks.most, "sums": made.chunks.sums}
     for note in planned.notes:
         say(note)
     rounded = TrainedBytes.of(outlined.model, keeps_masters(config)).rounded
@@ -231,15 +249,9 @@ def _plan(options: argparse.Namespace, parallel: str | None) -> dict[str, Any]:
     return dict(result.figures)
 
 
-def _on_devices(step: CostedStep, outlined: Any, config: DiscoConfig, facts: BudgetFacts, machine: Any) -> Any:
-    """The step and its outline on the devices of ``config``."""
-    from dataclasses import replace
-
-    from disco_accel.step.several_devices import Sharing, on_devices
-
-    sharing = Sharing(_device_count(config), _parallel(config))
-    captured, step = on_devices(outlined.whole, step, sharing, facts, machine)
-    return step, replace(outlined, captured=captured)
+def _chunks(text: str) -> int | str:
+    """A number; the config says what is wrong with anything else."""
+    return int(text) if text.isdecimal() else text
 
 
 def _parallel(config: DiscoConfig) -> str:
@@ -254,15 +266,14 @@ def _device_count(config: DiscoConfig) -> int:
     return len(config.devices) if isinstance(config.devices, tuple) else config.devices
 
 
-def _costed(options: argparse.Namespace, parallel: str | None = None) -> tuple[CostedStep, Any, DiscoConfig]:
-    """The recipe's step with estimated costs, its outline, and its ``disco_config``."""
+def _outlined(options: argparse.Namespace, parallel: str | None = None) -> tuple[Any, Estimated, DiscoConfig]:
+    """The outline of the recipe's step, the source of its costs, and its ``disco_config``."""
     from dataclasses import replace
 
     from disco_accel.config.settings import DiscoConfig
     from disco_accel.measure.costs import Estimated
     from disco_accel.recipes.outline import outline
     from disco_accel.recipes.settings import read_any_recipe
-    from disco_accel.step.pipeline import with_costs
 
     # transformers warns about its own calls from inside PEFT; nobody here can act on that.
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
@@ -270,7 +281,7 @@ def _costed(options: argparse.Namespace, parallel: str | None = None) -> tuple[C
     config = DiscoConfig.from_env(DiscoConfig.from_dict(recipe.disco_config or {}))
     # A graph alone has no budget: auto means the device.
     known = hasattr(options, "memory")
-    asked = {key: getattr(options, key, None) for key in ("devices", "parallel", "micro_batches")}
+    asked = {key: getattr(options, key, None) for key in ("devices", "parallel", "micro_batches", "chunks")}
     asked |= {"parallel": parallel} if parallel is not None else {}
     config = replace(config, **{key: value for key, value in asked.items() if value is not None})
     by_rows = config.parallel == "batch" and _device_count(config) > 1
@@ -283,8 +294,7 @@ def _costed(options: argparse.Namespace, parallel: str | None = None) -> tuple[C
         parts=_device_count(config) if by_rows else config.micro_batches,
         ranks=ranks,
     )
-    costs = Estimated(options.device, compute_threads=config.compute_threads)
-    return with_costs(outlined.captured.graph, costs, outlined.captured.passes), outlined, config
+    return outlined, Estimated(options.device, compute_threads=config.compute_threads), config
 
 
 def _machine(device: str, config: DiscoConfig) -> Any:

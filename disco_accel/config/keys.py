@@ -11,6 +11,9 @@ from typing import Any
 
 from disco_accel.errors import ConfigError
 
+MOST_CHUNKS = 64
+"""Of one kernel: each is a launch of its own, and a copy of a slice where the next kernel is cut otherwise."""
+
 Parser = Callable[[Any], Any]
 """Turns a value as a user writes it into the stored one; raises ValueError with what would work."""
 
@@ -144,6 +147,12 @@ def _folder(value: Any) -> str | None:
         raise ValueError(f"{error} Set HOME, or give a path without ~, or null for none") from error
 
 
+def _chunks(value: Any) -> str | int:
+    if value == "auto" or (type(value) is int and 1 <= value <= MOST_CHUNKS):
+        return "auto" if isinstance(value, str) else int(value)
+    raise ValueError(f"use auto, or a number from 1, which is whole, to {MOST_CHUNKS}")
+
+
 def _auto_or_off(value: Any) -> str:
     # YAML 1.1 reads off as false.
     if value is False or value == "off":
@@ -198,6 +207,7 @@ PARSERS: dict[str, Parser] = {
     "devices": _devices,
     "parallel": _one_of("auto", "layers", "batch", "tensor"),
     "micro_batches": _count(1),
+    "chunks": _chunks,
     "link_bandwidth": _bandwidth,
     "link_latency": _seconds,
     "compute_threads": _count(1, optional=True),

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from disco_accel.config.device_choice import count_of, gpus_of, resolve_device, smallest_gpu_bytes
 from disco_accel.config.keys import PARSERS, contradiction, unused_policy
@@ -82,6 +82,7 @@ class DiscoConfig:
     devices: int | str | tuple[int, ...] = 1
     parallel: str = "auto"
     micro_batches: int = 1
+    chunks: int | Literal["auto"] = 1
     link_bandwidth: float | str | None = None
     link_latency: float = 0.0
     compute_threads: int | None = None

@@ -28,8 +28,9 @@ from disco_accel.step.budget import BudgetFacts, leaving_bytes, outputs_bytes
 from disco_accel.step.compiled_step import CompiledStep, host_bytes, shared_weights
 from disco_accel.step.fitted_batch import FittedBatch
 from disco_accel.step.memory_parts import require_host_memory
-from disco_accel.step.pipeline import PlannerSettings, PlanStore, plan_step, with_costs
-from disco_accel.step.several_devices import Sharing, on_devices, whole_step
+from disco_accel.step.pipeline import PlannerSettings, PlanStore
+from disco_accel.step.planned_step import Chunks, StepToPlan, plan_in_chunks
+from disco_accel.step.several_devices import Sharing, whole_step
 from disco_accel.step.shard_memory import ShardMemory, packed_bytes
 from disco_accel.version import __version__
 
@@ -45,7 +46,8 @@ class CompileOptions:
     ``captured`` is called when the trace is over. ``trained``: as in ``capture_step``. ``gather`` puts host tensors
     that a step loads, and that no attribute holds, where it loads them from fast. ``devices`` share the step, each
     with ``memory``. ``shards``: name of a weight → the dimension that is cut, if each device gets a part of it;
-    ``shard_memory`` has these parts.
+    ``shard_memory`` has these parts. ``chunks``: as in
+    ``StepToPlan``.
     """
 
     memory: int
@@ -63,6 +65,7 @@ class CompileOptions:
     devices: int = 1
     shards: Mapping[str, int] | None = None
     shard_memory: ShardMemory | None = None
+    chunks: Chunks = 1
 
 
 def compile_step(
@@ -156,24 +159,20 @@ def _compile(
     """The rest of ``compile_step``; ``outputs``: bytes outside the arena for what leaves it."""
     seconds = {"capture": time.perf_counter() - began}
     engine, machine = options.engine, machine_of(options.engine)
-    options.say(f"measuring {len(whole.captured.graph.ops)} kernels")
     costs = Measured(engine.device, engine.compute_threads, engine.compute_streams)
     trainable = [p for p in model.parameters() if p.requires_grad]
     # The host's optimizer has them, their gradients and its state there.
     on_device = [] if options.trained.host_has_it else trainable
-    costed = with_costs(whole.captured.graph, costs, whole.captured.passes)
     facts = BudgetFacts(options.memory, on_device, batch, outputs)
-    captured, costed = on_devices(whole, costed, sharing, facts, machine or Machine())
-    used = len({vertex.device for vertex in costed.graph.vertices if vertex.kind is VertexKind.KERNEL})
+    settings = PlannerSettings(options.planner, options.policy, machine, options.plan_seconds)
+    store, device = plan_store(options.plan_cache, engine), run_device(engine.device)
+    made = plan_in_chunks(
+        StepToPlan(whole, sharing, costs, facts, settings, options.chunks, device, store, options.say)
+    )
+    captured, planned = made.captured, made.planned
+    used = len({vertex.device for vertex in planned.graph.vertices if vertex.kind is VertexKind.KERNEL})
     if used < options.devices:
         logger.warning("devices: %d of %d have kernels: the step has no more layers", used, options.devices)
-    planned = plan_step(
-        costed,
-        facts,
-        PlannerSettings(options.planner, options.policy, machine, options.plan_seconds),
-        store=plan_store(options.plan_cache, engine),
-        say=options.say,
-    )
     for note in planned.notes:
         logger.warning("%s", note)
     options.gather(captured.constants.values())
@@ -192,6 +191,7 @@ def _compile(
         seconds | planned.seconds,
         planned.cache_use,
         shards=options.shard_memory,
+        chunk_sums=0 if made.chunks is None else made.chunks.sums,
     )
     return step
 

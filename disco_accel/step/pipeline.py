@@ -88,14 +88,19 @@ class PlannedStep:
     left_out: tuple[Clone, ...] = ()
 
 
-def with_costs(graph: TaskGraph, costs: Costs, applied: Sequence[AppliedPass] = ()) -> CostedStep:
-    """Run ``STEP_PASSES`` on a captured ``graph``, ask for the costs of what comes out, and put them into it.
+def with_costs(
+    graph: TaskGraph,
+    costs: Costs,
+    applied: Sequence[AppliedPass] = (),
+    passes: Sequence[GraphPass] = STEP_PASSES,
+) -> CostedStep:
+    """Run ``passes`` on a captured ``graph``, ask for the costs of what comes out, and put them into it.
 
     ``applied``: the passes of the capture. Raises CaptureError and ExecutionError, as ``costs`` does.
     """
     began = time.perf_counter()
     done = list(applied)
-    graph = run_passes(graph, STEP_PASSES, done)
+    graph = run_passes(graph, passes, done)
     known = costs.of(graph)
     graph = run_passes(graph, known.passes, done)
     return CostedStep(graph, known, tuple(done), time.perf_counter() - began)
@@ -108,11 +113,13 @@ def plan_step(
     *,
     store: PlanStore | None = None,
     say: Callable[[str], None] = lambda _: None,
+    names_needed: bool = True,
 ) -> PlannedStep:
     """Plan ``step``, to be run step after step, in what ``facts`` leave of their budget. ``say`` hears of a search.
 
     Raises:
         BudgetTooSmall: with ``needed`` and ``given`` as whole budgets, not arenas.
+        Infeasible: the same, where nobody asks what would do: without ``names_needed``.
         VerifyError: the planner's fault.
     """
     began = time.perf_counter()
@@ -123,7 +130,7 @@ def plan_step(
     key = "" if store is None else _fingerprint(graph, settings, store)
     plan = None if store is None else store.cache.load(key, graph, cyclic=True)
     use = PlanCacheUse.OFF if store is None else PlanCacheUse.MISS if plan is None else PlanCacheUse.HIT
-    work = Work(settings.plan_seconds)
+    work = Work(settings.plan_seconds, names_needed=names_needed)
     if plan is None:
         say(f"planning {len(graph.ops)} kernels in {format_size(graph.devices[0].memory)}")
         try:

@@ -272,6 +272,7 @@ class Session:
             gather=self.placement.gather,
             trained=RENEWED if self.optimizer is OptimizerHome.HOST else FOREIGN,
             devices=self.settings.devices,
+            chunks=self.config.chunks,
         )
 
     def _compute_threads(self) -> int | None:

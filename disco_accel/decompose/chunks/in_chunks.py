@@ -77,8 +77,8 @@ class _Attempt:
         self._graph, self._count, self._large, self._fakes = captured.graph, count, large, fakes
         self.handed_out = frozenset(value.ref for value in (*captured.outputs, *captured.gradients))
         self._to_user = {b.vertex for b in captured.bindings if b.source is InputSource.OUTSIDE}
-        self._by_id = {vertex.id: vertex for vertex in self._graph.vertices}
         self._sizes = {(v.id, k): size for v in self._graph.vertices for k, size in enumerate(v.sizes)}
+        self._weights = _made_of_weights(self._graph)
         self._behind_gate = after_gate(self._graph.vertices)
         self._stay_whole = set(_written_in_place(self._graph))
         self.chunked: dict[int, ChunkedKernel] = {}
@@ -124,15 +124,24 @@ class _Attempt:
 
     def _traits(self, vertex: Vertex) -> KernelTraits:
         moved = sum(vertex.sizes) + sum(
-            self._sizes[ref] for ref in dict.fromkeys(vertex.inputs) if not host_copy_exists(self._by_id[ref[0]])
+            self._sizes[ref] for ref in dict.fromkeys(vertex.inputs) if ref[0] not in self._weights
         )
         return KernelTraits(
-            large=moved > self._large,
+            large=moved > self._large and vertex.id not in self._weights,
             handed_out=is_handed_out(vertex),
             loss=vertex.out,
             backward=vertex.id in self._behind_gate,
             to_user=any(producer in self._to_user for producer, _ in vertex.inputs),
         )
+
+
+def _made_of_weights(graph: TaskGraph) -> set[int]:
+    """Inputs that the host has, and kernels that read nothing else: they unpack weights."""
+    made: set[int] = set()
+    for vertex in graph.vertices:
+        if host_copy_exists(vertex) or (vertex.inputs and all(producer in made for producer, _ in vertex.inputs)):
+            made.add(vertex.id)
+    return made
 
 
 def _written_in_place(graph: TaskGraph) -> set[int]:

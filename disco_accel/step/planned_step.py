@@ -1,0 +1,180 @@
+"""A captured step with costs, devices and a plan: whole, or its large kernels in chunks where that is asked for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from disco_accel.capture.captured_step import CapturedStep
+from disco_accel.config.keys import MOST_CHUNKS
+from disco_accel.decompose.chunks.in_chunks import StepInChunks, in_chunks
+from disco_accel.decompose.micro_batches import StepOnParts
+from disco_accel.errors import BudgetTooSmall
+from disco_accel.graph.check import largest_need
+from disco_accel.graph.passes import run_passes
+from disco_accel.measure.costs import Costs
+from disco_accel.plan import Machine
+from disco_accel.plan.infeasible import Infeasible
+from disco_accel.simulate.simulator import simulate
+from disco_accel.step.budget import BudgetFacts
+from disco_accel.step.pipeline import (
+    STEP_PASSES,
+    CostedStep,
+    PlannedStep,
+    PlannerSettings,
+    PlanStore,
+    plan_step,
+    with_costs,
+)
+from disco_accel.step.several_devices import Sharing, on_devices
+
+logger = logging.getLogger("disco_accel")
+
+_LARGE = 4
+"""A kernel that moves more than the arena through this runs in chunks. Of captured 7B steps a quarter leaves room for a
+chunk, the one before and the weights of the next; an eighth makes four times the kernels for the same least memory."""
+
+_WORTH_MORE = 0.97
+"""Twice as many chunks are taken if a step is simulated that much shorter: links wait less for memory."""
+
+Chunks = int | Literal["auto"]
+
+
+@dataclass(frozen=True)
+class StepToPlan:
+    """``whole``: the step on all parts and ranks as ``sharing`` says; ``costs`` that its kernels get; ``facts`` of its
+    budget. ``chunks``: of a large kernel, ``auto`` as few as fit. ``device``: where it runs.
+    ``say`` hears of each stage, ``costed`` of what each attempt's kernels cost."""
+
+    whole: StepOnParts
+    sharing: Sharing
+    costs: Costs
+    facts: BudgetFacts
+    settings: PlannerSettings
+    chunks: Chunks
+    device: torch.device
+    store: PlanStore | None = None
+    say: Callable[[str], None] = lambda _: None
+    costed: Callable[[CostedStep], None] = lambda _: None
+
+    @property
+    def machine(self) -> Machine:
+        """On which plans are compared."""
+        return self.settings.machine or Machine()
+
+    @property
+    def arena(self) -> int:
+        """Bytes of the budget that are the plan's, but for workspaces."""
+        return max(self.facts.split().arena, 1)
+
+
+@dataclass(frozen=True)
+class StepWithPlan:
+    """``captured`` and ``costed`` are the step on all devices. ``chunks``: what of it runs in chunks, None if whole."""
+
+    captured: CapturedStep
+    costed: CostedStep
+    planned: PlannedStep
+    chunks: StepInChunks | None = None
+
+
+def plan_in_chunks(step: StepToPlan) -> StepWithPlan:
+    """Plan ``step``, in as many chunks as it asks for.
+
+    Raises:
+        BudgetTooSmall: with ``needed`` and ``given`` as whole budgets; where several numbers of chunks were tried, that
+            of the most.
+    """
+    if step.chunks == 1:
+        return _planned(step, step.whole, None)
+    if step.chunks != "auto":
+        return _told(_planned(step, *_chunked(step, step.chunks)))
+    try:
+        return _planned(step, step.whole, None, names_needed=False)
+    except (BudgetTooSmall, Infeasible):
+        step.say("the step does not fit whole, trying chunks of large kernels")
+    return _told(_fewest(step))
+
+
+def _fewest(step: StepToPlan) -> StepWithPlan:
+    """In the fewest chunks that fit, or in twice as many as long as that is shorter."""
+    best: StepWithPlan | None = None
+    nearest: tuple[StepOnParts, StepInChunks | None] = step.whole, None
+    least = _largest_need(step.whole)
+    for whole, chunked in _attempts(step):
+        need = _largest_need(whole)
+        if need < least:
+            nearest, least = (whole, chunked), need
+        elif best is None and need > step.arena:
+            # More chunks do not make the largest kernel smaller: it is one that runs whole.
+            break
+        if need > step.arena:
+            continue
+        try:
+            made = _planned(step, whole, chunked, names_needed=False)
+        except (BudgetTooSmall, Infeasible):
+            if best is not None:
+                break
+            continue
+        if best is not None and _seconds(made, step) >= _WORTH_MORE * _seconds(best, step):
+            break
+        best = made
+    return best if best is not None else _planned(step, *nearest)
+
+
+def _largest_need(whole: StepOnParts) -> int:
+    """Bytes that one kernel needs by itself: no plan of this graph has less."""
+    graph = whole.captured.graph
+    return max(largest_need(graph, device.id)[0] for device in graph.devices if not device.host)
+
+
+def _attempts(step: StepToPlan) -> Iterator[tuple[StepOnParts, StepInChunks]]:
+    """In 2, 4, 8 chunks and so on, as long as kernels get more of them."""
+    count, most = 2, 1
+    while count <= MOST_CHUNKS:
+        whole, chunked = _chunked(step, count)
+        if chunked.most <= most:
+            return
+        most = chunked.most
+        step.say(f"trying {chunked.kernels} kernels in up to {most} chunks")
+        yield whole, chunked
+        count *= 2
+
+
+def _chunked(step: StepToPlan, count: int) -> tuple[StepOnParts, StepInChunks]:
+    """The step with its large kernels in ``count`` chunks, for which packed weights are unpacked once."""
+    applied = list(step.whole.captured.passes)
+    graph = run_passes(step.whole.captured.graph, STEP_PASSES, applied)
+    prepared = replace(step.whole.captured, graph=graph, passes=tuple(applied))
+    chunked = in_chunks(prepared, count, step.arena // _LARGE, step.device)
+    part_of = {new: step.whole.part_of[old] for new, old in chunked.of.items() if old in step.whole.part_of}
+    return StepOnParts(chunked.captured, part_of), chunked
+
+
+def _planned(
+    step: StepToPlan, whole: StepOnParts, chunked: StepInChunks | None, *, names_needed: bool = True
+) -> StepWithPlan:
+    captured = whole.captured
+    step.say(f"measuring {len(captured.graph.ops)} kernels")
+    passes = STEP_PASSES if chunked is None else ()
+    costed = with_costs(captured.graph, step.costs, captured.passes, passes)
+    step.costed(costed)
+    captured, costed = on_devices(whole, costed, step.sharing, step.facts, step.machine)
+    planned = plan_step(costed, step.facts, step.settings, store=step.store, say=step.say, names_needed=names_needed)
+    return StepWithPlan(captured, costed, planned, chunked)
+
+
+def _seconds(made: StepWithPlan, step: StepToPlan) -> float:
+    return simulate(made.planned.plan, step.machine).makespan
+
+
+def _told(made: StepWithPlan) -> StepWithPlan:
+    chunked = made.chunks
+    if chunked is not None and chunked.kernels:
+        sums = f"; {chunked.sums} of them add up sums in chunks, which rounds otherwise" if chunked.sums else ""
+        logger.info("chunks: %d kernels in up to %d chunks%s", chunked.kernels, chunked.most, sums)
+    return made
