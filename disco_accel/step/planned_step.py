@@ -41,6 +41,9 @@ chunk, the one before and the weights of the next; an eighth makes four times th
 _WORTH_MORE = 0.97
 """Twice as many chunks are taken if a step is simulated that much shorter: links wait less for memory."""
 
+_MUCH_LESS = 0.9
+"""Twice as many chunks are tried if their largest kernel needs so much less; of a few more percent none fits."""
+
 Chunks = int | Literal["auto"]
 
 
@@ -107,11 +110,11 @@ def _fewest(step: StepToPlan) -> StepWithPlan:
     least = _largest_need(step.whole)
     for whole, chunked in _attempts(step):
         need = _largest_need(whole)
+        if need > _MUCH_LESS * least and need > step.arena:
+            # The largest kernel is one that runs whole, or whose weights are most of what it needs.
+            break
         if need < least:
             nearest, least = (whole, chunked), need
-        elif best is None and need > step.arena:
-            # More chunks do not make the largest kernel smaller: it is one that runs whole.
-            break
         if need > step.arena:
             continue
         try:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,6 +23,9 @@ from disco_accel.decompose.chunks.cuts import (
 from disco_accel.decompose.chunks.fake_results import FakeResults, Returned
 from disco_accel.decompose.chunks.loops import Axes, Loops
 from disco_accel.graph.taskgraph import Arg, OpCall, Ref, TensorArg, Vertex, tensor_args
+
+_ABOUT_AS_FEW = 1.5
+"""Three rows in chunks of one are as good as four chunks that no view of all rows follows."""
 
 Part = Mapping[int, Range]
 """Label of a loop → the part of it that a chunk of a kernel runs."""
@@ -48,6 +50,11 @@ class ChunkedKernel:
     def count(self) -> int:
         """Number of chunks."""
         return len(self.parts)
+
+    @property
+    def results(self) -> tuple[int, ...]:
+        """Outputs that are not made alike by every chunk."""
+        return (*self.cuts, *self.sums)
 
     def part_call(self, part: int, seen: Sequence[TensorArg]) -> OpCall:
         """The call of chunk ``part`` on the tensors ``seen``, which are in the order of ``tensor_args``."""
@@ -86,9 +93,12 @@ def ranges_of(axes: Axes, part: Part) -> dict[int, Range] | None:
 class Chooser:
     """``count``: chunks that a large kernel is to have. ``itemsize``: bytes of an element by dtype, as of ``fakes``."""
 
-    def __init__(self, count: int, large: int, fakes: FakeResults, sizes: Mapping[Ref, int]) -> None:
-        """``large``: bytes, of one copy, that are too many to be made. ``sizes``: bytes of every value."""
-        self._count, self._large, self._fakes, self._sizes = count, large, fakes, sizes
+    def __init__(
+        self, count: int, large: int, fakes: FakeResults, sizes: Mapping[Ref, int], weights: Collection[int]
+    ) -> None:
+        """``large``: bytes, of one copy, that are too many to be made. ``sizes``: bytes of every value; ``weights``:
+        vertices of weights, which each chunk needs whole."""
+        self._count, self._large, self._fakes, self._sizes, self._weights = count, large, fakes, sizes, weights
 
     def chosen(
         self, vertex: Vertex, call: OpCall, loops: Loops, cuts: Mapping[Ref, Cut], traits: KernelTraits
@@ -97,8 +107,8 @@ class Chooser:
 
         One that is not large only follows its inputs, without copies.
         """
-        best: tuple[tuple[float, ...], ChunkedKernel] | None = None
-        for order, parts in enumerate(self._candidates(vertex, call, loops, cuts, traits)):
+        ways: list[tuple[int, int, ChunkedKernel]] = []
+        for parts in self._candidates(vertex, call, loops, cuts, traits):
             made = self._made(vertex, call, loops, parts, traits)
             if made is None:
                 continue
@@ -107,10 +117,18 @@ class Chooser:
                 continue
             if made.sums and not self._may_sum(made, traits):
                 continue
-            score = (copied > self._large, bool(made.sums), copied, read, order)
-            if (best is None or score < best[0]) and self._lies_as_expected(made):
-                best = score, made
-        return None if best is None else best[1]
+            ways.append((copied, read, made))
+        # Of ways that are about as good the first: what comes next follows the outermost dimensions.
+        least = min((read for _, read, _ in ways), default=0)
+
+        def rank(way: tuple[int, int, ChunkedKernel]) -> tuple[bool, bool, bool, int, bool]:
+            copied, read, made = way
+            more = read > _ABOUT_AS_FEW * least
+            # A chunk that is large still is no better than a copy.
+            return more and read > self._large, copied > self._large, bool(made.sums), copied, more
+
+        ways.sort(key=rank)
+        return next((made for _, _, made in ways if self._lies_as_expected(made)), None)
 
     def _candidates(
         self, vertex: Vertex, call: OpCall, loops: Loops, cuts: Mapping[Ref, Cut], traits: KernelTraits
@@ -127,14 +145,10 @@ class Chooser:
             return
         lengths = _lengths(call, loops)
         for label in lengths:
-            parts = _equal_parts(label, lengths[label], self._count, loops.units.get(label, 1))
-            if parts is not None and parts not in seen:
-                yield parts
-        for outer, inner in itertools.permutations(lengths, 2):
-            if 1 < lengths[outer] < self._count and not loops.units:
-                parts = _parts_of_rows(outer, inner, lengths, self._count)
-                if parts is not None and parts not in seen:
-                    yield parts
+            ways = [_equal_parts(label, lengths[label], self._count, loops.units.get(label, 1))]
+            if lengths[label] < self._count and not loops.units:
+                ways += [_parts_of_rows(label, inner, lengths, self._count) for inner in lengths if inner != label]
+            yield from (parts for parts in ways if parts is not None and parts not in seen)
 
     def _made(
         self, vertex: Vertex, call: OpCall, loops: Loops, parts: tuple[Part, ...], traits: KernelTraits
@@ -171,15 +185,17 @@ class Chooser:
         return ChunkedKernel(vertex, call, loops, parts, cuts, tuple(sums), tuple(alike), traits.large)
 
     def _copies(self, made: ChunkedKernel, cuts: Mapping[Ref, Cut]) -> tuple[int, int]:
-        """Bytes of inputs that are copied because they are cut otherwise; and of what one chunk reads of them all."""
-        copied = read = 0
+        """Bytes of inputs that are copied because they are cut otherwise; and that one chunk reads and makes, weights
+        aside."""
+        copied = 0
+        read = sum(self._sizes[made.vertex.id, k] // (made.count if k in made.cuts else 1) for k in made.results)
         for arg, axes in zip(tensor_args(made.call.args), made.loops.args, strict=True):
             ref = made.vertex.inputs[arg.input]
             ranges = ranges_of(axes, made.parts[0]) or {}
             share = elements(narrowed(arg.spec, ranges)) / max(elements(arg.spec), 1)
-            read += int(self._sizes[ref] * share)
+            read += 0 if ref[0] in self._weights else int(self._sizes[ref] * share)
             cut = cuts.get(ref)
-            if cut is not None and not lies_in_chunks(arg, axes, made.parts, cut):
+            if cut is not None and not _in_one_chunk_each(arg, axes, made.parts, cut):
                 copied += self._sizes[ref]
         return copied, read
 
@@ -249,6 +265,18 @@ def lies_in_chunks(arg: TensorArg, axes: Axes, parts: Sequence[Part], cut: Cut) 
         return False
 
 
+def _in_one_chunk_each(arg: TensorArg, axes: Axes, parts: Sequence[Part], cut: Cut) -> bool:
+    """Whether all that each of ``parts`` reads of ``arg`` lies in one chunk of ``cut``, of which it may be a part."""
+    for j in samples(len(parts)):
+        spec = narrowed(arg.spec, ranges_of(axes, parts[j]) or {})
+        try:
+            if {} not in [ranges_in(spec, cut, chunk) for chunk in range(cut.count)]:
+                return False
+        except Unaligned:
+            return False
+    return True
+
+
 def _part_of(arg: TensorArg, axes: Axes, part: Part) -> dict[int, Range]:
     ranges = ranges_of(axes, part) or {}
     return {d: r for d, r in ranges.items() if r != (0, arg.spec.shape[d])}
@@ -298,7 +326,7 @@ def _equal_parts(label: int, length: int, count: int, unit: int) -> tuple[Part, 
 
 def _parts_of_rows(outer: int, inner: int, lengths: Mapping[int, int], count: int) -> tuple[Part, ...] | None:
     """Every step of ``outer`` by itself, with parts of ``inner``: where there are fewer rows than chunks."""
-    wanted = -(-lengths[inner] // -(-count // lengths[outer]))
+    wanted = -(-lengths[inner] // (count // lengths[outer]))
     each = next(n for n in range(wanted, lengths[inner] + 1) if lengths[inner] % n == 0)
     if each == lengths[inner]:
         return None

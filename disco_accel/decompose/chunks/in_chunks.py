@@ -105,7 +105,7 @@ class _Attempt:
             return rewriting
 
     def _choices(self) -> dict[int, ChunkedKernel]:
-        chooser = Chooser(self._count, self._large, self._fakes, self._sizes)
+        chooser = Chooser(self._count, self._large, self._fakes, self._sizes, self._weights)
         chunked: dict[int, ChunkedKernel] = {}
         cuts: dict[Ref, Cut] = {}
         for vertex in self._graph.vertices:
