@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -43,6 +44,10 @@ _WORTH_MORE = 0.97
 
 _MUCH_LESS = 0.9
 """Twice as many chunks are tried if their largest kernel needs so much less; of a few more percent none fits."""
+
+_NAMED = 8
+"""Where no number of chunks fits, the budget that a refusal names is that of so many: for 64 the search takes minutes,
+and it finds little less."""
 
 Chunks = int | Literal["auto"]
 
@@ -89,17 +94,17 @@ def plan_in_chunks(step: StepToPlan) -> StepWithPlan:
     """Plan ``step``, in as many chunks as it asks for.
 
     Raises:
-        BudgetTooSmall: with ``needed`` and ``given`` as whole budgets; where several numbers of chunks were tried, that
-            of the most.
+        BudgetTooSmall: with ``needed`` and ``given`` as whole budgets; where several numbers of chunks were tried, of
+            some that are enough.
     """
     if step.chunks == 1:
         return _planned(step, step.whole, None)
     if step.chunks != "auto":
         return _told(_planned(step, *_chunked(step, step.chunks)))
-    try:
-        return _planned(step, step.whole, None, names_needed=False)
-    except (BudgetTooSmall, Infeasible):
-        step.say("the step does not fit whole, trying chunks of large kernels")
+    if _largest_need(step.whole) <= step.arena:
+        with suppress(BudgetTooSmall, Infeasible):
+            return _planned(step, step.whole, None, names_needed=False)
+    step.say("the step does not fit whole, trying chunks of large kernels")
     return _told(_fewest(step))
 
 
@@ -114,7 +119,8 @@ def _fewest(step: StepToPlan) -> StepWithPlan:
             # The largest kernel is one that runs whole, or whose weights are most of what it needs.
             break
         if need < least:
-            nearest, least = (whole, chunked), need
+            least = need
+            nearest = (whole, chunked) if chunked.most <= _NAMED or nearest[1] is None else nearest
         if need > step.arena:
             continue
         try:

@@ -201,7 +201,8 @@ class Chooser:
 
     def _may_sum(self, made: ChunkedKernel, traits: KernelTraits) -> bool:
         """Whether adding up parts of ``made`` is worth other bits: for a loss, and for gradients of weights."""
-        if traits.loss or made.loops.part_args is not None:
+        scalars = all(r is None or not r.spec.shape for r in made.call.results)
+        if scalars and (traits.handed_out or made.loops.part_args is not None):
             return True
         made_bytes = sum(self._sizes[made.vertex.id, k] for k in made.sums)
         summed = sum(self._sizes[ref] for ref in dict.fromkeys(made.vertex.inputs))
@@ -221,12 +222,11 @@ class Chooser:
 
 @dataclass(frozen=True, slots=True)
 class KernelTraits:
-    """What decides how a kernel may be cut: it is ``large``; the user gets its results (``handed_out``), at the gate
-    (``loss``); it is behind the gate (``backward``); it writes them to the user's memory itself (``to_user``)."""
+    """What decides how a kernel may be cut: it is ``large``; the user gets its results (``handed_out``); it is behind
+    the gate (``backward``); it writes results to the user's memory itself (``to_user``)."""
 
     large: bool
     handed_out: bool
-    loss: bool
     backward: bool
     to_user: bool
 

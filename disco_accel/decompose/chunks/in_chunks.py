@@ -129,7 +129,6 @@ class _Attempt:
         return KernelTraits(
             large=moved > self._large and vertex.id not in self._weights,
             handed_out=is_handed_out(vertex),
-            loss=vertex.out,
             backward=vertex.id in self._behind_gate,
             to_user=any(producer in self._to_user for producer, _ in vertex.inputs),
         )
