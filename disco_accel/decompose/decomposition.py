@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from disco_accel.capture.captured_step import CapturedStep, InputSource, ValueBinding
-from disco_accel.decompose.layers import placements
+from disco_accel.decompose.fastest_way import fastest_plan, fastest_with_room
+from disco_accel.decompose.layers import placements, weights_fit
 from disco_accel.decompose.spread import SpreadGraph, spread
-from disco_accel.errors import BudgetTooSmall, ConfigError
 from disco_accel.graph.passes import AppliedPass, GraphPass, run_passes
 from disco_accel.graph.taskgraph import Device, TaskGraph
-from disco_accel.plan import make_plan
-from disco_accel.plan.infeasible import Infeasible
-from disco_accel.plan.search_work import Work
 from disco_accel.simulate.machine import Machine
-from disco_accel.simulate.simulator import simulate
 
 
 def over_devices(
@@ -35,31 +31,23 @@ def over_devices(
     """
     devices = _devices(graph, memory)
     what = "layers" if part_of is None else what
-    ways = placements(graph, memory, machine) if part_of is None else [part_of]
     handed_out = [value.ref for value in (*captured.outputs, *captured.gradients)]
     # What is written to the user's memory is written from where that is.
     outside = {binding.vertex for binding in captured.bindings if binding.source is InputSource.OUTSIDE}
     first = {v.id: devices[0].id for v in graph.vertices if any(producer in outside for producer, _ in v.inputs)}
-    results = [
-        spread(graph, {vertex: devices[k].id for vertex, k in way.items()} | first, devices, handed_out) for way in ways
-    ]
-    done = results[0] if len(results) == 1 else _fastest(results, machine)
+
+    def spread_in(way: Mapping[int, int]) -> SpreadGraph:
+        return spread(graph, {vertex: devices[k].id for vertex, k in way.items()} | first, devices, handed_out)
+
+    if part_of is not None:
+        done = spread_in(part_of)
+    else:
+        ways = placements(graph, memory, machine)
+        choose = fastest_with_room if weights_fit(graph, ways[0], memory) else fastest_plan
+        done = choose([partial(spread_in, way) for way in ways], machine)
     effect = f"{what} on each of {len(devices)} devices"
     graph = run_passes(graph, [GraphPass("devices", effect, lambda _: done.graph)], applied)
     return _followed(captured, done), graph
-
-
-def _fastest(results: Sequence[SpreadGraph], machine: Machine) -> SpreadGraph:
-    """The one with the fastest plan of BUILDMEMGRAPH, which takes a tenth of the time that the timed planner does; the
-    last, whose links have the most to do at once, where that has no plans."""
-    best, fastest = results[-1], float("inf")
-    for result in results:
-        with suppress(BudgetTooSmall, ConfigError, Infeasible):
-            plan = make_plan(result.graph, planner="build", cyclic=True, machine=machine, work=Work(names_needed=False))
-            seconds = simulate(plan, machine).makespan
-            if seconds < fastest:
-                best, fastest = result, seconds
-    return best
 
 
 def _devices(graph: TaskGraph, memory: Sequence[int]) -> list[Device]:

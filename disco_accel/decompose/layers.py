@@ -79,25 +79,31 @@ class _Load:
 def placements(graph: TaskGraph, memory: Sequence[int], machine: Machine) -> list[dict[int, int]]:
     """Ways to give each kernel the position of its device in ``memory``, which has the bytes of each.
 
-    The first has a run of layers on each device, cut where the device with the longest time has the least. Where
-    weights do not fit, a device far down the row waits with its memory full while those before it load theirs one by
-    one. The others deal shorter runs out in turn, so that all links load at once.
+    The first has a run of layers on each device, cut where the device with the longest time has the least. The others
+    deal shorter runs out in turn. That helps micro-batches: a device far down the row has its first part after a round
+    of short runs, not after all layers before its own. And where weights do not fit, all links load at once: in a row
+    such a device waits with its memory full while those before it load theirs one by one.
     """
     layers = layer_of_kernels(graph)
     order = sorted(set(layers.values()))
     loads = _loads(graph, layers)
     cuts = _cuts([loads[layer] for layer in order], memory, machine)
-    in_a_row = {layer: bisect_right(cuts, position) - 1 for position, layer in enumerate(order)}
-    runs = [in_a_row]
-    weights: dict[int, int] = defaultdict(int)
-    for layer, device in in_a_row.items():
-        weights[device] += loads[layer].weights
-    if any(weights[device] > memory[device] for device in weights):
-        longest, count = -(-len(order) // len(memory)), len(memory)
-        for length in dict.fromkeys((-(-longest // 4), 1)):
-            if length < longest:
-                runs.append({layer: position // length % count for position, layer in enumerate(order)})
+    runs = [{layer: bisect_right(cuts, position) - 1 for position, layer in enumerate(order)}]
+    longest, count = -(-len(order) // len(memory)), len(memory)
+    for length in dict.fromkeys((-(-longest // 4), 1)):
+        if length < longest:
+            runs.append({layer: position // length % count for position, layer in enumerate(order)})
     return [{kernel: run[layer] for kernel, layer in layers.items()} for run in runs]
+
+
+def weights_fit(graph: TaskGraph, way: Mapping[int, int], memory: Sequence[int]) -> bool:
+    """Whether the weights that ``way`` gives each device, by its position in ``memory``, are no more than its bytes."""
+    size = {vertex.id: vertex.sizes[0] for vertex in graph.vertices if host_copy_exists(vertex)}
+    read = {(way[v.id], each) for v in graph.vertices if v.id in way for each, _ in v.inputs if each in size}
+    weights: dict[int, int] = defaultdict(int)
+    for device, each in read:
+        weights[device] += size[each]
+    return all(weights[device] <= memory[device] for device in weights)
 
 
 def _cuts(loads: Sequence[_Load], memory: Sequence[int], machine: Machine) -> list[int]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from disco_accel.decompose.layers import layer_of_kernels, placements
+from disco_accel.decompose.layers import layer_of_kernels, placements, weights_fit
 from disco_accel.graph.taskgraph import Device, OpCall, Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.traits import FROZEN, LATE
 from disco_accel.simulate.machine import Link, Machine
@@ -80,7 +80,7 @@ def test_without_numbered_modules_all_is_one_layer() -> None:
 @pytest.mark.parametrize("devices", [2, 3, 4, 8])
 def test_layers_that_fit_lie_in_a_row_with_equal_times(devices: int) -> None:
     graph = Steps(7).graph()
-    (way,) = placements(graph, [1 << 30] * devices, MACHINE)
+    way = placements(graph, [1 << 30] * devices, MACHINE)[0]
     layers = layer_of_kernels(graph)
     of_layer = {layers[kernel]: device for kernel, device in way.items()}
     row = [of_layer[layer] for layer in sorted(of_layer)]
@@ -96,8 +96,8 @@ def test_layers_that_fit_lie_in_a_row_with_equal_times(devices: int) -> None:
 
 
 def test_more_devices_than_layers_leave_some_without() -> None:
-    (way,) = placements(Steps(1).graph(), [1 << 30] * 5, MACHINE)
-    assert set(way.values()) == {0, 1}
+    for way in placements(Steps(1).graph(), [1 << 30] * 5, MACHINE):
+        assert set(way.values()) == {0, 1}
 
 
 def test_a_device_with_less_memory_gets_fewer_weights() -> None:
@@ -110,10 +110,13 @@ def test_a_device_with_less_memory_gets_fewer_weights() -> None:
     assert len(read[1]) < len(read[0]) and read[1]
 
 
-def test_weights_that_do_not_fit_are_dealt_out_in_turn_too() -> None:
+def test_layers_are_dealt_out_in_turn_too() -> None:
     graph = Steps(8, weight=1 << 20).graph()
     ways = placements(graph, [2 << 20] * 2, MACHINE)
     layers = layer_of_kernels(graph)
     rows = [[{layers[k]: d for k, d in way.items()}[layer] for layer in range(9)] for way in ways]
     assert rows[1:] == [[0, 0, 1, 1, 0, 0, 1, 1, 0], [0, 1] * 4 + [0]]
     assert rows[0] == sorted(rows[0])
+    assert not weights_fit(graph, ways[0], [2 << 20] * 2)
+    assert weights_fit(graph, ways[0], [9 << 20] * 2)
+    assert not weights_fit(graph, ways[0], [9 << 20, 1 << 20])
