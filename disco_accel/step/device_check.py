@@ -1,6 +1,8 @@
-"""The self-check of a device before the first plan that a training or a prefill makes for it."""
+"""The self-check of all devices before the first plan that a training or a prefill makes for them."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -16,13 +18,16 @@ _SHARE = 8
 
 
 @typed_out_of_memory("the self-check of the device")
-def require_self_check(device: torch.device, config: DiscoConfig, budget: int) -> None:
-    """Check ``device`` unless it has passed before or ``config`` says not to. ``budget``: bytes of the device.
+def require_self_check(device: torch.device, config: DiscoConfig, budget: int, gpus: Sequence[int] = ()) -> None:
+    """Check ``device`` unless it has passed before or ``config`` says not to. ``budget``: bytes of each device.
+    ``gpus``: indices of those that share its steps, itself included; each is checked by itself.
 
     Raises:
-        SelfCheckFailed: it has not; the message says what differed, and names the file for a bug report.
+        SelfCheckFailed: one has not; the message says what differed, and names the file for a bug report.
     """
     if config.self_check == "off" or not backend_of(device).needs_self_check:
         return
     link_bytes = min(LINK_BYTES, max(1 << 20, budget // _SHARE & ~4095))
-    require_passed(device, config.plan_cache, tracing=capturing, link_bytes=link_bytes)
+    for each in dict.fromkeys([device, *(torch.device(device.type, index) for index in gpus)]):
+        with backend_of(each).current():
+            require_passed(each, config.plan_cache, tracing=capturing, link_bytes=link_bytes)

@@ -208,7 +208,7 @@ class Session:
             self.observers.on_plan_hit(plan)
             self.effects.met()
             return plan
-        require_self_check(self.device, self.config, self.settings.memory_budget)
+        require_self_check(self.device, self.config, self.settings.memory_budget, self.settings.gpus)
         self.effects.admit(key[0].state, model_state(model).difference)
         self.abandon_active()
         self.placement.gather()

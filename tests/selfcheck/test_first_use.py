@@ -115,6 +115,13 @@ def test_a_device_is_checked_once_and_told_in_one_line(
     assert [oct(p.stat().st_mode & 0o777) for p in (*files(tmp_path), tmp_path / "checks")] == ["0o600", "0o700"]
 
 
+def test_each_device_that_shares_a_step_is_checked_once(checks: list[torch.device]) -> None:
+    for gpus in ((0, 1), (1, 2)):
+        first = torch.device("cpu", gpus[0])
+        device_check.require_self_check(first, config(None), 64 << 20, gpus)
+    assert checks == [torch.device("cpu", index) for index in (0, 1, 2)]
+
+
 def test_the_host_device_is_not_checked_and_off_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: Any) -> None:
         raise AssertionError("checked")
