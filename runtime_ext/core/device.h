@@ -80,7 +80,8 @@ class Device {
   int streams() const { return compute_streams() + 3; }
   // True if enqueue_op on a compute stream runs the op before it returns.
   virtual bool runs_inline() const { return false; }
-  // True if on_progress() is called after every completion, so that the engine may sleep; else it polls.
+  // True if on_progress() is called after every completion, so that the engine may sleep; else it polls. Work
+  // that has completed when its enqueue returns is not told of.
   virtual bool notifies() const { return false; }
   // True while an op is being executed by a thread of this process: slow is then not stalled.
   virtual bool computing() const { return false; }

@@ -30,8 +30,11 @@ struct HostDeviceOptions {
   // loop thread counts as stream 0's when inline_compute is in force). Sets thread-local state such as the
   // OpenMP thread count.
   std::function<void(int stream)> on_compute_thread;
-  // Called on the lane's thread before each copy. For tests: a hook that does not return is a copy that never
-  // completes.
+  // Bytes. On a link without bandwidth and latency a copy of at most so many is made inside enqueue_copy if
+  // its lane is idle: waking the lane's thread takes longer. 0 = every copy is made by its lane's thread.
+  std::int64_t small_copy = 16 << 10;
+  // Called on the lane's thread before each copy; no copy is small then. For tests: a hook that does not
+  // return is a copy that never completes.
   std::function<void(std::int32_t vertex)> before_copy;
 };
 
@@ -74,6 +77,7 @@ class HostDevice final : public Device {
   void serve(int index);
   void run_copy(HostStream& stream, const Item& item);
   double copy_ns(std::int32_t vertex, std::int64_t bytes) const;
+  bool small(std::int64_t bytes) const;
 
   HostDeviceOptions options_;
   bool inline_;

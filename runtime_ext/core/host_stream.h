@@ -59,10 +59,12 @@ class ItemQueue {
 };
 
 struct HostStream {
-  Token enqueued = 0;              // written by the enqueuing thread alone
-  std::int64_t due_ns = 0;         // likewise: when the link is free again
-  std::atomic<Token> finished{0};  // stored under mutex by the stream's thread
-  Alarm alarm;                     // of the stream's thread
+  Token enqueued = 0;       // written by the enqueuing thread alone
+  std::int64_t due_ns = 0;  // likewise: when the link is free again
+  // Stored under mutex by the stream's thread; by the enqueuing thread if the stream is idle, so that nobody
+  // can be waiting for the token.
+  std::atomic<Token> finished{0};
+  Alarm alarm;  // of the stream's thread
   std::thread thread;
 
   // Waking a sleeping thread costs the waker 5 to 15 us. What is pushed while the stream's thread spins or

@@ -7,9 +7,13 @@
 
 namespace disco {
 bool Engine::Loop::pump() {
-  bool moved = in_flight_ > 0 && poll();
-  if (phase_ == Phase::kRunning || phase_ == Phase::kLoading) moved = issue() || moved;
-  settle();
+  bool moved = false;
+  do {
+    ended_at_once_ = false;
+    moved = (in_flight_ > 0 && poll()) || moved;
+    if (phase_ == Phase::kRunning || phase_ == Phase::kLoading) moved = issue() || moved;
+    settle();
+  } while (ended_at_once_);
   return moved;
 }
 
@@ -120,7 +124,9 @@ bool Engine::Loop::issue_loads() {
 bool Engine::Loop::issue_copies(Resource& resource) {
   bool moved = false;
   const StreamState& stream = schedule_.streams[resource.first_stream];
-  while (stream.count < resource.window && phase_ == Phase::kRunning) {
+  // No more than a window at a time, so that kernels of other devices do not wait for many small copies that
+  // end at once; pump() comes back for the rest.
+  for (int i = 0; i < resource.window && stream.count < resource.window && phase_ == Phase::kRunning; ++i) {
     const std::int32_t v = next_ready(resource);
     if (v < 0) break;
     take(resource, resource.ready);
@@ -246,11 +252,17 @@ bool Engine::Loop::launch(std::int32_t v, int index) {
   if (program_.kind[v] == Kind::kTransfer) step_.transfer_bytes += program_.bytes[v];
   if (program_.kind[v] == Kind::kReload || program_.kind[v] == Kind::kInput)
     step_.reload_bytes += program_.bytes[v];
+  if (!kernel && device.notifies()) book_if_done(stream);
   if (!kernel || !schedule_.lookahead) return true;
   for (const std::int32_t s : program_.successors_of(v)) {
     if (schedule_.resource_of[s] == schedule_.resource_of[v] && --unissued_[s] == 0) make_candidate(s);
   }
   return true;
+}
+
+// Of a copy that ended at its launch the device does not tell.
+void Engine::Loop::book_if_done(StreamState& stream) {
+  ended_at_once_ = poll_stream(stream) || ended_at_once_;
 }
 
 void Engine::Loop::stop(DeviceFailure failure) {

@@ -122,6 +122,7 @@ class Engine::Loop final : public ProgressListener {
   void refuse(Device& device, std::int32_t v, std::string message);
   bool launch_behind(std::int32_t v, int stream);
   bool launch(std::int32_t v, int stream);
+  void book_if_done(StreamState& stream);
   bool run_inline(Lock& lock);
   void run_inline_vertex(Resource& resource, std::int32_t v, Lock& lock);
   bool sequential() const { return options_.dispatch >= Dispatch::kFixed; }
@@ -160,6 +161,7 @@ class Engine::Loop final : public ProgressListener {
   std::int32_t left_ = 0;
   std::int32_t outs_left_ = 0;
   std::int32_t in_flight_ = 0;
+  bool ended_at_once_ = false;  // pump() is not done: a copy has ended since it last looked for what is ready
   std::uint64_t completions_ = 0;
   std::uint64_t completions_seen_ = 0;
   std::int64_t quiet_since_ns_ = 0;

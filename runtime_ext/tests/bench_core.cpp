@@ -84,6 +84,71 @@ void measure_tracing(int steps, int streams) {
               100 * (median(ns[1]) / median(ns[0]) - 1));
 }
 
+// Eight devices hand a block of `bytes` around: after every fifth kernel the next device waits for a
+// transfer.
+disco::Program ring(int devices, int kernels, std::vector<char>& memory, std::int64_t bytes) {
+  disco::ProgramBuilder builder;
+  std::vector<std::int32_t> last(static_cast<std::size_t>(devices), -1);
+  memory.resize(static_cast<std::size_t>(2 * devices * bytes));
+  for (int k = 0; k < kernels; ++k) {
+    for (int d = 0; d < devices; ++d) {
+      disco::VertexDesc kernel;
+      kernel.device = d;
+      kernel.op = 0;
+      const std::int32_t v = builder.add(kernel);
+      if (last[d] >= 0) builder.edge(last[d], v);
+      last[d] = v;
+    }
+    if (k % 5 != 4) continue;
+    const std::vector<std::int32_t> sources = last;
+    for (int d = 0; d < devices; ++d) {
+      char* block = memory.data() + 2 * d * bytes;
+      const std::int32_t v = builder.add({disco::Kind::kTransfer, d, -1, block + bytes, block, bytes, 0});
+      builder.edge(sources[d], v);
+      disco::VertexDesc join;
+      join.device = (d + 1) % devices;
+      join.op = 0;
+      const std::int32_t reader = builder.add(join);
+      builder.edge(v, reader);
+      builder.edge(last[join.device], reader);
+      last[join.device] = reader;
+    }
+  }
+  return std::move(builder).build();
+}
+
+// Steps with copies made by the lanes' threads, and where they are launched, in turn.
+void measure_small_copies(int devices, int steps) {
+  constexpr int kKernels = 500;
+  for (const std::int64_t bytes : {std::int64_t{256}, std::int64_t{16 << 10}}) {
+    std::vector<char> memory;
+    Nothing nothing;
+    std::vector<std::unique_ptr<disco::Engine>> engines;
+    for (const std::int64_t small_copy : {std::int64_t{0}, disco::HostDeviceOptions{}.small_copy}) {
+      std::vector<std::unique_ptr<disco::Device>> hosts;
+      for (int d = 0; d < devices; ++d) {
+        disco::HostDeviceOptions host;
+        host.small_copy = small_copy;
+        hosts.push_back(std::make_unique<disco::HostDevice>(host));
+      }
+      engines.push_back(std::make_unique<disco::Engine>(ring(devices, kKernels, memory, bytes),
+                                                        std::move(hosts), nothing, disco::EngineOptions{}));
+    }
+    std::vector<double> us[2];
+    for (int step = 0; step < steps; ++step) {
+      for (std::size_t i = 0; i < 2; ++i) {
+        engines[i]->begin();
+        if (engines[i]->wait_end(600) != disco::Status::kDone) std::abort();
+        const auto counters = engines[i]->counters();
+        us[i].push_back(static_cast<double>(counters.step_ns) * 1e-3 /
+                        static_cast<double>(counters.vertices));
+      }
+    }
+    std::printf("%d devices, copies of %5lld B   by lanes %.3f, where launched %.3f us/vertex\n", devices,
+                static_cast<long long>(bytes), median(us[0]), median(us[1]));
+  }
+}
+
 // From begin() to the return of wait_end() of a program with nothing to do: what a step costs its caller.
 void measure_round_trip(int steps) {
   std::vector<std::unique_ptr<disco::Device>> devices;
@@ -123,6 +188,7 @@ int main(int argc, char** argv) {
     measure(lookahead == 0 ? "2 threads, K = 0" : "2 threads, K = 2", vertices, steps, 2, false, options);
   }
   for (const int streams : {1, 2}) measure_tracing(steps, streams);
+  for (const int devices : {1, 2, 8}) measure_small_copies(devices, steps);
   measure_round_trip(steps);
   return 0;
 }

@@ -1,16 +1,21 @@
 #include <gtest/gtest.h>
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <thread>
+#include <tuple>
 
+#include "assumed_device.h"
 #include "support.h"
 
 namespace disco::testing {
 namespace {
 
-std::vector<std::unique_ptr<Device>> plain_hosts(int devices, int streams = 1, double bandwidth = 0.0) {
+std::vector<std::unique_ptr<Device>> plain_hosts(int devices, int streams = 1, double bandwidth = 0.0,
+                                                 std::int64_t small_copy = 0) {
   HostDeviceOptions options;
+  options.small_copy = small_copy;
   options.compute_streams = streams;
   options.link_bandwidth = bandwidth;
   return hosts(devices, options);
@@ -76,7 +81,8 @@ TEST(Devices, RandomProgramsRunRightOnTwoToEight) {
     options.dispatch = static_cast<Dispatch>(seed % 4);
     options.lookahead = seed % 5;
     options.seed = seed;
-    Engine engine(scene->program(), plain_hosts(devices, 1 + seed % 2), checker, options);
+    Engine engine(scene->program(), plain_hosts(devices, 1 + seed % 2, 0.0, seed % 4 < 2 ? 0 : 256), checker,
+                  options);
     for (std::uint64_t step = 0; step < 3; ++step) {
       ASSERT_EQ(run_step(engine, checker, step), Status::kDone)
           << "seed " << seed << ": " << engine.last_error().message;
@@ -100,6 +106,39 @@ TEST(Devices, ADeviceThatMustBePolledSharesAProgramWithOneThatTells) {
       ASSERT_EQ(checker.missing(), 0) << "seed " << seed;
       ASSERT_EQ(checker.broken, 0) << "seed " << seed;
     }
+  }
+}
+
+// Counters and events of a step are the same, whoever makes the copies.
+TEST(Devices, SmallCopiesAreBookedAsAllOthers) {
+  using Booked = std::tuple<std::int32_t, std::int16_t, std::int16_t, std::int64_t>;
+  for (int seed = 0; seed < 20; ++seed) {
+    const int devices = 1 + seed % 4;
+    std::array<std::vector<Booked>, 2> booked;
+    std::array<StepCounters, 2> counters;
+    for (std::size_t small = 0; small < 2; ++small) {
+      auto scene = random_scene(seed, {.vertices = 60, .copies = 0.6, .devices = devices});
+      Checker checker(*scene);
+      EngineOptions options;
+      options.dispatch = static_cast<Dispatch>(seed % 4);
+      Engine engine(scene->program(), plain_hosts(devices, 1, 0.0, small == 0 ? 0 : 1 << 14), checker,
+                    options);
+      engine.set_tracing(true);
+      ASSERT_EQ(run_step(engine, checker, 0), Status::kDone) << "seed " << seed;
+      ASSERT_EQ(checker.missing() + checker.broken, 0) << "seed " << seed;
+      for (const TraceEvent& event : engine.events()) {
+        EXPECT_LE(event.issue, event.start);
+        EXPECT_LE(event.start, event.end);
+        booked[small].emplace_back(event.vertex, event.device, event.stream, event.bytes);
+      }
+      std::sort(booked[small].begin(), booked[small].end());
+      counters[small] = engine.counters();
+    }
+    EXPECT_EQ(booked[0], booked[1]) << "seed " << seed;
+    EXPECT_EQ(counters[0].vertices, counters[1].vertices);
+    EXPECT_EQ(counters[0].reload_bytes, counters[1].reload_bytes);
+    EXPECT_EQ(counters[0].offload_bytes, counters[1].offload_bytes);
+    EXPECT_EQ(counters[0].transfer_bytes, counters[1].transfer_bytes);
   }
 }
 
@@ -160,6 +199,28 @@ TEST(Devices, TransfersToTheHostAndFromItTakeTheLanesOfTheOtherDevice) {
     EXPECT_EQ(event.stream, lane) << event.vertex;
     EXPECT_EQ(event.device, event.vertex == 4 ? 1 : 0);
   }
+}
+
+// Kernels of assumed time run one after the other on each of eight devices that must be asked what has ended,
+// and every vertex of the program ran.
+TEST(Devices, OneLoopThreadLaunchesForEightThatItAsks) {
+  constexpr int kDevices = 8;
+  constexpr int kKernels = 250;
+  constexpr std::int64_t kKernelNs = 5'000;
+  NoOps ops;
+  Engine engine(ladders(kDevices, kKernels), assumed(kDevices, {kKernelNs, 2'000, 100}), ops, {});
+  engine.set_tracing(true);
+  engine.begin();
+  ASSERT_EQ(engine.wait_end(kPatience), Status::kDone);
+  EXPECT_GE(engine.counters().step_ns, kKernels * kKernelNs);
+  std::array<std::array<std::int64_t, 4>, kDevices> free{};
+  for (const TraceEvent& event : engine.events()) {  // by start
+    EXPECT_LE(event.issue, event.start);
+    EXPECT_GE(event.start, free[event.device][event.stream]);
+    free[event.device][event.stream] = event.end;
+  }
+  EXPECT_EQ(engine.counters().vertices, static_cast<std::int64_t>(engine.events().size()));
+  EXPECT_EQ(engine.counters().transfer_bytes, kDevices * 3);
 }
 
 // A pipeline: stage d of item i runs on device d and hands its block to the next device. All ops with the

@@ -23,6 +23,11 @@ class Counter final : public ProgressListener {
     return wakes_.wait_for(lock, std::chrono::seconds(60), [&] { return count_ >= count; });
   }
 
+  int count() {
+    const std::lock_guard lock(mutex_);
+    return count_;
+  }
+
  private:
   std::mutex mutex_;
   std::condition_variable wakes_;
@@ -30,8 +35,9 @@ class Counter final : public ProgressListener {
 };
 
 struct Link {
-  explicit Link(double bandwidth, double latency = 0.0) {
+  explicit Link(double bandwidth, double latency = 0.0, std::int64_t small_copy = 0) {
     HostDeviceOptions options;
+    options.small_copy = small_copy;
     options.link_bandwidth = bandwidth;
     options.link_latency = latency;
     device = std::make_unique<HostDevice>(options);
@@ -95,6 +101,53 @@ TEST(HostDevice, AnUnthrottledLaneCopiesAtOnce) {
   Link link(0.0);
   for (const std::size_t bytes : {std::size_t{0}, std::size_t{1}, std::size_t{5'000'000}})
     link.expect_copies(3, bytes, 0);
+}
+
+// What ends inside enqueue_copy is not told of: whoever enqueued it sees it in completed().
+TEST(HostDevice, ASmallCopyOnAnIdleLaneEndsWhereItIsEnqueued) {
+  const std::int64_t kSmall = HostDeviceOptions{}.small_copy;
+  Link link(0.0, 0.0, kSmall);
+  const std::vector<char> source(kSmall + 1, 'x');
+  for (const std::int64_t bytes : {std::int64_t{0}, std::int64_t{1}, kSmall}) {
+    std::vector<char> target(source.size(), ' ');
+    const Token token = link.device->enqueue_copy(link.lane, 0, target.data(), source.data(), bytes);
+    EXPECT_EQ(link.device->completed(link.lane), token);
+    EXPECT_TRUE(std::equal(target.begin(), target.begin() + bytes, source.begin()));
+    EXPECT_EQ(target[static_cast<std::size_t>(bytes)], ' ');
+  }
+  EXPECT_EQ(link.counter.count(), 0);
+  link.expect_copies(1, source.size(), 0);  // one byte more is told of
+  EXPECT_EQ(link.counter.count(), 1);
+}
+
+TEST(HostDevice, ASmallCopyWaitsForTheLargeOneBeforeIt) {
+  Link link(0.0, 0.0, HostDeviceOptions{}.small_copy);
+  const std::vector<char> large(20'000'000, 'l');
+  const std::vector<char> small(100, 's');
+  std::vector<char> target(large.size());
+  for (int round = 0; round < 5; ++round) {
+    link.device->enqueue_copy(link.lane, 0, target.data(), large.data(), 20'000'000);
+    const Token token = link.device->enqueue_copy(link.lane, 1, target.data(), small.data(), 100);
+    while (link.device->completed(link.lane) < token) std::this_thread::yield();
+    EXPECT_EQ(target[99], 's');
+    EXPECT_EQ(target[100], 'l');
+  }
+}
+
+TEST(HostDevice, ACancelledSmallCopyCopiesNothing) {
+  Link link(0.0, 0.0, HostDeviceOptions{}.small_copy);
+  char source = 's';
+  char target = ' ';
+  link.device->trace(nullptr, 2);
+  link.device->cancel();
+  const Token token = link.device->enqueue_copy(link.lane, 0, &target, &source, 1);
+  EXPECT_EQ(link.device->completed(link.lane), token);
+  EXPECT_EQ(target, ' ');
+  EXPECT_FALSE(link.device->ran(0));
+  link.device->recover();
+  link.device->enqueue_copy(link.lane, 1, &target, &source, 1);
+  EXPECT_EQ(target, 's');
+  EXPECT_TRUE(link.device->ran(1));
 }
 
 TEST(HostDevice, LanesAreIndependent) {

@@ -55,6 +55,7 @@ struct Circumstances {
     engine.time_ops = random.below(4) == 0;
     polled = scene.devices <= 2 && random.below(8) == 0;
     slow_ops = random.below(3) == 0;
+    if (random.below(2) == 0) host.small_copy = 0;
   }
 
   std::vector<std::unique_ptr<Device>> devices(std::uint64_t seed) const {
@@ -227,6 +228,7 @@ TEST(RandomPrograms, AMissingEdgeIsNoticed) {
     options.dispatch = Dispatch::kRandom;
     HostDeviceOptions host;
     host.compute_streams = 2;
+    host.small_copy = 0;
     Engine engine(scene->program(dropped), hosts(2, host), checker, options);
     for (std::uint64_t step = 0; step < 30 && checker.broken == 0; ++step) {
       ASSERT_EQ(run_step(engine, checker, step), Status::kDone);
