@@ -101,8 +101,10 @@ void Engine::Loop::run() {
 
 // Launches what is ready, or runs one inline op. Returns whether anything happened.
 bool Engine::Loop::turn(Lock& lock) {
-  const bool moved = pump();
-  return (phase_ == Phase::kRunning && run_inline(lock)) || moved;
+  const bool pumped = pump();
+  const bool moved = (phase_ == Phase::kRunning && run_inline(lock)) || pumped;
+  if (moved) polls_ = 0;
+  return moved;
 }
 
 // Runs the loop on a caller's thread, until it has what it waits for or the deadline is over. False without

@@ -1,4 +1,5 @@
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 
 #include <array>
 #include <atomic>
@@ -221,6 +222,40 @@ TEST(Devices, OneLoopThreadLaunchesForEightThatItAsks) {
   }
   EXPECT_EQ(engine.counters().vertices, static_cast<std::int64_t>(engine.events().size()));
   EXPECT_EQ(engine.counters().transfer_bytes, kDevices * 3);
+}
+
+// Tells only at every sixtieth question what has ended, and how often the thread that asks has slept since it
+// asked first.
+class ToldAfterManyPolls final : public ForwardingDevice {
+ public:
+  ToldAfterManyPolls(std::unique_ptr<Device> inner, std::int64_t& naps)
+      : ForwardingDevice(std::move(inner)), naps_(naps) {}
+  Token completed(int stream) override {
+    rusage usage{};
+    getrusage(RUSAGE_THREAD, &usage);
+    if (polls_ == 0) first_ = usage.ru_nvcsw;
+    naps_ = usage.ru_nvcsw - first_;
+    if (++polls_ % 60 == 0) told_[stream] = ForwardingDevice::completed(stream);
+    return told_[stream];
+  }
+
+ private:
+  std::int64_t& naps_;
+  std::int64_t first_ = 0;
+  std::int64_t polls_ = 0;
+  std::array<Token, 4> told_{};
+};
+
+// However many questions a step has taken, the loop thread asks on as long as there is progress: it naps
+// after thousands in vain, not after thousands in all.
+TEST(Devices, TheLoopThreadDoesNotNapBetweenShortKernels) {
+  NoOps ops;
+  std::int64_t naps = 0;
+  Engine engine(ladders(1, 1500),
+                one(std::make_unique<ToldAfterManyPolls>(std::move(assumed(1, {}).front()), naps)), ops, {});
+  engine.begin();
+  ASSERT_EQ(engine.wait_end(kPatience), Status::kDone);
+  EXPECT_LE(naps, 1000);
 }
 
 // A pipeline: stage d of item i runs on device d and hands its block to the next device. All ops with the
