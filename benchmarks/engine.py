@@ -1,14 +1,15 @@
 """What the engine costs and how well it overlaps: ``disco-accel bench engine``.
 
-    python -m benchmarks.engine [--sections overhead,overlap,jitter] [--rounds 7] [-o out/engine.json]
+    python -m benchmarks.engine [--sections overhead,overlap,jitter,loop] [--rounds 7] [-o out/engine.json]
 
-Three tables, each measured side by side in one run, the variants of a round taken in turn:
+Four tables, the first three each measured side by side in one run, the variants of a round taken in turn:
 
 ``overhead``  a step with nothing to copy, beside eager: tiny kernels, where the framework's own time rules, and large
               ones;
 ``overlap``   a step over a throttled link at bandwidths around the crossover, over max(compute, bytes / bandwidth),
               with the dispatch modes beside the default;
-``jitter``    the same with every copy's time disturbed at random: what dynamic dispatch loses, and a fixed order.
+``jitter``    the same with every copy's time disturbed at random: what dynamic dispatch loses, and a fixed order;
+``loop``      the engine alone, launching kernels of assumed time on one device and on eight.
 
 Compute alone is measured in the same rounds, on a plan with everything resident. Losses and gradients of every step
 have the bits of eager's, or the benchmark fails.
@@ -27,6 +28,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import loop
 from benchmarks.any_plan import any_plan_of
 from benchmarks.subjects import Pair, Shape, Times, Variant, lora_llama
 from disco_accel.config.settings import DiscoConfig
@@ -248,10 +250,17 @@ def print_jitter(rows: Sequence[dict[str, Any]]) -> None:
         print(f"| {row['bandwidth'] / 1e9:g} | " + " | ".join(cells) + " |")
 
 
+def print_loop(rows: Sequence[loop.Row]) -> None:
+    """One line a case."""
+    print(f"\n{loop.HEADER}")
+    print("\n".join(loop.line(row) for row in rows))
+
+
 SECTIONS: dict[str, tuple[Callable[[argparse.Namespace], Any], Callable[[Any], None]]] = {
     "overhead": (lambda args: overhead(OVERHEAD, 3 * args.rounds), print_overhead),
     "overlap": (lambda args: overlap(OVERLAP, BANDWIDTHS, args.rounds, args.planner), print_overlap),
     "jitter": (lambda args: jitter(OVERLAP, BANDWIDTHS, args.rounds, args.planner), print_jitter),
+    "loop": (lambda args: loop.measure(args.rounds), print_loop),
 }
 
 

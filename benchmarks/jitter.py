@@ -10,13 +10,13 @@ has the same disturbances.
 from __future__ import annotations
 
 import argparse
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
+from benchmarks.core_program import build, numbers_of
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.graph.values import host_copy_exists
@@ -24,7 +24,6 @@ from disco_accel.plan import Machine, make_plan
 from disco_accel.testing.tensor_parallel import PrefillShape, tensor_parallel_prefill
 from disco_accel.verify.static import verify
 
-_SOURCE = Path(__file__).resolve().parent.parent / "runtime_ext"
 _SHARE = 0.4
 """Memory of each device over what its weights take."""
 _STEP_SECONDS = 0.3
@@ -69,14 +68,6 @@ def as_text(plan: MemGraph, machine: Machine) -> str:
     return "\n".join(lines) + "\n"
 
 
-def build(folder: Path) -> Path:
-    """The bench_jitter program, built in ``folder``."""
-    subprocess.run(["cmake", "-S", str(_SOURCE), "-B", str(folder)], check=True, stdout=subprocess.DEVNULL)
-    command = ["cmake", "--build", str(folder), "--target", "bench_jitter", "-j", "2"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return folder / "bench_jitter"
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
@@ -90,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     print("|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
-        program = build(Path(folder) / "build")
+        program = build("bench_jitter", Path(folder) / "build")
         for devices in args.devices:
             graph = subject(devices)
             plan = make_plan(graph, planner="build", cyclic=True, machine=machine)
@@ -98,9 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             file = Path(folder) / "plan.txt"
             file.write_text(as_text(plan, machine), encoding="ascii")
             command = [str(program), str(file), str(args.jitter), str(args.steps)]
-            output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-            steps = [[float(cell) for cell in line.split()] for line in output.splitlines()]
-            dynamic, disturbed, fixed, fixed_disturbed = (median(column) for column in zip(*steps, strict=True))
+            columns = zip(*numbers_of(command), strict=True)
+            dynamic, disturbed, fixed, fixed_disturbed = (median(column) for column in columns)
             cells = [str(devices), str(len(plan.vertices))]
             for calm, shaken in ((dynamic, disturbed), (fixed, fixed_disturbed)):
                 cells += [f"{calm:.1f}", f"{shaken:.1f}", f"{shaken / calm - 1:+.1%}"]
