@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.provenance import provenance
+from benchmarks.sleeping import Sleeping
 from disco_accel import DiscoConfig, prepare, stats
 from disco_accel.errors import ConfigError
 from disco_accel.graph.files import write_atomically
@@ -32,42 +33,6 @@ SECONDS_A_ROW = 0.004
 LINK = 1e9
 STREAMED = 16 << 20
 """Bytes of a layer's weight where the link is the limit: 17 ms on it, for 2 ms of kernels."""
-
-
-@torch.library.custom_op("disco_bench::work", mutates_args=())
-def work(x: torch.Tensor, weight: torch.Tensor, seconds: float) -> torch.Tensor:
-    """Half of ``x``, after ``seconds`` for each of its rows; it reads one element of ``weight``."""
-    time.sleep(x.shape[0] * seconds)
-    return x * 0.5 + weight[0]
-
-
-@work.register_fake
-def _shape(x: torch.Tensor, weight: torch.Tensor, seconds: float) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.weight, ctx.seconds = inputs[1], inputs[2]
-
-
-def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-    return torch.ops.disco_bench.work(gradient, ctx.weight, ctx.seconds), None, None
-
-
-work.register_autograd(_backward, setup_context=_keep)
-
-
-class Sleeping(torch.nn.Module):
-    """The feed-forward part of a layer, ``nbytes`` of frozen weight."""
-
-    def __init__(self, nbytes: int, seconds: float) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(nbytes // 4), requires_grad=False)
-        self.seconds = seconds
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = torch.ops.disco_bench.work(x, self.weight, self.seconds)
-        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +82,7 @@ class Variant:
 @dataclass(frozen=True, slots=True)
 class Row:
     """``seconds``: of a step, median, and half of the distance between the quartiles. ``ideal``: made of the step of
-    one device, in the same run. ``reload``: bytes a step."""
+    one device with as many micro-batches, in the same run. ``reload``: bytes a step."""
 
     table: str
     devices: int
@@ -137,16 +102,18 @@ REAL = Job("real kernels, a thread for each device", 0, 0.0, 1 << 30, hidden=256
 ONE = Variant(1)
 TABLES: dict[Job, tuple[Variant, ...]] = {
     SLEEPING: (
-        *(ONE, Variant(2, micro_batches=4), Variant(4, micro_batches=4), Variant(4, micro_batches=8)),
+        *(ONE, Variant(1, micro_batches=4), Variant(1, micro_batches=8)),
+        *(Variant(2, micro_batches=4), Variant(4, micro_batches=4), Variant(4, micro_batches=8)),
         *(Variant(2, "batch"), Variant(4, "batch")),
     ),
     BOUND: (ONE, Variant(2), Variant(4)),
-    REAL: (ONE, Variant(2, "batch"), Variant(2, micro_batches=4)),
+    REAL: (ONE, Variant(1, micro_batches=4), Variant(2, "batch"), Variant(2, micro_batches=4)),
 }
 
 
 def ideal(variant: Variant, one: float) -> float:
-    """Of the step of one device, ``one`` second long: parts go through the devices in a row, or each device has one.
+    """Of the step of one device with as many micro-batches, ``one`` second long: parts go through the devices in a row,
+    or each device has one.
 
     Where the link is the limit and there is one part, each device streams its share of the weights."""
     count, parts = variant.devices, variant.micro_batches
@@ -201,9 +168,11 @@ def measure(job: Job, variants: Sequence[Variant], rounds: int) -> list[Row]:
             model.zero_grad()
             if number:
                 seconds[position].append(time.perf_counter() - began)
-    one = statistics.median(seconds[0])
+    medians = [statistics.median(times) for times in seconds]
+    # Small ops take as long on a part of the batch as on all of it, so a step in parts is longer on one device, too.
+    alone = {v.micro_batches: median for v, median in zip(variants, medians, strict=True) if v.devices == 1}
     rows = []
-    for variant, model, times in zip(variants, models, seconds, strict=True):
+    for variant, model, times, median in zip(variants, models, seconds, medians, strict=True):
         low, _, high = statistics.quantiles(times, n=4) if len(times) > 1 else (times[0],) * 3
         rows.append(
             Row(
@@ -211,9 +180,9 @@ def measure(job: Job, variants: Sequence[Variant], rounds: int) -> list[Row]:
                 variant.devices,
                 variant.parallel,
                 variant.micro_batches,
-                statistics.median(times),
+                median,
                 (high - low) / 2,
-                ideal(variant, one),
+                ideal(variant, alone[variant.micro_batches]),
                 stats(model)["reload_bytes"],
             )
         )
@@ -228,7 +197,7 @@ def table(result: dict[str, Any]) -> str:
     """One line for each variant."""
     lines, one = [HEADER], 0.0
     for row in result["rows"]:
-        one = row["seconds"] if row["devices"] == 1 else one
+        one = row["seconds"] if (row["devices"], row["micro_batches"]) == (1, 1) else one
         cells = [row["table"], row["devices"], row["parallel"], row["micro_batches"]]
         cells += [f"{row['seconds']:.3g} ±{row['spread']:.1g}", f"{row['ideal']:.3g}"]
         cells += [f"{row['seconds'] / row['ideal']:.2f}", f"{one / row['seconds']:.2f} x"]
