@@ -29,8 +29,8 @@ from disco_accel.graph.files import write_atomically
 
 ROWS, LENGTH, LAYERS = 8, 8, 8
 SECONDS_A_ROW = 0.008
-"""Of each layer, forward and backward alike. So long that the ops which do not sleep, and of which two cores run two at a
-time whatever the number of devices, are one or two in a hundred of a step."""
+"""Of each layer, forward and backward alike. So long that the ops which do not sleep, and of which two cores run two at
+a time whatever the number of devices, are one or two in a hundred of a step."""
 LINK = 1e9
 STREAMED = 16 << 20
 """Bytes of a layer's weight where the link is the limit: 17 ms on it, for 2 ms of kernels."""
