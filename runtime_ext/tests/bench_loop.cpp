@@ -46,7 +46,7 @@ int main(int argc, char** argv) {
   }
   constexpr std::int64_t kCopyNs = 20'000;
   constexpr std::pair<std::int64_t, std::int64_t> kCases[] = {
-      {100'000, 0}, {100'000, 5'000}, {20'000, 5'000}};
+      {100'000, 0}, {100'000, 5'000}, {40'000, 5'000}, {20'000, 5'000}};
   for (const int devices : {1, 8}) {
     if (!measure(devices, {}, kernels, steps)) return 1;
     for (const auto& [kernel_ns, launch_ns] : kCases) {
