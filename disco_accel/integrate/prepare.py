@@ -55,15 +55,20 @@ def _forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         batch = state.arguments.bind(args, kwargs)
         if batch.get("return_dict") is False:
             raise CaptureError("return_dict: False is not supported in a planned step; leave it out")
-        fitted = state.batches.fit(self, state.frontend.fit(self, batch))
+        fitted = _shared_out(state, self, state.frontend.fit(self, batch))
         try:
             return _planned(state, self, fitted)
         except BudgetTooSmall:
             if fitted.length is None:
                 raise
-            return _planned(state, self, state.batches.fit(self, state.frontend.give_up(fitted, batch)))
+            return _planned(state, self, _shared_out(state, self, state.frontend.give_up(fitted, batch)))
     except CaptureError as error:
         return _eager(state, error, args, kwargs)
+
+
+def _shared_out(state: Session, model: torch.nn.Module, fitted: FittedBatch) -> FittedBatch:
+    with state.lock:
+        return state.batches.fit(model, fitted)
 
 
 def _planned(state: Session, model: torch.nn.Module, fitted: FittedBatch) -> StepOutput | torch.Tensor:

@@ -22,7 +22,7 @@ from disco_accel.measure.costs import Measured
 from disco_accel.native.backend import backend_of, run_device
 from disco_accel.plan import Machine
 from disco_accel.plan.plan_cache import PlanCache
-from disco_accel.simulate.simulator import Link
+from disco_accel.simulate.simulator import Link, simulate
 from disco_accel.sizes import format_size
 from disco_accel.step.budget import BudgetFacts, leaving_bytes, outputs_bytes
 from disco_accel.step.compiled_step import CompiledStep, host_bytes, shared_weights
@@ -46,8 +46,8 @@ class CompileOptions:
     ``captured`` is called when the trace is over. ``trained``: as in ``capture_step``. ``gather`` puts host tensors
     that a step loads, and that no attribute holds, where it loads them from fast. ``devices`` share the step, each
     with ``memory``. ``shards``: name of a weight → the dimension that is cut, if each device gets a part of it;
-    ``shard_memory`` has these parts. ``chunks``: as in
-    ``StepToPlan``.
+    ``shard_memory`` has these parts. ``chunks``: as in ``StepToPlan``. ``below``: seconds of a step in simulated time
+    that a plan must be faster than.
     """
 
     memory: int
@@ -66,6 +66,15 @@ class CompileOptions:
     shards: Mapping[str, int] | None = None
     shard_memory: ShardMemory | None = None
     chunks: Chunks = 1
+    below: float = float("inf")
+
+
+class NotFaster(Exception):
+    """A step has a plan, which nobody wants: it takes ``seconds`` in simulated time."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(seconds)
+        self.seconds = seconds
 
 
 def compile_step(
@@ -86,6 +95,7 @@ def compile_step(
     Raises:
         CaptureError: an op or module cannot be captured.
         BudgetTooSmall: with ``needed`` and ``given`` as whole budgets, not arenas.
+        NotFaster: as ``options`` ask for.
     """
     began = time.perf_counter()
     device, sharing = run_device(options.engine.device), _sharing(options, fitted)
@@ -173,6 +183,10 @@ def _compile(
     used = len({vertex.device for vertex in planned.graph.vertices if vertex.kind is VertexKind.KERNEL})
     if used < options.devices:
         logger.warning("devices: %d of %d have kernels: the step has no more layers", used, options.devices)
+    if options.below < float("inf"):
+        took = simulate(planned.plan, machine or Machine()).makespan
+        if took >= options.below:
+            raise NotFaster(took)
     for note in planned.notes:
         logger.warning("%s", note)
     options.gather(captured.constants.values())

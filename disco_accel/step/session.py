@@ -141,7 +141,7 @@ class Session:
             config,
             self.settings.devices,
             frontend,
-            lambda model, fitted: self.compiled(model, fitted, ("loss",)),
+            lambda model, fitted, below: self.compiled(model, fitted, ("loss",), below=below),
             self.say_once,
         )
         self.observers = Observers(self.counts, self.messages, frontend.observer(self.counts))
@@ -166,11 +166,15 @@ class Session:
         outputs: Outputs,
         known_key: StepKey | None = None,
         differentiated: int = 1,
+        below: float = float("inf"),
     ) -> CompiledStep:
-        """The plan for this batch, made on first sight of its key, which is ``known_key`` if that is known already."""
+        """The plan for this batch, made on first sight of its key, which is ``known_key`` if that is known already.
+
+        Raises NotFaster for a new one that takes no less than ``below`` seconds in simulated time.
+        """
         batch, cut = fitted.batch, fitted.length is not None and outputs != ("loss",)
         if outputs != ("loss",):
-            fitted = replace(fitted, parts=1, parallel="layers")
+            fitted = replace(fitted, parts=1, parallel="tensor" if fitted.parallel == "tensor" else "layers")
         return self.plan_of(
             model,
             (known_key or step_key(model, batch), outputs, differentiated, cut, fitted.parts, fitted.parallel),
@@ -179,7 +183,7 @@ class Session:
                 model,
                 fitted,
                 forward=self.original_forward,
-                options=self.with_shards(model, options),
+                options=self.with_shards(model, replace(options, below=below), fitted.parallel),
                 outputs=outputs,
                 differentiated=differentiated,
                 cut=cut,
@@ -281,9 +285,9 @@ class Session:
             return self.config.compute_threads
         return max(1, torch.get_num_threads() // self.settings.devices)
 
-    def with_shards(self, model: torch.nn.Module, options: CompileOptions) -> CompileOptions:
-        """``options``, with the weights that devices share if they do."""
-        if self.settings.devices == 1 or self.config.parallel != "tensor":
+    def with_shards(self, model: torch.nn.Module, options: CompileOptions, parallel: str) -> CompileOptions:
+        """``options``, with the weights that devices share if they do: in ``parallel`` steps of ``tensor``."""
+        if self.settings.devices == 1 or parallel != "tensor":
             return options
         shards = self.frontend.tensor_plan(model, self.settings.devices)
         if self.shards is None:

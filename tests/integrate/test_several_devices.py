@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +14,10 @@ import torch
 from disco_accel import DiscoConfig, prepare, stats
 from disco_accel.errors import BudgetTooSmall, ConfigError
 from disco_accel.graph.taskgraph import VertexKind
-from disco_accel.step.session import current_step
+from disco_accel.step.compile import NotFaster
+from disco_accel.step.compiled_step import shared_weights
+from disco_accel.step.fitted_batch import FittedBatch
+from disco_accel.step.session import current_step, find_state
 from disco_accel.testing.models import TEN_FAMILIES, family_full, family_lora, random_batch
 from tests.integrate.generators import assert_same, assert_same_step, gradients
 
@@ -198,31 +202,55 @@ def test_devices_are_checked() -> None:
     assert half <= whole_machine // 2 + 1
 
 
-def test_auto_takes_the_way_that_is_simulated_faster(caplog: pytest.LogCaptureFixture) -> None:
-    """One row cannot be shared out; of four rows the step runs that is said to take less."""
+def test_auto_takes_the_way_that_is_simulated_fastest(caplog: pytest.LogCaptureFixture) -> None:
+    """One row cannot be shared out; of four rows the step runs that is said to take least. A layer that is frozen makes
+    another step, for which a way is chosen anew."""
     caplog.set_level("INFO")
     planned = prepare(family_lora("llama"), config(2, "auto"))
-    parts = []
-    for rows in (1, 4, 4):
+    ran = []
+    for rows in (1, 4, 4, 1):
         planned(**random_batch(batch=rows, length=32)).loss.backward()
         step = current_step(planned)
         assert step is not None
-        parts.append(step.parts)
+        ran.append("batch" if step.parts > 1 else "tensor" if shared_weights(step.captured) else "layers")
+        if len(ran) == 3:
+            next(p for p in planned.parameters() if p.requires_grad).requires_grad_(False)
     told = [r.getMessage() for r in caplog.records if "parallel: auto:" in r.getMessage()]
-    assert parts[0] == 1 and len(told) == 2 and told[0].startswith("parallel: auto: layers (")
-    seconds = {way: float(took) for way, took in re.findall(r"(layers|batch) ([0-9.e-]+) s a step", told[1])}
-    faster = min(seconds, key=seconds.__getitem__)
-    assert len(seconds) == 2 and told[1].startswith(f"parallel: auto: {faster} (")
-    assert parts[1:] == [{"layers": 1, "batch": 2}[faster]] * 2
+    assert ran[1] == ran[2] and len(told) == 3
+    for line, way in zip(told, (ran[0], ran[1], ran[3]), strict=True):
+        seconds = {name: float(took) for name, took in re.findall(r"(\w+) ([0-9.e-]+) s a step", line)}
+        assert min(seconds, key=seconds.__getitem__) == way and f"auto: {way} (" in line
+        assert seconds.keys() == {"layers", "batch", "tensor"} - ({"batch"} if line != told[1] else set())
+        assert ("round" in line) == (way != "layers")
+
+
+def test_auto_tries_tensor_where_the_others_have_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And makes no copies of parts of weights where another way is faster."""
+    planned = prepare(family_lora("llama"), config(2, "auto"))
+    state = find_state(planned)
+    assert state is not None
+    made = state.compiled
+
+    def compiled(model: torch.nn.Module, fitted: FittedBatch, *rest: Any, below: float = 0.0, **more: Any) -> Any:
+        if fitted.parallel != "tensor":
+            raise BudgetTooSmall(2, 1, "memory_budget", "")
+        return made(model, fitted, *rest, below=below, **more)
+
+    fitted = FittedBatch(random_batch(batch=1, length=32))
+    with pytest.raises(NotFaster):
+        made(planned, dataclasses.replace(fitted, parallel="tensor"), ("loss",), below=0.0)
+    assert not state.plans and state.shards is not None and not state.shards._copies
+    monkeypatch.setattr(state, "compiled", compiled)
+    assert state.batches.fit(planned, fitted).parallel == "tensor" and state.shards._copies
 
 
 def test_auto_takes_the_way_that_fits() -> None:
-    """In the smaller of both least budgets only one does."""
+    """In the smaller of both least budgets only one does; GPT-2 has no third."""
     batch = random_batch(batch=4, length=32)
     budgets = {way: least_budget(way, batch) for way in ("layers", "batch")}
     tight = min(budgets, key=budgets.__getitem__)
     assert budgets["layers"] != budgets["batch"]
-    planned = prepare(family_lora("llama"), config(2, "auto", budgets[tight]))
+    planned = prepare(family_lora("gpt2"), config(2, "auto", budgets[tight]))
     planned(**batch).loss.backward()
     step = current_step(planned)
     assert step is not None and (step.parts > 1) == (tight == "batch")
@@ -230,5 +258,5 @@ def test_auto_takes_the_way_that_fits() -> None:
 
 def least_budget(parallel: str, batch: Mapping[str, Any]) -> int:
     with pytest.raises(BudgetTooSmall) as refusal:
-        prepare(family_lora("llama"), config(2, parallel, 66 << 10))(**batch)
+        prepare(family_lora("gpt2"), config(2, parallel, 66 << 10))(**batch)
     return refusal.value.needed

@@ -167,7 +167,7 @@ def _compiled(
             model,
             batch,
             forward=traced_forward(forward),
-            options=state.with_shards(model, options),
+            options=state.with_shards(model, options, state.config.parallel),
             beside=beside,
             outside=outside_arena,
         )
