@@ -8,11 +8,17 @@ from functools import partial
 
 from disco_accel.capture.captured_step import CapturedStep, InputSource, ValueBinding
 from disco_accel.decompose.fastest_way import fastest_plan, fastest_with_room
-from disco_accel.decompose.layers import placements, weights_fit
+from disco_accel.decompose.layers import placements, way_fits
+from disco_accel.decompose.neighbours import from_neighbours, weights_fit
 from disco_accel.decompose.spread import SpreadGraph, spread
 from disco_accel.graph.passes import AppliedPass, GraphPass, run_passes
 from disco_accel.graph.taskgraph import Device, TaskGraph
+from disco_accel.plan.common.serial_orders import unlimited_run
+from disco_accel.plan.quick_plan import quick_seconds
 from disco_accel.simulate.machine import Machine
+
+_GAIN = 0.98
+"""Weights come from neighbours where that is simulated to take less than so many times what loads of each device do."""
 
 
 def over_devices(
@@ -23,11 +29,14 @@ def over_devices(
     applied: list[AppliedPass],
     part_of: Mapping[int, int] | None = None,
     what: str = "a part of the batch",
+    *,
+    peers: bool = True,
 ) -> tuple[CapturedStep, TaskGraph]:
     """``captured`` and its ``graph`` with costs on as many devices as ``memory`` has sizes, in bytes.
 
     Part ``what`` on each, where ``part_of`` says which kernel works on which; else layers, in the way that is
-    simulated fastest. ``applied`` gets the pass. Raises as ``spread``.
+    simulated fastest. ``applied`` gets the pass. ``peers``: copies between devices go straight, so that weights may
+    come that way where they do not fit and that is simulated faster. Raises as ``spread``.
     """
     devices = _devices(graph, memory)
     what = "layers" if part_of is None else what
@@ -43,11 +52,26 @@ def over_devices(
         done = spread_in(part_of)
     else:
         ways = placements(graph, memory, machine)
-        choose = fastest_with_room if weights_fit(graph, ways[0], memory) else fastest_plan
+        choose = fastest_with_room if way_fits(graph, ways[0], memory) else fastest_plan
         done = choose([partial(spread_in, way) for way in ways], machine)
     effect = f"{what} on each of {len(devices)} devices"
+    sent = _faster_neighbours(done, machine) if peers and not weights_fit(done.graph) else None
+    if sent is not None:
+        done, effect = sent, f"{effect}, weights from neighbours"
     graph = run_passes(graph, [GraphPass("devices", effect, lambda _: done.graph)], applied)
     return _followed(captured, done), graph
+
+
+def _faster_neighbours(done: SpreadGraph, machine: Machine) -> SpreadGraph | None:
+    """``done`` with weights from neighbours, if that is faster. BUILDMEMGRAPH cannot say: it offloads such copies to
+    make room for loads, and takes twice as long for what the timed planner does faster."""
+    sent = from_neighbours(done, machine)
+    if sent is None:
+        return None
+    own = quick_seconds(done.graph, machine)
+    if unlimited_run(done.graph, machine).makespan >= _GAIN * own:
+        return None
+    return sent if quick_seconds(sent.graph, machine) < _GAIN * own else None
 
 
 def _devices(graph: TaskGraph, memory: Sequence[int]) -> list[Device]:

@@ -96,7 +96,7 @@ def placements(graph: TaskGraph, memory: Sequence[int], machine: Machine) -> lis
     return [{kernel: run[layer] for kernel, layer in layers.items()} for run in runs]
 
 
-def weights_fit(graph: TaskGraph, way: Mapping[int, int], memory: Sequence[int]) -> bool:
+def way_fits(graph: TaskGraph, way: Mapping[int, int], memory: Sequence[int]) -> bool:
     """Whether the weights that ``way`` gives each device, by its position in ``memory``, are no more than its bytes."""
     size = {vertex.id: vertex.sizes[0] for vertex in graph.vertices if host_copy_exists(vertex)}
     read = {(way[v.id], each) for v in graph.vertices if v.id in way for each, _ in v.inputs if each in size}

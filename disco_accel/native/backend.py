@@ -61,6 +61,9 @@ class Backend(Protocol):
         Raises ConfigError where these are too few, or cannot run one plan together.
         """
 
+    def copies_straight(self, devices: Sequence[torch.device]) -> bool:
+        """Whether bytes get from each of ``devices`` to each other without the host."""
+
     def hardware(self) -> str:
         """Its model, for keys of caches."""
 

@@ -16,7 +16,7 @@ from disco_accel.errors import ConfigError, ExecutionError
 from disco_accel.graph.taskgraph import TensorSpec
 from disco_accel.native.extension import load_allocator_shim, load_extension
 from disco_accel.native.op_table import OpTable
-from disco_accel.native.peer_paths import tell_of_peer_paths
+from disco_accel.native.peer_paths import all_direct, tell_of_peer_paths
 
 _TIMED_RUNS = 5
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
@@ -65,6 +65,9 @@ class CudaBackend:
             raise ConfigError(f"devices: one plan runs on GPUs of one model, but {listed}; name GPUs that are alike")
         tell_of_peer_paths(devices)
         return devices
+
+    def copies_straight(self, devices: Sequence[torch.device]) -> bool:
+        return all_direct(devices)
 
     def hardware(self) -> str:
         return torch.cuda.get_device_name(self.device)

@@ -57,6 +57,10 @@ class HostBackend:
             )
         return [torch.device("cpu")] * count
 
+    def copies_straight(self, devices: Sequence[torch.device]) -> bool:
+        del devices
+        return True
+
     def hardware(self) -> str:
         return platform.machine()
 

@@ -22,6 +22,12 @@ def peer_path(source: torch.device, target: torch.device) -> PeerPath:
     return PeerPath(torch.ops.disco_accel.peer_path(str(source), str(target)))
 
 
+def all_direct(devices: Sequence[torch.device]) -> bool:
+    """Whether copies between any two of ``devices`` go straight."""
+    pairs = permutations(dict.fromkeys(devices), 2)
+    return all(peer_path(source, target) is PeerPath.DIRECT for source, target in pairs)
+
+
 def tell_of_peer_paths(devices: Sequence[torch.device]) -> None:
     """Log, once for a pair of GPUs, that a driver changes bytes on the way or that copies go through host memory."""
     for source, target in permutations(dict.fromkeys(devices), 2):

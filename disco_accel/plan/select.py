@@ -279,6 +279,14 @@ def plan_timed(
     return plans.best
 
 
+def fits(graph: TaskGraph) -> bool:
+    """Whether ``plan_timed`` does not refuse the memory of ``graph``, run step after step, as too small. Of graphs that
+    BUILDMEMGRAPH cannot plan only a search can tell, and the answer is yes."""
+    if _beyond_build(graph) is not None:
+        return True
+    return first_fitting(graph, policy_named(AUTO), True, partial(_attempts, lookahead=None)) is not None
+
+
 def _note_orders(given: TaskGraph, plans: Candidates, applied: list[AppliedPass] | None) -> None:
     """Note in ``applied`` what made the order of the best of ``plans`` out of that of ``given``."""
     if applied is not None and plans.best is not None:

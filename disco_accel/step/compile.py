@@ -176,8 +176,11 @@ def _compile(
     facts = BudgetFacts(options.memory, on_device, batch, outputs)
     settings = PlannerSettings(options.planner, options.policy, machine, options.plan_seconds)
     store, device = plan_store(options.plan_cache, engine), run_device(engine.device)
+    peers = options.devices > 1 and _copies_straight(engine, options.devices)
     made = plan_in_chunks(
-        StepToPlan(whole, sharing, costs, facts, settings, options.chunks, device, store, options.say)
+        StepToPlan(
+            whole, sharing, costs, facts, settings, options.chunks, device, store=store, say=options.say, peers=peers
+        )
     )
     captured, planned = made.captured, made.planned
     used = len({vertex.device for vertex in planned.graph.vertices if vertex.kind is VertexKind.KERNEL})
@@ -208,6 +211,11 @@ def _compile(
         chunk_sums=0 if made.chunks is None else made.chunks.sums,
     )
     return step
+
+
+def _copies_straight(engine: EngineOptions, count: int) -> bool:
+    backend = backend_of(run_device(engine.device))
+    return backend.copies_straight(backend.others(engine.devices, count))
 
 
 def _packed_bytes(model: torch.nn.Module, captured: CapturedStep, options: CompileOptions) -> int:

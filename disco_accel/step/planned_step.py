@@ -36,8 +36,8 @@ from disco_accel.step.several_devices import Sharing, on_devices
 logger = logging.getLogger("disco_accel")
 
 _LARGE = 4
-"""A kernel that moves more than the arena through this runs in chunks. Of captured 7B steps a quarter leaves room for a
-chunk, the one before and the weights of the next; an eighth makes four times the kernels for the same least memory."""
+"""A kernel that moves more than the arena through this runs in chunks: beside a smaller one there is room for what
+waits for later kernels, and for the weights of the next."""
 
 _WORTH_MORE = 0.97
 """Twice as many chunks are taken if a step is simulated that much shorter: links wait less for memory."""
@@ -46,8 +46,8 @@ _MUCH_LESS = 0.9
 """Twice as many chunks are tried if their largest kernel needs so much less; of a few more percent none fits."""
 
 _NAMED = 8
-"""Where no number of chunks fits, the budget that a refusal names is that of so many: for 64 the search takes minutes,
-and it finds little less."""
+"""Where no number of chunks fits, the budget that a refusal names is that of so many: of a tiny Llama 64 chunks need
+8 % less than 8, and to find that takes some times as long."""
 
 Chunks = int | Literal["auto"]
 
@@ -55,8 +55,8 @@ Chunks = int | Literal["auto"]
 @dataclass(frozen=True)
 class StepToPlan:
     """``whole``: the step on all parts and ranks as ``sharing`` says; ``costs`` that its kernels get; ``facts`` of its
-    budget. ``chunks``: of a large kernel, ``auto`` as few as fit. ``device``: where it runs.
-    ``say`` hears of each stage, ``costed`` of what each attempt's kernels cost."""
+    budget. ``chunks``: of a large kernel, ``auto`` as few as fit. ``device``: where it runs. ``peers``: its devices
+    copy from each other without the host. ``say`` hears of each stage, ``costed`` of the costs of each attempt."""
 
     whole: StepOnParts
     sharing: Sharing
@@ -66,6 +66,7 @@ class StepToPlan:
     chunks: Chunks
     device: torch.device
     store: PlanStore | None = None
+    peers: bool = True
     say: Callable[[str], None] = lambda _: None
     costed: Callable[[CostedStep], None] = lambda _: None
 
@@ -172,7 +173,7 @@ def _planned(
     passes = STEP_PASSES if chunked is None else ()
     costed = with_costs(captured.graph, step.costs, captured.passes, passes)
     step.costed(costed)
-    captured, costed = on_devices(whole, costed, step.sharing, step.facts, step.machine)
+    captured, costed = on_devices(whole, costed, step.sharing, step.facts, step.machine, peers=step.peers)
     planned = plan_step(costed, step.facts, step.settings, store=step.store, say=step.say, names_needed=names_needed)
     return StepWithPlan(captured, costed, planned, chunked)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from disco_accel.decompose.layers import layer_of_kernels, placements, weights_fit
+from disco_accel.decompose.layers import layer_of_kernels, placements, way_fits
 from disco_accel.graph.taskgraph import Device, OpCall, Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.traits import FROZEN, LATE
 from disco_accel.simulate.machine import Link, Machine
@@ -117,6 +117,6 @@ def test_layers_are_dealt_out_in_turn_too() -> None:
     rows = [[{layers[k]: d for k, d in way.items()}[layer] for layer in range(9)] for way in ways]
     assert rows[1:] == [[0, 0, 1, 1, 0, 0, 1, 1, 0], [0, 1] * 4 + [0]]
     assert rows[0] == sorted(rows[0])
-    assert not weights_fit(graph, ways[0], [2 << 20] * 2)
-    assert weights_fit(graph, ways[0], [9 << 20] * 2)
-    assert not weights_fit(graph, ways[0], [9 << 20, 1 << 20])
+    assert not way_fits(graph, ways[0], [2 << 20] * 2)
+    assert way_fits(graph, ways[0], [9 << 20] * 2)
+    assert not way_fits(graph, ways[0], [9 << 20, 1 << 20])

@@ -14,6 +14,7 @@ import torch
 from disco_accel import DiscoConfig, prepare, stats
 from disco_accel.errors import BudgetTooSmall, ConfigError
 from disco_accel.graph.taskgraph import VertexKind
+from disco_accel.graph.values import host_copy_exists
 from disco_accel.step.compile import NotFaster
 from disco_accel.step.compiled_step import shared_weights
 from disco_accel.step.fitted_batch import FittedBatch
@@ -109,6 +110,32 @@ def test_parts_of_a_batch_have_the_bits_of_accumulation(family: str, dtype: torc
         torch.set_rng_state(start)
         assert_same(planned_step(planned, uneven(seed=seed)), expected)
     assert all(kernels_by_device(planned)) and stats(planned)["steps_eager"] == 0
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_weights_from_neighbours_are_those_of_now(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bits of accumulation, with every weight sent on by the one device that loads it; a weight that is written to
+    between two steps is another one on all devices."""
+    monkeypatch.setattr("disco_accel.decompose.decomposition._GAIN", float("inf"))
+    eager = family_lora("llama", lora_dropout=0.1)
+    planned = prepare(copy.deepcopy(eager), config(devices, "batch", "150KiB", link_bandwidth=1e9))
+    for seed in range(3):
+        if seed == 2:
+            for model in (eager, planned):
+                for name, weight in model.named_parameters():
+                    if not weight.requires_grad:
+                        weight.data.mul_(1.5 if "norm" in name else -1.25)
+        start = torch.get_rng_state()
+        expected = accumulated(eager, uneven(seed=seed), devices)
+        torch.set_rng_state(start)
+        assert_same(planned_step(planned, uneven(seed=seed)), expected)
+    step = current_step(planned)
+    assert step is not None and stats(planned)["steps_eager"] == 0
+    weights = {v.id for v in step.graph.vertices if host_copy_exists(v) and v.sizes[0]}
+    assert weights.isdisjoint(step.captured.copies)
+    sent = [v for v in step.graph.vertices if v.kind is VertexKind.TRANSFER and v.inputs[0][0] in weights]
+    assert len(sent) >= (devices - 1) * len(weights)
+    assert len({v.device for v in step.graph.vertices if v.id in weights}) == devices
 
 
 def test_what_cannot_be_shared_out_runs_by_layers_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
