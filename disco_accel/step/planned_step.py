@@ -35,12 +35,14 @@ from disco_accel.step.several_devices import Sharing, on_devices
 
 logger = logging.getLogger("disco_accel")
 
-_LARGE = 4
-"""A kernel that moves more than the arena through this runs in chunks: beside a smaller one there is room for what
-waits for later kernels, and for the weights of the next."""
+_LARGE = (2, 4)
+"""A kernel that moves more than the arena through this runs in chunks. ``auto`` tries few kernels first: each chunk of a
+run of kernels needs the weights of all of them, which may not stay from one chunk to the next. Beside kernels that move
+less than a quarter there is room for what waits for later ones."""
 
 _WORTH_MORE = 0.97
-"""Twice as many chunks are taken if a step is simulated that much shorter: links wait less for memory."""
+"""More chunks, or chunks of more kernels, are taken if a step is simulated that much shorter: links wait less for
+memory."""
 
 _MUCH_LESS = 0.9
 """Twice as many chunks are tried if their largest kernel needs so much less; of a few more percent none fits."""
@@ -110,13 +112,13 @@ def plan_in_chunks(step: StepToPlan) -> StepWithPlan:
 
 
 def _fewest(step: StepToPlan) -> StepWithPlan:
-    """In the fewest chunks that fit, or in twice as many as long as that is shorter."""
+    """In the fewest chunks of the fewest kernels that fit, or in the next more as long as that is shorter."""
     best: StepWithPlan | None = None
     nearest: tuple[StepOnParts, StepInChunks | None] = step.whole, None
     least = _largest_need(step.whole)
     for whole, chunked in _attempts(step):
         need = _largest_need(whole)
-        if need > _MUCH_LESS * least and need > step.arena:
+        if need > _MUCH_LESS * least and need > step.arena and chunked.most > 2:
             # The largest kernel is one that runs whole, or whose weights are most of what it needs.
             break
         if need < least:
@@ -143,24 +145,29 @@ def _largest_need(whole: StepOnParts) -> int:
 
 
 def _attempts(step: StepToPlan) -> Iterator[tuple[StepOnParts, StepInChunks]]:
-    """In 2, 4, 8 chunks and so on, as long as kernels get more of them."""
-    count, most = 2, 1
+    """The largest kernels in 2 chunks, then more kernels, then in 4, 8 and so on, as long as that changes anything."""
+    count, tried = 2, (0, 1)
     while count <= MOST_CHUNKS:
-        whole, chunked = _chunked(step, count)
-        if chunked.most <= most:
+        before = tried
+        for share in _LARGE:
+            whole, chunked = _chunked(step, count, share)
+            if not chunked.kernels or (chunked.kernels, chunked.most) == tried:
+                continue
+            tried = chunked.kernels, chunked.most
+            step.say(f"trying {chunked.kernels} kernels in up to {chunked.most} chunks")
+            yield whole, chunked
+        if tried[1] <= before[1]:
             return
-        most = chunked.most
-        step.say(f"trying {chunked.kernels} kernels in up to {most} chunks")
-        yield whole, chunked
         count *= 2
 
 
-def _chunked(step: StepToPlan, count: int) -> tuple[StepOnParts, StepInChunks]:
-    """The step with its large kernels in ``count`` chunks, for which packed weights are unpacked once."""
+def _chunked(step: StepToPlan, count: int, share: int = _LARGE[-1]) -> tuple[StepOnParts, StepInChunks]:
+    """The step with kernels that move more than the arena through ``share`` in ``count`` chunks, for which packed weights
+    are unpacked once."""
     applied = list(step.whole.captured.passes)
     graph = run_passes(step.whole.captured.graph, STEP_PASSES, applied)
     prepared = replace(step.whole.captured, graph=graph, passes=tuple(applied))
-    chunked = in_chunks(prepared, count, step.arena // _LARGE, step.device)
+    chunked = in_chunks(prepared, count, step.arena // share, step.device)
     part_of = {new: step.whole.part_of[old] for new, old in chunked.of.items() if old in step.whole.part_of}
     return StepOnParts(chunked.captured, part_of), chunked
 
