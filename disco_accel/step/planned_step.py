@@ -36,20 +36,20 @@ from disco_accel.step.several_devices import Sharing, on_devices
 logger = logging.getLogger("disco_accel")
 
 _LARGE = (2, 4)
-"""A kernel that moves more than the arena through this runs in chunks. ``auto`` tries few kernels first: each chunk of a
-run of kernels needs the weights of all of them, which may not stay from one chunk to the next. Beside kernels that move
-less than a quarter there is room for what waits for later ones."""
+"""A kernel that moves more than the arena through this runs in chunks. ``auto`` tries few kernels first: each chunk of
+a run of kernels needs the weights of all of them, which may not stay from one chunk to the next. Beside kernels that
+move less than a quarter there is room for what waits for later ones."""
 
 _WORTH_MORE = 0.97
 """More chunks, or chunks of more kernels, are taken if a step is simulated that much shorter: links wait less for
 memory."""
 
 _MUCH_LESS = 0.9
-"""Twice as many chunks are tried if their largest kernel needs so much less; of a few more percent none fits."""
+"""While even the largest kernel does not fit: twice as many chunks are tried if it needs so much less for this many."""
 
 _NAMED = 8
-"""Where no number of chunks fits, the budget that a refusal names is that of so many: of a tiny Llama 64 chunks need
-8 % less than 8, and to find that takes some times as long."""
+"""Where no number of chunks fits, a refusal names the budget of so many, of kernels that move more than the largest
+through so many: of a tiny Llama 64 chunks need 8 % less than 8, and several times as long to find that."""
 
 Chunks = int | Literal["auto"]
 
@@ -103,7 +103,7 @@ def plan_in_chunks(step: StepToPlan) -> StepWithPlan:
     if step.chunks == 1:
         return _planned(step, step.whole, None)
     if step.chunks != "auto":
-        return _told(_planned(step, *_chunked(step, step.chunks)))
+        return _told(_planned(step, *_chunked(step, step.chunks, step.arena // _LARGE[-1])))
     if _largest_need(step.whole) <= step.arena:
         with suppress(BudgetTooSmall, Infeasible):
             return _planned(step, step.whole, None, names_needed=False)
@@ -114,18 +114,7 @@ def plan_in_chunks(step: StepToPlan) -> StepWithPlan:
 def _fewest(step: StepToPlan) -> StepWithPlan:
     """In the fewest chunks of the fewest kernels that fit, or in the next more as long as that is shorter."""
     best: StepWithPlan | None = None
-    nearest: tuple[StepOnParts, StepInChunks | None] = step.whole, None
-    least = _largest_need(step.whole)
     for whole, chunked in _attempts(step):
-        need = _largest_need(whole)
-        if need > _MUCH_LESS * least and need > step.arena and chunked.most > 2:
-            # The largest kernel is one that runs whole, or whose weights are most of what it needs.
-            break
-        if need < least:
-            least = need
-            nearest = (whole, chunked) if chunked.most <= _NAMED or nearest[1] is None else nearest
-        if need > step.arena:
-            continue
         try:
             made = _planned(step, whole, chunked, names_needed=False)
         except (BudgetTooSmall, Infeasible):
@@ -135,7 +124,10 @@ def _fewest(step: StepToPlan) -> StepWithPlan:
         if best is not None and _seconds(made, step) >= _WORTH_MORE * _seconds(best, step):
             break
         best = made
-    return best if best is not None else _planned(step, *nearest)
+    if best is not None:
+        return best
+    # The same kernels whatever the budget: one that a refusal names is enough for them the next time.
+    return _planned(step, *_chunked(step, _NAMED, _largest_need(step.whole) // _NAMED))
 
 
 def _largest_need(whole: StepOnParts) -> int:
@@ -145,29 +137,32 @@ def _largest_need(whole: StepOnParts) -> int:
 
 
 def _attempts(step: StepToPlan) -> Iterator[tuple[StepOnParts, StepInChunks]]:
-    """The largest kernels in 2 chunks, then more kernels, then in 4, 8 and so on, as long as that changes anything."""
-    count, tried = 2, (0, 1)
+    """The largest kernels in 2 chunks, then more kernels, then in 4, 8 and so on, as long as that makes kernels
+    smaller. Those of which one kernel alone does not fit are left out."""
+    count, tried, least = 2, (0, 1), _largest_need(step.whole)
     while count <= MOST_CHUNKS:
-        before = tried
+        most, before = tried[1], least
         for share in _LARGE:
-            whole, chunked = _chunked(step, count, share)
+            whole, chunked = _chunked(step, count, step.arena // share)
             if not chunked.kernels or (chunked.kernels, chunked.most) == tried:
                 continue
-            tried = chunked.kernels, chunked.most
-            step.say(f"trying {chunked.kernels} kernels in up to {chunked.most} chunks")
-            yield whole, chunked
-        if tried[1] <= before[1]:
+            tried, need = (chunked.kernels, chunked.most), _largest_need(whole)
+            least = min(least, need)
+            if need <= step.arena:
+                step.say(f"trying {chunked.kernels} kernels in up to {chunked.most} chunks")
+                yield whole, chunked
+        if tried[1] <= most or step.arena < least > _MUCH_LESS * before:
             return
         count *= 2
 
 
-def _chunked(step: StepToPlan, count: int, share: int = _LARGE[-1]) -> tuple[StepOnParts, StepInChunks]:
-    """The step with kernels that move more than the arena through ``share`` in ``count`` chunks, for which packed weights
-    are unpacked once."""
+def _chunked(step: StepToPlan, count: int, large: int) -> tuple[StepOnParts, StepInChunks]:
+    """The step with kernels that move more than ``large`` bytes in ``count`` chunks; packed weights are unpacked once
+    for all of them."""
     applied = list(step.whole.captured.passes)
     graph = run_passes(step.whole.captured.graph, STEP_PASSES, applied)
     prepared = replace(step.whole.captured, graph=graph, passes=tuple(applied))
-    chunked = in_chunks(prepared, count, step.arena // share, step.device)
+    chunked = in_chunks(prepared, count, large, step.device)
     part_of = {new: step.whole.part_of[old] for new, old in chunked.of.items() if old in step.whole.part_of}
     return StepOnParts(chunked.captured, part_of), chunked
 
