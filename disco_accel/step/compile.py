@@ -208,7 +208,7 @@ def _compile(
         seconds | planned.seconds,
         planned.cache_use,
         shards=options.shard_memory,
-        chunk_sums=0 if made.chunks is None else made.chunks.sums,
+        chunked_kernels=0 if made.chunks is None else made.chunks.kernels,
     )
     return step
 

@@ -64,8 +64,8 @@ class CompiledStep:
     """Of its gradients, if the plan makes them."""
     shards: ShardMemory | None = None
     """Of weights that devices share."""
-    chunk_sums: int = 0
-    """Kernels whose sums are added up in chunks: they round otherwise than in one piece."""
+    chunked_kernels: int = 0
+    """Kernels that run in chunks: sums and products of parts may round otherwise than in one piece."""
     parameters: dict[str, torch.nn.Parameter] | None = None
     """The model's trainable parameters by name, looked up at the first run."""
 

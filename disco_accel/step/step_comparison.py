@@ -99,8 +99,9 @@ class Comparison:
         unordered = backend_of(self._device).reorders_sums and any(op_traits(name).unordered_on_gpu for name in names)
         # Libraries leave out the mask of a part that has no padding; the plan has one for all parts or for none.
         masked = self.step.parts > 1 and self.fitted.batch.get("attention_mask") is not None
-        # Devices that share weights add up in an order of their own, and so do chunks.
-        in_parts = shared_weights(self.step.captured) or self.step.chunk_sums
+        # Devices that share weights add up in an order of their own, and so do chunks; products of one row are other
+        # routines than those of many.
+        in_parts = shared_weights(self.step.captured) or self.step.chunked_kernels
         if not unordered and not masked and not in_parts:
             return 0.0
         return self._rounding()

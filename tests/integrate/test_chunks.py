@@ -100,7 +100,7 @@ def test_prompts_in_chunks_have_eagers_bits(family: str) -> None:
     assert stats(planned)["fallbacks"] == []
     step = next(iter(planned.__dict__["_disco_state"].plans.values()))
     assert len(step.graph.ops) > 2 * len({call.module for call in step.graph.ops.values()})
-    assert step.chunk_sums == 0
+    assert step.chunked_kernels > 50
 
 
 @pytest.mark.parametrize("keys", [{"parallel": "layers"}, {"parallel": "batch"}, {"parallel": "tensor"}], ids=str)

@@ -24,6 +24,7 @@ from disco_accel.decompose.chunks.cuts import (
 from disco_accel.decompose.chunks.fake_results import FakeResults
 from disco_accel.decompose.chunks.loops import goes_by_strides
 from disco_accel.decompose.chunks.runs import Run
+from disco_accel.graph.op_traits import Arithmetic, op_traits
 from disco_accel.graph.taskgraph import (
     Arg,
     EnumArg,
@@ -152,7 +153,7 @@ class Rewriting:
                 found = self._seen(vertex.inputs[arg.input], arg.spec)
                 seen.append(_argument(inputs, *self._as_contiguous(call, arg.spec, vertex, found)))
             made = replace(call, args=_with_tensors(call, seen))
-            results = self._same_results(made)
+            results = self._same_results(made) if _multiplied_alike(call, seen) else None
             if results is not None:
                 return inputs, replace(made, results=results)
         inputs = []
@@ -361,6 +362,14 @@ def _with_tensors(call: OpCall, seen: Sequence[TensorArg]) -> tuple[Arg, ...]:
         return tuple(filled(item) for item in arg) if isinstance(arg, tuple) else arg
 
     return tuple(filled(arg) for arg in call.args)
+
+
+def _multiplied_alike(call: OpCall, seen: Sequence[TensorArg]) -> bool:
+    """Whether a product of what is ``seen`` has the bits of ``call``: other strides may mean another routine."""
+    if op_traits(call.name).arithmetic is Arithmetic.NONE:
+        return True
+    pairs = zip(tensor_args(call.args), seen, strict=True)
+    return all(same_layout(replace(a.spec, offset=0), replace(b.spec, offset=0)) for a, b in pairs)
 
 
 def _result_spec(kernel: ChunkedKernel, output: int) -> TensorSpec:
