@@ -25,18 +25,20 @@ from disco_accel.integrate.hf.tracing import hf_contexts
 from disco_accel.measure.costs import Estimated
 from disco_accel.recipes.loading import checkpoint_activations
 from disco_accel.recipes.outline import Outline, outline
-from disco_accel.recipes.settings import read_recipe
+from disco_accel.recipes.settings import read_any_recipe
 from disco_accel.step.optimizer_home import OptimizerHome
 from disco_accel.step.pipeline import with_costs
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A Llama in bf16 and its batch: bytes and FLOPs are those of the real model, the weights do not exist."""
+    """A Llama and its batch: bytes and FLOPs are those of the real model, the weights do not exist. ``dtype`` of the
+    weights; adapters are float32."""
 
     shape: Shape
     batch: int
     tokens: int
+    dtype: str = "bfloat16"
 
     @property
     def config(self) -> dict[str, Any]:
@@ -44,7 +46,7 @@ class Workload:
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
-            "dtype": "bfloat16",
+            "dtype": self.dtype,
             "use_cache": False,
             "max_position_embeddings": max(2048, self.tokens),
             "tie_word_embeddings": False,
@@ -80,17 +82,29 @@ def lora_step(work: Workload) -> TaskGraph:
     return with_costs(lora_outline(work).captured.graph, Estimated("cuda")).graph
 
 
-def lora_outline(work: Workload, quant: str = "none", parts: int = 1) -> Outline:
+def lora_outline(work: Workload, quant: str = "none", parts: int = 1, ranks: int = 1) -> Outline:
     """The same before anybody has said how fast a device is, and what of a budget lies outside the arena. ``quant``:
-    form of the frozen weights, as of ``disco-accel plan``. ``parts`` of the batch: as of ``outline``."""
+    form of the frozen weights, as of ``disco-accel plan``. ``parts`` of the batch and ``ranks``: as of ``outline``."""
+    recipe: dict[str, Any] = {"dataset": "none.jsonl", "output_dir": "out", "max_steps": 1, "lora_r": 16}
+    recipe |= {"max_length": work.tokens, "per_device_train_batch_size": work.batch}
+    return _outlined(work, recipe, quant, parts, ranks)
+
+
+def prompt_outline(work: Workload, ranks: int = 1) -> Outline:
+    """A whole prompt of one row, which leaves the last logits and the key/value cache, as ``lora_outline``."""
+    assert work.batch == 1, "a prompt is one row"
+    return _outlined(work, {"prompts": "none.txt", "max_length": work.tokens}, ranks=ranks)
+
+
+def _outlined(
+    work: Workload, recipe: Mapping[str, Any], quant: str = "none", parts: int = 1, ranks: int = 1
+) -> Outline:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(work.config))
-        recipe: dict[str, Any] = {"model_name_or_path": folder, "dataset": "none.jsonl", "output_dir": "out"}
-        recipe |= {"max_steps": 1, "lora_r": 16}
-        recipe |= {"max_length": work.tokens, "per_device_train_batch_size": work.batch}
+        keys = {"model_name_or_path": folder, **recipe}
         file = Path(folder) / "recipe.yaml"
-        file.write_text("\n".join(f"{key}: {json.dumps(value)}" for key, value in recipe.items()))
-        return outline(read_recipe(str(file)), quant, parts=parts)
+        file.write_text("\n".join(f"{key}: {json.dumps(value)}" for key, value in keys.items()))
+        return outline(read_any_recipe(str(file)), quant, parts=parts, ranks=ranks)
 
 
 def full_outline(work: Workload) -> Outline:

@@ -16,12 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import devices, simulated, simulated_devices, simulated_full, simulated_quant
+from benchmarks import devices, simulated, simulated_full, simulated_quant
 from benchmarks.full import table as full_table
 from benchmarks.optimizer import suite as optimizer
 from benchmarks.prefill import peers as prefill_peers
 from benchmarks.prefill import suite as prefill
 from benchmarks.quantised import PLAIN
+from benchmarks.simulated_devices import tables as simulated_devices
 from benchmarks.step import table as step_table
 from disco_accel.errors import ConfigError
 from disco_accel.graph.files import write_atomically
@@ -156,8 +157,8 @@ def _simulated_full(result: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _simulated_devices(result: Mapping[str, Any]) -> tuple[str, str]:
-    lines = [simulated_devices.HEADER, *(simulated_devices.line(row) for row in result["rows"])]
-    return "Simulated: LoRA steps on one to eight GPUs, no device ran them", "\n".join(lines)
+    title = "Simulated: LoRA steps and prompts on one to eight GPUs, no device ran them"
+    return title, simulated_devices.table(result)
 
 
 def _devices(result: Mapping[str, Any]) -> tuple[str, str]:

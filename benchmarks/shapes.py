@@ -29,9 +29,10 @@ PRESETS: Mapping[str, Shape] = {
     "13b": llama(5120, 13824, 40, 40, 40, 32000),
     "14b": llama(5120, 13824, 48, 40, 8, 152064),
     "32b": llama(5120, 27648, 64, 40, 8, 152064),
+    "65b": llama(8192, 22016, 80, 64, 64, 32000),
     "70b": llama(8192, 28672, 80, 64, 8, 32000),
 }
-"""1b: TinyLlama; 7b, 13b, 70b: Llama 2; 8b: Llama 3; 14b, 32b: the sizes of Qwen2.5."""
+"""1b: TinyLlama; 7b, 13b, 70b: Llama 2; 65b: the first Llama; 8b: Llama 3; 14b, 32b: the sizes of Qwen2.5."""
 
 
 def frozen_bytes(shape: Shape, itemsize: int) -> int:

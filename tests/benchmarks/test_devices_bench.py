@@ -1,4 +1,4 @@
-"""``bench devices`` and its simulated sibling, at small sizes."""
+"""``bench devices``, at a small size."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import devices, report, simulated_devices
+from benchmarks import devices, report
 from disco_accel.cli.main import BENCHMARKS
 
 pytestmark = pytest.mark.usefixtures("forked")
@@ -27,13 +27,3 @@ def test_every_variant_has_eagers_bits_and_is_timed(tmp_path: Path, monkeypatch:
     assert layers["ideal"] == pytest.approx(parts["seconds"] * 5 / 8)
     title, body = report.TABLES["devices"](result)
     assert title and len(body.splitlines()) == 6 and "devices" in BENCHMARKS
-
-
-def test_steps_on_gpus_are_planned_and_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(simulated_devices.MEMORY, "a100", 16 << 20)
-    made = [simulated_devices.row(cell) for cell in simulated_devices.cells(["tiny"], ["a100"]) if cell.devices <= 2]
-    assert [(each.devices, each.parallel) for each in made] == [(1, "layers"), (2, "layers"), (2, "batch")]
-    for each in made:
-        assert each.bound is not None and each.period is not None and each.bound <= each.period * 1.0005
-        assert each.weights == made[0].weights
-        assert len(simulated_devices.line(simulated_devices.asdict(each)).split("|")) == 12
