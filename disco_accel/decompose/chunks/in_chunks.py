@@ -87,7 +87,7 @@ class _Attempt:
         """The graph in chunks."""
         while True:
             self.chunked = self._choices()
-            runs = runs_of(self._graph, self.chunked)
+            runs = runs_of(self._graph, self.chunked, self._weights, self._large)
             ends = set[int]()
             for run in runs:
                 members = {kernel.vertex.id: kernel for kernel in run.members}

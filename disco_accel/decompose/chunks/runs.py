@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from disco_accel.decompose.chunks.choice import ChunkedKernel, lies_in_chunks
 from disco_accel.graph.check import after_gate, dependencies
@@ -21,10 +22,60 @@ class Run:
     behind: list[Vertex] = field(default_factory=list)
 
 
-def runs_of(graph: TaskGraph, chunked: Mapping[int, ChunkedKernel]) -> list[Run]:
+def runs_of(
+    graph: TaskGraph, chunked: Mapping[int, ChunkedKernel], weights: Collection[int] = (), most: int = 0
+) -> list[Run]:
     """Return all vertices but INPUTs, as runs in an order that keeps every dependency. One without members is of whole
-    vertices alone."""
-    return _Runs(graph, chunked).made()
+    vertices alone.
+
+    ``most``: bytes of ``weights``, by vertex, that the kernels of a run may need together: each chunk needs them anew,
+    and what does not stay from one to the next is loaded once for every chunk.
+    """
+    sizes = {(vertex.id, k): size for vertex in graph.vertices for k, size in enumerate(vertex.sizes)}
+    runs = list[Run]()
+    for run in _Runs(graph, chunked).made():
+        parts = _split(run.members, sizes, weights, most) if run.members else [[]]
+        for k, members in enumerate(parts):
+            runs.append(Run(members, run.before if not k else [], run.behind if k + 1 == len(parts) else []))
+    return runs
+
+
+def _split(
+    members: Sequence[ChunkedKernel], sizes: Mapping[Ref, int], weights: Collection[int], most: int
+) -> list[list[ChunkedKernel]]:
+    """``members`` in runs whose weights are no more than ``most`` bytes, where one kernel's are no more. They end where
+    the fewest bytes go on: not within an MLP, whose hidden values would all be there."""
+    parts, begin = list[list[ChunkedKernel]](), 0
+    crossing = _crossing(members, sizes)
+    held: dict[Ref, int] = {}
+    place = 0
+    while place < len(members):
+        needs = {ref: sizes[ref] for ref in members[place].vertex.inputs if ref[0] in weights}
+        if held and needs.keys() - held.keys() and sum((held | needs).values()) > most:
+            # Of ends that are as good the last.
+            end = min(range(begin + 1, place + 1), key=lambda k: (crossing[k], -k))
+            parts.append(list(members[begin:end]))
+            begin = place = end
+            held = {}
+            continue
+        held |= needs
+        place += 1
+    return [*parts, list(members[begin:])]
+
+
+def _crossing(members: Sequence[ChunkedKernel], sizes: Mapping[Ref, int]) -> list[int]:
+    """Before each place, and behind the last: bytes that members before it make and that later ones read."""
+    last: dict[Ref, int] = {}
+    for place, kernel in enumerate(members):
+        last |= dict.fromkeys(kernel.vertex.inputs, place)
+    change = [0] * (len(members) + 1)
+    for place, kernel in enumerate(members):
+        for output in range(len(kernel.vertex.sizes)):
+            ref = kernel.vertex.id, output
+            if last.get(ref, place) > place:
+                change[place + 1] += sizes[ref]
+                change[last[ref] + 1] -= sizes[ref]
+    return list(accumulate(change))
 
 
 class _Runs:
