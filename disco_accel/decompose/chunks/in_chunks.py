@@ -35,14 +35,16 @@ class StepInChunks:
     most: int
 
 
-def in_chunks(captured: CapturedStep, count: int, large: int, device: torch.device) -> StepInChunks:
-    """``captured`` with each kernel that reads and makes more than ``large`` bytes in ``count`` chunks, as far as its
-    op allows; those between two such kernels follow.
+def in_chunks(
+    captured: CapturedStep, count: int, large: int, device: torch.device, value: int | None = None
+) -> StepInChunks:
+    """``captured`` with each kernel that reads and makes more than ``large`` bytes, or makes a value of more than
+    ``value`` (None: the same), in ``count`` chunks, as far as its op allows; those between two such kernels follow.
 
     Weights do not count: they are needed whole by each chunk. ``device``: where the step runs.
     """
     graph = captured.graph
-    made = _Attempt(captured, count, large, FakeResults(device))
+    made = _Attempt(captured, count, large, FakeResults(device), large if value is None else value)
     applied = list(captured.passes)
     effect = f"kernels of more than {large} bytes in up to {count} chunks"
     rewriting = made.rewritten()
@@ -73,8 +75,9 @@ class _Attempt:
     """Invariant of ``rewritten``: a kernel that has been found to run whole runs whole in every later round, so rounds
     end."""
 
-    def __init__(self, captured: CapturedStep, count: int, large: int, fakes: FakeResults) -> None:
-        self._graph, self._count, self._large, self._fakes = captured.graph, count, large, fakes
+    def __init__(self, captured: CapturedStep, count: int, large: int, fakes: FakeResults, value: int) -> None:
+        self._graph, self._count, self._fakes = captured.graph, count, fakes
+        self._large, self._value = large, value
         self.handed_out = frozenset(value.ref for value in (*captured.outputs, *captured.gradients))
         self._to_user = {b.vertex for b in captured.bindings if b.source is InputSource.OUTSIDE}
         self._sizes = {(v.id, k): size for v in self._graph.vertices for k, size in enumerate(v.sizes)}
@@ -127,7 +130,7 @@ class _Attempt:
             self._sizes[ref] for ref in dict.fromkeys(vertex.inputs) if ref[0] not in self._weights
         )
         return KernelTraits(
-            large=moved > self._large and vertex.id not in self._weights,
+            large=(moved > self._large or max(vertex.sizes) > self._value) and vertex.id not in self._weights,
             handed_out=is_handed_out(vertex),
             backward=vertex.id in self._behind_gate,
             to_user=any(producer in self._to_user for producer, _ in vertex.inputs),
