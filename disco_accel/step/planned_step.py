@@ -136,7 +136,8 @@ def _fewest(step: StepToPlan) -> StepWithPlan:
 
 
 def _as_asked(step: StepToPlan, count: int) -> tuple[StepOnParts, StepInChunks]:
-    large = step.arena // _LARGE[-1]
+    """In ``count`` chunks: the same kernels, and bits, whatever the budget."""
+    large = _largest_need(step.whole) // _LARGE[-1]
     return _chunked(step, count, large, large // _OF_ONE)
 
 

@@ -54,3 +54,34 @@ def test_prompts_and_decoding_are_eagers(family: str) -> None:
         logits = eager(**inputs, position_ids=positions, use_cache=True, logits_to_keep=1).logits[:, -1]
     assert torch.equal(prefill(planned, **inputs).logits[:, -1], logits)
     assert stats(planned)["prefills"] >= 2 and stats(planned)["fallbacks"] == []
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_steps_in_chunks_are_eagers(family: str) -> None:
+    """To rounding, with dropout, which runs whole and draws as it does without chunks."""
+    model = family_lora(family, checkpointing=True, lora_dropout=0.1)
+    eager = copy.deepcopy(model).to(CUDA)
+    planned = least(model, lambda m: step(m, batch(0)), dispatch="random", chunks=4)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        expected = step(eager, batch(seed))
+        torch.manual_seed(seed)
+        got = step(planned, batch(seed))
+        assert torch.equal(got.pop("generator"), expected.pop("generator"))
+        apart = sum((got[n].double() - t.double()).square().sum() for n, t in expected.items())
+        assert apart <= 4e-12 * sum(t.double().square().sum() for t in expected.values())
+    found = stats(planned)
+    assert found["steps_eager"] == 0 and found["engine"]["c10_allocations"] == 0
+
+
+def test_a_prompt_in_chunks_is_eagers() -> None:
+    model = family_lora("llama").eval()
+    eager = copy.deepcopy(model).to(CUDA)
+    inputs: dict[str, Any] = {k: v for k, v in batch(0, 32).items() if k != "labels"}
+    planned = least(model, lambda m: prefill(m, **inputs), chunks=4)
+    with torch.no_grad():
+        expected = eager(**inputs, use_cache=True, logits_to_keep=1)
+    got = prefill(planned, **inputs)
+    assert torch.equal(got.logits[:, -1], expected.logits[:, -1])
+    for ours, theirs in zip(got.past_key_values.layers, expected.past_key_values.layers, strict=True):
+        assert torch.equal(ours.keys, theirs.keys) and torch.equal(ours.values, theirs.values)

@@ -106,7 +106,11 @@ def close(model: Any, eager: Any, batch: dict[str, torch.Tensor]) -> float:
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("keys", [{"parallel": "tensor"}, {"parallel": "layers", "micro_batches": 2}], ids=str)
+@pytest.mark.parametrize(
+    "keys",
+    [{"parallel": "tensor"}, {"parallel": "layers", "micro_batches": 2}, {"parallel": "layers", "chunks": 4}],
+    ids=str,
+)
 def test_sums_in_another_order_are_near_eagers(keys: dict[str, Any], attention: str) -> None:
     batch = batch_for(SHAPE["vocab_size"], 4, 16, FIRST)
     model, eager = llama(attention=attention), llama(attention=attention).to(FIRST)
