@@ -91,7 +91,7 @@ def ranges_of(axes: Axes, part: Part) -> dict[int, Range] | None:
 
 
 class Chooser:
-    """``count``: chunks that a large kernel is to have. ``itemsize``: bytes of an element by dtype, as of ``fakes``."""
+    """``count``: chunks that a large kernel is to have. ``fakes`` tell how results lie."""
 
     def __init__(
         self, count: int, large: int, fakes: FakeResults, sizes: Mapping[Ref, int], weights: Collection[int]
