@@ -22,7 +22,7 @@ from statistics import quantiles
 from benchmarks.captures import Workload, lora_outline
 from benchmarks.provenance import provenance
 from benchmarks.shapes import Shape, llama
-from benchmarks.simulated_devices import A100
+from benchmarks.simulated_devices.cells import A100
 from disco_accel.decompose.decomposition import over_devices
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.files import write_atomically
