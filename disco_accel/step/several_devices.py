@@ -75,13 +75,11 @@ def on_devices(
     """``whole``, which has become the costed ``step``, with a device for each kernel; each has what ``facts`` leave of
     their budget. ``peers``: copies between devices go straight. Raises CaptureError as ``over_devices``."""
     captured, graph, applied = whole.captured, step.graph, list(step.applied)
-    arena = max(facts.split(step.costs.workspaces, in_blocks=step.costs.in_blocks).arena, 0)
-    # Passes on the costed graph of one device go here.
     if sharing.devices > 1:
+        arena = max(facts.split(step.costs.workspaces, in_blocks=step.costs.in_blocks).arena, 0)
         part_of = None if sharing.parallel == "layers" else whole.part_of
         memory, what = [arena] * sharing.devices, _OF_EACH[sharing.parallel]
         captured, graph = over_devices(captured, graph, memory, machine, applied, part_of, what, peers=peers)
-    # Passes on the costed graph of all devices go here.
     return captured, replace(step, graph=graph, applied=tuple(applied), copies=captured.copies)
 
 
