@@ -92,15 +92,15 @@ def with_costs(
     graph: TaskGraph,
     costs: Costs,
     applied: Sequence[AppliedPass] = (),
-    passes: Sequence[GraphPass] = STEP_PASSES,
+    passes: Sequence[GraphPass] | None = None,
 ) -> CostedStep:
     """Run ``passes`` on a captured ``graph``, ask for the costs of what comes out, and put them into it.
 
-    ``applied``: the passes of the capture. Raises CaptureError and ExecutionError, as ``costs`` does.
+    ``applied``: the passes of the capture; ``passes``: None for ``STEP_PASSES``. Raises CaptureError and ExecutionError, as ``costs`` does.
     """
     began = time.perf_counter()
     done = list(applied)
-    graph = run_passes(graph, passes, done)
+    graph = run_passes(graph, STEP_PASSES if passes is None else passes, done)
     known = costs.of(graph)
     graph = run_passes(graph, known.passes, done)
     return CostedStep(graph, known, tuple(done), time.perf_counter() - began)

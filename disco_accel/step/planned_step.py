@@ -21,16 +21,9 @@ from disco_accel.measure.costs import Costs
 from disco_accel.plan import Machine
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.simulate.simulator import simulate
+from disco_accel.step import pipeline
 from disco_accel.step.budget import BudgetFacts
-from disco_accel.step.pipeline import (
-    STEP_PASSES,
-    CostedStep,
-    PlannedStep,
-    PlannerSettings,
-    PlanStore,
-    plan_step,
-    with_costs,
-)
+from disco_accel.step.pipeline import CostedStep, PlannedStep, PlannerSettings, PlanStore, plan_step, with_costs
 from disco_accel.step.several_devices import Sharing, on_devices
 
 logger = logging.getLogger("disco_accel")
@@ -172,7 +165,7 @@ def _chunked(step: StepToPlan, count: int, large: int, value: int) -> tuple[Step
     """The step with kernels that move more than ``large`` bytes, or make a value of more than ``value``, in ``count``
     chunks; packed weights are unpacked once for all of them."""
     applied = list(step.whole.captured.passes)
-    graph = run_passes(step.whole.captured.graph, STEP_PASSES, applied)
+    graph = run_passes(step.whole.captured.graph, pipeline.STEP_PASSES, applied)
     prepared = replace(step.whole.captured, graph=graph, passes=tuple(applied))
     chunked = in_chunks(prepared, count, large, step.device, value)
     part_of = {new: step.whole.part_of[old] for new, old in chunked.of.items() if old in step.whole.part_of}
@@ -184,7 +177,8 @@ def _planned(
 ) -> StepWithPlan:
     captured = whole.captured
     step.say(f"measuring {len(captured.graph.ops)} kernels")
-    passes = STEP_PASSES if chunked is None else ()
+    # Those of a step in chunks have run before it was cut.
+    passes = None if chunked is None else ()
     costed = with_costs(captured.graph, step.costs, captured.passes, passes)
     step.costed(costed)
     captured, costed = on_devices(whole, costed, step.sharing, step.facts, step.machine, peers=step.peers)
