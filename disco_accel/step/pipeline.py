@@ -96,8 +96,8 @@ def with_costs(
 ) -> CostedStep:
     """Run ``passes`` on a captured ``graph``, ask for the costs of what comes out, and put them into it.
 
-    ``applied``: the passes of the capture; ``passes``: None for ``STEP_PASSES``. Raises CaptureError and ExecutionError,
-    as ``costs`` does.
+    ``applied``: the passes of the capture; ``passes``: None for ``STEP_PASSES``. Raises CaptureError and
+    ExecutionError, as ``costs`` does.
     """
     began = time.perf_counter()
     done = list(applied)
