@@ -63,6 +63,15 @@ class ChunkedKernel:
 
 def part_args(call: OpCall, loops: Loops, part: Part, seen: Sequence[TensorArg]) -> tuple[Arg, ...]:
     """The arguments of ``call`` for a ``part`` of its loops, with the tensors ``seen``."""
+    args = list(with_tensors(loops.part_args or call.args, seen))
+    result = call.results[0]
+    if loops.shape_at is not None and result is not None:
+        args[loops.shape_at] = narrowed(result.spec, ranges_of(loops.results[0], part) or {}).shape
+    return tuple(args)
+
+
+def with_tensors(args: tuple[Arg, ...], seen: Sequence[TensorArg]) -> tuple[Arg, ...]:
+    """``args`` with the tensors ``seen`` in place of their own, in the order of ``tensor_args``."""
     tensors = iter(seen)
 
     def filled(arg: Arg) -> Arg:
@@ -70,11 +79,7 @@ def part_args(call: OpCall, loops: Loops, part: Part, seen: Sequence[TensorArg])
             return next(tensors)
         return tuple(filled(item) for item in arg) if isinstance(arg, tuple) else arg
 
-    args = [filled(arg) for arg in loops.part_args or call.args]
-    result = call.results[0]
-    if loops.shape_at is not None and result is not None:
-        args[loops.shape_at] = narrowed(result.spec, ranges_of(loops.results[0], part) or {}).shape
-    return tuple(args)
+    return tuple(filled(arg) for arg in args)
 
 
 def ranges_of(axes: Axes, part: Part) -> dict[int, Range] | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from disco_accel.capture.inplace import overwritable
-from disco_accel.decompose.chunks.choice import ChunkedKernel, ranges_of, results_of_part
+from disco_accel.decompose.chunks.choice import ChunkedKernel, ranges_of, results_of_part, with_tensors
 from disco_accel.decompose.chunks.cuts import (
     Cut,
     Unaligned,
@@ -26,7 +26,6 @@ from disco_accel.decompose.chunks.loops import goes_by_strides
 from disco_accel.decompose.chunks.runs import Run
 from disco_accel.graph.op_traits import Arithmetic, op_traits
 from disco_accel.graph.taskgraph import (
-    Arg,
     EnumArg,
     OpCall,
     OpResult,
@@ -152,13 +151,13 @@ class Rewriting:
             for arg in tensor_args(call.args):
                 found = self._seen(vertex.inputs[arg.input], arg.spec)
                 seen.append(_argument(inputs, *self._as_contiguous(call, arg.spec, vertex, found)))
-            made = replace(call, args=_with_tensors(call, seen))
+            made = replace(call, args=with_tensors(call.args, seen))
             results = self._same_results(made) if _multiplied_alike(call, seen) else None
             if results is not None:
                 return inputs, replace(made, results=results)
         inputs = []
         seen = [_argument(inputs, self.value(vertex.inputs[a.input]), a.spec) for a in tensor_args(call.args)]
-        return inputs, replace(call, args=_with_tensors(call, seen))
+        return inputs, replace(call, args=with_tensors(call.args, seen))
 
     def _same_results(self, call: OpCall) -> tuple[OpResult | None, ...] | None:
         """The results of a call whose arguments lie otherwise now; None if they lie otherwise too."""
@@ -351,17 +350,6 @@ def _argument(inputs: list[Ref], ref: Ref, spec: TensorSpec) -> TensorArg:
     if ref not in inputs:
         inputs.append(ref)
     return TensorArg(inputs.index(ref), spec)
-
-
-def _with_tensors(call: OpCall, seen: Sequence[TensorArg]) -> tuple[Arg, ...]:
-    tensors = iter(seen)
-
-    def filled(arg: Arg) -> Arg:
-        if isinstance(arg, TensorArg):
-            return next(tensors)
-        return tuple(filled(item) for item in arg) if isinstance(arg, tuple) else arg
-
-    return tuple(filled(arg) for arg in call.args)
 
 
 def _multiplied_alike(call: OpCall, seen: Sequence[TensorArg]) -> bool:
