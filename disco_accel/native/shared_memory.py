@@ -1,0 +1,114 @@
+"""Memory that processes of one machine share: anonymous files in memory (Linux memfd), passed on as descriptors."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import mmap
+import os
+import weakref
+from collections.abc import Callable
+from enum import IntFlag
+
+import torch
+
+from disco_accel.errors import ExecutionError
+
+_F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
+_Span = ctypes.c_ubyte * (1 << 46)
+"""Of any mapping, of which it is longer: a type of its own for each length would never be freed."""
+
+
+class Seal(IntFlag):
+    """What can't be done to a file in memory any more, by anybody (Linux, ``fcntl(2)``)."""
+
+    SEALS = 1
+    SHRINK = 2
+    GROW = 4
+    WRITE = 8
+    FUTURE_WRITE = 16
+
+
+WHOLE = Seal.SHRINK | Seal.GROW
+"""Nobody's mapping of the file can lose its pages, which would end a process that reads there."""
+READ_ONLY = WHOLE | Seal.WRITE | Seal.SEALS
+"""The content is final."""
+
+
+def create_file(name: str, nbytes: int) -> int:
+    """The descriptor of a new file of ``nbytes`` zeros in memory, closed in programs that this one starts. It is gone
+    when the last descriptor and mapping are. ``name`` is for those who look into ``/proc``.
+
+    Raises:
+        ExecutionError: the machine has no memory or no descriptors for it.
+    """
+    try:
+        file = os.memfd_create(name[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        raise ExecutionError(f"no shared memory for '{name}': {error.strerror}") from error
+    try:
+        os.ftruncate(file, nbytes)
+    except OSError as error:
+        os.close(file)
+        raise ExecutionError(f"no shared memory of {nbytes} bytes for '{name}': {error.strerror}") from error
+    return file
+
+
+def add_seals(file: int, seals: Seal) -> bool:
+    """Seal ``file``, or return False where it can't be: for ``WRITE``, somebody still has it mapped to write there."""
+    try:
+        fcntl.fcntl(file, _F_ADD_SEALS, int(seals))
+    except OSError:
+        return seals_of(file) & seals == seals
+    return True
+
+
+def seals_of(file: int) -> Seal:
+    """The seals of ``file``; none for one that is not in memory."""
+    try:
+        return Seal(fcntl.fcntl(file, _F_GET_SEALS))
+    except OSError:
+        return Seal(0)
+
+
+def map_file(
+    file: int, nbytes: int, *, shared_writes: bool, offset: int = 0, freed: Callable[[], None] | None = None
+) -> torch.Tensor:
+    """``nbytes`` bytes of ``file`` from ``offset`` on, a whole number of pages, as a 1-d uint8 tensor.
+
+    With ``shared_writes`` all who map the file see what is written there. Without, it shows the file's content until
+    this process writes to a page: from then on that page is this process's own. The mapping lives as long as a tensor
+    of its storage; then ``freed`` is called, in whichever thread let go last. The descriptor is not needed any more.
+
+    Raises:
+        ExecutionError: the file cannot be mapped so, such as a sealed one with ``shared_writes``.
+    """
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    flags = mmap.MAP_SHARED if shared_writes else mmap.MAP_PRIVATE | _MAP_NORESERVE
+    address = _libc().mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, file, offset)
+    if address == ctypes.c_void_p(-1).value:
+        raise ExecutionError(f"{nbytes} bytes of shared memory cannot be mapped: {os.strerror(ctypes.get_errno())}")
+    span = _Span.from_address(address)
+    # At the end of the process the kernel unmaps; tensors may still be read by then.
+    weakref.finalize(span, _unmap, address, nbytes, freed).atexit = False
+    return torch.frombuffer(span, dtype=torch.uint8, count=nbytes)
+
+
+_MAP_NORESERVE = 0x4000
+
+
+def _unmap(address: int, nbytes: int, freed: Callable[[], None] | None) -> None:
+    _libc().munmap(address, nbytes)
+    if freed is not None:
+        freed()
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    return libc
