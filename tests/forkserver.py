@@ -30,6 +30,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -187,7 +188,16 @@ def _finish(program: str, words: list[str], folder: str) -> None:
         sys.path[0] = str(Path(words[0]).resolve().parent)
         sys.argv = words
         runpy.run_path(words[0], run_name="__main__")
+    if _has_gloo_threads():
+        # One that still holds a tensor of Python's when the interpreter goes down aborts the process
+        # (pytorch/pytorch#179291): while this one sleeps, it can let go.
+        time.sleep(0.5)
     sys.exit(0)
+
+
+def _has_gloo_threads() -> bool:
+    """Whether this process runs collectives of PyTorch's gloo backend in threads."""
+    return any(name.read_text() == "pt_gloo_runloop\n" for name in Path("/proc/self/task").glob("*/comm"))
 
 
 if __name__ == "__main__":

@@ -17,3 +17,4 @@ trainer = Trainer(model, arguments, train_dataset=rows, data_collator=default_da
 trainer.train()
 if trainer.is_world_process_zero():
     model.save_pretrained("out/adapter")
+trainer.accelerator.end_training()
