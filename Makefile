@@ -45,7 +45,7 @@ test: export OMP_NUM_THREADS := 1
 test: export PYTHONDONTWRITEBYTECODE :=
 test: setup  ## set-up, lint and all tests; the last line is pytest's
 	@$(MAKE) --no-print-directory -j 2 lint deepspeed-op quanto-op
-	@$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --instafail --durations 15
+	@$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --instafail --durations 60 -m "not long"
 
 # Most of lint is one process: the other core compiles meanwhile.
 deepspeed-op: $(INSTALLED)

@@ -56,7 +56,13 @@ def build(folder: Path, sanitize: str) -> Path:
 
 
 @pytest.mark.timeout(BUILD_SECONDS + RUN_SECONDS + 60)
-@pytest.mark.parametrize("sanitize", SANITIZERS.values(), ids=SANITIZERS)
+@pytest.mark.parametrize(
+    "sanitize",
+    [
+        pytest.param(flags, id=name, marks=pytest.mark.long if name == "address" else ())
+        for name, flags in SANITIZERS.items()
+    ],
+)
 def test_core_holds_its_promises_under(sanitize: str, tmp_path: Path) -> None:
     """Every C++ test of the core passes, and the sanitizers find nothing to report."""
     program = build(tmp_path / "build", sanitize)
