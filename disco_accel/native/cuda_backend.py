@@ -186,17 +186,17 @@ def _measured_workspace(device: torch.device) -> int:
     return taken
 
 
-def pin(tensor: torch.Tensor, device: torch.device | None = None) -> object:
+def pin(tensor: torch.Tensor, device: torch.device | None = None, *, read_only: bool = False) -> object:
     """Register the pages under a host tensor with CUDA, so that copies from and to it are asynchronous.
 
     ``device``: one that is used anyway, None for the current one; all devices may copy from the pages then. They stay
-    registered as long as the returned object lives, which keeps the tensor too. Raises ExecutionError with
-    CUDA's reason when the system does not allow it.
+    registered as long as the returned object lives, which keeps the tensor too. ``read_only``: no device writes there,
+    so that pages that are shared stay so. Raises ExecutionError with CUDA's reason when the system does not allow it.
     """
     load_extension()
     try:
         with nullcontext() if device is None else torch.cuda.device(device):
-            return torch.classes.disco_accel.Pinned(tensor)
+            return torch.classes.disco_accel.Pinned(tensor, read_only)
     except (RuntimeError, ValueError) as error:
         raise ExecutionError(
             f"pinning {tensor.nbytes} bytes of host memory failed: {error}; the limit of locked memory (ulimit -l) or "

@@ -16,6 +16,8 @@ namespace {
 constexpr int kSuccess = 0;
 constexpr int kNotReady = 600;
 constexpr unsigned kHostRegisterPortable = 1;
+constexpr unsigned kHostRegisterReadOnly = 8;
+constexpr int kReadOnlyRegistrationSupported = 114;  // an attribute of a device
 constexpr std::array<int, 3> kMemcpyKind = {1, 2,
                                             4};  // by Direction: host to device, device to host, default
 
@@ -61,6 +63,17 @@ void resolve_driver(Function*& function, const char* name) {
   function = reinterpret_cast<Function*>(symbol);
 }
 
+// Throws CudaError.
+void require_read_only_registration(const CudartApi& api) {
+  int device = 0, supported = 0;
+  int code = api.get_device(&device);
+  if (code == kSuccess) code = api.device_attribute(&supported, kReadOnlyRegistrationSupported, device);
+  if (code != kSuccess)
+    throw CudaError("cudaDeviceGetAttribute", code, cuda_error_text(api, "cudaDeviceGetAttribute", code));
+  if (supported == 0)
+    throw CudaError("cudaHostRegister", -1, "this device cannot register memory that it may only read");
+}
+
 }  // namespace
 
 struct CudaDevice::Lane {
@@ -94,6 +107,7 @@ CudartApi CudartApi::load() {
   resolve(library, api.memcpy_peer_async, "cudaMemcpyPeerAsync");
   resolve(library, api.can_access_peer, "cudaDeviceCanAccessPeer");
   resolve(library, api.enable_peer_access, "cudaDeviceEnablePeerAccess");
+  resolve(library, api.device_attribute, "cudaDeviceGetAttribute");
   resolve(library, api.host_register, "cudaHostRegister");
   resolve(library, api.host_unregister, "cudaHostUnregister");
   resolve(library, api.get_last_error, "cudaGetLastError");
@@ -102,8 +116,14 @@ CudartApi CudartApi::load() {
   return api;
 }
 
-PinnedRegion::PinnedRegion(const CudartApi& api, void* begin, std::size_t bytes) : api_(api), begin_(begin) {
-  if (const int code = api_.host_register(begin, bytes, kHostRegisterPortable); code != kSuccess) {
+PinnedRegion::PinnedRegion(const CudartApi& api, void* begin, std::size_t bytes, Access access)
+    : api_(api), begin_(begin) {
+  unsigned flags = kHostRegisterPortable;
+  if (access == Access::kRead) {
+    require_read_only_registration(api_);
+    flags |= kHostRegisterReadOnly;
+  }
+  if (const int code = api_.host_register(begin, bytes, flags); code != kSuccess) {
     throw CudaError(
         "cudaHostRegister", code,
         cuda_error_text(api_, "cudaHostRegister", code) + " (" + std::to_string(bytes) + " bytes)");

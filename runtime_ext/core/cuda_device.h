@@ -36,6 +36,7 @@ struct CudartApi {
                            CudaStream) = nullptr;                            // cudaMemcpyPeerAsync
   int (*can_access_peer)(int* can, int device, int peer) = nullptr;          // cudaDeviceCanAccessPeer
   int (*enable_peer_access)(int peer, unsigned flags) = nullptr;             // cudaDeviceEnablePeerAccess
+  int (*device_attribute)(int* value, int attribute, int device) = nullptr;  // cudaDeviceGetAttribute
   int (*host_register)(void*, std::size_t bytes, unsigned flags) = nullptr;  // cudaHostRegister
   int (*host_unregister)(void*) = nullptr;                                   // cudaHostUnregister
   // cudaGetLastError: returns and forgets this thread's last error.
@@ -66,7 +67,12 @@ class CudaError : public std::runtime_error {
 // asynchronous).
 class PinnedRegion {
  public:
-  PinnedRegion(const CudartApi& api, void* begin, std::size_t bytes);
+  // What devices do with the memory. Registered for writes, the pages of a private mapping of a file become
+  // the process's own, each a copy.
+  enum class Access { kReadAndWrite, kRead };
+
+  // Throws CudaError; for kRead also where the current device cannot do that.
+  PinnedRegion(const CudartApi& api, void* begin, std::size_t bytes, Access access = Access::kReadAndWrite);
   ~PinnedRegion();
   PinnedRegion(const PinnedRegion&) = delete;
   PinnedRegion& operator=(const PinnedRegion&) = delete;

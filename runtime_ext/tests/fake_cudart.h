@@ -81,7 +81,14 @@ class FakeCudart {
       return current_->call("cudaDeviceCanAccessPeer");
     };
     api.enable_peer_access = [](int peer, unsigned) { return current_->enable_peer(peer); };
-    api.host_register = [](void*, std::size_t, unsigned) { return current_->call("cudaHostRegister"); };
+    api.device_attribute = [](int* value, int attribute, int) {
+      *value = attribute == 114 && current_->registers_read_only ? 1 : 0;
+      return current_->call("cudaDeviceGetAttribute");
+    };
+    api.host_register = [](void*, std::size_t, unsigned flags) {
+      current_->register_flags = flags;
+      return current_->call("cudaHostRegister");
+    };
     api.host_unregister = [](void*) { return current_->call("cudaHostUnregister"); };
     api.get_last_error = [] { return std::exchange(current_->last_error, 0); };
     api.error_string = [](int code) { return code == kLaunchFailure ? "launch failure" : "invalid handle"; };
@@ -108,6 +115,8 @@ class FakeCudart {
   std::set<int> contexts;  // devices that have one
   int driver_code = 0;     // what the driver's functions answer
   Peers peers = Peers::kRight;
+  bool registers_read_only = true;         // an attribute of the device
+  unsigned register_flags = 0;             // of the last registration
   std::set<std::pair<int, int>> reaching;  // devices, each with one whose memory it may use
   int created = 0;
   std::vector<int> copy_kinds;

@@ -25,6 +25,7 @@ static_assert(sizeof(cudaStream_t) == sizeof(disco::CudaStream) &&
               sizeof(cudaEvent_t) == sizeof(disco::CudaEvent));
 static_assert(cudaSuccess == 0 && cudaErrorNotReady == 600);
 static_assert(cudaStreamNonBlocking == 1 && cudaEventDisableTiming == 2 && cudaHostRegisterPortable == 1);
+static_assert(cudaHostRegisterReadOnly == 8 && cudaDevAttrHostRegisterReadOnlySupported == 114);
 static_assert(cudaMemcpyHostToDevice == 1 && cudaMemcpyDeviceToHost == 2 && cudaMemcpyDefault == 4);
 #endif
 
@@ -305,6 +306,22 @@ TEST(CudaDevice, PinningThatFailsSaysHowMuch) {
   } catch (const CudaError& error) {
     EXPECT_NE(std::string(error.what()).find("4096 bytes"), std::string::npos);
   }
+}
+
+TEST(CudaDevice, MemoryThatIsOnlyReadIsRegisteredSoOrNotAtAll) {
+  FakeCudart cudart(0);
+  {
+    const PinnedRegion region(FakeCudart::api(), &cudart, 4096);
+    EXPECT_EQ(cudart.register_flags, 1u);
+  }
+  {
+    const PinnedRegion region(FakeCudart::api(), &cudart, 4096, PinnedRegion::Access::kRead);
+    EXPECT_EQ(cudart.register_flags, 9u);
+  }
+  cudart.registers_read_only = false;
+  cudart.register_flags = 0;
+  EXPECT_THROW(PinnedRegion(FakeCudart::api(), &cudart, 4096, PinnedRegion::Access::kRead), CudaError);
+  EXPECT_EQ(cudart.register_flags, 0u);
 }
 
 TEST(CudaDevice, OptionsOutOfRangeAreRefused) {

@@ -193,14 +193,16 @@ const Backend& cuda_backend() {
   return backend;
 }
 
-Pinned::Pinned(at::Tensor given) : tensor(std::move(given)) {
+Pinned::Pinned(at::Tensor given, bool read_only) : tensor(std::move(given)) {
   if (!tensor.device().is_cpu()) throw std::invalid_argument("only host memory can be pinned");
   if (tensor.nbytes() == 0) return;
   const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
   const auto begin = reinterpret_cast<std::uintptr_t>(tensor.data_ptr());
   const std::uintptr_t first = begin / page * page;
   const std::uintptr_t last = (begin + tensor.nbytes() + page - 1) / page * page;
-  region = std::make_unique<PinnedRegion>(CudartApi::load(), reinterpret_cast<void*>(first), last - first);
+  using Access = PinnedRegion::Access;
+  region = std::make_unique<PinnedRegion>(CudartApi::load(), reinterpret_cast<void*>(first), last - first,
+                                          read_only ? Access::kRead : Access::kReadAndWrite);
   if (c10::impl::hasDeviceGuardImpl(c10::DeviceType::CUDA))
     device = c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getDevice();
 }

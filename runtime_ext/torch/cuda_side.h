@@ -76,8 +76,9 @@ class BlasWarmup {
 // The pages under a host tensor, registered with CUDA as long as this lives. Only for memory whose pages are
 // its own (map_arena).
 struct Pinned : torch::CustomClassHolder {
-  // Throws CudaError.
-  explicit Pinned(at::Tensor tensor);
+  // `read_only`: devices only read there, so that the pages of a private mapping stay shared. Throws
+  // CudaError.
+  Pinned(at::Tensor tensor, bool read_only);
   ~Pinned() override;
 
   at::Tensor tensor;

@@ -350,7 +350,7 @@ TORCH_LIBRARY(disco_accel, m) {
   m.class_<WatchedLayouts>("WatchedLayouts")
       .def(torch::init<std::vector<at::Tensor>>())
       .def("address", &WatchedLayouts::address);
-  m.class_<Pinned>("Pinned").def(torch::init<at::Tensor>());
+  m.class_<Pinned>("Pinned").def(torch::init<at::Tensor, bool>());
   m.class_<TorchEngine>("Engine")
       .def(torch::init<c10::intrusive_ptr<TorchOps>, at::Tensor, at::Tensor, at::Tensor,
                        std::vector<at::Tensor>, at::Tensor, std::vector<at::Tensor>, std::vector<at::Tensor>,
