@@ -33,6 +33,7 @@ _TORCH = (
     "arena.cpp",
     "write_watch.cpp",
     "content_hash.cpp",
+    "content_key.cpp",
     "watched_tensors.cpp",
     "watch.cpp",
     "python_watch.cpp",
