@@ -96,7 +96,24 @@ def map_file(
     return torch.frombuffer(span, dtype=torch.uint8, count=nbytes)
 
 
-_MAP_NORESERVE = 0x4000
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+
+
+def lay_over(memory: torch.Tensor, file: int) -> None:
+    """Map the begin of ``file`` in the place of ``memory``, whole pages of a mapping that only the caller uses, without
+    shared writes as in ``map_file``. It ends with that mapping.
+
+    Raises:
+        ExecutionError: the file cannot be mapped.
+    """
+    if memory.nbytes == 0:
+        return
+    assert memory.data_ptr() % mmap.PAGESIZE == 0 and memory.nbytes % mmap.PAGESIZE == 0
+    flags = mmap.MAP_PRIVATE | _MAP_NORESERVE | _MAP_FIXED
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    if _libc().mmap(memory.data_ptr(), memory.nbytes, access, flags, file, 0) != memory.data_ptr():
+        reason = os.strerror(ctypes.get_errno())
+        raise ExecutionError(f"{memory.nbytes} bytes of shared memory cannot be mapped: {reason}")
 
 
 def _unmap(address: int, nbytes: int, freed: Callable[[], None] | None) -> None:

@@ -1,0 +1,115 @@
+"""An arena of host memory over a file in memory: its pages are those of all who map the file, until one writes."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+
+import torch
+
+from disco_accel.errors import ConfigError, ExecutionError
+from disco_accel.native.cuda_backend import pin
+from disco_accel.native.host_memory import HostMemory, bytes_of
+from disco_accel.native.shared_memory import lay_over
+
+PAGE = mmap.PAGESIZE
+_MADV_NOHUGEPAGE, _MADV_POPULATE_READ = 15, 22
+"""Linux, madvise(2)."""
+_PRESENT, _OF_FILE = 63, 61
+"""Bits of an entry of /proc/self/pagemap."""
+
+
+def whole_pages(nbytes: int) -> int:
+    """``nbytes`` rounded up to whole pages."""
+    return -(-nbytes // PAGE) * PAGE
+
+
+class FileArena(HostMemory):
+    """The first ``nbytes`` bytes of ``file``, whole pages, as an arena that hands out the same room for the same
+    tensors in each process.
+
+    A page shows the file's content until this process writes to it; from then on the page is this process's own, and
+    nobody else sees what is written.
+    """
+
+    def __init__(self, file: int, nbytes: int) -> None:
+        """``file`` is this object's from now on, which keeps it open for others to find, unless this raises
+        ExecutionError."""
+        assert nbytes % PAGE == 0
+        super().__init__(nbytes, huge_pages=False, watched=False)
+        # Whole pages lie between the guard pages of an arena, so that its first byte begins one.
+        assert self._arena.data_ptr() % PAGE == 0 or nbytes == 0
+        lay_over(self._arena, file)
+        self.file = file
+        weakref.finalize(self, os.close, file)
+        # Small pages alone: the kernel drops a huge page's mapping where part of it is written to, and the mark that
+        # tells a written page from one that was read goes with it.
+        self._advise(_MADV_NOHUGEPAGE)
+
+    @property
+    def first_byte(self) -> int:
+        """Address of the first byte."""
+        return self._arena.data_ptr()
+
+    def watch(self) -> None:
+        """The content is final: have the kernel tell which pages are written to from now on, if it can."""
+        # All pages are mapped before: the first read of one that is not would look like a write.
+        self._advise(_MADV_POPULATE_READ)
+        self._watched = True
+        torch.ops.disco_accel.watch_arena(self._arena)
+
+    def _advise(self, advice: int) -> None:
+        if self.nbytes:
+            where = ctypes.c_void_p(self._arena.data_ptr())
+            # Refused by an older kernel: pages are then mapped when they are first read, and count as written once.
+            ctypes.CDLL(None).madvise(where, ctypes.c_size_t(self.nbytes), ctypes.c_int(advice))
+
+    def pin(self, device: torch.device | None = None) -> None:
+        """As ``HostMemory.pin``, for devices that only read: registered for writes, each page would become a copy.
+
+        Raises:
+            ConfigError: the device cannot read memory that is registered so.
+        """
+        if self._pinned is not None or not self.nbytes:
+            return
+        try:
+            self._pinned = pin(self._arena, device, read_only=True)
+        except ExecutionError as error:
+            raise ConfigError(
+                f"share_weights: true does not work with this GPU: {error}; leave share_weights out"
+            ) from error
+        if self._watched:
+            torch.ops.disco_accel.expect_device_writes_to(self._arena)
+
+    def differs(self, tensors: list[torch.Tensor]) -> list[bool]:
+        """Which of ``tensors``, all of this arena, have other bytes than the file: written to by this process."""
+        own = self._own_pages()
+        return [self._differs(tensor, own) for tensor in tensors]
+
+    def _own_pages(self) -> torch.Tensor:
+        """A flag for each page: whether it may be this process's own."""
+        count = self.nbytes // PAGE
+        entries = bytearray(8 * count)
+        try:
+            with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+                pagemap.seek(self._arena.data_ptr() // PAGE * 8)
+                if count and pagemap.readinto(entries) != len(entries):
+                    return torch.ones(count, dtype=torch.bool)
+        except OSError:
+            return torch.ones(count, dtype=torch.bool)
+        words = torch.frombuffer(entries, dtype=torch.int64) if count else torch.empty(0, dtype=torch.int64)
+        return ((words >> _PRESENT) & (words >> _OF_FILE) & 1) == 0
+
+    def _differs(self, tensor: torch.Tensor, own: torch.Tensor) -> bool:
+        data = bytes_of(tensor.detach())
+        begin = data.data_ptr() - self._arena.data_ptr()
+        first, last = begin // PAGE, -(-(begin + data.numel()) // PAGE)
+        for page in own[first:last].nonzero().flatten().tolist():
+            low = max(begin, (first + page) * PAGE)
+            high = min(begin + data.numel(), (first + page + 1) * PAGE)
+            there = torch.frombuffer(bytearray(os.pread(self.file, high - low, low)), dtype=torch.uint8)
+            if not torch.equal(data[low - begin : high - begin], there):
+                return True
+        return False

@@ -1,0 +1,247 @@
+"""Where processes of one user find the copies that others of them hold: a folder with a list of holders for each key.
+
+The list says which process has which copy open. It is a hint and nothing else: whoever follows it proves the copy by
+what is inside (``shared_copies.py``), so that a wrong list costs a copy and never a byte. The lock of a key is
+``flock``'s, which the kernel gives back when a process dies; a list is replaced whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from disco_accel.errors import ConfigError
+
+_LONGEST = 1 << 20
+"""Bytes of a list: some ten thousand holders."""
+_VERSION = 1
+_FIRST_TOLD, _TOLD_AGAIN = 0.5, 10.0
+"""Seconds of waiting after which it is said, and again."""
+_LOST_AFTER = 2.0
+"""Seconds after which a lock is given up that a dead process holds through a child."""
+
+_ADVICE = "set XDG_RUNTIME_DIR to a folder of your own, or leave share_weights out"
+
+
+class NotSharedError(Exception):
+    """Nothing can be shared here, and nothing was changed; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Process ``process``, started at ``started`` (clock ticks since boot), has a copy open as ``descriptor``."""
+
+    process: int
+    started: int
+    descriptor: int
+
+    @staticmethod
+    def this(descriptor: int) -> Holder:
+        """This process."""
+        return Holder(os.getpid(), start_of(os.getpid()) or 0, descriptor)
+
+    @property
+    def alive(self) -> bool:
+        """Whether that very process runs, not another under its number."""
+        return self.started != 0 and start_of(self.process) == self.started
+
+
+def start_of(process: int) -> int | None:
+    """When ``process`` started, in clock ticks since boot; None if it does not run, or is out of sight."""
+    try:
+        # The name, in parentheses, may hold anything.
+        after_name = Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return None if after_name[0] in "ZX" else int(after_name[19])
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+class Rendezvous:
+    """The folder ``folder``, which nobody but this user can enter."""
+
+    def __init__(self, folder: Path) -> None:
+        """Make it where it is missing.
+
+        Raises:
+            ConfigError: it, or the folder around it, is a link, another user's, or open to others.
+            NotSharedError: it cannot be made.
+        """
+        self.folder = folder
+        try:
+            for one in (folder.parent, folder):
+                with contextlib.suppress(FileExistsError):
+                    one.mkdir(mode=0o700)
+                _require_own(one)
+        except OSError as error:
+            raise NotSharedError(f"{folder} cannot be made: {error.strerror}") from error
+        # Process numbers mean nothing in another namespace.
+        self._space = os.stat("/proc/self/ns/pid").st_ino
+
+    def _path(self, key: str, ending: str) -> Path:
+        return self.folder / f"{key}-{self._space:x}.{ending}"
+
+    @contextmanager
+    def locked(self, key: str, tell: Callable[[str], None]) -> Iterator[None]:
+        """Nobody else is inside for ``key``. While another process is, ``tell`` hears of it.
+
+        Raises:
+            NotSharedError: the folder takes no lock, or a dead process's child holds it.
+        """
+        file = self._lock(key, tell)
+        try:
+            # For those who wait: a full file system takes their answer, nothing else.
+            with contextlib.suppress(OSError):
+                _overwrite(file, json.dumps([os.getpid(), start_of(os.getpid())]).encode())
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                _overwrite(file, b"")
+                # Explicitly: a child that was forked meanwhile has the file open too.
+                fcntl.flock(file, fcntl.LOCK_UN)
+            os.close(file)
+
+    def _lock(self, key: str, tell: Callable[[str], None]) -> int:
+        path, begin, told = self._path(key, "lock"), time.monotonic(), 0.0
+        lost: float | None = None
+        while True:
+            try:
+                file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = _holder_in(file)
+                os.close(file)
+            except OSError as error:
+                raise NotSharedError(f"{path} cannot be locked: {error.strerror}") from error
+            else:
+                if _is_still(file, path):
+                    return file
+                # Whoever held it before has removed it.
+                os.close(file)
+                continue
+            waited = time.monotonic() - begin
+            lost = (lost or waited) if holder is not None and not holder.alive else None
+            if lost is not None and waited - lost > _LOST_AFTER:
+                raise NotSharedError(f"process {holder and holder.process} is gone, and a child of it holds its lock")
+            if waited >= _FIRST_TOLD and (told == 0.0 or waited - told >= _TOLD_AGAIN):
+                told = waited
+                who = "another process" if holder is None else f"process {holder.process}"
+                tell(f"share_weights: waiting for {who} to load the frozen weights that are shared ({waited:.0f} s)")
+            time.sleep(min(0.05, 0.002 + waited / 20))
+
+    def holders(self, key: str) -> Sequence[Holder]:
+        """Those of the list that run. To be called under the lock.
+
+        Raises:
+            ValueError: the list is damaged.
+        """
+        text = _read(self._path(key, "json"))
+        if not text:
+            return []
+        content = json.loads(text)
+        if not isinstance(content, dict) or content.get("version") != _VERSION or content.get("key") != key:
+            raise ValueError("not a list of this key")
+        listed = content.get("holders")
+        if not isinstance(listed, list) or not all(_is_holder(one) for one in listed):
+            raise ValueError("no list of holders")
+        return [holder for one in listed if (holder := Holder(*one)).alive]
+
+    def write(self, key: str, holders: Sequence[Holder]) -> None:
+        """Replace the list, whole or not at all. To be called under the lock.
+
+        Raises:
+            NotSharedError: the folder cannot be written to.
+        """
+        listed = [[h.process, h.started, h.descriptor] for h in holders]
+        text = json.dumps({"version": _VERSION, "key": key, "holders": listed})
+        fresh = self._path(key, "new")
+        try:
+            # What a killed process has left is written over: the lock is ours.
+            file = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            with open(file, "wb") as stream:
+                stream.write(text.encode())
+            fresh.rename(self._path(key, "json"))
+        except OSError as error:
+            raise NotSharedError(f"{fresh} cannot be written: {error.strerror}") from error
+
+    def sweep(self) -> None:
+        """Remove the files of keys whose holders are all gone, unless somebody is at them."""
+        for path in self.folder.glob(f"*-{self._space:x}.lock"):
+            key = path.name.rpartition("-")[0]
+            with contextlib.suppress(OSError):
+                file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if _is_still(file, path) and not self._held(key):
+                        # The lock last: whoever waits for it finds it removed and makes another.
+                        for ending in ("new", "json", "lock"):
+                            self._path(key, ending).unlink(missing_ok=True)
+                finally:
+                    os.close(file)
+
+    def _held(self, key: str) -> bool:
+        try:
+            return bool(self.holders(key))
+        except ValueError:
+            return False
+
+
+def _require_own(folder: Path) -> None:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise ConfigError(f"share_weights: {folder} is not a folder, or is a link; remove it, or {_ADVICE}")
+    if status.st_uid != os.geteuid():
+        raise ConfigError(f"share_weights: {folder} belongs to user {status.st_uid}; {_ADVICE}")
+    if status.st_mode & 0o077:
+        raise ConfigError(f"share_weights: others may enter {folder}; chmod 700 {folder}, or {_ADVICE}")
+
+
+def _is_holder(entry: object) -> bool:
+    return (
+        isinstance(entry, list)
+        and len(entry) == 3
+        and all(type(number) is int and 0 <= number < 1 << 62 for number in entry)
+    )
+
+
+def _is_still(file: int, path: Path) -> bool:
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    mine = os.fstat(file)
+    return (status.st_dev, status.st_ino) == (mine.st_dev, mine.st_ino)
+
+
+def _holder_in(file: int) -> Holder | None:
+    try:
+        process, started = json.loads(os.pread(file, 200, 0))
+    except (OSError, ValueError, TypeError):
+        return None
+    return Holder(process, started, 0) if _is_holder([process, started, 0]) else None
+
+
+def _overwrite(file: int, text: bytes) -> None:
+    os.ftruncate(file, 0)
+    os.pwrite(file, text, 0)
+
+
+def _read(path: Path) -> bytes:
+    """What is in a small file of this user's; nothing if it is not there. Raises ValueError if it is anything else."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        raise ValueError(error.strerror) from error
+    with open(file, "rb") as stream:
+        if not stat.S_ISREG(os.fstat(file).st_mode) or os.fstat(file).st_size > _LONGEST:
+            raise ValueError("not a small file")
+        return stream.read()
