@@ -49,9 +49,17 @@ class Holder:
         return Holder(os.getpid(), start_of(os.getpid()) or 0, descriptor)
 
     @property
-    def alive(self) -> bool:
+    def runs(self) -> bool:
         """Whether that very process runs, not another under its number."""
         return self.started != 0 and start_of(self.process) == self.started
+
+    @property
+    def holds(self) -> bool:
+        """Whether it runs, and has some file in memory open under that number."""
+        try:
+            return self.runs and os.readlink(f"/proc/{self.process}/fd/{self.descriptor}").startswith("/memfd:")
+        except OSError:
+            return False
 
 
 def start_of(process: int) -> int | None:
@@ -127,7 +135,7 @@ class Rendezvous:
                 os.close(file)
                 continue
             waited = time.monotonic() - begin
-            lost = (lost or waited) if holder is not None and not holder.alive else None
+            lost = (lost or waited) if holder is not None and not holder.runs else None
             if lost is not None and waited - lost > _LOST_AFTER:
                 raise NotSharedError(f"process {holder and holder.process} is gone, and a child of it holds its lock")
             if waited >= _FIRST_TOLD and (told == 0.0 or waited - told >= _TOLD_AGAIN):
@@ -137,7 +145,7 @@ class Rendezvous:
             time.sleep(min(0.05, 0.002 + waited / 20))
 
     def holders(self, key: str) -> Sequence[Holder]:
-        """Those of the list that run. To be called under the lock.
+        """Those of the list that may have a copy open. To be called under the lock.
 
         Raises:
             ValueError: the list is damaged.
@@ -145,13 +153,16 @@ class Rendezvous:
         text = _read(self._path(key, "json"))
         if not text:
             return []
-        content = json.loads(text)
+        try:
+            content = json.loads(text)
+        except RecursionError as error:
+            raise ValueError("nested too deeply") from error
         if not isinstance(content, dict) or content.get("version") != _VERSION or content.get("key") != key:
             raise ValueError("not a list of this key")
         listed = content.get("holders")
         if not isinstance(listed, list) or not all(_is_holder(one) for one in listed):
             raise ValueError("no list of holders")
-        return [holder for one in listed if (holder := Holder(*one)).alive]
+        return [holder for one in listed if (holder := Holder(*one)).holds]
 
     def write(self, key: str, holders: Sequence[Holder]) -> None:
         """Replace the list, whole or not at all. To be called under the lock.
@@ -190,7 +201,8 @@ class Rendezvous:
         try:
             return bool(self.holders(key))
         except ValueError:
-            return False
+            # The next that asks for the key says so.
+            return True
 
 
 def _require_own(folder: Path) -> None:
@@ -241,7 +253,12 @@ def _read(path: Path) -> bytes:
         return b""
     except OSError as error:
         raise ValueError(error.strerror) from error
-    with open(file, "rb") as stream:
-        if not stat.S_ISREG(os.fstat(file).st_mode) or os.fstat(file).st_size > _LONGEST:
-            raise ValueError("not a small file")
-        return stream.read()
+    try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise ValueError("not a file")
+        text = os.read(file, _LONGEST + 1)
+    finally:
+        os.close(file)
+    if len(text) > _LONGEST:
+        raise ValueError("too long")
+    return text

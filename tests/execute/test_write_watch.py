@@ -14,16 +14,22 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from disco_accel.native.file_arena import FileArena, whole_pages
 from disco_accel.native.host_memory import HostMemory, WatchedTensors, without_watching_writes, writes_are_watched
+from disco_accel.native.shared_copies import SharedCopy
+from disco_accel.native.shared_memory import READ_ONLY, add_seals, create_file
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.fixture(params=["pages", "hash"])
-def watch(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Arenas made in the test are watched by the kernel, or read whole."""
-    if request.param == "pages" and not writes_are_watched():
+@pytest.fixture(params=["pages", "hash", "shared pages"])
+def watch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Arenas made in the test are watched by the kernel, or read whole; or they are private mappings of a sealed file,
+    watched by the kernel."""
+    if request.param != "hash" and not writes_are_watched():
         pytest.skip("this kernel does not tell which pages are written to")
+    if request.param == "shared pages":
+        monkeypatch.setitem(globals(), "_arena", _shared_arena)
     with without_watching_writes() if request.param == "hash" else contextlib.nullcontext():
         yield request.param
 
@@ -34,6 +40,19 @@ def _arena(sizes: list[int]) -> list[torch.Tensor]:
     memory = HostMemory(HostMemory.room_for(like))
     generator = torch.Generator().manual_seed(0)
     return [memory.adopt(torch.randint(256, t.shape, dtype=torch.uint8, generator=generator)) for t in like]
+
+
+def _shared_arena(sizes: list[int]) -> list[torch.Tensor]:
+    """The same over a file in memory that nobody can write to any more."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randint(256, (size,), dtype=torch.uint8, generator=generator) for size in sizes]
+    nbytes = whole_pages(HostMemory.room_for(tensors))
+    file = create_file("test", nbytes)
+    copy = SharedCopy(FileArena(file, nbytes), file, is_new=True)
+    placed = [copy.put(tensor) for tensor in tensors]
+    assert add_seals(file, READ_ONLY)
+    copy.arena.watch()
+    return placed
 
 
 SIZES = [1, 63, 64, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE + 17, 5, 0, 2 * PAGE, 40 * PAGE + 64, 3 << 20, 7]
@@ -55,7 +74,7 @@ def test_every_byte_counts_and_neighbours_do_not(watch: str) -> None:
 def test_what_is_read_depends_on_the_watch(watch: str) -> None:
     tensors = _arena(SIZES)
     outside = torch.zeros(1000)
-    assert WatchedTensors([*tensors, outside]).hashed_bytes == 4000 + (0 if watch == "pages" else sum(SIZES))
+    assert WatchedTensors([*tensors, outside]).hashed_bytes == 4000 + (sum(SIZES) if watch == "hash" else 0)
 
 
 def test_strided_tensors_are_their_elements(watch: str) -> None:
