@@ -203,6 +203,7 @@ PARSERS: dict[str, Parser] = {
     "update": _one_of("auto", "step", "deferred"),
     "update_on": _one_of("host", "auto", "device"),
     "master_weights": _one_of("auto", "script", "fp32"),
+    "share_weights": _flag,
     "device": _one_of("auto", "cpu", "cuda"),
     "devices": _devices,
     "parallel": _one_of("auto", "layers", "batch", "tensor"),

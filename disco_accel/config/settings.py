@@ -78,6 +78,7 @@ class DiscoConfig:
     update: str = "auto"
     update_on: str = "host"
     master_weights: str = "auto"
+    share_weights: bool = False
     device: str = "auto"
     devices: int | str | tuple[int, ...] = 1
     parallel: str = "auto"
@@ -359,6 +360,13 @@ def local_processes() -> int:
         if given.isdigit() and int(given) > 0:
             return int(given)
     return 1
+
+
+def shared_weights_folder() -> Path:
+    """Where processes of this user find the frozen weights that they share; not made yet."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    base = Path(runtime) / "disco_accel" if os.path.isabs(runtime) else Path(f"/tmp/disco_accel-{os.geteuid()}")
+    return base / "weights"
 
 
 def process_rank() -> int:

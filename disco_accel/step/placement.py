@@ -24,6 +24,7 @@ from disco_accel.capture.parts import (
 )
 from disco_accel.errors import ConfigError
 from disco_accel.native.backend import backend_of
+from disco_accel.native.file_arena import FileArena
 from disco_accel.native.host_memory import HostMemory
 from disco_accel.native.out_of_memory import typed_out_of_memory
 from disco_accel.step.distributed import (
@@ -34,6 +35,7 @@ from disco_accel.step.distributed import (
     include_again,
 )
 from disco_accel.step.pinned_tensors import PinnedTensors
+from disco_accel.step.shared_frozen import FrozenSharing
 from disco_accel.step.state.plain_tensors import move_views, plain_tensors
 from disco_accel.step.trained_weights import movable_weights, unwatch_updates_of
 
@@ -48,11 +50,20 @@ def keep_arena(model: torch.nn.Module, memory: HostMemory) -> None:
 class Placement:
     """Puts the tensors of ``model`` where planned steps on ``device`` need them, and back."""
 
-    def __init__(self, model: torch.nn.Module, device: torch.device, *, trained_on_host: bool = False) -> None:
-        """``trained_on_host``: trained weights, gradients and the optimizer's state live on the host."""
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        device: torch.device,
+        *,
+        trained_on_host: bool = False,
+        sharing: FrozenSharing | None = None,
+    ) -> None:
+        """``trained_on_host``: trained weights, gradients and the optimizer's state live on the host. ``sharing`` puts
+        frozen weights into memory that processes share."""
         self._model = weakref.ref(model)
         self._device = device
         self._trained_on_host = trained_on_host
+        self._sharing = sharing
         if trained_on_host:
             unwatch_updates_of(self)
         # Held here, because an arena is pinned only as long as somebody holds it.
@@ -61,6 +72,8 @@ class Placement:
         """By address: what was moved, and from where at first."""
         self._pinned = PinnedTensors(device)
         self._streamed: StreamedEager | None = None
+        self._excluded = False
+        """Whether collectives leave frozen weights alone."""
 
     @property
     def model(self) -> torch.nn.Module | None:
@@ -86,6 +99,11 @@ class Placement:
         assert model is not None
         self.gather()
         if not backend_of(self._device).separate_memory:
+            if self._sharing is not None:
+                self._excluded = True
+                # A broadcast would write to each weight, which gives each process a copy of its own.
+                exclude_from_collectives(model)
+                check_same(frozen_tensors(model), self._device)
             return
         for parameter in model.parameters():
             if not self._trained_on_host and parameter.requires_grad and parameter.device != self._device:
@@ -94,9 +112,10 @@ class Placement:
             for name, buffer in module._buffers.items():
                 # What cannot be moved as it is, such as a sparse one.
                 module._buffers[name] = None if buffer is None else buffer.cpu()
+        self._excluded = True
         exclude_from_collectives(model)
         check_same(frozen_tensors(model), self._device)
-        self._streamed = StreamedEager(model, visitor_of(self._device))
+        self._streamed = StreamedEager(model, self._visitor)
         model._apply = functools.partial(  # type: ignore[method-assign]
             apply_to_trainable, model, trained_on_host=self._trained_on_host
         )
@@ -116,23 +135,73 @@ class Placement:
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
                 check_not_sharded(name, parameter)
+        self.leave_written(model)
         on_host = [*frozen_parts(model).values()]
         if self._trained_on_host:
             on_host += movable_weights(model, self.holds)
         outside_arenas = [t for t in on_host if not self.holds(t)]
         if outside_arenas:
             self._arenas = [arena for arena in self._arenas if any(arena.holds(t) for t in on_host)]
-            self._arenas.append(HostMemory(HostMemory.room_for(outside_arenas)))
         views = _views(model) if outside_arenas else []
-        for tensor in outside_arenas:
-            old = tensor.data
-            self._move(tensor, self._arenas[-1].adopt(old))
-            move_views(views, old, tensor.data)
+        outside_arenas = self._share(outside_arenas, views)
+        if outside_arenas:
+            self._arenas.append(HostMemory(HostMemory.room_for(outside_arenas)))
+            for tensor in outside_arenas:
+                self._move_with(views, tensor, self._arenas[-1].adopt(tensor.data))
         if backend_of(self._device).separate_memory:
             for memory in self._arenas:
                 memory.pin(self._device)
             plain = [t for t in (*plain_tensors(model), *constants) if not self.holds(t)]
             self._pinned.gather([b for b in model.buffers() if not self.holds(b)], plain)
+
+    def _visitor(self, tensor: torch.Tensor) -> torch.Tensor:
+        arena = next((arena for arena in self.shared_arenas() if arena.holds(tensor)), None)
+        if arena is not None and any(arena.differs([tensor])):
+            # A copy to the device reads the pages that are page-locked, which are still the shared ones.
+            tensor = tensor.detach().clone()
+        return _on(self._device, tensor)
+
+    def _share(self, tensors: list[torch.Tensor], views: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of ``tensors`` that are not in shared memory now."""
+        if self._sharing is None or not tensors:
+            return tensors
+        frozen = [t for t in tensors if not t.requires_grad]
+        arena = self._sharing.gather(frozen, functools.partial(self._move_with, views)) if frozen else None
+        if arena is None:
+            return tensors
+        self._arenas.append(arena)
+        return [t for t in tensors if not arena.holds(t)]
+
+    def _move_with(self, views: list[torch.Tensor], tensor: torch.Tensor, data: torch.Tensor) -> None:
+        old = tensor.data
+        self._move(tensor, data)
+        move_views(views, old, tensor.data)
+
+    def shared_arenas(self) -> list[FileArena]:
+        """Those whose pages other processes may map too."""
+        return [arena for arena in self._arenas if isinstance(arena, FileArena)]
+
+    def leave_written(self, model: torch.nn.Module) -> None:
+        """What ``note_writes`` does, before a device with memory of its own loads weights; else nothing."""
+        if backend_of(self._device).separate_memory:
+            self.note_writes(model)
+
+    def note_writes(self, model: torch.nn.Module) -> None:
+        """This process has written to weights, or may have: say so once of those that it shares.
+
+        On a device with memory of its own they move to memory of this process's own: what is page-locked are still the
+        pages that all share.
+        """
+        for arena in self.shared_arenas():
+            assert self._sharing is not None
+            named = {name: part for name, part in frozen_parts(model).items() if arena.holds(part)}
+            written = self._sharing.written(arena, named)
+            if not written or not backend_of(self._device).separate_memory:
+                continue
+            views, own = _views(model), HostMemory(HostMemory.room_for(list(written.values())))
+            self._arenas.append(own)
+            for tensor in written.values():
+                self._move_with(views, tensor, own.adopt(tensor.data))
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether it is a weight in a host arena, or a view of one."""
@@ -154,7 +223,9 @@ class Placement:
             self._streamed = None
             if model is not None:
                 del model.__dict__["_apply"]
-                include_again(model)
+        if self._excluded and model is not None:
+            include_again(model)
+        self._excluded = False
         views = _views(model) if model is not None else []
         for reference, device in self._moved.values():
             tensor = reference()

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from disco_accel.config.settings import DiscoConfig
+from disco_accel.config.settings import DiscoConfig, shared_weights_folder
 from disco_accel.errors import BudgetTooSmall, CaptureError, ConfigError, ExecutionError
 from disco_accel.execute.arenas import places_of
 from disco_accel.execute.engine_options import threads_beside
@@ -50,6 +50,7 @@ from disco_accel.step.placement import Placement
 from disco_accel.step.progress_messages import ProgressMessages, batch_text
 from disco_accel.step.shard_memory import ShardMemory
 from disco_accel.step.shared_batches import SharedBatches
+from disco_accel.step.shared_frozen import FrozenSharing
 from disco_accel.step.state.side_effects import Effects
 from disco_accel.step.step_key import StepKey, model_state, step_key
 from disco_accel.step.step_stats import RunCounts, plan_figures
@@ -108,7 +109,9 @@ class Session:
         self.rounded = sizes.rounded
         """Bytes of the weights that have fp32 masters."""
         self._beside = sizes.beside
-        self.placement = Placement(model, self.device, trained_on_host=self.optimizer is OptimizerHome.HOST)
+        sharing = FrozenSharing(shared_weights_folder(), self.say_once) if config.share_weights else None
+        on_host = self.optimizer is OptimizerHome.HOST
+        self.placement = Placement(model, self.device, trained_on_host=on_host, sharing=sharing)
         watched = update != "step"
         host_memory = self.settings.host_memory
         self.gradients = GradientMemory(self.device, host_memory, watched=watched, masters=sizes.beside)
@@ -360,11 +363,13 @@ class Session:
             check = self.weights_seen.begin_check if check_ends_later else self.weights_seen.changed
             if not check():
                 return
+            self.placement.note_writes(model)
             if not self.weights_seen.moved():
                 self._refresh_shards()
                 step.executor.invalidate()
                 self.weights_seen = WatchedTensors(step.watched_of(model))
                 return
+        self.placement.leave_written(model)
         self.abandon_active()
         frozen = step.frozen_of(model)
         if step.moved(frozen) or step.trained_moved(model):

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <bit>
 #include <cstring>
 #include <stdexcept>
 #include <system_error>
@@ -27,33 +28,28 @@ constexpr std::size_t kMostThreads = 16;
 constexpr std::size_t kLanes = 4;
 constexpr std::size_t kRow = kLanes * 16;
 
-// Odd, with 32 bits set and clear, as wyhash's secrets are: one pair for each half of the key.
-constexpr std::array<std::array<std::uint64_t, 2>, 2> kSecrets = {
-    {{0x2d358dccaa6c78a5ULL, 0x8bb84b93962eacc9ULL}, {0x4b33a62ed433d4a3ULL, 0x4d5a2da51de1aa47ULL}}};
+// Half of their bits set, odd; for the states that lanes begin with, and the end.
+constexpr Key kSecret = {0x2d358dccaa6c78a5ULL, 0x8bb84b93962eacc9ULL};
 
-// The halves of the 128-bit product, added without a carry: both factors reach all bits.
-std::uint64_t folded(std::uint64_t a, std::uint64_t b) noexcept {
+// One step of a state of 128 bits over 128 bits of content. Both halves of the product are kept, and each
+// factor beside it, so that nothing is forgotten where the other is zero.
+void step(Key& state, std::uint64_t first, std::uint64_t second) noexcept {
+  const std::uint64_t a = first ^ state[0], b = second ^ state[1];
   const auto product = static_cast<unsigned __int128>(a) * b;
-  return static_cast<std::uint64_t>(product) ^ static_cast<std::uint64_t>(product >> 64);
+  state[0] = static_cast<std::uint64_t>(product) ^ std::rotl(b, 32);
+  state[1] = static_cast<std::uint64_t>(product >> 64) + std::rotl(a, 29);
 }
 
-void read_row(std::array<std::array<std::uint64_t, kLanes>, 2>& lanes, const std::byte* at) noexcept {
+void read_row(std::array<Key, kLanes>& lanes, const std::byte* at) noexcept {
   std::array<std::uint64_t, 2 * kLanes> words;
   std::memcpy(words.data(), at, kRow);
-  for (std::size_t half = 0; half < 2; ++half) {
-    for (std::size_t lane = 0; lane < kLanes; ++lane) {
-      std::uint64_t& state = lanes[half][lane];
-      // The state goes into the other factor than the secret, and is never forgotten where a factor is zero.
-      state = folded(words[2 * lane] ^ kSecrets[half][0], words[2 * lane + 1] ^ state) +
-              state * kSecrets[half][1];
-    }
-  }
+  for (std::size_t lane = 0; lane < kLanes; ++lane) step(lanes[lane], words[2 * lane], words[2 * lane + 1]);
 }
 
 Key key_of(const std::byte* data, std::size_t nbytes) noexcept {
-  std::array<std::array<std::uint64_t, kLanes>, 2> lanes;
-  for (std::size_t half = 0; half < 2; ++half) {
-    for (std::size_t lane = 0; lane < kLanes; ++lane) lanes[half][lane] = kSecrets[half][1] * (2 * lane + 1);
+  std::array<Key, kLanes> lanes;
+  for (std::size_t lane = 0; lane < kLanes; ++lane) {
+    lanes[lane] = {kSecret[0] * (2 * lane + 1), kSecret[1] * (2 * lane + 1)};
   }
   std::size_t left = nbytes;
   for (; left >= kRow; left -= kRow, data += kRow) read_row(lanes, data);
@@ -62,13 +58,10 @@ Key key_of(const std::byte* data, std::size_t nbytes) noexcept {
     std::memcpy(last.data(), data, left);
     read_row(lanes, last.data());
   }
-  Key key{};
-  for (std::size_t half = 0; half < 2; ++half) {
-    std::uint64_t sum = folded(nbytes ^ kSecrets[half][0], kSecrets[half][1]);
-    for (const std::uint64_t lane : lanes[half])
-      sum = folded(sum ^ kSecrets[half][0], lane ^ kSecrets[half][1]) + sum;
-    key[half] = sum;
-  }
+  Key key = {kSecret[0] ^ nbytes, kSecret[1]};
+  for (const Key& lane : lanes) step(key, lane[0], lane[1]);
+  // So that each bit of the key depends on each of the last lane's.
+  for (int round = 0; round < 3; ++round) step(key, kSecret[0], kSecret[1]);
   return key;
 }
 

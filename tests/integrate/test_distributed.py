@@ -45,8 +45,23 @@ LAUNCHES = {
     "deepspeed": "disco-accel launch --ds_config ds.json --num_processes 2",
     "alone": "disco-accel launch --ds_config ds.json --num_processes 1",
 }
-DDP_CASES = ("accumulation", "unused parameters", "static graph", "bucket views", "trainer", "devices")
-DEEPSPEED_CASES = ("stage 0", "bf16 over fp32 weights", "stage 1 resumed", "stage 2 resumed", "migrated")
+DDP_CASES = (
+    "accumulation",
+    "unused parameters",
+    "static graph",
+    "bucket views",
+    "trainer",
+    "devices",
+    "shared weights",
+)
+DEEPSPEED_CASES = (
+    "stage 0",
+    "bf16 over fp32 weights",
+    "shared weights",
+    "stage 1 resumed",
+    "stage 2 resumed",
+    "migrated",
+)
 ALONE_CASES = ("stage 0", "stage 1 resumed", "stage 2 resumed")
 
 
@@ -73,7 +88,7 @@ def launch(entry: str, folder: Path) -> subprocess.CompletedProcess[str]:
     (folder / "disco.yaml").write_text(json.dumps(TWO_PROCESSES | {"disco_config": OURS}, indent=1))
     (folder / "ds.json").write_text(json.dumps(OFFLOADING | {"disco_config": OURS}))
     command, *rest = [*LAUNCHES[entry].split(), "--main_process_port", "0", "processes.py", entry]
-    variables = environment()
+    variables = environment() | {"XDG_RUNTIME_DIR": str(folder)}
     if entry != "ddp":
         # It would keep accelerate from using DeepSpeed.
         del variables["ACCELERATE_USE_CPU"]

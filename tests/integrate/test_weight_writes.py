@@ -97,14 +97,17 @@ def _smallest() -> int:
     return caught.value.needed
 
 
-def _prepared(model: torch.nn.Module, budget: str) -> torch.nn.Module:
+def _prepared(model: torch.nn.Module, budget: str, kind: str = "") -> torch.nn.Module:
     keys = {} if budget == "ample" else {"memory_budget": _smallest()}
-    return prepare(model, config(**keys))
+    model = prepare(model, config(**keys, share_weights=kind == "shared pages"))
+    state = find_state(model)
+    assert state is not None and len(state.placement.shared_arenas()) == (kind == "shared pages")
+    return model
 
 
 @contextlib.contextmanager
 def _watch(kind: str) -> Iterator[None]:
-    if kind == "pages":
+    if kind != "hash":
         if not writes_are_watched():
             pytest.skip("this kernel does not tell which pages are written to")
         yield
@@ -114,14 +117,20 @@ def _watch(kind: str) -> Iterator[None]:
 
 
 both = pytest.mark.parametrize("kind", ["pages", "hash"])
+any_kind = pytest.mark.parametrize("kind", ["pages", "hash", "shared pages"])
 
 
-@both
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+@any_kind
 @pytest.mark.parametrize("budget", ["ample", "smallest"])
 def test_a_partial_write_reaches_the_next_step(kind: str, budget: str) -> None:
     """Each kind of write changes the next step, to eager's bits, whatever stays on the device."""
     with _watch(kind):
-        model, eager = _prepared(_model(), budget), _model()
+        model, eager = _prepared(_model(), budget, kind), _model()
         before = step(model)
     assert_same(before, step(eager))
     weights = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
@@ -136,12 +145,12 @@ def test_a_partial_write_reaches_the_next_step(kind: str, budget: str) -> None:
     assert stats(model)["plans"] == 1
 
 
-@both
+@any_kind
 @pytest.mark.parametrize("budget", ["ample", "smallest"])
 def test_a_write_between_forward_and_backward_is_an_error(kind: str, budget: str) -> None:
     """At any budget; the step after it has eager's bits."""
     with _watch(kind):
-        model, eager = _prepared(_model(), budget), _model()
+        model, eager = _prepared(_model(), budget, kind), _model()
         assert_same_step(model, eager)
     for weight, write in (WRITES["element"], WRITES["kernel"], WRITES["strided element"]):
         loss = model(**batch()).loss
@@ -153,11 +162,11 @@ def test_a_write_between_forward_and_backward_is_an_error(kind: str, budget: str
         assert_same_step(model, eager)
 
 
-@both
+@any_kind
 def test_nothing_is_loaded_again_for_writes_elsewhere(kind: str) -> None:
     """An optimizer step, the adapters' own writes and reads of the weights leave the watch as it is."""
     with _watch(kind):
-        model = _prepared(_model(), "ample")
+        model = _prepared(_model(), "ample", kind)
         step(model)
     state = find_state(model)
     assert state is not None

@@ -21,6 +21,7 @@ from transformers import Trainer, TrainingArguments, default_data_collator
 from disco_accel import stats
 from disco_accel.errors import ConfigError
 from disco_accel.step.distributed import check_same, exclude_from_collectives, frozen_tensors
+from disco_accel.step.session import find_state
 from disco_accel.testing.models import random_batch, tiny_lora
 
 STEPS, ACCUMULATE = 2, 2
@@ -70,9 +71,9 @@ def prepared(accelerator: Accelerator, rank: int) -> tuple[Any, Any]:
     return accelerator.prepare(model, optimizer)  # type: ignore[no-any-return]
 
 
-def loop(read: bool = False, **options: Any) -> Run:
+def loop(read: bool = False, rank: int | None = None, **options: Any) -> Run:
     accelerator = accelerator_of(**options)
-    model, optimizer = prepared(accelerator, dist.get_rank())
+    model, optimizer = prepared(accelerator, dist.get_rank() if rank is None else rank)
     return outcome(train(accelerator, model, optimizer, range(STEPS * ACCUMULATE), read), model)
 
 
@@ -161,6 +162,26 @@ def home(**options: Any) -> dict[str, Any]:
     }
 
 
+def on_shared_weights(**options: Any) -> Run:
+    """From one base in all processes, of which they hold one copy: that is compared instead of broadcast."""
+    os.environ["DISCO_SHARE_WEIGHTS"] = "true"
+    try:
+        accelerator = accelerator_of(**options)
+        model, optimizer = prepared(accelerator, 0)
+    finally:
+        del os.environ["DISCO_SHARE_WEIGHTS"]
+    found = outcome(train(accelerator, model, optimizer, range(STEPS * ACCUMULATE)), model)
+    state = find_state(model)
+    assert state is not None
+    (arena,) = state.placement.shared_arenas()
+    copy = torch.tensor([os.fstat(arena.file).st_ino])
+    dist.broadcast(copy, 0)
+    assert copy.item() == os.fstat(arena.file).st_ino, "the processes hold a copy each"
+    frozen = [p for p in state.placement.model.parameters() if not p.requires_grad]
+    assert not any(arena.differs(frozen)), "a process has written to its copy"
+    return found
+
+
 def on_two_devices() -> Run:
     os.environ |= {"DISCO_DEVICES": "2", "DISCO_PARALLEL": "layers"}
     try:
@@ -182,10 +203,12 @@ DDP: dict[str, Case] = {
     "bucket views": (lambda: loop(**ddp(gradient_as_bucket_view=True, broadcast_buffers=False)),) * 2,
     "trainer": (trainer, trainer),
     "devices": (loop, on_two_devices),
+    "shared weights": (lambda: loop(rank=0), on_shared_weights),
 }
 DEEPSPEED: dict[str, Case] = {
     "stage 0": (lambda: loop(**ds_options(0)),) * 2,
     "bf16 over fp32 weights": (lambda: loop(**ds_options(2, bf16=True)),) * 2,
+    "shared weights": (lambda: loop(rank=0, **ds_options(1)), lambda: on_shared_weights(**ds_options(1))),
     "stage 1 resumed": (lambda: resumed(lambda: ds_options(1)),) * 2,
     "stage 2 resumed": (lambda: resumed(lambda: ds_options(2)),) * 2,
     # The launcher's config asks for stage 3 with everything offloaded.

@@ -1,0 +1,73 @@
+"""``share_weights``: the frozen weights of a model lie in memory that all processes of the user map."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from disco_accel.native.file_arena import FileArena
+from disco_accel.native.rendezvous import NotSharedError
+from disco_accel.native.shared_copies import key_of, room_for, shared_copy
+from disco_accel.sizes import format_size
+from disco_accel.step.progress_messages import say
+
+logger = logging.getLogger("disco_accel")
+
+Move = Callable[[torch.Tensor, torch.Tensor], None]
+"""Gives a weight other memory with the same bytes."""
+
+
+def _say_everywhere(text: str) -> None:
+    """In each process of a run: each waits for another one."""
+    logger.info("%s", text)
+
+
+class FrozenSharing:
+    """Puts frozen weights into shared memory, and says once what came of it."""
+
+    def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
+        """``folder``: where processes find each other; ``warn`` shows a line once."""
+        self._folder, self._warn = folder, warn
+        self._told: set[int] = set()
+        """Arenas of which it is known that this process has written to them."""
+
+    def gather(self, tensors: Sequence[torch.Tensor], move: Move) -> FileArena | None:
+        """Move all of ``tensors`` into one shared copy, one at a time: each old one is given up at once. None, and
+        nothing moved, where they cannot be shared.
+
+        Raises:
+            ConfigError: the folder is another user's, a link, or open to others.
+        """
+        try:
+            key, room = key_of(tensors), room_for(tensors)
+            if room == 0:
+                return None
+
+            def unchanged(placed: list[torch.Tensor]) -> bool:
+                return key_of(placed) == key
+
+            with shared_copy(self._folder, key, room, unchanged, _say_everywhere, self._warn) as copy:
+                for tensor in tensors:
+                    move(tensor, copy.put(tensor.data))
+        except NotSharedError as error:
+            self._warn(f"share_weights: this process keeps frozen weights of its own: {error}")
+            return None
+        origin = "loaded for all processes of this user" if copy.is_new else "another process has loaded them"
+        say(f"share_weights: {format_size(room)} of frozen weights, shared: {origin}")
+        return copy.arena
+
+    def written(self, arena: FileArena, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Those of ``named``, all in ``arena``, that this process has written to; said once."""
+        differs = arena.differs(list(named.values()))
+        found = {name: t for (name, t), other in zip(named.items(), differs, strict=True) if other}
+        if found and id(arena) not in self._told:
+            self._told.add(id(arena))
+            others = f" and {len(found) - 1} more" if len(found) > 1 else ""
+            self._warn(
+                f"share_weights: this process has written to {next(iter(found))}{others}, which it shares: from now on "
+                "it has pages of its own there, and no other process sees what it wrote"
+            )
+        return found
