@@ -65,20 +65,21 @@ def load_tokenizer(recipe: LoraRecipe | PrefillRecipe) -> PreTrainedTokenizerBas
     return tokenizer
 
 
-def load_model(recipe: LoraRecipe) -> Any:
-    """The checkpoint as a PEFT model with a fresh LoRA adapter, frozen weights in the recipe's dtype.
+def load_model(recipe: LoraRecipe, shared: Path | None = None) -> Any:
+    """The checkpoint as a PEFT model with a fresh LoRA adapter, frozen weights in the recipe's dtype. ``shared`` as for
+    ``load_base``.
 
     Raises:
         ConfigError: the checkpoint, the dtype or ``lora_target_modules`` does not fit.
     """
-    return add_adapter(load_base(recipe), recipe)
+    return add_adapter(load_base(recipe, shared), recipe)
 
 
-def load_base(recipe: LoraRecipe | PrefillRecipe) -> Any:
+def load_base(recipe: LoraRecipe | PrefillRecipe, shared: Path | None = None) -> Any:
     """The checkpoint alone, in eval mode, in the recipe's dtype.
 
     A local checkpoint is read straight into the host arena that plans use; others, and forms that nobody here reads,
-    go through ``from_pretrained`` on the host.
+    go through ``from_pretrained`` on the host. ``shared``: the folder where processes meet that hold one copy of it.
 
     Raises:
         ConfigError: the checkpoint or the dtype does not fit, or the library that packs is not installed.
@@ -96,6 +97,7 @@ def load_base(recipe: LoraRecipe | PrefillRecipe) -> Any:
                 dtype=recipe.dtype,
                 attn_implementation=recipe.attn_implementation,
                 quantization_config=packed.get("quantization_config"),
+                shared=shared,
             )
             if arena_model is not None:
                 return arena_model

@@ -29,7 +29,7 @@ import transformers
 from transformers import TrainingArguments, default_data_collator, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
-from disco_accel.config.settings import DiscoConfig
+from disco_accel.config.settings import DiscoConfig, launch_config, launched, shared_weights_folder
 from disco_accel.errors import ConfigError, DiscoError, ExecutionError
 from disco_accel.observe.log_to_stderr import AboveTheBar
 from disco_accel.recipes.corpus import build_blocks
@@ -99,7 +99,9 @@ def train(recipe: LoraRecipe) -> int:
         assistant_only_loss=recipe.assistant_only_loss,
     )
     set_seed(recipe.seed)
-    model = load_model(recipe)
+    wanted = config or (launch_config() if launched() else None)
+    shares = wanted is not None and wanted.enabled and wanted.share_weights
+    model = load_model(recipe, shared_weights_folder() if shares else None)
     if config is not None:
         from disco_accel import prepare
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from disco_accel import prefill, stats
-from disco_accel.config.settings import DiscoConfig
+from disco_accel.config.settings import DiscoConfig, shared_weights_folder
 from disco_accel.errors import ConfigError
 from disco_accel.recipes.corpus import read_prompts
 from disco_accel.recipes.loading import load_adapter, load_base, load_tokenizer
@@ -40,7 +40,7 @@ def run(path: str, memory: str | None = None) -> int:
         torch.set_num_threads(recipe.num_threads)
     tokenizer = load_tokenizer(recipe)
     prompts = list(_tokenized(recipe, tokenizer))
-    model = load_base(recipe)
+    model = load_base(recipe, shared_weights_folder() if config.share_weights and config.enabled else None)
     if recipe.adapter_name_or_path is not None:
         model = load_adapter(model, recipe.adapter_name_or_path)
     model.eval()

@@ -150,7 +150,7 @@ class Rendezvous:
         Raises:
             ValueError: the list is damaged.
         """
-        text = _read(self._path(key, "json"))
+        text = self.note(key)
         if not text:
             return []
         try:
@@ -171,13 +171,24 @@ class Rendezvous:
             NotSharedError: the folder cannot be written to.
         """
         listed = [[h.process, h.started, h.descriptor] for h in holders]
-        text = json.dumps({"version": _VERSION, "key": key, "holders": listed})
+        self.set_note(key, json.dumps({"version": _VERSION, "key": key, "holders": listed}).encode())
+
+    def note(self, key: str) -> bytes:
+        """What ``set_note`` wrote last; nothing if it never did. Raises ValueError if it is no small file."""
+        return _read(self._path(key, "json"))
+
+    def set_note(self, key: str, text: bytes) -> None:
+        """Replace what is noted under ``key``, whole or not at all. To be called under the lock.
+
+        Raises:
+            NotSharedError: the folder cannot be written to.
+        """
         fresh = self._path(key, "new")
         try:
             # What a killed process has left is written over: the lock is ours.
             file = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             with open(file, "wb") as stream:
-                stream.write(text.encode())
+                stream.write(text)
             fresh.rename(self._path(key, "json"))
         except OSError as error:
             raise NotSharedError(f"{fresh} cannot be written: {error.strerror}") from error

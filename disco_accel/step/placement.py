@@ -17,6 +17,7 @@ from disco_accel.capture.parts import (
     LeafOf,
     beside_weights,
     frozen_parts,
+    named_parts,
     rebuilt,
     rebuilt_state,
     settle_states,
@@ -97,6 +98,7 @@ class Placement:
         """
         model = self._model()
         assert model is not None
+        self._share_loaded(model)
         self.gather()
         if not backend_of(self._device).separate_memory:
             if self._sharing is not None:
@@ -172,6 +174,19 @@ class Placement:
         self._arenas.append(arena)
         return [t for t in tensors if not arena.holds(t)]
 
+    def _share_loaded(self, model: torch.nn.Module) -> None:
+        """Weights that were loaded into an arena of this process's own go to shared memory, and it is given up."""
+        own = [arena for arena in self._arenas if not isinstance(arena, FileArena)]
+        loaded = [t for t in frozen_parts(model).values() if any(arena.holds(t) for arena in own)]
+        if self._sharing is None or not loaded or len(self._share(loaded, _views(model))) == len(loaded):
+            return
+        others = [part.tensor for part in named_parts(model)]
+        given_up = [arena for arena in own if not any(arena.holds(t) for t in others)]
+        self._arenas = [arena for arena in self._arenas if arena not in given_up]
+        for module in model.modules():
+            if module.__dict__.get(_ARENA) in given_up:
+                del module.__dict__[_ARENA]
+
     def _move_with(self, views: list[torch.Tensor], tensor: torch.Tensor, data: torch.Tensor) -> None:
         old = tensor.data
         self._move(tensor, data)
@@ -193,9 +208,11 @@ class Placement:
         pages that all share.
         """
         for arena in self.shared_arenas():
-            assert self._sharing is not None
-            named = {name: part for name, part in frozen_parts(model).items() if arena.holds(part)}
-            written = self._sharing.written(arena, named)
+            named = {part.name: part.tensor for part in named_parts(model) if arena.holds(part.tensor)}
+            differs = arena.differs(list(named.values()))
+            written = {name: part for (name, part), other in zip(named.items(), differs, strict=True) if other}
+            if self._sharing is not None:
+                self._sharing.tell_written(arena, list(written))
             if not written or not backend_of(self._device).separate_memory:
                 continue
             views, own = _views(model), HostMemory(HostMemory.room_for(list(written.values())))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -59,15 +59,13 @@ class FrozenSharing:
         say(f"share_weights: {format_size(room)} of frozen weights, shared: {origin}")
         return copy.arena
 
-    def written(self, arena: FileArena, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Those of ``named``, all in ``arena``, that this process has written to; said once."""
-        differs = arena.differs(list(named.values()))
-        found = {name: t for (name, t), other in zip(named.items(), differs, strict=True) if other}
-        if found and id(arena) not in self._told:
-            self._told.add(id(arena))
-            others = f" and {len(found) - 1} more" if len(found) > 1 else ""
-            self._warn(
-                f"share_weights: this process has written to {next(iter(found))}{others}, which it shares: from now on "
-                "it has pages of its own there, and no other process sees what it wrote"
-            )
-        return found
+    def tell_written(self, arena: FileArena, names: Sequence[str]) -> None:
+        """Say once that this process has written to weights of these ``names`` in ``arena``."""
+        if not names or id(arena) in self._told:
+            return
+        self._told.add(id(arena))
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        self._warn(
+            f"share_weights: this process has written to {names[0]}{others}, which it shares: from now on it has pages "
+            "of its own there, and no other process sees what it wrote"
+        )

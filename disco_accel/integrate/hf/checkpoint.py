@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,8 +16,12 @@ from disco_accel.errors import ConfigError
 from disco_accel.integrate.hf.checkpoint_files import checkpoint_tensors, dtype_of
 from disco_accel.integrate.hf.packed_checkpoint import has_loader, load_packed
 from disco_accel.integrate.hf.safetensors_file import StoredTensor, conversion_buffer, opened, read_into
+from disco_accel.integrate.hf.shared_checkpoint import read_shared
 from disco_accel.native.host_memory import HostMemory
+from disco_accel.native.rendezvous import NotSharedError
 from disco_accel.step.placement import keep_arena
+
+logger = logging.getLogger("disco_accel")
 
 _Slot = tuple[torch.nn.Module, str]
 
@@ -27,6 +32,7 @@ def load_into_arena(
     dtype: str = "auto",
     attn_implementation: str = "sdpa",
     quantization_config: Any = None,
+    shared: Path | None = None,
 ) -> Any:
     """The causal language model of a local checkpoint, its weights in a host arena that ``prepare`` uses as it is.
 
@@ -36,6 +42,9 @@ def load_into_arena(
     ``from_pretrained`` can load the checkpoint: forms of packed weights that are not bitsandbytes', torchao's or
     quanto's, checkpoints without a form whose tensors are not the model's parameters one by one, and those whose config
     names the file of the weights (``transformers_weights``).
+
+    With ``shared``, the folder where processes of this user meet (``shared_weights_folder``), weights that are not
+    packed lie in a copy that all of them map: it is read from the files once.
 
     Raises:
         ConfigError: a file is missing, cut short or malformed, a tensor has another shape than the config says, the
@@ -58,7 +67,7 @@ def load_into_arena(
     slots = _slots(model)
     if not _one_by_one(model, slots, stored):
         return None
-    _read_all(model, slots, stored)
+    _read_all(model, slots, stored, shared)
     if (directory / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory)
     return model.eval()
@@ -83,18 +92,46 @@ def _one_by_one(
     return all(any(name in stored for name, _ in group) for group in slots)
 
 
-def _read_all(model: torch.nn.Module, slots: list[list[tuple[str, _Slot]]], stored: Mapping[str, StoredTensor]) -> None:
+def _read_all(
+    model: torch.nn.Module,
+    slots: list[list[tuple[str, _Slot]]],
+    stored: Mapping[str, StoredTensor],
+    shared: Path | None,
+) -> None:
     sources = [next(stored[name] for name, _ in group if name in stored) for group in slots]
     current = [_tensor(*group[0][1]) for group in slots]
+    for source, like in zip(sources, current, strict=True):
+        _require_shape(source, like)
+    memory, placed = _in_shared_memory(sources, current, shared) or _in_own_memory(sources, current)
+    for group, like, tensor in zip(slots, current, placed, strict=True):
+        _install(group, like, tensor)
+    keep_arena(model, memory)
+
+
+def _in_shared_memory(
+    sources: list[StoredTensor], current: list[torch.Tensor], shared: Path | None
+) -> tuple[HostMemory, list[torch.Tensor]] | None:
+    if shared is None:
+        return None
+    try:
+        return read_shared(sources, current, shared)
+    except NotSharedError as error:
+        logger.warning("share_weights: this process keeps frozen weights of its own: %s", error)
+        return None
+
+
+def _in_own_memory(sources: list[StoredTensor], current: list[torch.Tensor]) -> tuple[HostMemory, list[torch.Tensor]]:
     memory = HostMemory(HostMemory.room_for(current))
     buffer = conversion_buffer()
-    order = sorted(range(len(slots)), key=lambda i: (sources[i].file, sources[i].offset))
+    placed = list(current)
+    order = sorted(range(len(sources)), key=lambda i: (sources[i].file, sources[i].offset))
     for file in sorted({source.file for source in sources}):
         with opened(file) as descriptor:
             for i in order:
                 if sources[i].file == file:
-                    _fill(descriptor, sources[i], slots[i], current[i], memory, buffer)
-    keep_arena(model, memory)
+                    placed[i] = memory.allocate(current[i].shape, current[i].dtype)
+                    read_into(descriptor, sources[i], placed[i], buffer)
+    return memory, placed
 
 
 def _tensor(module: torch.nn.Module, name: str) -> torch.Tensor:
@@ -105,21 +142,15 @@ def _tensor(module: torch.nn.Module, name: str) -> torch.Tensor:
     return tensor
 
 
-def _fill(
-    descriptor: int,
-    source: StoredTensor,
-    group: list[tuple[str, _Slot]],
-    like: torch.Tensor,
-    memory: HostMemory,
-    buffer: torch.Tensor,
-) -> None:
+def _require_shape(source: StoredTensor, like: torch.Tensor) -> None:
     if source.shape != tuple(like.shape):
         raise ConfigError(
             f"{source.file}: tensor {source.name} has shape {list(source.shape)}, "
             f"the model's config.json makes it {list(like.shape)}"
         )
-    target = memory.allocate(like.shape, like.dtype)
-    read_into(descriptor, source, target, buffer)
+
+
+def _install(group: list[tuple[str, _Slot]], like: torch.Tensor, target: torch.Tensor) -> None:
     if isinstance(like, torch.nn.Parameter):
         target = torch.nn.Parameter(target, requires_grad=like.requires_grad)
     for _, (module, name) in group:
