@@ -17,7 +17,7 @@ constexpr int kSuccess = 0;
 constexpr int kNotReady = 600;
 constexpr unsigned kHostRegisterPortable = 1;
 constexpr unsigned kHostRegisterReadOnly = 8;
-constexpr int kReadOnlyRegistrationSupported = 114;  // an attribute of a device
+constexpr int kReadOnlyRegistrationSupported = 113;  // an attribute of a device
 constexpr std::array<int, 3> kMemcpyKind = {1, 2,
                                             4};  // by Direction: host to device, device to host, default
 

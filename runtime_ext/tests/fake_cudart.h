@@ -82,7 +82,7 @@ class FakeCudart {
     };
     api.enable_peer_access = [](int peer, unsigned) { return current_->enable_peer(peer); };
     api.device_attribute = [](int* value, int attribute, int) {
-      *value = attribute == 114 && current_->registers_read_only ? 1 : 0;
+      *value = attribute == 113 && current_->registers_read_only ? 1 : 0;
       return current_->call("cudaDeviceGetAttribute");
     };
     api.host_register = [](void*, std::size_t, unsigned flags) {

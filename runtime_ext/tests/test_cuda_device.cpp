@@ -25,7 +25,7 @@ static_assert(sizeof(cudaStream_t) == sizeof(disco::CudaStream) &&
               sizeof(cudaEvent_t) == sizeof(disco::CudaEvent));
 static_assert(cudaSuccess == 0 && cudaErrorNotReady == 600);
 static_assert(cudaStreamNonBlocking == 1 && cudaEventDisableTiming == 2 && cudaHostRegisterPortable == 1);
-static_assert(cudaHostRegisterReadOnly == 8 && cudaDevAttrHostRegisterReadOnlySupported == 114);
+static_assert(cudaHostRegisterReadOnly == 8 && cudaDevAttrHostRegisterReadOnlySupported == 113);
 static_assert(cudaMemcpyHostToDevice == 1 && cudaMemcpyDeviceToHost == 2 && cudaMemcpyDefault == 4);
 #endif
 
