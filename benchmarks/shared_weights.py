@@ -25,6 +25,7 @@ import torch
 
 from benchmarks.provenance import provenance
 from disco_accel import DiscoConfig, prepare
+from disco_accel.native.extension import load_extension
 
 PROCESSES, STEPS = 4, 5
 WIDTH, ROWS = 2048, 64
@@ -56,6 +57,7 @@ def work(layers: int, share: bool) -> None:
     config = DiscoConfig(
         memory_budget=256 * _MIB, device="cpu", compute_threads=1, plan_cache=None, quiet=True, share_weights=share
     )
+    load_extension()
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         began = time.perf_counter()

@@ -17,6 +17,8 @@ from disco_accel.native.shared_memory import lay_over
 PAGE = mmap.PAGESIZE
 _MADV_NOHUGEPAGE, _MADV_POPULATE_READ = 15, 22
 """Linux, madvise(2)."""
+_ATTEMPTS = 3
+"""A signal ends one."""
 _PRESENT, _OF_FILE = 63, 61
 """Bits of an entry of /proc/self/pagemap."""
 
@@ -43,10 +45,12 @@ class FileArena(HostMemory):
         assert self._arena.data_ptr() % PAGE == 0 or nbytes == 0
         lay_over(self._arena, file)
         self.file = file
-        weakref.finalize(self, os.close, file)
+        self._identity = _identity(file)
+        weakref.finalize(self, _close, file, self._identity)
         # Small pages alone: the kernel drops a huge page's mapping where part of it is written to, and the mark that
         # tells a written page from one that was read goes with it.
-        self._advise(_MADV_NOHUGEPAGE)
+        if nbytes:
+            self._advise(_MADV_NOHUGEPAGE)
 
     @property
     def first_byte(self) -> int:
@@ -55,16 +59,15 @@ class FileArena(HostMemory):
 
     def watch(self) -> None:
         """The content is final: have the kernel tell which pages are written to from now on, if it can."""
-        # All pages are mapped before: the first read of one that is not would look like a write.
-        self._advise(_MADV_POPULATE_READ)
-        self._watched = True
-        torch.ops.disco_accel.watch_arena(self._arena)
+        # All pages are mapped before: the first read of one that is not would look like a write. Where that is refused,
+        # what lies here is read to know.
+        if self.nbytes and any(self._advise(_MADV_POPULATE_READ) for _ in range(_ATTEMPTS)):
+            self._watched = True
+            torch.ops.disco_accel.watch_arena(self._arena)
 
-    def _advise(self, advice: int) -> None:
-        if self.nbytes:
-            where = ctypes.c_void_p(self._arena.data_ptr())
-            # Refused by an older kernel: pages are then mapped when they are first read, and count as written once.
-            ctypes.CDLL(None).madvise(where, ctypes.c_size_t(self.nbytes), ctypes.c_int(advice))
+    def _advise(self, advice: int) -> bool:
+        where, nbytes = ctypes.c_void_p(self._arena.data_ptr()), ctypes.c_size_t(self.nbytes)
+        return bool(ctypes.CDLL(None).madvise(where, nbytes, ctypes.c_int(advice)) == 0)
 
     def pin(self, device: torch.device | None = None) -> None:
         """As ``HostMemory.pin``, for devices that only read: registered for writes, each page would become a copy.
@@ -84,7 +87,10 @@ class FileArena(HostMemory):
             torch.ops.disco_accel.expect_device_writes_to(self._arena)
 
     def differs(self, tensors: list[torch.Tensor]) -> list[bool]:
-        """Which of ``tensors``, all of this arena, have other bytes than the file: written to by this process."""
+        """Which of ``tensors``, all of this arena, have other bytes than the file: written to by this process. All of
+        them where somebody has closed the file, as programs do that become daemons."""
+        if _identity(self.file) != self._identity:
+            return [True] * len(tensors)
         own = self._own_pages()
         return [self._differs(tensor, own) for tensor in tensors]
 
@@ -113,3 +119,17 @@ class FileArena(HostMemory):
             if not torch.equal(data[low - begin : high - begin], there):
                 return True
         return False
+
+
+def _identity(file: int) -> tuple[int, int] | None:
+    try:
+        status = os.fstat(file)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _close(file: int, identity: tuple[int, int] | None) -> None:
+    # The number may be another file's by now.
+    if _identity(file) == identity:
+        os.close(file)

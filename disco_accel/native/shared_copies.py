@@ -153,9 +153,9 @@ def _of_first(files: list[int], nbytes: int) -> SharedCopy | None:
         return None
     try:
         return SharedCopy(FileArena(files[0], nbytes), files[0], is_new=False)
-    except (ExecutionError, RuntimeError):
+    except (ExecutionError, RuntimeError) as error:
         os.close(files[0])
-        raise
+        raise NotSharedError(f"{nbytes} bytes cannot be mapped: {error}") from error
 
 
 def _new(nbytes: int) -> SharedCopy:

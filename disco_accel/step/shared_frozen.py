@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -31,7 +32,7 @@ class FrozenSharing:
     def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
         """``folder``: where processes find each other; ``warn`` shows a line once."""
         self._folder, self._warn = folder, warn
-        self._told: set[int] = set()
+        self._told: weakref.WeakSet[FileArena] = weakref.WeakSet()
         """Arenas of which it is known that this process has written to them."""
 
     def gather(self, tensors: Sequence[torch.Tensor], move: Move) -> FileArena | None:
@@ -61,9 +62,9 @@ class FrozenSharing:
 
     def tell_written(self, arena: FileArena, names: Sequence[str]) -> None:
         """Say once that this process has written to weights of these ``names`` in ``arena``."""
-        if not names or id(arena) in self._told:
+        if not names or arena in self._told:
             return
-        self._told.add(id(arena))
+        self._told.add(arena)
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         self._warn(
             f"share_weights: this process has written to {names[0]}{others}, which it shares: from now on it has pages "

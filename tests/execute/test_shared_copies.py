@@ -405,3 +405,22 @@ def test_weights_that_change_while_they_are_copied_are_not_shared(
     assert len(said) == 1 and "were written to while they were copied" in said[0]
     assert isinstance(copy.arena, FileArena) and not list(folder.glob("*.json"))
     assert Shared(folder).is_new
+
+
+def test_a_program_that_closes_all_files_goes_on(folder: Path) -> None:
+    """Its copy cannot be found or compared any more; another file under that number is neither read nor closed."""
+    first = Shared(folder)
+    os.close(first.arena.file)
+    assert first.arena.differs(first.tensors[:2]) == [True, True]
+    reader, writer = os.pipe()
+    os.dup2(reader, first.arena.file)
+    assert first.arena.differs(first.tensors[:2]) == [True, True]
+    number = first.arena.file
+    second = Shared(folder)
+    assert second.is_new, "nobody else has it"
+    assert torch.equal(first.tensors[1], weights()[1])
+    del first
+    gc.collect()
+    os.fstat(number)
+    for file in {reader, writer, number}:
+        os.close(file)
