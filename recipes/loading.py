@@ -12,13 +12,23 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from disco_accel.config.settings import DiscoConfig, shared_weights_folder
 from disco_accel.errors import ConfigError
 from disco_accel.integrate.hf.checkpoint import load_into_arena
+from disco_accel.observe.log_to_stderr import show_messages
 from disco_accel.recipes.quantised import bitsandbytes_config
 from disco_accel.recipes.settings import LoraRecipe, PrefillRecipe
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+
+
+def meeting_place(config: DiscoConfig | None) -> Path | None:
+    """Where processes meet that share weights, if ``config`` says so; whom they wait for is shown from now on."""
+    if config is None or not (config.enabled and config.share_weights):
+        return None
+    show_messages(config.quiet)
+    return shared_weights_folder()
 
 
 def check_checkpoint(directory: Path) -> None:

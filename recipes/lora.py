@@ -29,11 +29,11 @@ import transformers
 from transformers import TrainingArguments, default_data_collator, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
-from disco_accel.config.settings import DiscoConfig, launch_config, launched, shared_weights_folder
+from disco_accel.config.settings import DiscoConfig, launch_config, launched
 from disco_accel.errors import ConfigError, DiscoError, ExecutionError
 from disco_accel.observe.log_to_stderr import AboveTheBar
 from disco_accel.recipes.corpus import build_blocks
-from disco_accel.recipes.loading import load_model, load_tokenizer
+from disco_accel.recipes.loading import load_model, load_tokenizer, meeting_place
 from disco_accel.recipes.metrics import (
     METRICS_NAME,
     Ledger,
@@ -100,8 +100,7 @@ def train(recipe: LoraRecipe) -> int:
     )
     set_seed(recipe.seed)
     wanted = config or (launch_config() if launched() else None)
-    shares = wanted is not None and wanted.enabled and wanted.share_weights
-    model = load_model(recipe, shared_weights_folder() if shares else None)
+    model = load_model(recipe, meeting_place(wanted))
     if config is not None:
         from disco_accel import prepare
 

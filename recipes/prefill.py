@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from disco_accel import prefill, stats
-from disco_accel.config.settings import DiscoConfig, shared_weights_folder
+from disco_accel.config.settings import DiscoConfig
 from disco_accel.errors import ConfigError
 from disco_accel.recipes.corpus import read_prompts
-from disco_accel.recipes.loading import load_adapter, load_base, load_tokenizer
+from disco_accel.recipes.loading import load_adapter, load_base, load_tokenizer, meeting_place
 from disco_accel.recipes.settings import PrefillRecipe, read_prefill_recipe
 from disco_accel.sizes import parse_size
 from disco_accel.step.session import find_state
@@ -40,7 +40,7 @@ def run(path: str, memory: str | None = None) -> int:
         torch.set_num_threads(recipe.num_threads)
     tokenizer = load_tokenizer(recipe)
     prompts = list(_tokenized(recipe, tokenizer))
-    model = load_base(recipe, shared_weights_folder() if config.share_weights and config.enabled else None)
+    model = load_base(recipe, meeting_place(config))
     if recipe.adapter_name_or_path is not None:
         model = load_adapter(model, recipe.adapter_name_or_path)
     model.eval()
