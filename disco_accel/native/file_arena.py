@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -17,6 +18,7 @@ from disco_accel.native.shared_memory import lay_over
 PAGE = mmap.PAGESIZE
 _MADV_NOHUGEPAGE, _MADV_POPULATE_READ = 15, 22
 """Linux, madvise(2)."""
+_PIECE, _MOST_THREADS = 128 << 20, 8
 _ATTEMPTS = 3
 """A signal ends one."""
 _PRESENT, _OF_FILE = 63, 61
@@ -50,7 +52,7 @@ class FileArena(HostMemory):
         # Small pages alone: the kernel drops a huge page's mapping where part of it is written to, and the mark that
         # tells a written page from one that was read goes with it.
         if nbytes:
-            self._advise(_MADV_NOHUGEPAGE)
+            self._advise(_MADV_NOHUGEPAGE, 0, nbytes)
 
     @property
     def first_byte(self) -> int:
@@ -61,13 +63,24 @@ class FileArena(HostMemory):
         """The content is final: have the kernel tell which pages are written to from now on, if it can."""
         # All pages are mapped before: the first read of one that is not would look like a write. Where that is refused,
         # what lies here is read to know.
-        if self.nbytes and any(self._advise(_MADV_POPULATE_READ) for _ in range(_ATTEMPTS)):
+        if self.nbytes and self._populate():
             self._watched = True
             torch.ops.disco_accel.watch_arena(self._arena)
 
-    def _advise(self, advice: int) -> bool:
-        where, nbytes = ctypes.c_void_p(self._arena.data_ptr()), ctypes.c_size_t(self.nbytes)
-        return bool(ctypes.CDLL(None).madvise(where, nbytes, ctypes.c_int(advice)) == 0)
+    def _populate(self) -> bool:
+        def one(begin: int) -> bool:
+            nbytes = min(_PIECE, self.nbytes - begin)
+            return any(self._advise(_MADV_POPULATE_READ, begin, nbytes) for _ in range(_ATTEMPTS))
+
+        pieces = range(0, self.nbytes, _PIECE)
+        if len(pieces) == 1:
+            return one(0)
+        with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as threads:
+            return all(threads.map(one, pieces))
+
+    def _advise(self, advice: int, begin: int, nbytes: int) -> bool:
+        where = ctypes.c_void_p(self._arena.data_ptr() + begin)
+        return bool(ctypes.CDLL(None).madvise(where, ctypes.c_size_t(nbytes), ctypes.c_int(advice)) == 0)
 
     def pin(self, device: torch.device | None = None) -> None:
         """As ``HostMemory.pin``, for devices that only read: registered for writes, each page would become a copy.

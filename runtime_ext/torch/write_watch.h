@@ -26,8 +26,9 @@ bool can_watch_writes();
 // For tests: with false every later can_watch_writes() is false. Regions that are watched already stay so.
 void allow_watching_writes(bool on);
 
-// Watches whole pages [begin, begin + nbytes), of an anonymous private mapping, from now on; whether that
-// worked. Nothing is protected, so writes cost nothing, until the first collect_writes.
+// Watches whole pages [begin, begin + nbytes) of a private mapping from now on; whether that worked. Nothing
+// is protected, so writes cost nothing, until the first collect_writes. Of a file all pages must be mapped
+// already: the first read of one that is not looks like a write.
 bool watch_writes(void* begin, std::size_t nbytes);
 
 // To be called before memory is unmapped; does nothing for memory that is not watched.
