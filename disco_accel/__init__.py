@@ -15,6 +15,7 @@ __all__ = [
     "prepare",
     "pure",
     "restore",
+    "set_memory_budget",
     "settle",
     "stats",
 ]
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from disco_accel.integrate.accelerate.callback import DiscoCallback
     from disco_accel.integrate.accelerate.plugin import DiscoPlugin
     from disco_accel.integrate.hf.prefill import prefill
-    from disco_accel.integrate.prepare import prepare, restore, settle, stats
+    from disco_accel.integrate.prepare import prepare, restore, set_memory_budget, settle, stats
     from disco_accel.step.state.pure import pure
 
 _HOME = {
@@ -35,6 +36,7 @@ _HOME = {
     "prepare": "disco_accel.integrate.prepare",
     "pure": "disco_accel.step.state.pure",
     "restore": "disco_accel.integrate.prepare",
+    "set_memory_budget": "disco_accel.integrate.prepare",
     "settle": "disco_accel.integrate.prepare",
     "stats": "disco_accel.integrate.prepare",
 }

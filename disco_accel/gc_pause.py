@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+_of_thread = threading.local()
 
 
 @contextmanager
@@ -13,10 +16,22 @@ def collector_paused() -> Iterator[None]:
 
     Works as a decorator too. The collector is as it was afterwards, also after an error.
     """
-    enabled = gc.isenabled()
-    gc.disable()
+    enabled = gc.isenabled() and not getattr(_of_thread, "left_alone", False)
+    if enabled:
+        gc.disable()
     try:
         yield
     finally:
         if enabled:
             gc.enable()
+
+
+@contextmanager
+def collector_left_alone() -> Iterator[None]:
+    """In this thread ``collector_paused`` does nothing: beside others, it would take the collector from them for as
+    long as it works."""
+    _of_thread.left_alone = True
+    try:
+        yield
+    finally:
+        _of_thread.left_alone = False

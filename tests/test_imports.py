@@ -46,6 +46,7 @@ MAY_IMPORT = {
     "verify": ("graph",),
     "simulate": ("graph",),
     "native": ("graph",),
+    "store": ("graph", "native"),
     "plan": ("graph", "native", "simulate", "verify"),
     "config": ("graph", "plan"),
     "capture": ("graph", "native"),

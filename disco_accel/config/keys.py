@@ -67,6 +67,15 @@ def _size_or_share(value: Any) -> int | str:
     return _bytes(value, works)
 
 
+def _budget(value: Any) -> int | str:
+    if value == "shared":
+        return "shared"
+    try:
+        return _size_or_share(value)
+    except ValueError as error:
+        raise ValueError(str(error).replace("or auto", "auto, or shared")) from error
+
+
 def _bandwidth(value: Any) -> float | None:
     works = "use bytes per second such as 0.5GB/s or 500000000, or leave it out for an unthrottled link"
     if value is None:
@@ -190,7 +199,7 @@ def unused_policy(planner: str, policy: str) -> str:
 
 
 PARSERS: dict[str, Parser] = {
-    "memory_budget": _size_or_share,
+    "memory_budget": _budget,
     "host_memory": _size_or_share,
     "planner": _registered("PLANNERS"),
     "policy": _registered("POLICIES", "auto"),

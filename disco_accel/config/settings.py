@@ -58,8 +58,9 @@ class DiscoConfig:
     """The keys of the ``disco_config`` section. Values are checked and normalised when an instance is made.
 
     Sizes are bytes (int) once parsed; ``memory_budget`` and ``host_memory`` may stay ``"auto"`` or ``"80%"`` until
-    ``resolve``. ``plan_seconds``: the time that a search for a plan may take; ``auto``: an amount of work that depends
-    on the graph alone. ``link_bandwidth`` (bytes/s) and ``link_latency`` (seconds) apply to the host device only.
+    ``resolve``; a ``memory_budget`` that is ``"shared"`` moves, up to what ``auto`` would be. ``plan_seconds``: the
+    time that a search for a plan may take; ``auto``: an amount of work that depends on the graph alone.
+    ``link_bandwidth`` (bytes/s) and ``link_latency`` (seconds) apply to the host device only.
 
     Raises:
         ConfigError: a value has the wrong type or is out of range; the message names the key and what works.
@@ -435,7 +436,7 @@ def _resolve_size(key: str, value: int | str, total: int, device: str, auto_shar
     from disco_accel.sizes import format_size
 
     processes = local_processes() if device == "cpu" else 1
-    if value == "auto":
+    if value in ("auto", "shared"):
         return int(total * auto_share) // processes
     if isinstance(value, str):
         return int(total * float(value.removesuffix("%")) / 100) // processes

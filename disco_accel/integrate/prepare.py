@@ -6,6 +6,8 @@ import functools
 import logging
 import sys
 import types
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from disco_accel.step.capture_lock import in_capture
 from disco_accel.step.dynamo import not_compiled, plain_model
 from disco_accel.step.fitted_batch import FittedBatch
 from disco_accel.step.inner_forwards import InnerForwards, own_forward_runs
+from disco_accel.step.moving_budget import in_moving_budget
 from disco_accel.step.observer import Fallback
 from disco_accel.step.optimizer_home import OptimizerHome, keeps_masters, optimizer_home, update_asked
 from disco_accel.step.pending import run_step
@@ -55,15 +58,19 @@ def _forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         batch = state.arguments.bind(args, kwargs)
         if batch.get("return_dict") is False:
             raise CaptureError("return_dict: False is not supported in a planned step; leave it out")
-        fitted = _shared_out(state, self, state.frontend.fit(self, batch))
-        try:
-            return _planned(state, self, fitted)
-        except BudgetTooSmall:
-            if fitted.length is None:
-                raise
-            return _planned(state, self, _shared_out(state, self, state.frontend.give_up(fitted, batch)))
+        return in_moving_budget(state, lambda: _padded_or_not(state, self, batch))
     except CaptureError as error:
         return _eager(state, error, args, kwargs)
+
+
+def _padded_or_not(state: Session, model: torch.nn.Module, batch: Mapping[str, Any]) -> StepOutput | torch.Tensor:
+    fitted = _shared_out(state, model, state.frontend.fit(model, batch))
+    try:
+        return _planned(state, model, fitted)
+    except BudgetTooSmall:
+        if fitted.length is None:
+            raise
+        return _planned(state, model, _shared_out(state, model, state.frontend.give_up(fitted, batch)))
 
 
 def _shared_out(state: Session, model: torch.nn.Module, fitted: FittedBatch) -> FittedBatch:
@@ -267,6 +274,28 @@ def settle(model: torch.nn.Module) -> None:
     if state is not None:
         state.updates.settle()
         state.updates.show_gradients()
+
+
+def set_memory_budget(model: torch.nn.Module, budget: int | str) -> None:
+    """Give a prepared model another ``memory_budget``: bytes, a size such as ``"6GiB"``, a share of the device, or auto.
+
+    It holds from the model's next step on; a step that waits for its backward is not touched. A smaller one gives
+    memory back as that step begins, or as the backward that runs ends. For a larger one a plan is made while steps go
+    on by the old one. Losses and gradients keep their bits. May be called in any thread.
+
+    Raises:
+        ConfigError: the model is not prepared, the size makes no sense or is larger than the device, or the budget is
+            ``shared``, which a store decides on.
+    """
+    state = find_state(model)
+    if state is None:
+        raise ConfigError("set_memory_budget: the model is not prepared: call prepare(model, config) first")
+    if state.config.memory_budget == "shared" or budget == "shared":
+        raise ConfigError(
+            f"memory_budget: {budget} cannot be set on a model that runs with {state.config.memory_budget}: shared "
+            "budgets are what a store grants; prepare(model, config) again with the other one"
+        )
+    state.budgets.set(replace(state.config, memory_budget=budget).resolve().memory_budget)
 
 
 def stats(model: torch.nn.Module) -> dict[str, Any]:

@@ -73,6 +73,24 @@ def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum({(s := t.untyped_storage())._cdata: s.nbytes() for t in tensors}.values())
 
 
+@dataclass(frozen=True, slots=True)
+class BudgetBytes:
+    """What a budget of ``total`` bytes is for, besides the arena, in bytes: trained weights on the device, the batch,
+    and ``outputs``."""
+
+    total: int
+    adapters: int
+    batch: int
+    outputs: int = 0
+
+    def split(self, workspaces: int = 0, *, in_blocks: bool = False) -> Budget:
+        """As ``BudgetFacts.split``."""
+        # Workspaces are whole pieces.
+        rounding = min(_ROUNDING, -(-max(0, self.total - workspaces) // _ROUNDING_SHARE)) if in_blocks else 0
+        adapters = self.adapters
+        return Budget(self.total, adapters, adapters, 2 * adapters, self.batch, workspaces, self.outputs, rounding)
+
+
 @dataclass(frozen=True)
 class BudgetFacts:
     """What a budget of ``total`` bytes is for, besides the arena: ``trainable`` parameters, the ``batch``, and so many
@@ -85,11 +103,13 @@ class BudgetFacts:
 
     def split(self, workspaces: int = 0, *, in_blocks: bool = False) -> Budget:
         """The parts of ``total``. ``in_blocks``: the device's memory comes from PyTorch's caching allocator."""
-        adapters = _storage_bytes(self.trainable)
-        inputs = _storage_bytes(self.batch.values())
-        # Workspaces are whole pieces.
-        rounding = min(_ROUNDING, -(-max(0, self.total - workspaces) // _ROUNDING_SHARE)) if in_blocks else 0
-        return Budget(self.total, adapters, adapters, 2 * adapters, inputs, workspaces, self.outputs, rounding)
+        return self.in_bytes().split(workspaces, in_blocks=in_blocks)
+
+    def in_bytes(self) -> BudgetBytes:
+        """The same without the tensors."""
+        return BudgetBytes(
+            self.total, _storage_bytes(self.trainable), _storage_bytes(self.batch.values()), self.outputs
+        )
 
 
 def leaving_bytes(captured: CapturedStep) -> dict[str, int]:

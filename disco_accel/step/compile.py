@@ -29,6 +29,7 @@ from disco_accel.step.compiled_step import CompiledStep, host_bytes, shared_weig
 from disco_accel.step.fitted_batch import FittedBatch
 from disco_accel.step.memory_parts import require_host_memory
 from disco_accel.step.pipeline import PlannerSettings, PlanStore
+from disco_accel.step.plan_recipe import PlanRecipe
 from disco_accel.step.planned_step import Chunks, StepToPlan, plan_in_chunks
 from disco_accel.step.several_devices import Sharing, whole_step
 from disco_accel.step.shard_memory import ShardMemory, packed_bytes
@@ -209,6 +210,7 @@ def _compile(
         planned.cache_use,
         shards=options.shard_memory,
         chunked_kernels=0 if made.chunks is None else made.chunks.kernels,
+        recipe=PlanRecipe(made.costed, facts.in_bytes(), settings, store),
     )
     return step
 

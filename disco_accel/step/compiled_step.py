@@ -28,6 +28,7 @@ from disco_accel.step.budget import Budget
 from disco_accel.step.gradient_memory import GradientMemory, GradientPlaces, LeavingGradient
 from disco_accel.step.memory_parts import host_memory_parts
 from disco_accel.step.optimizer_home import TrainedBytes
+from disco_accel.step.plan_recipe import PlanRecipe
 from disco_accel.step.shard_memory import ShardMemory
 
 
@@ -68,6 +69,8 @@ class CompiledStep:
     """Kernels that run in chunks: sums and products of parts may round otherwise than in one piece."""
     parameters: dict[str, torch.nn.Parameter] | None = None
     """The model's trainable parameters by name, looked up at the first run."""
+    recipe: PlanRecipe | None = None
+    """For plans of the same step within other budgets, which share it."""
 
     @property
     def executor(self) -> Executor:

@@ -131,7 +131,7 @@ class PendingStep:
             if not self.running:
                 self._require(self.inputs.finish_check())
                 self._without_update()
-                self.state.make_current(self.model, self.step)
+                self.step = self.state.make_current_again(self.model, self.step)
                 with generator_from(self.step, self.generator):
                     self._take_engine()
             executor = self.step.executor
@@ -159,7 +159,9 @@ class PendingStep:
             gradients = {g.name: copy for g, copy in zip(self.step.captured.gradients, leaving, strict=True)}
             self.state.norms.made(gradients, self.step.gradient_norms())
             self.state.observers.on_backward(self.step)
-            return self.state.accumulation.left_to_add(self.step, nodes, gradients)
+            left = self.state.accumulation.left_to_add(self.step, nodes, gradients)
+            self.state.budgets.step_ended()
+            return left
 
     def suspend(self) -> None:
         """Stop what is left of this step; its inputs stay so that it can be rerun."""

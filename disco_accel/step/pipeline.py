@@ -25,7 +25,7 @@ from disco_accel.plan.plan_cache import PlanCache, PlanCacheUse, plan_fingerprin
 from disco_accel.plan.search_work import Work
 from disco_accel.plan.summary import cut_short
 from disco_accel.sizes import format_size
-from disco_accel.step.budget import Budget, BudgetFacts
+from disco_accel.step.budget import Budget, BudgetBytes, BudgetFacts
 from disco_accel.step.memory_parts import what_it_needs
 from disco_accel.verify.static import verify
 
@@ -109,7 +109,7 @@ def with_costs(
 
 def plan_step(
     step: CostedStep,
-    facts: BudgetFacts,
+    facts: BudgetFacts | BudgetBytes,
     settings: PlannerSettings,
     *,
     store: PlanStore | None = None,

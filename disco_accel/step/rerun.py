@@ -20,6 +20,7 @@ from disco_accel.capture.step import UNREACHED
 from disco_accel.errors import CaptureError, ExecutionError
 from disco_accel.step.compiled_step import CompiledStep
 from disco_accel.step.fitted_batch import FittedBatch
+from disco_accel.step.grant_source import GrantWithdrawn
 from disco_accel.step.input_snapshot import InputSnapshot, versions_of
 from disco_accel.step.late_gradient import with_gradient, with_gradients
 from disco_accel.step.observer import Fallback
@@ -135,7 +136,7 @@ class Rerun:
         with self.state.lock:
             try:
                 with torch.enable_grad(), self._autocast_of_forward():
-                    step = self.state.compiled(self.model, self.fitted, outputs, differentiated=len(tangents))
+                    step = self._compiled(outputs, len(tangents))
             except CaptureError as error:
                 if str(error).startswith(UNREACHED):
                     return {}
@@ -145,6 +146,13 @@ class Rerun:
             # As if it had been made at the forward: its backward refuses what has changed since.
             pending.generator, pending.inputs = self.generator, self.inputs
             return pending.backward(tangents)
+
+    def _compiled(self, outputs: Outputs, differentiated: int) -> CompiledStep:
+        while True:
+            try:
+                return self.state.compiled(self.model, self.fitted, outputs, differentiated=differentiated)
+            except GrantWithdrawn:
+                self.state.budgets.follow()
 
     def _eager_gradients(self, tangents: Mapping[str, torch.Tensor], error: CaptureError) -> dict[str, torch.Tensor]:
         """From the model's own forward and backward, where no plan can be made and eager mode may stand in."""

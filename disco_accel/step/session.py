@@ -40,8 +40,10 @@ from disco_accel.step.gradient_memory import GradientMemory
 from disco_accel.step.gradients.accumulation import Accumulation
 from disco_accel.step.gradients.clipping_norms import norms_for_clipping
 from disco_accel.step.gradients.gradient_norms import GradientNorms
+from disco_accel.step.grant_source import GivenBudget, GrantWithdrawn, shared_grants
 from disco_accel.step.last_fallback import LastFallback
 from disco_accel.step.memory_parts import require_host_memory
+from disco_accel.step.moving_budget import MovingBudget
 from disco_accel.step.observer import Observers
 from disco_accel.step.optimizer_home import OptimizerHome, TrainedBytes, keeps_masters, optimizer_home, update_asked
 from disco_accel.step.output_usage import Outputs, UsageByStep
@@ -153,6 +155,12 @@ class Session:
         told = self.say_once, self.observers.on_plan
         self.accumulation = Accumulation(self.gradients, self.plans, *told, lambda: verifier.active, host_memory)
         self.on_restore: list[Callable[[], None]] = []
+        given = self.settings.memory_budget
+        shared = config.memory_budget == "shared"
+        if shared and self.settings.devices > 1:
+            raise ConfigError("memory_budget: shared is for a step on one device: set devices: 1, or give a size")
+        source = shared_grants() if shared else GivenBudget(given)
+        self.budgets = MovingBudget(self, source, given, host_memory)
         self.updates = PlannedUpdates(self.plans, *told, host_memory, config.update_on)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -210,7 +218,7 @@ class Session:
         """The plan under ``key``, made by ``compiler`` on first sight. ``what`` it is for is told to the user."""
         if key in self._refused:
             raise CaptureError(self._refused[key])
-        plan = self.plans.get(key)
+        plan = self.budgets.plan(key)
         if plan is not None:
             self.observers.on_plan_hit(plan)
             self.effects.met()
@@ -219,6 +227,7 @@ class Session:
         self.effects.admit(key[0].state, model_state(model).difference)
         self.abandon_active()
         self.placement.gather()
+        self.budgets.claim_all()
         if backend_of(self.device).separate_memory:
             # Ops are measured in memory of their own, which the budget covers too.
             self.unload()
@@ -236,16 +245,20 @@ class Session:
                         options.host_memory, step.graph, step.plan.host_memory, self.rounded, step.captured.copies
                     )
         except CaptureError as error:
+            self.budgets.give_back()
             if not met_shortage(error):
                 self._refused[key] = str(error)
             raise
         except BudgetTooSmall as error:
+            self.budgets.give_back()
             if not self.rounded:
                 raise
             more = f"; fp32 masters and moments take {format_size(self._beside)} more there"
             raise BudgetTooSmall(error.needed, error.given, error.what, error.parts + more) from error
         # What the forward changed it has changed: this plan was for the state before.
-        self.plans[(*key, len(self.plans)) if self.effects.lasting else key] = step
+        found_again = not self.effects.lasting
+        self.plans[(*key, step.budget.total) if found_again else (*key, len(self.plans), step.budget.total)] = step
+        self.budgets.keep(key, step, found_again=found_again)
         self.observers.on_plan(step)
         return step
 
@@ -259,7 +272,7 @@ class Session:
         if self.config.without_effect:
             self.say_once(self.config.without_effect)
         return CompileOptions(
-            memory=self.settings.memory_budget,
+            memory=self.budgets.total,
             host_memory=self.settings.host_memory,
             planner=self.config.planner,
             policy=self.config.policy,
@@ -309,10 +322,14 @@ class Session:
             making, norms = functools.partial(self.messages.making, what), self.norms.wanted
             updated = self.updates.step_for(model, step, settings, store, making, norms)
             if updated is not step:
+                self.budgets.note_kind(updated)
                 return updated
             making = functools.partial(self.messages.making, "the same step, which adds to the gradients in .grad")
             likely = norms or (self.norms.possible and not self.updates.seen)
-            return self.accumulation.step_for(step, settings, store, making, likely)
+            more = self.accumulation.step_for(step, settings, store, making, likely)
+            if more is not step:
+                self.budgets.note_kind(more)
+            return more
 
     def say_once(self, warning: str) -> None:
         """Log ``warning`` the first time."""
@@ -377,6 +394,7 @@ class Session:
             self.placement.gather(step.captured.constants.values())
             step.follow(model)
         needed = {device.id: arena_bytes(step.plan, device.id) for device in step.plan.devices if not device.host}
+        self._claim(step, max(needed.values()))
         if any(device not in self.arenas or self.arenas[device].numel() < size for device, size in needed.items()):
             self.unload()
             places = places_of(step.plan, backend_of(self.device).others(self.settings.gpus, len(needed)))
@@ -390,6 +408,37 @@ class Session:
         # Products in eager mode have left workspaces on other streams and threads.
         release_workspaces(self.device)
         self.current = step
+
+    def make_current_again(self, model: torch.nn.Module, step: CompiledStep) -> CompiledStep:
+        """As ``make_current``, for a step that runs again from its inputs: by another plan, which is returned, if the
+        budget has become too small for its own. Raises BudgetTooSmall."""
+        while True:
+            step = self.budgets.fitting(step)
+            try:
+                self.make_current(model, step)
+            except GrantWithdrawn:
+                self.budgets.follow()
+            else:
+                return step
+
+    def _claim(self, step: CompiledStep, arena: int) -> None:
+        """Room within the budget for ``step`` with an arena of so many bytes, or with the one that is there. Raises
+        GrantWithdrawn."""
+        there = max((memory.numel() for memory in self.arenas.values()), default=0)
+        if self.budgets.moving and step.budget.outside + max(arena, there) > self.budgets.total:
+            self.unload()
+            there = 0
+        self.budgets.claim(step.budget.outside, max(arena, there))
+
+    def follow_budget(self) -> None:
+        """Between two steps: the budget is from now on what is granted."""
+        if not self.budgets.unchanged():
+            with self.lock:
+                self.budgets.follow()
+
+    def runs(self) -> bool:
+        """Whether a step is in its forward or its backward, or between them."""
+        return self._active is not None and self._active() is not None
 
     def _refresh_shards(self) -> None:
         """Copies of parts of weights have the bytes that the weights have."""
@@ -420,13 +469,15 @@ class Session:
         self.unload()
         self.gradients.release()
         release_workspaces(self.device)
+        self.budgets.close()
         self._engine_process = None
 
     def stats(self) -> dict[str, Any]:
         """Counts, sizes (bytes) and times (seconds)."""
         result: dict[str, Any] = {**self.counts.as_dict(), **self.frontend.stats(), **self.updates.stats()}
         result |= self.accumulation.stats() | self.norms.stats()
-        result["budget_bytes"] = self.settings.memory_budget
+        result["budget_bytes"] = self.budgets.total
+        result |= self.budgets.stats()
         step = self.current
         if step is not None:
             step.settle()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from disco_accel.integrate.hf.tracing import hf_contexts
 from disco_accel.step.budget import leaving_bytes
 from disco_accel.step.compile import CompileOptions, compile_forward
 from disco_accel.step.compiled_step import CompiledStep
+from disco_accel.step.moving_budget import in_moving_budget
 from disco_accel.step.pending import externals_of
 from disco_accel.step.progress_messages import batch_text
 from disco_accel.step.rng_state import generator_from, generator_state, kept_on_failure
@@ -48,7 +50,7 @@ def planned_forward(
     """
     batch = prefill_batch(forward, kwargs)
     cache: DynamicCache = kwargs["past_key_values"]
-    outputs = _run(state, model, forward, batch)
+    outputs = in_moving_budget(state, functools.partial(_run, state, model, forward, batch))
     tokens = _tokens(batch)
     # The old tensors go layer by layer while the cache takes the new ones.
     del batch
@@ -131,6 +133,7 @@ def _run(
             # The run would hold the old keys and values until its last copy, and the next chunk has another plan.
             executor.abandon()
         state.observers.on_prefill(step)
+        state.budgets.step_ended()
         returned = {o.name: value for o, value in zip(step.captured.outputs, values, strict=True)}
         return returned | {b.name: tensor for b, tensor in placed.items()}
 

@@ -122,7 +122,7 @@ def step_with_update(
         if plan is None or plain.host_bytes(plan) > host_memory:
             continue
         seconds = simulate(plan, machine).makespan if len(choices) > 1 else 0.0
-        if _home_by_gate(plan) and (best is None or (update_on == "auto" and seconds < best[0])):
+        if home_by_gate(plan) and (best is None or (update_on == "auto" and seconds < best[0])):
             best = seconds, replace(updated, graph=graph), plan
     if best is None:
         return None
@@ -140,7 +140,7 @@ def step_with_update(
     return StepWithUpdate(**own, plain=plain, updated=updated, homes=tuple(part.changed for part in pending.parts))
 
 
-def _home_by_gate(plan: MemGraph) -> bool:
+def home_by_gate(plan: MemGraph) -> bool:
     """Whether all that a device updates is home when the forward's outputs are handed out: the caller, who may look at
     weights then, finds them updated, and the watch over them begins."""
     states = planned_states(plan)

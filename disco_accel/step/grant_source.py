@@ -1,0 +1,65 @@
+"""Where a budget comes from that moves while a model trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from disco_accel.errors import ConfigError
+
+
+class GrantSource(Protocol):
+    """Says how many bytes of the device one job may hold. Called from several threads."""
+
+    def granted(self) -> int:
+        """Bytes that the job may hold now. Asked at the beginning of each step and between them: costs no message."""
+        ...
+
+    def want(self, least: int, wish: int) -> None:
+        """From now on the job cannot run with less than ``least`` bytes, and is no faster with more than ``wish``."""
+        ...
+
+    def hold(self, nbytes: int) -> None:
+        """The job has come down to ``nbytes``, or is about to take so many. Returns when they are counted: what
+        ``granted`` says then is for a job that holds them."""
+        ...
+
+
+class GivenBudget:
+    """A budget that the user sets: ``nbytes`` may be set again, in any thread, and holds from the next step on."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+    def granted(self) -> int:
+        """As it was set last."""
+        return self.nbytes
+
+    def want(self, least: int, wish: int) -> None:
+        """Nobody decides by it."""
+
+    def hold(self, nbytes: int) -> None:
+        """Nobody waits for it."""
+
+
+class GrantWithdrawn(Exception):
+    """A grant shrank between the choice of a plan and the allocation of its memory: choose again."""
+
+
+_source: Callable[[], GrantSource] | None = None
+
+
+def use_grants(source: Callable[[], GrantSource] | None) -> None:
+    """``memory_budget: shared`` of models that are prepared from now on asks ``source()``, one each; None: nobody."""
+    global _source
+    _source = source
+
+
+def shared_grants() -> GrantSource:
+    """For one model with ``memory_budget: shared``. Raises ConfigError where nothing shares memory."""
+    if _source is None:
+        raise ConfigError(
+            "memory_budget: shared takes what a store grants, and this process has none: give a size such as 12GiB, or "
+            "name a source of grants with disco_accel.step.grant_source.use_grants"
+        )
+    return _source()

@@ -1,0 +1,343 @@
+"""The memory budget of one prepared model, which may move between its steps, and the plans that follow it.
+
+Within a step nothing moves. At the beginning of each the grant is looked at: a smaller one gives the arena back before
+the step chooses a plan that fits; a larger one changes nothing until a plan for it is there and worth its switch.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, MutableMapping
+from typing import Any, Protocol, TypeVar
+
+from disco_accel.errors import BudgetTooSmall
+from disco_accel.sizes import format_size
+from disco_accel.step.compiled_step import CompiledStep
+from disco_accel.step.gradients.accumulating_step import AccumulatingStep
+from disco_accel.step.grant_source import GivenBudget, GrantSource, GrantWithdrawn
+from disco_accel.step.plan_family import Kind, Member, PlanFamily
+from disco_accel.step.plan_maker import PlanMaker
+from disco_accel.step.update.updated_step import StepWithUpdate
+
+logger = logging.getLogger("disco_accel")
+
+MOST_HISTORY = 1024
+"""Entries of the history; the oldest go."""
+
+QUICK_SECONDS = 1.0
+"""Of a search that a step waits for. The thorough one follows beside the steps."""
+
+POLL_SECONDS = 0.02
+"""Between two looks at a grant that is waited for, and at one that an idle job may have to give back."""
+
+PATIENCE_SECONDS = 600.0
+"""How long a step waits for a grant that is large enough, before it is an error."""
+
+
+T = TypeVar("T")
+
+
+class Session(Protocol):
+    """What has a moving budget, and looks at it between its steps."""
+
+    budgets: MovingBudget
+
+    def follow_budget(self) -> None:
+        """Go by the budget as it is now."""
+
+
+class Memory(Protocol):
+    """The part of a session that holds the plans' memory."""
+
+    lock: threading.RLock
+
+    @property
+    def plans(self) -> MutableMapping[Any, CompiledStep]:
+        """All that there are, by all that they depend on."""
+        ...
+
+    def unload(self) -> None:
+        """Free every executor and the arena."""
+
+    def runs(self) -> bool:
+        """Whether a step is between its forward and its backward, or in one of them."""
+        ...
+
+
+class MovingBudget:
+    """``total``: bytes that plans may take now. ``moving``: whether anything but the config has a say in it."""
+
+    def __init__(self, memory: Memory, source: GrantSource, most: int, host_memory: int) -> None:
+        """``most``: bytes of the device that one job may ever want. ``host_memory``: for training on the host."""
+        self._memory = weakref.proxy(memory)
+        self.source, self.most, self._host_memory = source, most, host_memory
+        self.shared = not isinstance(source, GivenBudget)
+        self.moving = self.shared
+        self.held = self.moves = 0
+        self.last_move_seconds = 0.0
+        self.patience = PATIENCE_SECONDS
+        self._outside, self._least, self._wish = 0, 1, most
+        self._families: dict[Hashable, PlanFamily] = {}
+        self._of_recipe: dict[int, tuple[Hashable, PlanFamily]] = {}
+        self._noted: set[int] = set()
+        self._began = time.monotonic()
+        self.history: deque[tuple[float, int, int]] = deque(maxlen=MOST_HISTORY)
+        self._told_to_wait = False
+        self.maker = PlanMaker(_unless_gone(self, MovingBudget._want))
+        if self.shared:
+            source.want(1, most)
+        self.total = source.granted()
+        if self.shared:
+            self._note()
+            stop = self._stop = threading.Event()
+            threading.Thread(target=_watch, args=(weakref.ref(self), stop), name="disco-grant", daemon=True).start()
+
+    def unchanged(self) -> bool:
+        """Whether the budget is as the last step had it."""
+        return self.source.granted() == self.total
+
+    def set(self, nbytes: int) -> None:
+        """A budget of the user's, from the next step on."""
+        assert isinstance(self.source, GivenBudget)
+        self.moving = True
+        self.source.nbytes = nbytes
+
+    def follow(self) -> None:
+        """Go by the grant as it is now. Between steps, under the session's lock."""
+        granted = self.source.granted()
+        if granted == self.total:
+            return
+        before, self.total = self.total, granted
+        if granted < self.held:
+            self._come_down()
+        for family in self._families.values():
+            if granted > before or family.fitting(granted) is not None:
+                self._ask(family)
+        self._note()
+
+    def step_ended(self) -> None:
+        """Give memory back that is not granted any more. Under the session's lock."""
+        if self.source.granted() < self.held:
+            self.follow()
+
+    def _come_down(self) -> None:
+        began = time.perf_counter()
+        self._memory.unload()
+        self._hold(self._outside)
+        self.moves += 1
+        self.last_move_seconds = time.perf_counter() - began
+
+    def claim(self, outside: int, arena: int) -> None:
+        """``outside`` and ``arena`` bytes are about to be used. Raises GrantWithdrawn."""
+        before, now = self.held, outside + arena
+        if now == before:
+            return
+        self._hold(now)
+        if self.moving and self.source.granted() < now:
+            self._hold(min(before, now))
+            raise GrantWithdrawn
+        self._outside = outside
+        self._note()
+
+    def claim_all(self) -> None:
+        """All that is granted may be used, by what is measured for a plan. Raises GrantWithdrawn."""
+        if self.shared:
+            self.claim(self._outside, max(0, self.total - self._outside))
+
+    def give_back(self) -> None:
+        """What was claimed for a plan is not used: there is none."""
+        if self.shared:
+            self._hold(self._outside)
+
+    def _hold(self, nbytes: int) -> None:
+        self.held = nbytes
+        self.source.hold(nbytes)
+
+    # Plans
+
+    def keep(self, key: Hashable, step: CompiledStep, *, found_again: bool) -> None:
+        """``step`` is the first plan under ``key``, by which it is ``found_again``."""
+        family = PlanFamily(step, self._host_memory)
+        self._of_recipe[id(step.recipe)] = key, family
+        if found_again:
+            self._families[key] = family
+            if self.shared:
+                self.maker.spread(family, self.most)
+
+    def plan(self, key: Hashable) -> CompiledStep | None:
+        """The plan under ``key`` for the budget as it is; None if the step is not known. Raises BudgetTooSmall."""
+        family = self._families.get(key)
+        return None if family is None else self._plan_of(key, family).plain
+
+    def fitting(self, step: CompiledStep) -> CompiledStep:
+        """``step``, or where its plan takes more than the budget, the same step by another one: for a step that runs
+        again from its inputs. Raises BudgetTooSmall."""
+        if not self.moving or step.budget.total <= self.total:
+            return step
+        member = self._plan_of(*self._of_recipe[id(step.recipe)])
+        if isinstance(step, AccumulatingStep):
+            # Without a plan that adds, autograd does it.
+            of_kind = (member.more[kind] for kind, sample in _kinds(member) if isinstance(sample, AccumulatingStep))
+            return next(of_kind, member.plain)
+        return member.plain
+
+    def _plan_of(self, key: Hashable, family: PlanFamily) -> Member:
+        member = family.fitting(self.total)
+        if member is None:
+            member = family.make(self.total, QUICK_SECONDS)
+            self._ask(family)
+        if len(member.more) != member.entered or family.dropped:
+            self._enter(key, family, member)
+        return member
+
+    def _enter(self, key: Hashable, family: PlanFamily, member: Member) -> None:
+        """The table of plans has those of ``member``, and none that is not kept any more."""
+        plans = self._memory.plans
+        assert isinstance(key, tuple)
+        member.entered = len(member.more)
+        plans.setdefault((*key, member.plain.budget.total), member.plain)
+        for kind, step in list(member.more.items()):
+            plans.setdefault((kind[0], id(member.plain), *kind[1:]), step)
+        while family.dropped:
+            old = family.dropped.pop()
+            for each in [k for k, step in plans.items() if getattr(step, "plain", step) is old]:
+                plans.pop(each).unload()
+
+    def note_kind(self, step: CompiledStep) -> None:
+        """``step``, which does more than a plain one, runs: other budgets get plans of its kind too."""
+        if not self.moving or id(step) in self._noted or not isinstance(step, AccumulatingStep | StepWithUpdate):
+            return
+        self._noted.add(id(step))
+        _, family = self._of_recipe[id(step.recipe)]
+        key = next(key for key, each in self._memory.plans.items() if each is step)
+        kind: Kind = (key[0], *key[2:])
+        family.kinds.setdefault(kind, step)
+        for member in family.members():
+            if member.plain is step.plain:
+                member.more.setdefault(kind, step)
+        if self.shared:
+            self.maker.spread(family, self.most)
+
+    def _ask(self, family: PlanFamily) -> None:
+        total = family.worth(self.total)
+        if total is not None:
+            self.maker.ask(family, total)
+
+    def _want(self) -> None:
+        """Tell the source what all families need: each of them has to run."""
+        families = list(self._families.values())
+        least = max((family.least or 1 for family in families), default=1)
+        wish = max((family.wish or self.most for family in families), default=self.most)
+        self._least, self._wish = max(self._least, least), wish
+        if self.shared:
+            self.source.want(self._least, max(self._wish, self._least))
+
+    def wait_for(self, error: BudgetTooSmall) -> bool:
+        """Wait until so much is granted as ``error`` asks for; False where nobody would grant it, or not in time. Not
+        under the session's lock, between steps."""
+        if not self.shared or error.needed > self.most:
+            return False
+        with self._memory.lock:
+            if self.held > self._outside:
+                self._come_down()
+        self._least = max(self._least, error.needed)
+        self._want()
+        until = time.monotonic() + self.patience
+        while self.source.granted() < error.needed:
+            if not self._told_to_wait:
+                self._told_to_wait = True
+                logger.warning(
+                    "memory_budget: shared: this step needs %s, %s are granted: waiting for other jobs to give memory "
+                    "back, for up to %.0f s",
+                    format_size(error.needed),
+                    format_size(self.source.granted()),
+                    self.patience,
+                )
+            if time.monotonic() > until:
+                return False
+            time.sleep(POLL_SECONDS)
+        return True
+
+    def shrink_if_idle(self) -> None:
+        """Give memory back that is not granted any more, if no step is under way. From any thread."""
+        memory = self._memory
+        if self.source.granted() >= self.held or not memory.lock.acquire(blocking=False):
+            return
+        try:
+            if not memory.runs():
+                self.follow()
+        finally:
+            memory.lock.release()
+
+    def close(self) -> None:
+        """The session is over: all is given back."""
+        self.maker.stop()
+        if self.shared:
+            self._stop.set()
+            self._hold(0)
+
+    def _note(self) -> None:
+        self.history.append((time.monotonic() - self._began, self.total, self.held))
+
+    def stats(self) -> dict[str, Any]:
+        """Bytes granted and held, how often memory was given back, how long that took the last time, budgets that have
+        plans, and the history: seconds since ``prepare``, bytes granted, bytes held."""
+        if not self.moving:
+            return {}
+        return {
+            "granted_bytes": self.source.granted(),
+            "held_bytes": self.held,
+            "budget_moves": self.moves,
+            "last_move_seconds": self.last_move_seconds,
+            "budget_plans": sorted({total for family in self._families.values() for total in family.totals()}),
+            "budget_history": list(self.history),
+        }
+
+
+def in_moving_budget(session: Session, step: Callable[[], T]) -> T:
+    """What ``step``, the beginning of a step of ``session``, returns, under the budget as it is when it succeeds.
+
+    Raises:
+        BudgetTooSmall: it needs more than the budget, and nobody grants as much in time.
+    """
+    while True:
+        session.follow_budget()
+        try:
+            return step()
+        except GrantWithdrawn:
+            continue
+        except BudgetTooSmall as error:
+            if not session.budgets.wait_for(error):
+                raise
+
+
+def _kinds(member: Member) -> list[tuple[Kind, CompiledStep]]:
+    return list(member.more.items())
+
+
+def _unless_gone(owner: MovingBudget, method: Callable[[MovingBudget], None]) -> Callable[[], None]:
+    reference = weakref.ref(owner)
+
+    def call() -> None:
+        own = reference()
+        if own is not None:
+            method(own)
+
+    return call
+
+
+def _watch(budget: weakref.ref[MovingBudget], stop: threading.Event) -> None:
+    """While a model does something else than steps, it gives back what others are to have."""
+    while not stop.wait(POLL_SECONDS):
+        own = budget()
+        if own is None:
+            return
+        try:
+            own.shrink_if_idle()
+        except ReferenceError:
+            return
+        del own

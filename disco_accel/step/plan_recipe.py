@@ -1,0 +1,34 @@
+"""What is needed to plan a captured step again, for another budget, without capturing or measuring it again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from disco_accel.step.budget import Budget, BudgetBytes
+from disco_accel.step.pipeline import CostedStep, PlannedStep, PlannerSettings, PlanStore, plan_step
+
+
+@dataclass(frozen=True, eq=False)
+class PlanRecipe:
+    """``costed``: the step, each kernel on its device, in the chunks of its first plan. ``facts``: what its first
+    budget was for. It holds no tensor, and planning by it touches none, so that any thread may."""
+
+    costed: CostedStep
+    facts: BudgetBytes
+    settings: PlannerSettings
+    store: PlanStore | None
+
+    def planned(self, total: int, *, seconds: float | None = None, names_needed: bool = True) -> PlannedStep:
+        """The verified plan within ``total`` bytes, by a search of at most ``seconds`` if they are given. Raises as
+        ``plan_step``."""
+        settings = self.settings
+        if seconds is not None:
+            limit = settings.plan_seconds
+            settings = replace(settings, plan_seconds=seconds if limit is None else min(seconds, limit))
+        facts = replace(self.facts, total=total)
+        return plan_step(self.costed, facts, settings, store=self.store, names_needed=names_needed)
+
+    def budget(self, total: int) -> Budget:
+        """The parts of ``total`` bytes."""
+        costs = self.costed.costs
+        return replace(self.facts, total=total).split(costs.workspaces, in_blocks=costs.in_blocks)

@@ -1,0 +1,1 @@
+"""Memory that processes of one user share: who gets how much of it."""

@@ -1,0 +1,96 @@
+"""How one amount of memory is divided among jobs that share it: pure policy, no input or output.
+
+Everybody's least comes first, in order of arrival, then shares grow evenly up to what each job can use. Memory that a
+job has to give back is granted to others only when it has come down, so that no two jobs ever count on the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One job's part in the division, all in bytes.
+
+    ``least``: with less it cannot run at all. ``wish``: with more it is no faster. ``quota``: it never gets more; None:
+    as much as there is. ``held``: what it has allocated now, or has claimed.
+    """
+
+    least: int
+    wish: int
+    quota: int | None = None
+    held: int = 0
+
+    @property
+    def most(self) -> int:
+        """The largest useful share: never less than ``least`` unless the quota says so."""
+        useful = max(self.least, self.wish)
+        return useful if self.quota is None else min(useful, self.quota)
+
+
+def shares(total: int, jobs: Sequence[Job]) -> list[int]:
+    """The share of ``total`` bytes that each of ``jobs``, in order of arrival, ends up with once all have come down.
+
+    A job whose least does not fit beside the leasts of earlier ones waits with 0, and no job that holds nothing yet
+    overtakes it: so a large job gets its turn when jobs before it end, however many small ones come. Others get as much
+    more as max-min fairness gives: no share grows at the cost of a smaller one.
+    """
+    low, high = [0] * len(jobs), [0] * len(jobs)
+    left, waiting = max(0, total), False
+    for number, job in enumerate(jobs):
+        if job.least > job.most:
+            # Its quota forbids it to run, which no other job's end will change: nobody waits behind it.
+            continue
+        if job.least <= left and (not waiting or job.held):
+            low[number], high[number] = job.least, job.most
+            left -= job.least
+        else:
+            waiting = True
+    return _filled(left, low, high)
+
+
+def divide(total: int, jobs: Sequence[Job]) -> list[int]:
+    """What each of ``jobs``, in order of arrival, may hold now of ``total`` bytes: its share, or less as long as others
+    hold more than theirs. A job that holds more than it is granted has to come down at the end of its step.
+
+    The sum is at most ``total``; so is the sum of what each holds or is granted, whichever is more, unless jobs hold
+    more than ``total`` already. A grant is 0 or at least the job's least.
+    """
+    ends = shares(total, jobs)
+    left = max(0, total - sum(job.held for job in jobs))
+    low, high = [0] * len(jobs), [0] * len(jobs)
+    for number, (job, end) in enumerate(zip(jobs, ends, strict=True)):
+        if job.held >= end:
+            low[number] = high[number] = end
+        elif job.held >= job.least:
+            low[number], high[number] = job.held, end
+        elif job.least - job.held <= left:
+            left -= job.least - job.held
+            low[number], high[number] = job.least, end
+    return _filled(left, low, high)
+
+
+def _filled(left: int, low: Sequence[int], high: Sequence[int]) -> list[int]:
+    """``low`` raised to one level, each at most to its ``high``, by ``left`` bytes in all."""
+    granted = list(low)
+    growing = sorted((n for n in range(len(low)) if low[n] < high[n]), key=lambda n: low[n])
+    if not growing:
+        return granted
+
+    def cost(level: int) -> int:
+        return sum(max(0, min(level, high[n]) - low[n]) for n in growing)
+
+    below, above = 0, max(high[n] for n in growing)
+    while below < above:
+        level = (below + above + 1) // 2
+        below, above = (level, above) if cost(level) <= left else (below, level - 1)
+    for n in growing:
+        granted[n] = max(low[n], min(below, high[n]))
+    # Fewer bytes than jobs that could take one: to the earliest.
+    left -= cost(below)
+    for n in sorted(growing):
+        if left > 0 and granted[n] < high[n] and granted[n] == below:
+            granted[n], left = granted[n] + 1, left - 1
+    return granted

@@ -1,0 +1,107 @@
+"""The division of one amount of memory among jobs: nothing is granted twice, nobody starves, shares are fair."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from disco_accel.store.grants import Job, divide, shares
+
+SIZES = st.integers(0, 120)
+JOBS = st.lists(st.builds(Job, SIZES, SIZES, st.none() | SIZES, SIZES), max_size=6)
+
+
+def at_rest(jobs: list[Job]) -> list[Job]:
+    """The same jobs before any of them holds anything."""
+    return [replace(job, held=0) for job in jobs]
+
+
+@given(SIZES, JOBS)
+def test_no_byte_is_granted_twice_even_while_jobs_come_down(total: int, jobs: list[Job]) -> None:
+    granted = divide(total, jobs)
+    assert sum(granted) <= total
+    if sum(job.held for job in jobs) <= total:
+        assert sum(max(job.held, grant) for job, grant in zip(jobs, granted, strict=True)) <= total
+
+
+@given(SIZES, JOBS)
+def test_a_grant_is_zero_or_between_least_and_what_is_useful(total: int, jobs: list[Job]) -> None:
+    for job, grant, end in zip(jobs, divide(total, jobs), shares(total, jobs), strict=True):
+        assert grant == 0 or job.least <= grant <= job.most
+        assert grant <= end
+
+
+@given(SIZES, JOBS)
+def test_grants_become_the_shares_when_jobs_follow_them(total: int, jobs: list[Job]) -> None:
+    """Each takes what it is granted; two rounds are enough, as all that must come down has done so after one."""
+    assume(sum(job.held for job in jobs) <= total)
+    # Jobs that wait behind others are told apart by what they hold, which following changes: admit all or none.
+    assume(sum(job.least for job in jobs) <= total)
+    ends = shares(total, jobs)
+    for _ in range(2):
+        jobs = [replace(job, held=grant) for job, grant in zip(jobs, divide(total, jobs), strict=True)]
+    assert divide(total, jobs) == ends
+
+
+@given(SIZES, JOBS)
+def test_shares_are_max_min_fair(total: int, jobs: list[Job]) -> None:
+    """Whoever could use more has at most one byte less than anybody who has more than the least they need."""
+    jobs = at_rest(jobs)
+    ends = shares(total, jobs)
+    for job, end in zip(jobs, ends, strict=True):
+        if job.least <= end < job.most and end:
+            for other, more in zip(jobs, ends, strict=True):
+                assert more <= max(end + 1, other.least)
+    running = [(job, end) for job, end in zip(jobs, ends, strict=True) if end >= max(job.least, 1)]
+    if any(end < job.most for job, end in running):
+        assert sum(ends) == total, "memory lies idle that a job could use"
+
+
+@given(SIZES, SIZES, JOBS)
+def test_more_memory_takes_nothing_from_whoever_runs_with_both(total: int, more: int, jobs: list[Job]) -> None:
+    jobs = at_rest(jobs)
+    before, after = shares(total, jobs), shares(total + more, jobs)
+    if [grant > 0 for grant in before] == [grant > 0 for grant in after]:
+        assert all(a >= b for a, b in zip(after, before, strict=True))
+
+
+@given(SIZES, JOBS, st.integers(0, 5), st.integers(1, 60))
+def test_coming_down_takes_nothing_from_others(total: int, jobs: list[Job], which: int, above: int) -> None:
+    """What one job gives back goes to others, who keep at least what they hold or need."""
+    jobs = [*jobs, Job(0, 50)]
+    which %= len(jobs)
+    jobs = [*jobs[:which], replace(jobs[which], held=1), *jobs[which + 1 :]]
+    end = shares(total, jobs)[which]
+    high = [*jobs[:which], replace(jobs[which], held=end + above), *jobs[which + 1 :]]
+    low = [*jobs[:which], replace(jobs[which], held=end), *jobs[which + 1 :]]
+    if end:
+        for number, (a, b) in enumerate(zip(divide(total, low), divide(total, high), strict=True)):
+            assert a >= min(b, max(jobs[number].least, jobs[number].held))
+
+
+def test_small_jobs_do_not_overtake_a_large_one_that_waits() -> None:
+    runs, large = Job(60, 60, held=60), Job(50, 50)
+    assert divide(100, [runs, large, Job(10, 10), Job(10, 10)]) == [60, 0, 0, 0]
+    assert divide(100, [large, Job(10, 10), Job(10, 10)]) == [50, 10, 10]
+
+
+def test_a_quota_below_its_least_stops_a_job_and_nobody_behind_it() -> None:
+    assert divide(100, [Job(60, 80, quota=50), Job(70, 70)]) == [0, 70]
+
+
+def test_a_quota_leaves_room_for_the_least_of_others() -> None:
+    assert divide(100, [Job(10, 500, quota=70), Job(30, 30)]) == [70, 30]
+
+
+def test_memory_is_granted_only_when_it_has_come_down() -> None:
+    first = Job(20, 100, held=100)
+    assert divide(100, [first, Job(20, 100)]) == [50, 0]
+    assert divide(100, [replace(first, held=70), Job(20, 100)]) == [50, 30]
+    assert divide(100, [replace(first, held=50), Job(20, 100)]) == [50, 50]
+
+
+def test_jobs_that_hold_more_than_there_is_all_come_down() -> None:
+    """Memory that programs outside the division took is gone from the total."""
+    assert divide(50, [Job(20, 100, held=60), Job(20, 100, held=40)]) == [25, 25]
