@@ -88,13 +88,16 @@ def write_memgraph(
 
 def fingerprint(graph: TaskGraph) -> str:
     """Return the sha256, in hex, of all that a plan depends on: the graph without its name and ops."""
-    data = (
-        taskgraph_to_json(graph)
-        if version_needed(graph) == 1 and graph.host_memory is None
-        else graph_to_json(graph_in_values(graph))
-    )
+    data = graph_as_json(graph)
     data.pop("name")
     return hashlib.sha256(lines(data)).hexdigest()
+
+
+def graph_as_json(graph: TaskGraph) -> dict[str, Any]:
+    """Return ``graph``, without its ops, as the object that a file of the first version with words for it holds."""
+    if version_needed(graph) == 1 and graph.host_memory is None:
+        return taskgraph_to_json(graph)
+    return graph_to_json(graph_in_values(graph))
 
 
 def version_needed(graph: TaskGraph | MemGraph) -> int:

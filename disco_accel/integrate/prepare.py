@@ -277,7 +277,7 @@ def settle(model: torch.nn.Module) -> None:
 
 
 def set_memory_budget(model: torch.nn.Module, budget: int | str) -> None:
-    """Give a prepared model another ``memory_budget``: bytes, a size such as ``"6GiB"``, a share of the device, or auto.
+    """Give a prepared model another ``memory_budget``: bytes, a size such as ``"6GiB"``, a share, or auto.
 
     It holds from the model's next step on; a step that waits for its backward is not touched. A smaller one gives
     memory back as that step begins, or as the backward that runs ends. For a larger one a plan is made while steps go

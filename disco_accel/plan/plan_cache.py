@@ -166,10 +166,15 @@ def _usable(data: object, key: str, graph: TaskGraph, cyclic: bool) -> MemGraph:
         raise Unusable("an offload has no place in host memory")
     # Where there is no such graph, the judge names a vertex that is missing.
     graph = graph_of_plan(graph, plan.vertices) or graph
-    own = {vertex.id: vertex for vertex in graph.vertices}
-    plan = replace(plan, name=graph.name, vertices=tuple(_rebuilt(vertex, own) for vertex in plan.vertices))
+    plan = with_own_vertices(plan, graph)
     verify(graph, plan)
     return plan
+
+
+def with_own_vertices(plan: MemGraph, graph: TaskGraph) -> MemGraph:
+    """Return ``plan``, which comes from a file, with the name and every vertex of ``graph`` taken from there."""
+    own = {vertex.id: vertex for vertex in graph.vertices}
+    return replace(plan, name=graph.name, vertices=tuple(_rebuilt(vertex, own) for vertex in plan.vertices))
 
 
 def _rebuilt(vertex: Vertex, own: Mapping[int, Vertex]) -> Vertex:

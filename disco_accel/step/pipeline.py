@@ -22,6 +22,7 @@ from disco_accel.plan import Machine, make_plan
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.keep_or_recompute import decide
 from disco_accel.plan.plan_cache import PlanCache, PlanCacheUse, plan_fingerprint
+from disco_accel.plan.planning_process import PlanningProcess
 from disco_accel.plan.search_work import Work
 from disco_accel.plan.summary import cut_short
 from disco_accel.sizes import format_size
@@ -115,8 +116,10 @@ def plan_step(
     store: PlanStore | None = None,
     say: Callable[[str], None] = lambda _: None,
     names_needed: bool = True,
+    elsewhere: PlanningProcess | None = None,
 ) -> PlannedStep:
-    """Plan ``step``, to be run step after step, in what ``facts`` leave of their budget. ``say`` hears of a search.
+    """Plan ``step``, to be run step after step, in what ``facts`` leave of their budget. ``say`` hears of a search,
+    which is made ``elsewhere`` if that is given: there no kernels are left out.
 
     Raises:
         BudgetTooSmall: with ``needed`` and ``given`` as whole budgets, not arenas.
@@ -135,9 +138,12 @@ def plan_step(
     if plan is None:
         say(f"planning {len(graph.ops)} kernels in {format_size(graph.devices[0].memory)}")
         try:
-            made = partial(_made, settings=settings)
-            machine = settings.machine or Machine()
-            plan = decide(graph, made, machine, work, applied, planner=settings.planner)
+            if elsewhere is not None:
+                plan = _made_elsewhere(graph, work, settings, elsewhere)
+            else:
+                made = partial(_made, settings=settings)
+                machine = settings.machine or Machine()
+                plan = decide(graph, made, machine, work, applied, planner=settings.planner)
         except BudgetTooSmall as error:
             needed, parts = budget.total_for(error.needed), what_it_needs(budget, error.needed, graph, step.copies)
             where = f" on device {', '.join(map(str, error.devices))}" if error.devices else ""
@@ -169,14 +175,20 @@ def replan(
     settings: PlannerSettings,
     store: PlanStore | None = None,
     work: Work | None = None,
+    elsewhere: PlanningProcess | None = None,
 ) -> MemGraph:
-    """Another verified plan of a graph that has its costs, in an arena of ``memory`` bytes. Raises as ``make_plan``."""
+    """Another verified plan of a graph that has its costs, in an arena of ``memory`` bytes; ``elsewhere`` as in
+    ``plan_step``. Raises as ``make_plan``."""
     sized = run_passes(graph, [arena_of(memory)])
     key = "" if store is None else _fingerprint(sized, settings, store)
     plan = None if store is None else store.cache.load(key, sized, cyclic=True)
     if plan is not None:
         return plan
-    plan = _made(sized, work or Work(settings.plan_seconds), None, settings=settings)
+    work = work or Work(settings.plan_seconds)
+    if elsewhere is not None:
+        plan = _made_elsewhere(sized, work, settings, elsewhere)
+    else:
+        plan = _made(sized, work, None, settings=settings)
     verify(sized, plan)
     if store is not None:
         store.cache.store(key, plan)
@@ -211,6 +223,10 @@ def _made(
         applied=applied,
         not_offloaded=not_offloaded,
     )
+
+
+def _made_elsewhere(graph: TaskGraph, work: Work, settings: PlannerSettings, process: PlanningProcess) -> MemGraph:
+    return process.plan(graph, planner=settings.planner, policy=settings.policy, machine=settings.machine, work=work)
 
 
 def _fingerprint(graph: TaskGraph, settings: PlannerSettings, store: PlanStore) -> str:

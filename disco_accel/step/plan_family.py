@@ -14,6 +14,7 @@ from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.passes import arena_of, run_passes
 from disco_accel.plan import Machine
 from disco_accel.plan.infeasible import Infeasible
+from disco_accel.plan.planning_process import PlanningProcess
 from disco_accel.plan.search_work import Work
 from disco_accel.simulate.simulator import simulate
 from disco_accel.step.compiled_step import CompiledStep
@@ -121,9 +122,9 @@ class PlanFamily:
         with self._lock:
             return [self._members[total] for total in sorted(self._members)]
 
-    def make(self, total: int, seconds: float | None = None) -> Member:
+    def make(self, total: int, seconds: float | None = None, elsewhere: PlanningProcess | None = None) -> Member:
         """Plan the step for ``total`` bytes and keep it. ``seconds``: of a search that somebody waits for, which gives
-        the other kinds their plans too.
+        the other kinds their plans too; ``elsewhere``: what makes one that nobody waits for.
 
         Raises:
             BudgetTooSmall: with ``needed`` and ``given`` as whole budgets.
@@ -132,7 +133,7 @@ class PlanFamily:
         if self.least is not None and total < self.least:
             raise BudgetTooSmall(self.least, total, "memory_budget: the step")
         try:
-            planned = self.recipe.planned(total, seconds=seconds)
+            planned = self.recipe.planned(total, seconds=seconds, elsewhere=elsewhere)
         except BudgetTooSmall as error:
             self.least = error.needed
             raise
@@ -157,12 +158,14 @@ class PlanFamily:
                 self.make_more(member, kind, seconds)
         return member
 
-    def make_more(self, member: Member, kind: Kind, seconds: float | None = None) -> None:
+    def make_more(
+        self, member: Member, kind: Kind, seconds: float | None = None, elsewhere: PlanningProcess | None = None
+    ) -> None:
         """Plan a step of ``kind`` in the arena of ``member``, if there is one."""
         sample = self.kinds[kind]
         plain = member.plain
         arena = _arena(sample) - _arena(sample.plain) + _arena(plain)
-        plan = _planned(sample, arena, self.recipe, seconds)
+        plan = _planned(sample, arena, self.recipe, seconds, elsewhere)
         if plan is None or plain.host_bytes(plan) > self._host_memory:
             return
         graph = run_passes(sample.graph, [arena_of(arena)])
@@ -180,24 +183,24 @@ class PlanFamily:
             new["updated"] = replace(sample.updated, graph=graph)
         member.more[kind] = replace(sample, **new)
 
-    def find_limits(self, most: int) -> None:
+    def find_limits(self, most: int, elsewhere: PlanningProcess) -> None:
         """Find ``least`` and ``wish``, of at most ``most`` bytes, and plans for both. Searches for seconds."""
         if self.least is None:
             try:
-                self.recipe.planned(1)
+                self.recipe.planned(1, elsewhere=elsewhere)
             except BudgetTooSmall as error:
                 self.least = error.needed
         if self.least is not None and self.least not in self.settled:
-            self.make(self.least)
+            self.make(self.least, elsewhere=elsewhere)
         graph = self.recipe.costed.graph
         align = max(device.alignment for device in graph.devices)
         everything = sum(-(-size // align) * align for vertex in graph.vertices for size in vertex.sizes)
         budget = self.recipe.budget(most)
-        plan = self.recipe.planned(min(most, budget.total_for(everything))).plan
+        plan = self.recipe.planned(min(most, budget.total_for(everything)), elsewhere=elsewhere).plan
         used = max(arena_bytes(plan, device.id) for device in plan.devices if not device.host)
         self.wish = min(most, budget.total_for(used))
         if self.wish not in self.settled:
-            self.make(self.wish)
+            self.make(self.wish, elsewhere=elsewhere)
 
     def next_total(self) -> int | None:
         """The budget between ``least`` and ``wish`` whose plan tells most; None: none is worth making."""
@@ -232,10 +235,12 @@ def _arena(step: CompiledStep) -> int:
     return next(device.memory for device in step.graph.devices if not device.host)
 
 
-def _planned(sample: MoreThanPlain, arena: int, recipe: PlanRecipe, seconds: float | None) -> MemGraph | None:
+def _planned(
+    sample: MoreThanPlain, arena: int, recipe: PlanRecipe, seconds: float | None, elsewhere: PlanningProcess | None
+) -> MemGraph | None:
     limit = recipe.settings.plan_seconds if seconds is None else seconds
     try:
         work = Work(limit, names_needed=False)
-        return replan(sample.graph, arena, replace(recipe.settings, plan_seconds=limit), recipe.store, work)
+        return replan(sample.graph, arena, replace(recipe.settings, plan_seconds=limit), recipe.store, work, elsewhere)
     except (BudgetTooSmall, Infeasible):
         return None

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from disco_accel.errors import BudgetTooSmall, ConfigError, DiscoError
 from disco_accel.gc_pause import collector_left_alone
 from disco_accel.plan.infeasible import Infeasible
+from disco_accel.plan.planning_process import PlanningProcess
 from disco_accel.step.plan_family import PlanFamily
 
 logger = logging.getLogger("disco_accel")
@@ -28,6 +29,7 @@ class PlanMaker:
         self._thread: threading.Thread | None = None
         self._limits_found = limits_found
         self._stopped = False
+        self._process = PlanningProcess()
         self._busy = False
         weakref.finalize(self, self._wake.set)
 
@@ -52,6 +54,7 @@ class PlanMaker:
     def stop(self) -> None:
         """Make nothing more; what is being made is thrown away."""
         self._stopped = True
+        self._process.stop()
         self._wake.set()
 
     def _begin(self) -> None:
@@ -78,7 +81,8 @@ class PlanMaker:
                     self._spread.pop(family, None)
         except DiscoError as error:
             # Plans that there are go on; this one was only to make a later step faster.
-            logger.error("a plan for another budget could not be made: %s", error)
+            if not self._stopped:
+                logger.error("a plan for another budget could not be made: %s", error)
             with self._lock:
                 self._spread.pop(family, None)
         finally:
@@ -87,18 +91,18 @@ class PlanMaker:
 
     def _make(self, family: PlanFamily, total: int) -> None:
         try:
-            member = family.make(total)
+            member = family.make(total, elsewhere=self._process)
         except (BudgetTooSmall, ConfigError, Infeasible):
             # Who runs within so little is told; here it is one budget less to choose from.
             family.settled.add(total)
             return
         for kind in list(family.kinds):
             if kind not in member.more:
-                family.make_more(member, kind)
+                family.make_more(member, kind, elsewhere=self._process)
 
     def _spread_more(self, family: PlanFamily, most: int) -> bool:
         if family.wish is None:
-            family.find_limits(most)
+            family.find_limits(most, self._process)
             self._limits_found()
             return True
         total = family.next_total()
@@ -109,7 +113,7 @@ class PlanMaker:
             for kind in list(family.kinds):
                 if kind not in member.more and kind not in member.without:
                     member.without.add(kind)
-                    family.make_more(member, kind)
+                    family.make_more(member, kind, elsewhere=self._process)
                     return True
         return False
 

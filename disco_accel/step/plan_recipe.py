@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from disco_accel.plan.planning_process import PlanningProcess
 from disco_accel.step.budget import Budget, BudgetBytes
 from disco_accel.step.pipeline import CostedStep, PlannedStep, PlannerSettings, PlanStore, plan_step
 
@@ -18,15 +19,17 @@ class PlanRecipe:
     settings: PlannerSettings
     store: PlanStore | None
 
-    def planned(self, total: int, *, seconds: float | None = None, names_needed: bool = True) -> PlannedStep:
-        """The verified plan within ``total`` bytes, by a search of at most ``seconds`` if they are given. Raises as
-        ``plan_step``."""
+    def planned(
+        self, total: int, *, seconds: float | None = None, elsewhere: PlanningProcess | None = None
+    ) -> PlannedStep:
+        """The verified plan within ``total`` bytes, by a search of at most ``seconds`` if they are given, and
+        ``elsewhere``. Raises as ``plan_step``."""
         settings = self.settings
         if seconds is not None:
             limit = settings.plan_seconds
             settings = replace(settings, plan_seconds=seconds if limit is None else min(seconds, limit))
         facts = replace(self.facts, total=total)
-        return plan_step(self.costed, facts, settings, store=self.store, names_needed=names_needed)
+        return plan_step(self.costed, facts, settings, store=self.store, elsewhere=elsewhere)
 
     def budget(self, total: int) -> Budget:
         """The parts of ``total`` bytes."""

@@ -1,0 +1,154 @@
+"""Plans that a process of its own makes, so that the one that trains keeps its interpreter and its cores.
+
+A search is Python: in a thread it takes the interpreter's lock from the steps, which then take two to five times as
+long (a captured step of 1,748 kernels, two cores). The process gets a graph and settings as JSON, runs at the lowest
+priority, and answers with a plan or a refusal; the caller takes all vertices from its own graph and has to verify.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from disco_accel.errors import BudgetTooSmall, DiscoError, GraphFileError, PlanError
+from disco_accel.graph.files import graph_as_json, memgraph_from_json, parse_json, plan_as_json, taskgraph_from_json
+from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.taskgraph import TaskGraph
+from disco_accel.plan.infeasible import Infeasible
+from disco_accel.plan.plan_cache import with_own_vertices
+from disco_accel.plan.search_work import Work
+from disco_accel.plan.select import make_plan
+from disco_accel.simulate.machine import Link, Machine
+
+_LOWEST = 19
+"""What ``nice`` calls the lowest priority."""
+
+_PROGRAM = "import sys; sys.path[:0] = sys.argv[1:]; from disco_accel.plan.planning_process import main; main()"
+
+
+class PlanningProcess:
+    """Runs one process at a time, each for one plan. ``stop`` ends it from another thread."""
+
+    def __init__(self) -> None:
+        self._child: subprocess.Popen[bytes] | None = None
+        self._lock, self._stopped = threading.Lock(), False
+
+    def plan(self, graph: TaskGraph, *, planner: str, policy: str, machine: Machine | None, work: Work) -> MemGraph:
+        """As ``make_plan``, of a step that runs again and again; the plan is not verified.
+
+        Raises:
+            BudgetTooSmall: as ``make_plan``, and Infeasible.
+            PlanError: the process ended without an answer, or was stopped.
+        """
+        request = {
+            "graph": graph_as_json(graph),
+            "planner": planner,
+            "policy": policy,
+            "seconds": work.limit,
+            "names_needed": work.names_needed,
+            "machine": None if machine is None else asdict(machine),
+        }
+        top = parse_json(self._answer(json.dumps(request, separators=(",", ":")).encode()))
+        if not isinstance(top, dict):
+            raise GraphFileError("the answer of a planning process is no object")
+        if (refusal := top.get("refused")) is not None:
+            raise _refusal(refusal)
+        plan = memgraph_from_json(top.get("plan"))
+        if plan.devices != graph.devices or not plan.cyclic:
+            raise PlanError("a planning process answered for other devices")
+        work.cut = top.get("cut") is True
+        return with_own_vertices(plan, graph)
+
+    def _answer(self, request: bytes) -> bytes:
+        with self._lock:
+            if self._stopped:
+                raise PlanError("planning was stopped")
+            command = [sys.executable, "-c", _PROGRAM, str(Path(__file__).parents[2])]
+            try:
+                self._child = child = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+                )
+            except OSError as error:
+                raise PlanError(f"no planning process can be started: {error.strerror or error}") from error
+        answer, complaint = child.communicate(request)
+        with self._lock:
+            self._child = None
+            if self._stopped:
+                raise PlanError("planning was stopped")
+        if child.returncode != 0:
+            last = complaint.decode(errors="replace").strip().splitlines()[-1:]
+            raise PlanError(f"a planning process ended with {child.returncode}: {''.join(last)}")
+        return answer
+
+    def stop(self) -> None:
+        """End the process that runs, and start none any more."""
+        with self._lock:
+            self._stopped = True
+            if self._child is not None:
+                self._child.kill()
+
+
+def _refusal(data: object) -> Exception:
+    if not isinstance(data, Mapping) or data.get("kind") not in ("too small", "infeasible", "error"):
+        return GraphFileError("the refusal of a planning process makes no sense")
+    if data["kind"] == "infeasible":
+        return Infeasible(0)
+    if data["kind"] == "error":
+        return PlanError(str(data.get("message")))
+    needed, given, devices = data.get("needed"), data.get("given"), data.get("devices")
+    if type(needed) is not int or type(given) is not int or not isinstance(devices, list):
+        return GraphFileError("the refusal of a planning process names no sizes")
+    return BudgetTooSmall(needed, given, devices=tuple(int(device) for device in devices))
+
+
+def answer(request: Mapping[str, Any]) -> dict[str, Any]:
+    """The process's side: what to say to ``request``."""
+    work = Work(request["seconds"], names_needed=request["names_needed"])
+    try:
+        plan = make_plan(
+            taskgraph_from_json(request["graph"]),
+            policy=request["policy"],
+            planner=request["planner"],
+            cyclic=True,
+            machine=_machine(request["machine"]),
+            work=work,
+        )
+    except BudgetTooSmall as error:
+        sizes = {"needed": error.needed, "given": error.given, "devices": list(error.devices)}
+        return {"refused": {"kind": "too small", **sizes}}
+    except Infeasible:
+        return {"refused": {"kind": "infeasible"}}
+    except DiscoError as error:
+        return {"refused": {"kind": "error", "message": f"{type(error).__name__}: {error}"}}
+    return {"plan": plan_as_json(plan), "cut": work.cut}
+
+
+def _machine(data: Mapping[str, Any] | None) -> Machine | None:
+    if data is None:
+        return None
+    links = {kind: Link(**_tuples(data[kind])) for kind in ("h2d", "d2h", "p2p")}
+    return Machine(data["compute_streams"], **links, joint=_tuples(data)["joint"])
+
+
+def _tuples(data: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has lists where links have tuples of tuples."""
+    return {
+        key: tuple(tuple(each) for each in value) if isinstance(value, list) else value for key, value in data.items()
+    }
+
+
+def main() -> None:
+    """Read a request from stdin, plan, and write the answer to stdout."""
+    with suppress(OSError):
+        os.nice(_LOWEST)
+    request = parse_json(sys.stdin.buffer.read())
+    assert isinstance(request, dict)
+    sys.stdout.buffer.write(json.dumps(answer(request), separators=(",", ":")).encode())
