@@ -16,9 +16,10 @@ from disco_accel.observe.timeline import Content, TracedEvent, lane_order, occup
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-_INK = "#22303c"
-_MUTED = "#7b8794"
+INK = "#22303c"
+MUTED = "#7b8794"
 _LANE_NAMES = {"h2d": "host → device", "d2h": "device → host", "p2p": "device → device"}
 _KERNEL_COLORS = {"matrix products": "#2f6f9f", "attention": "#7a5195", "other kernels": "#9fb8c8"}
 _COPY_COLORS = {"reloads": "#e07a3f", "offloads": "#b5423f", "copies between devices": "#d9a441"}
@@ -80,9 +81,14 @@ def draw_step(
     for axis in (lanes_axis, memory_axis):
         axis.set_xlim(0, finish * 1e3 or 1.0)
         _mark_gate(axis, plan, events, label=axis is memory_axis)
-        _quiet(axis)
-    memory_axis.set_xlabel("milliseconds since the step began", color=_INK)
-    figure.suptitle(title or plan.name or "one step", x=0.01, ha="left", fontsize=13, color=_INK)
+        quiet_axis(axis)
+    memory_axis.set_xlabel("milliseconds since the step began", color=INK)
+    figure.suptitle(title or plan.name or "one step", x=0.01, ha="left", fontsize=13, color=INK)
+    save_png(figure, path)
+
+
+def save_png(figure: Figure, path: str | os.PathLike[str]) -> None:
+    """Write ``figure``; a reader sees the old picture or the whole new one."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     image = io.BytesIO()
@@ -111,7 +117,7 @@ def _draw_lanes(axis: Axes, plan: MemGraph, events: Sequence[TracedEvent]) -> No
     axis.set_yticks(range(len(lanes)), names)
     axis.set_ylim(max(len(lanes), 1) - 0.5, -0.5)
     used = {group for _, group in bars}
-    _legend(axis, {name: color for name, color in _COLORS.items() if name in used})
+    add_legend(axis, {name: color for name, color in _COLORS.items() if name in used})
 
 
 def _draw_memory(axis: Axes, plan: MemGraph, events: Sequence[TracedEvent], device: int, outside: int) -> None:
@@ -128,14 +134,14 @@ def _draw_memory(axis: Axes, plan: MemGraph, events: Sequence[TracedEvent], devi
             colors[content.value] = _CONTENT_COLORS[content]
     if times:
         axis.stackplot(times, layers, colors=list(colors.values()), step="post", linewidth=0)
-    axis.set_ylabel("MiB on the device", color=_INK)
+    axis.set_ylabel("MiB on the device", color=INK)
     axis.set_ylim(bottom=0)
-    _legend(axis, colors)
+    add_legend(axis, colors)
 
 
 def _draw_limits(axis: Axes, budget: int | None, in_memory_peak: int | None) -> None:
     top = axis.get_ylim()[1]
-    limits = ((budget, "budget", "#b5423f", "-"), (in_memory_peak, "peak without a plan", _MUTED, "--"))
+    limits = ((budget, "budget", "#b5423f", "-"), (in_memory_peak, "peak without a plan", MUTED, "--"))
     for value, name, color, style in limits:
         if value is None:
             continue
@@ -159,7 +165,7 @@ def _mark_gate(axis: Axes, plan: MemGraph, events: Sequence[TracedEvent], *, lab
     ends = [e.end for e in events if e.vertex in outs]
     if not ends:
         return
-    axis.axvline(max(ends) * 1e3, color=_INK, linewidth=0.9, linestyle=":")
+    axis.axvline(max(ends) * 1e3, color=INK, linewidth=0.9, linestyle=":")
     if label:
         axis.annotate(
             "loss",
@@ -168,11 +174,11 @@ def _mark_gate(axis: Axes, plan: MemGraph, events: Sequence[TracedEvent], *, lab
             xytext=(3, -10),
             textcoords="offset points",
             fontsize=9,
-            color=_INK,
+            color=INK,
         )
 
 
-def _legend(axis: Axes, colors: Mapping[str, str]) -> None:
+def add_legend(axis: Axes, colors: Mapping[str, str]) -> None:
     from matplotlib.patches import Patch
 
     handles: list[Any] = [Patch(facecolor=color, label=name) for name, color in colors.items()]
@@ -181,9 +187,9 @@ def _legend(axis: Axes, colors: Mapping[str, str]) -> None:
     )
 
 
-def _quiet(axis: Axes) -> None:
+def quiet_axis(axis: Axes) -> None:
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
     for side in ("left", "bottom"):
-        axis.spines[side].set_color(_MUTED)
-    axis.tick_params(colors=_INK, labelsize=9)
+        axis.spines[side].set_color(MUTED)
+    axis.tick_params(colors=INK, labelsize=9)

@@ -46,6 +46,14 @@ class GrantWithdrawn(Exception):
     """A grant shrank between the choice of a plan and the allocation of its memory: choose again."""
 
 
+class GrantRising(GrantWithdrawn):
+    """More has been asked for, and may come soon: with it the step is ``seconds`` shorter."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(seconds)
+        self.seconds = seconds
+
+
 _source: Callable[[], GrantSource] | None = None
 
 

@@ -6,19 +6,21 @@ the step chooses a plan that fits; a larger one changes nothing until a plan for
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, MutableMapping
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.sizes import format_size
 from disco_accel.step.compiled_step import CompiledStep
 from disco_accel.step.gradients.accumulating_step import AccumulatingStep
-from disco_accel.step.grant_source import GivenBudget, GrantSource, GrantWithdrawn
+from disco_accel.step.grant_source import GivenBudget, GrantRising, GrantSource, GrantWithdrawn
 from disco_accel.step.plan_family import Kind, Member, PlanFamily
 from disco_accel.step.plan_maker import PlanMaker
 from disco_accel.step.update.updated_step import StepWithUpdate
@@ -28,11 +30,18 @@ logger = logging.getLogger("disco_accel")
 MOST_HISTORY = 1024
 """Entries of the history; the oldest go."""
 
+RECENT_STEPS = 4
+"""A job wishes for no more memory than its last so many steps could use. Batches of two lengths in turn should not
+move it, and a job whose need has ended should not keep others waiting."""
+
 QUICK_SECONDS = 1.0
 """Of a search that a step waits for. The thorough one follows beside the steps."""
 
 POLL_SECONDS = 0.02
 """Between two looks at a grant that is waited for, and at one that an idle job may have to give back."""
+
+SHORT_POLL_SECONDS = 0.002
+"""The same where less than a step is waited for."""
 
 PATIENCE_SECONDS = 600.0
 """How long a step waits for a grant that is large enough, before it is an error."""
@@ -80,9 +89,10 @@ class MovingBudget:
         self.held = self.moves = 0
         self.last_move_seconds = 0.0
         self.patience = PATIENCE_SECONDS
-        self._outside, self._least, self._wish = 0, 1, most
+        self._outside, self._target, self._least, self._wish = 0, 0, 1, most
         self._families: dict[Hashable, PlanFamily] = {}
         self._of_recipe: dict[int, tuple[Hashable, PlanFamily]] = {}
+        self._recent: deque[PlanFamily] = deque(maxlen=RECENT_STEPS)
         self._noted: set[int] = set()
         self._began = time.monotonic()
         self.history: deque[tuple[float, int, int]] = deque(maxlen=MOST_HISTORY)
@@ -171,7 +181,16 @@ class MovingBudget:
     def plan(self, key: Hashable) -> CompiledStep | None:
         """The plan under ``key`` for the budget as it is; None if the step is not known. Raises BudgetTooSmall."""
         family = self._families.get(key)
-        return None if family is None else self._plan_of(key, family).plain
+        if family is None:
+            return None
+        if self.shared:
+            self._recent.append(family)
+            before = self._wish
+            if self._wish_now() != before:
+                self._want()
+                if self._wish > before:
+                    self._let_it_rise(family)
+        return self._plan_of(key, family).plain
 
     def fitting(self, step: CompiledStep) -> CompiledStep:
         """``step``, or where its plan takes more than the budget, the same step by another one: for a step that runs
@@ -184,6 +203,24 @@ class MovingBudget:
             of_kind = (member.more[kind] for kind, sample in _kinds(member) if isinstance(sample, AccumulatingStep))
             return next(of_kind, member.plain)
         return member.plain
+
+    def _let_it_rise(self, family: PlanFamily) -> None:
+        """Once for each rise of the wish: wait for it no longer than the step is slower without. At worst a step takes
+        twice as long; otherwise it and its load of weights would be thrown away by the move behind it."""
+        now, then = family.fitting(self.total), family.fitting(self._wish)
+        if now is not None and then is not None and now.seconds > then.seconds:
+            self._target = then.plain.budget.total
+            raise GrantRising(now.seconds - then.seconds)
+
+    def wait_to_rise(self, seconds: float) -> None:
+        """Until as much is granted as the step that begins can use, at most so long."""
+        until = time.monotonic() + seconds
+        while self.source.granted() < self._target and time.monotonic() < until:
+            time.sleep(min(SHORT_POLL_SECONDS, seconds))
+
+    def families(self) -> list[PlanFamily]:
+        """Of all steps that are found again by their keys."""
+        return list(self._families.values())
 
     def _plan_of(self, key: Hashable, family: PlanFamily) -> Member:
         member = family.fitting(self.total)
@@ -228,13 +265,15 @@ class MovingBudget:
             self.maker.ask(family, total)
 
     def _want(self) -> None:
-        """Tell the source what all families need: each of them has to run."""
-        families = list(self._families.values())
-        least = max((family.least or 1 for family in families), default=1)
-        wish = max((family.wish or self.most for family in families), default=self.most)
-        self._least, self._wish = max(self._least, least), wish
+        """Tell the source what all families need, as each of them has to run again, and what recent ones can use."""
+        least = max((family.least or 1 for family in list(self._families.values())), default=1)
+        self._least, self._wish = max(self._least, least), self._wish_now()
         if self.shared:
             self.source.want(self._least, max(self._wish, self._least))
+
+    def _wish_now(self) -> int:
+        known = [family.wish for family in self._recent.copy() if family.wish is not None]
+        return max(known, default=self.most)
 
     def wait_for(self, error: BudgetTooSmall) -> bool:
         """Wait until so much is granted as ``error`` asks for; False where nobody would grant it, or not in time. Not
@@ -273,6 +312,14 @@ class MovingBudget:
         finally:
             memory.lock.release()
 
+    def draw(self, path: Path) -> None:
+        """Write a picture of the history, if matplotlib is installed."""
+        if importlib.util.find_spec("matplotlib") is None:
+            return
+        from disco_accel.observe.budget_plot import draw_budget
+
+        draw_budget(path, list(self.history), title=f"memory budget, moved {self.moves} times")
+
     def close(self) -> None:
         """The session is over: all is given back."""
         self.maker.stop()
@@ -308,6 +355,8 @@ def in_moving_budget(session: Session, step: Callable[[], T]) -> T:
         session.follow_budget()
         try:
             return step()
+        except GrantRising as rising:
+            session.budgets.wait_to_rise(rising.seconds)
         except GrantWithdrawn:
             continue
         except BudgetTooSmall as error:

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -469,6 +470,8 @@ class Session:
         self.unload()
         self.gradients.release()
         release_workspaces(self.device)
+        if self.budgets.moving and self.config.report_dir is not None:
+            self.budgets.draw(Path(self.config.report_dir) / "budget.png")
         self.budgets.close()
         self._engine_process = None
 

@@ -14,6 +14,7 @@ pytest.importorskip("matplotlib")
 
 from disco_accel.graph.taskgraph import Vertex, VertexKind
 from disco_accel.graph.traits import FROZEN
+from disco_accel.observe.budget_plot import draw_budget
 from disco_accel.observe.plots import color_of, draw_step
 
 
@@ -62,3 +63,10 @@ def test_matplotlib_is_not_imported_until_something_is_drawn():
     imports = "import sys, disco_accel.observe.plots, disco_accel.observe.timeline"
     code = f"{imports}; sys.exit('matplotlib' in sys.modules or 'torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_budget_that_moved_is_drawn(tmp_path):
+    """Also one of which nothing has happened yet."""
+    for name, history in {"a": [(0.0, 1 << 20, 0), (1.0, 1 << 20, 1 << 19), (3.0, 1 << 19, 1 << 18)], "b": []}.items():
+        draw_budget(tmp_path / f"{name}.png", history)
+        size_of((tmp_path / f"{name}.png").read_bytes())
