@@ -84,3 +84,15 @@ class Stalled(ExecutionError):
 
 class ExtensionError(ExecutionError):
     """The extension cannot be built or loaded; the message says what is missing and what to do."""
+
+
+class StoreError(ExecutionError):
+    """The tensor store refuses a request; the message names the object and says what works."""
+
+
+class StoreFull(StoreError):
+    """A tier of the store has no room for an object; the message names sizes, and who holds what."""
+
+
+class StoreGone(StoreError):
+    """The store's process has ended, or has ended this connection. Tensors that it gave stay readable."""

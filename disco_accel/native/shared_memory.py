@@ -10,10 +10,12 @@ import os
 import weakref
 from collections.abc import Callable
 from enum import IntFlag
-
-import torch
+from typing import TYPE_CHECKING
 
 from disco_accel.errors import ExecutionError
+
+if TYPE_CHECKING:
+    import torch
 
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _Span = ctypes.c_ubyte * (1 << 46)
@@ -84,6 +86,9 @@ def map_file(
     Raises:
         ExecutionError: the file cannot be mapped so, such as a sealed one with ``shared_writes``.
     """
+    # Here, so that a process which makes and seals files, and maps none, starts without it.
+    import torch
+
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     flags = mmap.MAP_SHARED if shared_writes else mmap.MAP_PRIVATE | _MAP_NORESERVE

@@ -1,0 +1,233 @@
+"""The wire between the store and its clients: one packed little-endian struct each way, over a Unix SOCK_SEQPACKET.
+
+A message is exactly one struct, so a C program can speak it: ``REQUEST`` to the store, ``REPLY`` back, a descriptor beside
+a reply (SCM_RIGHTS) where its opcode says so. Each field is checked before it is used; there is no text but a short
+refusal. docs/store.md has the table of fields.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+from disco_accel.errors import StoreError
+
+VERSION = 1
+"""Of both structs, their first byte. Another version is refused."""
+REQUEST = struct.Struct("<BBHIqQqBB6x8q")
+"""version, opcode, device, number, amount, object, wish, dtype, dimensions, 6 zero bytes, shape: 104 bytes."""
+REPLY = struct.Struct("<BBHIqQBB6x8q192s")
+"""version, status, device, number, amount, object, dtype, dimensions, 6 zero bytes, shape or figures, text: 288 bytes."""
+MAX_DIMENSIONS = 8
+MAX_TEXT = 192
+"""Bytes of UTF-8 in a refusal; a longer one is cut."""
+MAX_OBJECT = 1 << 45
+"""Bytes of the largest object."""
+MAX_AMOUNT = 1 << 62
+MAX_DEVICES = 64
+"""First-class memory is counted for devices of smaller numbers."""
+NO_NEXT_USE = -1
+"""As the amount of ``PUT``: nobody has said when the object is used next."""
+MAX_NEXT_USE = 1 << 50
+"""Microseconds: decades."""
+
+
+class Opcode(IntEnum):
+    """What a request asks for, and the meaning of its ``amount``."""
+
+    PING = 1
+    CREATE = 2
+    """An object of ``shape`` and ``dtype`` in the tier ``device``. The reply has its id as ``object``."""
+    GET = 3
+    """A lease on ``object``. The reply has its shape, dtype and bytes, a descriptor beside it, and as ``amount`` 1 where the
+    memory may be written to, 0 where it is final."""
+    PUT = 4
+    """``object`` is final; ``amount``: microseconds until it is used next, or ``NO_NEXT_USE``."""
+    FREE = 5
+    """``object`` is gone by name; its memory is once nobody has a lease."""
+    RELEASE = 6
+    """One lease on ``object`` ends. No reply."""
+    PREFETCH = 7
+    """Bring ``object`` back to its tier, if there is room. Replied at once."""
+    STATS = 8
+    """The page ``amount`` of figures. The reply's ``amount`` is the number of pages."""
+    WANT = 9
+    """A budget of at least ``amount`` and at most ``wish`` bytes of device memory; both 0: none any more. A descriptor of
+    the grant page comes beside the reply."""
+    HELD = 10
+    """The client has come down, or up, to ``amount`` bytes of its grant. No reply."""
+    FIRST_CLASS = 32
+    """``amount`` bytes more (or, negative, less) of ``device`` are held by this process apart from the store. No reply."""
+
+
+SILENT = frozenset({Opcode.RELEASE, Opcode.HELD, Opcode.FIRST_CLASS})
+"""Opcodes that have no reply, unless they are malformed."""
+
+
+class Status(IntEnum):
+    """How a request ended."""
+
+    OK = 0
+    MALFORMED = 1
+    REFUSED = 2
+    FULL = 3
+
+
+class Tier(IntEnum):
+    """Where an object is used from; as ``device`` of ``CREATE``."""
+
+    HOST = 0
+    DEVICE = 1
+
+
+DTYPES: tuple[tuple[str, int], ...] = (
+    *(("uint8", 1), ("int8", 1), ("int16", 2), ("int32", 4), ("int64", 8), ("bool", 1)),
+    *(("float16", 2), ("bfloat16", 2), ("float32", 4), ("float64", 8), ("complex64", 8), ("complex128", 16)),
+    *(("float8_e4m3fn", 1), ("float8_e5m2", 1), ("uint16", 2), ("uint32", 4), ("uint64", 8)),
+)
+"""Name in torch and bytes of each element type; its place is its number on the wire. New ones go to the end."""
+
+
+class Malformed(StoreError):
+    """A message that no client or store of this version sends. ``number``: of the request, 0 where it has none."""
+
+    def __init__(self, message: str, number: int = 0) -> None:
+        super().__init__(message)
+        self.number = number
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request; fields that its opcode does not use are 0. ``number`` comes back in the reply."""
+
+    opcode: Opcode
+    number: int = 0
+    device: int = 0
+    amount: int = 0
+    object: int = 0
+    wish: int = 0
+    dtype: int = 0
+    shape: tuple[int, ...] = ()
+
+    def pack(self) -> bytes:
+        """The bytes on the wire."""
+        shape = self.shape + (0,) * (MAX_DIMENSIONS - len(self.shape))
+        dimensions = len(self.shape)
+        return REQUEST.pack(
+            *(VERSION, self.opcode, self.device, self.number, self.amount, self.object, self.wish),
+            *(self.dtype, dimensions, *shape),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One reply. ``figures``: those of ``STATS``, or the shape of an object in its first ``dimensions`` places."""
+
+    status: Status
+    number: int
+    amount: int = 0
+    object: int = 0
+    device: int = 0
+    dtype: int = 0
+    dimensions: int = 0
+    figures: tuple[int, ...] = (0,) * 8
+    text: str = ""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the object that the reply is about."""
+        return self.figures[: self.dimensions]
+
+    def pack(self) -> bytes:
+        """The bytes on the wire; a long text is cut between characters."""
+        text = self.text.encode()[:MAX_TEXT].decode(errors="ignore").encode()
+        return REPLY.pack(
+            *(VERSION, self.status, self.device, self.number, self.amount, self.object, self.dtype, self.dimensions),
+            *(*self.figures, text),
+        )
+
+
+def parse_request(data: bytes) -> Request:
+    """The request in ``data``, each field within its bounds. Raises Malformed, naming the field."""
+    if len(data) != REQUEST.size:
+        raise Malformed(f"a request has {REQUEST.size} bytes, not {len(data)}")
+    version, opcode, device, number, amount, name, wish, dtype, dimensions, *shape = REQUEST.unpack(data)
+    if version != VERSION:
+        raise Malformed(f"version {version} of messages: this store speaks {VERSION}", number)
+    try:
+        known = Opcode(opcode)
+    except ValueError:
+        raise Malformed(f"no opcode {opcode}", number) from None
+    if any(data[_PADDING]):
+        raise Malformed("bytes 34 to 39 are not 0", number)
+    if dimensions > MAX_DIMENSIONS:
+        raise Malformed(f"{dimensions} dimensions: at most {MAX_DIMENSIONS}", number)
+    if any(shape[dimensions:]):
+        raise Malformed("sizes behind the last dimension are not 0", number)
+    request = Request(known, number, device, amount, name, wish, dtype, tuple(shape[:dimensions]))
+    _check(request)
+    return request
+
+
+_PADDING = slice(34, 40)
+
+
+def _check(request: Request) -> None:
+    """Raise Malformed where a field that the opcode uses is out of bounds, or one that it does not use is not 0."""
+    low, high = _AMOUNTS.get(request.opcode, (0, 0))
+    if not low <= request.amount <= high:
+        raise Malformed(f"{request.opcode.name}: amount {request.amount} is not in [{low}, {high}]", request.number)
+    if (request.opcode in _NAMES_OBJECT) != (request.object != 0):
+        raise Malformed(f"{request.opcode.name}: object {request.object}", request.number)
+    wish_low, wish_high = (request.amount, MAX_AMOUNT) if request.opcode is Opcode.WANT else (0, 0)
+    if not wish_low <= request.wish <= wish_high:
+        raise Malformed(
+            f"{request.opcode.name}: wish {request.wish} is less than the least, or too much", request.number
+        )
+    devices = {Opcode.CREATE: len(Tier), Opcode.FIRST_CLASS: MAX_DEVICES}.get(request.opcode, 1)
+    if request.device >= devices:
+        raise Malformed(f"{request.opcode.name}: no device {request.device}", request.number)
+    if request.opcode is Opcode.CREATE:
+        nbytes_of(request.shape, request.dtype, request.number)
+    elif request.dtype or request.shape:
+        raise Malformed(f"{request.opcode.name} has no shape", request.number)
+
+
+_AMOUNTS = {
+    Opcode.PUT: (NO_NEXT_USE, MAX_NEXT_USE),
+    Opcode.STATS: (0, 1 << 20),
+    Opcode.WANT: (0, MAX_AMOUNT),
+    Opcode.HELD: (0, MAX_AMOUNT),
+    Opcode.FIRST_CLASS: (-MAX_AMOUNT, MAX_AMOUNT),
+}
+_NAMES_OBJECT = {Opcode.GET, Opcode.PUT, Opcode.FREE, Opcode.RELEASE, Opcode.PREFETCH}
+
+
+def nbytes_of(shape: tuple[int, ...], dtype: int, number: int = 0) -> int:
+    """Bytes of a contiguous tensor of ``shape`` and the element type of that number. Raises Malformed where there is no such
+    tensor, or it is larger than ``MAX_OBJECT``."""
+    if not 0 <= dtype < len(DTYPES):
+        raise Malformed(f"no element type {dtype}", number)
+    if len(shape) > MAX_DIMENSIONS:
+        raise Malformed(f"{len(shape)} dimensions: at most {MAX_DIMENSIONS}", number)
+    if any(not 0 <= size <= MAX_OBJECT for size in shape):
+        raise Malformed(f"a size of {shape} is negative or more than {MAX_OBJECT}", number)
+    nbytes = math.prod(shape) * DTYPES[dtype][1]
+    if nbytes > MAX_OBJECT:
+        raise Malformed(f"an object of {nbytes} bytes: at most {MAX_OBJECT}", number)
+    return nbytes
+
+
+def parse_reply(data: bytes) -> Reply:
+    """The reply in ``data``. Raises Malformed."""
+    if len(data) != REPLY.size:
+        raise Malformed(f"a reply has {REPLY.size} bytes, not {len(data)}")
+    version, status, device, number, amount, name, dtype, dimensions, *figures, text = REPLY.unpack(data)
+    if version != VERSION:
+        raise Malformed(f"the store speaks version {version} of messages, this client {VERSION}: start it anew")
+    if status >= len(Status) or dtype >= len(DTYPES) or dimensions > MAX_DIMENSIONS:
+        raise Malformed(f"a reply of status {status}, element type {dtype}, {dimensions} dimensions")
+    words = text.rstrip(b"\0").decode(errors="replace")
+    return Reply(Status(status), number, amount, name, device, dtype, dimensions, tuple(figures), words)
