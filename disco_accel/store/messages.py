@@ -1,8 +1,8 @@
 """The wire between the store and its clients: one packed little-endian struct each way, over a Unix SOCK_SEQPACKET.
 
-A message is exactly one struct, so a C program can speak it: ``REQUEST`` to the store, ``REPLY`` back, a descriptor beside
-a reply (SCM_RIGHTS) where its opcode says so. Each field is checked before it is used; there is no text but a short
-refusal. docs/store.md has the table of fields.
+A message is exactly one struct, so a C program can speak it: ``REQUEST`` to the store, ``REPLY`` back, a descriptor
+beside a reply (SCM_RIGHTS) where its opcode says so. Each field is checked before it is used; there is no text but a
+short refusal. docs/store.md has the table of fields.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ VERSION = 1
 REQUEST = struct.Struct("<BBHIqQqBB6x8q")
 """version, opcode, device, number, amount, object, wish, dtype, dimensions, 6 zero bytes, shape: 104 bytes."""
 REPLY = struct.Struct("<BBHIqQBB6x8q192s")
-"""version, status, device, number, amount, object, dtype, dimensions, 6 zero bytes, shape or figures, text: 288 bytes."""
+"""version, status, device, number, amount, object, dtype, dimensions, 6 zero bytes, shape or figures, text: 288
+bytes."""
 MAX_DIMENSIONS = 8
 MAX_TEXT = 192
 """Bytes of UTF-8 in a refusal; a longer one is cut."""
@@ -41,8 +42,8 @@ class Opcode(IntEnum):
     CREATE = 2
     """An object of ``shape`` and ``dtype`` in the tier ``device``. The reply has its id as ``object``."""
     GET = 3
-    """A lease on ``object``. The reply has its shape, dtype and bytes, a descriptor beside it, and as ``amount`` 1 where the
-    memory may be written to, 0 where it is final."""
+    """A lease on ``object``. The reply has its shape, dtype and bytes, a descriptor beside it, and as ``amount`` 1
+    where the memory may be written to, 0 where it is final."""
     PUT = 4
     """``object`` is final; ``amount``: microseconds until it is used next, or ``NO_NEXT_USE``."""
     FREE = 5
@@ -54,12 +55,13 @@ class Opcode(IntEnum):
     STATS = 8
     """The page ``amount`` of figures. The reply's ``amount`` is the number of pages."""
     WANT = 9
-    """A budget of at least ``amount`` and at most ``wish`` bytes of device memory; both 0: none any more. A descriptor of
-    the grant page comes beside the reply."""
+    """A budget of at least ``amount`` and at most ``wish`` bytes of device memory; both 0: none any more. A
+    descriptor of the grant page comes beside the reply."""
     HELD = 10
     """The client has come down, or up, to ``amount`` bytes of its grant. No reply."""
     FIRST_CLASS = 32
-    """``amount`` bytes more (or, negative, less) of ``device`` are held by this process apart from the store. No reply."""
+    """``amount`` bytes more (or, negative, less) of ``device`` are held by this process apart from the store. No
+    reply."""
 
 
 SILENT = frozenset({Opcode.RELEASE, Opcode.HELD, Opcode.FIRST_CLASS})
@@ -206,8 +208,8 @@ _NAMES_OBJECT = {Opcode.GET, Opcode.PUT, Opcode.FREE, Opcode.RELEASE, Opcode.PRE
 
 
 def nbytes_of(shape: tuple[int, ...], dtype: int, number: int = 0) -> int:
-    """Bytes of a contiguous tensor of ``shape`` and the element type of that number. Raises Malformed where there is no such
-    tensor, or it is larger than ``MAX_OBJECT``."""
+    """Bytes of a contiguous tensor of ``shape`` and the element type of that number. Raises Malformed where there is
+    no such tensor, or it is larger than ``MAX_OBJECT``."""
     if not 0 <= dtype < len(DTYPES):
         raise Malformed(f"no element type {dtype}", number)
     if len(shape) > MAX_DIMENSIONS:

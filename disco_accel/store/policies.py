@@ -12,10 +12,10 @@ from disco_accel.errors import ConfigError
 class Candidate:
     """An object that may be evicted. Times are in seconds of one clock.
 
-    ``nbytes``: the room that it gives. ``arrived``: when it came to the device. ``last_use``: when its last lease began or
-    it was put. ``next_use``: as announced, None if nobody did. ``interval``: the mean time between its uses so far, None
-    before the second. ``fetch_seconds``: of the copy that brings it back. ``save_seconds``: of the copy that has to be made
-    before it can leave, 0 if the host has one.
+    ``nbytes``: the room that it gives. ``arrived``: when it came to the device. ``last_use``: when its last lease
+    began or it was put. ``next_use``: as announced, None if nobody did. ``interval``: the mean time between its uses
+    so far, None before the second. ``fetch_seconds``: of the copy that brings it back. ``save_seconds``: of the copy
+    that has to be made before it can leave, 0 if the host has one.
     """
 
     id: int
@@ -66,8 +66,8 @@ def size_aware(candidate: Candidate, now: float) -> float:
 def latency_aware(candidate: Candidate, now: float) -> float:
     """Bytes x seconds to the next use, over the seconds of link time that leaving and coming back cost.
 
-    A copy costs a latency whatever its size, so per byte small objects are dear to bring back; one with a copy on the host
-    already leaves for nothing, so it costs half.
+    A copy costs a latency whatever its size, so per byte small objects are dear to bring back; one with a copy on the
+    host already leaves for nothing, so it costs half.
     """
     cost = candidate.fetch_seconds + candidate.save_seconds
     return candidate.nbytes * wait(candidate, now) / max(cost, 1e-9)
@@ -97,8 +97,8 @@ def policy_of(name: str) -> Policy:
 
 
 def victims(policy: Policy, candidates: Iterable[Candidate], nbytes: int, now: float) -> list[Candidate]:
-    """The candidates that leave so that ``nbytes`` get free, first ones first: as many as it takes, by ``policy``. Where
-    all do not suffice, all. Ties go to the smaller id, so that the answer depends on the arguments alone."""
+    """The candidates that leave so that ``nbytes`` get free, first ones first: as many as it takes, by ``policy``.
+    Where all do not suffice, all. Ties go to the smaller id, so that the answer depends on the arguments alone."""
     chosen: list[Candidate] = []
     for candidate in sorted(candidates, key=lambda c: (-policy(c, now), c.id)):
         if nbytes <= 0:
