@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from disco_accel.cli import convert_command, recipe_commands, simulate_command
+from disco_accel.cli import convert_command, recipe_commands, simulate_command, store_command
 from disco_accel.errors import BudgetTooSmall, ConfigError, DiscoError, VerifyError
 from disco_accel.sizes import parse_size
 
@@ -238,6 +238,12 @@ COMMANDS: tuple[Command, ...] = (
     Command("train", "fine-tune a model as a recipe file says", None, _train),
     Command(
         "prefill", "read a recipe's prompts within a budget", recipe_commands.prefill_arguments, recipe_commands.prefill
+    ),
+    Command(
+        "store",
+        "hold tensors for all processes of this user; its figures",
+        store_command.store_arguments,
+        store_command.store,
     ),
     Command("bench", f"measure: {', '.join(BENCHMARKS)}", None, _bench),
 )

@@ -104,8 +104,8 @@ def map_file(
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 
 
-def lay_over(memory: torch.Tensor, file: int) -> None:
-    """Map the begin of ``file`` in the place of ``memory``, whole pages of a mapping that only the caller uses, without
+def lay_over(memory: torch.Tensor, file: int, *, shared_writes: bool = False) -> None:
+    """Map the begin of ``file`` in the place of ``memory``, whole pages of a mapping of the caller's, with or without
     shared writes as in ``map_file``. It ends with that mapping.
 
     Raises:
@@ -114,7 +114,7 @@ def lay_over(memory: torch.Tensor, file: int) -> None:
     if memory.nbytes == 0:
         return
     assert memory.data_ptr() % mmap.PAGESIZE == 0 and memory.nbytes % mmap.PAGESIZE == 0
-    flags = mmap.MAP_PRIVATE | _MAP_NORESERVE | _MAP_FIXED
+    flags = (mmap.MAP_SHARED if shared_writes else mmap.MAP_PRIVATE | _MAP_NORESERVE) | _MAP_FIXED
     access = mmap.PROT_READ | mmap.PROT_WRITE
     if _libc().mmap(memory.data_ptr(), memory.nbytes, access, flags, file, 0) != memory.data_ptr():
         reason = os.strerror(ctypes.get_errno())

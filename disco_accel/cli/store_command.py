@@ -1,0 +1,85 @@
+"""``disco-accel store``: serve one, ask one for its figures."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import resource
+import signal
+
+from disco_accel.cli.recipe_commands import say
+from disco_accel.errors import ConfigError
+from disco_accel.sizes import format_size, parse_size
+
+_SOCKET = (
+    "where the store listens (default: $DISCO_STORE, else in $XDG_RUNTIME_DIR/disco_accel or /tmp/disco_accel-UID)"
+)
+_RATE = re.compile(r"(.*?)\s*/\s*s")
+
+
+def store_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``disco-accel store``."""
+    from disco_accel.store.policies import DEFAULT, POLICIES
+
+    kinds = parser.add_subparsers(dest="kind", metavar="serve|stats", required=True)
+    serve = kinds.add_parser("serve", help="hold tensors for the processes of this user, until Ctrl-C")
+    stats = kinds.add_parser("stats", help="figures of a store, as JSON")
+    for kind in (serve, stats):
+        kind.add_argument("--socket", metavar="PATH", help=_SOCKET)
+    serve.add_argument("--host", metavar="SIZE", default="64GiB", help="host memory for objects (default: 64GiB)")
+    serve.add_argument("--device", metavar="SIZE", default="8GiB", help="device memory, in all (default: 8GiB)")
+    serve.add_argument("--quota", metavar="SIZE", help="the most that one client gets (default: no limit)")
+    policies = f"which objects leave first: {', '.join(POLICIES)} (default: {DEFAULT})"
+    serve.add_argument("--policy", metavar="NAME", default=DEFAULT, help=policies)
+    serve.add_argument("--link-bandwidth", metavar="RATE", help="of the device's link: 20GB/s (default: no limit)")
+
+
+def store(options: argparse.Namespace) -> int:
+    """Run ``disco-accel store``."""
+    return _serve(options) if options.kind == "serve" else _stats(options)
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from disco_accel.store.place import socket_path
+    from disco_accel.store.room import Limits
+    from disco_accel.store.server import Server
+
+    quota = None if options.quota is None else parse_size(options.quota)
+    limits = Limits(parse_size(options.host), parse_size(options.device), quota)
+    rate = None if options.link_bandwidth is None else parse_rate(options.link_bandwidth)
+    # Each object is a file in memory, with a descriptor in the store.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    server = Server(socket_path(options.socket), limits, options.policy, rate)
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, lambda *_: server.stop())
+    link = "" if rate is None else f" behind {format_size(int(rate))}/s"
+    print(
+        f"store at {server.path}: host {format_size(limits.host)}, device {format_size(limits.device)}{link}, "
+        f"policy {options.policy}",
+        flush=True,
+    )
+    server.run()
+    say("store: ended")
+    return 0
+
+
+def parse_rate(text: str) -> float:
+    """Bytes/s of ``20GB/s``. Raises ConfigError for anything else."""
+    match = _RATE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"--link-bandwidth: {text!r} is not a rate: write a size with /s, such as 20GB/s")
+    return float(parse_size(match[1]))
+
+
+def _stats(options: argparse.Namespace) -> int:
+    from disco_accel.store.connection import Channel
+    from disco_accel.store.figures import ask_figures
+    from disco_accel.store.place import socket_path
+
+    channel = Channel(socket_path(options.socket), timeout=10.0)
+    print(json.dumps(ask_figures(channel), indent=2))
+    channel.close()
+    return 0

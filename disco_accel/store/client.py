@@ -1,0 +1,272 @@
+"""Tensors in a store that processes share: ``Store.connect()``, then create, get, put, free."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from disco_accel.errors import ConfigError, StoreError
+from disco_accel.native.shared_memory import lay_over, map_file
+from disco_accel.store import place
+from disco_accel.store.connection import Channel
+from disco_accel.store.figures import ask_figures
+from disco_accel.store.grant_page import GrantView
+from disco_accel.store.messages import (
+    DTYPES,
+    MAX_AMOUNT,
+    MAX_NEXT_USE,
+    NO_NEXT_USE,
+    Malformed,
+    Opcode,
+    Reply,
+    Request,
+    Tier,
+    nbytes_of,
+)
+from disco_accel.store.objects import room_of
+
+TIMEOUT = 300.0
+"""Seconds after which a store that does not answer counts as gone. A get may wait for clients to end their steps."""
+_DTYPES = {getattr(torch, name): number for number, (name, _size) in enumerate(DTYPES) if hasattr(torch, name)}
+_TORCH = {number: dtype for dtype, number in _DTYPES.items()}
+
+
+@dataclass(slots=True)
+class _Written:
+    """An object that this process still writes: its memory, mapped when it is first got, and the descriptor."""
+
+    memory: torch.Tensor
+    file: int
+    reply: Reply
+
+
+class Store:
+    """A connection to a store, for all threads of the process that made it.
+
+    Its end, also that of its process, frees the objects that it created; those that others read live until these let
+    go. Every method raises StoreGone where the store has ended, and StoreError where a forked process calls it.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        """See ``connect``."""
+        self._channel = channel
+        self._lock = threading.Lock()
+        self._written: dict[int, _Written] = {}
+        self._view: GrantView | None = None
+
+    @classmethod
+    def connect(cls, path: str | os.PathLike[str] | None = None, timeout: float = TIMEOUT) -> Store:
+        """The store that listens at ``path`` (default: ``$DISCO_STORE``, else where ``disco-accel store serve`` does).
+
+        Raises:
+            StoreGone: none listens there.
+            StoreError, ConfigError: it, or the folder of its socket, is not this user's own.
+        """
+        return cls(Channel(place.socket_path(path), timeout))
+
+    def create(self, shape: Sequence[int], dtype: torch.dtype, device: str = "host") -> int:
+        """A new object of zeros, contiguous, and its id. ``device``: ``host``, or ``device`` for one that is used
+        there and may be evicted to the host once it is put.
+
+        Raises:
+            ConfigError: there is no such tensor or device.
+            StoreFull: there is no room.
+        """
+        tiers = {tier.name.lower(): tier for tier in Tier}
+        if device not in tiers:
+            raise ConfigError(f"device: '{device}' is not one of a store; there are {', '.join(tiers)}")
+        if dtype not in _DTYPES:
+            raise ConfigError(
+                f"dtype: {dtype} is not one of a store; there are {', '.join(name for name, _ in DTYPES)}"
+            )
+        sizes = tuple(int(size) for size in shape)
+        try:
+            nbytes_of(sizes, _DTYPES[dtype])
+        except Malformed as error:
+            raise ConfigError(f"shape: {error}") from None
+        request = Request(Opcode.CREATE, device=tiers[device], dtype=_DTYPES[dtype], shape=sizes)
+        return self._channel.ask(request)[0].object
+
+    def get(self, id: int) -> torch.Tensor:
+        """The tensor ``id``, brought back if it was evicted.
+
+        While this process has not put it, all its gets are one memory to write to. Afterwards each get shows the final
+        content; writing to it makes a copy of that page for this tensor alone. It stays on its device while a tensor of
+        its memory lives.
+
+        Raises:
+            StoreError: there is no such object, or another process has not put it yet.
+            StoreFull: there is no room to bring it back.
+        """
+        with self._lock:
+            written = self._written.get(id)
+            if written is not None:
+                self._channel.check()
+                return _shaped(written.memory, written.reply)
+        reply, file = self._channel.ask(Request(Opcode.GET, object=_name(id)))
+        if file is None:
+            raise StoreError(f"store: object {id} came without its memory")
+        keep = False
+        try:
+            memory = self._map(reply, file)
+            if reply.amount:
+                with self._lock:
+                    first = self._written.setdefault(id, _Written(memory, file, reply))
+                keep = first.file == file
+                memory = first.memory
+            return _shaped(memory, reply)
+        finally:
+            if not keep:
+                os.close(file)
+
+    def put(self, id: int, next_use: float | None = None) -> None:
+        """Give ``id`` to the store: its content is final, and it may be evicted while nobody has a tensor of it.
+
+        Tensors of it that this process still has keep their content; what is written to them from now on is seen by
+        them alone. ``next_use``: in so many seconds it is used next, and is brought back before; a later put of
+        anybody who reads it says so anew.
+
+        Raises:
+            StoreError: another mapping can still write to it, such as a forked process's; it is as before then.
+        """
+        if next_use is not None and not 0 <= next_use * 1e6 <= MAX_NEXT_USE:
+            raise ConfigError(f"next_use: {next_use} is not a number of seconds from now")
+        amount = NO_NEXT_USE if next_use is None else int(next_use * 1e6)
+        request = Request(Opcode.PUT, object=_name(id), amount=amount)
+        with self._lock:
+            written = self._written.get(id)
+            if written is None:
+                self._channel.ask(request)
+                return
+            self._channel.check()
+            # The kernel refuses to make a file final while there is a mapping to write to it.
+            lay_over(written.memory, written.file)
+            try:
+                self._channel.ask(request)
+            except StoreError:
+                lay_over(written.memory, written.file, shared_writes=True)
+                raise
+            del self._written[id]
+            os.close(written.file)
+
+    def free(self, id: int) -> None:
+        """The object ``id`` of this process is no more. Tensors of it stay as they are; its memory is free once they,
+        and those of other processes, are gone.
+
+        Raises:
+            StoreError: there is no such object, or another process created it.
+        """
+        self._channel.ask(Request(Opcode.FREE, object=_name(id)))
+        with self._lock:
+            written = self._written.pop(id, None)
+        if written is not None:
+            os.close(written.file)
+
+    def prefetch(self, id: int) -> None:
+        """``id`` is used soon: bring it back now, if objects that are used later can leave for it. Does not wait."""
+        self._channel.ask(Request(Opcode.PREFETCH, object=_name(id)))
+
+    def ping(self) -> None:
+        """Return when the store has answered."""
+        self._channel.ask(Request(Opcode.PING))
+
+    def wanted(self, least: int, wish: int) -> None:
+        """This process wants a budget of device memory of at least ``least`` bytes and at most ``wish``; both 0: none
+        any more. ``granted`` says what it gets, now and later."""
+        for key, value in (("least", least), ("wish", wish)):
+            if not 0 <= value <= MAX_AMOUNT:
+                raise ConfigError(f"{key}: {value} is not a number of bytes")
+        if wish < least:
+            raise ConfigError(f"wish: {wish} is less than the least, {least}")
+        _reply, file = self._channel.ask(Request(Opcode.WANT, amount=least, wish=wish))
+        if file is not None:
+            try:
+                if self._view is None:
+                    self._view = GrantView(file)
+            finally:
+                os.close(file)
+
+    def granted(self) -> int:
+        """Bytes of device memory that this process may hold now; it has to come down to them at the end of its step.
+        Read from memory, without a message.
+
+        Raises:
+            StoreError: nothing was wanted.
+            StoreGone: the store has ended; what was granted is not kept for this process by anybody.
+        """
+        view = self._view
+        if view is None:
+            raise StoreError("granted: nothing was wanted; call wanted(least, wish) first")
+        if view.silent:
+            self._channel.alive()
+        self._channel.check()
+        return view.grant
+
+    def held(self, nbytes: int) -> None:
+        """This process now holds ``nbytes`` of its budget: it has come down to what was granted, or taken it."""
+        if not 0 <= nbytes <= MAX_AMOUNT:
+            raise ConfigError(f"held: {nbytes} is not a number of bytes")
+        self._channel.check()
+        self._channel.tell(Request(Opcode.HELD, amount=nbytes))
+
+    def report(self, device: int, nbytes: int) -> None:
+        """This process has ``nbytes`` more of ``device`` apart from the store, or less where negative: first-class
+        memory, which objects and budgets make room for."""
+        self._channel.check()
+        self._channel.tell(Request(Opcode.FIRST_CLASS, device=device, amount=nbytes))
+
+    def stats(self) -> dict[str, Any]:
+        """Figures of the store, and under ``clients`` those of each client."""
+        return ask_figures(self._channel)
+
+    def alive(self) -> bool:
+        """Whether the store is there; asks the operating system alone."""
+        return self._channel.alive()
+
+    def close(self) -> None:
+        """End the connection. Tensors stay readable."""
+        self._channel.close()
+        with self._lock:
+            written, self._written = self._written, {}
+        for item in written.values():
+            os.close(item.file)
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _map(self, reply: Reply, file: int) -> torch.Tensor:
+        """The object's memory, whole pages; the lease ends with the last tensor of them."""
+        nbytes = nbytes_of(reply.shape, reply.dtype)
+        # Finalizers call it, in any thread and at any point of another call.
+        release = functools.partial(self._channel.tell, Request(Opcode.RELEASE, object=reply.object))
+        try:
+            memory = map_file(file, room_of(nbytes), shared_writes=bool(reply.amount), freed=release)
+        except BaseException:
+            release()
+            raise
+        if nbytes == 0:
+            release()
+        return memory
+
+
+def _shaped(memory: torch.Tensor, reply: Reply) -> torch.Tensor:
+    nbytes = nbytes_of(reply.shape, reply.dtype)
+    return memory[:nbytes].view(_TORCH[reply.dtype]).view(reply.shape)
+
+
+def _name(id: int) -> int:
+    if not 0 < id < 1 << 64:
+        raise StoreError(f"no object {id}: ids come from create")
+    return id

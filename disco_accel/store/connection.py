@@ -1,0 +1,237 @@
+"""A client's connection: requests of any thread over one socket, each reply to the thread that asked."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections import deque
+from pathlib import Path
+
+from disco_accel.errors import StoreError, StoreFull, StoreGone
+from disco_accel.store import place
+from disco_accel.store.messages import REPLY, Malformed, Opcode, Reply, Request, Status, parse_reply
+
+_GIVES_BACK = {Opcode.GET: Opcode.RELEASE, Opcode.CREATE: Opcode.FREE}
+"""What undoes a request whose reply nobody waits for any more."""
+_open: weakref.WeakSet[Channel] = weakref.WeakSet()
+
+
+class Channel:
+    """The socket. ``ask`` is for requests with a reply, ``tell`` for those without; both from any thread.
+
+    ``tell`` may be called by a finalizer, in any thread and in the middle of a call of the same channel: it only
+    appends to a queue, and sends if no thread is sending; one that is looks at the queue again before it stops.
+    """
+
+    def __init__(self, path: Path, timeout: float) -> None:
+        """Connect. ``timeout``: seconds after which a store that does not answer counts as gone."""
+        self.path = path
+        self._timeout = timeout
+        self._socket = place.connect(path, timeout)
+        # Of the operating system, not Python's: that one would make sends wait too.
+        whole = int(timeout)
+        limit = struct.pack("ll", whole, int((timeout - whole) * 1e6))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        self._pid = os.getpid()
+        self._sending = threading.Lock()
+        self._told: deque[bytes] = deque()
+        self._turn = threading.Condition()
+        self._reading = False
+        self._number = 0
+        self._replies: dict[int, tuple[Reply, int | None] | None] = {}
+        self._abandoned: dict[int, Opcode] = {}
+        self._gone: str | None = None
+        _open.add(self)
+
+    def ask(self, request: Request) -> tuple[Reply, int | None]:
+        """The reply to ``request``, and the descriptor beside it.
+
+        Raises:
+            StoreFull, StoreError: it was refused.
+            StoreGone: the store has ended.
+        """
+        self.check()
+        with self._turn:
+            # 0 is the number of requests without one.
+            self._number = number = self._number % 0xFFFFFFFF + 1
+            self._replies[number] = None
+        numbered = Request(
+            *(request.opcode, number, request.device, request.amount, request.object, request.wish),
+            *(request.dtype, request.shape),
+        )
+        try:
+            with self._sending:
+                self._send(numbered.pack())
+            # Leases that ended meanwhile may be what the request waits for.
+            self._send_told()
+            reply, file = self._wait(number)
+        except BaseException:
+            with self._turn:
+                late = self._replies.pop(number, None)
+                if late is None and self._gone is None:
+                    self._abandoned[number] = request.opcode
+            if late is not None:
+                self._undo(request.opcode, *late)
+            raise
+        finally:
+            self._send_told()
+        if reply.status is Status.OK:
+            return reply, file
+        if file is not None:
+            os.close(file)
+        raise (StoreFull if reply.status is Status.FULL else StoreError)(f"store: {reply.text}")
+
+    def tell(self, request: Request) -> None:
+        """Send ``request`` soon, without an error: where the store is gone, it needs not be told."""
+        self._told.append(request.pack())
+        self._send_told()
+
+    def check(self) -> None:
+        """Raise StoreError in a process that was forked since, StoreGone if the connection has ended."""
+        if os.getpid() != self._pid:
+            raise StoreError(
+                "this connection to the store belongs to the process that forked this one: Store.connect() here"
+            )
+        if self._gone is not None:
+            raise StoreGone(self._gone)
+
+    def alive(self) -> bool:
+        """Whether the store still has the connection open; asks the operating system, not the store."""
+        if self._gone is not None or os.getpid() != self._pid:
+            return False
+        ready = select.poll()
+        ready.register(self._socket, select.POLLRDHUP)
+        if any(events & (select.POLLRDHUP | select.POLLHUP | select.POLLERR) for _, events in ready.poll(0)):
+            self._end("it has ended")
+        return self._gone is None
+
+    def close(self) -> None:
+        """End the connection; calls that wait fail with StoreGone."""
+        self._end("this connection was closed")
+
+    def forget(self) -> None:
+        """In a forked process: let go of the socket, so that the store sees the end of the process that connected."""
+        with contextlib.suppress(OSError):
+            os.close(self._socket.detach())
+        self._gone = "this connection belongs to the process that forked this one"
+
+    def _end(self, why: str) -> None:
+        with self._turn:
+            if self._gone is None:
+                self._gone = (
+                    f"the store at {self.path} is gone: {why}. Tensors that it gave stay readable; connect again once "
+                    "it is back, and put again what is needed then"
+                )
+            self._turn.notify_all()
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+            # Not closed while another thread reads from it: its number could be another file's by then.
+            if not self._reading:
+                self._socket.close()
+
+    def _send(self, data: bytes) -> None:
+        """Under ``_sending``."""
+        try:
+            self._socket.send(data, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+            return
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._end("it has ended")
+            raise StoreGone(self._gone) from None
+        ready = select.poll()
+        ready.register(self._socket, select.POLLOUT)
+        until = time.monotonic() + self._timeout
+        while (left := until - time.monotonic()) > 0 and self._gone is None:
+            ready.poll(min(left, 0.1) * 1000)
+            try:
+                self._socket.send(data, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+                return
+            except BlockingIOError:
+                continue
+            except OSError:
+                break
+        self._end("it has ended, or does not take requests")
+        raise StoreGone(self._gone)
+
+    def _send_told(self) -> None:
+        """Send what was told, unless a thread is sending that will."""
+        while self._told and self._gone is None and os.getpid() == self._pid:
+            if not self._sending.acquire(blocking=False):
+                return
+            try:
+                while self._told:
+                    self._send(self._told.popleft())
+            except (StoreGone, IndexError):
+                pass
+            finally:
+                self._sending.release()
+
+    def _wait(self, number: int) -> tuple[Reply, int | None]:
+        """The reply of that number: read here, or by another thread that waits for its own."""
+        while True:
+            with self._turn:
+                while (found := self._replies[number]) is None and self._reading and self._gone is None:
+                    self._turn.wait()
+                if found is not None:
+                    del self._replies[number]
+                    return found
+                if self._gone is not None:
+                    raise StoreGone(self._gone)
+                self._reading = True
+            try:
+                self._receive()
+            finally:
+                with self._turn:
+                    self._reading = False
+                    if self._gone is not None:
+                        self._socket.close()
+                    self._turn.notify_all()
+
+    def _receive(self) -> None:
+        """Read one reply and give it to who asked."""
+        try:
+            data, files, _flags, _address = socket.recv_fds(self._socket, REPLY.size + 1, 1, socket.MSG_CMSG_CLOEXEC)
+        except BlockingIOError:
+            self._end(f"it has not answered for {self._timeout:g} s")
+            return
+        except OSError:
+            data, files = b"", []
+        if not data:
+            self._end("it has ended")
+            return
+        file = files[0] if files else None
+        try:
+            reply = parse_reply(data)
+        except Malformed as error:
+            if file is not None:
+                os.close(file)
+            self._end(str(error))
+            return
+        with self._turn:
+            if reply.number in self._replies:
+                self._replies[reply.number] = (reply, file)
+                return
+            opcode = self._abandoned.pop(reply.number, None)
+        self._undo(opcode, reply, file)
+
+    def _undo(self, opcode: Opcode | None, reply: Reply, file: int | None) -> None:
+        """Nobody waits for ``reply``, of a request that an exception ended: give back what it brought."""
+        if file is not None:
+            os.close(file)
+        if opcode in _GIVES_BACK and reply.status is Status.OK:
+            self.tell(Request(_GIVES_BACK[opcode], object=reply.object))
+
+
+def _forked() -> None:
+    for channel in list(_open):
+        channel.forget()
+
+
+os.register_at_fork(after_in_child=_forked)

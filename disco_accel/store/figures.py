@@ -1,0 +1,43 @@
+"""A store's figures: their names, and how a client asks for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from disco_accel.errors import StoreError
+from disco_accel.store.connection import Channel
+from disco_accel.store.messages import Opcode, Request
+
+FIGURES: tuple[tuple[str, ...], ...] = (
+    (
+        *("host_bytes", "host_used", "device_bytes", "device_used", "device_idle"),
+        *("first_class", "budgets", "waited_for"),
+    ),
+    ("gets", "hits", "fetched", "prefetched", "evicted", "dropped", "malformed", "clients"),
+    ("saved_bytes", "loaded_bytes", "stalled_microseconds", "objects", "link_bandwidth", "jobs", "", ""),
+)
+"""Names of the figures on each page, in their order."""
+CLIENT_FIGURES = ("pid", "objects", "bytes", "leases", "grant", "held", "first_class", "least")
+"""Names of the figures on a client's page."""
+STATS_PAGES = len(FIGURES)
+"""Pages of figures about the store; one for each client follows."""
+
+
+def ask_figures(channel: Channel) -> dict[str, Any]:
+    """All figures of the store, and under ``clients`` those of each client. Raises StoreGone."""
+    found: dict[str, Any] = {}
+    pages = 0
+    for page, names in enumerate(FIGURES):
+        reply = channel.ask(Request(Opcode.STATS, amount=page))[0]
+        pages = reply.amount
+        found |= {name: value for name, value in zip(names, reply.figures, strict=True) if name}
+    clients: list[dict[str, int]] = []
+    for page in range(STATS_PAGES, pages):
+        try:
+            figures = channel.ask(Request(Opcode.STATS, amount=page))[0].figures
+        except StoreError:
+            # One has ended meanwhile.
+            channel.check()
+            break
+        clients.append(dict(zip(CLIENT_FIGURES, figures, strict=True)))
+    return found | {"clients": clients}

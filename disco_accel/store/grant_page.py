@@ -1,0 +1,72 @@
+"""A page of memory that the store writes and one client reads: its budget, without a message.
+
+Four 8-byte little-endian words: the granted bytes; how often they have changed; when the store last looked, in
+nanoseconds of CLOCK_MONOTONIC; the store's process id. Each is written whole.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+
+from disco_accel.native.shared_memory import WHOLE, Seal, add_seals, create_file
+
+GRANT, CHANGES, SEEN, STORE = range(4)
+"""Places of the words."""
+BEAT_SECONDS = 0.25
+"""The store renews ``SEEN`` that often."""
+SILENT_SECONDS = 2.0
+"""A client that has seen no renewal for so long asks whether the store is there at all."""
+
+
+class GrantPage:
+    """The store's side of a page. ``file``: a descriptor for the client, which can only be mapped to read."""
+
+    def __init__(self) -> None:
+        self.file = create_file("store-grant", mmap.PAGESIZE)
+        self._memory = mmap.mmap(self.file, mmap.PAGESIZE)
+        add_seals(self.file, WHOLE | Seal.FUTURE_WRITE | Seal.SEALS)
+        self._words = memoryview(self._memory).cast("q")
+        self._words[STORE] = os.getpid()
+        self.beat()
+
+    def write(self, grant: int) -> None:
+        """The client has ``grant`` bytes from now on."""
+        if self._words[GRANT] != grant:
+            self._words[GRANT] = grant
+            self._words[CHANGES] += 1
+
+    def beat(self) -> None:
+        """The store is there."""
+        self._words[SEEN] = time.monotonic_ns()
+
+    def close(self) -> None:
+        """Let go of the page; the client's mapping stays as it is."""
+        self._words.release()
+        self._memory.close()
+        os.close(self.file)
+
+
+class GrantView:
+    """A client's side of a page."""
+
+    def __init__(self, file: int) -> None:
+        """``file`` is not needed any more afterwards."""
+        self._memory = mmap.mmap(file, mmap.PAGESIZE, prot=mmap.PROT_READ)
+        self._words = memoryview(self._memory).cast("q")
+
+    @property
+    def grant(self) -> int:
+        """Bytes that the client may hold now."""
+        return self._words[GRANT]
+
+    @property
+    def changes(self) -> int:
+        """How often the grant has changed."""
+        return self._words[CHANGES]
+
+    @property
+    def silent(self) -> bool:
+        """Whether the store has not looked for a while: it has ended, or is stopped."""
+        return time.monotonic_ns() - self._words[SEEN] > SILENT_SECONDS * 1e9

@@ -1,0 +1,65 @@
+"""Workers that copy between tiers, one for each direction of the link, while the store's loop goes on."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from disco_accel.store.objects import Move
+from disco_accel.store.tiers import DeviceTier
+
+
+class Lanes:
+    """Copies in the order in which they were asked for, loads beside saves.
+
+    ``wake`` is called in a worker's thread when a move has ended; the loop then takes it from ``ended``.
+    """
+
+    def __init__(self, tier: DeviceTier, wake: Callable[[], None]) -> None:
+        self.tier = tier
+        self._wake = wake
+        self._ended: deque[Move] = deque()
+        self._queues: dict[bool, queue.SimpleQueue[Move | None]] = {load: queue.SimpleQueue() for load in (True, False)}
+        self.queued = {True: 0, False: 0}
+        """Bytes that are under way to the device (True) and from it (False)."""
+        self._threads = [
+            threading.Thread(target=self._work, args=(load,), name="store-load" if load else "store-save", daemon=True)
+            for load in (True, False)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, move: Move) -> None:
+        """Start ``move`` when those before it have ended."""
+        self.queued[move.load] += move.object.room
+        self._queues[move.load].put(move)
+
+    def ended(self) -> Move | None:
+        """A move that has ended, each once; None where there is no other."""
+        if not self._ended:
+            return None
+        move = self._ended.popleft()
+        self.queued[move.load] -= move.object.room
+        return move
+
+    def close(self) -> None:
+        """End the workers; what they copy is given up."""
+        for waiting in self._queues.values():
+            waiting.put(None)
+        for thread in self._threads:
+            thread.join(timeout=5)
+
+    def _work(self, load: bool) -> None:
+        copy = self.tier.load if load else self.tier.save
+        while (move := self._queues[load].get()) is not None:
+            try:
+                copy(move.source, move.target, move.object.nbytes, move.cancelled)
+            except OSError as error:
+                move.error = os.strerror(error.errno or 0)
+            except (ValueError, MemoryError) as error:
+                move.error = str(error)
+            self._ended.append(move)
+            self._wake()

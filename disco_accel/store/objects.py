@@ -1,0 +1,112 @@
+"""What a store knows of its objects and of the clients that hold them."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from dataclasses import dataclass, field
+
+from disco_accel.store.messages import Opcode, Tier
+from disco_accel.store.policies import Candidate
+
+
+@dataclass(eq=False, slots=True)
+class Holder:
+    """A client, as far as memory goes. ``held``: what it has taken of its grant. ``first_class``: bytes of each
+    device that its process holds apart from the store."""
+
+    pid: int
+    owned: dict[int, Object] = field(default_factory=dict)
+    leases: dict[Object, int] = field(default_factory=dict)
+    nbytes: int = 0
+    least: int = 0
+    wish: int = 0
+    grant: int = 0
+    held: int = 0
+    first_class: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def has_job(self) -> bool:
+        """Whether it wants a budget, or still holds one."""
+        return bool(self.least or self.wish or self.held)
+
+
+@dataclass(eq=False, slots=True)
+class Move:
+    """A copy between tiers that a worker makes. ``leave``: the object leaves the device once it is saved."""
+
+    object: Object
+    load: bool
+    source: int
+    target: int
+    leave: bool = False
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    error: str | None = None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Waiter:
+    """A request that is answered when its object is there."""
+
+    holder: Holder
+    number: int
+    opcode: Opcode
+    since: float
+
+
+@dataclass(eq=False, slots=True)
+class Object:
+    """One tensor. ``final``: it was put. ``gone``: its name is free, and its memory is once nobody has a lease.
+
+    ``room``: its bytes in whole pages. ``device_file``, ``host_file``: its memory in each tier, None where it has
+    none; an object of the host tier lives in its ``host_file``. One with both is clean: its device memory can be
+    dropped. While it moves, ``move`` has both files, of which the target is not the object's yet.
+    """
+
+    id: int
+    owner: Holder
+    tier: Tier
+    shape: tuple[int, ...]
+    dtype: int
+    nbytes: int
+    room: int
+    arrived: float
+    last_use: float
+    final: bool = False
+    gone: bool = False
+    device_file: int | None = None
+    host_file: int | None = None
+    move: Move | None = None
+    leases: int = 0
+    waiters: list[Waiter] = field(default_factory=list)
+    prefetching: bool = False
+    next_use: float | None = None
+    interval: float | None = None
+
+    @property
+    def file(self) -> int | None:
+        """The memory that clients use, None where it is not there."""
+        return self.host_file if self.tier is Tier.HOST else self.device_file
+
+    @property
+    def idle(self) -> bool:
+        """Whether it is on the device and could leave."""
+        resident = self.tier is Tier.DEVICE and self.device_file is not None
+        return resident and self.final and not self.leases and self.move is None and not self.waiters
+
+    def used(self, now: float) -> None:
+        """Note a use: its history and an announcement that has come true."""
+        since = now - self.last_use
+        self.interval = since if self.interval is None else (self.interval + since) / 2
+        self.last_use, self.next_use = now, None
+
+    def candidate(self, seconds: float) -> Candidate:
+        """What policies know of it; ``seconds``: of a copy."""
+        save = 0.0 if self.host_file is not None else seconds
+        times = (self.arrived, self.last_use, seconds, save, self.next_use, self.interval)
+        return Candidate(self.id, self.room, *times)
+
+
+def room_of(nbytes: int) -> int:
+    """``nbytes`` in whole pages."""
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE

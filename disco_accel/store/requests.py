@@ -1,0 +1,133 @@
+"""What each request does: from a checked message to the keeper's objects, and back to a reply."""
+
+from __future__ import annotations
+
+import secrets
+
+from disco_accel.errors import ExecutionError, StoreError, StoreFull
+from disco_accel.store.figures import STATS_PAGES
+from disco_accel.store.keeper import Keeper
+from disco_accel.store.messages import NO_NEXT_USE, SILENT, Opcode, Reply, Request, Status, Tier, nbytes_of
+from disco_accel.store.objects import Holder, Object, Waiter, room_of
+
+
+class Desk:
+    """Takes requests of clients, one after another. Ids are never used twice, nor by the next store: what is left of
+    one that has ended names nothing here."""
+
+    def __init__(self, keeper: Keeper, link_bandwidth: float | None) -> None:
+        self.keeper = keeper
+        self.malformed = 0
+        self._link = int(link_bandwidth or 0)
+        self._next = (secrets.randbits(31) | 1) << 32
+
+    def take(self, holder: Holder, request: Request, now: float) -> Reply | None:
+        """Do ``request``. Returns its reply, None where it has none or gets it later through the keeper's
+        ``answer``."""
+        try:
+            return self._do(holder, request, now)
+        except StoreFull as error:
+            return Reply(Status.FULL, request.number, text=str(error))
+        except (StoreError, ExecutionError) as error:
+            # Nobody reads a reply to those; that is counted.
+            self.malformed += request.opcode in SILENT
+            return None if request.opcode in SILENT else Reply(Status.REFUSED, request.number, text=str(error))
+
+    def _do(self, holder: Holder, request: Request, now: float) -> Reply | None:
+        keeper, opcode = self.keeper, request.opcode
+        done = Reply(Status.OK, request.number)
+        if opcode is Opcode.PING:
+            return done
+        if opcode is Opcode.CREATE:
+            self._create(holder, request, now)
+            return None
+        if opcode is Opcode.STATS:
+            figures = self._figures(request.amount)
+            return Reply(Status.OK, request.number, STATS_PAGES + len(keeper.holders), figures=figures)
+        if opcode is Opcode.WANT:
+            keeper.room.want(holder, request.amount, request.wish)
+            keeper.changed()
+            return done
+        if opcode is Opcode.HELD:
+            keeper.room.hold(holder, request.amount)
+            keeper.changed()
+            return None
+        if opcode is Opcode.FIRST_CLASS:
+            keeper.room.report(holder, request.device, request.amount)
+            keeper.changed()
+            return None
+        if opcode is Opcode.RELEASE:
+            self._release(holder, request.object)
+            return None
+        item = keeper.objects.get(request.object)
+        if item is None:
+            raise StoreError(f"no object {request.object}: it was freed, or its owner or its store has ended")
+        if not item.final and item.owner is not holder:
+            raise StoreError(f"object {item.id} is not put yet: process {item.owner.pid} is writing it")
+        if opcode is Opcode.GET:
+            keeper.get(item, Waiter(holder, request.number, opcode, now))
+            return None
+        if opcode is Opcode.PUT:
+            seconds = None if request.amount == NO_NEXT_USE else request.amount / 1e6
+            if not keeper.put(item, seconds):
+                raise StoreError(
+                    f"object {item.id} can't be put: a process forked since, or another mapping, can still write to it"
+                )
+        elif opcode is Opcode.FREE:
+            if item.owner is not holder:
+                raise StoreError(f"object {item.id} is process {item.owner.pid}'s to free; drop its tensors instead")
+            keeper.free(item)
+        elif opcode is Opcode.PREFETCH:
+            keeper.prefetch(item)
+        return done
+
+    def _create(self, holder: Holder, request: Request, now: float) -> None:
+        nbytes = nbytes_of(request.shape, request.dtype)
+        self._next += 1
+        item = Object(
+            id=self._next,
+            owner=holder,
+            tier=Tier(request.device),
+            shape=request.shape,
+            dtype=request.dtype,
+            nbytes=nbytes,
+            room=room_of(nbytes),
+            arrived=now,
+            last_use=now,
+        )
+        self.keeper.add(item, Waiter(holder, request.number, request.opcode, now))
+
+    def _release(self, holder: Holder, name: int) -> None:
+        item = self.keeper.alive.get(name)
+        if item is None or item not in holder.leases:
+            raise StoreError(f"no lease on object {name}")
+        self.keeper.release(item, holder)
+
+    def _figures(self, page: int) -> tuple[int, ...]:
+        keeper, room, counts = self.keeper, self.keeper.room, self.keeper.counts
+        holders = list(keeper.holders)
+        if page == 0:
+            return (
+                *(room.limits.host, room.host_used, room.limits.device, room.device_used, room.idle_bytes),
+                *(room.first_class, room.reserved, room.demand),
+            )
+        if page == 1:
+            return (
+                *(counts.gets, counts.hits, counts.fetched, counts.prefetched, counts.evicted, counts.dropped),
+                *(self.malformed, len(holders)),
+            )
+        if page == 2:
+            return (
+                *(counts.saved_bytes, counts.loaded_bytes, int(counts.stalled * 1e6), len(keeper.objects), self._link),
+                *(sum(h.has_job for h in holders), 0, 0),
+            )
+        if page - STATS_PAGES >= len(holders):
+            raise StoreError(f"no page {page} of figures")
+        return _client(holders[page - STATS_PAGES])
+
+
+def _client(holder: Holder) -> tuple[int, ...]:
+    return (
+        *(holder.pid, len(holder.owned), holder.nbytes, sum(holder.leases.values()), holder.grant, holder.held),
+        *(sum(holder.first_class.values()), holder.least),
+    )

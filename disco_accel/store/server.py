@@ -1,0 +1,291 @@
+"""The store's process: one event loop that takes requests and never waits for a client."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import selectors
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from disco_accel.errors import ExecutionError, StoreError, StoreFull
+from disco_accel.store import place
+from disco_accel.store.grant_page import BEAT_SECONDS, GrantPage
+from disco_accel.store.keeper import Keeper
+from disco_accel.store.lanes import Lanes
+from disco_accel.store.messages import REQUEST, SILENT, Malformed, Opcode, Reply, Status, parse_request
+from disco_accel.store.objects import Holder, Object, Waiter
+from disco_accel.store.policies import policy_of
+from disco_accel.store.requests import Desk
+from disco_accel.store.room import Limits
+from disco_accel.store.tiers import SharedMemoryTier
+
+_OUTBOX = 64
+"""Replies that wait for a client that does not read; with more it is cut off."""
+_IN_A_ROW = 16
+"""Requests that one client gets done before others have their turn."""
+
+
+@dataclass(eq=False, slots=True)
+class Connection:
+    """One client's socket. ``process``: a descriptor that tells when the process ends that connected: one that it
+    forked may keep the socket open. ``outbox``: replies that it has not room for, each with a descriptor of its
+    own."""
+
+    socket: socket.socket
+    holder: Holder
+    process: int | None
+    outbox: deque[tuple[bytes, int | None]] = field(default_factory=deque)
+    page: GrantPage | None = None
+    dead: bool = False
+
+
+class Server:
+    """A store that listens at ``path`` from its construction on, and serves in ``run``.
+
+    Raises:
+        ConfigError: a store listens there, the folder is not this user's own, or there is no such policy.
+    """
+
+    def __init__(self, path: Path, limits: Limits, policy: str, link_bandwidth: float | None = None) -> None:
+        chosen = policy_of(policy)
+        self.path = path
+        self._listener, self._lock = place.listen(path)
+        self._wake_in, self._wake_out = socket.socketpair()
+        for end in (self._wake_in, self._wake_out):
+            end.setblocking(False)
+        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        self._lanes = Lanes(SharedMemoryTier(link_bandwidth), self._wake)
+        self.keeper = Keeper(limits, chosen, self._lanes, self._answer)
+        self._desk = Desk(self.keeper, link_bandwidth)
+        self._connections: dict[Holder, Connection] = {}
+        self._dying: list[Connection] = []
+        self._pages: dict[Holder, GrantPage] = {}
+        self._beaten = 0.0
+        self._stopping = False
+        self._selector = selectors.DefaultSelector()
+        self._register(self._listener, self._accept)
+        self._register(self._wake_out, self._woken)
+
+    def run(self) -> None:
+        """Serve until ``stop``, then close everything."""
+        try:
+            while not self._stopping:
+                # What is due is done before the loop sleeps, and what it leads to is written to the pages.
+                until = self.keeper.tick()
+                self._write_pages()
+                self._bury()
+                if self._pages:
+                    until = BEAT_SECONDS if until is None else min(until, BEAT_SECONDS)
+                for key, events in self._selector.select(until):
+                    key.data(events)
+                    self._bury()
+        finally:
+            self._close()
+
+    def stop(self) -> None:
+        """End ``run`` soon; from any thread, or from a signal's handler."""
+        self._stopping = True
+        self._wake()
+
+    def _wake(self) -> None:
+        # Full means that the loop is about to wake up anyway; closed, that it has ended.
+        with contextlib.suppress(OSError):
+            self._wake_in.send(b"\0")
+
+    def _woken(self, _events: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._wake_out.recv(4096):
+                pass
+        self.keeper.moves_ended()
+
+    def _register(self, file: socket.socket | int, call: Callable[[int], None]) -> None:
+        self._selector.register(file, selectors.EVENT_READ, call)
+
+    def _accept(self, _events: int) -> None:
+        try:
+            made, _address = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError:
+            # No descriptor is left. The one kept for this case turns the client away, who would wait for ever else.
+            os.close(self._spare)
+            with contextlib.suppress(OSError):
+                self._listener.accept()[0].close()
+            self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+            return
+        pid, user, _group = place.peer_of(made)
+        process = _watch(pid) if user == os.getuid() else None
+        if process is None:
+            made.close()
+            return
+        made.setblocking(False)
+        connection = Connection(made, Holder(pid), process)
+        self._connections[connection.holder] = connection
+        self.keeper.holders[connection.holder] = None
+        self._register(made, lambda events: self._ready(connection, events))
+        self._register(process, lambda events: self._condemn(connection))
+
+    def _ready(self, connection: Connection, events: int) -> None:
+        if events & selectors.EVENT_WRITE:
+            self._send_outbox(connection)
+        if events & selectors.EVENT_READ:
+            for _ in range(_IN_A_ROW):
+                if connection.dead or not self._read(connection):
+                    return
+
+    def _read(self, connection: Connection) -> bool:
+        """Take one request, if there is one. Descriptors that a client sends are dropped by the operating system."""
+        try:
+            data = connection.socket.recv(REQUEST.size + 1)
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""
+        if not data:
+            self._condemn(connection)
+            return False
+        try:
+            request = parse_request(data)
+        except Malformed as error:
+            self._desk.malformed += 1
+            self._send(connection, Reply(Status.MALFORMED, error.number, text=str(error)), None)
+            return True
+        reply = self._desk.take(connection.holder, request, time.monotonic())
+        if request.opcode in SILENT:
+            self._write_pages()
+        elif reply is not None and request.opcode is Opcode.WANT and reply.status is Status.OK:
+            self._send_page(connection, reply)
+        elif reply is not None:
+            self._send(connection, reply, None)
+        return True
+
+    def _send_page(self, connection: Connection, reply: Reply) -> None:
+        if connection.page is None:
+            try:
+                connection.page = self._pages[connection.holder] = GrantPage()
+            except ExecutionError as error:
+                self._send(connection, Reply(Status.REFUSED, reply.number, text=str(error)), None)
+                return
+        self._write_pages()
+        self._send(connection, reply, connection.page.file)
+
+    def _write_pages(self) -> None:
+        """Budgets as they are now; and, each quarter of a second, that the store is there."""
+        for holder, page in self._pages.items():
+            page.write(holder.grant)
+        now = time.monotonic()
+        if now - self._beaten > BEAT_SECONDS / 2:
+            self._beaten = now
+            for page in self._pages.values():
+                page.beat()
+
+    def _answer(self, waiter: Waiter, item: Object, refusal: StoreError | None) -> None:
+        """The keeper's answer to a request that may have waited."""
+        connection = self._connections.get(waiter.holder)
+        if connection is None or connection.dead:
+            return
+        if refusal is not None:
+            status = Status.FULL if isinstance(refusal, StoreFull) else Status.REFUSED
+            self._send(connection, Reply(status, waiter.number, text=str(refusal)), None)
+            return
+        figures = item.shape + (0,) * (8 - len(item.shape))
+        reply = Reply(
+            *(Status.OK, waiter.number, 0 if item.final else 1, item.id, item.tier, item.dtype, len(item.shape)),
+            figures,
+        )
+        self._send(connection, reply, item.file if waiter.opcode is Opcode.GET else None)
+
+    def _send(self, connection: Connection, reply: Reply, file: int | None) -> None:
+        if connection.dead:
+            return
+        data = reply.pack()
+        if not connection.outbox and self._sent(connection, data, file):
+            return
+        if connection.dead or len(connection.outbox) >= _OUTBOX:
+            self._condemn(connection)
+            return
+        try:
+            # The object may be gone, and its descriptor's number another's, by the time that there is room.
+            connection.outbox.append((data, None if file is None else os.dup(file)))
+        except OSError:
+            self._condemn(connection)
+            return
+        self._listen_for(connection, selectors.EVENT_READ | selectors.EVENT_WRITE)
+
+    def _sent(self, connection: Connection, data: bytes, file: int | None) -> bool:
+        """Whether ``data`` is sent: else there is no room, or the client is gone and ``dead``."""
+        rights = [] if file is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file]))]
+        try:
+            connection.socket.sendmsg([data], rights)
+        except BlockingIOError:
+            return False
+        except OSError:
+            self._condemn(connection)
+            return False
+        return True
+
+    def _send_outbox(self, connection: Connection) -> None:
+        while connection.outbox and self._sent(connection, *connection.outbox[0]):
+            file = connection.outbox.popleft()[1]
+            if file is not None:
+                os.close(file)
+        if not connection.outbox and not connection.dead:
+            self._listen_for(connection, selectors.EVENT_READ)
+
+    def _listen_for(self, connection: Connection, events: int) -> None:
+        key = self._selector.get_key(connection.socket)
+        if key.events != events:
+            self._selector.modify(connection.socket, events, key.data)
+
+    def _condemn(self, connection: Connection) -> None:
+        """End ``connection`` before the loop goes on; not at once, where callers still use it."""
+        if not connection.dead:
+            connection.dead = True
+            self._dying.append(connection)
+
+    def _bury(self) -> None:
+        while self._dying:
+            connection = self._dying.pop()
+            self._selector.unregister(connection.socket)
+            connection.socket.close()
+            if connection.process is not None:
+                self._selector.unregister(connection.process)
+                os.close(connection.process)
+            for _data, file in connection.outbox:
+                if file is not None:
+                    os.close(file)
+            connection.outbox.clear()
+            del self._connections[connection.holder]
+            page = self._pages.pop(connection.holder, None)
+            if page is not None:
+                page.close()
+            self.keeper.end(connection.holder)
+
+    def _close(self) -> None:
+        for connection in list(self._connections.values()):
+            self._condemn(connection)
+        self._bury()
+        self._lanes.close()
+        self.keeper.moves_ended()
+        self.keeper.close()
+        self._selector.close()
+        with contextlib.suppress(OSError):
+            os.unlink(self.path)
+        for end in (self._listener, self._wake_in, self._wake_out):
+            end.close()
+        os.close(self._spare)
+        os.close(self._lock)
+
+
+def _watch(pid: int) -> int | None:
+    """A descriptor that tells when process ``pid`` ends, None if it has."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return None

@@ -1,0 +1,95 @@
+"""The device tier: memory that objects are used from, behind a link of limited speed.
+
+On the host device it is shared memory, and the link a pace that copies keep to. A tier of CUDA memory would make its
+files with ``cuMemCreate`` and ``cuMemExportToShareableHandle`` and copy with a stream of its own; nothing else here
+would change.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from typing import Protocol
+
+from disco_accel.native.shared_memory import READ_ONLY, WHOLE, add_seals, create_file
+
+_PIECE = 1 << 20
+"""Bytes that are copied at once: a pace is kept, and a needless copy ends, to within that many."""
+_LATENCY = 1e-4
+"""Seconds that a copy takes beside its bytes, by estimate: two wake-ups of a thread."""
+_UNTHROTTLED = 2e9
+"""Bytes/s of a copy without a pace, by estimate."""
+
+
+class DeviceTier(Protocol):
+    """Memory of one device as files that other processes can be given."""
+
+    def allocate(self, name: str, nbytes: int) -> int:
+        """The descriptor of ``nbytes`` new bytes. Raises ExecutionError where there is no memory."""
+
+    def seal(self, file: int) -> bool:
+        """Make the content of ``file`` final, or return False where a process can still write to it."""
+
+    def load(self, source: int, target: int, nbytes: int, cancelled: threading.Event) -> None:
+        """Copy a file of host memory to one of this tier, in the caller's thread. Raises OSError."""
+
+    def save(self, source: int, target: int, nbytes: int, cancelled: threading.Event) -> None:
+        """Copy a file of this tier to one of host memory, in the caller's thread. Raises OSError."""
+
+    def seconds(self, nbytes: int) -> float:
+        """How long a copy of so many bytes takes, either way, by estimate."""
+
+
+class SharedMemoryTier:
+    """A device tier in host memory. ``bandwidth``: bytes/s of its link, each way by itself; None: as fast as it
+    goes."""
+
+    def __init__(self, bandwidth: float | None = None) -> None:
+        self.bandwidth = bandwidth
+
+    def allocate(self, name: str, nbytes: int) -> int:
+        """As ``DeviceTier`` says."""
+        return new_file(name, nbytes)
+
+    def seal(self, file: int) -> bool:
+        """As ``DeviceTier`` says."""
+        return add_seals(file, READ_ONLY)
+
+    def load(self, source: int, target: int, nbytes: int, cancelled: threading.Event) -> None:
+        """As ``DeviceTier`` says."""
+        _copy(source, target, nbytes, self.bandwidth, cancelled)
+
+    def save(self, source: int, target: int, nbytes: int, cancelled: threading.Event) -> None:
+        """As ``DeviceTier`` says."""
+        _copy(source, target, nbytes, self.bandwidth, cancelled)
+
+    def seconds(self, nbytes: int) -> float:
+        """As ``DeviceTier`` says."""
+        return _LATENCY + nbytes / (self.bandwidth or _UNTHROTTLED)
+
+
+def new_file(name: str, nbytes: int) -> int:
+    """A file in host memory whose length is final. Raises ExecutionError where there is no memory."""
+    file = create_file(name, nbytes)
+    add_seals(file, WHOLE)
+    return file
+
+
+def _copy(source: int, target: int, nbytes: int, bandwidth: float | None, cancelled: threading.Event) -> None:
+    """``nbytes`` from file to file at ``bandwidth`` bytes/s. Written by system calls: those let other threads run, and
+    pages of the target need no mapping."""
+    if nbytes == 0:
+        return
+    begun = time.monotonic()
+    # A sealed file has no shared mappings before Linux 6.7, even read-only ones.
+    with mmap.mmap(source, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ) as mapped, memoryview(mapped) as view:
+        done = 0
+        while done < nbytes and not cancelled.is_set():
+            with view[done : done + _PIECE] as piece:
+                done += os.pwrite(target, piece, done)
+            if bandwidth is not None:
+                ahead = begun + done / bandwidth - time.monotonic()
+                if ahead > 0:
+                    time.sleep(ahead)
