@@ -203,6 +203,7 @@ class Store:
         """
         view = self._view
         if view is None:
+            self._channel.check()
             raise StoreError("granted: nothing was wanted; call wanted(least, wish) first")
         if view.silent:
             self._channel.alive()
@@ -233,6 +234,7 @@ class Store:
     def close(self) -> None:
         """End the connection. Tensors stay readable."""
         self._channel.close()
+        self._view = None
         with self._lock:
             written, self._written = self._written, {}
         for item in written.values():

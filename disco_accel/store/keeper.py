@@ -264,7 +264,7 @@ class Keeper:
                 continue
             missing -= self._leaving()
             # Nothing leaves for an object that would be refused all the same.
-            hopeless = missing > self.room.idle_bytes and not self._comes_down(item)
+            hopeless = missing > self.room.idle_bytes + self._unclaimed(True) and not self._comes_down(item)
             if hopeless or (not self._evict(missing, self._later_than(item)) and not self._may_come(item)):
                 self._refuse(self._dequeue())
             elif item.room > self.room.device_free:
@@ -276,7 +276,7 @@ class Keeper:
 
     def _may_come(self, item: Object) -> bool:
         """Whether room for ``item`` is on its way."""
-        return self._leaving() > 0 or self._comes_down(item)
+        return self._leaving() > 0 or self._unclaimed(True) > 0 or self._comes_down(item)
 
     def _comes_down(self, item: Object) -> bool:
         """Whether a client is about to give back memory that ``item`` waits for."""
@@ -285,9 +285,13 @@ class Keeper:
         return self._clock() - item.waiters[0].since < COMING_DOWN_SECONDS
 
     def _leaving(self) -> int:
-        """Bytes of objects that leave the device once they are saved."""
-        moves = [item.move for item in self._moving.values() if not item.leases and not item.waiters]
-        return sum(move.object.room for move in moves if move is not None and move.leave)
+        """Bytes of objects that can leave the device once they are saved."""
+        return self._unclaimed(False)
+
+    def _unclaimed(self, load: bool) -> int:
+        """Bytes of objects that nobody uses or waits for, on their way to the device or, not ``load``, from it."""
+        free = [item for item in self._moving.values() if not item.leases and not item.waiters]
+        return sum(item.room for item in free if item.move is not None and item.move.load is load)
 
     def _admit(self, item: Object) -> None:
         """``item`` gets memory on the device: new, or filled from the host."""
@@ -324,13 +328,13 @@ class Keeper:
 
     def _saved(self, item: Object, move: Move) -> None:
         if move.error is not None or move.cancelled.is_set():
-            os.close(move.target)
+            self._lanes.discard(move.target, item.nbytes)
             self.room.host_used -= item.room
             return
         item.host_file = move.target
         self._copies[item.id] = item
         self.counts.saved_bytes += item.nbytes
-        if move.leave and not item.gone and item.idle and (self._queue or self.room.excess > 0):
+        if not item.gone and item.idle and (self._queue or self.room.excess > 0):
             self._drop(item)
 
     def _answer_all(self, item: Object) -> None:
@@ -374,7 +378,7 @@ class Keeper:
             if item.host_file is not None:
                 self._drop(item)
                 dropped = True
-            elif not self._save(item, leave=True):
+            elif not self._save(item):
                 continue
             nbytes -= item.room
             self.counts.evicted += 1
@@ -388,7 +392,7 @@ class Keeper:
             dropped = True
         return dropped
 
-    def _save(self, item: Object, leave: bool) -> bool:
+    def _save(self, item: Object) -> bool:
         """Begin to copy ``item`` to host memory, if there is room."""
         assert item.device_file is not None
         if not self._make_host_room(item.room):
@@ -398,7 +402,7 @@ class Keeper:
         except ExecutionError:
             return False
         self.room.host_used += item.room
-        self._move(Move(item, False, item.device_file, target, leave))
+        self._move(Move(item, False, item.device_file, target))
         self.room.classify(item)
         return True
 
@@ -412,7 +416,7 @@ class Keeper:
             if self.room.host_free >= nbytes:
                 break
             if copy.move is None and copy.host_file is not None:
-                os.close(copy.host_file)
+                self._lanes.discard(copy.host_file, copy.nbytes)
                 copy.host_file = None
                 self.room.host_used -= copy.room
                 del self._copies[copy.id]
@@ -422,7 +426,7 @@ class Keeper:
     def _drop(self, item: Object) -> None:
         """Let go of device memory whose content the host has too."""
         assert item.device_file is not None
-        os.close(item.device_file)
+        self._lanes.discard(item.device_file, item.nbytes)
         item.device_file = None
         self.room.device_used -= item.room
         self._copies.pop(item.id, None)
@@ -436,10 +440,10 @@ class Keeper:
             return
         self._copies.pop(item.id, None)
         if item.device_file is not None:
-            os.close(item.device_file)
+            self._lanes.discard(item.device_file, item.nbytes)
             self.room.device_used -= item.room
         if item.host_file is not None:
-            os.close(item.host_file)
+            self._lanes.discard(item.host_file, item.nbytes)
             self.room.host_used -= item.room
         item.device_file = item.host_file = None
         self.alive.pop(item.id, None)
@@ -477,4 +481,4 @@ class Keeper:
         dirty = [o for o in room.idle.values() if o.host_file is None and o.room <= room.host_free]
         if dirty:
             best = max(dirty, key=lambda o: self._policy(o.candidate(self._lanes.tier.seconds(o.nbytes)), now))
-            self._save(best, leave=False)
+            self._save(best)

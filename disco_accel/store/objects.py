@@ -33,13 +33,12 @@ class Holder:
 
 @dataclass(eq=False, slots=True)
 class Move:
-    """A copy between tiers that a worker makes. ``leave``: the object leaves the device once it is saved."""
+    """A copy between tiers that a worker makes: to the device, or from it."""
 
     object: Object
     load: bool
     source: int
     target: int
-    leave: bool = False
     cancelled: threading.Event = field(default_factory=threading.Event)
     error: str | None = None
 

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from disco_accel.native.shared_memory import READ_ONLY, WHOLE, add_seals, create_file
 
-_PIECE = 1 << 20
+_PIECE = 1 << 18
 """Bytes that are copied at once: a pace is kept, and a needless copy ends, to within that many."""
 _LATENCY = 1e-4
 """Seconds that a copy takes beside its bytes, by estimate: two wake-ups of a thread."""

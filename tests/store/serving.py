@@ -1,0 +1,89 @@
+"""Stores for tests: in a thread of this process, or as the command that users start."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from disco_accel.store.client import Store
+from disco_accel.store.room import Limits
+from disco_accel.store.server import Server
+
+MIB = 1 << 20
+
+
+@contextlib.contextmanager
+def serving(
+    folder: Path,
+    host: int = 64 * MIB,
+    device: int = 8 * MIB,
+    quota: int | None = None,
+    policy: str = "lru",
+    rate: float | None = None,
+) -> Iterator[Server]:
+    """A store in a thread. Nothing of it is left afterwards: no socket, no descriptor."""
+    server = Server(folder / "own" / "store", Limits(host, device, quota), policy, rate)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+        thread.join(30)
+        assert not thread.is_alive()
+        assert not server.path.exists()
+
+
+def command(folder: Path, *options: str) -> subprocess.Popen[str]:
+    """``disco-accel store serve`` as a process that listens at ``folder / "own" / "store"``."""
+    path = folder / "own" / "store"
+    words = [sys.executable, "-m", "disco_accel.cli.main", "store", "serve", "--socket", str(path), *options]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert str(path) in line, line
+    return process
+
+
+def filled(store: Store, nbytes: int, value: int, device: str = "device", next_use: float | None = None) -> int:
+    """A put object of ``nbytes`` bytes, all ``value``."""
+    made = store.create((nbytes,), torch.uint8, device)
+    store.get(made).fill_(value)
+    store.put(made, next_use)
+    return made
+
+
+def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Wait for ``condition``; AssertionError if it does not come."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.005)
+
+
+def in_child(work: Callable[[], None]) -> int:
+    """Fork, do ``work`` there, and return the child's status: 0 if it raised nothing."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            work()
+            status = 0
+        except BaseException as error:
+            print(f"child: {type(error).__name__}: {error}", file=sys.stderr)
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def open_files() -> int:
+    """How many descriptors this process has."""
+    return len(os.listdir("/proc/self/fd"))
