@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
 import os
 import select
@@ -197,7 +198,7 @@ class Channel:
     def _receive(self) -> None:
         """Read one reply and give it to who asked."""
         try:
-            data, files, _flags, _address = socket.recv_fds(self._socket, REPLY.size + 1, 1, socket.MSG_CMSG_CLOEXEC)
+            data, files = receive(self._socket, REPLY.size + 1)
         except BlockingIOError:
             self._end(f"it has not answered for {self._timeout:g} s")
             return
@@ -207,6 +208,8 @@ class Channel:
             self._end("it has ended")
             return
         file = files[0] if files else None
+        for more in files[1:]:
+            os.close(more)
         try:
             reply = parse_reply(data)
         except Malformed as error:
@@ -227,6 +230,20 @@ class Channel:
             os.close(file)
         if opcode in _GIVES_BACK and reply.status is Status.OK:
             self.tell(Request(_GIVES_BACK[opcode], object=reply.object))
+
+
+def receive(connection: socket.socket, size: int, flags: int = 0) -> tuple[bytes, list[int]]:
+    """One message of at most ``size`` bytes and the descriptors beside it, closed in programs that this one starts.
+
+    ``socket.recv_fds`` of Python 3.11 takes no notice of its flags.
+    """
+    descriptors = array.array("i")
+    room = socket.CMSG_LEN(4 * descriptors.itemsize)
+    data, messages, _flags, _address = connection.recvmsg(size, room, flags | socket.MSG_CMSG_CLOEXEC)
+    for level, kind, content in messages:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
+    return data, list(descriptors)
 
 
 def _forked() -> None:

@@ -10,6 +10,8 @@ from disco_accel.store.keeper import Keeper
 from disco_accel.store.messages import NO_NEXT_USE, SILENT, Opcode, Reply, Request, Status, Tier, nbytes_of
 from disco_accel.store.objects import Holder, Object, Waiter, room_of
 
+_MAX_FIGURE = (1 << 63) - 1
+
 
 class Desk:
     """Takes requests of clients, one after another. Ids are never used twice, nor by the next store: what is left of
@@ -42,7 +44,8 @@ class Desk:
             self._create(holder, request, now)
             return None
         if opcode is Opcode.STATS:
-            figures = self._figures(request.amount)
+            # What clients claim may add up to more than a message has room for.
+            figures = tuple(min(max(f, -_MAX_FIGURE), _MAX_FIGURE) for f in self._figures(request.amount))
             return Reply(Status.OK, request.number, STATS_PAGES + len(keeper.holders), figures=figures)
         if opcode is Opcode.WANT:
             keeper.room.want(holder, request.amount, request.wish)

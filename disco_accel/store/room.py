@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from disco_accel.sizes import format_size
 from disco_accel.store.grants import Job, divide, shares
+from disco_accel.store.messages import MAX_AMOUNT
 from disco_accel.store.objects import Holder, Object
 
 OUR_DEVICE = 0
@@ -91,7 +92,7 @@ class Room:
     def report(self, holder: Holder, device: int, nbytes: int) -> None:
         """``holder``'s process has ``nbytes`` more of ``device``, or less. Its sum is never negative."""
         before = holder.first_class.get(device, 0)
-        holder.first_class[device] = after = max(0, before + nbytes)
+        holder.first_class[device] = after = min(max(0, before + nbytes), MAX_AMOUNT)
         self._first_class[device] = self._first_class.get(device, 0) + after - before
 
     def end(self, holder: Holder) -> None:
@@ -158,8 +159,10 @@ class Room:
         self._reserved = sum(max(holder.grant, holder.held) for holder in self._jobs)
 
     def _needed(self) -> int:
-        """Bytes that objects in use take, and those that are waited for."""
-        return self.device_used - self.idle_bytes + self.demand
+        """Bytes that objects in use take, and those that are waited for, which take no running job's least."""
+        used = self.device_used - self.idle_bytes
+        running = sum(holder.least for holder in self._jobs if holder.grant or holder.held)
+        return used + max(0, min(self.demand, self.limits.device - self.first_class - used - running))
 
     def _ideal(self) -> int:
         """What budgets come to once idle objects have made way and all have come down."""

@@ -306,6 +306,16 @@ def test_arguments_are_refused_by_name(tmp_path: Path) -> None:
                 store.put(made, next_use)
 
 
+def test_programs_that_a_client_starts_get_no_descriptor_of_the_store(tmp_path: Path) -> None:
+    with serving(tmp_path) as server, Store.connect(server.path) as store:
+        before = set(os.listdir("/proc/self/fd"))
+        store.wanted(0, MIB)
+        store.get(store.create((1000,), torch.uint8))
+        new = [int(name) for name in set(os.listdir("/proc/self/fd")) - before]
+        found = [name for name in new if os.path.exists(f"/proc/self/fd/{name}") and os.get_inheritable(name)]
+        assert len(new) > 1 and not found
+
+
 def test_nothing_stays_open(tmp_path: Path) -> None:
     with serving(tmp_path), Store.connect(tmp_path / "own" / "store"):
         pass
