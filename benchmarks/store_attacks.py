@@ -75,7 +75,7 @@ def place() -> Iterator[Path]:
 def start(path: Path) -> subprocess.Popen[str]:
     """A store that listens at ``path`` when this returns."""
     words = [sys.executable, "-m", "disco_accel.cli.main", "store", "serve", "--socket", str(path), *SIZES]
-    made = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT)
+    made = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert made.stdout is not None and str(path) in made.stdout.readline()
     return made
 

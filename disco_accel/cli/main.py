@@ -178,7 +178,19 @@ def _train(options: argparse.Namespace) -> int:
     return train(options.rest)
 
 
-BENCHMARKS = ("devices", "engine", "full", "optimizer", "planner", "policies", "prefill", "scale", "step", "weights")
+BENCHMARKS = (
+    "devices",
+    "engine",
+    "full",
+    "optimizer",
+    "planner",
+    "policies",
+    "prefill",
+    "scale",
+    "step",
+    "store",
+    "weights",
+)
 
 
 def _bench(options: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from disco_accel.errors import ConfigError, StoreError
+from disco_accel.errors import ConfigError, StoreError, StoreGone
 from disco_accel.native.shared_memory import lay_over, map_file
 from disco_accel.store import place
 from disco_accel.store.connection import Channel
@@ -149,12 +149,29 @@ class Store:
             # The kernel refuses to make a file final while there is a mapping to write to it.
             lay_over(written.memory, written.file)
             try:
-                self._channel.ask(request)
-            except StoreError:
-                lay_over(written.memory, written.file, shared_writes=True)
+                self._ask_put(request, written)
+            except (StoreError, ConfigError):
                 raise
-            del self._written[id]
-            os.close(written.file)
+            except BaseException:
+                # An interrupt, and nobody knows whether the store has done it: done twice it is the same.
+                self._ask_put(request, written)
+                self._finish(id)
+                raise
+            self._finish(id)
+
+    def _ask_put(self, request: Request, written: _Written) -> None:
+        """Ask to make ``written`` final. Where that is refused its memory can be written to again; not where the
+        store is gone: the file may be final then, and is nobody's any more."""
+        try:
+            self._channel.ask(request)
+        except StoreGone:
+            raise
+        except StoreError:
+            lay_over(written.memory, written.file, shared_writes=True)
+            raise
+
+    def _finish(self, id: int) -> None:
+        os.close(self._written.pop(id).file)
 
     def free(self, id: int) -> None:
         """The object ``id`` of this process is no more. Tensors of it stay as they are; its memory is free once they,

@@ -63,7 +63,8 @@ class Desk:
             self._release(holder, request.object)
             return None
         item = keeper.objects.get(request.object)
-        if item is None:
+        # Ids can be guessed: one whose memory is still waited for has not been told to anybody.
+        if item is None or not (item.final or item.file is not None):
             raise StoreError(f"no object {request.object}: it was freed, or its owner or its store has ended")
         if not item.final and item.owner is not holder:
             raise StoreError(f"object {item.id} is not put yet: process {item.owner.pid} is writing it")

@@ -328,3 +328,25 @@ def test_nothing_stays_open(tmp_path: Path) -> None:
                 assert (store.get(made[0]) == 0).all()
                 store.get(store.create((1,), torch.int8))
     assert open_files() == before
+
+
+def test_a_put_that_an_interrupt_ends_is_a_put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the tensor would be private and its later writes lost."""
+    with serving(tmp_path) as server, Store.connect(server.path) as store:
+        made = store.create((10,), torch.uint8)
+        tensor = store.get(made)
+        tensor.fill_(1)
+        ask, calls = store._channel.ask, []
+
+        def interrupted(request: Any) -> Any:
+            calls.append(request)
+            found = ask(request)
+            if len(calls) == 1:
+                raise KeyboardInterrupt
+            return found
+
+        monkeypatch.setattr(store._channel, "ask", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            store.put(made)
+        tensor.fill_(2)
+        assert len(calls) == 2 and (store.get(made) == 1).all() and (tensor == 2).all()

@@ -9,10 +9,12 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import store_attacks
 from disco_accel.errors import ConfigError, StoreError, StoreGone
@@ -218,3 +220,20 @@ def test_deaths_at_any_moment_leave_no_wrong_byte_and_nothing_behind() -> None:
     found = store_attacks.kills(clients=6, servers=2, rng=random.Random(2))
     assert found.reads > 0 and found.wrong == 0 and found.gone > 0
     assert found.descriptors_grown <= 0 and found.memory_left == 0
+
+
+def test_an_object_whose_memory_is_waited_for_has_no_name_yet(tmp_path: Path) -> None:
+    """Ids can be guessed: a put, get or free of one that is not there does nothing to the store."""
+    with serving(tmp_path) as server, Store.connect(server.path) as job, Store.connect(server.path) as store:
+        job.wanted(MIB, 8 * MIB)
+        job.held(8 * MIB)
+        before = store.create((1,), torch.uint8)
+        thread = threading.Thread(target=lambda: store.create((MIB,), torch.uint8, "device"))
+        thread.start()
+        until(lambda: store.stats()["waited_for"] == MIB)
+        for call in (store.get, store.put, store.free, store.prefetch):
+            with pytest.raises(StoreError, match="no object"):
+                call(before + 1)
+        job.held(MIB)
+        thread.join(20)
+        store.put(before + 1)

@@ -1,0 +1,293 @@
+"""A tensor store's speed and its policies: ``disco-accel bench store``.
+
+Calls through a store in a process of its own, and gets of evicted objects over bytes / link. Policies in simulated
+time: mixed sizes, part of the uses announced, the same sequence for each; hit rate, and the seconds that gets wait
+for the link. ``--real`` runs a part of the same sequence through the store.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.provenance import provenance
+from disco_accel.graph.files import write_atomically
+from disco_accel.store.client import Store
+from disco_accel.store.policies import POLICIES, Candidate, Policy, victims
+
+ROOT = Path(__file__).resolve().parent.parent
+MIB = 1 << 20
+LATENCY, BANDWIDTH = 1e-4, 1e10
+"""Seconds and bytes/s of the simulated link."""
+
+
+def serve(folder: Path, *options: str) -> tuple[subprocess.Popen[str], Store]:
+    """A store and a connection to it."""
+    path = folder / "own" / "store"
+    words = [sys.executable, "-m", "disco_accel.cli.main", "store", "serve", "--socket", str(path), *options]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT)
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process, Store.connect(path)
+
+
+def timed(call: Callable[[], object], count: int) -> dict[str, float]:
+    """Microseconds of ``call``: the median, the middle half's ends and the 99th of a hundred, over ``count`` calls."""
+    seconds = []
+    for _ in range(count):
+        begun = time.perf_counter()
+        kept = call()
+        seconds.append(time.perf_counter() - begun)
+        # What the call brought ends outside of its time.
+        del kept
+    cuts = statistics.quantiles(seconds, n=100)
+    return {
+        name: round(cuts[place] * 1e6, 1) for name, place in (("p25", 24), ("median", 49), ("p75", 74), ("p99", 98))
+    }
+
+
+def calls(count: int) -> dict[str, dict[str, float]]:
+    """ping, create + free, get of a resident object."""
+    with tempfile.TemporaryDirectory(prefix="disco-store-") as folder:
+        process, store = serve(Path(folder), "--host", "64MiB", "--device", "64MiB")
+        with store:
+            made = store.create((1024,), torch.float32, "device")
+            store.get(made).fill_(1)
+            store.put(made)
+            found = {
+                "ping": timed(store.ping, count),
+                "create + free": timed(lambda: store.free(store.create((1024,), torch.float32, "device")), count),
+                "get, resident": timed(lambda: store.get(made), count),
+            }
+        process.send_signal(signal.SIGTERM)
+        process.communicate()
+    return found
+
+
+def evicted(rounds: int, link: float, nbytes: int) -> dict[str, float]:
+    """Seconds of gets of evicted objects over bytes / link: clean ones leave for them, the link is otherwise idle."""
+    ratios = []
+    with tempfile.TemporaryDirectory(prefix="disco-store-") as folder:
+        size = (
+            "--host",
+            "1GiB",
+            "--device",
+            f"{4 * nbytes}B",
+            "--link-bandwidth",
+            f"{int(link)}B/s",
+            "--policy",
+            "lru",
+        )
+        process, store = serve(Path(folder), *size)
+        with store:
+            made = []
+            for value in range(5):
+                made.append(store.create((nbytes,), torch.uint8, "device"))
+                store.get(made[-1]).fill_(value)
+                store.put(made[-1])
+            for turn in range(rounds + 5):
+                # The store copies ahead what is not clean yet.
+                time.sleep(2 * nbytes / link if turn < 5 else 0.02)
+                begun = time.perf_counter()
+                tensor = store.get(made[turn % 5])
+                seconds = time.perf_counter() - begun
+                assert int(tensor[turn]) == turn % 5
+                del tensor
+                if turn >= 5:
+                    ratios.append(seconds / (nbytes / link))
+        process.send_signal(signal.SIGTERM)
+        process.communicate()
+    cuts = statistics.quantiles(ratios, n=4)
+    return {
+        "p25": round(cuts[0], 3),
+        "median": round(cuts[1], 3),
+        "p75": round(cuts[2], 3),
+        "min": round(min(ratios), 3),
+    }
+
+
+@dataclass(frozen=True)
+class Use:
+    """At ``time`` object ``id`` is used; ``announced``: whether its user then says when it is used next."""
+
+    time: float
+    id: int
+    announced: bool
+
+
+def uses(rng: random.Random, share: float, sizes: Sequence[int], seconds: float) -> list[Use]:
+    """Periodic uses with jitter: each object has a period of its own, from 0.05 to 5 s, log-uniform; ``share`` of the
+    uses is announced. A tenth of the objects is used once or twice and then no more."""
+    made: list[Use] = []
+    for id in range(len(sizes)):
+        period = 0.05 * 100 ** rng.random()
+        last = seconds if rng.random() > 0.1 else period * 2.5
+        now = rng.random() * period
+        while now < last:
+            made.append(Use(now, id, rng.random() < share))
+            now += period * rng.uniform(0.7, 1.3)
+    return sorted(made, key=lambda use: use.time)
+
+
+def simulate(policy: Policy, sequence: Sequence[Use], sizes: Sequence[int], room: int) -> dict[str, float]:
+    """Hit rate, and seconds that uses wait for the link, in simulated time; bytes that came over it.
+
+    Each use takes no time itself. A miss waits for the link and its own copy, and delays no other use; nothing is
+    prefetched, so that policies are compared alone.
+    """
+    coming: dict[int, list[float]] = {}
+    for use in sequence:
+        coming.setdefault(use.id, []).append(use.time)
+    place = dict.fromkeys(coming, 0)
+    arrived: dict[int, float] = {}
+    last: dict[int, float] = {}
+    interval: dict[int, float] = {}
+    announced: dict[int, float] = {}
+    hits = loaded = used = 0
+    stalled = link = 0.0
+
+    def fetch(id: int) -> float:
+        return LATENCY + sizes[id] / BANDWIDTH
+
+    for use in sequence:
+        now, id = use.time, use.id
+        place[id] += 1
+        if id in last:
+            interval[id] = (interval.get(id, now - last[id]) + now - last[id]) / 2
+        last[id] = now
+        announced.pop(id, None)
+        if id in arrived:
+            hits += 1
+        else:
+            candidates = [
+                Candidate(n, sizes[n], arrived[n], last[n], fetch(n), 0.0, announced.get(n), interval.get(n))
+                for n in arrived
+            ]
+            for victim in victims(policy, candidates, sizes[id] - (room - used), now):
+                del arrived[victim.id]
+                used -= sizes[victim.id]
+            link = max(link, now) + fetch(id)
+            stalled += link - now
+            loaded += sizes[id]
+            arrived[id] = now
+            used += sizes[id]
+        if use.announced and place[id] < len(coming[id]):
+            announced[id] = coming[id][place[id]]
+    return {
+        "hit_rate": round(hits / len(sequence), 4),
+        "stalled_s": round(stalled, 2),
+        "loaded_gib": round(loaded / (1 << 30), 2),
+    }
+
+
+def policies(seeds: int, seconds: float) -> list[dict[str, Any]]:
+    """Each policy on the same sequences: medians over seeds, and the range of the stalls."""
+    rows = []
+    for share in (0.0, 0.5, 1.0):
+        found: dict[str, list[dict[str, float]]] = {name: [] for name in POLICIES}
+        for seed in range(seeds):
+            rng = random.Random(seed)
+            sizes = [int(MIB * 64 ** rng.random()) for _ in range(60)]
+            sequence = uses(rng, share, sizes, seconds)
+            for name, policy in POLICIES.items():
+                found[name].append(simulate(policy, sequence, sizes, sum(sizes) // 2))
+        for name, runs in found.items():
+            middle = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+            stalls = [run["stalled_s"] for run in runs]
+            rows.append({"announced": share, "policy": name, **middle, "stalled_range": [min(stalls), max(stalls)]})
+    return rows
+
+
+def real(seconds: float) -> list[dict[str, Any]]:
+    """The sequence with half of the uses announced, sizes over 16, through a store for each policy, in real time."""
+    rows = []
+    rng = random.Random(0)
+    sizes = [int(MIB * 64 ** rng.random()) // 16 for _ in range(60)]
+    sequence = uses(rng, 0.5, sizes, seconds)
+    nexts: dict[int, list[float]] = {}
+    for use in sequence:
+        nexts.setdefault(use.id, []).append(use.time)
+    for name in POLICIES:
+        with tempfile.TemporaryDirectory(prefix="disco-store-") as folder:
+            options = ("--host", "1GiB", "--device", f"{sum(sizes) // 2}B", "--link-bandwidth", "625000000B/s")
+            process, store = serve(Path(folder), *options, "--policy", name)
+            with store:
+                made = {}
+                for id, nbytes in enumerate(sizes):
+                    made[id] = store.create((nbytes,), torch.uint8, "device")
+                    store.get(made[id]).fill_(id)
+                    store.put(made[id])
+                before = store.stats()
+                place = dict.fromkeys(nexts, 0)
+                begun = time.monotonic()
+                for use in sequence:
+                    time.sleep(max(0.0, begun + use.time - time.monotonic()))
+                    tensor = store.get(made[use.id])
+                    assert int(tensor[0]) == use.id
+                    del tensor
+                    place[use.id] += 1
+                    later = nexts[use.id][place[use.id] :]
+                    ahead = later[0] - (time.monotonic() - begun) if later else 0
+                    store.put(made[use.id], ahead if use.announced and ahead > 0 else None)
+                after = store.stats()
+                moved = {
+                    key: after[key] - before[key] for key in ("gets", "hits", "prefetched", "stalled_microseconds")
+                }
+            process.send_signal(signal.SIGTERM)
+            process.communicate()
+        rows.append(
+            {
+                "policy": name,
+                "hit_rate": round(moved["hits"] / moved["gets"], 4),
+                "stalled_s": round(moved["stalled_microseconds"] / 1e6, 2),
+                "prefetched": moved["prefetched"],
+            }
+        )
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print, and with ``-o`` write, what was measured, as JSON."""
+    parser = argparse.ArgumentParser(prog="disco-accel bench store", description=__doc__)
+    parser.add_argument("--count", type=int, default=10_000, help="calls of each kind (default: 10000)")
+    parser.add_argument("--rounds", type=int, default=25, help="gets of evicted objects (default: 25)")
+    parser.add_argument("--seeds", type=int, default=5, help="sequences of uses (default: 5)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each sequence, simulated (default: 60)")
+    parser.add_argument(
+        "--real", type=float, default=0.0, metavar="S", help="also run S seconds of one through a store"
+    )
+    parser.add_argument("-o", "--output", help="where the results go")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    words = list(sys.argv[1:] if argv is None else argv)
+    found: dict[str, Any] = {"provenance": provenance("disco-accel bench store", words, "cpu")}
+    found["microseconds"] = calls(options.count)
+    found["evicted_get_over_bytes_per_link"] = {
+        "16MiB at 250MB/s": evicted(options.rounds, 250e6, 16 * MIB),
+        "4MiB at 100MB/s": evicted(options.rounds, 100e6, 4 * MIB),
+    }
+    found["policies_simulated_clock"] = policies(options.seeds, options.seconds)
+    if options.real:
+        found["policies_through_a_store"] = real(options.real)
+    text = json.dumps(found, indent=1)
+    print(text)
+    if options.output:
+        write_atomically(Path(options.output), (text + "\n").encode())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
