@@ -57,7 +57,7 @@ MAY_IMPORT = {
     "selfcheck": ("config", "graph", "native", "capture", "measure", "plan", "verify", "execute"),
     "step": (
         *("config", "graph", "native", "capture", "measure", "simulate", "plan", "verify", "execute", "observe"),
-        *("decompose", "selfcheck"),
+        *("decompose", "selfcheck", "store"),
     ),
     "integrate": ("config", "graph", "native", "capture", "measure", "execute", "observe", "selfcheck", "step"),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from disco_accel.errors import ConfigError
+from disco_accel.step.store_grants import StoreGrants
 
 
 class GrantSource(Protocol):
@@ -58,16 +58,11 @@ _source: Callable[[], GrantSource] | None = None
 
 
 def use_grants(source: Callable[[], GrantSource] | None) -> None:
-    """``memory_budget: shared`` of models that are prepared from now on asks ``source()``, one each; None: nobody."""
+    """Models with ``memory_budget: shared`` ask ``source()`` from now on, one each; None: the store."""
     global _source
     _source = source
 
 
 def shared_grants() -> GrantSource:
-    """For one model with ``memory_budget: shared``. Raises ConfigError where nothing shares memory."""
-    if _source is None:
-        raise ConfigError(
-            "memory_budget: shared takes what a store grants, and this process has none: give a size such as 12GiB, or "
-            "name a source of grants with disco_accel.step.grant_source.use_grants"
-        )
-    return _source()
+    """For one model with ``memory_budget: shared``. Raises StoreGone where no store listens."""
+    return StoreGrants() if _source is None else _source()

@@ -104,6 +104,9 @@ def connect(path: Path, timeout: float) -> socket.socket:
         StoreGone: no store listens there.
         StoreError: the one that listens is another user's.
     """
+    start = f"start one with: disco-accel store serve --socket {path}"
+    if not os.path.lexists(path.parent):
+        raise StoreGone(f"no store listens at {path}: {start}")
     check_folder(path.parent)
     made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -116,7 +119,6 @@ def connect(path: Path, timeout: float) -> socket.socket:
     except BaseException as error:
         made.close()
         if isinstance(error, OSError):
-            start = f"start one with: disco-accel store serve --socket {path}"
             raise StoreGone(f"no store listens at {path} ({error.strerror or error}): {start}") from error
         raise
     return made
