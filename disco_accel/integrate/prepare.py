@@ -67,8 +67,9 @@ def _padded_or_not(state: Session, model: torch.nn.Module, batch: Mapping[str, A
     fitted = _shared_out(state, model, state.frontend.fit(model, batch))
     try:
         return _planned(state, model, fitted)
-    except BudgetTooSmall:
-        if fitted.length is None:
+    except BudgetTooSmall as error:
+        # Bits must not hang on what other jobs have at the moment.
+        if fitted.length is None or state.budgets.may_wait(error):
             raise
         return _planned(state, model, _shared_out(state, model, state.frontend.give_up(fitted, batch)))
 

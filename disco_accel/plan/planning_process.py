@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -145,10 +146,18 @@ def _tuples(data: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _end_with(parent: int) -> None:
+    """Nobody reads the answer of a process whose parent was killed."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
 def main() -> None:
     """Read a request from stdin, plan, and write the answer to stdout."""
     with suppress(OSError):
         os.nice(_LOWEST)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     request = parse_json(sys.stdin.buffer.read())
     assert isinstance(request, dict)
     sys.stdout.buffer.write(json.dumps(answer(request), separators=(",", ":")).encode())

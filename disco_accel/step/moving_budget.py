@@ -104,7 +104,9 @@ class MovingBudget:
         if self.shared:
             self._note()
             stop = self._stop = threading.Event()
-            threading.Thread(target=_watch, args=(weakref.ref(self), stop), name="disco-grant", daemon=True).start()
+            threading.Thread(
+                target=_watch, args=(weakref.ref(self), source, stop), name="disco-grant", daemon=True
+            ).start()
 
     def unchanged(self) -> bool:
         """Whether the budget is as the last step had it."""
@@ -266,7 +268,7 @@ class MovingBudget:
 
     def _want(self) -> None:
         """Tell the source what all families need, as each of them has to run again, and what recent ones can use."""
-        least = max((family.least or 1 for family in list(self._families.values())), default=1)
+        least = max((family.least or 1 for family in self.families()), default=1)
         self._least, self._wish = max(self._least, least), self._wish_now()
         if self.shared:
             self.source.want(self._least, max(self._wish, self._least))
@@ -278,7 +280,7 @@ class MovingBudget:
     def wait_for(self, error: BudgetTooSmall) -> bool:
         """Wait until so much is granted as ``error`` asks for; False where nobody would grant it, or not in time. Not
         under the session's lock, between steps."""
-        if not self.shared or error.needed > self.most:
+        if not self.may_wait(error):
             return False
         with self._memory.lock:
             if self.held > self._outside:
@@ -300,6 +302,10 @@ class MovingBudget:
                 return False
             time.sleep(POLL_SECONDS)
         return True
+
+    def may_wait(self, error: BudgetTooSmall) -> bool:
+        """Whether as much as ``error`` asks for may be granted later."""
+        return self.shared and error.needed <= self.most
 
     def shrink_if_idle(self) -> None:
         """Give memory back that is not granted any more, if no step is under way. From any thread."""
@@ -325,7 +331,8 @@ class MovingBudget:
         self.maker.stop()
         if self.shared:
             self._stop.set()
-            self._hold(0)
+            self.held = 0
+            _leave(self.source)
 
     def _note(self) -> None:
         self.history.append((time.monotonic() - self._began, self.total, self.held))
@@ -340,7 +347,7 @@ class MovingBudget:
             "held_bytes": self.held,
             "budget_moves": self.moves,
             "last_move_seconds": self.last_move_seconds,
-            "budget_plans": sorted({total for family in self._families.values() for total in family.totals()}),
+            "budget_plans": sorted({total for family in self.families() for total in family.totals()}),
             "budget_history": list(self.history),
         }
 
@@ -379,14 +386,23 @@ def _unless_gone(owner: MovingBudget, method: Callable[[MovingBudget], None]) ->
     return call
 
 
-def _watch(budget: weakref.ref[MovingBudget], stop: threading.Event) -> None:
-    """While a model does something else than steps, it gives back what others are to have."""
+def _leave(source: GrantSource) -> None:
+    """The job is over."""
+    source.hold(0)
+    source.want(0, 0)
+
+
+def _watch(budget: weakref.ref[MovingBudget], source: GrantSource, stop: threading.Event) -> None:
+    """While a model does something else than steps, it gives back what others are to have; once it is gone, all."""
     while not stop.wait(POLL_SECONDS):
         own = budget()
-        if own is None:
-            return
         try:
-            own.shrink_if_idle()
+            if own is not None:
+                own.shrink_if_idle()
         except ReferenceError:
+            own = None
+        if own is None:
+            # Here, and not where it is collected: a source may be in the middle of another call there.
+            _leave(source)
             return
         del own

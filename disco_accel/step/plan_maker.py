@@ -31,6 +31,7 @@ class PlanMaker:
         self._stopped = False
         self._process = PlanningProcess()
         self._busy = False
+        self._said: set[str] = set()
         weakref.finalize(self, self._wake.set)
 
     @property
@@ -81,7 +82,8 @@ class PlanMaker:
                     self._spread.pop(family, None)
         except DiscoError as error:
             # Plans that there are go on; this one was only to make a later step faster.
-            if not self._stopped:
+            if not self._stopped and str(error) not in self._said:
+                self._said.add(str(error))
                 logger.error("a plan for another budget could not be made: %s", error)
             with self._lock:
                 self._spread.pop(family, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import logging
 import random
@@ -415,6 +416,47 @@ def test_a_step_waits_for_its_grant_and_says_so_once(ledger: Path, caplog: pytes
     watch.set_total(1000)
     with pytest.raises(BudgetTooSmall):
         model(batch(2))
+    restore(model)
+
+
+def test_the_first_step_waits_for_its_first_grant(ledger: Path) -> None:
+    watch = FileLedger(ledger)
+    watch.set_total(0)
+    model, eager = twins("shared")
+    timer = threading.Timer(0.3, watch.set_total, (LARGE,))
+    timer.start()
+    both(model, eager, 0)
+    assert 0 < stats(model)["held_bytes"] <= LARGE
+    timer.join()
+    restore(model)
+
+
+def test_a_model_that_is_dropped_leaves_its_grant_to_others(ledger: Path) -> None:
+    model, eager = twins("shared")
+    both(model, eager, 0)
+    watch = FileLedger(ledger)
+    assert sum(watch.held()) > 0
+    del model
+    gc.collect()
+    until(lambda: sum(watch.held()) == 0)
+
+
+def test_a_job_whose_need_ends_leaves_memory_to_the_other(ledger: Path) -> None:
+    """What it wishes for is what its recent steps could use, not what an earlier one could."""
+    model, eager = twins("shared")
+    for _ in range(2):
+        for rows in (8, 48):
+            losses = [each(batch(rows, rows)) for each in (model, eager)]
+            for loss in losses:
+                loss.backward()
+            assert torch.equal(*losses)
+    budgets = session_of(model).budgets
+    until(lambda: budgets.maker.idle)
+    wishes = []
+    for rows in (48, 8, 8, 8, 8, 8, 48):
+        model(batch(rows, rows)).backward()
+        wishes.append(budgets._wish)
+    assert wishes[0] == wishes[3] > wishes[5] < wishes[6]
     restore(model)
 
 
