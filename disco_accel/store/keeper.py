@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from disco_accel.errors import ExecutionError, StoreError, StoreFull
-from disco_accel.store.lanes import Lanes
+from disco_accel.store.copy_lanes import Lanes
 from disco_accel.store.messages import Opcode, Tier
 from disco_accel.store.objects import Holder, Move, Object, Waiter
 from disco_accel.store.policies import Policy, victims, wait

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from disco_accel.errors import ExecutionError, StoreError, StoreFull
 from disco_accel.store import place
+from disco_accel.store.copy_lanes import Lanes
 from disco_accel.store.grant_page import BEAT_SECONDS, GrantPage
 from disco_accel.store.keeper import Keeper
-from disco_accel.store.lanes import Lanes
 from disco_accel.store.messages import REQUEST, SILENT, Malformed, Opcode, Reply, Status, parse_request
 from disco_accel.store.objects import Holder, Object, Waiter
 from disco_accel.store.policies import policy_of

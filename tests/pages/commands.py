@@ -59,7 +59,8 @@ def _of_ours(command: str, words: list[str]) -> str | None:
         return None
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        main.main([words[0], "--help"])
+        # The second word may be a sub-command of its own.
+        main.main([*words[: 1 if words[1:2] == [] or words[1].startswith("-") else 2], "--help"])
     missing = [option for option in _options(words) if option not in printed.getvalue()]
     return f"{command}: no option {missing[0]}" if missing else None
 

@@ -21,7 +21,7 @@ from disco_accel.errors import ConfigError, StoreError, StoreGone
 from disco_accel.store import place
 from disco_accel.store.client import Store
 from disco_accel.store.messages import Opcode, Request
-from tests.store.serving import command, filled, in_child, serving, until
+from tests.store.serving import MIB, command, filled, in_child, serving, until
 
 ROOT = Path(__file__).resolve().parents[2]
 AS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
