@@ -27,6 +27,8 @@ TORCH_FREE = (
     "shortage",
     "simulate",
     "sizes",
+    "store.figures",
+    "store.server",
     "testing.faults",
     "testing.strategies",
     "verify",

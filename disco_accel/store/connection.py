@@ -18,6 +18,10 @@ from disco_accel.errors import StoreError, StoreFull, StoreGone
 from disco_accel.store import place
 from disco_accel.store.messages import REPLY, Malformed, Opcode, Reply, Request, Status, parse_reply
 
+# Numbers, not flags of an enumeration: combining those takes microseconds of each message.
+_AT_ONCE = int(socket.MSG_NOSIGNAL) | int(socket.MSG_DONTWAIT)
+_CLOSED_IN_OTHERS = int(socket.MSG_CMSG_CLOEXEC)
+_ANCILLARY = socket.CMSG_LEN(4 * array.array("i").itemsize)
 _GIVES_BACK = {Opcode.GET: Opcode.RELEASE, Opcode.CREATE: Opcode.FREE}
 """What undoes a request whose reply nobody waits for any more."""
 _open: weakref.WeakSet[Channel] = weakref.WeakSet()
@@ -62,13 +66,9 @@ class Channel:
             # 0 is the number of requests without one.
             self._number = number = self._number % 0xFFFFFFFF + 1
             self._replies[number] = None
-        numbered = Request(
-            *(request.opcode, number, request.device, request.amount, request.object, request.wish),
-            *(request.dtype, request.shape),
-        )
         try:
             with self._sending:
-                self._send(numbered.pack())
+                self._send(request.pack(number))
             # Leases that ended meanwhile may be what the request waits for.
             self._send_told()
             reply, file = self._wait(number)
@@ -139,7 +139,7 @@ class Channel:
     def _send(self, data: bytes) -> None:
         """Under ``_sending``."""
         try:
-            self._socket.send(data, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+            self._socket.send(data, _AT_ONCE)
             return
         except BlockingIOError:
             pass
@@ -152,7 +152,7 @@ class Channel:
         while (left := until - time.monotonic()) > 0 and self._gone is None:
             ready.poll(min(left, 0.1) * 1000)
             try:
-                self._socket.send(data, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+                self._socket.send(data, _AT_ONCE)
                 return
             except BlockingIOError:
                 continue
@@ -237,9 +237,10 @@ def receive(connection: socket.socket, size: int, flags: int = 0) -> tuple[bytes
 
     ``socket.recv_fds`` of Python 3.11 takes no notice of its flags.
     """
+    data, messages, _flags, _address = connection.recvmsg(size, _ANCILLARY, flags | _CLOSED_IN_OTHERS)
+    if not messages:
+        return data, []
     descriptors = array.array("i")
-    room = socket.CMSG_LEN(4 * descriptors.itemsize)
-    data, messages, _flags, _address = connection.recvmsg(size, room, flags | socket.MSG_CMSG_CLOEXEC)
     for level, kind, content in messages:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])

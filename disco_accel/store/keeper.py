@@ -96,7 +96,10 @@ class Keeper:
             self._answer(waiter, item, None)
         else:
             item.waiters.append(waiter)
-            self._enqueue(item)
+            if not self._queue and item.room <= self.room.device_free:
+                self._admit(item)
+            else:
+                self._enqueue(item)
 
     def get(self, item: Object, waiter: Waiter) -> None:
         """A lease on ``item`` for ``waiter``, at once if it is there."""
@@ -190,7 +193,8 @@ class Keeper:
             item = self.objects.get(heapq.heappop(self._due)[1])
             if item is not None and item.device_file is None and item.move is None and item.next_use is not None:
                 self._prefetch(item, now)
-        self._settle()
+        if self._queue:
+            self._settle()
         times = [self._due[0][0]] if self._due else []
         if self._queue:
             times.append(now + 0.1)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from disco_accel.errors import StoreError
 
@@ -22,6 +22,7 @@ REPLY = struct.Struct("<BBHIqQBB6x8q192s")
 """version, status, device, number, amount, object, dtype, dimensions, 6 zero bytes, shape or figures, text: 288
 bytes."""
 MAX_DIMENSIONS = 8
+_NO_SHAPE = (0,) * MAX_DIMENSIONS
 MAX_TEXT = 192
 """Bytes of UTF-8 in a refusal; a longer one is cut."""
 MAX_OBJECT = 1 << 45
@@ -100,8 +101,7 @@ class Malformed(StoreError):
         self.number = number
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """One request; fields that its opcode does not use are 0. ``number`` comes back in the reply."""
 
     opcode: Opcode
@@ -113,18 +113,15 @@ class Request:
     dtype: int = 0
     shape: tuple[int, ...] = ()
 
-    def pack(self) -> bytes:
-        """The bytes on the wire."""
-        shape = self.shape + (0,) * (MAX_DIMENSIONS - len(self.shape))
-        dimensions = len(self.shape)
-        return REQUEST.pack(
-            *(VERSION, self.opcode, self.device, self.number, self.amount, self.object, self.wish),
-            *(self.dtype, dimensions, *shape),
-        )
+    def pack(self, number: int | None = None) -> bytes:
+        """The bytes on the wire; with another ``number`` where one is given."""
+        opcode, own, device, amount, name, wish, dtype, shape = self
+        number = own if number is None else number
+        sizes = shape + _NO_SHAPE[len(shape) :]
+        return REQUEST.pack(VERSION, opcode, device, number, amount, name, wish, dtype, len(shape), *sizes)
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(NamedTuple):
     """One reply. ``figures``: those of ``STATS``, or the shape of an object in its first ``dimensions`` places."""
 
     status: Status
@@ -144,7 +141,7 @@ class Reply:
 
     def pack(self) -> bytes:
         """The bytes on the wire; a long text is cut between characters."""
-        text = self.text.encode()[:MAX_TEXT].decode(errors="ignore").encode()
+        text = self.text.encode()[:MAX_TEXT].decode(errors="ignore").encode() if self.text else b""
         return REPLY.pack(
             *(VERSION, self.status, self.device, self.number, self.amount, self.object, self.dtype, self.dimensions),
             *(*self.figures, text),
@@ -158,11 +155,10 @@ def parse_request(data: bytes) -> Request:
     version, opcode, device, number, amount, name, wish, dtype, dimensions, *shape = REQUEST.unpack(data)
     if version != VERSION:
         raise Malformed(f"version {version} of messages: this store speaks {VERSION}", number)
-    try:
-        known = Opcode(opcode)
-    except ValueError:
-        raise Malformed(f"no opcode {opcode}", number) from None
-    if any(data[_PADDING]):
+    known = _OPCODES.get(opcode)
+    if known is None:
+        raise Malformed(f"no opcode {opcode}", number)
+    if data[_PADDING] != _NO_BYTES:
         raise Malformed("bytes 34 to 39 are not 0", number)
     if dimensions > MAX_DIMENSIONS:
         raise Malformed(f"{dimensions} dimensions: at most {MAX_DIMENSIONS}", number)
@@ -173,7 +169,10 @@ def parse_request(data: bytes) -> Request:
     return request
 
 
-_PADDING = slice(34, 40)
+_PADDING, _NO_BYTES = slice(34, 40), b"\0" * 6
+_OPCODES = {int(opcode): opcode for opcode in Opcode}
+_STATUSES = tuple(Status)
+_DEVICES = {Opcode.CREATE: len(Tier), Opcode.FIRST_CLASS: MAX_DEVICES}
 
 
 def _check(request: Request) -> None:
@@ -188,8 +187,7 @@ def _check(request: Request) -> None:
         raise Malformed(
             f"{request.opcode.name}: wish {request.wish} is less than the least, or too much", request.number
         )
-    devices = {Opcode.CREATE: len(Tier), Opcode.FIRST_CLASS: MAX_DEVICES}.get(request.opcode, 1)
-    if request.device >= devices:
+    if request.device >= _DEVICES.get(request.opcode, 1):
         raise Malformed(f"{request.opcode.name}: no device {request.device}", request.number)
     if request.opcode is Opcode.CREATE:
         nbytes_of(request.shape, request.dtype, request.number)
@@ -231,5 +229,5 @@ def parse_reply(data: bytes) -> Reply:
         raise Malformed(f"the store speaks version {version} of messages, this client {VERSION}: start it anew")
     if status >= len(Status) or dtype >= len(DTYPES) or dimensions > MAX_DIMENSIONS:
         raise Malformed(f"a reply of status {status}, element type {dtype}, {dimensions} dimensions")
-    words = text.rstrip(b"\0").decode(errors="replace")
-    return Reply(Status(status), number, amount, name, device, dtype, dimensions, tuple(figures), words)
+    words = text.rstrip(b"\0").decode(errors="replace") if text[0] else ""
+    return Reply(_STATUSES[status], number, amount, name, device, dtype, dimensions, tuple(figures), words)

@@ -84,7 +84,8 @@ class Server:
                     until = BEAT_SECONDS if until is None else min(until, BEAT_SECONDS)
                 for key, events in self._selector.select(until):
                     key.data(events)
-                    self._bury()
+                    if self._dying:
+                        self._bury()
         finally:
             self._close()
 
@@ -140,7 +141,8 @@ class Server:
                     return
 
     def _read(self, connection: Connection) -> bool:
-        """Take one request, if there is one. Descriptors that a client sends are dropped by the operating system."""
+        """Take one request. Whether to look for another at once: after those that their sender does not wait for.
+        Descriptors that a client sends are dropped by the operating system."""
         try:
             data = connection.socket.recv(REQUEST.size + 1)
         except BlockingIOError:
@@ -155,15 +157,17 @@ class Server:
         except Malformed as error:
             self._desk.malformed += 1
             self._send(connection, Reply(Status.MALFORMED, error.number, text=str(error)), None)
-            return True
+            return False
         reply = self._desk.take(connection.holder, request, time.monotonic())
         if request.opcode in SILENT:
-            self._write_pages()
-        elif reply is not None and request.opcode is Opcode.WANT and reply.status is Status.OK:
+            if self._pages:
+                self._write_pages()
+            return True
+        if reply is not None and request.opcode is Opcode.WANT and reply.status is Status.OK:
             self._send_page(connection, reply)
         elif reply is not None:
             self._send(connection, reply, None)
-        return True
+        return False
 
     def _send_page(self, connection: Connection, reply: Reply) -> None:
         if connection.page is None:
