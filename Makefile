@@ -6,7 +6,7 @@ SHELL := /bin/bash
 VENV := .venv
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
-CPP = $(shell find runtime_ext tests/emulated -name '*.cpp' -o -name '*.h')
+CPP = $(shell find runtime_ext tests/emulated tests/store -name '*.cpp' -o -name '*.h')
 
 # The venv's ninja, clang-format and accelerate are the pinned ones.
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)

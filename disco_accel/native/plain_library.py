@@ -69,13 +69,14 @@ def require_building(reason: str) -> None:
         )
 
 
-def build_plain(name: str, source: str, root: Path = ROOT) -> Path:
-    """Compile one file below ``root`` into a library unless it is there already; return its path, without loading it.
+def build_plain(name: str, source: str | Sequence[str], root: Path = ROOT, *, flags: Sequence[str] = ()) -> Path:
+    """Compile one file below ``root``, or several, into a library unless it is there already; return its path, without
+    loading it. ``flags`` come after the usual ones.
 
     Raises ExtensionError when there is no compiler, building is switched off, the compiler fails, or others than this
     user can have written the library that is there.
     """
-    return _plain(name, source, root).ready()
+    return _plain(name, source, root, flags).ready()
 
 
 def load_plain(name: str, source: str, root: Path = ROOT) -> ctypes.CDLL:
@@ -83,18 +84,19 @@ def load_plain(name: str, source: str, root: Path = ROOT) -> ctypes.CDLL:
     return _plain(name, source, root).load(ctypes.CDLL)
 
 
-def _plain(name: str, source: str, root: Path) -> Library:
-    file = root / source
-    directory = cache_root() / f"{name}-{sources_key(root, [file], (*_FLAGS, *_LIBRARIES))}"
-    return Library(directory, name, functools.partial(_compile, name, file), require_building)
+def _plain(name: str, source: str | Sequence[str], root: Path, flags: Sequence[str] = ()) -> Library:
+    files = [root / file for file in ([source] if isinstance(source, str) else source)]
+    directory = cache_root() / f"{name}-{sources_key(root, files, (*_FLAGS, *flags, *_LIBRARIES))}"
+    return Library(directory, name, functools.partial(_compile, name, files, flags), require_building)
 
 
-def _compile(name: str, file: Path, working: Path) -> Path:
+def _compile(name: str, files: Sequence[Path], flags: Sequence[str], working: Path) -> Path:
     made = working / f"{name}.so"
-    command = [os.environ.get("CXX", "c++"), *_FLAGS, str(file), "-o", str(made), *_LIBRARIES]
+    sources = [str(file) for file in files]
+    command = [os.environ.get("CXX", "c++"), *_FLAGS, *flags, *sources, "-o", str(made), *_LIBRARIES]
     # Temporary files of the compiler go with the rest when the build is killed.
     environment = os.environ | {"TMPDIR": str(working)}
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment)
     if done.returncode != 0 or not made.is_file():
-        raise ExtensionError(f"building {file.name} failed:\n{done.stderr[-2000:]}")
+        raise ExtensionError(f"building {files[0].name} failed:\n{done.stderr[-2000:]}")
     return made
