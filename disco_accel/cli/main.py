@@ -253,7 +253,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         "store",
-        "hold tensors for all processes of this user; its figures",
+        "hold tensors for all processes of this user; its figures; programs that it counts",
         store_command.store_arguments,
         store_command.store,
     ),

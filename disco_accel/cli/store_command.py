@@ -1,4 +1,4 @@
-"""``disco-accel store``: serve one, ask one for its figures."""
+"""``disco-accel store``: serve one, ask one for its figures, run a program that it counts."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ def store_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``disco-accel store``."""
     from disco_accel.store.policies import DEFAULT, POLICIES
 
-    kinds = parser.add_subparsers(dest="kind", metavar="serve|stats", required=True)
+    kinds = parser.add_subparsers(dest="kind", metavar="serve|stats|run", required=True)
     serve = kinds.add_parser("serve", help="hold tensors for the processes of this user, until Ctrl-C")
     stats = kinds.add_parser("stats", help="figures of a store, as JSON")
-    for kind in (serve, stats):
+    run = kinds.add_parser("run", help="a program that knows nothing of stores, its device memory counted by one")
+    for kind in (serve, stats, run):
         kind.add_argument("--socket", metavar="PATH", help=_SOCKET)
     serve.add_argument("--host", metavar="SIZE", default="64GiB", help="host memory for objects (default: 64GiB)")
     serve.add_argument("--device", metavar="SIZE", default="8GiB", help="device memory, in all (default: 8GiB)")
@@ -33,11 +34,14 @@ def store_arguments(parser: argparse.ArgumentParser) -> None:
     policies = f"which objects leave first: {', '.join(POLICIES)} (default: {DEFAULT})"
     serve.add_argument("--policy", metavar="NAME", default=DEFAULT, help=policies)
     serve.add_argument("--link-bandwidth", metavar="RATE", help="of the device's link: 20GB/s (default: no limit)")
+    run.add_argument("--wait", metavar="SECONDS", help="that an allocation without room waits (default: 2)")
+    run.add_argument("program", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the program and its arguments")
 
 
 def store(options: argparse.Namespace) -> int:
     """Run ``disco-accel store``."""
-    return _serve(options) if options.kind == "serve" else _stats(options)
+    kinds = {"serve": _serve, "stats": _stats, "run": _run}
+    return kinds[options.kind](options)
 
 
 def _serve(options: argparse.Namespace) -> int:
@@ -83,3 +87,15 @@ def _stats(options: argparse.Namespace) -> int:
     print(json.dumps(ask_figures(channel), indent=2))
     channel.close()
     return 0
+
+
+def _run(options: argparse.Namespace) -> int:
+    from disco_accel.store.place import socket_path
+    from disco_accel.store.preload import run_counted
+
+    try:
+        wait = None if options.wait is None else float(options.wait)
+    except ValueError:
+        raise ConfigError(f"--wait: {options.wait!r} is not a number of seconds") from None
+    words = options.program[1:] if options.program[:1] == ["--"] else options.program
+    run_counted(words, socket_path(options.socket), wait)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import selectors
 import socket
@@ -15,34 +14,6 @@ from pathlib import Path
 
 REQUEST = struct.Struct("<BBHIqQqBB6x8q")
 FIRST_CLASS = 32
-_DEVICE = struct.Struct("<qqq")
-
-
-class FakeMachine:
-    """The devices of tests/store/fake_cuda.h: what they have, what is taken, how often there was no room."""
-
-    def __init__(self, path: Path, *totals: int) -> None:
-        path.write_bytes(b"".join(_DEVICE.pack(total, 0, 0) for total in totals))
-        self.path = path
-        with path.open("r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), 0)
-        self._count = len(totals)
-
-    def used(self) -> dict[int, int]:
-        """Bytes taken of each device that any are taken of."""
-        numbers = {device: self._read(device)[1] for device in range(self._count)}
-        return {device: used for device, used in numbers.items() if used}
-
-    def fails(self, device: int = 0) -> int:
-        return self._read(device)[2]
-
-    def set_used(self, used: int, device: int = 0) -> None:
-        """What another program takes. Only while no program allocates there."""
-        struct.pack_into("<q", self._memory, device * _DEVICE.size + 8, used)
-
-    def _read(self, device: int) -> tuple[int, int, int]:
-        total, used, fails = _DEVICE.unpack_from(self._memory, device * _DEVICE.size)
-        return total, used, fails
 
 
 class StandInStore:

@@ -1,107 +1,20 @@
-"""A program that knows nothing of the store is counted by a preloaded library, to the byte, and runs as without it.
-
-CUDA is a stand-in: a driver and a runtime of a few calls, on devices whose memory is numbers in a file.
-"""
+"""A program that knows nothing of the store is counted by a preloaded library, to the byte, and runs as without it."""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
-import sys
-import textwrap
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from disco_accel.native.interposed_library import interposed_library
-from tests.store.stand_in_store import REQUEST, FakeMachine, StandInStore, stand_in_store
-
-HERE = Path(__file__).parent
-MIB = 1 << 20
-TOTAL = 64 * MIB
-
-
-@dataclass
-class World:
-    """Two devices, and where a store may listen; ``start`` runs a program of CUDA with the library or without."""
-
-    folder: Path
-    binaries: Path
-    machine: FakeMachine
-
-    @property
-    def socket(self) -> Path:
-        return self.folder / "store"
-
-    def environment(self, counted: bool = True, **more: str) -> dict[str, str]:
-        found = {name: value for name, value in os.environ.items() if not name.startswith(("CUDA_", "DISCO_STORE"))}
-        found |= {"LD_LIBRARY_PATH": str(self.binaries), "FAKE_CUDA_MACHINE": str(self.machine.path)}
-        if counted:
-            found |= {"LD_PRELOAD": str(interposed_library()), "DISCO_STORE": str(self.socket)}
-        return found | more
-
-    def start(self, *words: str, counted: bool = True, **more: str) -> Program:
-        command = words if words[0] == sys.executable else (str(self.binaries / "cuda_program"), *words)
-        return Program(
-            subprocess.Popen(
-                command,
-                env=self.environment(counted, **more),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-
-
-@dataclass
-class Program:
-    process: subprocess.Popen[str]
-
-    def line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def go_on(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-
-    def end(self) -> tuple[str, str]:
-        """The rest of what it printed, on both streams."""
-        return self.process.communicate(timeout=60)
-
-
-@pytest.fixture(scope="module")
-def binaries(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("fake_cuda")
-    compiler = [os.environ.get("CXX", "c++"), "-std=c++20", "-O0"]
-
-    def library(source: str, name: str) -> None:
-        command = [*compiler, "-shared", "-fPIC", str(HERE / source), f"-Wl,-soname,{name}", "-o", str(folder / name)]
-        subprocess.run([*command, "-ldl", "-lstdc++"], check=True)
-
-    with ThreadPoolExecutor() as pool:
-        ready = pool.submit(interposed_library)
-        both = [pool.submit(library, "fake_libcudart.cpp", "libcudart.so.12")]
-        both += [pool.submit(library, "fake_libcuda.cpp", "libcuda.so.1")]
-        both[0].result()
-        program = [str(HERE / "cuda_program.cpp"), str(folder / "libcudart.so.12"), "-o", str(folder / "cuda_program")]
-        subprocess.run([*compiler, *program, "-ldl", "-lpthread", "-lstdc++"], check=True)
-        both[1].result()
-        ready.result()
-    return folder
-
-
-@pytest.fixture
-def world(binaries: Path, tmp_path: Path) -> World:
-    return World(tmp_path, binaries, FakeMachine(tmp_path / "machine", TOTAL, TOTAL))
+from disco_accel.store import messages
+from tests.store.fake_cuda import HERE, MIB, TOTAL, FakeMachine, World, python
+from tests.store.stand_in_store import REQUEST, StandInStore, stand_in_store
 
 
 @pytest.fixture
@@ -342,7 +255,6 @@ def test_the_library_brings_no_other_libraries() -> None:
 
 
 def test_library_and_store_agree_on_the_message(tmp_path: Path) -> None:
-    messages = pytest.importorskip("disco_accel.store.messages")
     assert (messages.REQUEST.format, messages.REQUEST.size) == (REQUEST.format, 104)
     source = """
     #include <cstdio>
@@ -361,21 +273,3 @@ def test_library_and_store_agree_on_the_message(tmp_path: Path) -> None:
     request = messages.Request(messages.Opcode.FIRST_CLASS, device=5, amount=-123456789012)
     assert messages.parse_request(done.stdout) == request and request.pack() == done.stdout
     assert int(done.stderr) == messages.REPLY.size
-
-
-@contextmanager
-def python(
-    world: World, code: str, load: str = "runtime = ctypes.CDLL('libcudart.so.12')", **more: str
-) -> Iterator[Program]:
-    """A Python program that runs ``code`` and waits; it must have come to its end when the context does."""
-    lines = ["import ctypes, sys", "size, at = ctypes.c_size_t, ctypes.c_void_p()", load, textwrap.dedent(code)]
-    program = world.start(sys.executable, "-c", "\n".join([*lines, "print('done', flush=True)", "input()"]), **more)
-    try:
-        said = program.line()
-        if said != "done":
-            raise AssertionError(said + program.end()[1])
-        yield program
-        program.go_on()
-        assert program.end() == ("", "")
-    finally:
-        program.process.kill()
