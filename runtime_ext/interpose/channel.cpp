@@ -1,6 +1,7 @@
 #include "channel.h"
 
 #include <fcntl.h>
+#include <poll.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
@@ -20,6 +21,10 @@ namespace {
 
 constexpr std::int64_t kRetry = 1'000'000'000;  // no sooner is a store looked for again
 constexpr int kHighFile = 200;                  // programs that close and reuse files count from below
+
+constexpr int kMoment = 10;  // milliseconds
+
+bool is_full() { return errno == EAGAIN || errno == EWOULDBLOCK || errno == ENOBUFS || errno == ENOMEM; }
 
 struct stat errors_at_start;  // what standard error was
 bool errors_known = false;
@@ -119,6 +124,16 @@ bool Channel::alive() {
   }
 }
 
+// A store that is behind gets a moment, not often: a program whose last call was a free may make no other
+// one.
+bool Channel::wait_for_room() {
+  if (now() < next_wait_) return false;
+  pollfd writable{file_, POLLOUT, 0};
+  if (poll(&writable, 1, kMoment) == 1) return true;
+  next_wait_ = now() + kRetry;
+  return false;
+}
+
 bool Channel::tell(const std::int64_t (&held)[kDevices]) {
   if (!connected()) return false;
   if (!alive()) {
@@ -130,12 +145,14 @@ bool Channel::tell(const std::int64_t (&held)[kDevices]) {
     const std::int64_t change = held[device] - told_[device];
     if (change == 0) continue;
     const Request message = first_class(store_device(device), change);
-    if (send(file_, &message, sizeof(message), MSG_DONTWAIT | MSG_NOSIGNAL) == sizeof(message)) {
+    ssize_t sent = send(file_, &message, sizeof(message), MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (sent < 0 && is_full() && wait_for_room())
+      sent = send(file_, &message, sizeof(message), MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (sent == sizeof(message)) {
       told_[device] = held[device];
       continue;
     }
-    if (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR || errno == ENOBUFS || errno == ENOMEM)
-      return false;
+    if (is_full() || errno == EINTR) return false;
     say_once("the store is gone");
     hang_up(true);
     return false;

@@ -27,6 +27,7 @@ class Channel {
  private:
   bool connected();
   bool connect();
+  bool wait_for_room();
   bool still_ours() const;
   void hang_up(bool close_file);
   void say_once(const char* what);
@@ -35,6 +36,7 @@ class Channel {
   int file_ = -1;
   dev_t file_device_ = 0;  // the program may close our file, and have one of its own by that number
   ino_t file_node_ = 0;
+  std::int64_t next_wait_ = 0;
   std::int64_t next_try_ = 0;  // nanoseconds of the monotonic clock
   bool said_ = false;
   std::int64_t told_[kDevices] = {};

@@ -26,6 +26,15 @@ Library the_driver;
 Library runtimes[kRuntimes];
 std::atomic<Library*> by_name{nullptr};
 pthread_mutex_t adopting = PTHREAD_MUTEX_INITIALIZER;
+pthread_mutex_t looking = PTHREAD_MUTEX_INITIALIZER;
+
+__attribute__((constructor)) void start() {
+  // A child starts without the threads that may have held them; what they guard is whole at any moment.
+  pthread_atfork(nullptr, nullptr, [] {
+    pthread_mutex_init(&adopting, nullptr);
+    pthread_mutex_init(&looking, nullptr);
+  });
+}
 
 // From the library of a caller to its runtime, once looked for.
 struct Caller {
@@ -68,7 +77,6 @@ void* anywhere(Id id) {
     int count = 0;
   };
   static constinit Search search{};  // too large for a stack; `looking` guards it
-  static pthread_mutex_t looking = PTHREAD_MUTEX_INITIALIZER;
   pthread_mutex_lock(&looking);
   search.count = 0;
   // The loader's lock is held in there: open nothing.

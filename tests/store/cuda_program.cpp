@@ -47,6 +47,7 @@ int cudaMemPoolDestroy(void*);
 int cudaMemPoolTrimTo(void*, std::size_t);
 int cudaStreamSynchronize(void*);
 int cudaDeviceReset();
+int fakeForked();
 int cudaGetDriverEntryPoint(const char*, void**, unsigned long long, int*);
 }
 
@@ -95,6 +96,7 @@ class Caller {
   void round(int steps) {
     cudaSetDevice(static_cast<int>(thread_ % 2));
     for (int i = 0; i < steps; ++i) {
+      if (random_() % 16 == 0) pools();
       if (held_.empty() || random_() % 5 < 3) {
         allocate(1 + random_() % 100'000);
       } else {
@@ -106,6 +108,7 @@ class Caller {
     }
   }
 
+ private:
   void pools() {
     if (random_() % 2) cudaMemPoolTrimTo(pool_, 0);
     if (random_() % 4 == 0) {
@@ -114,7 +117,6 @@ class Caller {
     }
   }
 
- private:
   Caller(unsigned seed, unsigned thread, std::vector<Held> held) : Caller(seed, thread) {
     held_ = std::move(held);
   }
@@ -244,7 +246,6 @@ int random_calls(unsigned seed, unsigned threads, int rounds) {
     std::vector<std::thread> running;
     for (Caller& caller : callers) running.emplace_back([&] { caller.round(60); });
     for (std::thread& thread : running) thread.join();
-    for (Caller& caller : callers) caller.pools();
     std::printf("round %d\n", round);
     if (!go_on()) return 1;
   }
@@ -253,6 +254,39 @@ int random_calls(unsigned seed, unsigned threads, int rounds) {
     cudaDeviceReset();
   }
   std::puts("reset");
+  return go_on() ? 0 : 1;
+}
+
+// Children of a process whose threads allocate meanwhile: each allocates once, and ends.
+int fork_among_threads(int children) {
+  // The stand-in opens its driver before there are children that would wait for a thread that does.
+  void* first = nullptr;
+  if (cudaMalloc(&first, 1) != 0 || cudaFree(first) != 0) std::abort();
+  std::atomic<bool> over{false};
+  std::vector<std::thread> running;
+  for (int i = 0; i < 3; ++i) {
+    running.emplace_back([&] {
+      while (!over.load()) {
+        void* address = nullptr;
+        if (cudaMalloc(&address, 1000) != 0 || cudaFree(address) != 0) std::abort();
+      }
+    });
+  }
+  int well = 0;
+  for (int i = 0; i < children; ++i) {
+    const pid_t child = fork();
+    if (child == 0) {
+      void* address = nullptr;
+      // A real driver refuses here; the stand-in's locks may be held by threads that are no more.
+      _exit(fakeForked() == 0 && cudaMalloc(&address, 100) == 0 ? 0 : 1);
+    }
+    int status = 1;
+    waitpid(child, &status, 0);
+    well += status == 0;
+  }
+  over.store(true);
+  for (std::thread& thread : running) thread.join();
+  std::printf("well %d\n", well);
   return go_on() ? 0 : 1;
 }
 
@@ -271,6 +305,7 @@ int main(int, char** words) {
   if (std::strcmp(words[1], "random") == 0)
     return random_calls(static_cast<unsigned>(first), static_cast<unsigned>(std::atoi(words[3])),
                         std::atoi(words[4]));
+  if (std::strcmp(words[1], "forks") == 0) return fork_among_threads(static_cast<int>(first));
   allocate_and_say(first, "parent");
   if (std::strcmp(words[1], "fork") == 0) {
     const pid_t child = fork();

@@ -133,6 +133,13 @@ extern "C" {
 
 int cuInit(unsigned) { return kOk; }
 long fakeAllocations() { return calls; }
+// What another thread left half done at a fork is not looked at again.
+int fakeDriverForked() {
+  new (&lock) std::recursive_mutex;
+  new (&blocks) std::map<Address, Block>;
+  new (&free_numbers) std::set<Address>;
+  return kOk;
+}
 void fakeCapture(int on) { in_capture = on != 0; }
 
 int cuDeviceTotalMem_v2(std::size_t* bytes, int index) {
@@ -333,6 +340,7 @@ int cuGetProcAddress_v2(const char* symbol, void** function, int version, unsign
       ROW("cuDevicePrimaryCtxReset", 11000, cuDevicePrimaryCtxReset_v2),
       ROW("cuDeviceTotalMem", 3020, cuDeviceTotalMem_v2),
       ROW("fakeCapture", 0, fakeCapture),
+      ROW("fakeDriverForked", 0, fakeDriverForked),
   };
 #undef ROW
   for (const Row& row : rows)

@@ -33,6 +33,7 @@ Address* as_address(void** pointer) { return reinterpret_cast<Address*>(pointer)
 
 extern "C" {
 
+int fakeForked() { return driver("fakeDriverForked"); }
 int cudaPeekAtLastError() { return last_error; }
 int cudaGetLastError() {
   const int code = last_error;

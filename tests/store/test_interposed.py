@@ -143,6 +143,14 @@ def test_a_forked_child_is_counted_by_itself(world: World, store: StandInStore) 
     store.wait_for({})
 
 
+def test_forks_among_threads_that_allocate_do_not_hang(world: World, store: StandInStore) -> None:
+    program = world.start("forks", "60")
+    assert program.line() == "well 60"
+    store.wait_for({})
+    program.go_on()
+    assert program.end() == ("", "") and world.machine.used() == {0: 6000}
+
+
 def test_a_python_program_that_opens_the_runtime_itself(world: World, store: StandInStore) -> None:
     code = """
     assert runtime.cudaMalloc(ctypes.byref(at), size(3000)) == 0
