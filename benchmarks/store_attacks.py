@@ -97,7 +97,11 @@ def mutated_messages(count: int, rng: random.Random) -> Damaged:
             control.ping()
             before = _descriptors(process.pid), _resident(process.pid)
             raw, names = _raw(path), [1]
-            for _ in range(count):
+            for number in range(count):
+                if number % 2000 == 1999:
+                    # What one client still holds ends with it.
+                    raw.close()
+                    raw = _raw(path)
                 try:
                     raw.send(_damaged(rng, names))
                     found.sent += 1

@@ -463,7 +463,14 @@ class Keeper:
             queued = self._lanes.tier.seconds(self._lanes.queued[True])
             # Half as long again, for others that come in between.
             start = item.next_use - 1.5 * (self._lanes.tier.seconds(item.nbytes) + queued)
-            heapq.heappush(self._due, (max(start, self._clock()), item.id))
+            self._note_due(max(start, self._clock()), item)
+
+    def _note_due(self, start: float, item: Object) -> None:
+        heapq.heappush(self._due, (start, item.id))
+        if len(self._due) > 64 + 2 * len(self.objects):
+            # Of objects that were freed or announced anew, possibly for a time that never comes.
+            first = {id: start for start, id in sorted(self._due, reverse=True) if id in self.objects}
+            self._due = sorted((start, id) for id, start in first.items())
 
     def _prefetch(self, item: Object, now: float) -> None:
         self.room.regrant()
@@ -472,7 +479,7 @@ class Keeper:
             item.prefetching = True
             self._enqueue(item)
         elif item.next_use is not None and now < item.next_use:
-            heapq.heappush(self._due, (now + _RETRY, item.id))
+            self._note_due(now + _RETRY, item)
 
     def _save_ahead(self) -> None:
         """Copy idle objects to host memory while that has room of its own, one at a time."""
