@@ -15,6 +15,10 @@ class GrantSource(Protocol):
         """Bytes that the job may hold now. Asked at the beginning of each step and between them: costs no message."""
         ...
 
+    def most(self) -> int | None:
+        """The most that there is for all jobs together; None: not known, or without a limit. May take a message."""
+        ...
+
     def want(self, least: int, wish: int) -> None:
         """From now on the job cannot run with less than ``least`` bytes, and is no faster with more than ``wish``."""
         ...
@@ -34,6 +38,9 @@ class GivenBudget:
     def granted(self) -> int:
         """As it was set last."""
         return self.nbytes
+
+    def most(self) -> None:
+        """The user decides."""
 
     def want(self, least: int, wish: int) -> None:
         """Nobody decides by it."""

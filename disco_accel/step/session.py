@@ -161,7 +161,8 @@ class Session:
         if shared and self.settings.devices > 1:
             raise ConfigError("memory_budget: shared is for a step on one device: set devices: 1, or give a size")
         source = shared_grants() if shared else GivenBudget(given)
-        self.budgets = MovingBudget(self, source, given, host_memory)
+        most = source.most()
+        self.budgets = MovingBudget(self, source, given if most is None else min(given, most), host_memory)
         self.updates = PlannedUpdates(self.plans, *told, host_memory, config.update_on)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:

@@ -43,6 +43,14 @@ class StoreGrants:
         self._look_again()
         return self._last
 
+    def most(self) -> int | None:
+        """Bytes of the store's device; None where the store has ended."""
+        store = self._store
+        try:
+            return None if store is None else int(store.stats()["device_bytes"])
+        except StoreGone:
+            return None
+
     def want(self, least: int, wish: int) -> None:
         """As ``GrantSource.want``."""
         with self._lock:

@@ -47,6 +47,9 @@ class FileLedger:
         (value,) = _TOTAL.unpack_from(self._page, self._offset)
         return value
 
+    def most(self) -> None:
+        """As ``GrantSource.most``: not told."""
+
     def want(self, least: int, wish: int) -> None:
         """As ``GrantSource.want``."""
         with self._locked():

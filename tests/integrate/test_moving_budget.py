@@ -324,11 +324,6 @@ def ledger(tmp_path: Path) -> Iterator[Path]:
     grant_source.use_grants(None)
 
 
-def test_shared_without_a_source_says_what_works() -> None:
-    with pytest.raises(ConfigError, match="such as 12GiB"):
-        twins("shared")
-
-
 @pytest.mark.usefixtures("ledger")
 def test_shared_is_for_one_device_and_not_set_by_hand() -> None:
     with pytest.raises(ConfigError, match="devices: 1"):

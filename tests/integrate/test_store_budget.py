@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from disco_accel.errors import StoreGone
+from disco_accel.errors import BudgetTooSmall, StoreGone
 from disco_accel.plan import planning_process
 from disco_accel.plan.planning_process import PlanningProcess
 from disco_accel.step import store_grants
 from disco_accel.store.client import Store
-from tests.integrate.test_moving_budget import LARGE, SMALL, arena, both, session_of, twins, until
+from tests.integrate.test_moving_budget import LARGE, SMALL, arena, batch, both, session_of, twins, until
 from tests.store.serving import serving
 
 
@@ -71,3 +71,11 @@ def test_a_store_that_ends_leaves_the_last_grant_until_it_is_back(
 def test_without_a_store_prepare_says_how_to_start_one() -> None:
     with pytest.raises(StoreGone, match="start one with: disco-accel store serve"):
         twins("shared")
+
+
+def test_a_step_that_no_grant_would_do_for_is_refused_at_once(tmp_path: Path) -> None:
+    with serving(tmp_path, device=SMALL // 8):
+        model, _ = twins("shared")
+        with pytest.raises(BudgetTooSmall):
+            model(batch(0))
+        session_of(model).close()
