@@ -105,8 +105,13 @@ def connect(path: Path, timeout: float) -> socket.socket:
         StoreError: the one that listens is another user's.
     """
     start = f"start one with: disco-accel store serve --socket {path}"
-    if not os.path.lexists(path.parent):
-        raise StoreGone(f"no store listens at {path}: {start}")
+    try:
+        os.lstat(path.parent)
+    except FileNotFoundError as error:
+        raise StoreGone(f"no store listens at {path}: {start}") from error
+    except OSError:
+        # The folder's own check says what is wrong.
+        pass
     check_folder(path.parent)
     made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:

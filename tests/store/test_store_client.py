@@ -277,10 +277,10 @@ def test_a_long_get_holds_up_no_other_thread(tmp_path: Path) -> None:
 
 def test_an_announced_object_is_back_before_its_time(tmp_path: Path) -> None:
     with serving(tmp_path, device=2 * MIB, policy="next_use") as server, Store.connect(server.path) as store:
-        soon = filled(store, MIB, 1, next_use=1.0)
+        soon = filled(store, MIB, 1, next_use=400.0)
         late = filled(store, MIB, 2, next_use=900.0)
         store.prefetch(soon)
-        third = filled(store, MIB, 3, next_use=0.5)
+        third = filled(store, MIB, 3, next_use=300.0)
         assert store.stats()["evicted"] == 1, "the one that is used last"
         store.free(third)
         store.put(late, next_use=0.2)
