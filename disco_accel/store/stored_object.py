@@ -1,0 +1,148 @@
+"""A tensor's bytes as an object of a store, freed when the last reference in this process goes."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+import torch
+
+from disco_accel.errors import StoreError
+from disco_accel.store.object_store import ObjectStore
+
+_ALIGNMENT = 64
+"""Bytes of PyTorch's allocations. A tensor keeps its place relative to it: kernels may sum in another order where
+their operands are aligned otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a tensor lies in an object's bytes. ``offset``: in elements from their begin, as ``size`` and ``stride``."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def lay_on(self, memory: torch.Tensor) -> torch.Tensor:
+        """The tensor in ``memory``, 1-d bytes that begin their storage; no copy."""
+        made = torch.empty(0, dtype=self.dtype)
+        made.set_(memory.untyped_storage(), self.offset, self.size, self.stride)
+        return made
+
+    def spread(self, content: torch.Tensor) -> torch.Tensor:
+        """``content``, of this size, copied to new memory where it lies so."""
+        elements = 1 + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))
+        made = torch.empty(self.offset + elements, dtype=self.dtype).as_strided(self.size, self.stride, self.offset)
+        return made.copy_(content)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The bytes ``begin`` to ``end`` of a storage in which a tensor lies, from an aligned one on."""
+
+    begin: int
+    end: int
+
+    def holds(self, other: Span) -> bool:
+        """Whether ``other`` lies inside."""
+        return self.begin <= other.begin and other.end <= self.end
+
+    def bytes_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Those of ``tensor``'s storage, as a 1-d uint8 tensor; no copy."""
+        made = torch.empty(0, dtype=torch.uint8)
+        made.set_(tensor.untyped_storage(), self.begin, (self.end - self.begin,))  # type: ignore[call-overload]
+        return made
+
+    def layout_of(self, tensor: torch.Tensor) -> Layout:
+        """How ``tensor`` lies in these bytes of its storage."""
+        offset = int(tensor.storage_offset()) - self.begin // tensor.itemsize
+        return Layout(tensor.dtype, tuple(tensor.size()), tensor.stride(), offset)
+
+
+def extent(tensor: torch.Tensor) -> int:
+    """Elements from the first to the last of ``tensor``, which has some, in its storage."""
+    return 1 + sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride(), strict=True))
+
+
+def span_of(tensor: torch.Tensor) -> Span:
+    """The bytes in which ``tensor`` lies: less than its own where it is expanded, more where it has gaps."""
+    begin = int(tensor.storage_offset()) * tensor.itemsize
+    return Span(begin // _ALIGNMENT * _ALIGNMENT, begin + extent(tensor) * tensor.itemsize)
+
+
+class StoredObject:
+    """One object of a store in this process's name. ``expected``: for each use that is to come, by its number, when it
+    was in the last step (seconds of ``time.monotonic``)."""
+
+    def __init__(self, store: ObjectStore, id: int, freer: Freer) -> None:
+        self.store, self.id, self._freer = store, id, freer
+        self.expected: dict[int, float] = {}
+
+    def __del__(self) -> None:
+        # In any thread, and in the middle of any call of the store: it only notes.
+        self._freer.free(self.id)
+
+
+def store_bytes(store: ObjectStore, content: torch.Tensor, freer: Freer) -> tuple[StoredObject, torch.Tensor]:
+    """A new object of the device tier with ``content`` (1-d bytes), final, not announced; and its memory, which keeps
+    it on the device.
+
+    Raises:
+        StoreFull, StoreGone: as ``Store.create``.
+    """
+    made = StoredObject(store, store.create((content.numel(),), torch.uint8, device="device"), freer)
+    memory = store.get(made.id)
+    memory.copy_(content)
+    store.put(made.id)
+    return made, memory
+
+
+class Freer:
+    """Frees objects whose last reference has gone, in a thread of its own: a finalizer may run in the middle of a call
+    of the store, and must not wait for another."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._queue: SimpleQueue[int | threading.Event | None] = SimpleQueue()
+        threading.Thread(target=_free, args=(weakref.ref(store), self._queue), name="store-free", daemon=True).start()
+        # At exit the end of the connection frees all.
+        weakref.finalize(store, self._queue.put, None).atexit = False
+
+    def free(self, id: int) -> None:
+        """Free the object ``id`` soon. Does not wait."""
+        self._queue.put(id)
+
+    def wait(self, seconds: float = 10.0) -> None:
+        """Return once all that was to be freed before is, or after ``seconds``: its thread may be a dead parent's."""
+        done = threading.Event()
+        self._queue.put(done)
+        done.wait(seconds)
+
+
+_freers: weakref.WeakKeyDictionary[ObjectStore, Freer] = weakref.WeakKeyDictionary()
+_making = threading.Lock()
+
+
+def freer_of(store: ObjectStore) -> Freer:
+    """The one of ``store``."""
+    with _making:
+        if store not in _freers:
+            _freers[store] = Freer(store)
+        return _freers[store]
+
+
+def _free(store: weakref.ref[ObjectStore], waiting: SimpleQueue[int | threading.Event | None]) -> None:
+    while (item := waiting.get()) is not None:
+        if isinstance(item, threading.Event):
+            item.set()
+            continue
+        there = store()
+        if there is None:
+            return
+        # A store that is gone has freed it.
+        with contextlib.suppress(StoreError):
+            there.free(item)
+        del there
