@@ -6,6 +6,7 @@ import functools
 import os
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 
 from disco_accel.errors import ConfigError, StoreError, StoreGone
 from disco_accel.native.shared_memory import lay_over, map_file
-from disco_accel.store import place
+from disco_accel.store import offload, place, saved_activations
 from disco_accel.store.connection import Channel
 from disco_accel.store.figures import ask_figures
 from disco_accel.store.grant_page import GrantView
@@ -243,6 +244,14 @@ class Store:
     def stats(self) -> dict[str, Any]:
         """Figures of the store, and under ``clients`` those of each client."""
         return ask_figures(self._channel)
+
+    def offload(self, module: torch.nn.Module, *, min_bytes: int = offload.MIN_BYTES) -> offload.Offloaded:
+        """Move the frozen weights of ``module`` here: ``disco_accel.store.offload.offload``."""
+        return offload.offload(self, module, min_bytes=min_bytes)
+
+    def saved_activations(self, min_bytes: int = saved_activations.MIN_BYTES) -> AbstractContextManager[None]:
+        """Move what autograd saves here: ``disco_accel.store.saved_activations.saved_activations``."""
+        return saved_activations.saved_activations(self, min_bytes)
 
     def alive(self) -> bool:
         """Whether the store is there; asks the operating system alone."""

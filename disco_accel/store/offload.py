@@ -1,0 +1,188 @@
+"""The frozen weights of a module in a store: ``handle = offload(store, module)``, and ``handle.remove()``."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from disco_accel.errors import ConfigError, StoreError, StoreFull
+from disco_accel.store.object_store import ObjectStore
+from disco_accel.store.offloaded_weight import OffloadedWeight
+from disco_accel.store.stored_object import freer_of, span_of, store_bytes
+from disco_accel.store.weight_uses import Weight, WeightUses
+
+MIN_BYTES = 1 << 16
+"""Smaller weights stay: each use costs messages of a quarter of a millisecond."""
+
+
+class _Begin:
+    """A forward pre-hook of the module: a step begins. A copy of the module, or one from a file, has plain weights and
+    a hook that does nothing."""
+
+    def __init__(self, uses: WeightUses | None = None) -> None:
+        self._uses = uses
+
+    def __call__(self, _module: torch.nn.Module, _args: Any) -> None:
+        if self._uses is not None:
+            self._uses.begin_step()
+
+    def __reduce__(self) -> tuple[type[_Begin], tuple[()]]:
+        return _Begin, ()
+
+
+class Offloaded:
+    """What ``offload`` did to a module. ``names``: of the weights that are in the store."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._uses = WeightUses()
+        self._parameters: dict[str, torch.nn.Parameter] = {}
+        self._hook = module.register_forward_pre_hook(_Begin(self._uses))
+
+    @property
+    def names(self) -> list[str]:
+        """Of the parameters in the store, in the module's order; a shared one once."""
+        return list(self._parameters)
+
+    def remove(self) -> None:
+        """Bring the weights back to this process's memory. Parameters that were replaced since stay as they are.
+
+        Raises:
+            StoreGone: the store has ended, and with it the weights: load them again from where they came.
+            StoreFull: no weight finds room to come back; drop tensors that hold objects, and call again.
+            StoreError: a graph holds a weight: do the backward first, or drop the graph. What came back stays; call
+                again for the rest.
+        """
+        self._uses.forget()
+        left = self.names
+        while left:
+            # The last is the likeliest to be on the device: one that is not may find no room before others are gone.
+            again = [name for name in reversed(left) if not self._restore(name, last=len(left) == 1)]
+            if len(again) == len(left):
+                left = left[-1:]
+                continue
+            left = again[::-1]
+        self._hook.remove()
+
+    def __enter__(self) -> Offloaded:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def _restore(self, name: str, last: bool) -> bool:
+        """Bring one back; False where the store has no room for it now, an error if it is the ``last`` to be tried."""
+        parameter = self._parameters[name]
+        if isinstance(parameter, OffloadedWeight):
+            store = parameter.weight.item.store
+            try:
+                plain = torch.nn.Parameter(parameter.copied(), requires_grad=False)
+            except StoreFull:
+                if last:
+                    raise
+                return False
+            _swap(name, parameter, plain)
+            del plain
+            freer_of(store).wait()
+        del self._parameters[name]
+        return True
+
+    def _store(self, store: ObjectStore, name: str, parameter: torch.nn.Parameter) -> None:
+        """Move one parameter: whoever holds it now holds one that is in the store."""
+        with torch.no_grad():
+            span = span_of(parameter)
+            item, _memory = store_bytes(store, span.bytes_of(parameter), freer_of(store))
+        layout = span.layout_of(parameter)
+        made = OffloadedWeight(Weight(name, item, layout), self._uses, layout)
+        # What isinstance(..., Parameter) asks of tensors of other classes.
+        made._is_param = True
+        _swap(name, parameter, made)
+        self._parameters[name] = parameter
+
+
+def offload(store: ObjectStore, module: torch.nn.Module, *, min_bytes: int = MIN_BYTES) -> Offloaded:
+    """Move the frozen parameters of ``module`` from ``min_bytes`` bytes on to ``store``.
+
+    Each op that reads one fetches it, in forward, backward and recomputation, and lets go of it; in between it may be
+    evicted. From the second forward of ``module`` on, it is announced with the time after which it was used again in
+    the step before, and asked back some uses ahead in the order of that step. Trained parameters, small ones and
+    buffers stay. Parameters that several modules share are moved once, and all who hold a parameter, an optimizer too,
+    hold the moved one. Bits are those without.
+
+    Until ``remove``, the weights are read-only (StoreError), and exist in the store alone.
+
+    Raises:
+        ConfigError: a parameter cannot be moved, by name, with the reason: nothing was.
+        StoreFull: as ``Store.create``; nothing was moved.
+        StoreGone: the store has ended, and with it the weights that were moved by then.
+    """
+    if min_bytes < 1:
+        raise ConfigError(f"min_bytes: {min_bytes} is not a number of bytes from 1 on")
+    moving = {n: p for n, p in module.named_parameters() if not p.requires_grad and p.nbytes >= min_bytes}
+    for name, parameter in moving.items():
+        _check(name, parameter)
+    _check_overlaps(module, set(moving))
+    handle = Offloaded(module)
+    try:
+        for name, parameter in moving.items():
+            handle._store(store, name, parameter)
+    except BaseException:
+        handle.remove()
+        raise
+    return handle
+
+
+def _check(name: str, parameter: torch.nn.Parameter) -> None:
+    """Raise ConfigError if this parameter cannot be moved."""
+    reason = None
+    if isinstance(parameter, OffloadedWeight):
+        reason = "is offloaded already: call remove() of that handle first"
+    elif type(parameter) is not torch.nn.Parameter:
+        reason = f"is a {type(parameter).__name__}, whose memory only its library knows"
+    elif parameter.device.type != "cpu" or parameter.layout is not torch.strided:
+        reason = (
+            f"is on {parameter.device} ({parameter.layout}); a store takes dense tensors of host memory alone so far"
+        )
+    elif parameter.is_complex():
+        reason = "is complex, whose conjugates are views that a store does not know"
+    elif parameter._is_view():
+        reason = "is a view of another tensor, which would keep its memory and its writes to itself"
+    elif parameter.grad is not None:
+        reason = "has a gradient: set it to None first"
+    if reason is not None:
+        raise ConfigError(f"offload: parameter '{name}' {reason}")
+
+
+def _check_overlaps(module: torch.nn.Module, moving: set[str]) -> None:
+    """Raise ConfigError if a parameter that moves shares bytes with one that is another."""
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    plain = {
+        n: t for n, t in tensors.items() if t.device.type == "cpu" and type(t) in (torch.Tensor, torch.nn.Parameter)
+    }
+    spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes, n) for n, t in plain.items() if t.nbytes)
+    end, last = 0, ""
+    for begin, stop, name in spans:
+        if begin < end and (name in moving or last in moving):
+            raise ConfigError(
+                f"offload: parameter '{name}' shares memory with '{last}', and writes to one would be missed by the "
+                "other: make them one parameter, or clone one"
+            )
+        if stop > end:
+            end, last = stop, name
+
+
+def _swap(name: str, parameter: torch.nn.Parameter, other: torch.Tensor) -> None:
+    """Make ``parameter``, for all who hold it, what ``other`` is, with its own further attributes."""
+    ours = {"_weight", "_uses", "_is_param"}
+    kept = {key: value for key, value in parameter.__dict__.items() if key not in ours}
+    other.__dict__.update(kept)
+    try:
+        torch.utils.swap_tensors(parameter, other)
+    except RuntimeError as error:
+        raise StoreError(
+            f"offload: parameter '{name}' is held by a graph, or by a weak reference, and cannot be moved now: do the "
+            f"backward or drop the graph first ({error})"
+        ) from error
