@@ -40,7 +40,7 @@ class Silent:
     """A store that nobody tells when a tensor is used next."""
 
     def __init__(self, store: Store) -> None:
-        self.create, self.get, self.free = store.create, store.get, store.free
+        self.create, self.get, self.free, self.stats = store.create, store.get, store.free, store.stats
         self._put = store.put
 
     def put(self, id: int, next_use: float | None = None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -25,3 +25,6 @@ class ObjectStore(Protocol):
 
     def prefetch(self, id: int) -> None:
         """It is used soon."""
+
+    def stats(self) -> dict[str, Any]:
+        """Its figures."""

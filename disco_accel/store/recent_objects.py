@@ -1,8 +1,10 @@
-"""Storages that were stored just now, so that one which autograd saves several times is stored once."""
+"""The few objects that are kept on the device for what comes next: another tensor of a storage that was stored just
+now, or another use of an object that was fetched just now."""
 
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import deque
 from dataclasses import dataclass
@@ -13,34 +15,35 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from disco_accel.store.stored_object import Span, StoredObject
 
 _KEPT = 4
-"""Objects that are kept on the device so that they can be compared. Projections of one input save it within so many of
-each other; on a tiny Llama with LoRA 8 found no more."""
+"""Objects. Projections of one input save it within so many of each other; on a tiny Llama with LoRA 8 found no more."""
+_SHARE = 0.25
+"""Of the store's device, that they may take, or one alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Recent:
-    """``memory``: of the object, whose lease it is. ``storage``: whose bytes ``span`` they were; does not keep it."""
+    """``storage``: whose bytes ``span`` the object has, if they may be stored again; does not keep it."""
 
-    storage: StorageWeakRef
-    span: Span
     object: weakref.ref[StoredObject]
-    memory: torch.Tensor
+    storage: StorageWeakRef | None = None
+    span: Span | None = None
 
 
 class RecentObjects:
-    """The last few objects, those whose storage is gone dropped. Thread safe."""
+    """The last few. An object that is freed is not held up. Thread safe."""
 
-    def __init__(self) -> None:
-        self._recent: deque[_Recent] = deque(maxlen=_KEPT)
+    def __init__(self, device_bytes: int) -> None:
+        self._recent: deque[_Recent] = deque()
         self._lock = threading.Lock()
+        self._most = int(_SHARE * device_bytes)
 
-    def add(self, tensor: torch.Tensor, span: Span, item: StoredObject, memory: torch.Tensor) -> None:
+    def stored(self, tensor: torch.Tensor, span: Span, item: StoredObject, memory: torch.Tensor) -> None:
         """``item`` has the bytes ``span`` of ``tensor``'s storage, in ``memory``."""
-        recent = _Recent(StorageWeakRef(tensor.untyped_storage()), span, weakref.ref(item), memory)
-        with self._lock:
-            alive = [r for r in self._recent if not r.storage.expired() and r.object() is not None]
-            self._recent.clear()
-            self._recent.extend([*alive, recent])
+        self._add(_Recent(weakref.ref(item), StorageWeakRef(tensor.untyped_storage()), span), item, memory)
+
+    def fetched(self, item: StoredObject, memory: torch.Tensor) -> None:
+        """``item`` came back, in ``memory``, and is used again."""
+        self._add(_Recent(weakref.ref(item)), item, memory)
 
     def find(self, tensor: torch.Tensor, span: Span) -> tuple[StoredObject, Span] | None:
         """An object with the bytes ``span`` of ``tensor``'s storage as they are now, and the bytes that it has.
@@ -51,18 +54,50 @@ class RecentObjects:
         with self._lock:
             recent = list(self._recent)
         for one in reversed(recent):
-            if one.storage.cdata != storage._cdata or one.storage.expired() or not one.span.holds(span):
+            if one.storage is None or one.storage.cdata != storage._cdata or one.storage.expired():
                 continue
             item = one.object()
+            memory = None if item is None else item.memory
+            if item is None or memory is None or one.span is None or not one.span.holds(span):
+                continue
             begin = span.begin - one.span.begin
-            if item is not None and _same(span.bytes_of(tensor), one.memory[begin : begin + span.end - span.begin]):
+            if _same(span.bytes_of(tensor), memory[begin : begin + span.end - span.begin]):
                 return item, one.span
         return None
 
     def clear(self) -> None:
-        """Let go of all: what is stored next needs their room, or is not of their storages."""
+        """Let go of all: others need the room."""
         with self._lock:
-            self._recent.clear()
+            dropped, self._recent = list(self._recent), deque()
+        self._let_go(dropped)
+
+    def _add(self, one: _Recent, item: StoredObject, memory: torch.Tensor) -> None:
+        item.memory = memory
+        with self._lock:
+            # Of others that are freed, or used up, nothing is held.
+            others = [(r, o) for r in self._recent if (o := r.object()) not in (None, item) and o.memory is not None]
+            nbytes, kept = item.nbytes, deque([one])
+            dropped = []
+            for other, object in reversed(others):
+                nbytes += object.nbytes
+                if len(kept) < _KEPT and nbytes <= self._most:
+                    kept.appendleft(other)
+                else:
+                    dropped.append(other)
+            self._recent = kept
+        self._let_go(dropped)
+
+    def _let_go(self, dropped: list[_Recent]) -> None:
+        now = time.monotonic()
+        for one in dropped:
+            item = one.object()
+            if item is None or item.memory is None:
+                continue
+            item.memory = None
+            expected = min(list(item.expected.values()), default=None)
+            # A get has cleared what was announced.
+            if one.storage is None and expected is not None:
+                item.store.put(item.id, next_use=max(0.0, expected - now))
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -14,7 +14,7 @@ import torch
 from disco_accel.errors import ConfigError, StoreError, StoreFull
 from disco_accel.store.object_store import ObjectStore
 from disco_accel.store.recent_objects import RecentObjects
-from disco_accel.store.stored_object import Freer, Layout, Span, StoredObject, extent, freer_of, span_of, store_bytes
+from disco_accel.store.stored_object import Freer, Layout, StoredObject, extent, freer_of, span_of, store_bytes
 from disco_accel.store.use_order import UseOrder
 
 MIN_BYTES = 1 << 20
@@ -43,38 +43,48 @@ def saved_activations(store: ObjectStore, min_bytes: int = MIN_BYTES) -> Iterato
     def pack(tensor: torch.Tensor) -> _Kept | _Stored:
         return _pack(store, step, tensor, min_bytes)
 
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
-    with hooks:
-        try:
-            yield
-        finally:
-            step.recent.clear()
+    with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+        yield
 
 
 class _Step:
     """What is known of the steps that save to one store, from all threads. Holds no reference to the store."""
 
-    def __init__(self, freer: Freer) -> None:
-        self.freer = freer
+    def __init__(self, freer: Freer, device_bytes: int) -> None:
+        self.freer, self.device_bytes = freer, device_bytes
         self.lock = threading.Lock()
         self.order = UseOrder()
-        self.recent = RecentObjects()
+        self.recent = RecentObjects(device_bytes)
+        self.stored = 0
+        """Bytes of this step's objects."""
         self.live: set[int] = set()
         """Numbers of saved tensors whose graph is alive."""
         self.objects: dict[int, weakref.ref[StoredObject]] = {}
         """Saved tensors that may be asked back ahead, by their numbers."""
         self._number = 0
 
-    def next_number(self) -> int:
-        """Of the next tensor to be saved; 0 for the first since no graph is alive. Under ``lock``."""
-        if not self.live and self._number:
-            self._number = 0
-            self.objects.clear()
-            self.order.begin_step()
-        number = self._number
-        self._number += 1
-        self.live.add(number)
-        return number
+    def begin_use(self, nbytes: int) -> tuple[int, float | None]:
+        """The number of a tensor that is saved now, 0 for the first since no graph is alive, and the seconds until it
+        is used, None if that is not known."""
+        with self.lock:
+            if not self.live and self._number:
+                self._number = self.stored = 0
+                self.objects.clear()
+                self.order.begin_step()
+            number = self._number
+            self._number += 1
+            self.live.add(number)
+            return number, self.order.seconds(number, nbytes)
+
+    def ahead(self, number: int) -> list[StoredObject]:
+        """Objects of the uses that come after ``number`` and were not asked back yet. Under ``lock``."""
+        self.objects.pop(number, None)
+        if self.stored <= self.device_bytes / 2:
+            # They are there, unless others have taken the device; then announced times bring them back.
+            return []
+        found = [self.objects.pop(n, None) for n in self.order.following(number)]
+        alive = [item for one in found if one is not None and (item := one()) is not None and item.memory is None]
+        return list(dict.fromkeys(alive))
 
 
 _steps: weakref.WeakKeyDictionary[ObjectStore, _Step] = weakref.WeakKeyDictionary()
@@ -82,11 +92,13 @@ _making = threading.Lock()
 
 
 def _step_of(store: ObjectStore) -> _Step:
-    freer = freer_of(store)
     with _making:
-        if store not in _steps:
-            _steps[store] = _Step(freer)
-        return _steps[store]
+        known = _steps.get(store)
+    if known is not None:
+        return known
+    made = _Step(freer_of(store), store.stats()["device_bytes"])
+    with _making:
+        return _steps.setdefault(store, made)
 
 
 class _Version:
@@ -141,27 +153,21 @@ class _Stored:
     __slots__ = ("_begun", "_compact", "_layout", "_nbytes", "_number", "_object", "_step", "_used", "_version")
 
     def __init__(
-        self, step: _Step, version: _Version, item: StoredObject, layout: Layout, compact: Layout | None, nbytes: int
+        self,
+        step: _Step,
+        number: int,
+        version: _Version,
+        item: StoredObject,
+        layout: Layout,
+        compact: Layout | None,
+        nbytes: int,
     ) -> None:
-        self._step, self._version, self._object = step, version, item
+        self._step, self._number, self._version, self._object = step, number, version, item
         self._layout, self._compact, self._nbytes = layout, compact, nbytes
         self._begun, self._used = time.monotonic(), False
-        with step.lock:
-            self._number = step.next_number()
-            step.objects[self._number] = weakref.ref(item)
-            seconds = step.order.seconds(self._number, nbytes)
-            first = None
-            if seconds is not None:
-                first = min(item.expected.values(), default=None)
-                item.expected[self._number] = self._begun + seconds
-        if seconds is not None and (first is None or self._begun + seconds < first):
-            item.store.put(item.id, next_use=seconds)
 
     def __del__(self) -> None:
-        # Not there where __init__ was interrupted.
-        number = getattr(self, "_number", None)
-        if number is not None:
-            self._step.live.discard(number)
+        self._step.live.discard(self._number)
 
     def get(self) -> torch.Tensor:
         """The tensor, brought back if it was evicted; its memory is this process's as long as it lives.
@@ -172,18 +178,20 @@ class _Stored:
         """
         self._version.check(self._layout.size)
         item, step = self._object, self._step
-        step.recent.clear()
         with step.lock:
-            now = time.monotonic()
+            ahead = step.ahead(self._number)
             if not self._used:
                 self._used = True
-                step.order.note(self._number, self._nbytes, now - self._begun)
-            item.expected.pop(self._number, None)
-            again = min(item.expected.values(), default=None)
-            ahead = self._ahead()
-        memory = item.store.get(item.id)
-        if again is not None:
-            item.store.put(item.id, next_use=max(0.0, again - now))
+                step.order.note(self._number, self._nbytes, time.monotonic() - self._begun)
+                item.expected.pop(self._number, None)
+                item.uses -= 1
+        memory = item.memory
+        if memory is None:
+            memory = _fetch(step, item)
+            if item.uses > 0:
+                step.recent.fetched(item, memory)
+        elif item.uses <= 0:
+            item.memory = None
         for other in ahead:
             other.store.prefetch(other.id)
         if self._compact is None:
@@ -191,17 +199,15 @@ class _Stored:
         with torch.no_grad():
             return self._layout.spread(self._compact.lay_on(memory))
 
-    def _ahead(self) -> list[StoredObject]:
-        """Objects of the next uses that were not asked back yet. Under the lock."""
-        found: list[StoredObject] = []
-        step = self._step
-        step.objects.pop(self._number, None)
-        for number in step.order.following(self._number):
-            reference = step.objects.pop(number, None)
-            item = None if reference is None else reference()
-            if item is not None and item is not self._object and item not in found:
-                found.append(item)
-        return found
+
+def _fetch(step: _Step, item: StoredObject) -> torch.Tensor:
+    try:
+        return item.store.get(item.id)
+    except StoreFull:
+        # What is kept for later uses, and what nobody has a reference to, takes room that this needs.
+        step.recent.clear()
+        step.freer.wait()
+        return item.store.get(item.id)
 
 
 def _pack(store: ObjectStore, step: _Step, tensor: torch.Tensor, min_bytes: int) -> _Kept | _Stored:
@@ -212,41 +218,58 @@ def _pack(store: ObjectStore, step: _Step, tensor: torch.Tensor, min_bytes: int)
             f"saved_activations: a saved tensor {list(tensor.size())} is on {tensor.device}; a store takes tensors of "
             "host memory alone so far. Train there with a plan (prepare), or under torch's save_on_cpu"
         )
-    version = _Version(tensor, keep=False)
-    with torch.no_grad():
-        span = span_of(tensor)
-        layout, compact = span.layout_of(tensor), None
-        if extent(tensor) > tensor.numel():
-            # With gaps: a part of a larger tensor, whose other parts are saved by themselves or not at all.
-            source = tensor.contiguous()
-            span = span_of(source)
-            compact = span.layout_of(source)
-            item, _memory = _new_object(store, step, span.bytes_of(source))
-        else:
-            item, stored = _object_of(store, step, tensor, span)
-            shift = (span.begin - stored.begin) // tensor.itemsize
-            layout = dataclasses.replace(layout, offset=layout.offset + shift)
-    return _Stored(step, version, item, layout, compact, tensor.nbytes)
-
-
-def _object_of(store: ObjectStore, step: _Step, tensor: torch.Tensor, span: Span) -> tuple[StoredObject, Span]:
-    """An object that has the bytes ``span`` of ``tensor``'s storage, and the bytes that it has."""
-    found = step.recent.find(tensor, span)
-    if found is not None:
-        return found
-    item, memory = _new_object(store, step, span.bytes_of(tensor))
-    step.recent.add(tensor, span, item, memory)
-    return item, span
-
-
-def _new_object(store: ObjectStore, step: _Step, content: torch.Tensor) -> tuple[StoredObject, torch.Tensor]:
+    number, seconds = step.begin_use(tensor.nbytes)
     try:
-        return store_bytes(store, content, step.freer)
+        version = _Version(tensor, keep=False)
+        with torch.no_grad():
+            layout, compact = span_of(tensor).layout_of(tensor), None
+            if extent(tensor) > tensor.numel():
+                # With gaps: a part of a larger tensor, whose other parts are saved by themselves or not at all.
+                source = tensor.contiguous()
+                compact = span_of(source).layout_of(source)
+                item, _memory = _new_object(store, step, span_of(source).bytes_of(source), seconds)
+            else:
+                item, begin = _object_of(store, step, tensor, seconds)
+                shift = (span_of(tensor).begin - begin) // tensor.itemsize
+                layout = dataclasses.replace(layout, offset=layout.offset + shift)
+        record = _Stored(step, number, version, item, layout, compact, tensor.nbytes)
+    except BaseException:
+        step.live.discard(number)
+        raise
+    with step.lock:
+        item.uses += 1
+        step.objects[number] = weakref.ref(item)
+        if seconds is not None:
+            item.expected[number] = time.monotonic() + seconds
+    return record
+
+
+def _object_of(
+    store: ObjectStore, step: _Step, tensor: torch.Tensor, seconds: float | None
+) -> tuple[StoredObject, int]:
+    """An object that has the bytes in which ``tensor`` lies, and the first byte of the storage that it has."""
+    span = span_of(tensor)
+    found = step.recent.find(tensor, span)
+    if found is None:
+        item, memory = _new_object(store, step, span.bytes_of(tensor), seconds)
+        step.recent.stored(tensor, span, item, memory)
+        return item, span.begin
+    item, stored = found
+    if seconds is not None and time.monotonic() + seconds < min(item.expected.values(), default=float("inf")):
+        item.store.put(item.id, next_use=seconds)
+    return item, stored.begin
+
+
+def _new_object(
+    store: ObjectStore, step: _Step, content: torch.Tensor, seconds: float | None
+) -> tuple[StoredObject, torch.Tensor]:
+    step.stored += content.numel()
+    try:
+        return store_bytes(store, content, step.freer, seconds)
     except StoreFull:
-        # What is kept to be compared, and what nobody has a reference to, takes room that this needs.
         step.recent.clear()
         step.freer.wait()
-        return store_bytes(store, content, step.freer)
+        return store_bytes(store, content, step.freer, seconds)
 
 
 def _moves(tensor: torch.Tensor, min_bytes: int) -> bool:

@@ -75,11 +75,16 @@ def span_of(tensor: torch.Tensor) -> Span:
 
 
 class StoredObject:
-    """One object of a store in this process's name. ``expected``: for each use that is to come, by its number, when it
-    was in the last step (seconds of ``time.monotonic``)."""
+    """One object of a store in this process's name.
 
-    def __init__(self, store: ObjectStore, id: int, freer: Freer) -> None:
-        self.store, self.id, self._freer = store, id, freer
+    ``memory``: its bytes while they are kept on the device between uses. ``uses``: how many are to come. ``expected``:
+    for each of them, by its number, when it comes if this step is as the last (seconds of ``time.monotonic``).
+    """
+
+    def __init__(self, store: ObjectStore, id: int, nbytes: int, freer: Freer) -> None:
+        self.store, self.id, self.nbytes, self._freer = store, id, nbytes, freer
+        self.memory: torch.Tensor | None = None
+        self.uses = 0
         self.expected: dict[int, float] = {}
 
     def __del__(self) -> None:
@@ -87,17 +92,20 @@ class StoredObject:
         self._freer.free(self.id)
 
 
-def store_bytes(store: ObjectStore, content: torch.Tensor, freer: Freer) -> tuple[StoredObject, torch.Tensor]:
-    """A new object of the device tier with ``content`` (1-d bytes), final, not announced; and its memory, which keeps
-    it on the device.
+def store_bytes(
+    store: ObjectStore, content: torch.Tensor, freer: Freer, next_use: float | None = None
+) -> tuple[StoredObject, torch.Tensor]:
+    """A new object of the device tier with ``content`` (1-d bytes), final; and its memory, which keeps it on the
+    device.
 
     Raises:
         StoreFull, StoreGone: as ``Store.create``.
     """
-    made = StoredObject(store, store.create((content.numel(),), torch.uint8, device="device"), freer)
+    nbytes = content.numel()
+    made = StoredObject(store, store.create((nbytes,), torch.uint8, device="device"), nbytes, freer)
     memory = store.get(made.id)
     memory.copy_(content)
-    store.put(made.id)
+    store.put(made.id, next_use)
     return made, memory
 
 

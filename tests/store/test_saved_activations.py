@@ -349,7 +349,7 @@ def test_a_store_that_has_no_room_or_is_killed_says_so(tmp_path: Path) -> None:
         # Nothing is left of it, and what fits goes on.
         plain = torch.autograd.grad(x.mul(2).sin().mul(2).sin().mul(2).sum(), x)[0]
         assert torch.equal(plain, torch.autograd.grad(forward(store, 2), x)[0])
-        out = forward(store, 4)
+        out = forward(store, 5)
         process.kill()
         process.wait(30)
         with pytest.raises(StoreGone):
