@@ -183,6 +183,7 @@ def _swap(name: str, parameter: torch.nn.Parameter, other: torch.Tensor) -> None
         torch.utils.swap_tensors(parameter, other)
     except RuntimeError as error:
         raise StoreError(
-            f"offload: parameter '{name}' is held by a graph, or by a weak reference, and cannot be moved now: do the "
-            f"backward or drop the graph first ({error})"
+            f"offload: parameter '{name}' is held by a graph, or by a weak reference such as torch.compile's, and "
+            "cannot be moved now: do the backward or drop the graph first, or call torch._dynamo.reset() "
+            f"(said PyTorch: {error})"
         ) from error
