@@ -53,9 +53,9 @@ class Silent:
 
 
 class Counted(Silent):
-    """One that counts the bytes of its objects."""
+    """One that counts its objects and their bytes."""
 
-    nbytes = 0
+    nbytes = count = 0
 
     def __init__(self, store: Store) -> None:
         super().__init__(store)
@@ -64,6 +64,7 @@ class Counted(Silent):
 
     def _counted(self, shape: Any, dtype: torch.dtype, device: str = "host") -> int:
         self.nbytes += shape[0]
+        self.count += 1
         return self._create(shape, dtype, device)
 
 
@@ -106,28 +107,30 @@ class Loop:
         keys = ("gets", "hits", "prefetched", "evicted", "saved_bytes", "loaded_bytes", "stalled_microseconds")
         return {key: found[key] for key in keys}
 
-    def row(self, rate: float, skip: int) -> dict[str, Any]:
-        """Medians over the steps from ``skip`` on."""
+    def row(self, rate: float, skip: int, objects: int) -> dict[str, Any]:
+        """Medians over the steps from ``skip`` on. Of activations, each of the ``objects`` of a step is got once to be
+        written, which is no hit."""
         seconds = self.seconds[skip:]
         quarters = statistics.quantiles(seconds, n=4)
         figures = {k: statistics.median(f[k] for f in self.figures[skip:]) for k in self.figures[0]}
         row: dict[str, Any] = {"name": self.name, "device": self.device, "seconds": statistics.median(seconds)}
         row |= {"quarters": [quarters[0], quarters[2]], "least": min(seconds)} | figures
         if figures:
-            row["hit_rate"] = figures["hits"] / figures["gets"]
+            made = objects if self.moved == "activations" else 0
+            row["hit_rate"] = (figures["hits"] - made) / (figures["gets"] - made)
             row["link_seconds"] = max(figures["saved_bytes"], figures["loaded_bytes"]) / rate
         return row
 
 
-def totals(folder: Path) -> tuple[int, int]:
-    """Bytes that one step saves as objects, and those of the frozen weights that are moved."""
+def totals(folder: Path) -> tuple[int, int, int]:
+    """Bytes that one step saves as objects, how many these are, and bytes of the frozen weights that are moved."""
     process, connection = serve(folder, "--host", "4GiB", "--device", "4GiB")
     try:
         store = Counted(connection)
         loop = Loop("all", "activations", 0, store)
         loop.step(0)
         weights = sum(p.nbytes for p in loop.model.parameters() if not p.requires_grad and p.nbytes >= MIN_BYTES)
-        return store.nbytes, weights
+        return store.nbytes, store.count, weights
     finally:
         process.kill()
         process.wait()
@@ -139,7 +142,7 @@ def measure(rounds: int, link: str) -> dict[str, Any]:
     rate = parse_rate(link)
     with tempfile.TemporaryDirectory() as made, contextlib.ExitStack() as stack:
         folder = Path(made)
-        activations, weights = totals(folder / "totals")
+        activations, objects, weights = totals(folder / "totals")
         shares: list[tuple[str, str, float, bool]] = [
             ("activations, all on the device", "activations", 1.3, True),
             ("activations, half on the device", "activations", 0.5, True),
@@ -167,16 +170,23 @@ def measure(rounds: int, link: str) -> dict[str, Any]:
                 same = len(plain) == len(tensors) and all(map(same_bits, plain, tensors))
                 if not same:
                     raise SystemExit(f"{name}: step {number} has other bits than plain PyTorch")
-        rows = [loop.row(rate, 2) for loop in loops]
-    return {"activations": activations, "weights": weights, "link": rate, "rounds": rounds, "rows": rows}
+        rows = [loop.row(rate, 2, objects) for loop in loops]
+    return {
+        "activations": activations,
+        "objects": objects,
+        "weights": weights,
+        "link": rate,
+        "rounds": rounds,
+        "rows": rows,
+    }
 
 
 def table(found: dict[str, Any]) -> str:
     """The rows as text."""
     lines = [
         f"LoRA step, {BATCH} x {LENGTH} tokens, {SHAPE['layers']} layers of {SHAPE['hidden']}; one thread; objects of "
-        f"activations {format_size(found['activations'])}, of weights {format_size(found['weights'])}; link "
-        f"{format_size(int(found['link']))}/s each way; {found['rounds']} rounds, all with the bits of plain PyTorch",
+        f"activations {format_size(found['activations'])} ({found['objects']}), of weights {format_size(found['weights'])}; "
+        f"link {format_size(int(found['link']))}/s each way; {found['rounds']} rounds, all with the bits of plain PyTorch",
         f"{'loop':40} {'device':>10} {'s':>7} {'quarters':>15} {'over plain':>10} {'bytes/link':>10} "
         f"{'hits':>5} {'stall s':>8}",
     ]
@@ -204,7 +214,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.output is not None:
         said = sys.argv[1:] if argv is None else argv
         head = provenance("python -m benchmarks.store_offload", said, "cpu")
-        write_atomically(args.output, json.dumps(head | found, indent=1) + "\n")
+        write_atomically(args.output, (json.dumps(head | found, indent=1) + "\n").encode())
     return 0
 
 
