@@ -183,10 +183,11 @@ def measure(rounds: int, link: str) -> dict[str, Any]:
 
 def table(found: dict[str, Any]) -> str:
     """The rows as text."""
+    activations, weights = format_size(found["activations"]), format_size(found["weights"])
     lines = [
         f"LoRA step, {BATCH} x {LENGTH} tokens, {SHAPE['layers']} layers of {SHAPE['hidden']}; one thread; objects of "
-        f"activations {format_size(found['activations'])} ({found['objects']}), of weights {format_size(found['weights'])}; "
-        f"link {format_size(int(found['link']))}/s each way; {found['rounds']} rounds, all with the bits of plain PyTorch",
+        f"activations {activations} ({found['objects']}), of weights {weights}; link "
+        f"{format_size(int(found['link']))}/s each way; {found['rounds']} rounds, all with the bits of plain PyTorch",
         f"{'loop':40} {'device':>10} {'s':>7} {'quarters':>15} {'over plain':>10} {'bytes/link':>10} "
         f"{'hits':>5} {'stall s':>8}",
     ]
