@@ -117,7 +117,7 @@ class Placement:
         self._excluded = True
         exclude_from_collectives(model)
         check_same(frozen_tensors(model), self._device)
-        self._streamed = StreamedEager(model, self._visitor)
+        self._streamed = StreamedEager(model, self.visitor())
         model._apply = functools.partial(  # type: ignore[method-assign]
             apply_to_trainable, model, trained_on_host=self._trained_on_host
         )
@@ -156,12 +156,11 @@ class Placement:
             plain = [t for t in (*plain_tensors(model), *constants) if not self.holds(t)]
             self._pinned.gather([b for b in model.buffers() if not self.holds(b)], plain)
 
-    def _visitor(self, tensor: torch.Tensor) -> torch.Tensor:
-        arena = next((arena for arena in self.shared_arenas() if arena.holds(tensor)), None)
-        if arena is not None and any(arena.differs([tensor])):
-            # A copy to the device reads the pages that are page-locked, which are still the shared ones.
-            tensor = tensor.detach().clone()
-        return _on(self._device, tensor)
+    def visitor(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """For ``StreamedEager``: a copy on the device, of the values that this process sees."""
+        if self._sharing is None and not self.shared_arenas():
+            return visitor_of(self._device)
+        return functools.partial(_visit_shared, self._device, weakref.WeakMethod(self.shared_arenas))
 
     def _share(self, tensors: list[torch.Tensor], views: list[torch.Tensor]) -> list[torch.Tensor]:
         """Those of ``tensors`` that are not in shared memory now."""
@@ -392,6 +391,18 @@ def _leave(visitors: dict[int, torch.Tensor], on_host: list[_OnHost], *_: Any) -
 def visitor_of(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
     """For ``StreamedEager``: a copy on ``device`` of what lives elsewhere."""
     return functools.partial(_on, device)
+
+
+def _visit_shared(
+    device: torch.device, arenas: weakref.WeakMethod[Callable[[], list[FileArena]]], tensor: torch.Tensor
+) -> torch.Tensor:
+    """``arenas``: weak, because hooks are part of a model's state, which a step compares; a placement is not."""
+    arenas_now = arenas()
+    arena = next((a for a in (arenas_now() if arenas_now is not None else []) if a.holds(tensor)), None)
+    if arena is not None and any(arena.differs([tensor])):
+        # A copy to the device reads the pages that are page-locked, which are still the shared ones.
+        tensor = tensor.detach().clone()
+    return _on(device, tensor)
 
 
 def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:

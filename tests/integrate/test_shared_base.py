@@ -191,9 +191,9 @@ def test_a_device_with_memory_of_its_own_never_loads_stale_pages(
     weight = model.get_parameter(WEIGHT)
     weight.data[1, 2] += 1
     values = weight.detach().clone()
-    visitor = placement._visitor(weight)
+    visitor = placement.visitor()(weight)
     assert visitor.data_ptr() != weight.data_ptr() and torch.equal(visitor, values)
-    assert placement._visitor(model.get_parameter(NORM)) is model.get_parameter(NORM)
+    assert placement.visitor()(model.get_parameter(NORM)) is model.get_parameter(NORM)
     placement.leave_written(model)
     assert not arena.holds(weight) and placement.holds(weight) and torch.equal(weight, values)
     assert all(arena.holds(p) for p in frozen(model) if p is not weight)
