@@ -50,7 +50,10 @@ MODES = (
     ),
     Mode("steps", _tests(*_STEPS)),
     Mode("slow link", _tests(*_STEPS), {"EMULATED_LINK_GB_S": 0.05}),
-    Mode("families", _tests("tests/emulated/test_families.py", "tests/emulated/test_host_optimizer.py")),
+    Mode(
+        "families",
+        _tests(*(f"tests/emulated/test_{name}.py" for name in ("families", "host_optimizer", "shared_base_on_gpu"))),
+    ),
     Mode("stages", ("-m", "benchmarks.gpu", "--device", "cuda", "--small")),
     Mode("quantised", _tests("tests/emulated/test_quantised.py"), {"PYTHONPATH": Path(sys.prefix) / "quantised"}),
     Mode("4 devices", _tests("tests/emulated/test_second_device.py", *_SEVERAL), {"EMULATED_DEVICES": 4}),

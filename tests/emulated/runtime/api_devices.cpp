@@ -87,6 +87,9 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
     case cudaDevAttrMaxThreadsPerBlock:
       *value = kThreads;
       break;
+    case cudaDevAttrHostRegisterReadOnlySupported:
+      *value = 1;
+      break;
     case cudaDevAttrWarpSize:
       *value = kWarp;
       break;
