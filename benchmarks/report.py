@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import devices, simulated, simulated_full, simulated_quant
+from benchmarks import devices, simulated, simulated_full, simulated_quant, store, store_offload
 from benchmarks.full import table as full_table
 from benchmarks.optimizer import suite as optimizer
 from benchmarks.prefill import peers as prefill_peers
@@ -183,12 +183,22 @@ def _prefill_peers(result: Mapping[str, Any]) -> tuple[str, str]:
     return title + link, prefill_peers.table(result)
 
 
+def _store(result: Mapping[str, Any]) -> tuple[str, str]:
+    return "The tensor store's calls and policies", store.table(result)
+
+
+def _store_offload(result: Mapping[str, Any]) -> tuple[str, str]:
+    return store_offload.title(result), store_offload.table(result)
+
+
 TABLES: Mapping[str, Callable[[Mapping[str, Any]], tuple[str, str]]] = {
     "step": _step,
     "full": _full,
     "devices": _devices,
     "prefill": _prefill,
     "prefill-peers": _prefill_peers,
+    "store": _store,
+    "store-offload": _store_offload,
     "simulated": _simulated,
     "simulated-quant": _simulated_quant,
     "simulated-devices": _simulated_devices,

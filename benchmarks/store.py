@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -259,6 +259,23 @@ def real(seconds: float) -> list[dict[str, Any]]:
     return rows
 
 
+def table(found: Mapping[str, Any]) -> str:
+    """Markdown: calls and evicted gets, then the policies in simulated time and, if they ran there, through a store."""
+    lines = ["| call | median | middle half | p99 |", "|---|---|---|---|"]
+    for row in found["rows"]:
+        last = f"{row['p99']:g}" if "p99" in row else ""
+        lines.append(f"| {row['what']} | {row['median']:g} | {row['p25']:g} - {row['p75']:g} | {last} |")
+    simulated, ran = found["policies_simulated_clock"], found.get("policies_through_a_store", [])
+    shares = sorted({row["announced"] for row in simulated})
+    heads = [f"simulated clock, {share:.0%} announced" for share in shares] + (["through a store"] if ran else [])
+    lines += ["", f"| waited, s (hits) | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+    for policy in dict.fromkeys(row["policy"] for row in simulated):
+        rows = [row for row in [*simulated, *ran] if row["policy"] == policy]
+        cells = [f"{row['stalled_s']:.2f} ({row['hit_rate']:.0%})" for row in rows]
+        lines.append(f"| {policy} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print, and with ``-o`` write, what was measured, as JSON."""
     parser = argparse.ArgumentParser(prog="disco-accel bench store", description=__doc__)
@@ -273,12 +290,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     words = list(sys.argv[1:] if argv is None else argv)
-    found: dict[str, Any] = {"provenance": provenance("disco-accel bench store", words, "cpu")}
-    found["microseconds"] = calls(options.count)
-    found["evicted_get_over_bytes_per_link"] = {
-        "16MiB at 250MB/s": evicted(options.rounds, 250e6, 16 * MIB),
-        "4MiB at 100MB/s": evicted(options.rounds, 100e6, 4 * MIB),
-    }
+    found: dict[str, Any] = {"benchmark": "store"} | provenance("disco-accel bench store", words, "cpu")
+    found["rows"] = [
+        *({"what": f"{name}, us", **times} for name, times in calls(options.count).items()),
+        *(
+            {"what": f"get of {size // MIB} MiB, evicted, at {rate / 1e6:g} MB/s, over bytes / link"}
+            | evicted(options.rounds, rate, size)
+            for rate, size in ((250e6, 16 * MIB), (100e6, 4 * MIB))
+        ),
+    ]
     found["policies_simulated_clock"] = policies(options.seeds, options.seconds)
     if options.real:
         found["policies_through_a_store"] = real(options.real)

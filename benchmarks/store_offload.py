@@ -14,6 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -181,24 +182,32 @@ def measure(rounds: int, link: str) -> dict[str, Any]:
     }
 
 
-def table(found: dict[str, Any]) -> str:
-    """The rows as text."""
+def title(found: Mapping[str, Any]) -> str:
+    """What was measured."""
     activations, weights = format_size(found["activations"]), format_size(found["weights"])
+    return (
+        f"LoRA step, {BATCH} x {LENGTH} tokens, {SHAPE['layers']} layers of {SHAPE['hidden']}, through a tensor store; "
+        f"{activations} of activations ({found['objects']} objects), {weights} of weights, link "
+        f"{found['link'] / 1e6:g} MB/s each way; {found['rounds']} rounds, all with the bits of plain PyTorch"
+    )
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """The rows as a Markdown table."""
     lines = [
-        f"LoRA step, {BATCH} x {LENGTH} tokens, {SHAPE['layers']} layers of {SHAPE['hidden']}; one thread; objects of "
-        f"activations {activations} ({found['objects']}), of weights {weights}; link "
-        f"{format_size(int(found['link']))}/s each way; {found['rounds']} rounds, all with the bits of plain PyTorch",
-        f"{'loop':40} {'device':>10} {'s':>7} {'quarters':>15} {'over plain':>10} {'bytes/link':>10} "
-        f"{'hits':>5} {'stall s':>8}",
+        "| loop | device | step, s | middle half | over plain, s | bytes / link, s | hits | waited, s |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     plain = found["rows"][0]["seconds"]
     for row in found["rows"]:
-        quarters = f"{row['quarters'][0]:.3f} - {row['quarters'][1]:.3f}"
         device = format_size(row["device"]) if row["device"] else ""
-        line = f"{row['name']:40} {device:>10} {row['seconds']:7.3f} {quarters:>15}"
+        low, high = row["quarters"]
+        line = f"| {row['name']} | {device} | {row['seconds']:.3f} | {low:.3f} - {high:.3f} |"
         if "hit_rate" in row:
-            line += f" {row['seconds'] - plain:10.3f} {row['link_seconds']:10.3f} {row['hit_rate']:5.0%} "
-            line += f"{row['stalled_microseconds'] / 1e6:8.3f}"
+            line += f" {row['seconds'] - plain:.3f} | {row['link_seconds']:.3f} | {row['hit_rate']:.0%} |"
+            line += f" {row['stalled_microseconds'] / 1e6:.3f} |"
+        else:
+            line += " | | | |"
         lines.append(line)
     return "\n".join(lines)
 
@@ -211,10 +220,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("-o", "--output", type=Path, help="also write the figures, as JSON")
     args = parser.parse_args(argv)
     found = measure(args.rounds, args.link)
-    print(table(found))
+    print(title(found), table(found), sep="\n\n")
     if args.output is not None:
         said = sys.argv[1:] if argv is None else argv
-        head = provenance("python -m benchmarks.store_offload", said, "cpu")
+        head = {"benchmark": "store-offload"} | provenance("python -m benchmarks.store_offload", said, "cpu")
         write_atomically(args.output, (json.dumps(head | found, indent=1) + "\n").encode())
     return 0
 
