@@ -340,6 +340,7 @@ class Keeper:
         self.counts.saved_bytes += item.nbytes
         if not item.gone and item.idle and (self._queue or self.room.excess > 0):
             self._drop(item)
+            self.counts.evicted += 1
 
     def _answer_all(self, item: Object) -> None:
         now = self._clock()
@@ -381,11 +382,12 @@ class Keeper:
             item = self.objects[victim.id]
             if item.host_file is not None:
                 self._drop(item)
+                self.counts.evicted += 1
                 dropped = True
             elif not self._save(item):
                 continue
+            # Of one that is saved first, it counts once it has left.
             nbytes -= item.room
-            self.counts.evicted += 1
         if nbytes <= 0:
             return dropped
         # Host memory is full: those that have a copy there already can leave nevertheless.
