@@ -79,6 +79,11 @@ class SharedCopy:
         self.placed: list[torch.Tensor] = []
         self._file = file
 
+    @property
+    def origin(self) -> str:
+        """Where its bytes come from, in words."""
+        return "loaded for all processes of this user" if self.is_new else "loaded before"
+
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor in the copy that stands for ``tensor``, laid out alike.
 

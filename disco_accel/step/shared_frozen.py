@@ -56,8 +56,7 @@ class FrozenSharing:
         except NotSharedError as error:
             self._warn(f"share_weights: this process keeps frozen weights of its own: {error}")
             return None
-        origin = "loaded for all processes of this user" if copy.is_new else "another process has loaded them"
-        say(f"share_weights: {format_size(room)} of frozen weights, shared: {origin}")
+        say(f"share_weights: {format_size(room)} of frozen weights, shared: {copy.origin}")
         return copy.arena
 
     def tell_written(self, arena: FileArena, names: Sequence[str]) -> None:

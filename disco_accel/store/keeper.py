@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import os
 import time
 from collections import deque
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 
 from disco_accel.errors import ExecutionError, StoreError, StoreFull
 from disco_accel.store.copy_lanes import Lanes
+from disco_accel.store.due_times import DueTimes
 from disco_accel.store.messages import Opcode, Tier
 from disco_accel.store.objects import Holder, Move, Object, Waiter
 from disco_accel.store.policies import Policy, victims, wait
@@ -66,7 +66,7 @@ class Keeper:
         self._moving: dict[int, Object] = {}
         self._copies: dict[int, Object] = {}
         """Objects in both tiers, whose host memory can be dropped, the oldest copies first."""
-        self._due: list[tuple[float, int]] = []
+        self._due = DueTimes()
         self.alive: dict[int, Object] = {}
         """All that have memory or wait for it, also those whose name is gone."""
         self._settling = self._again = False
@@ -189,13 +189,13 @@ class Keeper:
     def tick(self) -> float | None:
         """Start the prefetches that are due, and end waits that took too long. Returns the seconds until the next."""
         now = self._clock()
-        while self._due and self._due[0][0] <= now:
-            item = self.objects.get(heapq.heappop(self._due)[1])
+        while (id := self._due.take(now)) is not None:
+            item = self.objects.get(id)
             if item is not None and item.device_file is None and item.move is None and item.next_use is not None:
                 self._prefetch(item, now)
         if self._queue:
             self._settle()
-        times = [self._due[0][0]] if self._due else []
+        times = [] if self._due.next is None else [self._due.next]
         if self._queue:
             times.append(now + 0.1)
         return max(0.0, min(times) - now) if times else None
@@ -465,14 +465,7 @@ class Keeper:
             queued = self._lanes.tier.seconds(self._lanes.queued[True])
             # Half as long again, for others that come in between.
             start = item.next_use - 1.5 * (self._lanes.tier.seconds(item.nbytes) + queued)
-            self._note_due(max(start, self._clock()), item)
-
-    def _note_due(self, start: float, item: Object) -> None:
-        heapq.heappush(self._due, (start, item.id))
-        if len(self._due) > 64 + 2 * len(self.objects):
-            # Of objects that were freed or announced anew, possibly for a time that never comes.
-            first = {id: start for start, id in sorted(self._due, reverse=True) if id in self.objects}
-            self._due = sorted((start, id) for id, start in first.items())
+            self._due.add(max(start, self._clock()), item.id, self.objects, len(self.objects))
 
     def _prefetch(self, item: Object, now: float) -> None:
         self.room.regrant()
@@ -481,7 +474,7 @@ class Keeper:
             item.prefetching = True
             self._enqueue(item)
         elif item.next_use is not None and now < item.next_use:
-            self._note_due(now + _RETRY, item)
+            self._due.add(now + _RETRY, item.id, self.objects, len(self.objects))
 
     def _save_ahead(self) -> None:
         """Copy idle objects to host memory while that has room of its own, one at a time."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import torch
 from disco_accel.store.client import Store
 from disco_accel.store.room import Limits
 from disco_accel.store.server import Server
+from disco_accel.store.stored_object import freer_of
 
 MIB = 1 << 20
 
@@ -87,3 +89,18 @@ def in_child(work: Callable[[], None]) -> int:
 def open_files() -> int:
     """How many descriptors this process has."""
     return len(os.listdir("/proc/self/fd"))
+
+
+def objects(store: Store) -> int:
+    """Objects of the store, once all that was let go of is freed."""
+    gc.collect()
+    freer_of(store).wait()
+    count: int = store.stats()["objects"]
+    return count
+
+
+def nothing_left(store: Store) -> None:
+    """No object is in the store, and none takes memory."""
+    assert objects(store) == 0
+    until(lambda: store.stats()["device_used"] == 0)
+    assert store.stats()["host_used"] == 0

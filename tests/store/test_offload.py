@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,10 +18,9 @@ from torch import nn
 from disco_accel.errors import ConfigError, StoreError, StoreFull, StoreGone
 from disco_accel.store.client import Store
 from disco_accel.store.offloaded_weight import OffloadedWeight
-from disco_accel.store.stored_object import freer_of
 from disco_accel.store.weight_uses import Weight, WeightUses
 from disco_accel.testing.models import family_lora, tiny_lora
-from tests.store.serving import MIB, command, serving, until
+from tests.store.serving import MIB, command, nothing_left, serving
 
 KIB = 1 << 10
 
@@ -31,13 +29,6 @@ KIB = 1 << 10
 def store(tmp_path: Path) -> Iterator[Store]:
     with serving(tmp_path, device=2 * MIB) as server, Store.connect(server.path) as made:
         yield made
-
-
-def nothing_left(store: Store) -> None:
-    gc.collect()
-    freer_of(store).wait()
-    assert store.stats()["objects"] == 0
-    until(lambda: store.stats()["device_used"] == 0)
 
 
 def steps(model: nn.Module, store: Store | None, count: int = 3) -> list[torch.Tensor]:

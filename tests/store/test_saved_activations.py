@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,9 +17,8 @@ import disco_accel.store.saved_activations as module
 from disco_accel.errors import ConfigError, StoreError, StoreFull, StoreGone
 from disco_accel.store.client import Store
 from disco_accel.store.saved_activations import saved_activations
-from disco_accel.store.stored_object import freer_of
 from disco_accel.testing.models import tiny_lora
-from tests.store.serving import MIB, command, serving, until
+from tests.store.serving import MIB, command, nothing_left, objects, serving, until
 
 KIB = 1 << 10
 
@@ -46,20 +44,6 @@ class Watched(Store):
 def store(tmp_path: Path) -> Iterator[Watched]:
     with serving(tmp_path, device=2 * MIB) as server, Watched.connect(server.path) as made:
         yield made
-
-
-def objects(store: Store) -> int:
-    """Objects of the store, once all that was let go of is freed."""
-    gc.collect()
-    freer_of(store).wait()
-    count: int = store.stats()["objects"]
-    return count
-
-
-def nothing_left(store: Store) -> None:
-    assert objects(store) == 0
-    until(lambda: store.stats()["device_used"] == 0)
-    assert store.stats()["host_used"] == 0
 
 
 def lora_steps(store: Store | None, steps: int, checkpointing: bool) -> list[torch.Tensor]:

@@ -53,8 +53,7 @@ def read_shared(
                 tensor = torch.empty(tensor.shape, dtype=tensor.dtype)
                 read_into(descriptors[sources[i].file], sources[i], tensor, buffer)
             placed[i] = copy.put(tensor)
-    origin = "loaded for all processes of this user" if copy.is_new else "another process has loaded them"
-    _say(f"share_weights: {format_size(room)} of the checkpoint, shared: {origin}")
+    _say(f"share_weights: {format_size(room)} of the checkpoint, shared: {copy.origin}")
     return copy.arena, placed
 
 
