@@ -1,0 +1,192 @@
+"""Memory of objects in both tiers: what is copied, dropped and evicted, and when evicted objects start back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from disco_accel.errors import ExecutionError
+from disco_accel.store.copy_lanes import Lanes
+from disco_accel.store.due_times import DueTimes
+from disco_accel.store.messages import Tier
+from disco_accel.store.objects import Move, Object
+from disco_accel.store.policies import Policy, victims, wait
+from disco_accel.store.room import Room
+from disco_accel.store.tiers import new_file
+
+_SPARE = 0.25
+"""Part of the device that is kept free or clean where the host has room, so that an object that is brought back need
+not wait for another to be saved."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """Since the store began. ``hits``: gets of an object that was there; ``stalled``: seconds that gets and creations
+    waited."""
+
+    gets: int = 0
+    hits: int = 0
+    fetched: int = 0
+    prefetched: int = 0
+    evicted: int = 0
+    dropped: int = 0
+    saved_bytes: int = 0
+    loaded_bytes: int = 0
+    stalled: float = 0.0
+
+
+class Movements:
+    """The ways of objects between the tiers. ``objects``: those that have a name, by id; the keeper's, which adds to it
+    and takes from it. Not thread safe: only the copies of ``lanes`` run beside."""
+
+    def __init__(
+        self, room: Room, objects: Mapping[int, Object], policy: Policy, lanes: Lanes, clock: Callable[[], float]
+    ) -> None:
+        self.room = room
+        self.lanes = lanes
+        self.counts = Counts()
+        self.moving: dict[int, Object] = {}
+        self.alive: dict[int, Object] = {}
+        """All that have memory or wait for it, also those whose name is gone."""
+        self.due = DueTimes()
+        self._objects, self._policy, self._clock = objects, policy, clock
+        self.copies: dict[int, Object] = {}
+        """Objects in both tiers, whose host memory can be dropped, the oldest copies first."""
+
+    def unclaimed(self, load: bool) -> int:
+        """Bytes of objects that nobody uses or waits for, on their way to the device or, not ``load``, from it."""
+        free = [item for item in self.moving.values() if not item.leases and not item.waiters]
+        return sum(item.room for item in free if item.move is not None and item.move.load is load)
+
+    def leaving(self) -> int:
+        """Bytes of objects that can leave the device once they are saved."""
+        return self.unclaimed(False)
+
+    def start(self, move: Move) -> None:
+        """Hand ``move`` to its lane; its object waits for it to end."""
+        move.object.move = move
+        self.moving[move.object.id] = move.object
+        self.lanes.submit(move)
+
+    def ended(self) -> Move | None:
+        """A move that has ended, each once, its object free to move again; None where there is no other."""
+        move = self.lanes.ended()
+        if move is not None:
+            move.object.move = None
+            self.moving.pop(move.object.id, None)
+        return move
+
+    def evict(self, nbytes: int, later_than: float | None) -> bool:
+        """Begin to take ``nbytes`` from the device by the policy. Whether any are free now that were not before.
+
+        ``later_than``: only objects whose next use is so many seconds away or more, and none if these do not suffice.
+        """
+        now = self._clock()
+        if nbytes <= 0:
+            return False
+        pool: Iterable[Object] = self.room.idle.values()
+        if later_than is not None:
+            pool = [item for item in pool if wait(item.candidate(0.0), now) > later_than]
+            if sum(item.room for item in pool) < nbytes:
+                return False
+        candidates = [item.candidate(self.lanes.tier.seconds(item.nbytes)) for item in pool]
+        dropped = False
+        for victim in victims(self._policy, candidates, nbytes, now):
+            item = self._objects[victim.id]
+            if item.host_file is not None:
+                self.drop(item)
+                self.counts.evicted += 1
+                dropped = True
+            elif not self.save(item):
+                continue
+            # Of one that is saved first, it counts once it has left.
+            nbytes -= item.room
+        if nbytes <= 0:
+            return dropped
+        # Host memory is full: those that have a copy there already can leave nevertheless.
+        clean = [c for c in candidates if c.id in self.room.idle and self._objects[c.id].host_file is not None]
+        for victim in victims(self._policy, clean, nbytes, now):
+            self.drop(self._objects[victim.id])
+            self.counts.evicted += 1
+            dropped = True
+        return dropped
+
+    def save(self, item: Object) -> bool:
+        """Begin to copy ``item`` to host memory, if there is room."""
+        assert item.device_file is not None
+        if not self.make_host_room(item.room):
+            return False
+        try:
+            target = new_file(f"store-{item.id:x}", item.nbytes)
+        except ExecutionError:
+            return False
+        self.room.host_used += item.room
+        self.start(Move(item, False, item.device_file, target))
+        self.room.classify(item)
+        return True
+
+    def make_host_room(self, nbytes: int) -> bool:
+        """Drop host copies of objects that are on the device until ``nbytes`` are free."""
+        if self.room.host_free >= nbytes:
+            return True
+        if self.room.host_free + sum(c.room for c in self.copies.values() if c.idle or c.leases) < nbytes:
+            return False
+        for copy in list(self.copies.values()):
+            if self.room.host_free >= nbytes:
+                break
+            if copy.move is None and copy.host_file is not None:
+                self.lanes.discard(copy.host_file, copy.nbytes)
+                copy.host_file = None
+                self.room.host_used -= copy.room
+                del self.copies[copy.id]
+                self.room.classify(copy)
+        return self.room.host_free >= nbytes
+
+    def drop(self, item: Object) -> None:
+        """Let go of device memory whose content the host has too."""
+        assert item.device_file is not None
+        self.lanes.discard(item.device_file, item.nbytes)
+        item.device_file = None
+        self.room.device_used -= item.room
+        self.copies.pop(item.id, None)
+        self.counts.dropped += 1
+        self.room.classify(item)
+        self.schedule(item)
+
+    def dispose(self, item: Object) -> None:
+        """Let go of the memory of an object that is gone, unless somebody has a lease or a worker copies it."""
+        if item.leases or item.move is not None:
+            return
+        self.copies.pop(item.id, None)
+        if item.device_file is not None:
+            self.lanes.discard(item.device_file, item.nbytes)
+            self.room.device_used -= item.room
+        if item.host_file is not None:
+            self.lanes.discard(item.host_file, item.nbytes)
+            self.room.host_used -= item.room
+        item.device_file = item.host_file = None
+        self.alive.pop(item.id, None)
+        self.room.classify(item)
+        if item.owner.owned.pop(item.id, None) is not None:
+            item.owner.nbytes -= item.room
+
+    def schedule(self, item: Object) -> None:
+        """Note when an evicted object whose next use was announced has to start on its way back."""
+        if item.next_use is not None and item.tier is Tier.DEVICE and item.device_file is None:
+            queued = self.lanes.tier.seconds(self.lanes.queued[True])
+            # Half as long again, for others that come in between.
+            start = item.next_use - 1.5 * (self.lanes.tier.seconds(item.nbytes) + queued)
+            self.due.add(max(start, self._clock()), item.id, self._objects, len(self._objects))
+
+    def save_ahead(self) -> None:
+        """Copy idle objects to host memory while that has room of its own, one at a time."""
+        room = self.room
+        if self.lanes.queued[False] or room.idle_bytes == room.clean_bytes:
+            return
+        if room.device_free + room.clean_bytes >= _SPARE * room.limits.device:
+            return
+        now = self._clock()
+        dirty = [o for o in room.idle.values() if o.host_file is None and o.room <= room.host_free]
+        if dirty:
+            best = max(dirty, key=lambda o: self._policy(o.candidate(self.lanes.tier.seconds(o.nbytes)), now))
+            self.save(best)
