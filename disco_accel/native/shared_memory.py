@@ -7,10 +7,9 @@ import fcntl
 import functools
 import mmap
 import os
-import weakref
 from collections.abc import Callable
 from enum import IntFlag
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from disco_accel.errors import ExecutionError
 
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     import torch
 
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
-_Span = ctypes.c_ubyte * (1 << 46)
-"""Of any mapping, of which it is longer: a type of its own for each length would never be freed."""
 
 
 class Seal(IntFlag):
@@ -74,10 +71,35 @@ def seals_of(file: int) -> Seal:
         return Seal(0)
 
 
+class _Mapping(ctypes.c_ubyte * (1 << 46)):  # type: ignore[misc]
+    """A mapping, of which it is longer: a type of its own for each length would never be freed.
+
+    It ends with its last tensor, in whichever thread, and also in an interpreter that ends: what it needs then it has
+    itself. Tensors that outlive the interpreter keep it, and the kernel unmaps.
+    """
+
+    nbytes: int
+    freed: Callable[[], None] | None
+    munmap: Callable[[int, int], int]
+
+    def __del__(self, addressof: Callable[[Any], int] = ctypes.addressof) -> None:
+        self.munmap(addressof(self), self.nbytes)
+        if self.freed is not None:
+            self.freed()
+
+
 def map_file(
-    file: int, nbytes: int, *, shared_writes: bool, offset: int = 0, freed: Callable[[], None] | None = None
+    file: int,
+    nbytes: int,
+    *,
+    shared_writes: bool,
+    offset: int = 0,
+    freed: Callable[[], None] | None = None,
+    dtype: torch.dtype | None = None,
+    count: int | None = None,
 ) -> torch.Tensor:
-    """``nbytes`` bytes of ``file`` from ``offset`` on, a whole number of pages, as a 1-d uint8 tensor.
+    """``nbytes`` bytes of ``file`` from ``offset`` on, a whole number of pages, as a 1-d tensor of ``dtype`` (default:
+    uint8), of the first ``count`` elements (default: all).
 
     With ``shared_writes`` all who map the file see what is written there. Without, it shows the file's content until
     this process writes to a page: from then on that page is this process's own. The mapping lives as long as a tensor
@@ -89,18 +111,22 @@ def map_file(
     # Here, so that a process which makes and seals files, and maps none, starts without it.
     import torch
 
+    kind = torch.uint8 if dtype is None else dtype
     if nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=kind)
+    count = nbytes // kind.itemsize if count is None else count
+    assert count > 0 and count * kind.itemsize <= nbytes
+    libc = _libc()
     flags = mmap.MAP_SHARED if shared_writes else mmap.MAP_PRIVATE | _MAP_NORESERVE
-    address = _libc().mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, file, offset)
-    if address == ctypes.c_void_p(-1).value:
+    address = libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, file, offset)
+    if address == _FAILED:
         raise ExecutionError(f"{nbytes} bytes of shared memory cannot be mapped: {os.strerror(ctypes.get_errno())}")
-    span = _Span.from_address(address)
-    # At the end of the process the kernel unmaps; tensors may still be read by then.
-    weakref.finalize(span, _unmap, address, nbytes, freed).atexit = False
-    return torch.frombuffer(span, dtype=torch.uint8, count=nbytes)
+    span = _Mapping.from_address(address)
+    span.nbytes, span.freed, span.munmap = nbytes, freed, libc.munmap
+    return torch.frombuffer(span, dtype=kind, count=count)
 
 
+_FAILED = ctypes.c_void_p(-1).value
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 
 
@@ -119,12 +145,6 @@ def lay_over(memory: torch.Tensor, file: int, *, shared_writes: bool = False) ->
     if _libc().mmap(memory.data_ptr(), memory.nbytes, access, flags, file, 0) != memory.data_ptr():
         reason = os.strerror(ctypes.get_errno())
         raise ExecutionError(f"{memory.nbytes} bytes of shared memory cannot be mapped: {reason}")
-
-
-def _unmap(address: int, nbytes: int, freed: Callable[[], None] | None) -> None:
-    _libc().munmap(address, nbytes)
-    if freed is not None:
-        freed()
 
 
 @functools.cache

@@ -275,23 +275,35 @@ class Store:
         self.close()
 
     def _map(self, reply: Reply, file: int) -> torch.Tensor:
-        """The object's memory, whole pages; the lease ends with the last tensor of them."""
+        """The object's memory, 1-d: its elements where it is final, else whole pages of bytes. The lease ends with the
+        last tensor of it."""
         nbytes = nbytes_of(reply.shape, reply.dtype)
         # Finalizers call it, in any thread and at any point of another call.
         release = functools.partial(self._channel.tell, Request(Opcode.RELEASE, object=reply.object))
+        if nbytes == 0:
+            release()
+            return torch.empty(0, dtype=torch.uint8)
         try:
-            memory = map_file(file, room_of(nbytes), shared_writes=bool(reply.amount), freed=release)
+            if reply.amount:
+                return map_file(file, room_of(nbytes), shared_writes=True, freed=release)
+            dtype = _TORCH[reply.dtype]
+            return map_file(
+                *(file, room_of(nbytes)),
+                shared_writes=False,
+                freed=release,
+                dtype=dtype,
+                count=nbytes // dtype.itemsize,
+            )
         except BaseException:
             release()
             raise
-        if nbytes == 0:
-            release()
-        return memory
 
 
 def _shaped(memory: torch.Tensor, reply: Reply) -> torch.Tensor:
-    nbytes = nbytes_of(reply.shape, reply.dtype)
-    return memory[:nbytes].view(_TORCH[reply.dtype]).view(reply.shape)
+    """The tensor in ``memory``, as ``Store._map`` gives it. Each view takes a microsecond or two: none is needless."""
+    if reply.amount or not memory.numel():
+        memory = memory[: nbytes_of(reply.shape, reply.dtype)].view(_TORCH[reply.dtype])
+    return memory if reply.dimensions == 1 else memory.view(reply.shape)
 
 
 def _name(id: int) -> int:

@@ -46,7 +46,9 @@ class Channel:
         self._pid = os.getpid()
         self._sending = threading.Lock()
         self._told: deque[bytes] = deque()
-        self._turn = threading.Condition()
+        # Reentrant: a finalizer in the middle of a call may find that the store has ended.
+        self._state = threading.RLock()
+        self._turn = threading.Condition(self._state)
         self._reading = False
         self._number = 0
         self._replies: dict[int, tuple[Reply, int | None] | None] = {}
@@ -62,7 +64,7 @@ class Channel:
             StoreGone: the store has ended.
         """
         self.check()
-        with self._turn:
+        with self._state:
             # 0 is the number of requests without one.
             self._number = number = self._number % 0xFFFFFFFF + 1
             self._replies[number] = None
@@ -73,7 +75,7 @@ class Channel:
             self._send_told()
             reply, file = self._wait(number)
         except BaseException:
-            with self._turn:
+            with self._state:
                 late = self._replies.pop(number, None)
                 if late is None and self._gone is None:
                     self._abandoned[number] = request.opcode
@@ -123,7 +125,7 @@ class Channel:
         self._gone = "this connection belongs to the process that forked this one"
 
     def _end(self, why: str) -> None:
-        with self._turn:
+        with self._state:
             if self._gone is None:
                 self._gone = (
                     f"the store at {self.path} is gone: {why}. Tensors that it gave stay readable; connect again once "
@@ -177,7 +179,7 @@ class Channel:
     def _wait(self, number: int) -> tuple[Reply, int | None]:
         """The reply of that number: read here, or by another thread that waits for its own."""
         while True:
-            with self._turn:
+            with self._state:
                 while (found := self._replies[number]) is None and self._reading and self._gone is None:
                     self._turn.wait()
                 if found is not None:
@@ -189,11 +191,13 @@ class Channel:
             try:
                 self._receive()
             finally:
-                with self._turn:
+                with self._state:
                     self._reading = False
                     if self._gone is not None:
                         self._socket.close()
-                    self._turn.notify_all()
+                    # Each thread that waits has an entry of its own.
+                    if len(self._replies) > 1:
+                        self._turn.notify_all()
 
     def _receive(self) -> None:
         """Read one reply and give it to who asked."""
@@ -217,7 +221,7 @@ class Channel:
                 os.close(file)
             self._end(str(error))
             return
-        with self._turn:
+        with self._state:
             if reply.number in self._replies:
                 self._replies[reply.number] = (reply, file)
                 return

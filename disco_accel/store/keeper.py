@@ -216,6 +216,9 @@ class Keeper:
         self._again = True
         if self._settling:
             return
+        if not self._queue and self.room.uncontended:
+            self._moves.save_ahead()
+            return
         self._settling = True
         while self._again:
             self._again = False

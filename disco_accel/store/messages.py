@@ -65,8 +65,8 @@ class Opcode(IntEnum):
     reply."""
 
 
-SILENT = frozenset({Opcode.RELEASE, Opcode.HELD, Opcode.FIRST_CLASS})
-"""Opcodes that have no reply, unless they are malformed."""
+SILENT = (Opcode.RELEASE, Opcode.HELD, Opcode.FIRST_CLASS)
+"""Opcodes that have no reply, unless they are malformed. Looked up by identity: hashing one takes a call of Python."""
 
 
 class Status(IntEnum):
@@ -152,57 +152,75 @@ def parse_request(data: bytes) -> Request:
     """The request in ``data``, each field within its bounds. Raises Malformed, naming the field."""
     if len(data) != REQUEST.size:
         raise Malformed(f"a request has {REQUEST.size} bytes, not {len(data)}")
-    version, opcode, device, number, amount, name, wish, dtype, dimensions, *shape = REQUEST.unpack(data)
+    version, opcode, device, number, amount, name, wish, dtype, dimensions, *sizes = REQUEST.unpack(data)
     if version != VERSION:
         raise Malformed(f"version {version} of messages: this store speaks {VERSION}", number)
-    known = _OPCODES.get(opcode)
-    if known is None:
+    use = _USES.get(opcode)
+    if use is None:
         raise Malformed(f"no opcode {opcode}", number)
     if data[_PADDING] != _NO_BYTES:
         raise Malformed("bytes 34 to 39 are not 0", number)
     if dimensions > MAX_DIMENSIONS:
         raise Malformed(f"{dimensions} dimensions: at most {MAX_DIMENSIONS}", number)
-    if any(shape[dimensions:]):
+    if any(sizes[dimensions:]):
         raise Malformed("sizes behind the last dimension are not 0", number)
-    request = Request(known, number, device, amount, name, wish, dtype, tuple(shape[:dimensions]))
-    _check(request)
+    request = Request(use.opcode, number, device, amount, name, wish, dtype, tuple(sizes[:dimensions]))
+    _check(request, use)
     return request
 
 
 _PADDING, _NO_BYTES = slice(34, 40), b"\0" * 6
-_OPCODES = {int(opcode): opcode for opcode in Opcode}
 _STATUSES = tuple(Status)
-_DEVICES = {Opcode.CREATE: len(Tier), Opcode.FIRST_CLASS: MAX_DEVICES}
 
 
-def _check(request: Request) -> None:
-    """Raise Malformed where a field that the opcode uses is out of bounds, or one that it does not use is not 0."""
-    low, high = _AMOUNTS.get(request.opcode, (0, 0))
-    if not low <= request.amount <= high:
-        raise Malformed(f"{request.opcode.name}: amount {request.amount} is not in [{low}, {high}]", request.number)
-    if (request.opcode in _NAMES_OBJECT) != (request.object != 0):
-        raise Malformed(f"{request.opcode.name}: object {request.object}", request.number)
-    wish_low, wish_high = (request.amount, MAX_AMOUNT) if request.opcode is Opcode.WANT else (0, 0)
-    if not wish_low <= request.wish <= wish_high:
-        raise Malformed(
-            f"{request.opcode.name}: wish {request.wish} is less than the least, or too much", request.number
-        )
-    if request.device >= _DEVICES.get(request.opcode, 1):
-        raise Malformed(f"{request.opcode.name}: no device {request.device}", request.number)
-    if request.opcode is Opcode.CREATE:
-        nbytes_of(request.shape, request.dtype, request.number)
-    elif request.dtype or request.shape:
-        raise Malformed(f"{request.opcode.name} has no shape", request.number)
+class _Use(NamedTuple):
+    """What ``opcode`` uses fields for; one that it does not use is 0. ``low``, ``high``: bounds of its amount.
+    ``devices``: numbers of devices are smaller. ``wishes``: the wish is at least the amount."""
+
+    opcode: Opcode
+    low: int = 0
+    high: int = 0
+    names_object: bool = False
+    devices: int = 1
+    wishes: bool = False
+    has_shape: bool = False
 
 
-_AMOUNTS = {
-    Opcode.PUT: (NO_NEXT_USE, MAX_NEXT_USE),
-    Opcode.STATS: (0, 1 << 20),
-    Opcode.WANT: (0, MAX_AMOUNT),
-    Opcode.HELD: (0, MAX_AMOUNT),
-    Opcode.FIRST_CLASS: (-MAX_AMOUNT, MAX_AMOUNT),
+# By plain numbers: an enumeration's members take a call of Python to be hashed.
+_USES = {
+    int(use.opcode): use
+    for use in (
+        _Use(Opcode.PING),
+        _Use(Opcode.CREATE, devices=len(Tier), has_shape=True),
+        _Use(Opcode.GET, names_object=True),
+        _Use(Opcode.PUT, NO_NEXT_USE, MAX_NEXT_USE, names_object=True),
+        _Use(Opcode.FREE, names_object=True),
+        _Use(Opcode.RELEASE, names_object=True),
+        _Use(Opcode.PREFETCH, names_object=True),
+        _Use(Opcode.STATS, 0, 1 << 20),
+        _Use(Opcode.WANT, 0, MAX_AMOUNT, wishes=True),
+        _Use(Opcode.HELD, 0, MAX_AMOUNT),
+        _Use(Opcode.FIRST_CLASS, -MAX_AMOUNT, MAX_AMOUNT, devices=MAX_DEVICES),
+    )
 }
-_NAMES_OBJECT = {Opcode.GET, Opcode.PUT, Opcode.FREE, Opcode.RELEASE, Opcode.PREFETCH}
+
+
+def _check(request: Request, use: _Use) -> None:
+    """Raise Malformed where a field that the opcode uses is out of bounds, or one that it does not use is not 0."""
+    opcode, number, device, amount, name, wish, dtype, shape = request
+    _opcode, low, high, names_object, devices, wishes, has_shape = use
+    if not low <= amount <= high:
+        raise Malformed(f"{opcode.name}: amount {amount} is not in [{low}, {high}]", number)
+    if names_object != (name != 0):
+        raise Malformed(f"{opcode.name}: object {name}", number)
+    if (wish and not wishes) or (wishes and not amount <= wish <= MAX_AMOUNT):
+        raise Malformed(f"{opcode.name}: wish {wish} is less than the least, or too much", number)
+    if device >= devices:
+        raise Malformed(f"{opcode.name}: no device {device}", number)
+    if has_shape:
+        nbytes_of(shape, dtype, number)
+    elif dtype or shape:
+        raise Malformed(f"{opcode.name} has no shape", number)
 
 
 def nbytes_of(shape: tuple[int, ...], dtype: int, number: int = 0) -> int:

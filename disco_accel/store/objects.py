@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import threading
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from disco_accel.store.messages import Opcode, Tier
 from disco_accel.store.policies import Candidate
@@ -43,8 +44,7 @@ class Move:
     error: str | None = None
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Waiter:
+class Waiter(NamedTuple):
     """A request that is answered when its object is there."""
 
     holder: Holder

@@ -11,6 +11,9 @@ from disco_accel.store.messages import NO_NEXT_USE, SILENT, Opcode, Reply, Reque
 from disco_accel.store.objects import Holder, Object, Waiter, room_of
 
 _MAX_FIGURE = (1 << 63) - 1
+# Of Python 3.11, each member of an enumeration that is looked up by its class takes a call.
+_GET, _RELEASE, _PUT, _CREATE, _FREE = Opcode.GET, Opcode.RELEASE, Opcode.PUT, Opcode.CREATE, Opcode.FREE
+_OK = Status.OK
 
 
 class Desk:
@@ -37,53 +40,54 @@ class Desk:
 
     def _do(self, holder: Holder, request: Request, now: float) -> Reply | None:
         keeper, opcode = self.keeper, request.opcode
-        done = Reply(Status.OK, request.number)
-        if opcode is Opcode.PING:
-            return done
-        if opcode is Opcode.CREATE:
-            self._create(holder, request, now)
-            return None
-        if opcode is Opcode.STATS:
-            # What clients claim may add up to more than a message has room for.
-            figures = tuple(min(max(f, -_MAX_FIGURE), _MAX_FIGURE) for f in self._figures(request.amount))
-            return Reply(Status.OK, request.number, STATS_PAGES + len(keeper.holders), figures=figures)
-        if opcode is Opcode.WANT:
-            keeper.room.want(holder, request.amount, request.wish)
-            keeper.changed()
-            return done
-        if opcode is Opcode.HELD:
-            keeper.room.hold(holder, request.amount)
-            keeper.changed()
-            return None
-        if opcode is Opcode.FIRST_CLASS:
-            keeper.room.report(holder, request.device, request.amount)
-            keeper.changed()
-            return None
-        if opcode is Opcode.RELEASE:
+        if opcode is _RELEASE:
             self._release(holder, request.object)
             return None
+        if opcode is _CREATE:
+            self._create(holder, request, now)
+            return None
+        if not request.object:
+            return self._do_without_object(holder, request)
         item = keeper.objects.get(request.object)
         # Ids can be guessed: one whose memory is still waited for has not been told to anybody.
         if item is None or not (item.final or item.file is not None):
             raise StoreError(f"no object {request.object}: it was freed, or its owner or its store has ended")
         if not item.final and item.owner is not holder:
             raise StoreError(f"object {item.id} is not put yet: process {item.owner.pid} is writing it")
-        if opcode is Opcode.GET:
+        if opcode is _GET:
             keeper.get(item, Waiter(holder, request.number, opcode, now))
             return None
-        if opcode is Opcode.PUT:
+        if opcode is _PUT:
             seconds = None if request.amount == NO_NEXT_USE else request.amount / 1e6
             if not keeper.put(item, seconds):
                 raise StoreError(
                     f"object {item.id} can't be put: a process forked since, or another mapping, can still write to it"
                 )
-        elif opcode is Opcode.FREE:
+        elif opcode is _FREE:
             if item.owner is not holder:
                 raise StoreError(f"object {item.id} is process {item.owner.pid}'s to free; drop its tensors instead")
             keeper.free(item)
         elif opcode is Opcode.PREFETCH:
             keeper.prefetch(item)
-        return done
+        return Reply(_OK, request.number)
+
+    def _do_without_object(self, holder: Holder, request: Request) -> Reply | None:
+        """Requests about the store, or about their sender."""
+        keeper, opcode = self.keeper, request.opcode
+        if opcode is Opcode.STATS:
+            # What clients claim may add up to more than a message has room for.
+            figures = tuple(min(max(f, -_MAX_FIGURE), _MAX_FIGURE) for f in self._figures(request.amount))
+            return Reply(_OK, request.number, STATS_PAGES + len(keeper.holders), figures=figures)
+        if opcode is Opcode.WANT:
+            keeper.room.want(holder, request.amount, request.wish)
+            keeper.changed()
+        elif opcode is Opcode.HELD:
+            keeper.room.hold(holder, request.amount)
+            keeper.changed()
+        elif opcode is Opcode.FIRST_CLASS:
+            keeper.room.report(holder, request.device, request.amount)
+            keeper.changed()
+        return None if opcode in SILENT else Reply(_OK, request.number)
 
     def _create(self, holder: Holder, request: Request, now: float) -> None:
         nbytes = nbytes_of(request.shape, request.dtype)

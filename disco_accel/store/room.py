@@ -85,6 +85,11 @@ class Room:
         return any(holder.held > holder.grant for holder in self._jobs)
 
     @property
+    def uncontended(self) -> bool:
+        """Whether nobody wants a budget and nothing has to leave for first-class memory."""
+        return not self._jobs and self.device_used + self.first_class <= self.limits.device
+
+    @property
     def excess(self) -> int:
         """Bytes of idle objects that have to leave for first-class memory and budgets; at most 0 where none do."""
         return self.device_used - (self.limits.device - self.first_class - self._ideal())

@@ -18,7 +18,7 @@ from disco_accel.store import place
 from disco_accel.store.copy_lanes import Lanes
 from disco_accel.store.grant_page import BEAT_SECONDS, GrantPage
 from disco_accel.store.keeper import Keeper
-from disco_accel.store.messages import REQUEST, SILENT, Malformed, Opcode, Reply, Status, parse_request
+from disco_accel.store.messages import MAX_DIMENSIONS, REQUEST, SILENT, Malformed, Opcode, Reply, Status, parse_request
 from disco_accel.store.objects import Holder, Object, Waiter
 from disco_accel.store.policies import policy_of
 from disco_accel.store.requests import Desk
@@ -27,6 +27,10 @@ from disco_accel.store.tiers import SharedMemoryTier
 
 _OUTBOX = 64
 """Replies that wait for a client that does not read; with more it is cut off."""
+# Numbers, not members of an enumeration, which Python's socket module would convert at each message.
+_SOL_SOCKET, _SCM_RIGHTS = int(socket.SOL_SOCKET), int(socket.SCM_RIGHTS)
+_NO_FIGURES = (0,) * MAX_DIMENSIONS
+_OK, _GET, _WANT = Status.OK, Opcode.GET, Opcode.WANT
 _IN_A_ROW = 16
 """Requests that one client gets done before others have their turn."""
 
@@ -163,7 +167,7 @@ class Server:
             if self._pages:
                 self._write_pages()
             return True
-        if reply is not None and request.opcode is Opcode.WANT and reply.status is Status.OK:
+        if reply is not None and request.opcode is _WANT and reply.status is _OK:
             self._send_page(connection, reply)
         elif reply is not None:
             self._send(connection, reply, None)
@@ -198,12 +202,10 @@ class Server:
             status = Status.FULL if isinstance(refusal, StoreFull) else Status.REFUSED
             self._send(connection, Reply(status, waiter.number, text=str(refusal)), None)
             return
-        figures = item.shape + (0,) * (8 - len(item.shape))
-        reply = Reply(
-            *(Status.OK, waiter.number, 0 if item.final else 1, item.id, item.tier, item.dtype, len(item.shape)),
-            figures,
-        )
-        self._send(connection, reply, item.file if waiter.opcode is Opcode.GET else None)
+        shape = item.shape
+        figures = shape + _NO_FIGURES[len(shape) :]
+        reply = Reply(_OK, waiter.number, 0 if item.final else 1, item.id, item.tier, item.dtype, len(shape), figures)
+        self._send(connection, reply, item.file if waiter.opcode is _GET else None)
 
     def _send(self, connection: Connection, reply: Reply, file: int | None) -> None:
         if connection.dead:
@@ -224,9 +226,11 @@ class Server:
 
     def _sent(self, connection: Connection, data: bytes, file: int | None) -> bool:
         """Whether ``data`` is sent: else there is no room, or the client is gone and ``dead``."""
-        rights = [] if file is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file]))]
         try:
-            connection.socket.sendmsg([data], rights)
+            if file is None:
+                connection.socket.send(data)
+            else:
+                connection.socket.sendmsg([data], [(_SOL_SOCKET, _SCM_RIGHTS, array.array("i", [file]))])
         except BlockingIOError:
             return False
         except OSError:
