@@ -7,6 +7,7 @@ import json
 import re
 import resource
 import signal
+from collections.abc import Sequence
 
 from disco_accel.cli.recipe_commands import say
 from disco_accel.errors import ConfigError
@@ -30,7 +31,8 @@ def store_arguments(parser: argparse.ArgumentParser) -> None:
         kind.add_argument("--socket", metavar="PATH", help=_SOCKET)
     serve.add_argument("--host", metavar="SIZE", default="64GiB", help="host memory for objects (default: 64GiB)")
     serve.add_argument("--device", metavar="SIZE", default="8GiB", help="device memory, in all (default: 8GiB)")
-    serve.add_argument("--quota", metavar="SIZE", help="the most that one client gets (default: no limit)")
+    quotas = "the most that each client gets, or each of that label; may be given again (default: no limit)"
+    serve.add_argument("--quota", metavar="[LABEL=]SIZE", action="append", default=[], help=quotas)
     policies = f"which objects leave first: {', '.join(POLICIES)} (default: {DEFAULT})"
     serve.add_argument("--policy", metavar="NAME", default=DEFAULT, help=policies)
     serve.add_argument("--link-bandwidth", metavar="RATE", help="of the device's link: 20GB/s (default: no limit)")
@@ -49,8 +51,8 @@ def _serve(options: argparse.Namespace) -> int:
     from disco_accel.store.room import Limits
     from disco_accel.store.server import Server
 
-    quota = None if options.quota is None else parse_size(options.quota)
-    limits = Limits(parse_size(options.host), parse_size(options.device), quota)
+    quota, quotas = parse_quotas(options.quota)
+    limits = Limits(parse_size(options.host), parse_size(options.device), quota, quotas)
     rate = None if options.link_bandwidth is None else parse_rate(options.link_bandwidth)
     # Each object is a file in memory, with a descriptor in the store.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -68,6 +70,25 @@ def _serve(options: argparse.Namespace) -> int:
     server.run()
     say("store: ended")
     return 0
+
+
+def parse_quotas(texts: Sequence[str]) -> tuple[int | None, dict[str, int]]:
+    """Bytes for each client, None for no limit, and for clients of a label: of ``4GiB`` and ``train-a=8GiB``.
+
+    Raises:
+        ConfigError: one is no such thing, or is given twice.
+    """
+    from disco_accel.store.messages import is_label
+
+    found: dict[str, int] = {}
+    for text in texts:
+        label, equals, size = text.rpartition("=")
+        if equals and not is_label(label):
+            raise ConfigError(f"--quota: {text!r}: write LABEL=SIZE, such as train-a=4GiB, or SIZE for all clients")
+        if label in found:
+            raise ConfigError(f"--quota: {text!r}: {label or 'each client'} has a quota already")
+        found[label] = parse_size(size)
+    return found.pop("", None), found
 
 
 def parse_rate(text: str) -> float:

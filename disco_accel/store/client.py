@@ -30,6 +30,7 @@ from disco_accel.store.messages import (
     Request,
     Tier,
     nbytes_of,
+    words_of,
 )
 from disco_accel.store.objects import room_of
 
@@ -63,14 +64,26 @@ class Store:
         self._view: GrantView | None = None
 
     @classmethod
-    def connect(cls, path: str | os.PathLike[str] | None = None, timeout: float = TIMEOUT) -> Store:
+    def connect(
+        cls, path: str | os.PathLike[str] | None = None, timeout: float = TIMEOUT, label: str | None = None
+    ) -> Store:
         """The store that listens at ``path`` (default: ``$DISCO_STORE``, else where ``disco-accel store serve`` does).
+
+        ``label`` (default: ``$DISCO_STORE_LABEL``, else none): the store's quotas and figures call this client so.
 
         Raises:
             StoreGone: none listens there.
-            StoreError, ConfigError: it, or the folder of its socket, is not this user's own.
+            StoreError, ConfigError: it, or the folder of its socket, is not this user's own, or there is no such label.
         """
-        return cls(Channel(place.socket_path(path), timeout))
+        name = place.label(label)
+        channel = Channel(place.socket_path(path), timeout)
+        if name:
+            try:
+                channel.ask(Request(Opcode.LABEL, shape=words_of(name)))
+            except BaseException:
+                channel.close()
+                raise
+        return cls(channel)
 
     def create(self, shape: Sequence[int], dtype: torch.dtype, device: str = "host") -> int:
         """A new object of zeros, contiguous, and its id. ``device``: ``host``, or ``device`` for one that is used

@@ -31,13 +31,14 @@ def ask_figures(channel: Channel) -> dict[str, Any]:
         reply = channel.ask(Request(Opcode.STATS, amount=page))[0]
         pages = reply.amount
         found |= {name: value for name, value in zip(names, reply.figures, strict=True) if name}
-    clients: list[dict[str, int]] = []
+    clients: list[dict[str, Any]] = []
     for page in range(STATS_PAGES, pages):
         try:
-            figures = channel.ask(Request(Opcode.STATS, amount=page))[0].figures
+            reply = channel.ask(Request(Opcode.STATS, amount=page))[0]
         except StoreError:
             # One has ended meanwhile.
             channel.check()
             break
-        clients.append(dict(zip(CLIENT_FIGURES, figures, strict=True)))
+        named = {"label": reply.text} if reply.text else {}
+        clients.append(dict(zip(CLIENT_FIGURES, reply.figures, strict=True)) | named)
     return found | {"clients": clients}

@@ -54,11 +54,9 @@ class Keeper:
         Raises:
             StoreFull: no room in host memory, or the owner's quota.
         """
-        quota = self.room.limits.quota
-        if quota is not None and item.owner.nbytes + item.room > quota:
-            raise StoreFull(
-                f"quota: {item.room} bytes wanted, this process owns {item.owner.nbytes} of {quota}: free some"
-            )
+        quota, owner = self.room.limits.quota_of(item.owner), item.owner
+        if quota is not None and owner.nbytes + item.room > quota:
+            raise StoreFull(f"quota: {item.room} bytes wanted, {owner.words} owns {owner.nbytes} of {quota}: free some")
         if item.tier is Tier.HOST:
             if not self._moves.make_host_room(item.room):
                 raise StoreFull(self.room.full("host", item.room, self.holders))

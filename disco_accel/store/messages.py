@@ -8,6 +8,7 @@ short refusal. docs/store.md has the table of fields.
 from __future__ import annotations
 
 import math
+import re
 import struct
 from enum import IntEnum
 from typing import NamedTuple
@@ -60,6 +61,8 @@ class Opcode(IntEnum):
     descriptor of the grant page comes beside the reply."""
     HELD = 10
     """The client has come down, or up, to ``amount`` bytes of its grant. No reply."""
+    LABEL = 11
+    """The client is called what the bytes of ``shape`` say, from now on; before anything else that it owns."""
     FIRST_CLASS = 32
     """``amount`` bytes more (or, negative, less) of ``device`` are held by this process apart from the store. No
     reply."""
@@ -169,13 +172,15 @@ def parse_request(data: bytes) -> Request:
     return request
 
 
+_LABEL = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 _PADDING, _NO_BYTES = slice(34, 40), b"\0" * 6
 _STATUSES = tuple(Status)
 
 
 class _Use(NamedTuple):
     """What ``opcode`` uses fields for; one that it does not use is 0. ``low``, ``high``: bounds of its amount.
-    ``devices``: numbers of devices are smaller. ``wishes``: the wish is at least the amount."""
+    ``devices``: numbers of devices are smaller. ``wishes``: the wish is at least the amount. ``has_label``: the
+    place of the shape has text."""
 
     opcode: Opcode
     low: int = 0
@@ -184,6 +189,7 @@ class _Use(NamedTuple):
     devices: int = 1
     wishes: bool = False
     has_shape: bool = False
+    has_label: bool = False
 
 
 # By plain numbers: an enumeration's members take a call of Python to be hashed.
@@ -200,6 +206,7 @@ _USES = {
         _Use(Opcode.STATS, 0, 1 << 20),
         _Use(Opcode.WANT, 0, MAX_AMOUNT, wishes=True),
         _Use(Opcode.HELD, 0, MAX_AMOUNT),
+        _Use(Opcode.LABEL, has_label=True),
         _Use(Opcode.FIRST_CLASS, -MAX_AMOUNT, MAX_AMOUNT, devices=MAX_DEVICES),
     )
 }
@@ -208,7 +215,7 @@ _USES = {
 def _check(request: Request, use: _Use) -> None:
     """Raise Malformed where a field that the opcode uses is out of bounds, or one that it does not use is not 0."""
     opcode, number, device, amount, name, wish, dtype, shape = request
-    _opcode, low, high, names_object, devices, wishes, has_shape = use
+    _opcode, low, high, names_object, devices, wishes, has_shape, has_label = use
     if not low <= amount <= high:
         raise Malformed(f"{opcode.name}: amount {amount} is not in [{low}, {high}]", number)
     if names_object != (name != 0):
@@ -219,6 +226,8 @@ def _check(request: Request, use: _Use) -> None:
         raise Malformed(f"{opcode.name}: no device {device}", number)
     if has_shape:
         nbytes_of(shape, dtype, number)
+    elif has_label and not dtype:
+        label_of(shape, number)
     elif dtype or shape:
         raise Malformed(f"{opcode.name} has no shape", number)
 
@@ -236,6 +245,26 @@ def nbytes_of(shape: tuple[int, ...], dtype: int, number: int = 0) -> int:
     if nbytes > MAX_OBJECT:
         raise Malformed(f"an object of {nbytes} bytes: at most {MAX_OBJECT}", number)
     return nbytes
+
+
+def is_label(text: str) -> bool:
+    """Whether a client may be called so: 1 to 64 letters, digits, dots, underscores and dashes of ASCII."""
+    return _LABEL.fullmatch(text) is not None
+
+
+def words_of(label: str) -> tuple[int, ...]:
+    """``label`` as a shape: its bytes, 0 behind them, eight in a number."""
+    data = label.encode("ascii")
+    count = -(-len(data) // 8)
+    return struct.unpack(f"<{count}q", data.ljust(8 * count, b"\0"))
+
+
+def label_of(shape: tuple[int, ...], number: int = 0) -> str:
+    """The label that ``shape`` is. Raises Malformed."""
+    text = struct.pack(f"<{len(shape)}q", *shape).rstrip(b"\0").decode("ascii", errors="replace")
+    if not is_label(text) or words_of(text) != shape:
+        raise Malformed("LABEL: no name of 1 to 64 letters, digits, '.', '_' or '-'", number)
+    return text
 
 
 def parse_reply(data: bytes) -> Reply:

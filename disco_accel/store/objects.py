@@ -13,10 +13,11 @@ from disco_accel.store.policies import Candidate
 
 @dataclass(eq=False, slots=True)
 class Holder:
-    """A client, as far as memory goes. ``held``: what it has taken of its grant. ``first_class``: bytes of each
-    device that its process holds apart from the store."""
+    """A client, as far as memory goes. ``label``: what it calls itself, "" for nothing. ``held``: what it has taken of
+    its grant. ``first_class``: bytes of each device that its process holds apart from the store."""
 
     pid: int
+    label: str = ""
     owned: dict[int, Object] = field(default_factory=dict)
     leases: dict[Object, int] = field(default_factory=dict)
     nbytes: int = 0
@@ -25,6 +26,11 @@ class Holder:
     grant: int = 0
     held: int = 0
     first_class: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def words(self) -> str:
+        """Its process and label, for messages."""
+        return f"process {self.pid}" + (f" ({self.label})" if self.label else "")
 
     @property
     def has_job(self) -> bool:
@@ -99,11 +105,11 @@ class Object:
         self.interval = since if self.interval is None else (self.interval + since) / 2
         self.last_use, self.next_use = now, None
 
-    def candidate(self, seconds: float) -> Candidate:
+    def candidate(self, seconds: float, link_busy: float = 0.0, link_queue: float = 0.0) -> Candidate:
         """What policies know of it; ``seconds``: of a copy."""
         save = 0.0 if self.host_file is not None else seconds
         times = (self.arrived, self.last_use, seconds, save, self.next_use, self.interval)
-        return Candidate(self.id, self.room, *times)
+        return Candidate(self.id, self.room, *times, link_busy, link_queue)
 
 
 def room_of(nbytes: int) -> int:

@@ -1,6 +1,7 @@
 """Where a store listens, and who may talk to it: a socket in a folder of its user's own, closed to all others.
 
-Environment: ``DISCO_STORE`` is the path of the socket; ``XDG_RUNTIME_DIR`` the folder for a user's sockets.
+Environment: ``DISCO_STORE`` is the path of the socket; ``DISCO_STORE_LABEL`` what a client is called;
+``XDG_RUNTIME_DIR`` the folder for a user's sockets.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import struct
 from pathlib import Path
 
 from disco_accel.errors import ConfigError, StoreError, StoreGone
+from disco_accel.store.messages import is_label
 
 SOCKET_VARIABLE = "DISCO_STORE"
+LABEL_VARIABLE = "DISCO_STORE_LABEL"
 _MAX_PATH = 107
 """Bytes of a Unix socket's path (Linux, ``unix(7)``)."""
 _BACKLOG = 512
@@ -36,6 +39,19 @@ def socket_path(path: str | os.PathLike[str] | None = None) -> Path:
     if len(os.fsencode(found)) > _MAX_PATH:
         raise ConfigError(f"--socket: {found} is longer than the {_MAX_PATH} bytes that a socket's path may have")
     return found
+
+
+def label(given: str | None = None) -> str:
+    """``given``, else ``$DISCO_STORE_LABEL``: what this client is called; "" for nothing.
+
+    Raises:
+        ConfigError: no client can be called so.
+    """
+    name = os.environ.get(LABEL_VARIABLE, "") if given is None else given
+    if name and not is_label(name):
+        source = LABEL_VARIABLE if given is None else "label"
+        raise ConfigError(f"{source}: {name!r} is not 1 to 64 letters, digits, '.', '_' or '-', such as train-a")
+    return name
 
 
 def check_folder(folder: Path, create: bool = False) -> None:

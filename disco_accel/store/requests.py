@@ -7,7 +7,7 @@ import secrets
 from disco_accel.errors import ExecutionError, StoreError, StoreFull
 from disco_accel.store.figures import STATS_PAGES
 from disco_accel.store.keeper import Keeper
-from disco_accel.store.messages import NO_NEXT_USE, SILENT, Opcode, Reply, Request, Status, Tier, nbytes_of
+from disco_accel.store.messages import NO_NEXT_USE, SILENT, Opcode, Reply, Request, Status, Tier, label_of, nbytes_of
 from disco_accel.store.objects import Holder, Object, Waiter, room_of
 
 _MAX_FIGURE = (1 << 63) - 1
@@ -53,7 +53,7 @@ class Desk:
         if item is None or not (item.final or item.file is not None):
             raise StoreError(f"no object {request.object}: it was freed, or its owner or its store has ended")
         if not item.final and item.owner is not holder:
-            raise StoreError(f"object {item.id} is not put yet: process {item.owner.pid} is writing it")
+            raise StoreError(f"object {item.id} is not put yet: {item.owner.words} is writing it")
         if opcode is _GET:
             keeper.get(item, Waiter(holder, request.number, opcode, now))
             return None
@@ -65,7 +65,7 @@ class Desk:
                 )
         elif opcode is _FREE:
             if item.owner is not holder:
-                raise StoreError(f"object {item.id} is process {item.owner.pid}'s to free; drop its tensors instead")
+                raise StoreError(f"object {item.id} is {item.owner.words}'s to free; drop its tensors instead")
             keeper.free(item)
         elif opcode is Opcode.PREFETCH:
             keeper.prefetch(item)
@@ -76,8 +76,10 @@ class Desk:
         keeper, opcode = self.keeper, request.opcode
         if opcode is Opcode.STATS:
             # What clients claim may add up to more than a message has room for.
-            figures = tuple(min(max(f, -_MAX_FIGURE), _MAX_FIGURE) for f in self._figures(request.amount))
-            return Reply(_OK, request.number, STATS_PAGES + len(keeper.holders), figures=figures)
+            page, pages = request.amount, STATS_PAGES + len(keeper.holders)
+            figures = tuple(min(max(f, -_MAX_FIGURE), _MAX_FIGURE) for f in self._figures(page))
+            label = "" if page < STATS_PAGES else list(keeper.holders)[page - STATS_PAGES].label
+            return Reply(_OK, request.number, pages, figures=figures, text=label)
         if opcode is Opcode.WANT:
             keeper.room.want(holder, request.amount, request.wish)
             keeper.changed()
@@ -87,6 +89,10 @@ class Desk:
         elif opcode is Opcode.FIRST_CLASS:
             keeper.room.report(holder, request.device, request.amount)
             keeper.changed()
+        elif opcode is Opcode.LABEL:
+            if holder.label or holder.owned or holder.has_job:
+                raise StoreError("a label is given once, before anything is created or wanted: connect anew")
+            holder.label = label_of(request.shape)
         return None if opcode in SILENT else Reply(_OK, request.number)
 
     def _create(self, holder: Holder, request: Request, now: float) -> None:

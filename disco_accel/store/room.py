@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from disco_accel.sizes import format_size
 from disco_accel.store.grants import Job, divide, shares
@@ -16,11 +16,17 @@ OUR_DEVICE = 0
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bytes of each tier. ``quota``: the most that one client may own as objects, and as a budget; None: all."""
+    """Bytes of each tier. ``quota``: the most that one client may own as objects, and as a budget; None: all.
+    ``quotas``: the same for each client of a label, in its place."""
 
     host: int
     device: int
     quota: int | None = None
+    quotas: Mapping[str, int] = field(default_factory=dict)
+
+    def quota_of(self, holder: Holder) -> int | None:
+        """The most that ``holder`` may own, and get; None: all."""
+        return self.quotas.get(holder.label, self.quota)
 
 
 class Room:
@@ -146,7 +152,7 @@ class Room:
         if tier == "device" and self._reserved:
             head += f", budgets {format_size(self._reserved)}"
         largest = sorted(taken, key=lambda holder: -taken[holder])[:3]
-        held = ", ".join(f"process {h.pid} {format_size(taken[h])}" for h in largest if taken[h])
+        held = ", ".join(f"{h.words} {format_size(taken[h])}" for h in largest if taken[h])
         return head + (f"; in use: {held}" if held else "")
 
     def _note(self, holder: Holder) -> None:
@@ -158,7 +164,7 @@ class Room:
         self._reserve()
 
     def _job(self, holder: Holder) -> Job:
-        return Job(holder.least, holder.wish, self.limits.quota, holder.held)
+        return Job(holder.least, holder.wish, self.limits.quota_of(holder), holder.held)
 
     def _reserve(self) -> None:
         self._reserved = sum(max(holder.grant, holder.held) for holder in self._jobs)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -30,9 +30,10 @@ def serving(
     quota: int | None = None,
     policy: str = "lru",
     rate: float | None = None,
+    quotas: Mapping[str, int] | None = None,
 ) -> Iterator[Server]:
     """A store in a thread. Nothing of it is left afterwards: no socket, no descriptor."""
-    server = Server(folder / "own" / "store", Limits(host, device, quota), policy, rate)
+    server = Server(folder / "own" / "store", Limits(host, device, quota, quotas or {}), policy, rate)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

@@ -22,6 +22,7 @@ from disco_accel.store.messages import (
     Tier,
     parse_reply,
     parse_request,
+    words_of,
 )
 
 VALID = {
@@ -34,6 +35,7 @@ VALID = {
     Opcode.PREFETCH: Request(Opcode.PREFETCH, 12, object=3),
     Opcode.STATS: Request(Opcode.STATS, 13, amount=2),
     Opcode.WANT: Request(Opcode.WANT, 14, amount=5, wish=6),
+    Opcode.LABEL: Request(Opcode.LABEL, 15, shape=words_of("train-a.7_B")),
     Opcode.HELD: Request(Opcode.HELD, amount=5),
     Opcode.FIRST_CLASS: Request(Opcode.FIRST_CLASS, device=3, amount=-(1 << 40)),
 }
@@ -77,6 +79,11 @@ def test_a_reply_comes_back_with_its_text_cut_between_characters() -> None:
         (Request(Opcode.WANT, 1, amount=2, wish=1), "less than the least"),
         (Request(Opcode.HELD, amount=-1), "not in"),
         (Request(Opcode.FIRST_CLASS, device=64, amount=1), "no device 64"),
+        (Request(Opcode.LABEL, 1), "no name"),
+        (Request(Opcode.LABEL, 1, shape=(*words_of("a"), 0)), "no name"),
+        (Request(Opcode.LABEL, 1, shape=words_of("a b")), "no name"),
+        (Request(Opcode.LABEL, 1, shape=(-1,)), "no name"),
+        (Request(Opcode.LABEL, 1, dtype=1, shape=words_of("a")), "has no shape"),
     ],
 )
 def test_a_field_out_of_bounds_is_named(wrong: Request, says: str) -> None:
