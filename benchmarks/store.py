@@ -1,8 +1,7 @@
 """A tensor store's speed and its policies: ``disco-accel bench store``.
 
 Calls through a store in a process of its own, and gets of evicted objects over bytes / link. Policies in simulated
-time: mixed sizes, part of the uses announced, the same sequence for each; hit rate, and the seconds that gets wait
-for the link. ``--real`` runs a part of the same sequence through the store.
+time (``store_policies.py``). ``--real`` runs a part of one of their sequences through the store.
 """
 
 from __future__ import annotations
@@ -17,21 +16,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.provenance import provenance
+from benchmarks.store_policies import policies, uses
 from disco_accel.graph.files import write_atomically
 from disco_accel.store.client import Store
-from disco_accel.store.policies import POLICIES, Candidate, Policy, victims
+from disco_accel.store.policies import POLICIES
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20
-LATENCY, BANDWIDTH = 1e-4, 1e10
-"""Seconds and bytes/s of the simulated link."""
 
 
 def serve(folder: Path, *options: str) -> tuple[subprocess.Popen[str], Store]:
@@ -119,98 +116,6 @@ def evicted(rounds: int, link: float, nbytes: int) -> dict[str, float]:
     }
 
 
-@dataclass(frozen=True)
-class Use:
-    """At ``time`` object ``id`` is used; ``announced``: whether its user then says when it is used next."""
-
-    time: float
-    id: int
-    announced: bool
-
-
-def uses(rng: random.Random, share: float, sizes: Sequence[int], seconds: float) -> list[Use]:
-    """Periodic uses with jitter: each object has a period of its own, from 0.05 to 5 s, log-uniform; ``share`` of the
-    uses is announced. A tenth of the objects is used once or twice and then no more."""
-    made: list[Use] = []
-    for id in range(len(sizes)):
-        period = 0.05 * 100 ** rng.random()
-        last = seconds if rng.random() > 0.1 else period * 2.5
-        now = rng.random() * period
-        while now < last:
-            made.append(Use(now, id, rng.random() < share))
-            now += period * rng.uniform(0.7, 1.3)
-    return sorted(made, key=lambda use: use.time)
-
-
-def simulate(policy: Policy, sequence: Sequence[Use], sizes: Sequence[int], room: int) -> dict[str, float]:
-    """Hit rate, and seconds that uses wait for the link, in simulated time; bytes that came over it.
-
-    Each use takes no time itself. A miss waits for the link and its own copy, and delays no other use; nothing is
-    prefetched, so that policies are compared alone.
-    """
-    coming: dict[int, list[float]] = {}
-    for use in sequence:
-        coming.setdefault(use.id, []).append(use.time)
-    place = dict.fromkeys(coming, 0)
-    arrived: dict[int, float] = {}
-    last: dict[int, float] = {}
-    interval: dict[int, float] = {}
-    announced: dict[int, float] = {}
-    hits = loaded = used = 0
-    stalled = link = 0.0
-
-    def fetch(id: int) -> float:
-        return LATENCY + sizes[id] / BANDWIDTH
-
-    for use in sequence:
-        now, id = use.time, use.id
-        place[id] += 1
-        if id in last:
-            interval[id] = (interval.get(id, now - last[id]) + now - last[id]) / 2
-        last[id] = now
-        announced.pop(id, None)
-        if id in arrived:
-            hits += 1
-        else:
-            candidates = [
-                Candidate(n, sizes[n], arrived[n], last[n], fetch(n), 0.0, announced.get(n), interval.get(n))
-                for n in arrived
-            ]
-            for victim in victims(policy, candidates, sizes[id] - (room - used), now):
-                del arrived[victim.id]
-                used -= sizes[victim.id]
-            link = max(link, now) + fetch(id)
-            stalled += link - now
-            loaded += sizes[id]
-            arrived[id] = now
-            used += sizes[id]
-        if use.announced and place[id] < len(coming[id]):
-            announced[id] = coming[id][place[id]]
-    return {
-        "hit_rate": round(hits / len(sequence), 4),
-        "stalled_s": round(stalled, 2),
-        "loaded_gib": round(loaded / (1 << 30), 2),
-    }
-
-
-def policies(seeds: int, seconds: float) -> list[dict[str, Any]]:
-    """Each policy on the same sequences: medians over seeds, and the range of the stalls."""
-    rows = []
-    for share in (0.0, 0.5, 1.0):
-        found: dict[str, list[dict[str, float]]] = {name: [] for name in POLICIES}
-        for seed in range(seeds):
-            rng = random.Random(seed)
-            sizes = [int(MIB * 64 ** rng.random()) for _ in range(60)]
-            sequence = uses(rng, share, sizes, seconds)
-            for name, policy in POLICIES.items():
-                found[name].append(simulate(policy, sequence, sizes, sum(sizes) // 2))
-        for name, runs in found.items():
-            middle = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
-            stalls = [run["stalled_s"] for run in runs]
-            rows.append({"announced": share, "policy": name, **middle, "stalled_range": [min(stalls), max(stalls)]})
-    return rows
-
-
 def real(seconds: float) -> list[dict[str, Any]]:
     """The sequence with half of the uses announced, sizes over 16, through a store for each policy, in real time."""
     rows = []
@@ -266,8 +171,9 @@ def table(found: Mapping[str, Any]) -> str:
         last = f"{row['p99']:g}" if "p99" in row else ""
         lines.append(f"| {row['what']} | {row['median']:g} | {row['p25']:g} - {row['p75']:g} | {last} |")
     simulated, ran = found["policies_simulated_clock"], found.get("policies_through_a_store", [])
-    shares = sorted({row["announced"] for row in simulated})
-    heads = [f"simulated clock, {share:.0%} announced" for share in shares] + (["through a store"] if ran else [])
+    settings = dict.fromkeys((row["link_gb"], row["announced"]) for row in simulated)
+    heads = [f"simulated, link {link:g} GB/s, {share:.0%} announced" for link, share in settings]
+    heads += ["through a store"] if ran else []
     lines += ["", f"| waited, s (hits) | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
     for policy in dict.fromkeys(row["policy"] for row in simulated):
         rows = [row for row in [*simulated, *ran] if row["policy"] == policy]

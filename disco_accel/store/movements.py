@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from disco_accel.errors import ExecutionError
+from disco_accel.store.busy_share import BusyShare
 from disco_accel.store.copy_lanes import Lanes
 from disco_accel.store.due_times import DueTimes
 from disco_accel.store.messages import Tier
 from disco_accel.store.objects import Move, Object
-from disco_accel.store.policies import Policy, victims, wait
+from disco_accel.store.policies import LEAD, Candidate, Policy, victims, wait
 from disco_accel.store.room import Room
 from disco_accel.store.tiers import new_file
 
@@ -52,11 +53,17 @@ class Movements:
         self._objects, self._policy, self._clock = objects, policy, clock
         self.copies: dict[int, Object] = {}
         """Objects in both tiers, whose host memory can be dropped, the oldest copies first."""
+        self._link_busy = BusyShare()
 
     def unclaimed(self, load: bool) -> int:
         """Bytes of objects that nobody uses or waits for, on their way to the device or, not ``load``, from it."""
         free = [item for item in self.moving.values() if not item.leases and not item.waiters]
         return sum(item.room for item in free if item.move is not None and item.move.load is load)
+
+    def _candidates(self, pool: Iterable[Object], now: float) -> list[Candidate]:
+        seconds, queued = self.lanes.tier.seconds, self.lanes.queued[True]
+        busy, queue = self._link_busy.at(now), seconds(queued) if queued else 0.0
+        return [item.candidate(seconds(item.nbytes), busy, queue) for item in pool]
 
     def leaving(self) -> int:
         """Bytes of objects that can leave the device once they are saved."""
@@ -66,6 +73,8 @@ class Movements:
         """Hand ``move`` to its lane; its object waits for it to end."""
         move.object.move = move
         self.moving[move.object.id] = move.object
+        if move.load:
+            self._link_busy.add(self.lanes.tier.seconds(move.object.nbytes), self._clock())
         self.lanes.submit(move)
 
     def ended(self) -> Move | None:
@@ -89,7 +98,7 @@ class Movements:
             pool = [item for item in pool if wait(item.candidate(0.0), now) > later_than]
             if sum(item.room for item in pool) < nbytes:
                 return False
-        candidates = [item.candidate(self.lanes.tier.seconds(item.nbytes)) for item in pool]
+        candidates = self._candidates(pool, now)
         dropped = False
         for victim in victims(self._policy, candidates, nbytes, now):
             item = self._objects[victim.id]
@@ -174,8 +183,7 @@ class Movements:
         """Note when an evicted object whose next use was announced has to start on its way back."""
         if item.next_use is not None and item.tier is Tier.DEVICE and item.device_file is None:
             queued = self.lanes.tier.seconds(self.lanes.queued[True])
-            # Half as long again, for others that come in between.
-            start = item.next_use - 1.5 * (self.lanes.tier.seconds(item.nbytes) + queued)
+            start = item.next_use - LEAD * (self.lanes.tier.seconds(item.nbytes) + queued)
             self.due.add(max(start, self._clock()), item.id, self._objects, len(self._objects))
 
     def save_ahead(self) -> None:
@@ -188,5 +196,5 @@ class Movements:
         now = self._clock()
         dirty = [o for o in room.idle.values() if o.host_file is None and o.room <= room.host_free]
         if dirty:
-            best = max(dirty, key=lambda o: self._policy(o.candidate(self.lanes.tier.seconds(o.nbytes)), now))
-            self.save(best)
+            best = max(self._candidates(dirty, now), key=lambda candidate: self._policy(candidate, now))
+            self.save(self._objects[best.id])
