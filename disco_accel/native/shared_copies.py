@@ -157,7 +157,9 @@ def _of_first(files: list[int], nbytes: int) -> SharedCopy | None:
     if not files:
         return None
     try:
-        return SharedCopy(FileArena(files[0], nbytes), files[0], is_new=False)
+        arena = FileArena(files[0], nbytes)
+        arena.map_ahead()
+        return SharedCopy(arena, files[0], is_new=False)
     except (ExecutionError, RuntimeError) as error:
         os.close(files[0])
         raise NotSharedError(f"{nbytes} bytes cannot be mapped: {error}") from error
