@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import devices, simulated, simulated_full, simulated_quant, store, store_offload
+from benchmarks import devices, simulated, simulated_full, simulated_quant, store, store_offload, store_policies
 from benchmarks.full import table as full_table
 from benchmarks.optimizer import suite as optimizer
 from benchmarks.prefill import peers as prefill_peers
@@ -184,7 +184,11 @@ def _prefill_peers(result: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _store(result: Mapping[str, Any]) -> tuple[str, str]:
-    return "The tensor store's calls and policies", store.table(result)
+    return "The tensor store's calls", store.table(result)
+
+
+def _store_policies(result: Mapping[str, Any]) -> tuple[str, str]:
+    return store_policies.title(result), store_policies.table(result)
 
 
 def _store_offload(result: Mapping[str, Any]) -> tuple[str, str]:
@@ -198,6 +202,7 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], tuple[str, str]]] = {
     "prefill": _prefill,
     "prefill-peers": _prefill_peers,
     "store": _store,
+    "store-policies": _store_policies,
     "store-offload": _store_offload,
     "simulated": _simulated,
     "simulated-quant": _simulated_quant,

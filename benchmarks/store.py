@@ -1,7 +1,7 @@
-"""A tensor store's speed and its policies: ``disco-accel bench store``.
+"""A tensor store's speed: ``disco-accel bench store``.
 
-Calls through a store in a process of its own, and gets of evicted objects over bytes / link. Policies in simulated
-time (``store_policies.py``). ``--real`` runs a part of one of their sequences through the store.
+Calls through a store in a process of its own, and gets of evicted objects over bytes / link. ``--real`` runs a part of
+a sequence of uses through a store with each policy; ``store_policies.py`` has them in simulated time.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from typing import Any
 import torch
 
 from benchmarks.provenance import provenance
-from benchmarks.store_policies import policies, uses
+from benchmarks.store_policies import MIB, uses
 from disco_accel.graph.files import write_atomically
 from disco_accel.store.client import Store
 from disco_accel.store.policies import POLICIES
 
 ROOT = Path(__file__).resolve().parent.parent
-MIB = 1 << 20
 
 
 def serve(folder: Path, *options: str) -> tuple[subprocess.Popen[str], Store]:
@@ -165,20 +164,15 @@ def real(seconds: float) -> list[dict[str, Any]]:
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """Markdown: calls and evicted gets, then the policies in simulated time and, if they ran there, through a store."""
+    """Markdown: calls and evicted gets, then the policies, if they ran."""
     lines = ["| call | median | middle half | p99 |", "|---|---|---|---|"]
     for row in found["rows"]:
         last = f"{row['p99']:g}" if "p99" in row else ""
         lines.append(f"| {row['what']} | {row['median']:g} | {row['p25']:g} - {row['p75']:g} | {last} |")
-    simulated, ran = found["policies_simulated_clock"], found.get("policies_through_a_store", [])
-    settings = dict.fromkeys((row["link_gb"], row["announced"]) for row in simulated)
-    heads = [f"simulated, link {link:g} GB/s, {share:.0%} announced" for link, share in settings]
-    heads += ["through a store"] if ran else []
-    lines += ["", f"| waited, s (hits) | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
-    for policy in dict.fromkeys(row["policy"] for row in simulated):
-        rows = [row for row in [*simulated, *ran] if row["policy"] == policy]
-        cells = [f"{row['stalled_s']:.2f} ({row['hit_rate']:.0%})" for row in rows]
-        lines.append(f"| {policy} | {' | '.join(cells)} |")
+    ran = found.get("policies_through_a_store", [])
+    if ran:
+        lines += ["", "| policy, through a store | waited, s | hits | brought back ahead |", "|---|---|---|---|"]
+        lines += [f"| {r['policy']} | {r['stalled_s']:.2f} | {r['hit_rate']:.0%} | {r['prefetched']} |" for r in ran]
     return "\n".join(lines)
 
 
@@ -187,11 +181,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="disco-accel bench store", description=__doc__)
     parser.add_argument("--count", type=int, default=10_000, help="calls of each kind (default: 10000)")
     parser.add_argument("--rounds", type=int, default=25, help="gets of evicted objects (default: 25)")
-    parser.add_argument("--seeds", type=int, default=5, help="sequences of uses (default: 5)")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of each sequence, simulated (default: 60)")
-    parser.add_argument(
-        "--real", type=float, default=0.0, metavar="S", help="also run S seconds of one through a store"
-    )
+    real_help = "also run the policies, each on S seconds of uses"
+    parser.add_argument("--real", type=float, default=0.0, metavar="S", help=real_help)
     parser.add_argument("-o", "--output", help="where the results go")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
@@ -205,7 +196,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             for rate, size in ((250e6, 16 * MIB), (100e6, 4 * MIB))
         ),
     ]
-    found["policies_simulated_clock"] = policies(options.seeds, options.seconds)
     if options.real:
         found["policies_through_a_store"] = real(options.real)
     text = json.dumps(found, indent=1)

@@ -1,4 +1,5 @@
-"""A tensor store's eviction policies in simulated time, all on the same sequences of uses: ``disco-accel bench store``.
+"""A tensor store's eviction policies in simulated time, all on the same sequences of uses:
+``python -m benchmarks.store_policies``.
 
 Mixed sizes, part of the uses announced, which a store then brings back ahead; a link that has much to spare, and one
 that has not. Hit rate, and the seconds that uses wait for the link.
@@ -6,13 +7,19 @@ that has not. Hit rate, and the seconds that uses wait for the link.
 
 from __future__ import annotations
 
+import argparse
 import heapq
+import json
 import random
 import statistics
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from benchmarks.provenance import provenance
+from disco_accel.graph.files import write_atomically
 from disco_accel.store.busy_share import BusyShare
 from disco_accel.store.policies import LEAD, POLICIES, Candidate, Policy, victims, wait
 
@@ -175,3 +182,49 @@ def policies(seeds: int, seconds: float) -> list[dict[str, Any]]:
             setting = {"link_gb": bandwidth / 1e9, "announced": share}
             rows.append({**setting, "policy": name, **middle, "stalled_range": [min(stalls), max(stalls)]})
     return rows
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """Markdown: a row for each policy, a column for each setting."""
+    rows = found["rows"]
+    settings = dict.fromkeys((row["link_gb"], row["announced"]) for row in rows)
+    heads = [f"link {link:g} GB/s, {share:.0%} announced" for link, share in settings]
+    lines = [f"| waited, s (range; hits) | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+    for policy in dict.fromkeys(row["policy"] for row in rows):
+        cells = [
+            f"{row['stalled_s']:.2f} ({row['stalled_range'][0]:.2f} - {row['stalled_range'][1]:.2f}; {row['hit_rate']:.0%})"
+            for row in rows
+            if row["policy"] == policy
+        ]
+        lines.append(f"| {policy} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def title(found: Mapping[str, Any]) -> str:
+    """What the table shows."""
+    return (
+        f"Eviction policies of the tensor store: 60 objects of 1 to 64 MiB, of which half fit, used for "
+        f"{found['seconds']:g} s; medians of {found['seeds']} sequences"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print, and with ``-o`` write, what came out, as JSON."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.store_policies", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=5, help="sequences of uses (default: 5)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each sequence (default: 60)")
+    parser.add_argument("-o", "--output", help="where the results go")
+    options = parser.parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    head = provenance("python -m benchmarks.store_policies", words, "simulated: a device behind a link")
+    found: dict[str, Any] = {"benchmark": "store-policies", **head, "seeds": options.seeds, "seconds": options.seconds}
+    found["rows"] = policies(options.seeds, options.seconds)
+    text = json.dumps(found, indent=1)
+    print(text)
+    if options.output:
+        write_atomically(Path(options.output), (text + "\n").encode())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
