@@ -184,6 +184,11 @@ def policies(seeds: int, seconds: float) -> list[dict[str, Any]]:
     return rows
 
 
+def _cell(row: Mapping[str, Any]) -> str:
+    low, high = row["stalled_range"]
+    return f"{row['stalled_s']:.2f} ({low:.2f} - {high:.2f}; {row['hit_rate']:.0%})"
+
+
 def table(found: Mapping[str, Any]) -> str:
     """Markdown: a row for each policy, a column for each setting."""
     rows = found["rows"]
@@ -191,11 +196,7 @@ def table(found: Mapping[str, Any]) -> str:
     heads = [f"link {link:g} GB/s, {share:.0%} announced" for link, share in settings]
     lines = [f"| waited, s (range; hits) | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
     for policy in dict.fromkeys(row["policy"] for row in rows):
-        cells = [
-            f"{row['stalled_s']:.2f} ({row['stalled_range'][0]:.2f} - {row['stalled_range'][1]:.2f}; {row['hit_rate']:.0%})"
-            for row in rows
-            if row["policy"] == policy
-        ]
+        cells = [_cell(row) for row in rows if row["policy"] == policy]
         lines.append(f"| {policy} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
