@@ -27,7 +27,6 @@ from disco_accel.step.capture_lock import in_capture
 from disco_accel.step.dynamo import not_compiled, plain_model
 from disco_accel.step.fitted_batch import FittedBatch
 from disco_accel.step.inner_forwards import InnerForwards, own_forward_runs
-from disco_accel.step.moving_budget import in_moving_budget
 from disco_accel.step.observer import Fallback
 from disco_accel.step.optimizer_home import OptimizerHome, keeps_masters, optimizer_home, update_asked
 from disco_accel.step.pending import run_step
@@ -40,6 +39,7 @@ from disco_accel.step.step_comparison import Comparison
 from disco_accel.step.step_key import forget_state, step_key
 from disco_accel.step.update.deferral import Deferral
 from disco_accel.step.update.master_weights import MasterWeights
+from disco_accel.step.within_budget import in_moving_budget
 
 logger = logging.getLogger("disco_accel")
 

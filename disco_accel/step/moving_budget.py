@@ -6,29 +6,26 @@ the step chooses a plan that fits; a larger one changes nothing until a plan for
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, MutableMapping
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.sizes import format_size
+from disco_accel.step.budget_history import BudgetHistory
 from disco_accel.step.compiled_step import CompiledStep
 from disco_accel.step.gradients.accumulating_step import AccumulatingStep
 from disco_accel.step.grant_source import GivenBudget, GrantRising, GrantSource, GrantWithdrawn
+from disco_accel.step.grant_watch import POLL_SECONDS, leave, start_watch
 from disco_accel.step.plan_family import Kind, Member, PlanFamily
 from disco_accel.step.plan_maker import PlanMaker
 from disco_accel.step.update.updated_step import StepWithUpdate
 
 logger = logging.getLogger("disco_accel")
-
-MOST_HISTORY = 1024
-"""Entries of the history; the oldest go."""
 
 RECENT_STEPS = 4
 """A job wishes for no more memory than its last so many steps could use. Batches of two lengths in turn should not
@@ -37,26 +34,11 @@ move it, and a job whose need has ended should not keep others waiting."""
 QUICK_SECONDS = 1.0
 """Of a search that a step waits for. The thorough one follows beside the steps."""
 
-POLL_SECONDS = 0.02
-"""Between two looks at a grant that is waited for, and at one that an idle job may have to give back."""
-
 SHORT_POLL_SECONDS = 0.002
 """The same where less than a step is waited for."""
 
 PATIENCE_SECONDS = 600.0
 """How long a step waits for a grant that is large enough, before it is an error."""
-
-
-T = TypeVar("T")
-
-
-class Session(Protocol):
-    """What has a moving budget, and looks at it between its steps."""
-
-    budgets: MovingBudget
-
-    def follow_budget(self) -> None:
-        """Go by the budget as it is now."""
 
 
 class Memory(Protocol):
@@ -94,8 +76,7 @@ class MovingBudget:
         self._of_recipe: dict[int, tuple[Hashable, PlanFamily]] = {}
         self._recent: deque[PlanFamily] = deque(maxlen=RECENT_STEPS)
         self._noted: set[int] = set()
-        self._began = time.monotonic()
-        self.history: deque[tuple[float, int, int]] = deque(maxlen=MOST_HISTORY)
+        self.history = BudgetHistory()
         self._told_to_wait = False
         self.maker = PlanMaker(_unless_gone(self, MovingBudget._want))
         if self.shared:
@@ -103,10 +84,7 @@ class MovingBudget:
         self.total = source.granted()
         if self.shared:
             self._note()
-            stop = self._stop = threading.Event()
-            threading.Thread(
-                target=_watch, args=(weakref.ref(self), source, stop), name="disco-grant", daemon=True
-            ).start()
+            self._stop = start_watch(self, source)
 
     def unchanged(self) -> bool:
         """Whether the budget is as the last step had it."""
@@ -318,24 +296,16 @@ class MovingBudget:
         finally:
             memory.lock.release()
 
-    def draw(self, path: Path) -> None:
-        """Write a picture of the history, if matplotlib is installed."""
-        if importlib.util.find_spec("matplotlib") is None:
-            return
-        from disco_accel.observe.budget_plot import draw_budget
-
-        draw_budget(path, list(self.history), title=f"memory budget, moved {self.moves} times")
-
     def close(self) -> None:
         """The session is over: all is given back."""
         self.maker.stop()
         if self.shared:
             self._stop.set()
             self.held = 0
-            _leave(self.source)
+            leave(self.source)
 
     def _note(self) -> None:
-        self.history.append((time.monotonic() - self._began, self.total, self.held))
+        self.history.note(self.total, self.held)
 
     def stats(self) -> dict[str, Any]:
         """Bytes granted and held, how often memory was given back, how long that took the last time, budgets that have
@@ -348,27 +318,8 @@ class MovingBudget:
             "budget_moves": self.moves,
             "last_move_seconds": self.last_move_seconds,
             "budget_plans": sorted({total for family in self.families() for total in family.totals()}),
-            "budget_history": list(self.history),
+            "budget_history": self.history.entries(),
         }
-
-
-def in_moving_budget(session: Session, step: Callable[[], T]) -> T:
-    """What ``step``, the beginning of a step of ``session``, returns, under the budget as it is when it succeeds.
-
-    Raises:
-        BudgetTooSmall: it needs more than the budget, and nobody grants as much in time.
-    """
-    while True:
-        session.follow_budget()
-        try:
-            return step()
-        except GrantRising as rising:
-            session.budgets.wait_to_rise(rising.seconds)
-        except GrantWithdrawn:
-            continue
-        except BudgetTooSmall as error:
-            if not session.budgets.wait_for(error):
-                raise
 
 
 def _kinds(member: Member) -> list[tuple[Kind, CompiledStep]]:
@@ -384,25 +335,3 @@ def _unless_gone(owner: MovingBudget, method: Callable[[MovingBudget], None]) ->
             method(own)
 
     return call
-
-
-def _leave(source: GrantSource) -> None:
-    """The job is over."""
-    source.hold(0)
-    source.want(0, 0)
-
-
-def _watch(budget: weakref.ref[MovingBudget], source: GrantSource, stop: threading.Event) -> None:
-    """While a model does something else than steps, it gives back what others are to have; once it is gone, all."""
-    while not stop.wait(POLL_SECONDS):
-        own = budget()
-        try:
-            if own is not None:
-                own.shrink_if_idle()
-        except ReferenceError:
-            own = None
-        if own is None:
-            # Here, and not where it is collected: a source may be in the middle of another call there.
-            _leave(source)
-            return
-        del own

@@ -142,6 +142,29 @@ def update_asked(config: DiscoConfig) -> str:
     return "deferred" if config.optimizer == "planned" else config.update
 
 
+def check_update(config: DiscoConfig, home: OptimizerHome, devices: int) -> None:
+    """Refuse when and where ``config`` wants weights updated if that cannot be with an optimizer at ``home``, in a
+    step on so many ``devices``. Raises ConfigError."""
+    update = update_asked(config)
+    if update == "deferred" and home is OptimizerHome.DEVICE:
+        raise ConfigError(
+            "update: deferred puts updates in host memory off, and this run's optimizer is on the device: set "
+            "optimizer: host, or leave update out"
+        )
+    if config.update_on != "host" and update != "deferred":
+        raise ConfigError(
+            f"update_on: {config.update_on} is for updates in the plan of a step: set update: deferred, or "
+            "update_on: host"
+        )
+    if config.update_on != "host" and devices > 1:
+        raise ConfigError(f"update_on: {config.update_on} is for a step on one device: leave it out, or set devices: 1")
+    if keeps_masters(config) and home is OptimizerHome.DEVICE:
+        raise ConfigError(
+            "master_weights: fp32 keeps masters in host memory, and this run's optimizer is on the device: set "
+            "optimizer: host, or master_weights: script"
+        )
+
+
 def keeps_masters(config: DiscoConfig) -> bool:
     """Whether ``config`` wants fp32 masters of bf16 and fp16 weights; it does not run with those on the device."""
     return config.master_weights == "fp32"

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
-import threading
-import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from disco_accel.config.settings import DiscoConfig, shared_weights_folder
-from disco_accel.errors import BudgetTooSmall, CaptureError, ConfigError, ExecutionError
-from disco_accel.execute.arenas import places_of
+from disco_accel.errors import BudgetTooSmall, CaptureError, ConfigError
 from disco_accel.execute.engine_options import threads_beside
-from disco_accel.execute.executor import EngineOptions, arena_bytes
+from disco_accel.execute.executor import EngineOptions
 from disco_accel.graph.traits import FOREIGN, RENEWED
-from disco_accel.native.arena import device_arena
 from disco_accel.native.backend import backend_of, release_workspaces, run_device
-from disco_accel.native.host_memory import WatchedTensors
 from disco_accel.native.out_of_memory import typed_out_of_memory
 from disco_accel.observe.log_to_stderr import show_messages
 from disco_accel.observe.report import write_report
@@ -41,15 +35,23 @@ from disco_accel.step.gradient_memory import GradientMemory
 from disco_accel.step.gradients.accumulation import Accumulation
 from disco_accel.step.gradients.clipping_norms import norms_for_clipping
 from disco_accel.step.gradients.gradient_norms import GradientNorms
-from disco_accel.step.grant_source import GivenBudget, GrantWithdrawn, shared_grants
+from disco_accel.step.grant_source import GivenBudget, shared_grants
 from disco_accel.step.last_fallback import LastFallback
 from disco_accel.step.memory_parts import require_host_memory
 from disco_accel.step.moving_budget import MovingBudget
 from disco_accel.step.observer import Observers
-from disco_accel.step.optimizer_home import OptimizerHome, TrainedBytes, keeps_masters, optimizer_home, update_asked
+from disco_accel.step.optimizer_home import (
+    OptimizerHome,
+    TrainedBytes,
+    check_update,
+    keeps_masters,
+    optimizer_home,
+    update_asked,
+)
 from disco_accel.step.output_usage import Outputs, UsageByStep
 from disco_accel.step.pipeline import PlannerSettings
 from disco_accel.step.placement import Placement
+from disco_accel.step.plan_memory import PlanKey, PlanMemory
 from disco_accel.step.progress_messages import ProgressMessages, batch_text
 from disco_accel.step.shard_memory import ShardMemory
 from disco_accel.step.shared_batches import SharedBatches
@@ -58,7 +60,6 @@ from disco_accel.step.state.side_effects import Effects
 from disco_accel.step.step_key import StepKey, model_state, step_key
 from disco_accel.step.step_stats import RunCounts, plan_figures
 from disco_accel.step.update.planned_updates import PlannedUpdates
-from disco_accel.step.update.updated_step import StepWithUpdate
 from disco_accel.step.verify_steps import StepVerifier
 
 logger = logging.getLogger("disco_accel")
@@ -66,48 +67,20 @@ logger = logging.getLogger("disco_accel")
 STATE = "_disco_state"
 """The attribute of a prepared model that holds its session."""
 _WARM_STEPS = 2
-PlanKey = tuple[Hashable, ...]
-"""All that a plan depends on."""
 
 
-class Suspendable(Protocol):
-    """A step that runs, and that can give the engine up: it runs again from its inputs if its backward comes."""
-
-    def suspend(self) -> None:
-        """End the run."""
-
-
-class Session:
+class Session(PlanMemory):
     """All that ``prepare`` keeps for one model: its original forward, host weights, plans and the pending step."""
 
     def __init__(self, model: torch.nn.Module, config: DiscoConfig, frontend: Frontend, *, trains: bool = True) -> None:
         show_messages(config.quiet)
         self.config, self.frontend = config, frontend
         self.settings = config.resolve()
-        self.lock = threading.RLock()
         first = "".join(f":{index}" for index in self.settings.gpus[:1])
-        self.device = run_device(self.settings.device + first)
+        super().__init__(run_device(self.settings.device + first), self.settings.gpus)
         self.optimizer = optimizer_home(model, config, self.settings, self.device) if trains else OptimizerHome.DEVICE
-        update = update_asked(config)
-        if update == "deferred" and self.optimizer is OptimizerHome.DEVICE and trains:
-            raise ConfigError(
-                "update: deferred puts updates in host memory off, and this run's optimizer is on the device: set "
-                "optimizer: host, or leave update out"
-            )
-        if config.update_on != "host" and update != "deferred" and trains:
-            raise ConfigError(
-                f"update_on: {config.update_on} is for updates in the plan of a step: set update: deferred, or "
-                "update_on: host"
-            )
-        if config.update_on != "host" and self.settings.devices > 1 and trains:
-            raise ConfigError(
-                f"update_on: {config.update_on} is for a step on one device: leave it out, or set devices: 1"
-            )
-        if keeps_masters(config) and self.optimizer is OptimizerHome.DEVICE and trains:
-            raise ConfigError(
-                "master_weights: fp32 keeps masters in host memory, and this run's optimizer is on the device: set "
-                "optimizer: host, or master_weights: script"
-            )
+        if trains:
+            check_update(config, self.optimizer, self.settings.devices)
         sizes = TrainedBytes.of(model, keeps_masters(config) and trains)
         self.rounded = sizes.rounded
         """Bytes of the weights that have fp32 masters."""
@@ -115,7 +88,7 @@ class Session:
         sharing = FrozenSharing(shared_weights_folder(), self.say_once) if config.share_weights else None
         on_host = self.optimizer is OptimizerHome.HOST
         self.placement = Placement(model, self.device, trained_on_host=on_host, sharing=sharing)
-        watched = update != "step"
+        watched = update_asked(config) != "step"
         host_memory = self.settings.host_memory
         self.gradients = GradientMemory(self.device, host_memory, watched=watched, masters=sizes.beside)
         self.norms = GradientNorms(self.gradients.holds, self.lock, watched=watched)
@@ -123,20 +96,11 @@ class Session:
             norms_for_clipping(self.norms)
         self.original_forward = model.forward
         self.arguments = Arguments(signature_of(model))
-        self.plans: dict[PlanKey, CompiledStep] = {}
         self._refused: dict[PlanKey, str] = {}
         self.effects = Effects()
         self.last_fallback = LastFallback()
         self.usage = UsageByStep()
-        self._active: weakref.ref[Suspendable] | None = None
-        self.current: CompiledStep | None = None
-        self.arenas: dict[int, torch.Tensor] = {}
-        """By device of the plans, all of which share them."""
-        self.shards: ShardMemory | None = None
-        """Parts of weights that devices share."""
         self.gate = Gate()
-        self._engine_process: int | None = None
-        self.weights_seen = WatchedTensors([])
         self._said: set[str] = set()
         self.frozen_for_prefill: list[torch.nn.Parameter] | None = None
         """What ``prepare_frozen`` froze; None in training."""
@@ -339,114 +303,6 @@ class Session:
             self._said.add(warning)
             logger.warning("%s", warning)
 
-    def abandon_active(self) -> None:
-        """Let another run take the engine; the pending step reruns from its inputs if its backward comes."""
-        pending = self._active() if self._active is not None else None
-        if pending is not None:
-            pending.suspend()
-        self._active = None
-        # A step whose owner was interrupted, or freed by another thread, may still run.
-        if self.current is not None and self.current.loaded is not None:
-            self.current.executor.abandon()
-
-    def take_engine(self, pending: Suspendable) -> None:
-        """``pending`` runs from now on, in the place of any other step."""
-        self.abandon_active()
-        # Weak: the autograd graph alone keeps a step alive, so that dropping the loss frees the engine.
-        self._active = weakref.ref(pending)
-
-    def release_engine(self, pending: Suspendable) -> None:
-        """``pending`` does not run any more."""
-        if self._active is not None and self._active() is pending:
-            self._active = None
-
-    def require_own_process(self) -> None:
-        """Raises ExecutionError in a process that was forked after the engine had started."""
-        # Before any lock is taken: a thread that held it may not exist here.
-        if self._engine_process not in (None, os.getpid()):
-            raise ExecutionError(
-                f"this model's engine runs in process {self._engine_process}, from which this process was forked; "
-                "call restore(model) to use the model here, or start workers with 'spawn'"
-            )
-
-    @typed_out_of_memory("giving the step its memory")
-    def make_current(self, model: torch.nn.Module, step: CompiledStep, *, check_ends_later: bool = False) -> None:
-        """Give ``step`` the arena, its residents as the host holds them now.
-
-        All plans share one arena, because the budget holds for the model and not for each plan. ``check_ends_later``:
-        the caller asks ``weights_seen.finish_check`` before what ``step`` has made leaves it.
-        """
-        if not isinstance(step, StepWithUpdate):
-            self.updates.settle()
-        if self.current is step and step.loaded is not None and not step.trained_moved(model):
-            check = self.weights_seen.begin_check if check_ends_later else self.weights_seen.changed
-            if not check():
-                return
-            self.placement.note_writes(model)
-            if not self.weights_seen.moved():
-                self._refresh_shards()
-                step.executor.invalidate()
-                self.weights_seen = WatchedTensors(step.watched_of(model))
-                return
-        self.placement.leave_written(model)
-        self.abandon_active()
-        frozen = step.frozen_of(model)
-        if step.moved(frozen) or step.trained_moved(model):
-            # PEFT's merge of some adapters and the user's ``.data = `` put other tensors in the place of weights.
-            self.placement.gather(step.captured.constants.values())
-            step.follow(model)
-        needed = {device.id: arena_bytes(step.plan, device.id) for device in step.plan.devices if not device.host}
-        self._claim(step, max(needed.values()))
-        if any(device not in self.arenas or self.arenas[device].numel() < size for device, size in needed.items()):
-            self.unload()
-            places = places_of(step.plan, backend_of(self.device).others(self.settings.gpus, len(needed)))
-            self.arenas = {device: device_arena(size, places[device]) for device, size in needed.items()}
-        if step.loaded is None:
-            step.load(self.arenas)
-            self._engine_process = os.getpid()
-        self._refresh_shards()
-        step.executor.invalidate()
-        self.weights_seen = WatchedTensors(step.watched_of(model))
-        # Products in eager mode have left workspaces on other streams and threads.
-        release_workspaces(self.device)
-        self.current = step
-
-    def make_current_again(self, model: torch.nn.Module, step: CompiledStep) -> CompiledStep:
-        """As ``make_current``, for a step that runs again from its inputs: by another plan, which is returned, if the
-        budget has become too small for its own. Raises BudgetTooSmall."""
-        while True:
-            step = self.budgets.fitting(step)
-            try:
-                self.make_current(model, step)
-            except GrantWithdrawn:
-                self.budgets.follow()
-            else:
-                return step
-
-    def _claim(self, step: CompiledStep, arena: int) -> None:
-        """Room within the budget for ``step`` with an arena of so many bytes, or with the one that is there. Raises
-        GrantWithdrawn."""
-        there = max((memory.numel() for memory in self.arenas.values()), default=0)
-        if self.budgets.moving and step.budget.outside + max(arena, there) > self.budgets.total:
-            self.unload()
-            there = 0
-        self.budgets.claim(step.budget.outside, max(arena, there))
-
-    def follow_budget(self) -> None:
-        """Between two steps: the budget is from now on what is granted."""
-        if not self.budgets.unchanged():
-            with self.lock:
-                self.budgets.follow()
-
-    def runs(self) -> bool:
-        """Whether a step is in its forward or its backward, or between them."""
-        return self._active is not None and self._active() is not None
-
-    def _refresh_shards(self) -> None:
-        """Copies of parts of weights have the bytes that the weights have."""
-        if self.shards is not None:
-            self.shards.refresh()
-
     def trace_wanted(self) -> bool:
         """Whether the step about to start is the one that ``report_dir`` shows: the first in steady state."""
         return self._reports_left > 0 and self.counts.steps_compiled >= _WARM_STEPS
@@ -457,22 +313,13 @@ class Session:
         assert self.config.report_dir is not None
         write_report(self.config.report_dir, step.plan, step.executor.events(), self.stats())
 
-    def unload(self) -> None:
-        """Free every executor and the arena; the plans stay."""
-        self.abandon_active()
-        for step in self.plans.values():
-            step.unload()
-        self.arenas, self.current = {}, None
-        # PyTorch may keep what was freed in pieces of that size, for which the next arena is too large.
-        backend_of(self.device).release_memory()
-
     def close(self) -> None:
         """Free all that the engine holds; the session is over."""
         self.unload()
         self.gradients.release()
         release_workspaces(self.device)
         if self.budgets.moving and self.config.report_dir is not None:
-            self.budgets.draw(Path(self.config.report_dir) / "budget.png")
+            self.budgets.history.draw(Path(self.config.report_dir) / "budget.png", self.budgets.moves)
         self.budgets.close()
         self._engine_process = None
 

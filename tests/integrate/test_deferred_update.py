@@ -13,77 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from transformers import Trainer, TrainingArguments, default_data_collator
 
-from disco_accel import DiscoCallback, DiscoConfig, prepare, settle, stats
-from disco_accel.errors import BudgetTooSmall, ConfigError, ExecutionError, StatesTorn
+from disco_accel import prepare, settle, stats
+from disco_accel.errors import ConfigError, ExecutionError, StatesTorn
 from disco_accel.native.host_memory import writes_are_watched
 from disco_accel.step.session import find_state
 from disco_accel.step.update import update_pass
-from disco_accel.step.update.updated_step import StepWithUpdate
 from disco_accel.testing.engine_faults import failing, kernels
 from disco_accel.testing.models import family_full, random_batch
-
-STEPS, ACCUMULATED = 5, 2
-
-
-def config(budget: int = 1 << 30, **keys: Any) -> DiscoConfig:
-    ours = {"memory_budget": budget, "device": "cpu", "optimizer": "host", "update": "deferred", "plan_cache": None}
-    return DiscoConfig(**(ours | keys))
-
-
-def prepared(model: torch.nn.Module, budget: int = 1 << 30) -> torch.nn.Module:
-    """``model`` prepared with ``budget`` bytes, or the least that a plan needs, which depends on measured times."""
-    for _ in range(6):
-        prepare(model, config(budget))
-        try:
-            model(**random_batch())
-        except BudgetTooSmall as error:
-            budget = error.needed
-        else:
-            return model
-    raise AssertionError(f"no plan in {budget} bytes, which was said to be enough")
-
-
-def adamw(model: torch.nn.Module, **keys: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), **({"lr": 1e-2, "fused": True} | keys))
-
-
-def backward(model: torch.nn.Module, step: int) -> list[torch.Tensor]:
-    """Losses of the parts of one step."""
-    losses = []
-    for part in range(ACCUMULATED):
-        loss = model(**random_batch(seed=step * ACCUMULATED + part)).loss / ACCUMULATED
-        loss.backward()
-        losses.append(loss.detach())
-    return losses
-
-
-def train(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int = STEPS, between: Callable[[], Any] = int
-) -> list[torch.Tensor]:
-    """Losses. ``between`` runs behind each update."""
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3))
-    losses = []
-    for step in range(steps):
-        losses += backward(model, step)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        between()
-    return losses
-
-
-def assert_same(model: torch.nn.Module, ours: Any, eager: torch.nn.Module, theirs: Any) -> None:
-    """Weights and the state of the optimizers, as their libraries show them."""
-    shown, expected = model.state_dict(), eager.state_dict()
-    assert shown.keys() == expected.keys() and all(torch.equal(shown[name], expected[name]) for name in expected)
-    states = [optimizer.state_dict()["state"] for optimizer in (ours, theirs)]
-    assert states[0].keys() == states[1].keys()
-    for number, state in states[1].items():
-        assert all(torch.equal(states[0][number][key], value) for key, value in state.items()), number
-
+from tests.integrate.deferred_updates import STEPS, adamw, assert_same, backward, config, prepared, train, with_update
 
 CASES = (
     ("llama", torch.float32, "least"),
@@ -264,13 +202,6 @@ def test_what_would_lose_an_update_is_refused(pair: Any) -> None:
     train(model, ours, steps=1)
 
 
-def with_update(model: torch.nn.Module) -> StepWithUpdate:
-    """The plan that begins with an update."""
-    state = find_state(model)
-    assert state is not None
-    return next(step for step in state.plans.values() if isinstance(step, StepWithUpdate))
-
-
 def test_a_forward_that_fails_in_the_update_needs_a_checkpoint(pair: Any) -> None:
     """Some weights are updated and others are not: nothing runs before whole ones are loaded."""
     model, ours, eager, theirs = pair
@@ -315,49 +246,6 @@ def test_a_forward_that_fails_beside_the_update_loses_nothing(pair: Any) -> None
     assert_same(model, ours, eager, theirs)
 
 
-def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def hooked(model: torch.nn.Module) -> torch.optim.Optimizer:
-    optimizer = adamw(model)
-    optimizer.register_step_post_hook(lambda *_: None)
-    return optimizer
-
-
-def clipping(model: torch.nn.Module) -> torch.optim.Optimizer:
-    optimizer = adamw(model)
-
-    def clip(*_: Any) -> None:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-
-    optimizer.register_step_pre_hook(clip)
-    return optimizer
-
-
-@pytest.mark.parametrize(
-    ("make", "told"),
-    [
-        (sgd, "SGD is not torch.optim.AdamW"),
-        (hooked, "a hook that runs after step"),
-        (clipping, "a hook that runs before step"),
-        (lambda model: adamw(model, fused=False, foreach=False), "it is not fused"),
-        (lambda model: adamw(model, amsgrad=True), "amsgrad=True"),
-    ],
-)
-def test_other_optimizers_update_at_once_and_are_told(
-    caplog: pytest.LogCaptureFixture, make: Callable[[torch.nn.Module], torch.optim.Optimizer], told: str
-) -> None:
-    """Once, by name."""
-    model, eager = family_full("llama"), family_full("llama")
-    prepared(model)
-    ours, theirs = make(model), make(eager)
-    assert all(map(torch.equal, train(model, ours), train(eager, theirs)))
-    assert all(map(torch.equal, model.parameters(), eager.parameters()))
-    assert stats(model)["updates_planned"] == 0
-    assert sum(told in message for message in caplog.messages) == 1
-
-
 def test_a_hook_of_all_optimizers_sees_gradients(pair: Any, caplog: pytest.LogCaptureFixture) -> None:
     """It clips, before ``step()``; when it is gone, updates are put off again."""
     model, ours, eager, theirs = pair
@@ -399,53 +287,6 @@ def test_it_needs_the_host() -> None:
     """Said when the model is prepared."""
     with pytest.raises(ConfigError, match=r"update: deferred .* optimizer: host"):
         prepare(family_full("llama"), config(optimizer="device"))
-
-
-def rows(count: int) -> list[dict[str, list[int]]]:
-    ids = torch.randint(0, 96, (count, 12), generator=torch.Generator().manual_seed(1)).tolist()
-    return [{"input_ids": row, "attention_mask": [1] * 12, "labels": row} for row in ids]
-
-
-def life(folder: Path, planned: bool) -> tuple[torch.nn.Module, list[Any]]:
-    """A Trainer that saves and evaluates in the middle, and another that goes on from there."""
-    log: list[Any] = []
-    for steps, resume in ((3, None), (6, str(folder / "checkpoint-3"))):
-        model: Any = family_full("llama")
-        arguments = TrainingArguments(
-            output_dir=str(folder),
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=2,
-            max_steps=steps,
-            save_steps=3,
-            eval_strategy="steps",
-            eval_steps=2,
-            logging_steps=1,
-            learning_rate=1e-2,
-            optim="adamw_torch_fused",
-            report_to=[],
-            disable_tqdm=True,
-            use_cpu=True,
-        )
-        data = {"train_dataset": rows(24), "eval_dataset": rows(4), "data_collator": default_data_collator}
-        ours = [DiscoCallback(config())] if planned else []
-        trainer = Trainer(model=model, args=arguments, callbacks=ours, **data)
-        trainer.train(resume_from_checkpoint=resume)
-        log += [
-            [entry.get(key) for key in ("loss", "eval_loss", "grad_norm", "step")]
-            for entry in trainer.state.log_history
-        ]
-    if planned:
-        assert stats(model)["updates_planned"] > 0 and stats(model)["clips_deferred"] > 0
-    return model, log
-
-
-def test_a_trainer_saves_evaluates_and_resumes(tmp_path: Path) -> None:
-    """Logs and weights are those of plain training, also read from the parameters when it has ended."""
-    model, log = life(tmp_path / "planned", True)
-    eager, expected = life(tmp_path / "plain", False)
-    assert log == expected
-    for (name, ours), theirs in zip(model.named_parameters(), eager.parameters(), strict=True):
-        assert torch.equal(ours, theirs), name
 
 
 @pytest.mark.skipif(not writes_are_watched(), reason="needs a kernel that tells which pages are written to")

@@ -10,7 +10,8 @@ import torch
 
 from disco_accel.errors import ConfigError
 from disco_accel.native.host_memory import HostMemory
-from disco_accel.step.placement import Placement, StreamedEager, apply_to_trainable, visitor_of
+from disco_accel.step.placement import Placement, apply_to_trainable
+from disco_accel.step.streamed_eager import StreamedEager, visitor_of
 from disco_accel.testing.models import random_batch, tiny_lora
 
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 
 import pytest
 
 from disco_accel.errors import BudgetTooSmall, StoreGone
-from disco_accel.plan import planning_process
-from disco_accel.plan.planning_process import PlanningProcess
 from disco_accel.step import store_grants
 from disco_accel.store.client import Store
-from tests.integrate.test_moving_budget import LARGE, SMALL, arena, batch, both, session_of, twins, until
+from tests.integrate.moving_budgets import LARGE, SMALL, arena, batch, both, plan_here, session_of, twins, until
 from tests.store.serving import serving
 
 
@@ -22,11 +19,7 @@ def store_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Models of this process find the store of the test, and plans are made in this process."""
     monkeypatch.setenv("DISCO_STORE", str(tmp_path / "own" / "store"))
     monkeypatch.setattr(store_grants, "RECONNECT_SECONDS", 0.0)
-
-    def here(_: PlanningProcess, request: bytes) -> bytes:
-        return json.dumps(planning_process.answer(json.loads(request))).encode()
-
-    monkeypatch.setattr(PlanningProcess, "_answer", here)
+    plan_here(monkeypatch)
 
 
 def test_a_model_makes_room_for_programs_that_the_store_hears_of(tmp_path: Path) -> None:

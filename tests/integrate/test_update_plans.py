@@ -9,7 +9,7 @@ from disco_accel import stats
 from disco_accel.step.update import update_pass
 from disco_accel.step.update.update_pass import samples
 from disco_accel.testing.models import family_full
-from tests.integrate.test_deferred_update import adamw, assert_same, prepared, train, with_update
+from tests.integrate.deferred_updates import adamw, assert_same, prepared, train, with_update
 
 
 def test_a_step_behind_a_step_settles_the_first() -> None:

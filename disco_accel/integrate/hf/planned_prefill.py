@@ -19,11 +19,11 @@ from disco_accel.integrate.hf.tracing import hf_contexts
 from disco_accel.step.budget import leaving_bytes
 from disco_accel.step.compile import CompileOptions, compile_forward
 from disco_accel.step.compiled_step import CompiledStep
-from disco_accel.step.moving_budget import in_moving_budget
 from disco_accel.step.pending import externals_of
 from disco_accel.step.progress_messages import batch_text
 from disco_accel.step.rng_state import generator_from, generator_state, kept_on_failure
 from disco_accel.step.step_key import step_key
+from disco_accel.step.within_budget import in_moving_budget
 
 if TYPE_CHECKING:
     from disco_accel.capture.captured_step import CapturedStep, InputBinding
