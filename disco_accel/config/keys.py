@@ -67,7 +67,7 @@ def _size_or_share(value: Any) -> int | str:
     return _bytes(value, works)
 
 
-def _budget(value: Any) -> int | str:
+def _shared_or_size(value: Any) -> int | str:
     if value == "shared":
         return "shared"
     try:
@@ -199,8 +199,8 @@ def unused_policy(planner: str, policy: str) -> str:
 
 
 PARSERS: dict[str, Parser] = {
-    "memory_budget": _budget,
-    "host_memory": _size_or_share,
+    "memory_budget": _shared_or_size,
+    "host_memory": _shared_or_size,
     "planner": _registered("PLANNERS"),
     "policy": _registered("POLICIES", "auto"),
     "plan_seconds": seconds_or_auto,

@@ -58,7 +58,7 @@ class DiscoConfig:
     """The keys of the ``disco_config`` section. Values are checked and normalised when an instance is made.
 
     Sizes are bytes (int) once parsed; ``memory_budget`` and ``host_memory`` may stay ``"auto"`` or ``"80%"`` until
-    ``resolve``; a ``memory_budget`` that is ``"shared"`` moves, up to what ``auto`` would be. ``plan_seconds``: the
+    ``resolve``; one that is ``"shared"`` is a store's, at most what ``auto`` would be. ``plan_seconds``: the
     time that a search for a plan may take; ``auto``: an amount of work that depends on the graph alone.
     ``link_bandwidth`` (bytes/s) and ``link_latency`` (seconds) apply to the host device only.
 

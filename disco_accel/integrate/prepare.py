@@ -15,7 +15,7 @@ import torch
 from disco_accel.capture.autocast import autocast_state
 from disco_accel.capture.first_forward import run_first_forward_changes
 from disco_accel.config.settings import DiscoConfig
-from disco_accel.errors import BudgetTooSmall, CaptureError, ConfigError
+from disco_accel.errors import BudgetTooSmall, CaptureError, ConfigError, StoreFull
 from disco_accel.integrate.accelerate.trainer_runs import follow_trainers
 from disco_accel.integrate.hf import generate_prefill
 from disco_accel.integrate.hf.hf_frontend import HuggingFace
@@ -212,6 +212,12 @@ def _attach(state: Session, model: torch.nn.Module) -> None:
     if state.optimizer is OptimizerHome.HOST and state.config.optimizer == "auto":
         state.messages.host_by_size()
     state.placement.apply()
+    try:
+        state.hold_host()
+    except StoreFull:
+        state.close()
+        state.placement.undo()
+        raise
     if state.frozen_for_prefill is None:
         _follow_optimizers(state, model)
     model.__dict__[STATE] = state

@@ -104,6 +104,11 @@ class GradientMemory:
         self._told = False
 
     @property
+    def memory(self) -> Sequence[HostMemory]:
+        """Where the ranges lie."""
+        return list(self._of_ranges())
+
+    @property
     def nbytes(self) -> int:
         """Of all ranges."""
         return sum(memory.nbytes for memory in self._of_ranges())

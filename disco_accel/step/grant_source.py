@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from disco_accel.step.store_grants import StoreGrants
 
 
 class GrantSource(Protocol):
-    """Says how many bytes of the device one job may hold. Called from several threads."""
+    """Says how many bytes of the device, or of each of its devices, one job may hold. Called from several threads."""
 
     def granted(self) -> int:
         """Bytes that the job may hold now. Asked at the beginning of each step and between them: costs no message."""
@@ -70,6 +70,7 @@ def use_grants(source: Callable[[], GrantSource] | None) -> None:
     _source = source
 
 
-def shared_grants() -> GrantSource:
-    """For one model with ``memory_budget: shared``. Raises StoreGone where no store listens."""
-    return StoreGrants() if _source is None else _source()
+def shared_grants(devices: Collection[int]) -> GrantSource:
+    """For one model with ``memory_budget: shared``, whose steps run on ``devices``, by their numbers on the machine.
+    Raises StoreGone where no store listens."""
+    return StoreGrants(devices) if _source is None else _source()

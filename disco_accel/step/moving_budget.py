@@ -7,6 +7,7 @@ the step chooses a plan that fits; a larger one changes nothing until a plan for
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 import weakref
@@ -64,7 +65,7 @@ class MovingBudget:
 
     def __init__(self, memory: Memory, source: GrantSource, most: int, host_memory: int) -> None:
         """``most``: bytes of the device that one job may ever want. ``host_memory``: for training on the host."""
-        self._memory = weakref.proxy(memory)
+        self._memory, self._process = weakref.proxy(memory), os.getpid()
         self.source, self.most, self._host_memory = source, most, host_memory
         self.shared = not isinstance(source, GivenBudget)
         self.moving = self.shared
@@ -297,7 +298,10 @@ class MovingBudget:
             memory.lock.release()
 
     def close(self) -> None:
-        """The session is over: all is given back."""
+        """The session is over: all is given back. In a process that was forked since nothing is: grant, plans that are
+        being made and the locks of threads that are not there are its parent's."""
+        if os.getpid() != self._process:
+            return
         self.maker.stop()
         if self.shared:
             self._stop.set()

@@ -181,6 +181,10 @@ class Placement:
         self._move(tensor, data)
         move_views(views, old, tensor.data)
 
+    def own_arenas(self) -> list[HostMemory]:
+        """Those that are this process's alone."""
+        return [arena for arena in self._arenas if not isinstance(arena, FileArena)]
+
     def shared_arenas(self) -> list[FileArena]:
         """Those whose pages other processes may map too."""
         return [arena for arena in self._arenas if isinstance(arena, FileArena)]

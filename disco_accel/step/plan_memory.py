@@ -5,20 +5,22 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 
-from disco_accel.errors import ExecutionError
+from disco_accel.errors import ExecutionError, StoreFull
 from disco_accel.execute.arenas import places_of
 from disco_accel.execute.executor import arena_bytes
 from disco_accel.native.arena import device_arena
 from disco_accel.native.backend import backend_of, release_workspaces
-from disco_accel.native.host_memory import WatchedTensors
+from disco_accel.native.host_memory import HostMemory, WatchedTensors
 from disco_accel.native.out_of_memory import typed_out_of_memory
 from disco_accel.step.compiled_step import CompiledStep
+from disco_accel.step.gradient_memory import GradientMemory
 from disco_accel.step.grant_source import GrantWithdrawn
+from disco_accel.step.host_claims import HostClaims, Piece
 from disco_accel.step.moving_budget import MovingBudget
 from disco_accel.step.placement import Placement
 from disco_accel.step.shard_memory import ShardMemory
@@ -40,6 +42,7 @@ class PlanMemory:
     """The arenas, the step that has them, and the step that runs. ``budgets`` says how large they may be."""
 
     placement: Placement
+    gradients: GradientMemory
     budgets: MovingBudget
     updates: PlannedUpdates
 
@@ -54,6 +57,8 @@ class PlanMemory:
         self.shards: ShardMemory | None = None
         """Parts of weights that devices share."""
         self.weights_seen = WatchedTensors([])
+        self.host_claims: HostClaims | None = None
+        """Tells a store what is held on the host, if one is to know."""
         self._active: weakref.ref[Suspendable] | None = None
         self._engine_process: int | None = None
 
@@ -97,6 +102,7 @@ class PlanMemory:
         if not isinstance(step, StepWithUpdate):
             self.updates.settle()
         if self.current is step and step.loaded is not None and not step.trained_moved(model):
+            self.hold_host()
             check = self.weights_seen.begin_check if check_ends_later else self.weights_seen.changed
             if not check():
                 return
@@ -115,8 +121,11 @@ class PlanMemory:
             step.follow(model)
         needed = {device.id: arena_bytes(step.plan, device.id) for device in step.plan.devices if not device.host}
         self._claim(step, max(needed.values()))
-        if any(device not in self.arenas or self.arenas[device].numel() < size for device, size in needed.items()):
+        if not self._arenas_do(needed):
             self.unload()
+        if step.loaded is None:
+            self._claim_host(step)
+        if not self._arenas_do(needed):
             places = places_of(step.plan, backend_of(self.device).others(self._gpus, len(needed)))
             self.arenas = {device: device_arena(size, places[device]) for device, size in needed.items()}
         if step.loaded is None:
@@ -150,6 +159,35 @@ class PlanMemory:
             there = 0
         self.budgets.claim(step.budget.outside, max(arena, there))
 
+    def _arenas_do(self, needed: Mapping[int, int]) -> bool:
+        return all(device in self.arenas and self.arenas[device].numel() >= size for device, size in needed.items())
+
+    def _claim_host(self, step: CompiledStep) -> None:
+        """Room on the host for what ``step`` offloads, if need be in the place of other plans. Raises StoreFull."""
+        try:
+            self.hold_host(step)
+        except StoreFull:
+            self.unload()
+            self.hold_host(step)
+
+    def hold_host(self, more: CompiledStep | None = None) -> None:
+        """Tell a store what is held on the host now, and what ``more`` takes as it is loaded. Raises StoreFull."""
+        if self.host_claims is None:
+            return
+        pieces: dict[Piece, int] = {}
+        held: dict[str, Sequence[HostMemory]] = {
+            "weights": self.placement.own_arenas(),
+            "gradients": self.gradients.memory,
+            "packed columns": [] if self.shards is None else self.shards.memory,
+        }
+        for what, memories in held.items():
+            pieces |= {(what, id(memory)): memory.nbytes for memory in memories if memory.nbytes}
+        loaded = [step for step in self.plans.values() if step.loaded is not None]
+        for step in loaded if more is None else [*loaded, more]:
+            if step.plan.host_memory:
+                pieces["offloaded values", id(step)] = step.plan.host_memory
+        self.host_claims.hold(pieces)
+
     def follow_budget(self) -> None:
         """Between two steps: the budget is from now on what is granted."""
         if not self.budgets.unchanged():
@@ -173,3 +211,5 @@ class PlanMemory:
         self.arenas, self.current = {}, None
         # PyTorch may keep what was freed in pieces of that size, for which the next arena is too large.
         backend_of(self.device).release_memory()
+        if self.host_claims is not None:
+            self.host_claims.let_go("offloaded values")

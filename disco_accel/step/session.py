@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from disco_accel.config.machine_devices import numbers_on_machine
 from disco_accel.config.settings import DiscoConfig, shared_weights_folder
-from disco_accel.errors import BudgetTooSmall, CaptureError, ConfigError
+from disco_accel.errors import BudgetTooSmall, CaptureError
 from disco_accel.execute.engine_options import threads_beside
 from disco_accel.execute.executor import EngineOptions
 from disco_accel.graph.traits import FOREIGN, RENEWED
@@ -36,6 +37,7 @@ from disco_accel.step.gradients.accumulation import Accumulation
 from disco_accel.step.gradients.clipping_norms import norms_for_clipping
 from disco_accel.step.gradients.gradient_norms import GradientNorms
 from disco_accel.step.grant_source import GivenBudget, shared_grants
+from disco_accel.step.host_claims import HostClaims
 from disco_accel.step.last_fallback import LastFallback
 from disco_accel.step.memory_parts import require_host_memory
 from disco_accel.step.moving_budget import MovingBudget
@@ -78,6 +80,10 @@ class Session(PlanMemory):
         self.settings = config.resolve()
         first = "".join(f":{index}" for index in self.settings.gpus[:1])
         super().__init__(run_device(self.settings.device + first), self.settings.gpus)
+        if config.host_memory == "shared":
+            self.host_claims = HostClaims()
+            there = min(self.settings.host_memory, self.host_claims.most)
+            self.settings = replace(self.settings, host_memory=there)
         self.optimizer = optimizer_home(model, config, self.settings, self.device) if trains else OptimizerHome.DEVICE
         if trains:
             check_update(config, self.optimizer, self.settings.devices)
@@ -122,12 +128,16 @@ class Session(PlanMemory):
         self.on_restore: list[Callable[[], None]] = []
         given = self.settings.memory_budget
         shared = config.memory_budget == "shared"
-        if shared and self.settings.devices > 1:
-            raise ConfigError("memory_budget: shared is for a step on one device: set devices: 1, or give a size")
-        source = shared_grants() if shared else GivenBudget(given)
+        source = shared_grants(self._machine_devices()) if shared else GivenBudget(given)
         most = source.most()
         self.budgets = MovingBudget(self, source, given if most is None else min(given, most), host_memory)
         self.updates = PlannedUpdates(self.plans, *told, host_memory, config.update_on)
+
+    def _machine_devices(self) -> Sequence[int]:
+        """Numbers of the devices that steps run on; those of host memory have some of their own, as in a plan."""
+        if not backend_of(self.device).separate_memory:
+            return range(self.settings.devices)
+        return numbers_on_machine(self.settings.gpus or (self.device.index,))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         # A copy of a prepared model is an unprepared model: it must never train the original.
@@ -321,6 +331,8 @@ class Session(PlanMemory):
         if self.budgets.moving and self.config.report_dir is not None:
             self.budgets.history.draw(Path(self.config.report_dir) / "budget.png", self.budgets.moves)
         self.budgets.close()
+        if self.host_claims is not None:
+            self.host_claims.close()
         self._engine_process = None
 
     def stats(self) -> dict[str, Any]:
@@ -329,6 +341,8 @@ class Session(PlanMemory):
         result |= self.accumulation.stats() | self.norms.stats()
         result["budget_bytes"] = self.budgets.total
         result |= self.budgets.stats()
+        if self.host_claims is not None:
+            result["host_held_bytes"] = self.host_claims.held
         step = self.current
         if step is not None:
             step.settle()

@@ -36,6 +36,11 @@ class ShardMemory:
         self._memory: list[HostMemory] = []
         self._sources = WatchedTensors([])
 
+    @property
+    def memory(self) -> Sequence[HostMemory]:
+        """Where the copies lie."""
+        return self._memory
+
     def keep(self, bindings: Sequence[InputBinding], weights: Mapping[str, torch.Tensor]) -> None:
         """Make the copies that ``bindings`` need of ``weights`` and that are not there yet."""
         missing: dict[_Key, tuple[torch.Tensor, torch.Tensor]] = {}

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from disco_accel.errors import DiscoError, StoreGone
 from disco_accel.sizes import format_size
@@ -24,8 +24,11 @@ class StoreGrants:
     """A ``GrantSource``. A store that ends leaves the job the bytes that it granted last, told once; one that is back
     at the same place is told what the job holds, and grants anew."""
 
-    def __init__(self) -> None:
-        """Raises StoreGone where no store listens, StoreError and ConfigError as ``Store.connect``."""
+    def __init__(self, devices: Collection[int] = (0,)) -> None:
+        """``devices``: the machine's, of each of which the job holds what is granted.
+
+        Raises StoreGone where no store listens, StoreError and ConfigError as ``Store.connect``."""
+        self._devices = tuple(devices)
         self._lock = threading.RLock()
         self._store: Store | None = Store.connect()
         self._least, self._wish, self._held, self._last = 0, 0, 0, 0
@@ -43,6 +46,11 @@ class StoreGrants:
         self._look_again()
         return self._last
 
+    @property
+    def connected(self) -> bool:
+        """Whether a store counts what this job holds."""
+        return self._store is not None
+
     def most(self) -> int | None:
         """Bytes of the store's device; None where the store has ended."""
         store = self._store
@@ -55,7 +63,7 @@ class StoreGrants:
         """As ``GrantSource.want``."""
         with self._lock:
             self._least, self._wish = least, wish
-            self._tell(lambda store: store.wanted(least, wish))
+            self._tell(lambda store: store.wanted(least, wish, self._devices))
 
     def hold(self, nbytes: int) -> None:
         """As ``GrantSource.hold``."""
@@ -96,7 +104,7 @@ class StoreGrants:
             store = Store.connect()
             # First what is held: nobody may be granted it meanwhile.
             _holding(self._held)(store)
-            store.wanted(self._least, self._wish)
+            store.wanted(self._least, self._wish, self._devices)
             self._last, self._store = store.granted(), store
         except DiscoError:
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
@@ -22,6 +22,7 @@ from disco_accel.store.grant_page import GrantView
 from disco_accel.store.messages import (
     DTYPES,
     MAX_AMOUNT,
+    MAX_DEVICES,
     MAX_NEXT_USE,
     NO_NEXT_USE,
     Malformed,
@@ -29,6 +30,7 @@ from disco_accel.store.messages import (
     Reply,
     Request,
     Tier,
+    mask_of,
     nbytes_of,
     words_of,
 )
@@ -208,15 +210,19 @@ class Store:
         """Return when the store has answered."""
         self._channel.ask(Request(Opcode.PING))
 
-    def wanted(self, least: int, wish: int) -> None:
-        """This process wants a budget of device memory of at least ``least`` bytes and at most ``wish``; both 0: none
-        any more. ``granted`` says what it gets, now and later."""
+    def wanted(self, least: int, wish: int, devices: Collection[int] = (0,)) -> None:
+        """This process wants a budget of device memory of at least ``least`` bytes and at most ``wish`` on each of
+        ``devices``; both 0: none any more. ``granted`` says what it gets on each, now and later."""
         for key, value in (("least", least), ("wish", wish)):
             if not 0 <= value <= MAX_AMOUNT:
                 raise ConfigError(f"{key}: {value} is not a number of bytes")
         if wish < least:
             raise ConfigError(f"wish: {wish} is less than the least, {least}")
-        _reply, file = self._channel.ask(Request(Opcode.WANT, amount=least, wish=wish))
+        if not devices or not all(0 <= device < MAX_DEVICES for device in devices):
+            raise ConfigError(
+                f"devices: {list(devices)}: a store counts devices from 0 to {MAX_DEVICES - 1}, name some"
+            )
+        _reply, file = self._channel.ask(Request(Opcode.WANT, amount=least, wish=wish, object=mask_of(devices)))
         if file is not None:
             try:
                 if self._view is None:

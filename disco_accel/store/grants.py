@@ -6,8 +6,8 @@ job has to give back is granted to others only when it has come down, so that no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,36 @@ def divide(total: int, jobs: Sequence[Job]) -> list[int]:
             left -= job.least - job.held
             low[number], high[number] = job.least, end
     return _filled(left, low, high)
+
+
+Rule = Callable[[int, Sequence[Job]], list[int]]
+"""``shares`` or ``divide``."""
+
+
+def on_devices(
+    rule: Rule, totals: Mapping[int, int], jobs: Sequence[Job], devices: Sequence[Collection[int]]
+) -> list[int]:
+    """By ``rule``, the number of bytes that each of ``jobs`` has on each of its ``devices``: one number, what the
+    tightest of them leaves. ``totals``: bytes of each device.
+
+    What a job cannot use because of another of its devices is divided among the others: each round bounds jobs by what
+    the round before found. No round gives more of a device than it has.
+    """
+    bounded, granted = list(jobs), [0] * len(jobs)
+    for _ in range(len(jobs) + 1):
+        found: list[int | None] = [None] * len(jobs)
+        for device, total in totals.items():
+            there = [number for number, on in enumerate(devices) if device in on]
+            for number, given in zip(there, rule(total, [bounded[n] for n in there]), strict=True):
+                before = found[number]
+                found[number] = given if before is None else min(before, given)
+        granted = [given or 0 for given in found]
+        tighter = [n for n, on in enumerate(devices) if len(on) > 1 and granted[n] < bounded[n].most]
+        if not tighter:
+            break
+        for number in tighter:
+            bounded[number] = replace(bounded[number], quota=granted[number])
+    return granted
 
 
 def _filled(left: int, low: Sequence[int], high: Sequence[int]) -> list[int]:

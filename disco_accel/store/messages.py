@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 import struct
+from collections.abc import Collection
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -57,8 +58,9 @@ class Opcode(IntEnum):
     STATS = 8
     """The page ``amount`` of figures. The reply's ``amount`` is the number of pages."""
     WANT = 9
-    """A budget of at least ``amount`` and at most ``wish`` bytes of device memory; both 0: none any more. A
-    descriptor of the grant page comes beside the reply."""
+    """A budget of at least ``amount`` and at most ``wish`` bytes of device memory; both 0: none any more. ``object``:
+    a bit for each device, from the lowest on, that it is of, as much on each; 0 for the first one alone. A descriptor
+    of the grant page comes beside the reply."""
     HELD = 10
     """The client has come down, or up, to ``amount`` bytes of its grant. No reply."""
     LABEL = 11
@@ -180,7 +182,7 @@ _STATUSES = tuple(Status)
 class _Use(NamedTuple):
     """What ``opcode`` uses fields for; one that it does not use is 0. ``low``, ``high``: bounds of its amount.
     ``devices``: numbers of devices are smaller. ``wishes``: the wish is at least the amount. ``has_label``: the
-    place of the shape has text."""
+    place of the shape has text. ``names_devices``: the place of the object has bits of devices."""
 
     opcode: Opcode
     low: int = 0
@@ -190,6 +192,7 @@ class _Use(NamedTuple):
     wishes: bool = False
     has_shape: bool = False
     has_label: bool = False
+    names_devices: bool = False
 
 
 # By plain numbers: an enumeration's members take a call of Python to be hashed.
@@ -204,7 +207,7 @@ _USES = {
         _Use(Opcode.RELEASE, names_object=True),
         _Use(Opcode.PREFETCH, names_object=True),
         _Use(Opcode.STATS, 0, 1 << 20),
-        _Use(Opcode.WANT, 0, MAX_AMOUNT, wishes=True),
+        _Use(Opcode.WANT, 0, MAX_AMOUNT, wishes=True, names_devices=True),
         _Use(Opcode.HELD, 0, MAX_AMOUNT),
         _Use(Opcode.LABEL, has_label=True),
         _Use(Opcode.FIRST_CLASS, -MAX_AMOUNT, MAX_AMOUNT, devices=MAX_DEVICES),
@@ -215,10 +218,10 @@ _USES = {
 def _check(request: Request, use: _Use) -> None:
     """Raise Malformed where a field that the opcode uses is out of bounds, or one that it does not use is not 0."""
     opcode, number, device, amount, name, wish, dtype, shape = request
-    _opcode, low, high, names_object, devices, wishes, has_shape, has_label = use
+    _opcode, low, high, names_object, devices, wishes, has_shape, has_label, names_devices = use
     if not low <= amount <= high:
         raise Malformed(f"{opcode.name}: amount {amount} is not in [{low}, {high}]", number)
-    if names_object != (name != 0):
+    if not names_devices and names_object != (name != 0):
         raise Malformed(f"{opcode.name}: object {name}", number)
     if (wish and not wishes) or (wishes and not amount <= wish <= MAX_AMOUNT):
         raise Malformed(f"{opcode.name}: wish {wish} is less than the least, or too much", number)
@@ -230,6 +233,16 @@ def _check(request: Request, use: _Use) -> None:
         label_of(shape, number)
     elif dtype or shape:
         raise Malformed(f"{opcode.name} has no shape", number)
+
+
+def mask_of(devices: Collection[int]) -> int:
+    """``devices`` as the object of ``WANT``."""
+    return sum(1 << device for device in set(devices))
+
+
+def devices_in(mask: int) -> frozenset[int]:
+    """The devices that the object of ``WANT`` names."""
+    return frozenset(device for device in range(MAX_DEVICES) if mask >> device & 1) or frozenset({0})
 
 
 def nbytes_of(shape: tuple[int, ...], dtype: int, number: int = 0) -> int:

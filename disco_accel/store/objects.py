@@ -14,7 +14,8 @@ from disco_accel.store.policies import Candidate
 @dataclass(eq=False, slots=True)
 class Holder:
     """A client, as far as memory goes. ``label``: what it calls itself, "" for nothing. ``held``: what it has taken of
-    its grant. ``first_class``: bytes of each device that its process holds apart from the store."""
+    its grant. ``first_class``: bytes of each device that its process holds apart from the store. ``devices``: those
+    that its budget is of, as much on each."""
 
     pid: int
     label: str = ""
@@ -26,6 +27,7 @@ class Holder:
     grant: int = 0
     held: int = 0
     first_class: dict[int, int] = field(default_factory=dict)
+    devices: frozenset[int] = frozenset({0})
 
     @property
     def words(self) -> str:

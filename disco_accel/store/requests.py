@@ -7,13 +7,24 @@ import secrets
 from disco_accel.errors import ExecutionError, StoreError, StoreFull
 from disco_accel.store.figures import STATS_PAGES
 from disco_accel.store.keeper import Keeper
-from disco_accel.store.messages import NO_NEXT_USE, SILENT, Opcode, Reply, Request, Status, Tier, label_of, nbytes_of
+from disco_accel.store.messages import (
+    NO_NEXT_USE,
+    SILENT,
+    Opcode,
+    Reply,
+    Request,
+    Status,
+    Tier,
+    devices_in,
+    label_of,
+    nbytes_of,
+)
 from disco_accel.store.objects import Holder, Object, Waiter, room_of
 
 _MAX_FIGURE = (1 << 63) - 1
 # Of Python 3.11, each member of an enumeration that is looked up by its class takes a call.
 _GET, _RELEASE, _PUT, _CREATE, _FREE = Opcode.GET, Opcode.RELEASE, Opcode.PUT, Opcode.CREATE, Opcode.FREE
-_OK = Status.OK
+_OK, _WANT = Status.OK, Opcode.WANT
 
 
 class Desk:
@@ -46,7 +57,7 @@ class Desk:
         if opcode is _CREATE:
             self._create(holder, request, now)
             return None
-        if not request.object:
+        if not request.object or opcode is _WANT:
             return self._do_without_object(holder, request)
         item = keeper.objects.get(request.object)
         # Ids can be guessed: one whose memory is still waited for has not been told to anybody.
@@ -80,8 +91,8 @@ class Desk:
             figures = tuple(min(max(f, -_MAX_FIGURE), _MAX_FIGURE) for f in self._figures(page))
             label = "" if page < STATS_PAGES else list(keeper.holders)[page - STATS_PAGES].label
             return Reply(_OK, request.number, pages, figures=figures, text=label)
-        if opcode is Opcode.WANT:
-            keeper.room.want(holder, request.amount, request.wish)
+        if opcode is _WANT:
+            keeper.room.want(holder, request.amount, request.wish, devices_in(request.object))
             keeper.changed()
         elif opcode is Opcode.HELD:
             keeper.room.hold(holder, request.amount)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from disco_accel.sizes import format_size
-from disco_accel.store.grants import Job, divide, shares
+from disco_accel.store.grants import Job, Rule, divide, on_devices, shares
 from disco_accel.store.messages import MAX_AMOUNT
 from disco_accel.store.objects import Holder, Object
 
@@ -16,8 +16,8 @@ OUR_DEVICE = 0
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bytes of each tier. ``quota``: the most that one client may own as objects, and as a budget; None: all.
-    ``quotas``: the same for each client of a label, in its place."""
+    """Bytes of each tier; every device has ``device``. ``quota``: the most that one client may own as objects, and as a
+    budget; None: all. ``quotas``: the same for each client of a label, in its place."""
 
     host: int
     device: int
@@ -88,7 +88,7 @@ class Room:
     @property
     def coming_down(self) -> bool:
         """Whether a client holds more than its budget, which it gives back at the end of its step."""
-        return any(holder.held > holder.grant for holder in self._jobs)
+        return any(holder.held > holder.grant for holder in self._here())
 
     @property
     def uncontended(self) -> bool:
@@ -115,9 +115,10 @@ class Room:
         self._jobs.pop(holder, None)
         self._reserve()
 
-    def want(self, holder: Holder, least: int, wish: int) -> None:
-        """``holder`` wants a budget; its place in the order of arrival is that of its first one."""
-        holder.least, holder.wish = least, wish
+    def want(self, holder: Holder, least: int, wish: int, devices: frozenset[int] = frozenset({OUR_DEVICE})) -> None:
+        """``holder`` wants a budget, as much on each of ``devices``; its place in the order of arrival is that of its
+        first one."""
+        holder.least, holder.wish, holder.devices = least, wish, devices
         self._note(holder)
 
     def hold(self, holder: Holder, nbytes: int) -> None:
@@ -131,7 +132,7 @@ class Room:
             return []
         free = self.limits.device - self.first_class - max(self.device_used, self._needed())
         jobs = list(self._jobs)
-        granted = divide(max(0, free), [self._job(holder) for holder in jobs])
+        granted = self._divided(divide, free, jobs)
         changed = [holder for holder, grant in zip(jobs, granted, strict=True) if holder.grant != grant]
         for holder, grant in zip(jobs, granted, strict=True):
             holder.grant = grant
@@ -166,13 +167,27 @@ class Room:
     def _job(self, holder: Holder) -> Job:
         return Job(holder.least, holder.wish, self.limits.quota_of(holder), holder.held)
 
+    def _divided(self, rule: Rule, free: int, jobs: list[Holder]) -> list[int]:
+        """What each of ``jobs`` has by ``rule`` if ``free`` bytes of our device are for budgets. Other devices have
+        budgets and first-class memory alone."""
+        totals = {device: self._rest_of(device) for holder in jobs for device in holder.devices}
+        totals[OUR_DEVICE] = max(0, free)
+        return on_devices(rule, totals, [self._job(holder) for holder in jobs], [holder.devices for holder in jobs])
+
+    def _rest_of(self, device: int) -> int:
+        return max(0, self.limits.device - self._first_class.get(device, 0))
+
+    def _here(self) -> list[Holder]:
+        """Those with a budget of our device."""
+        return [holder for holder in self._jobs if OUR_DEVICE in holder.devices]
+
     def _reserve(self) -> None:
-        self._reserved = sum(max(holder.grant, holder.held) for holder in self._jobs)
+        self._reserved = sum(max(holder.grant, holder.held) for holder in self._here())
 
     def _needed(self) -> int:
         """Bytes that objects in use take, and those that are waited for, which take no running job's least."""
         used = self.device_used - self.idle_bytes
-        running = sum(holder.least for holder in self._jobs if holder.grant or holder.held)
+        running = sum(holder.least for holder in self._here() if holder.grant or holder.held)
         return used + max(0, min(self.demand, self.limits.device - self.first_class - used - running))
 
     def _ideal(self) -> int:
@@ -180,8 +195,9 @@ class Room:
         if not self._jobs:
             return 0
         free = max(0, self.limits.device - self.first_class - self._needed())
-        ends = shares(free, [self._job(holder) for holder in self._jobs])
-        return sum(max(end, holder.held) for end, holder in zip(ends, self._jobs, strict=True))
+        jobs = list(self._jobs)
+        ends = zip(self._divided(shares, free, jobs), jobs, strict=True)
+        return sum(max(end, holder.held) for end, holder in ends if OUR_DEVICE in holder.devices)
 
 
 def _in_use(holder: Holder) -> list[Object]:

@@ -48,13 +48,27 @@ def ledger(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.usefixtures("ledger")
-def test_shared_is_for_one_device_and_not_set_by_hand() -> None:
-    with pytest.raises(ConfigError, match="devices: 1"):
-        twins("shared", devices=2, parallel="layers")
+def test_shared_is_not_set_by_hand() -> None:
     model, _ = twins("shared")
     with pytest.raises(ConfigError, match="what a store grants"):
         set_memory_budget(model, SMALL)
     restore(model)
+
+
+def test_several_devices_take_what_is_granted_on_each(ledger: Path) -> None:
+    model, eager = twins("shared", devices=2, parallel="layers")
+    both(model, eager, 0)
+    assert len(session_of(model).arenas) == 2
+    watch, least = FileLedger(ledger), SMALL // 2
+    for seed, total in enumerate((least, LARGE, least, LARGE), 1):
+        watch.set_total(total)
+        until(lambda total=total: session_of(model).budgets.source.granted() <= total)
+        both(model, eager, seed)
+        assert all(0 < memory.numel() <= total for memory in session_of(model).arenas.values())
+        assert stats(model)["held_bytes"] <= total
+    assert stats(model)["budget_moves"] >= 2
+    restore(model)
+    assert sum(watch.held()) == 0
 
 
 def test_two_models_share_and_hold_no_byte_twice(ledger: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from disco_accel.store.grants import Job, divide, shares
+from disco_accel.store.grants import Job, divide, on_devices, shares
 
 SIZES = st.integers(0, 120)
 JOBS = st.lists(st.builds(Job, SIZES, SIZES, st.none() | SIZES, SIZES), max_size=6)
@@ -105,3 +105,34 @@ def test_memory_is_granted_only_when_it_has_come_down() -> None:
 def test_jobs_that_hold_more_than_there_is_all_come_down() -> None:
     """Memory that programs outside the division took is gone from the total."""
     assert divide(50, [Job(20, 100, held=60), Job(20, 100, held=40)]) == [25, 25]
+
+
+DEVICES = st.sets(st.integers(0, 2), min_size=1)
+
+
+@given(st.tuples(SIZES, SIZES, SIZES), JOBS, st.data())
+def test_a_job_of_several_devices_has_as_much_on_each_as_the_tightest_leaves(
+    totals: tuple[int, int, int], jobs: list[Job], data: st.DataObject
+) -> None:
+    of = [data.draw(DEVICES) for _ in jobs]
+    granted = on_devices(divide, dict(enumerate(totals)), jobs, of)
+    for device, total in enumerate(totals):
+        there = [n for n, devices in enumerate(of) if device in devices]
+        assert sum(granted[n] for n in there) <= total
+        if sum(jobs[n].held for n in there) <= total:
+            assert sum(max(jobs[n].held, granted[n]) for n in there) <= total
+    for job, grant in zip(jobs, granted, strict=True):
+        assert grant == 0 or job.least <= grant <= job.most
+
+
+@given(SIZES, JOBS)
+def test_one_device_is_divided_as_by_the_rule_alone(total: int, jobs: list[Job]) -> None:
+    for rule in (divide, shares):
+        assert on_devices(rule, {0: total}, jobs, [{0}] * len(jobs)) == rule(total, jobs)
+
+
+def test_what_a_job_cannot_use_because_of_another_device_goes_to_others() -> None:
+    both, first = Job(least=10, wish=100), Job(least=10, wish=100)
+    assert on_devices(divide, {0: 100, 1: 30}, [both, first], [{0, 1}, {0}]) == [30, 70]
+    # One that has no place on its second device keeps nobody from the first.
+    assert on_devices(divide, {0: 100, 1: 5}, [both, first], [{0, 1}, {0}]) == [0, 100]

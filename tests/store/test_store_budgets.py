@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from pathlib import Path
 
@@ -125,3 +126,24 @@ def _gone(store: Store) -> bool:
     except StoreGone:
         return True
     return False
+
+
+def test_each_device_is_divided_by_itself(tmp_path: Path) -> None:
+    """Jobs on other devices take nothing from each other; first-class memory of a device is its own."""
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(serving(tmp_path))
+        one, two, both, program = (stack.enter_context(Store.connect(server.path)) for _ in range(4))
+        one.wanted(MIB, 8 * MIB, devices=[0])
+        two.wanted(MIB, 8 * MIB, devices=[1])
+        assert one.granted() == two.granted() == 8 * MIB
+        program.report(1, 6 * MIB)
+        until(lambda: two.granted() == 2 * MIB)
+        assert one.granted() == 8 * MIB
+        both.wanted(MIB, 8 * MIB, devices=[0, 1])
+        # The second device has room for one each.
+        until(lambda: (one.granted(), two.granted(), both.granted()) == (7 * MIB, MIB, MIB))
+        made = filled(program, MIB, 1)
+        assert torch.equal(program.get(made), torch.full((MIB,), 1, dtype=torch.uint8))
+        for wrong in ([], [-1], [64]):
+            with pytest.raises(ConfigError, match="devices"):
+                one.wanted(1, 1, wrong)
