@@ -14,7 +14,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,12 +98,13 @@ class Rendezvous:
 
     @contextmanager
     def locked(self, key: str, tell: Callable[[str], None]) -> Iterator[None]:
-        """Nobody else is inside for ``key``. While another process is, ``tell`` hears of it.
+        """Nobody else is inside for ``key``. While another process is, ``tell`` hears of it, in one of those that wait.
 
         Raises:
             NotSharedError: the folder takes no lock, or a dead process's child holds it.
         """
-        file = self._lock(key, tell)
+        with ExitStack() as closing:
+            file = self._lock(key, tell, closing)
         try:
             # For those who wait: a full file system takes their answer, nothing else.
             with contextlib.suppress(OSError):
@@ -116,9 +117,10 @@ class Rendezvous:
                 fcntl.flock(file, fcntl.LOCK_UN)
             os.close(file)
 
-    def _lock(self, key: str, tell: Callable[[str], None]) -> int:
+    def _lock(self, key: str, tell: Callable[[str], None], closing: ExitStack) -> int:
         path, begin, told = self._path(key, "lock"), time.monotonic(), 0.0
         lost: float | None = None
+        speaks = False
         while True:
             try:
                 file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
@@ -140,9 +142,28 @@ class Rendezvous:
                 raise NotSharedError(f"process {holder and holder.process} is gone, and a child of it holds its lock")
             if waited >= _FIRST_TOLD and (told == 0.0 or waited - told >= _TOLD_AGAIN):
                 told = waited
+                speaks = speaks or self._first_to_speak(key, closing)
                 who = "another process" if holder is None else f"process {holder.process}"
-                tell(f"share_weights: waiting for {who} to load the frozen weights that are shared ({waited:.0f} s)")
+                if speaks:
+                    tell(
+                        f"share_weights: waiting for {who} to load the frozen weights that are shared ({waited:.0f} s)"
+                    )
             time.sleep(min(0.05, 0.002 + waited / 20))
+
+    def _first_to_speak(self, key: str, closing: ExitStack) -> bool:
+        """Whether no other process that waits for ``key`` speaks for all; from now on this one does, to ``closing``."""
+        try:
+            file = os.open(
+                self._path(key, "waiting"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600
+            )
+        except OSError:
+            return True
+        closing.callback(os.close, file)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
 
     def holders(self, key: str) -> Sequence[Holder]:
         """Those of the list that may have a copy open. To be called under the lock.
@@ -203,7 +224,7 @@ class Rendezvous:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     if _is_still(file, path) and not self._held(key):
                         # The lock last: whoever waits for it finds it removed and makes another.
-                        for ending in ("new", "json", "lock"):
+                        for ending in ("new", "json", "waiting", "lock"):
                             self._path(key, ending).unlink(missing_ok=True)
                 finally:
                     os.close(file)

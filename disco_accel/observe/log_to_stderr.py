@@ -7,6 +7,9 @@ import sys
 
 from disco_accel.config.settings import process_rank
 
+_EVERYWHERE = "disco_everywhere"
+"""The attribute of a record that each process of a run shows."""
+
 
 class AboveTheBar(logging.Handler):
     """Prints records on stderr, whatever that is at the time, without tearing a progress bar apart."""
@@ -52,6 +55,12 @@ def show_messages(quiet: bool = False) -> None:
         ours.setLevel(handler.own_level)
 
 
+def say_everywhere(text: str) -> None:
+    """One line for the user in whichever process of a run it is said: by those that speak for themselves, or for those
+    of their machine."""
+    logging.getLogger("disco_accel").info("%s", text, extra={_EVERYWHERE: True})
+
+
 def first_process() -> bool:
     """Whether this process speaks for a run of several."""
     import torch.distributed as dist
@@ -65,4 +74,4 @@ def _wanted(record: logging.LogRecord) -> bool:
     if logging.getLogger().handlers:
         # The script's own logging gets the record, too.
         return False
-    return record.levelno >= logging.WARNING or first_process()
+    return record.levelno >= logging.WARNING or hasattr(record, _EVERYWHERE) or first_process()

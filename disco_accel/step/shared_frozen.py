@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,18 +11,12 @@ import torch
 from disco_accel.native.file_arena import FileArena
 from disco_accel.native.rendezvous import NotSharedError
 from disco_accel.native.shared_copies import key_of, room_for, shared_copy
+from disco_accel.observe.log_to_stderr import say_everywhere
 from disco_accel.sizes import format_size
 from disco_accel.step.progress_messages import say
 
-logger = logging.getLogger("disco_accel")
-
 Move = Callable[[torch.Tensor, torch.Tensor], None]
 """Gives a weight other memory with the same bytes."""
-
-
-def _say_everywhere(text: str) -> None:
-    """In each process of a run: each waits for another one."""
-    logger.info("%s", text)
 
 
 class FrozenSharing:
@@ -50,7 +43,7 @@ class FrozenSharing:
             def unchanged(placed: list[torch.Tensor]) -> bool:
                 return key_of(placed) == key
 
-            with shared_copy(self._folder, key, room, unchanged, _say_everywhere, self._warn) as copy:
+            with shared_copy(self._folder, key, room, unchanged, say_everywhere, self._warn) as copy:
                 for tensor in tensors:
                     move(tensor, copy.put(tensor.data))
         except NotSharedError as error:

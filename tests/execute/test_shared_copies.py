@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -367,6 +368,31 @@ def test_a_second_process_waits_and_says_for_whom(folder: Path, monkeypatch: pyt
         second = Shared(folder)
     assert not second.is_new
     assert len(second.said) == 1 and "waiting for process" in second.said[0]
+
+
+def test_of_several_that_wait_one_speaks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_FIRST_TOLD", 0.0)
+    meeting, said = Rendezvous(folder), ([], [], [])
+
+    def wait(heard: list[str]) -> None:
+        with meeting.locked("key", heard.append):
+            pass
+
+    with meeting.locked("key", said[0].append):
+        threads = [threading.Thread(target=wait, args=(heard,)) for heard in said[1:]]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.2)
+        assert sorted(map(len, said)) == [0, 0, 1]
+    for thread in threads:
+        thread.join()
+    # When both have waited, the next one speaks again.
+    with meeting.locked("key", said[0].append):
+        thread = threading.Thread(target=wait, args=(said[0],))
+        thread.start()
+        time.sleep(0.1)
+        assert len(said[0]) == 1
+    thread.join()
 
 
 def test_a_lock_that_a_dead_process_left_to_a_child_is_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

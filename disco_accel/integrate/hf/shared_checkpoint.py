@@ -15,6 +15,7 @@ from disco_accel.native.file_arena import FileArena
 from disco_accel.native.file_keys import key_of_file
 from disco_accel.native.rendezvous import Rendezvous
 from disco_accel.native.shared_copies import layout_of, room_for, shared_copy
+from disco_accel.observe.log_to_stderr import say_everywhere
 from disco_accel.sizes import format_size
 
 logger = logging.getLogger("disco_accel")
@@ -33,7 +34,7 @@ def read_shared(
     """
     meeting = Rendezvous(folder)
     files = sorted({source.file for source in sources})
-    keys = {file: key_of_file(file, meeting, _say) for file in files}
+    keys = {file: key_of_file(file, meeting, say_everywhere) for file in files}
     rows = [[keys[s.file], s.offset, s.nbytes, str(s.dtype)] for s in sources]
     text = json.dumps(["checkpoint", layout_of(current), rows])
     key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -44,7 +45,7 @@ def read_shared(
     def unchanged(_: list[torch.Tensor]) -> bool:
         return all(key_of_file(file, meeting, _say) == keys[file] for file in files)
 
-    with ExitStack() as open_files, shared_copy(folder, key, room, unchanged, _say, _warn) as copy:
+    with ExitStack() as open_files, shared_copy(folder, key, room, unchanged, say_everywhere, _warn) as copy:
         descriptors = {file: open_files.enter_context(opened(file)) for file in files} if copy.is_new else {}
         buffer = conversion_buffer()
         for i in order:
