@@ -19,15 +19,16 @@ WIDTH, LAYERS = 128, 6
 LARGE, SMALL = 1 << 20, 300 << 10
 
 
+def answer_here(_: PlanningProcess, request: bytes) -> bytes:
+    """In the place of ``PlanningProcess._answer``."""
+    return json.dumps(planning_process.answer(json.loads(request))).encode()
+
+
 def plan_here(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Plans are made in this process, at its priority: how long another one waits for a core is not tested here. What
     is returned undoes it."""
     elsewhere = PlanningProcess._answer
-
-    def here(_: PlanningProcess, request: bytes) -> bytes:
-        return json.dumps(planning_process.answer(json.loads(request))).encode()
-
-    monkeypatch.setattr(PlanningProcess, "_answer", here)
+    monkeypatch.setattr(PlanningProcess, "_answer", answer_here)
     return lambda: monkeypatch.setattr(PlanningProcess, "_answer", elsewhere)
 
 

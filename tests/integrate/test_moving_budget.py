@@ -29,6 +29,7 @@ from tests.integrate.moving_budgets import (
     twins,
     until,
 )
+from tests.store.serving import in_child
 
 
 @pytest.fixture(autouse=True)
@@ -273,3 +274,30 @@ def test_a_weight_that_changes_between_a_forward_and_its_backward_is_still_an_er
         model.layers[0].weight.mul_(2)
     with pytest.raises(ExecutionError, match="changed in place"):
         first.backward()
+
+
+def test_a_process_that_is_forked_while_a_plan_is_made_leaves_it_to_its_parent(
+    planned_here: Callable[[], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    planned_here()
+    model, eager = twins(SMALL)
+    both(model, eager, 0)
+    set_memory_budget(model, LARGE)
+    both(model, eager, 1)
+    maker = session_of(model).budgets.maker
+    assert not maker.idle
+
+    def child() -> None:
+        with pytest.raises(ExecutionError, match=r"call restore\(model\)"):
+            model(batch(2))
+        restore(model)
+        for each in (model, eager):
+            each.zero_grad()
+        both(model, eager, 2)
+
+    assert in_child(child) == 0
+    with caplog.at_level(logging.ERROR, "disco_accel"):
+        until(lambda: maker.idle)
+    assert not caplog.text, "the child has ended what its parent was making"
+    both(model, eager, 2)
+    assert arena(model) > SMALL

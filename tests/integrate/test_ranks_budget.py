@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import random
+import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -38,25 +42,27 @@ def test_ranks_whose_budgets_move_at_different_steps_keep_the_bits_of_fixed_ones
     assert found[0]["weights"] == found[1]["weights"] and found[0]["losses"] != found[1]["losses"]
 
 
+def meet(processes: list[subprocess.Popen[str]], folder: Path, name: str) -> None:
+    """Return when all have come to ``name``, where they wait."""
+
+    def come() -> bool:
+        assert all(process.poll() is None for process in processes), "a rank has ended"
+        return all((folder / f"{name}-{rank}").exists() for rank in range(2))
+
+    until(come)
+
+
 def test_a_store_that_ends_and_comes_back_while_two_ranks_hold_grants(tmp_path: Path) -> None:
     """Training goes on meanwhile; the next store knows at once what both hold."""
     processes: list[subprocess.Popen[str]] = []
-
-    def meeting(name: str) -> None:
-        def come() -> bool:
-            assert all(process.poll() is None for process in processes), "a rank has ended"
-            return all((tmp_path / f"{name}-{rank}").exists() for rank in range(2))
-
-        until(come)
-
     with serving(tmp_path, device=2 * LARGE):
         processes += [start(tmp_path, "store", rank) for rank in range(2)]
-        meeting("first")
+        meet(processes, tmp_path, "first")
     (tmp_path / "first-go").touch()
-    meeting("alone")
+    meet(processes, tmp_path, "alone")
     with serving(tmp_path, device=2 * LARGE) as server, Store.connect(server.path) as watch:
         (tmp_path / "alone-go").touch()
-        meeting("back")
+        meet(processes, tmp_path, "back")
         clients = watch.stats()["clients"]
         assert sum(client["held"] > 0 for client in clients) == 2
         watch.report(0, 2 * LARGE - 2 * SMALL)
@@ -65,3 +71,52 @@ def test_a_store_that_ends_and_comes_back_while_two_ranks_hold_grants(tmp_path: 
         until(lambda: watch.stats()["jobs"] == 0)
     for one in found:
         assert one["bits"] == [True] and one["planned"] > 0 and 0 < one["held"] <= 2 * SMALL
+
+
+def test_a_rank_that_is_killed_leaves_its_memory_to_one_that_waits(tmp_path: Path) -> None:
+    """One rank has its least and waits in the exchange of gradients for the other, which waits for memory."""
+    with serving(tmp_path, device=LARGE) as server, Store.connect(server.path) as watch:
+        processes = [start(tmp_path, "crowded", rank) for rank in range(2)]
+        meet(processes, tmp_path, "crowded")
+
+        def leasts() -> list[int]:
+            return [client["least"] for client in watch.stats()["clients"] if client["least"]]
+
+        # They are found beside the steps; one byte is what a job says before.
+        until(lambda: len(leasts()) == 2 and min(leasts()) > 1)
+        room = max(leasts()) + min(leasts()) // 2
+        watch.report(0, LARGE - room)
+        (tmp_path / "crowded-go").touch()
+
+        def jobs() -> dict[int, int]:
+            return {client["pid"]: client["grant"] for client in watch.stats()["clients"] if client["least"]}
+
+        until(lambda: sorted(grant > 0 for grant in jobs().values()) == [False, True])
+        # What the first held beyond its least it gives back while it waits.
+        until(lambda: sum(client["held"] for client in watch.stats()["clients"]) <= room)
+        first = next(pid for pid, grant in jobs().items() if grant)
+        waits = next(pid for pid in jobs() if pid != first)
+        os.kill(first, signal.SIGKILL)
+        # The one that waits gets it, and goes on until it misses the other in the exchange.
+        until(lambda: jobs().get(waits, 1) > 0)
+        said = [process.communicate(timeout=60)[1] for process in processes]
+        assert all(process.returncode != 0 for process in processes)
+        assert sum("waiting for other jobs" in text for text in said) == 1
+        until(lambda: watch.stats()["jobs"] == 0)
+        assert watch.stats()["budgets"] == 0
+
+
+def test_a_job_that_is_killed_in_the_middle_of_claims_leaves_nothing(tmp_path: Path) -> None:
+    with serving(tmp_path, device=LARGE) as server, Store.connect(server.path) as watch:
+        chance = random.Random(0)
+        for _ in range(2):
+            processes = [start(tmp_path, "endless", rank) for rank in range(2)]
+            until(lambda: sum(client["held"] > 0 for client in watch.stats()["clients"]) == 2)
+            time.sleep(chance.uniform(0, 0.3))
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.communicate(timeout=60)
+            until(lambda: watch.stats()["jobs"] == 0)
+            assert [watch.stats()[key] for key in ("budgets", "host_used", "device_used")] == [0, 0, 0]
+            (tmp_path / "meeting").unlink(missing_ok=True)

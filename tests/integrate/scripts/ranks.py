@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from disco_accel import DiscoConfig, prepare, restore, set_memory_budget, stats
+from disco_accel.plan.planning_process import PlanningProcess
 from disco_accel.step import grant_source, store_grants
 from disco_accel.step.session import find_state
 from disco_accel.testing.file_ledger import FileLedger
-from tests.integrate.moving_budgets import LARGE, SMALL, Layers, batch
+from tests.integrate.moving_budgets import LARGE, SMALL, Layers, answer_here, batch
 
 FOLDER, MODE, RANK = Path(sys.argv[1]), sys.argv[2], int(os.environ["RANK"])
 STEPS = 8
@@ -89,6 +90,24 @@ def with_store(model: torch.nn.Module, step: int) -> None:
         meet("back")
 
 
+def waiting(model: torch.nn.Module, step: int) -> None:
+    """From a step on there is room for one rank."""
+    if step == 2:
+        meet("crowded")
+
+
+def crowded() -> dict[str, Any]:
+    train("shared", waiting)
+    return {}
+
+
+def endless() -> dict[str, Any]:
+    """Budgets are claimed again and again, until somebody ends this."""
+    (FOLDER / f"begun-{RANK}").touch()
+    while True:
+        train("shared", lambda model, step: find_state(model).unload())
+
+
 def moving() -> dict[str, Any]:
     fixed, _ = train(LARGE, lambda *_: None)
     given, _ = train(LARGE, by_hand)
@@ -123,8 +142,11 @@ def store() -> dict[str, Any]:
 
 def main() -> None:
     torch.set_num_threads(1)
+    # At this process's priority: how long another one waits for a core is not tested here.
+    PlanningProcess._answer = answer_here
     dist.init_process_group("gloo", init_method=f"file://{FOLDER}/meeting", rank=RANK, world_size=2)
-    found = {"moving": moving, "store": store}[MODE]()
+    modes = {"moving": moving, "store": store, "crowded": crowded, "endless": endless}
+    found = modes[MODE]()
     (FOLDER / f"result-{RANK}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
