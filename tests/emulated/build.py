@@ -74,13 +74,13 @@ def _compile_all(out: Path, real: Path, site: Path, includes: Sequence[str]) -> 
         def compile_one(source: Path) -> None:
             part = source.parent.name
             target = out / f"{part}-{source.stem}.o"
-            words = [*flags[part], *(includes if part != "driver" else ()), "-c", str(source), "-o", str(target)]
+            words = [*flags[part], *includes, "-c", str(source), "-o", str(target)]
             if compile_kept(words, out.parents[1] / "objects") != 0:
                 raise SystemExit(f"emulated CUDA: {source.name} does not compile")
 
         list(pool.map(compile_one, files))
     _link_runtime(out, real)
-    _link_driver(out, site)
+    _link_driver(out, real, site)
     torch = site / "torch" / "lib"
     libraries = ("-ltorch_cuda", "-lc10_cuda", "-ltorch_cpu", "-lc10", str(out / real.name))
     _link(out / "emulated_ops.so", out.glob("ops-*.o"), f"-L{torch}", *libraries)
@@ -99,12 +99,16 @@ def _link_runtime(out: Path, real: Path) -> None:
     _link(out / real.name, [*own, out / "runtime-missing.o"], *names, "-lpthread", "-ldl")
 
 
-def _link_driver(out: Path, site: Path) -> None:
-    """With a function for each that PyTorch links to and that is not written here: not supported."""
+def _link_driver(out: Path, real: Path, site: Path) -> None:
+    """On the runtime; with a function for each that PyTorch links to and that is not written here: not supported."""
+    own = list(out.glob("driver-*.o"))
     asked = {n for n in _symbols(site / "torch/lib/libcaffe2_nvrtc.so", "--dynamic", "--undefined-only")}
-    missing = sorted(n for n in asked - _symbols(out / "driver-libcuda.o") if n.startswith("cu") and n[2].isupper())
+    missing = sorted(
+        n for n in asked - {name for path in own for name in _symbols(path)} if n.startswith("cu") and n[2].isupper()
+    )
     _compile_text(out / "driver-missing.o", "\n".join(f"int {name}(void) {{ return 801; }}" for name in missing))
-    _link(out / "libcuda.so.1", out.glob("driver-*.o"), "-Wl,-soname,libcuda.so.1", "-ldl")
+    names = ("-Wl,-soname,libcuda.so.1", str(out / real.name))
+    _link(out / "libcuda.so.1", [*own, out / "driver-missing.o"], *names, "-ldl")
 
 
 def _symbols(library: Path, *options: str) -> set[str]:

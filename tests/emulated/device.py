@@ -93,8 +93,9 @@ def hanging() -> int:
 
 
 def release() -> None:
-    """End all hangs, forget the fault and what was injected and has not happened."""
+    """End all hangs, forget the fault, also as this thread's last error, and what was injected and has not happened."""
     _cuda.emuRelease()
+    _cuda.cudaGetLastError()
 
 
 @contextmanager

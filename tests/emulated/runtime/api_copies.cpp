@@ -129,6 +129,10 @@ cudaError_t enqueue(void* to, const void* from, std::size_t bytes, cudaMemcpyKin
     journal().complain("cudaMemcpy: " + std::to_string(bytes) + " bytes reach outside a device block");
     return answer(cudaErrorInvalidValue);
   }
+  if (to_device && !device_memory().writable(to)) {
+    stream->put({"copy", [] { faults().fail(cudaErrorIllegalAddress); }});
+    return cudaSuccess;
+  }
   const char* name =
       from_device ? (to_device ? "copy d2d" : "copy d2h") : (to_device ? "copy h2d" : "copy h2h");
   journal().count(name);
@@ -199,6 +203,10 @@ cudaError_t cudaMemsetAsync(void* begin, int value, std::size_t bytes, cudaStrea
   if (!device_memory().in_block(begin, bytes)) {
     journal().complain("cudaMemset: " + std::to_string(bytes) + " bytes reach outside a device block");
     return answer(cudaErrorInvalidValue);
+  }
+  if (!device_memory().writable(begin)) {
+    stream->put({"memset", [] { faults().fail(cudaErrorIllegalAddress); }});
+    return cudaSuccess;
   }
   char* at = device_memory().bytes(begin);
   stream->put({"memset", [=] { std::memset(at, value, bytes); }}, {{begin, bytes, true}});

@@ -2,6 +2,7 @@
 // counted.
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <mutex>
@@ -68,6 +69,13 @@ void check_device(const Stream& stream, const std::string& name, const std::vect
   }
 }
 
+// As on a GPU: the kernel fails on its stream, and nothing works in this process from then on.
+bool writes_read_only(const std::vector<Range>& ranges) {
+  return std::any_of(ranges.begin(), ranges.end(), [](const Range& range) {
+    return range.written && range.bytes != 0 && !device_memory().writable(range.address);
+  });
+}
+
 int unsupported() { return cudaErrorNotSupported; }
 
 }  // namespace
@@ -83,6 +91,10 @@ void emuLaunch(void* handle, const std::string& name, std::function<void()> run,
   }
   check_device(*stream, name, ranges);
   journal().count("kernels");
+  if (writes_read_only(ranges)) {
+    stream->put({name, [] { faults().fail(cudaErrorIllegalAddress); }});
+    return;
+  }
   stream->put({name, std::move(run)}, ranges);
 }
 

@@ -16,7 +16,7 @@ namespace {
 constexpr std::size_t kReserved = 128ull << 30;
 constexpr std::size_t kGrain = 2 << 20;  // the driver's granularity; also the gap between blocks
 
-char* reserve(int protection) {
+char* reserve_range(int protection) {
   constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
   void* begin = mmap(nullptr, kReserved + kGrain, protection, kFlags, -1, 0);
   if (begin == MAP_FAILED) {
@@ -30,8 +30,8 @@ char* reserve(int protection) {
 }  // namespace
 
 DeviceMemory::DeviceMemory()
-    : addresses_(reserve(PROT_NONE)),
-      store_(reserve(PROT_READ | PROT_WRITE)),
+    : addresses_(reserve_range(PROT_NONE)),
+      store_(reserve_range(PROT_READ | PROT_WRITE)),
       live_(static_cast<std::size_t>(settings().devices)),
       peak_(live_.size()) {}
 
@@ -48,7 +48,7 @@ void* DeviceMemory::allocate(int device, std::size_t wanted) {
     block = addresses_ + used_;
     used_ += size + kGrain;
   }
-  blocks_[block] = {size, device};
+  blocks_[block] = {.bytes = size, .device = device};
   live_[device] += size;
   peak_[device] = std::max(peak_[device], live_[device]);
   std::memset(bytes(block), kUnwritten, size);
@@ -58,8 +58,9 @@ void* DeviceMemory::allocate(int device, std::size_t wanted) {
 bool DeviceMemory::release(void* block) {
   const std::lock_guard lock(mutex_);
   const auto at = blocks_.find(static_cast<char*>(block));
-  if (at == blocks_.end()) return false;
-  const auto [size, device] = at->second;
+  if (at == blocks_.end() || at->second.mapped) return false;
+  const std::size_t size = at->second.bytes;
+  const int device = at->second.device;
   std::memset(bytes(block), kFreed, size);
   live_[device] -= size;
   holes_.emplace(size, static_cast<char*>(block));
@@ -109,6 +110,55 @@ std::size_t DeviceMemory::peak(int device) const {
 void DeviceMemory::reset_peak(int device) {
   const std::lock_guard lock(mutex_);
   peak_.at(static_cast<std::size_t>(device)) = live_.at(static_cast<std::size_t>(device));
+}
+
+std::size_t DeviceMemory::grain() { return kGrain; }
+
+char* DeviceMemory::reserve(std::size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  if (const auto hole = reservable_.find(bytes); hole != reservable_.end()) {
+    char* address = hole->second;
+    reservable_.erase(hole);
+    return address;
+  }
+  if (used_ + bytes + kGrain > kReserved) return nullptr;
+  char* address = addresses_ + used_;
+  used_ += bytes + kGrain;
+  return address;
+}
+
+void DeviceMemory::unreserve(char* address, std::size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  reservable_.emplace(bytes, address);
+}
+
+bool DeviceMemory::take(int device, std::size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  if (live_.at(static_cast<std::size_t>(device)) + bytes > settings().device_bytes) return false;
+  live_[device] += bytes;
+  peak_[device] = std::max(peak_[device], live_[device]);
+  return true;
+}
+
+void DeviceMemory::give_back(int device, std::size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  live_.at(static_cast<std::size_t>(device)) -= bytes;
+}
+
+void DeviceMemory::show(char* address, std::size_t bytes, int device, bool writable) {
+  const std::lock_guard lock(mutex_);
+  blocks_[address] = {.bytes = bytes, .device = device, .mapped = true, .writable = writable};
+}
+
+void DeviceMemory::hide(char* address) {
+  const std::lock_guard lock(mutex_);
+  blocks_.erase(address);
+}
+
+bool DeviceMemory::writable(const void* address) const {
+  const std::lock_guard lock(mutex_);
+  const auto at = find(address);
+  return at == blocks_.end() || at->second.writable;
 }
 
 DeviceMemory& device_memory() {

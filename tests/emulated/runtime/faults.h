@@ -18,6 +18,7 @@ class Faults {
   unsigned long releases();           // how often release() was called
   void hang(unsigned long releases);  // returns once it was called more often
   void release();                     // everything goes on, as if nothing had happened
+  void fail(int code) { sticky_ = code; }
   int sticky() const { return sticky_; }
   int hanging() const { return hanging_; }  // streams
 

@@ -87,6 +87,14 @@ void Order::host_learns(const Clock& clock) {
   std::erase_if(open_, [&](const Access& access) { return entry(host_, access.stream) >= access.number; });
 }
 
+bool Order::in_use(const void* address, std::size_t bytes, bool only_written) {
+  const auto begin = reinterpret_cast<std::uintptr_t>(address);
+  const std::lock_guard lock(mutex_);
+  return std::any_of(open_.begin(), open_.end(), [&](const Access& access) {
+    return access.begin < begin + bytes && begin < access.end && (access.written || !only_written);
+  });
+}
+
 Order& order() {
   static auto* the = new Order;
   return *the;

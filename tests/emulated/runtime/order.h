@@ -22,6 +22,8 @@ class Order {
   Clock now(int stream);
   // All that is issued to `stream` from now on comes after `clock`.
   void follow(int stream, const Clock& clock);
+  // Whether queued work that the host does not know to be done uses, or only writes, some of these bytes.
+  bool in_use(const void* begin, std::size_t bytes, bool only_written);
   // The host has seen that all before `clock` is done: what it issues from now on comes after that.
   void host_learns(const Clock& clock);
 
