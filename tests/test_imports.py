@@ -73,6 +73,7 @@ READS_ENVIRONMENT = {
     "disco_accel.config.hf_environment": "a switch of transformers' loader",
     "disco_accel.native.extension": "the compiler's",
     "disco_accel.store.preload": "that of the programs that it starts",
+    "disco_accel.store.cuda_tier": "whether the first visible GPU is the machine's first",
     "disco_accel.store.place": "where a store listens, the folder of a user's sockets",
     "disco_accel.native.plain_library": "the compiler's, where libraries are kept, whether to build them",
 }

@@ -8,10 +8,14 @@ import re
 import resource
 import signal
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from disco_accel.cli.recipe_commands import say
 from disco_accel.errors import ConfigError
 from disco_accel.sizes import format_size, parse_size
+
+if TYPE_CHECKING:
+    from disco_accel.store.cuda_tier import CudaTier
 
 _SOCKET = (
     "where the store listens (default: $DISCO_STORE, else in $XDG_RUNTIME_DIR/disco_accel or /tmp/disco_accel-UID)"
@@ -31,6 +35,8 @@ def store_arguments(parser: argparse.ArgumentParser) -> None:
         kind.add_argument("--socket", metavar="PATH", help=_SOCKET)
     serve.add_argument("--host", metavar="SIZE", default="64GiB", help="host memory for objects (default: 64GiB)")
     serve.add_argument("--device", metavar="SIZE", default="8GiB", help="device memory, in all (default: 8GiB)")
+    kinds_of_device = "host: a slice of host memory (default); cuda: the machine's first GPU"
+    serve.add_argument("--device-kind", choices=("host", "cuda"), default="host", help=kinds_of_device)
     quotas = "the most that each client gets, or each of that label; may be given again (default: no limit)"
     serve.add_argument("--quota", metavar="[LABEL=]SIZE", action="append", default=[], help=quotas)
     policies = f"which objects leave first: {', '.join(POLICIES)} (default: {DEFAULT})"
@@ -54,14 +60,16 @@ def _serve(options: argparse.Namespace) -> int:
     quota, quotas = parse_quotas(options.quota)
     limits = Limits(parse_size(options.host), parse_size(options.device), quota, quotas)
     rate = None if options.link_bandwidth is None else parse_rate(options.link_bandwidth)
+    tier = _tier(options.device_kind, limits.device, rate)
     # Each object is a file in memory, with a descriptor in the store.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    server = Server(socket_path(options.socket), limits, options.policy, rate)
+    server = Server(socket_path(options.socket), limits, options.policy, rate, tier)
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, lambda *_: server.stop())
     link = "" if rate is None else f" behind {format_size(int(rate))}/s"
+    link += "" if tier is None else f" of {tier.name}"
     print(
         f"store at {server.path}: host {format_size(limits.host)}, device {format_size(limits.device)}{link}, "
         f"policy {options.policy}",
@@ -89,6 +97,17 @@ def parse_quotas(texts: Sequence[str]) -> tuple[int | None, dict[str, int]]:
             raise ConfigError(f"--quota: {text!r}: {label or 'each client'} has a quota already")
         found[label] = parse_size(size)
     return found.pop("", None), found
+
+
+def _tier(kind: str, nbytes: int, rate: float | None) -> CudaTier | None:
+    """That of a GPU. Raises ConfigError."""
+    if kind == "host":
+        return None
+    if rate is not None:
+        raise ConfigError("--link-bandwidth: is of the host device; a GPU's link is as fast as it is: leave it out")
+    from disco_accel.store.cuda_tier import CudaTier
+
+    return CudaTier(nbytes)
 
 
 def parse_rate(text: str) -> float:

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
-from disco_accel.errors import ConfigError, StoreError, StoreGone
+from disco_accel.errors import ConfigError, StoreError, StoreFull, StoreGone
 from disco_accel.native.shared_memory import lay_over, map_file
 from disco_accel.store import offload, place, saved_activations
 from disco_accel.store.connection import Channel
-from disco_accel.store.figures import ask_figures
+from disco_accel.store.cuda_objects import CudaObjects
+from disco_accel.store.figures import DEVICE_PAGE, ask_figures, ask_page
 from disco_accel.store.grant_page import GrantView
 from disco_accel.store.messages import (
     DTYPES,
@@ -35,6 +36,7 @@ from disco_accel.store.messages import (
     words_of,
 )
 from disco_accel.store.objects import room_of
+from disco_accel.store.tiers import DeviceKind
 
 TIMEOUT = 300.0
 """Seconds after which a store that does not answer counts as gone. A get may wait for clients to end their steps."""
@@ -64,6 +66,8 @@ class Store:
         self._lock = threading.Lock()
         self._written: dict[int, _Written] = {}
         self._view: GrantView | None = None
+        self._gpu: CudaObjects | None = None
+        self._device: torch.device | None = None
 
     @classmethod
     def connect(
@@ -108,7 +112,7 @@ class Store:
         except Malformed as error:
             raise ConfigError(f"shape: {error}") from None
         request = Request(Opcode.CREATE, device=tiers[device], dtype=_DTYPES[dtype], shape=sizes)
-        return self._channel.ask(request)[0].object
+        return self._ask_for_room(request)[0].object
 
     def get(self, id: int) -> torch.Tensor:
         """The tensor ``id``, brought back if it was evicted.
@@ -126,7 +130,7 @@ class Store:
             if written is not None:
                 self._channel.check()
                 return _shaped(written.memory, written.reply)
-        reply, file = self._channel.ask(Request(Opcode.GET, object=_name(id)))
+        reply, file = self._ask_for_room(Request(Opcode.GET, object=_name(id)))
         if file is None:
             raise StoreError(f"store: object {id} came without its memory")
         keep = False
@@ -163,7 +167,7 @@ class Store:
                 return
             self._channel.check()
             # The kernel refuses to make a file final while there is a mapping to write to it.
-            lay_over(written.memory, written.file)
+            self._let_write(written, False)
             try:
                 self._ask_put(request, written)
             except (StoreError, ConfigError):
@@ -183,8 +187,14 @@ class Store:
         except StoreGone:
             raise
         except StoreError:
-            lay_over(written.memory, written.file, shared_writes=True)
+            self._let_write(written, True)
             raise
+
+    def _let_write(self, written: _Written, writes: bool) -> None:
+        if self._gpu is not None and written.reply.device == Tier.DEVICE:
+            self._gpu.let_write(written.memory, writes)
+        else:
+            lay_over(written.memory, written.file, shared_writes=writes)
 
     def _finish(self, id: int) -> None:
         os.close(self._written.pop(id).file)
@@ -293,6 +303,30 @@ class Store:
     ) -> None:
         self.close()
 
+    @property
+    def device(self) -> torch.device:
+        """Of tensors of the device tier: ``cpu`` where that is a slice of host memory.
+
+        Raises:
+            StoreError: this process does not see the store's GPU.
+        """
+        if self._device is None:
+            figures = ask_page(self._channel, DEVICE_PAGE)
+            if figures["device_kind"] == DeviceKind.CUDA:
+                self._gpu = CudaObjects.of(figures)
+            self._device = torch.device("cpu") if self._gpu is None else self._gpu.device
+        return self._device
+
+    def _ask_for_room(self, request: Request) -> tuple[Reply, int | None]:
+        """Once more where this process's own tensors of a GPU, which nobody has any more, took the room."""
+        ended = 0 if self._gpu is None else self._gpu.ended
+        try:
+            return self._channel.ask(request)
+        except StoreFull:
+            if self._gpu is None or not self._gpu.drain(ended):
+                raise
+        return self._channel.ask(request)
+
     def _map(self, reply: Reply, file: int) -> torch.Tensor:
         """The object's memory, 1-d: its elements where it is final, else whole pages of bytes. The lease ends with the
         last tensor of it."""
@@ -301,8 +335,12 @@ class Store:
         release = functools.partial(self._channel.tell, Request(Opcode.RELEASE, object=reply.object))
         if nbytes == 0:
             release()
-            return torch.empty(0, dtype=torch.uint8)
+            nowhere = self.device if reply.device == Tier.DEVICE else torch.device("cpu")
+            return torch.empty(0, dtype=torch.uint8, device=nowhere)
         try:
+            if reply.device == Tier.DEVICE and self.device.type == "cuda" and self._gpu is not None:
+                memory = self._gpu.map(file, nbytes, writes=bool(reply.amount), freed=release)
+                return memory if reply.amount else memory[:nbytes].view(_TORCH[reply.dtype])
             if reply.amount:
                 return map_file(file, room_of(nbytes), shared_writes=True, freed=release)
             dtype = _TORCH[reply.dtype]

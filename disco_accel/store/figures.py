@@ -15,12 +15,23 @@ FIGURES: tuple[tuple[str, ...], ...] = (
     ),
     ("gets", "hits", "fetched", "prefetched", "evicted", "dropped", "malformed", "clients"),
     ("saved_bytes", "loaded_bytes", "stalled_microseconds", "objects", "link_bandwidth", "jobs", "", ""),
+    ("device_kind", "device_grain", "device_id_low", "device_id_high", "", "", "", ""),
 )
 """Names of the figures on each page, in their order."""
 CLIENT_FIGURES = ("pid", "objects", "bytes", "leases", "grant", "held", "first_class", "least")
 """Names of the figures on a client's page."""
 STATS_PAGES = len(FIGURES)
 """Pages of figures about the store; one for each client follows."""
+
+
+DEVICE_PAGE = 3
+"""The page of figures about the device."""
+
+
+def ask_page(channel: Channel, page: int) -> dict[str, int]:
+    """The figures of one page about the store, by name. Raises StoreGone."""
+    figures = channel.ask(Request(Opcode.STATS, amount=page))[0].figures
+    return {name: value for name, value in zip(FIGURES[page], figures, strict=True) if name}
 
 
 def ask_figures(channel: Channel) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -193,7 +192,7 @@ class Keeper:
             saved = item.move.target if item.move is not None and not item.move.load else None
             for file in (item.device_file, item.host_file, saved):
                 if file is not None:
-                    os.close(file)
+                    self._lanes.tier.close(file)
         self.alive.clear()
 
     # Room on the device.

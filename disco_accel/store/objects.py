@@ -65,9 +65,9 @@ class Waiter(NamedTuple):
 class Object:
     """One tensor. ``final``: it was put. ``gone``: its name is free, and its memory is once nobody has a lease.
 
-    ``room``: its bytes in whole pages. ``device_file``, ``host_file``: its memory in each tier, None where it has
-    none; an object of the host tier lives in its ``host_file``. One with both is clean: its device memory can be
-    dropped. While it moves, ``move`` has both files, of which the target is not the object's yet.
+    ``room``: its bytes in whole pages, or in the device's grains. ``device_file``, ``host_file``: its memory in each
+    tier, None where it has none; an object of the host tier lives in its ``host_file``. One with both is clean: its
+    device memory can be dropped. While it moves, ``move`` has both files, of which the target is not the object's yet.
     """
 
     id: int
@@ -114,6 +114,6 @@ class Object:
         return Candidate(self.id, self.room, *times, link_busy, link_queue)
 
 
-def room_of(nbytes: int) -> int:
-    """``nbytes`` in whole pages."""
-    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+def room_of(nbytes: int, grain: int = mmap.PAGESIZE) -> int:
+    """``nbytes`` in whole pages, or in whole multiples of ``grain``."""
+    return -(-nbytes // grain) * grain

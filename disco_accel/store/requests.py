@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 import secrets
+import struct
 
 from disco_accel.errors import ExecutionError, StoreError, StoreFull
-from disco_accel.store.figures import STATS_PAGES
+from disco_accel.store.figures import DEVICE_PAGE, STATS_PAGES
 from disco_accel.store.keeper import Keeper
 from disco_accel.store.messages import (
     NO_NEXT_USE,
@@ -20,6 +22,7 @@ from disco_accel.store.messages import (
     nbytes_of,
 )
 from disco_accel.store.objects import Holder, Object, Waiter, room_of
+from disco_accel.store.tiers import DeviceTier
 
 _MAX_FIGURE = (1 << 63) - 1
 # Of Python 3.11, each member of an enumeration that is looked up by its class takes a call.
@@ -31,8 +34,8 @@ class Desk:
     """Takes requests of clients, one after another. Ids are never used twice, nor by the next store: what is left of
     one that has ended names nothing here."""
 
-    def __init__(self, keeper: Keeper, link_bandwidth: float | None) -> None:
-        self.keeper = keeper
+    def __init__(self, keeper: Keeper, tier: DeviceTier, link_bandwidth: float | None) -> None:
+        self.keeper, self._tier = keeper, tier
         self.malformed = 0
         self._link = int(link_bandwidth or 0)
         self._next = (secrets.randbits(31) | 1) << 32
@@ -109,6 +112,7 @@ class Desk:
     def _create(self, holder: Holder, request: Request, now: float) -> None:
         nbytes = nbytes_of(request.shape, request.dtype)
         self._next += 1
+        grain = self._tier.grain if request.device == Tier.DEVICE else mmap.PAGESIZE
         item = Object(
             id=self._next,
             owner=holder,
@@ -117,7 +121,7 @@ class Desk:
             dtype=request.dtype,
             nbytes=nbytes,
             # An empty one takes a descriptor of the store all the same.
-            room=room_of(max(1, nbytes)),
+            room=room_of(max(1, nbytes), grain),
             arrived=now,
             last_use=now,
         )
@@ -147,6 +151,8 @@ class Desk:
                 *(counts.saved_bytes, counts.loaded_bytes, int(counts.stalled * 1e6), len(keeper.objects), self._link),
                 *(sum(h.has_job for h in holders), 0, 0),
             )
+        if page == DEVICE_PAGE:
+            return (self._tier.kind, self._tier.grain, *struct.unpack("<qq", self._tier.identity), 0, 0, 0, 0)
         if page - STATS_PAGES >= len(holders):
             raise StoreError(f"no page {page} of figures")
         return _client(holders[page - STATS_PAGES])

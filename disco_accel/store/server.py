@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from disco_accel.errors import ExecutionError, StoreError, StoreFull
+from disco_accel.errors import DeviceLost, ExecutionError, StoreError, StoreFull
 from disco_accel.store import place
 from disco_accel.store.copy_lanes import Lanes
 from disco_accel.store.grant_page import BEAT_SECONDS, GrantPage
@@ -23,7 +23,7 @@ from disco_accel.store.objects import Holder, Object, Waiter
 from disco_accel.store.policies import policy_of
 from disco_accel.store.requests import Desk
 from disco_accel.store.room import Limits
-from disco_accel.store.tiers import SharedMemoryTier
+from disco_accel.store.tiers import DeviceTier, SharedMemoryTier
 
 _OUTBOX = 64
 """Replies that wait for a client that does not read; with more it is cut off."""
@@ -56,7 +56,15 @@ class Server:
         ConfigError: a store listens there, the folder is not this user's own, or there is no such policy.
     """
 
-    def __init__(self, path: Path, limits: Limits, policy: str, link_bandwidth: float | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        limits: Limits,
+        policy: str,
+        link_bandwidth: float | None = None,
+        tier: DeviceTier | None = None,
+    ) -> None:
+        """``tier``: of the device; None: shared memory behind a link of ``link_bandwidth`` bytes/s."""
         chosen = policy_of(policy)
         self.path = path
         self._listener, self._lock = place.listen(path)
@@ -64,9 +72,9 @@ class Server:
         for end in (self._wake_in, self._wake_out):
             end.setblocking(False)
         self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        self._lanes = Lanes(SharedMemoryTier(link_bandwidth), self._wake)
+        self._lanes = Lanes(tier or SharedMemoryTier(link_bandwidth), self._wake)
         self.keeper = Keeper(limits, chosen, self._lanes, self._answer)
-        self._desk = Desk(self.keeper, link_bandwidth)
+        self._desk = Desk(self.keeper, self._lanes.tier, link_bandwidth)
         self._connections: dict[Holder, Connection] = {}
         self._dying: list[Connection] = []
         self._pages: dict[Holder, GrantPage] = {}
@@ -280,8 +288,10 @@ class Server:
             self._condemn(connection)
         self._bury()
         self._lanes.close()
-        self.keeper.moves_ended()
-        self.keeper.close()
+        # Memory of a device that is lost goes with the process.
+        with contextlib.suppress(DeviceLost):
+            self.keeper.moves_ended()
+            self.keeper.close()
         self._selector.close()
         with contextlib.suppress(OSError):
             os.unlink(self.path)

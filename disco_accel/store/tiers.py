@@ -1,8 +1,6 @@
 """The device tier: memory that objects are used from, behind a link of limited speed.
 
-On the host device it is shared memory, and the link a pace that copies keep to. A tier of CUDA memory would make its
-files with ``cuMemCreate`` and ``cuMemExportToShareableHandle`` and copy with a stream of its own; nothing else here
-would change.
+On the host device it is shared memory, and the link a pace that copies keep to. ``cuda_tier`` has that of a GPU.
 """
 
 from __future__ import annotations
@@ -11,6 +9,7 @@ import errno
 import os
 import threading
 import time
+from enum import IntEnum
 from typing import Protocol
 
 from disco_accel.native.shared_memory import READ_ONLY, WHOLE, add_seals, create_file
@@ -23,28 +22,50 @@ _UNTHROTTLED = 2e9
 """Bytes/s of a copy without a pace, by estimate."""
 
 
+class DeviceKind(IntEnum):
+    """What a tier's descriptors are of; a figure of the store (``device_kind``)."""
+
+    HOST = 0
+    """Files in memory."""
+    CUDA = 1
+    """Memory of a GPU."""
+
+
 class DeviceTier(Protocol):
-    """Memory of one device as files that other processes can be given."""
+    """Memory of one device as files that other processes can be given. Any thread may call."""
+
+    kind: DeviceKind
+    identity: bytes
+    """16 bytes by which a client finds the device; zeros for host memory."""
+    grain: int
+    """An object takes a whole multiple of so many bytes."""
 
     def allocate(self, name: str, nbytes: int) -> int:
-        """The descriptor of ``nbytes`` new bytes. Raises ExecutionError where there is no memory."""
+        """The descriptor of ``nbytes`` zeros. Raises ExecutionError where there is no memory."""
 
     def seal(self, file: int) -> bool:
         """Make the content of ``file`` final, or return False where a process can still write to it."""
 
     def load(self, source: int, target: int, nbytes: int, cancelled: threading.Event) -> None:
-        """Copy a file of host memory to one of this tier, in the caller's thread. Raises OSError."""
+        """Copy a file of host memory to one of this tier, in the caller's thread. Raises OSError, ExecutionError."""
 
     def save(self, source: int, target: int, nbytes: int, cancelled: threading.Event) -> None:
-        """Copy a file of this tier to one of host memory, in the caller's thread. Raises OSError."""
+        """Copy a file of this tier to one of host memory, in the caller's thread. Raises OSError, ExecutionError."""
 
     def seconds(self, nbytes: int) -> float:
         """How long a copy of so many bytes takes, either way, by estimate."""
+
+    def close(self, file: int) -> None:
+        """Let go of ``file``, of this tier or of host memory, which nothing copies now."""
 
 
 class SharedMemoryTier:
     """A device tier in host memory. ``bandwidth``: bytes/s of its link, each way by itself; None: as fast as it
     goes."""
+
+    kind = DeviceKind.HOST
+    identity = bytes(16)
+    grain = mmap.PAGESIZE
 
     def __init__(self, bandwidth: float | None = None) -> None:
         self.bandwidth = bandwidth
@@ -68,6 +89,10 @@ class SharedMemoryTier:
     def seconds(self, nbytes: int) -> float:
         """As ``DeviceTier`` says."""
         return _LATENCY + nbytes / (self.bandwidth or _UNTHROTTLED)
+
+    def close(self, file: int) -> None:
+        """As ``DeviceTier`` says."""
+        os.close(file)
 
 
 def new_file(name: str, nbytes: int) -> int:

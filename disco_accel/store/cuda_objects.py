@@ -1,0 +1,152 @@
+"""A client's objects in the memory of a GPU, as tensors without a copy.
+
+Kernels run later than the calls that start them. So memory is given back to the store, or handed to other processes,
+when all that this process had queued on the GPU by then is done, on whatever stream: a tensor may have been used on
+any.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+
+from disco_accel.errors import ExecutionError, StoreError
+from disco_accel.native.cuda_driver import cuda_driver
+from disco_accel.native.cuda_shared_memory import CudaMapping, imported
+from disco_accel.store.objects import room_of
+
+_DRAIN_SECONDS = 30.0
+"""A request that found no room waits so long for kernels that use this process's dropped tensors."""
+
+
+class _Exposed:
+    """Device memory for ``torch.as_tensor``, which keeps this object as long as a tensor of it lives."""
+
+    def __init__(self, mapping: CudaMapping) -> None:
+        # PyTorch refuses memory that says it is read-only; a kernel that writes to such is CUDA's to stop.
+        self.__cuda_array_interface__ = {
+            **{"shape": (mapping.nbytes,), "typestr": "|u1", "data": (mapping.address, False)},
+            **{"strides": None, "version": 3},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Dropped:
+    """Memory whose last tensor has gone. ``freed`` tells the store."""
+
+    mapping: CudaMapping
+    freed: Callable[[], None]
+
+
+_objects: dict[int, CudaObjects] = {}
+_making = threading.Lock()
+
+
+class CudaObjects:
+    """Those of all connections, on one device. Thread safe. ``ended``: how many mappings were given back."""
+
+    def __init__(self, index: int, grain: int) -> None:
+        """``index``: of the device in PyTorch; ``grain``: its memory comes in multiples of so many bytes."""
+        self.device = torch.device("cuda", index)
+        self.ended = 0
+        self._grain = grain
+        self._pid = os.getpid()
+        self._mappings: dict[int, CudaMapping] = {}
+        self._dropped: SimpleQueue[_Dropped | threading.Event] = SimpleQueue()
+        # As long as the process: tensors may outlive the connection.
+        threading.Thread(target=self._give_back, name="store-gpu-free", daemon=True).start()
+
+    @classmethod
+    def of(cls, figures: Mapping[str, int]) -> CudaObjects:
+        """For the device that a store's ``figures`` name.
+
+        Raises:
+            StoreError: PyTorch does not see it in this process.
+        """
+        wanted = struct.pack("<qq", figures["device_id_low"], figures["device_id_high"])
+        if not torch.cuda.is_available():
+            raise StoreError(
+                f"store: its objects are in the memory of GPU {wanted.hex()}, and this PyTorch ({torch.__version__}) "
+                "sees no GPU: install a CUDA build, or look at CUDA_VISIBLE_DEVICES"
+            )
+        driver = cuda_driver()
+        for index in range(torch.cuda.device_count()):
+            if driver.device_id(index) == wanted:
+                torch.cuda.init()
+                with _making:
+                    if index not in _objects:
+                        _objects[index] = cls(index, figures["device_grain"])
+                    return _objects[index]
+        raise StoreError(
+            f"store: its objects are in the memory of GPU {wanted.hex()}, which this process does not see: add it to "
+            "CUDA_VISIBLE_DEVICES"
+        )
+
+    def map(self, file: int, nbytes: int, *, writes: bool, freed: Callable[[], None]) -> torch.Tensor:
+        """The ``nbytes`` bytes of an object, in whole grains, as a 1-d uint8 tensor; the descriptor is not needed any
+        more. After the last tensor of that memory ``freed`` is called, in a thread of its own, once the GPU is done.
+
+        Raises:
+            ExecutionError: the driver refuses.
+        """
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8, device=self.device)
+        mapping = imported(self.device.index, file, room_of(nbytes, self._grain), writes=writes)
+        exposed = _Exposed(mapping)
+        self._mappings[mapping.address] = mapping
+        weakref.finalize(exposed, self._drop, _Dropped(mapping, freed)).atexit = False
+        made: torch.Tensor = torch.as_tensor(exposed, device=self.device)
+        assert made.data_ptr() == mapping.address
+        return made
+
+    def let_write(self, memory: torch.Tensor, writes: bool) -> None:
+        """Let kernels write to ``memory``, a tensor of ``map``, or not any more: when it returns, what this process
+        had queued that writes there is done, and others see it."""
+        if memory.nbytes == 0:
+            return
+        if not writes:
+            torch.cuda.synchronize(self.device)
+        self._mappings[memory.data_ptr()].allow(writes=writes)
+
+    def drain(self, ended: int) -> bool:
+        """Wait for the GPU to be done with what was dropped. Whether more than ``ended`` mappings are given back."""
+        done = threading.Event()
+        self._dropped.put(done)
+        done.wait(_DRAIN_SECONDS)
+        return self.ended > ended
+
+    def _drop(self, dropped: _Dropped) -> None:
+        # Called in any thread and at any point of another call: it only notes. A forked process has no part in it.
+        if os.getpid() == self._pid:
+            self._dropped.put(dropped)
+
+    def _give_back(self) -> None:
+        while True:
+            batch: list[Any] = [self._dropped.get()]
+            with suppress(Empty):
+                while True:
+                    batch.append(self._dropped.get_nowait())
+            # Where the GPU is lost, so are all that use it.
+            with suppress(RuntimeError):
+                torch.cuda.synchronize(self.device)
+            for one in batch:
+                if isinstance(one, threading.Event):
+                    one.set()
+                    continue
+                self._mappings.pop(one.mapping.address, None)
+                with suppress(ExecutionError):
+                    one.mapping.unmap()
+                one.freed()
+                self.ended += 1
+            # They hold the connection.
+            batch.clear()
+            del one
