@@ -11,6 +11,10 @@ import torch
 class ObjectStore(Protocol):
     """The part of ``Store`` that offloaded weights and saved activations use; its docstrings hold."""
 
+    @property
+    def device(self) -> torch.device:
+        """Of tensors of the device tier."""
+
     def create(self, shape: Sequence[int], dtype: torch.dtype, device: str = "host") -> int:
         """A new object."""
 

@@ -46,7 +46,8 @@ class Offloaded:
         return list(self._parameters)
 
     def remove(self) -> None:
-        """Bring the weights back to this process's memory. Parameters that were replaced since stay as they are.
+        """Bring the weights back to this process's memory, of the store's device. Parameters that were replaced since
+        stay as they are.
 
         Raises:
             StoreGone: the store has ended, and with it the weights: load them again from where they came.
@@ -123,7 +124,7 @@ def offload(store: ObjectStore, module: torch.nn.Module, *, min_bytes: int = MIN
         raise ConfigError(f"min_bytes: {min_bytes} is not a number of bytes from 1 on")
     moving = {n: p for n, p in module.named_parameters() if not p.requires_grad and p.nbytes >= min_bytes}
     for name, parameter in moving.items():
-        _check(name, parameter)
+        _check(name, parameter, store.device)
     _check_overlaps(module, set(moving))
     handle = Offloaded(module)
     try:
@@ -135,16 +136,19 @@ def offload(store: ObjectStore, module: torch.nn.Module, *, min_bytes: int = MIN
     return handle
 
 
-def _check(name: str, parameter: torch.nn.Parameter) -> None:
-    """Raise ConfigError if this parameter cannot be moved."""
+def _check(name: str, parameter: torch.nn.Parameter, there: torch.device) -> None:
+    """Raise ConfigError if this parameter cannot be moved to a store whose device is ``there``."""
     reason = None
     if isinstance(parameter, OffloadedWeight):
         reason = "is offloaded already: call remove() of that handle first"
     elif type(parameter) is not torch.nn.Parameter:
         reason = f"is a {type(parameter).__name__}, whose memory only its library knows"
-    elif parameter.device.type != "cpu" or parameter.layout is not torch.strided:
+    elif parameter.layout is not torch.strided:
+        reason = f"is {parameter.layout}; a store takes dense tensors alone"
+    elif parameter.device != there:
         reason = (
-            f"is on {parameter.device} ({parameter.layout}); a store takes dense tensors of host memory alone so far"
+            f"is on {parameter.device}, and the store's device is {there}: move the module there first, or serve a "
+            "store of that kind (--device-kind)"
         )
     elif parameter.is_complex():
         reason = "is complex, whose conjugates are views that a store does not know"
@@ -159,8 +163,11 @@ def _check(name: str, parameter: torch.nn.Parameter) -> None:
 def _check_overlaps(module: torch.nn.Module, moving: set[str]) -> None:
     """Raise ConfigError if a parameter that moves shares bytes with one that is another."""
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    # Addresses of host memory and of GPUs are apart.
     plain = {
-        n: t for n, t in tensors.items() if t.device.type == "cpu" and type(t) in (torch.Tensor, torch.nn.Parameter)
+        n: t
+        for n, t in tensors.items()
+        if t.device.type in ("cpu", "cuda") and type(t) in (torch.Tensor, torch.nn.Parameter)
     }
     spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes, n) for n, t in plain.items() if t.nbytes)
     end, last = 0, ""

@@ -35,7 +35,7 @@ class OffloadedWeight(torch.Tensor):
             strides=layout.stride,
             storage_offset=layout.offset,
             dtype=layout.dtype,
-            device=torch.device("cpu"),
+            device=weight.item.store.device,
             requires_grad=False,
         )
         made._weight, made._uses = weight, uses

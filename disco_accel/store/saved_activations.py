@@ -33,7 +33,7 @@ def saved_activations(store: ObjectStore, min_bytes: int = MIN_BYTES) -> Iterato
 
     Raises:
         ConfigError: ``min_bytes`` is not positive.
-        StoreError, in a forward: a tensor is not in host memory.
+        StoreError, in a forward: a tensor is on another device than the store's.
         StoreFull, StoreGone, in a forward or a backward: as ``Store.create`` and ``Store.get``.
     """
     if min_bytes < 1:
@@ -194,9 +194,11 @@ class _Stored:
             item.memory = None
         for other in ahead:
             other.store.prefetch(other.id)
-        if self._compact is None:
-            return self._layout.lay_on(memory)
         with torch.no_grad():
+            if self._compact is None:
+                # A backward may write to what it saved (cuDNN's recurrent layers, fused losses). In host memory it then
+                # writes to pages of its own; a GPU has no such pages.
+                return self._layout.lay_on(memory.clone() if memory.is_cuda else memory)
             return self._layout.spread(self._compact.lay_on(memory))
 
 
@@ -211,12 +213,13 @@ def _fetch(step: _Step, item: StoredObject) -> torch.Tensor:
 
 
 def _pack(store: ObjectStore, step: _Step, tensor: torch.Tensor, min_bytes: int) -> _Kept | _Stored:
-    if not _moves(tensor, min_bytes):
+    if not _moves(tensor, min_bytes, store.device):
         return _Kept(tensor)
-    if tensor.device.type != "cpu":
+    if tensor.device != store.device:
         raise StoreError(
-            f"saved_activations: a saved tensor {list(tensor.size())} is on {tensor.device}; a store takes tensors of "
-            "host memory alone so far. Train there with a plan (prepare), or under torch's save_on_cpu"
+            f"saved_activations: a saved tensor {list(tensor.size())} is on {tensor.device}, and this store's device "
+            f"is {_named(store.device)}: train on that one, serve a store there (--device-kind), train with a plan "
+            "(prepare), or under torch's save_on_cpu"
         )
     number, seconds = step.begin_use(tensor.nbytes)
     try:
@@ -272,14 +275,21 @@ def _new_object(
         return store_bytes(store, content, step.freer, seconds)
 
 
-def _moves(tensor: torch.Tensor, min_bytes: int) -> bool:
-    """Whether a saved tensor goes to the store."""
+def _named(device: torch.device) -> str:
+    return "a slice of host memory" if device.type == "cpu" else str(device)
+
+
+def _moves(tensor: torch.Tensor, min_bytes: int, there: torch.device) -> bool:
+    """Whether a saved tensor goes to the store, whose device is ``there``."""
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.nbytes < min_bytes:
         return False
     if tensor.is_leaf and tensor.requires_grad:
         # Its user holds it, as they do parameters.
         return False
     if isinstance(tensor._base, torch.nn.Parameter) or tensor.device.type == "meta":
+        return False
+    if tensor.device.type == "cpu" and there.type != "cpu":
+        # Host memory is where it would be evicted to.
         return False
     lazy = tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor()
     other = tensor.is_quantized or tensor.is_nested or torch._C._functorch.is_functorch_wrapped_tensor(tensor)

@@ -13,7 +13,7 @@ import torch
 from disco_accel.errors import StoreError
 from disco_accel.store.object_store import ObjectStore
 
-_ALIGNMENT = 64
+_ALIGNMENT = {"cpu": 64, "cuda": 512}
 """Bytes of PyTorch's allocations. A tensor keeps its place relative to it: kernels may sum in another order where
 their operands are aligned otherwise."""
 
@@ -29,15 +29,15 @@ class Layout:
 
     def lay_on(self, memory: torch.Tensor) -> torch.Tensor:
         """The tensor in ``memory``, 1-d bytes that begin their storage; no copy."""
-        made = torch.empty(0, dtype=self.dtype)
+        made = torch.empty(0, dtype=self.dtype, device=memory.device)
         made.set_(memory.untyped_storage(), self.offset, self.size, self.stride)
         return made
 
     def spread(self, content: torch.Tensor) -> torch.Tensor:
-        """``content``, of this size, copied to new memory where it lies so."""
+        """``content``, of this size, copied to new memory of its device where it lies so."""
         elements = 1 + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))
-        made = torch.empty(self.offset + elements, dtype=self.dtype).as_strided(self.size, self.stride, self.offset)
-        return made.copy_(content)
+        whole = torch.empty(self.offset + elements, dtype=self.dtype, device=content.device)
+        return whole.as_strided(self.size, self.stride, self.offset).copy_(content)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Span:
 
     def bytes_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Those of ``tensor``'s storage, as a 1-d uint8 tensor; no copy."""
-        made = torch.empty(0, dtype=torch.uint8)
+        made = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         made.set_(tensor.untyped_storage(), self.begin, (self.end - self.begin,))  # type: ignore[call-overload]
         return made
 
@@ -71,7 +71,8 @@ def extent(tensor: torch.Tensor) -> int:
 def span_of(tensor: torch.Tensor) -> Span:
     """The bytes in which ``tensor`` lies: less than its own where it is expanded, more where it has gaps."""
     begin = int(tensor.storage_offset()) * tensor.itemsize
-    return Span(begin // _ALIGNMENT * _ALIGNMENT, begin + extent(tensor) * tensor.itemsize)
+    aligned = _ALIGNMENT[tensor.device.type]
+    return Span(begin // aligned * aligned, begin + extent(tensor) * tensor.itemsize)
 
 
 class StoredObject:

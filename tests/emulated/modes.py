@@ -25,6 +25,7 @@ _EMULATED = tuple(f"tests/emulated/test_{name}.py" for name in ("order", "engine
 _STEPS = ("tests/gpu", *_EMULATED)
 """Run in every mode: what goes wrong when pieces of work come in another order."""
 _SEVERAL = ("tests/emulated/test_several_devices.py", "tests/emulated/test_steps_on_several_gpus.py")
+_STORE = ("tests/emulated/test_store_on_gpu.py", "tests/emulated/test_store_training.py")
 _JITTER_US = 500.0
 """The same as that under which planted faults are looked for (``mutants.py``)."""
 _JITTER = {"EMULATED_JITTER_US": _JITTER_US, "EMULATED_SEED": 1}
@@ -62,6 +63,8 @@ MODES = (
     Mode("wrong peers", _tests(*_SEVERAL), {"EMULATED_DEVICES": 2, "EMULATED_PEERS": "wrong"}),
     Mode("late peers", _tests(*_SEVERAL), {"EMULATED_DEVICES": 3, **_JITTER}),
     Mode("doors", _tests("tests/emulated/test_trainer.py", "tests/emulated/test_processes.py")),
+    Mode("store", _tests(*_STORE)),
+    Mode("late store", _tests(*_STORE), {"EMULATED_LINK_GB_S": 0.5, **_JITTER}),
     Mode("cudnn attention", _tests("tests/gpu", "-k", "bf16"), {"EMULATED_CUDNN_SDP": 1}),
     Mode("device", _tests("tests/emulated/test_device.py")),
 )

@@ -29,6 +29,13 @@ _JITTER = {"EMULATED_JITTER_US": 500, "EMULATED_SEED": 1}
 _LATE = {**_JITTER, "EMULATED_LINK_GB_S": 0.01}
 
 
+_STORE = "tests/emulated/test_store_on_gpu.py::"
+_STORE_IN_ORDER = (_STORE + "test_an_object_of_one_process_is_read_by_another_in_order",)
+_EVICTED = (_STORE + "test_evicted_objects_come_back_with_their_bits",)
+_LANE = "disco_accel/store/cuda_lane.py"
+_SLOW = {**_JITTER, "EMULATED_LINK_GB_S": 0.1}
+
+
 @dataclass(frozen=True, slots=True)
 class Mutant:
     """``old`` is in ``file`` once; with ``new`` in its place one of ``tests`` (pytest's names) must fail.
@@ -195,5 +202,58 @@ MUTANTS = (
         "",
         (_SEVERAL + "test_random_ops_draw_from_the_scripts_generator_wherever_they_run",),
         _TWO,
+    ),
+    Mutant(
+        "put before its kernels are done",
+        "disco_accel/store/cuda_objects.py",
+        "        if not writes:\n            torch.cuda.synchronize(self.device)\n",
+        "",
+        _STORE_IN_ORDER,
+    ),
+    Mutant(
+        "given back under queued kernels",
+        "disco_accel/store/cuda_objects.py",
+        "                torch.cuda.synchronize(self.device)\n            for",
+        "                pass\n            for",
+        (_STORE + "test_memory_stays_until_the_gpu_is_done_with_it",),
+    ),
+    Mutant(
+        "final objects mapped to write to",
+        "disco_accel/store/client.py",
+        "memory = self._gpu.map(file, nbytes, writes=bool(reply.amount), freed=release)",
+        "memory = self._gpu.map(file, nbytes, writes=True, freed=release)",
+        (_STORE + "test_a_final_object_cannot_be_written_to",),
+    ),
+    Mutant(
+        "object handed out before its zeros",
+        "disco_accel/store/cuda_tier.py",
+        '            driver.call("cuStreamSynchronize", self._fresh)\n',
+        "",
+        _STORE_IN_ORDER,
+        {"EMULATED_JITTER_US": 400_000, "EMULATED_SEED": 1},
+    ),
+    Mutant(
+        "brought back before its copy is done",
+        _LANE,
+        '            raise\n        cuda_driver().call("cuStreamSynchronize", self._stream)\n',
+        "            raise\n",
+        _EVICTED,
+        _SLOW,
+    ),
+    Mutant(
+        "piece refilled before it is sent",
+        _LANE,
+        '                    driver.call("cuEventSynchronize", piece.copied)\n',
+        "                    pass\n",
+        _EVICTED,
+        _SLOW,
+    ),
+    Mutant(
+        "piece written out before it has arrived",
+        _LANE,
+        '    cuda_driver().call("cuEventSynchronize", piece.copied)\n',
+        "",
+        _EVICTED,
+        _SLOW,
     ),
 )
