@@ -96,16 +96,23 @@ class CudaObjects:
         more. After the last tensor of that memory ``freed`` is called, in a thread of its own, once the GPU is done.
 
         Raises:
+            StoreError: a CUDA graph is being captured.
             ExecutionError: the driver refuses.
         """
+        if torch.cuda.is_current_stream_capturing():
+            raise StoreError("store: a captured graph would use an object's memory after it is given back: get first")
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8, device=self.device)
         mapping = imported(self.device.index, file, room_of(nbytes, self._grain), writes=writes)
         exposed = _Exposed(mapping)
+        try:
+            made: torch.Tensor = torch.as_tensor(exposed, device=self.device)
+            assert made.data_ptr() == mapping.address
+        except BaseException:
+            mapping.unmap()
+            raise
         self._mappings[mapping.address] = mapping
         weakref.finalize(exposed, self._drop, _Dropped(mapping, freed)).atexit = False
-        made: torch.Tensor = torch.as_tensor(exposed, device=self.device)
-        assert made.data_ptr() == mapping.address
         return made
 
     def let_write(self, memory: torch.Tensor, writes: bool) -> None:

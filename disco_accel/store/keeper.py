@@ -192,7 +192,7 @@ class Keeper:
             saved = item.move.target if item.move is not None and not item.move.load else None
             for file in (item.device_file, item.host_file, saved):
                 if file is not None:
-                    self._lanes.tier.close(file)
+                    self._tier.close(file)
         self.alive.clear()
 
     # Room on the device.

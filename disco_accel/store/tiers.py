@@ -6,6 +6,7 @@ On the host device it is shared memory, and the link a pace that copies keep to.
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import threading
 import time

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import time
 import pytest
 import torch
 
+from disco_accel.native.cuda_shared_memory import CudaMapping, create, granularity
+from disco_accel.store.cuda_objects import _Exposed
 from tests.emulated import device
 
 N = 1 << 16
@@ -251,3 +254,50 @@ def test_a_kernel_that_nothing_computes_is_counted() -> None:
     assert RUNTIME.cudaLaunchKernel(kernel, one, one, None, ctypes.c_size_t(0), None) == 0
     assert device.unemulated() == ["unemulated kernel without a name"]
     device.reset()
+
+
+def shared_memory() -> tuple[CudaMapping, torch.Tensor]:
+    """Two MiB that another process could map, and a tensor of them."""
+    file, mapping = create(0, granularity(0))
+    os.close(file)
+    return mapping, torch.as_tensor(_Exposed(mapping), device=CUDA)
+
+
+def test_fresh_shared_memory_holds_nothing_of_use() -> None:
+    mapping, tensor = shared_memory()
+    assert tensor.view(torch.int64).eq(ALL_ONES).all()
+    mapping.unmap()
+
+
+def test_memory_that_is_unmapped_under_queued_work_is_told() -> None:
+    mapping, tensor = shared_memory()
+    device.hang()
+    tensor.clone()
+    mapping.unmap()
+    device.release()
+    with device.expect_complaints("cuMemUnmap of 2097152 bytes that queued work uses"):
+        pass
+
+
+def test_access_that_queued_work_needs_is_told_when_it_goes() -> None:
+    mapping, tensor = shared_memory()
+    device.hang()
+    tensor.add_(1)
+    mapping.allow(writes=False)
+    device.release()
+    with device.expect_complaints("cuMemSetAccess takes access from queued work"):
+        pass
+    mapping.unmap()
+
+
+def test_a_write_to_read_only_memory_ends_the_gpus_work() -> None:
+    mapping, tensor = shared_memory()
+    mapping.allow(writes=False)
+    tensor.sum()
+    torch.cuda.synchronize()
+    tensor.zero_()
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        torch.cuda.synchronize()
+    device.release()
+    assert tensor.view(torch.int64).eq(ALL_ONES).all()
+    mapping.unmap()

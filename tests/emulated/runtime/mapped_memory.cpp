@@ -168,10 +168,11 @@ int emuVmSetAccess(char* address, std::size_t bytes, int device, int access) {
   Mapping& mapping = at->second;
   if (device != mapping.memory->device || (access != 0 && access != kRead && access != kReadWrite))
     return kInvalidValue;
-  if (access < mapping.access && order().in_use(address, bytes, access == kRead))
-    journal().complain("cuMemSetAccess takes access from queued work");
+  const bool taken = access < mapping.access && order().in_use(address, bytes, access == kRead);
+  if (taken) journal().complain("cuMemSetAccess takes access from queued work");
   const int protection = access == 0 ? PROT_NONE : PROT_READ | (access == kReadWrite ? PROT_WRITE : 0);
-  if (mprotect(device_memory().bytes(address), bytes, protection) != 0) return kOperatingSystem;
+  // Work that was queued before does what it does, instead of ending the process before it is told.
+  if (!taken && mprotect(device_memory().bytes(address), bytes, protection) != 0) return kOperatingSystem;
   mapping.access = access;
   if (access == 0) device_memory().hide(address);
   if (access != 0) device_memory().show(address, bytes, device, access == kReadWrite);
