@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from disco_accel.errors import ExecutionError, StoreError
+from disco_accel.errors import DeviceLost, ExecutionError, StoreError
 from disco_accel.native.cuda_driver import cuda_driver
 from disco_accel.native.cuda_shared_memory import CudaMapping, imported
 from disco_accel.store.objects import room_of
@@ -99,8 +99,7 @@ class CudaObjects:
             StoreError: a CUDA graph is being captured.
             ExecutionError: the driver refuses.
         """
-        if torch.cuda.is_current_stream_capturing():
-            raise StoreError("store: a captured graph would use an object's memory after it is given back: get first")
+        _refuse_capture()
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8, device=self.device)
         mapping = imported(self.device.index, file, room_of(nbytes, self._grain), writes=writes)
@@ -117,12 +116,29 @@ class CudaObjects:
 
     def let_write(self, memory: torch.Tensor, writes: bool) -> None:
         """Let kernels write to ``memory``, a tensor of ``map``, or not any more: when it returns, what this process
-        had queued that writes there is done, and others see it."""
+        had queued that writes there is done, and others see it.
+
+        Raises:
+            StoreError: a CUDA graph is being captured.
+            DeviceLost: what was queued ended in an error of the GPU.
+            ExecutionError: the driver refuses.
+        """
+        _refuse_capture()
         if memory.nbytes == 0:
             return
         if not writes:
-            torch.cuda.synchronize(self.device)
+            self._wait()
         self._mappings[memory.data_ptr()].allow(writes=writes)
+
+    def _wait(self) -> None:
+        """Until all that this process has queued on the device is done. Raises DeviceLost."""
+        try:
+            torch.cuda.synchronize(self.device)
+        except RuntimeError as error:
+            raise DeviceLost(
+                f"store: {self.device} ended what this process had queued with an error, and does nothing more for it "
+                f"until it is started again: {str(error).partition(chr(10))[0]}"
+            ) from error
 
     def drain(self, ended: int) -> bool:
         """Wait for the GPU to be done with what was dropped. Whether more than ``ended`` mappings are given back."""
@@ -143,8 +159,8 @@ class CudaObjects:
                 while True:
                     batch.append(self._dropped.get_nowait())
             # Where the GPU is lost, so are all that use it.
-            with suppress(RuntimeError):
-                torch.cuda.synchronize(self.device)
+            with suppress(DeviceLost):
+                self._wait()
             for one in batch:
                 if isinstance(one, threading.Event):
                     one.set()
@@ -157,3 +173,9 @@ class CudaObjects:
             # They hold the connection.
             batch.clear()
             del one
+
+
+def _refuse_capture() -> None:
+    """Raise StoreError inside the capture of a CUDA graph, which would use memory at times that nobody waits for."""
+    if torch.cuda.is_current_stream_capturing():
+        raise StoreError("store: a CUDA graph is being captured: get and put its tensors before or after")

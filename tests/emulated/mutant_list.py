@@ -206,14 +206,14 @@ MUTANTS = (
     Mutant(
         "put before its kernels are done",
         "disco_accel/store/cuda_objects.py",
-        "        if not writes:\n            torch.cuda.synchronize(self.device)\n",
+        "        if not writes:\n            self._wait()\n",
         "",
         _STORE_IN_ORDER,
     ),
     Mutant(
         "given back under queued kernels",
         "disco_accel/store/cuda_objects.py",
-        "                torch.cuda.synchronize(self.device)\n            for",
+        "                self._wait()\n            for",
         "                pass\n            for",
         (_STORE + "test_memory_stays_until_the_gpu_is_done_with_it",),
     ),

@@ -72,6 +72,20 @@ def test_a_final_object_cannot_be_written_to(store: Store, reader: Reader) -> No
     assert memory.equal(content) and reader.ask("digest", made) == digest(content)
 
 
+def test_a_fault_of_the_gpu_before_a_put_is_told(store: Store) -> None:
+    """And the object is as before: not final."""
+    made = store.create((1000,), torch.uint8, "device")
+    memory = store.get(made)
+    device.inject_fault("fill_")
+    memory.fill_(1)
+    with pytest.raises(DeviceLost, match="illegal memory access"):
+        store.put(made)
+    device.release()
+    memory.fill_(2)
+    store.put(made)
+    assert store.get(made).eq(2).all()
+
+
 def test_evicted_objects_come_back_with_their_bits(store: Store, reader: Reader) -> None:
     names = [put_pattern(store, LARGE + 1, seed) for seed in range(5)]
     for seed, name in enumerate(names):
