@@ -230,7 +230,6 @@ MUTANTS = (
         '            driver.call("cuStreamSynchronize", self._fresh)\n',
         "",
         _STORE_IN_ORDER,
-        {"EMULATED_JITTER_US": 400_000, "EMULATED_SEED": 1},
     ),
     Mutant(
         "brought back before its copy is done",

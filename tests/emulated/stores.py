@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ MIB = 1 << 20
 
 @contextlib.contextmanager
 def gpu_store(folder: Path, *options: str) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
-    """The command that users start, with its device on the GPU: its socket and its process."""
+    """The command that users start, with its device on the GPU: its socket and its process. It complains of nothing."""
     process = command(folder, "--device-kind", "cuda", *options)
     try:
         yield folder / "own" / "store", process
@@ -29,6 +30,10 @@ def gpu_store(folder: Path, *options: str) -> Iterator[tuple[Path, subprocess.Po
         process.wait(30)
         assert process.stdout is not None
         process.stdout.close()
+        report = Path(os.environ["EMULATED_REPORTS"], f"{process.pid}.txt")
+        complaints = report.read_text() if report.exists() else ""
+        report.unlink(missing_ok=True)
+        assert not complaints, complaints
 
 
 class Reader:
