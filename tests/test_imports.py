@@ -69,7 +69,7 @@ FORBIDDEN_MODULES = ("pickle", "cPickle", "dill", "cloudpickle", "joblib", "mars
 FORBIDDEN_CALLS = ("eval", "exec", "torch.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "numpy.load")
 READS_ENVIRONMENT = {
     "disco_accel.config.settings": "our own variables, a launcher's, accelerate's",
-    "disco_accel.config.machine_devices": "which GPUs a process sees",
+    "disco_accel.config.machine_devices": "which GPUs a process sees, and where the processes of a run meet",
     "disco_accel.config.hf_environment": "a switch of transformers' loader",
     "disco_accel.native.extension": "the compiler's",
     "disco_accel.store.preload": "that of the programs that it starts",

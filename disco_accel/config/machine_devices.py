@@ -1,9 +1,12 @@
-"""What number a device has on the machine: a process may see a part of them, in another order."""
+"""What a machine calls the devices that a process sees a part of, in another order, and the run that it is one of."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Sequence
+
+from disco_accel.config.settings import local_processes
 
 MOST_DEVICES = 64
 """A tensor store counts devices of smaller numbers."""
@@ -19,3 +22,15 @@ def numbers_on_machine(indices: Sequence[int]) -> tuple[int, ...]:
             break
         listed.append(int(word))
     return tuple(listed[index] if index < len(listed) else index for index in indices)
+
+
+_RUN = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+
+
+def run_of_launcher() -> int:
+    """A number below 2**62 that the processes of one run have in common, by where they meet; 0 where a launcher has
+    started one on this machine, or does not say where they meet."""
+    if local_processes() == 1 or not os.environ.get("MASTER_PORT"):
+        return 0
+    text = " ".join(os.environ.get(name, "") for name in _RUN)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 2 or 1

@@ -70,7 +70,7 @@ def use_grants(source: Callable[[], GrantSource] | None) -> None:
     _source = source
 
 
-def shared_grants(devices: Collection[int]) -> GrantSource:
-    """For one model with ``memory_budget: shared``, whose steps run on ``devices``, by their numbers on the machine.
-    Raises StoreGone where no store listens."""
-    return StoreGrants(devices) if _source is None else _source()
+def shared_grants(devices: Collection[int], run: int) -> GrantSource:
+    """For one model with ``memory_budget: shared``, whose steps run on ``devices``, by their numbers on the machine, in
+    one of the processes of ``run``, as in ``Store.wanted``. Raises StoreGone where no store listens."""
+    return StoreGrants(devices, run) if _source is None else _source()

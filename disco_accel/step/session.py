@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from disco_accel.config.machine_devices import numbers_on_machine
+from disco_accel.config.machine_devices import numbers_on_machine, run_of_launcher
 from disco_accel.config.settings import DiscoConfig, shared_weights_folder
 from disco_accel.errors import BudgetTooSmall, CaptureError
 from disco_accel.execute.engine_options import threads_beside
@@ -128,7 +128,7 @@ class Session(PlanMemory):
         self.on_restore: list[Callable[[], None]] = []
         given = self.settings.memory_budget
         shared = config.memory_budget == "shared"
-        source = shared_grants(self._machine_devices()) if shared else GivenBudget(given)
+        source = shared_grants(self._machine_devices(), run_of_launcher()) if shared else GivenBudget(given)
         most = source.most()
         self.budgets = MovingBudget(self, source, given if most is None else min(given, most), host_memory)
         self.updates = PlannedUpdates(self.plans, *told, host_memory, config.update_on)

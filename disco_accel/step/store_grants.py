@@ -24,11 +24,11 @@ class StoreGrants:
     """A ``GrantSource``. A store that ends leaves the job the bytes that it granted last, told once; one that is back
     at the same place is told what the job holds, and grants anew."""
 
-    def __init__(self, devices: Collection[int] = (0,)) -> None:
-        """``devices``: the machine's, of each of which the job holds what is granted.
+    def __init__(self, devices: Collection[int] = (0,), run: int = 0) -> None:
+        """``devices``: the machine's, of each of which the job holds what is granted. ``run``: as in ``Store.wanted``.
 
         Raises StoreGone where no store listens, StoreError and ConfigError as ``Store.connect``."""
-        self._devices = tuple(devices)
+        self._devices, self._run = tuple(devices), run
         self._lock = threading.RLock()
         self._store: Store | None = Store.connect()
         self._least, self._wish, self._held, self._last = 0, 0, 0, 0
@@ -63,7 +63,7 @@ class StoreGrants:
         """As ``GrantSource.want``."""
         with self._lock:
             self._least, self._wish = least, wish
-            self._tell(lambda store: store.wanted(least, wish, self._devices))
+            self._tell(lambda store: store.wanted(least, wish, self._devices, self._run))
 
     def hold(self, nbytes: int) -> None:
         """As ``GrantSource.hold``."""
@@ -104,7 +104,7 @@ class StoreGrants:
             store = Store.connect()
             # First what is held: nobody may be granted it meanwhile.
             _holding(self._held)(store)
-            store.wanted(self._least, self._wish, self._devices)
+            store.wanted(self._least, self._wish, self._devices, self._run)
             self._last, self._store = store.granted(), store
         except DiscoError:
             return

@@ -220,9 +220,10 @@ class Store:
         """Return when the store has answered."""
         self._channel.ask(Request(Opcode.PING))
 
-    def wanted(self, least: int, wish: int, devices: Collection[int] = (0,)) -> None:
+    def wanted(self, least: int, wish: int, devices: Collection[int] = (0,), run: int = 0) -> None:
         """This process wants a budget of device memory of at least ``least`` bytes and at most ``wish`` on each of
-        ``devices``; both 0: none any more. ``granted`` says what it gets on each, now and later."""
+        ``devices``; both 0: none any more. ``granted`` says what it gets on each, now and later. ``run``: a number that
+        processes have in common which wait for each other in each step: all of them get their leasts, or none."""
         for key, value in (("least", least), ("wish", wish)):
             if not 0 <= value <= MAX_AMOUNT:
                 raise ConfigError(f"{key}: {value} is not a number of bytes")
@@ -232,7 +233,10 @@ class Store:
             raise ConfigError(
                 f"devices: {list(devices)}: a store counts devices from 0 to {MAX_DEVICES - 1}, name some"
             )
-        _reply, file = self._channel.ask(Request(Opcode.WANT, amount=least, wish=wish, object=mask_of(devices)))
+        if not 0 <= run <= MAX_AMOUNT:
+            raise ConfigError(f"run: {run} is not a number from 0 to {MAX_AMOUNT}")
+        request = Request(Opcode.WANT, amount=least, wish=wish, object=mask_of(devices), shape=(run,) if run else ())
+        _reply, file = self._channel.ask(request)
         if file is not None:
             try:
                 if self._view is None:

@@ -102,6 +102,40 @@ def on_devices(
     return granted
 
 
+def runs_that_fit(
+    totals: Mapping[int, int], jobs: Sequence[Job], devices: Sequence[Collection[int]], runs: Sequence[int]
+) -> list[Job]:
+    """``jobs``, without any share for those whose run has no room: processes of one run wait for each other in each
+    step, so that one alone would hold memory in vain. ``runs``: a number for each job; 0: it is a run of its own.
+
+    A run's place is that of its first job. As in ``shares``, no run that holds nothing overtakes one that waits, on the
+    devices that this one lacks.
+    """
+    members: dict[object, list[int]] = {}
+    for number, run in enumerate(runs):
+        members.setdefault(run or ("alone", number), []).append(number)
+    if len(members) == len(jobs):
+        return list(jobs)
+    left, lacking, fitting = dict(totals), set[int](), list(jobs)
+    for of_run in members.values():
+        possible = all(jobs[n].least <= jobs[n].most for n in of_run)
+        needs = {device: 0 for n in of_run for device in devices[n]}
+        for n in of_run:
+            for device in devices[n]:
+                needs[device] += jobs[n].least
+        short = {device for device, need in needs.items() if need > left[device]}
+        overtakes = not lacking.isdisjoint(needs) and not any(jobs[n].held for n in of_run)
+        if possible and not short and not overtakes:
+            for device, need in needs.items():
+                left[device] -= need
+            continue
+        if possible:
+            lacking |= short
+        for n in of_run:
+            fitting[n] = replace(jobs[n], quota=0)
+    return fitting
+
+
 def _filled(left: int, low: Sequence[int], high: Sequence[int]) -> list[int]:
     """``low`` raised to one level, each at most to its ``high``, by ``left`` bytes in all."""
     granted = list(low)

@@ -59,8 +59,9 @@ class Opcode(IntEnum):
     """The page ``amount`` of figures. The reply's ``amount`` is the number of pages."""
     WANT = 9
     """A budget of at least ``amount`` and at most ``wish`` bytes of device memory; both 0: none any more. ``object``:
-    a bit for each device, from the lowest on, that it is of, as much on each; 0 for the first one alone. A descriptor
-    of the grant page comes beside the reply."""
+    a bit for each device, from the lowest on, that it is of, as much on each; 0 for the first one alone. ``shape``:
+    one number, of the run of which this process is one, or none. A descriptor of the grant page comes beside the
+    reply."""
     HELD = 10
     """The client has come down, or up, to ``amount`` bytes of its grant. No reply."""
     LABEL = 11
@@ -182,7 +183,8 @@ _STATUSES = tuple(Status)
 class _Use(NamedTuple):
     """What ``opcode`` uses fields for; one that it does not use is 0. ``low``, ``high``: bounds of its amount.
     ``devices``: numbers of devices are smaller. ``wishes``: the wish is at least the amount. ``has_label``: the
-    place of the shape has text. ``names_devices``: the place of the object has bits of devices."""
+    place of the shape has text. ``names_devices``: the place of the object has bits of devices, that of
+    the shape the number of a run or nothing."""
 
     opcode: Opcode
     low: int = 0
@@ -229,6 +231,9 @@ def _check(request: Request, use: _Use) -> None:
         raise Malformed(f"{opcode.name}: no device {device}", number)
     if has_shape:
         nbytes_of(shape, dtype, number)
+    elif names_devices:
+        if dtype or len(shape) > 1 or any(run <= 0 for run in shape):
+            raise Malformed(f"{opcode.name}: element type {dtype}, run {shape}", number)
     elif has_label and not dtype:
         label_of(shape, number)
     elif dtype or shape:

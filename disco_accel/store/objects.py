@@ -15,7 +15,8 @@ from disco_accel.store.policies import Candidate
 class Holder:
     """A client, as far as memory goes. ``label``: what it calls itself, "" for nothing. ``held``: what it has taken of
     its grant. ``first_class``: bytes of each device that its process holds apart from the store. ``devices``: those
-    that its budget is of, as much on each."""
+    that its budget is of, as much on each. ``run``: a number that it has in common with processes that it waits for in
+    each step; 0: there are none."""
 
     pid: int
     label: str = ""
@@ -28,6 +29,7 @@ class Holder:
     held: int = 0
     first_class: dict[int, int] = field(default_factory=dict)
     devices: frozenset[int] = frozenset({0})
+    run: int = 0
 
     @property
     def words(self) -> str:

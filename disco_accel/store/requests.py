@@ -95,7 +95,8 @@ class Desk:
             label = "" if page < STATS_PAGES else list(keeper.holders)[page - STATS_PAGES].label
             return Reply(_OK, request.number, pages, figures=figures, text=label)
         if opcode is _WANT:
-            keeper.room.want(holder, request.amount, request.wish, devices_in(request.object))
+            devices, run = devices_in(request.object), request.shape[0] if request.shape else 0
+            keeper.room.want(holder, request.amount, request.wish, devices, run)
             keeper.changed()
         elif opcode is Opcode.HELD:
             keeper.room.hold(holder, request.amount)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from disco_accel.sizes import format_size
-from disco_accel.store.grants import Job, Rule, divide, on_devices, shares
+from disco_accel.store.grants import Job, Rule, divide, on_devices, runs_that_fit, shares
 from disco_accel.store.messages import MAX_AMOUNT
 from disco_accel.store.objects import Holder, Object
 
@@ -115,10 +115,17 @@ class Room:
         self._jobs.pop(holder, None)
         self._reserve()
 
-    def want(self, holder: Holder, least: int, wish: int, devices: frozenset[int] = frozenset({OUR_DEVICE})) -> None:
-        """``holder`` wants a budget, as much on each of ``devices``; its place in the order of arrival is that of its
-        first one."""
-        holder.least, holder.wish, holder.devices = least, wish, devices
+    def want(
+        self,
+        holder: Holder,
+        least: int,
+        wish: int,
+        devices: frozenset[int] = frozenset({OUR_DEVICE}),
+        run: int = 0,
+    ) -> None:
+        """``holder`` wants a budget, as much on each of ``devices``, as one of ``run``; its place in the order of
+        arrival is that of its first one."""
+        holder.least, holder.wish, holder.devices, holder.run = least, wish, devices, run
         self._note(holder)
 
     def hold(self, holder: Holder, nbytes: int) -> None:
@@ -172,7 +179,9 @@ class Room:
         budgets and first-class memory alone."""
         totals = {device: self._rest_of(device) for holder in jobs for device in holder.devices}
         totals[OUR_DEVICE] = max(0, free)
-        return on_devices(rule, totals, [self._job(holder) for holder in jobs], [holder.devices for holder in jobs])
+        devices = [holder.devices for holder in jobs]
+        wanted = runs_that_fit(totals, [self._job(holder) for holder in jobs], devices, [holder.run for holder in jobs])
+        return on_devices(rule, totals, wanted, devices)
 
     def _rest_of(self, device: int) -> int:
         return max(0, self.limits.device - self._first_class.get(device, 0))

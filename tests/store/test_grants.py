@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from disco_accel.store.grants import Job, divide, on_devices, shares
+from disco_accel.store.grants import Job, divide, on_devices, runs_that_fit, shares
 
 SIZES = st.integers(0, 120)
 JOBS = st.lists(st.builds(Job, SIZES, SIZES, st.none() | SIZES, SIZES), max_size=6)
@@ -136,3 +136,31 @@ def test_what_a_job_cannot_use_because_of_another_device_goes_to_others() -> Non
     assert on_devices(divide, {0: 100, 1: 30}, [both, first], [{0, 1}, {0}]) == [30, 70]
     # One that has no place on its second device keeps nobody from the first.
     assert on_devices(divide, {0: 100, 1: 5}, [both, first], [{0, 1}, {0}]) == [0, 100]
+
+
+@given(st.tuples(SIZES, SIZES, SIZES), JOBS, st.data())
+def test_a_run_has_the_leasts_of_all_its_jobs_or_nothing(
+    totals: tuple[int, int, int], jobs: list[Job], data: st.DataObject
+) -> None:
+    of, runs = [data.draw(DEVICES) for _ in jobs], [data.draw(st.integers(0, 3)) for _ in jobs]
+    there = dict(enumerate(totals))
+    fitting = runs_that_fit(there, at_rest(jobs), of, runs)
+    granted = on_devices(divide, there, fitting, of)
+    for run in {*runs} - {0}:
+        members = [n for n, each in enumerate(runs) if each == run and jobs[n].least]
+        whole = all(granted[n] >= jobs[n].least for n in members)
+        assert whole or not any(granted[n] for n in members)
+    assert runs_that_fit(there, jobs, of, [0] * len(jobs)) == jobs
+
+
+def test_two_runs_of_two_never_wait_for_each_other() -> None:
+    """Without runs the first of each would hold its least, and wait for the second."""
+    jobs, devices = [Job(least=40, wish=40)] * 4, [{0}] * 4
+    runs = [1, 2, 1, 2]
+    assert divide(100, jobs) == [40, 40, 0, 0]
+    assert on_devices(divide, {0: 100}, runs_that_fit({0: 100}, jobs, devices, runs), devices) == [40, 0, 40, 0]
+    # A run that has grown too large gives its memory to one that fits, as soon as it has come down.
+    for held, expected in ((40, [0, 40, 0, 0]), (0, [0, 40, 0, 40])):
+        jobs = [Job(40, 40, held=held), Job(40, 40, held=40), Job(90, 90), Job(40, 40)]
+        fitting = runs_that_fit({0: 100}, jobs, devices, runs)
+        assert on_devices(divide, {0: 100}, fitting, devices) == expected

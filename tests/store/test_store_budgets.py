@@ -147,3 +147,19 @@ def test_each_device_is_divided_by_itself(tmp_path: Path) -> None:
         for wrong in ([], [-1], [64]):
             with pytest.raises(ConfigError, match="devices"):
                 one.wanted(1, 1, wrong)
+
+
+def test_two_runs_of_two_processes_get_all_or_nothing(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(serving(tmp_path))
+        jobs = [stack.enter_context(Store.connect(server.path)) for _ in range(4)]
+        for job, run in zip(jobs, (7, 9, 7, 9), strict=True):
+            job.wanted(3 * MIB, 3 * MIB, run=run)
+        assert [job.granted() for job in jobs] == [3 * MIB, 0, 3 * MIB, 0]
+        jobs[0].close()
+        # What is left of the first run, and holds nothing yet, came behind the second one.
+        until(lambda: [job.granted() for job in jobs[1:]] == [3 * MIB, 0, 3 * MIB])
+        jobs[3].close()
+        until(lambda: [job.granted() for job in jobs[1:3]] == [3 * MIB, 3 * MIB])
+        with pytest.raises(ConfigError, match="run"):
+            jobs[1].wanted(1, 1, run=-1)
