@@ -29,7 +29,7 @@ import torch
 from disco_accel.errors import DiscoError, StoreError, StoreGone
 from disco_accel.store.client import Store
 from disco_accel.store.connection import receive
-from disco_accel.store.messages import REPLY, REQUEST, Opcode, Request, Status, Tier, parse_reply
+from disco_accel.store.messages import REPLY, REQUEST, Opcode, Request, Status, Tier, parse_reply, words_of
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = ("--host", "24MiB", "--device", "8MiB")
@@ -146,6 +146,7 @@ def _damaged(rng: random.Random, names: list[int]) -> bytes:
             Request(Opcode.RELEASE, 6, object=name),
             Request(Opcode.PREFETCH, 7, object=name),
             Request(Opcode.STATS, 8, amount=rng.randrange(5)),
+            Request(Opcode.LABEL, 11, shape=words_of("train-a")),
             Request(Opcode.WANT, 9, amount=rng.randrange(1 << 24), object=rng.randrange(8), wish=1 << 25),
             Request(Opcode.HELD, amount=rng.randrange(1 << 24)),
             Request(Opcode.FIRST_CLASS, device=rng.randrange(3), amount=rng.randrange(-(1 << 24), 1 << 24)),
