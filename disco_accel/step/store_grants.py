@@ -52,10 +52,13 @@ class StoreGrants:
         return self._store is not None
 
     def most(self) -> int | None:
-        """Bytes of the store's device; None where the store has ended."""
+        """Bytes of the store's device, or of this job's quota where that is less; None where the store has ended."""
         store = self._store
         try:
-            return None if store is None else int(store.stats()["device_bytes"])
+            if store is None:
+                return None
+            stats = store.stats()
+            return min(int(stats["device_bytes"]), int(stats["quota"] or stats["device_bytes"]))
         except StoreGone:
             return None
 

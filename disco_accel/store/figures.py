@@ -14,10 +14,10 @@ FIGURES: tuple[tuple[str, ...], ...] = (
         *("first_class", "budgets", "waited_for"),
     ),
     ("gets", "hits", "fetched", "prefetched", "evicted", "dropped", "malformed", "clients"),
-    ("saved_bytes", "loaded_bytes", "stalled_microseconds", "objects", "link_bandwidth", "jobs", "", ""),
+    ("saved_bytes", "loaded_bytes", "stalled_microseconds", "objects", "link_bandwidth", "jobs", "quota", ""),
     ("device_kind", "device_grain", "device_id_low", "device_id_high", "", "", "", ""),
 )
-"""Names of the figures on each page, in their order."""
+"""Names of the figures on each page, in their order. ``quota``: of the client that asks; 0: none."""
 CLIENT_FIGURES = ("pid", "objects", "bytes", "leases", "grant", "held", "first_class", "least")
 """Names of the figures on a client's page."""
 STATS_PAGES = len(FIGURES)

@@ -91,7 +91,7 @@ class Desk:
         if opcode is Opcode.STATS:
             # What clients claim may add up to more than a message has room for.
             page, pages = request.amount, STATS_PAGES + len(keeper.holders)
-            figures = tuple(min(max(f, -_MAX_FIGURE), _MAX_FIGURE) for f in self._figures(page))
+            figures = tuple(min(max(f, -_MAX_FIGURE), _MAX_FIGURE) for f in self._figures(page, holder))
             label = "" if page < STATS_PAGES else list(keeper.holders)[page - STATS_PAGES].label
             return Reply(_OK, request.number, pages, figures=figures, text=label)
         if opcode is _WANT:
@@ -134,7 +134,7 @@ class Desk:
             raise StoreError(f"no lease on object {name}")
         self.keeper.release(item, holder)
 
-    def _figures(self, page: int) -> tuple[int, ...]:
+    def _figures(self, page: int, asking: Holder) -> tuple[int, ...]:
         keeper, room, counts = self.keeper, self.keeper.room, self.keeper.counts
         holders = list(keeper.holders)
         if page == 0:
@@ -150,7 +150,7 @@ class Desk:
         if page == 2:
             return (
                 *(counts.saved_bytes, counts.loaded_bytes, int(counts.stalled * 1e6), len(keeper.objects), self._link),
-                *(sum(h.has_job for h in holders), 0, 0),
+                *(sum(h.has_job for h in holders), room.limits.quota_of(asking) or 0, 0),
             )
         if page == DEVICE_PAGE:
             return (self._tier.kind, self._tier.grain, *struct.unpack("<qq", self._tier.identity), 0, 0, 0, 0)

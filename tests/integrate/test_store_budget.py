@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,8 +67,13 @@ def test_without_a_store_prepare_says_how_to_start_one() -> None:
         twins("shared")
 
 
-def test_a_step_that_no_grant_would_do_for_is_refused_at_once(tmp_path: Path) -> None:
-    with serving(tmp_path, device=SMALL // 8):
+@pytest.mark.parametrize("limit", [{"device": SMALL // 8}, {"quotas": {"tight": SMALL // 8}}])
+def test_a_step_that_no_grant_would_do_for_is_refused_at_once(
+    tmp_path: Path, limit: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device is too small for it, or the quota of the job's label."""
+    monkeypatch.setenv("DISCO_STORE_LABEL", "tight")
+    with serving(tmp_path, **limit):
         model, _ = twins("shared")
         with pytest.raises(BudgetTooSmall):
             model(batch(0))

@@ -35,6 +35,7 @@ def test_a_labels_quota_takes_the_place_of_everybodys(tmp_path: Path) -> None:
             with pytest.raises(StoreFull, match=f"quota: 4096 bytes wanted, {words} owns {most * MIB} of {most * MIB}"):
                 store.create((1,), torch.uint8)
         assert [client.get("label") for client in large.stats()["clients"]] == ["large", "small", "other", None]
+        assert [store.stats()["quota"] for store in (large, small, nameless)] == [6 * MIB, MIB, 2 * MIB]
 
 
 def test_who_reaches_its_quota_starves_nobody(tmp_path: Path) -> None:
@@ -89,6 +90,7 @@ def test_quotas_are_read_from_the_command_line() -> None:
         (["a=b=1MiB"], "LABEL=SIZE"),
         (["a="], "size"),
         (["a=-1MiB"], "size"),
+        (["a=0B"], "0 bytes"),
     ):
         with pytest.raises(ConfigError, match=says):
             parse_quotas(wrong)
