@@ -96,8 +96,6 @@ def parse_quotas(texts: Sequence[str]) -> tuple[int | None, dict[str, int]]:
         if label in found:
             raise ConfigError(f"--quota: {text!r}: {label or 'each client'} has a quota already")
         found[label] = parse_size(size)
-        if not found[label]:
-            raise ConfigError(f"--quota: {text!r}: nobody can work with 0 bytes: name a size, or leave it out")
     return found.pop("", None), found
 
 
