@@ -80,10 +80,12 @@ def says_what_the_graph_says(graph: TaskGraph, plan: MemGraph) -> bool:
         if v.device not in devices or not set(v.inputs) <= refs:
             return False
         if v.id in own:
-            right = v == replace(own[v.id], inputs=v.inputs) and len(v.inputs) == len(own[v.id].inputs)
+            more = v.kind == VertexKind.KERNEL and len(v.inputs) > len(own[v.id].inputs)
+            right = v == replace(own[v.id], inputs=v.inputs) and (more or len(v.inputs) == len(own[v.id].inputs))
         else:
-            plain = Vertex(v.id, v.kind, v.device, v.op, v.inputs, v.sizes, v.duration)
+            plain = Vertex(v.id, v.kind, v.device, v.op, v.inputs, v.sizes, v.duration, begin=v.begin)
             right = v == plain and v.kind in (OFFLOAD, RELOAD) and len(v.inputs) == len(v.sizes) == 1
+            right = right or is_resident_range(own, v)
         if not right:
             return False
     for d in plan.devices:
@@ -96,6 +98,17 @@ def says_what_the_graph_says(graph: TaskGraph, plan: MemGraph) -> bool:
             return False
     same_devices = sorted(d.id for d in plan.devices) == sorted(devices)
     return same_devices and len(of) == len(plan.vertices) and own.keys() <= of.keys()
+
+
+def is_resident_range(own: dict[int, Vertex], v: Vertex) -> bool:
+    """Whether ``v`` is an INPUT of the plan: bytes of an input that nothing changes."""
+    if v.kind != VertexKind.INPUT or len(v.inputs) != 1 or len(v.sizes) != 1:
+        return False
+    of = own.get(v.inputs[0][0])
+    if of is None or not on_host(of) or of.traits.access != "read" or of.traits.renewed:
+        return False
+    same = Vertex(v.id, v.kind, of.device, v.op, v.inputs, v.sizes, v.duration, of.traits, begin=v.begin)
+    return v == same and v.begin >= 0 and 0 < v.sizes[0] <= of.sizes[0] - v.begin
 
 
 def before_step(state: Ref) -> Ref:
@@ -125,7 +138,7 @@ def places(graph: TaskGraph, plan: MemGraph) -> dict[Ref, tuple[int, int, int]]:
         if start < 0 or end > memory or start % alignment:
             raise Misplaced
     for v in plan.vertices:
-        needs_none = v.kind == OFFLOAD or foreign(v) or on_host(v)
+        needs_none = v.kind == OFFLOAD or foreign(v) or (on_host(v) and not v.inputs)
         placed = plan.slots.keys() | at_home
         if not needs_none and any(size and (v.id, k) not in placed for k, size in enumerate(v.sizes)):
             raise Misplaced

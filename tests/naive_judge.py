@@ -28,7 +28,7 @@ def ends_well(orders: Orders) -> bool:
     chains = versions(orders.graph)
     intact: dict[Ref, list[Ref]] = {}
     for copy in orders.size:
-        if orders.intact(copy):
+        if orders.is_whole(copy) and orders.intact(copy):
             intact.setdefault(orders.value[copy], []).append(copy)
     for v in orders.graph.vertices:
         last = chains.get((v.id, 0), [(v.id, 0)])[-1]
@@ -39,7 +39,8 @@ def ends_well(orders: Orders) -> bool:
                 return False
             if on_host(v) and not next_step_finds(orders, ref, last, intact.get(last, [])):
                 return False
-    return True
+    ranges = [(v.id, 0) for v in orders.plan.vertices if v.kind == VertexKind.INPUT and v.inputs]
+    return not orders.plan.cyclic or all(map(orders.holds_at_end, ranges))
 
 
 def next_step_finds(orders: Orders, ref: Ref, last: Ref, copies: list[Ref]) -> bool:
@@ -47,6 +48,7 @@ def next_step_finds(orders: Orders, ref: Ref, last: Ref, copies: list[Ref]) -> b
     intact."""
     resident = orders.plan.cyclic and ref in orders.at
     back = any(orders.at.get(copy) == orders.at.get(ref) for copy in copies)
+    back = back or (resident and last == ref and orders.holds_at_end(ref))
     loaded = any(before_step(ref) in orders.read(reader) for reader in orders.of.values())
     written = [copy for copy in copies if orders.of[copy[0]].kind == VertexKind.OFFLOAD or copy in orders.at_home]
     at_home = last == ref or bool(written)

@@ -5,6 +5,8 @@ The whole closure, every pair of values. A home of a value that changes over ste
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 from tests.naive_bounds import (
@@ -33,7 +35,9 @@ class Orders:
         self.size = {(v.id, k): size for v in plan.vertices for k, size in enumerate(v.sizes)}
         self.homes, self.at_home = homes(graph), written_at_home(graph)
         self.late = {v.id for v in graph.vertices if v.traits.arrival == "gate"}
-        self.before = {v: {p for p, _ in self.of[v].inputs if self.of[p].kind == INPUT} for v in self.of}
+        self.before: dict[int, set[int]] = {
+            v: {p for p, _ in self.of[v].inputs if INPUT == self.of[p].kind != self.of[v].kind} for v in self.of
+        }
 
     def are_safe(self) -> bool:
         return self.a() and self.b() and self.e()
@@ -55,14 +59,42 @@ class Orders:
 
     def b(self) -> bool:
         after = all(self.done(u, v.id) for v in self.graph.vertices for u in v.after)
-        return after and all(self.reads(v, p) for v in self.plan.vertices for p in range(len(v.inputs)))
+        reads = all(self.reads(v, p) for v in self.plan.vertices for p in range(len(v.inputs)) if v.kind != INPUT)
+        return after and reads and all(self.reads_all_bytes(v) for v in self.plan.vertices if v.id in self.own)
+
+    def is_whole(self, ref: Ref) -> bool:
+        return self.size[ref] == self.size[self.value[ref]]
+
+    def origin(self, ref: Ref) -> tuple[int, int]:
+        """Arena and address at which the value begins of which ``ref`` has bytes."""
+        return self.at[ref][0], self.at[ref][1] - self.of[ref[0]].begin
+
+    def reads_all_bytes(self, v: Vertex) -> bool:
+        """Whether the ranges of each value that ``v`` reads lie side by side and are all of it."""
+        named = [ref for p, ref in enumerate(v.inputs) if not self.uses_home(v, p)]
+        further = v.inputs[len(self.own[v.id].inputs) :]
+        for value in {self.value[ref] for ref in named}:
+            refs = {ref for ref in named if self.value[ref] == value}
+            if all(self.is_whole(ref) for ref in refs) and not refs & set(further):
+                continue
+            parts = sorted((self.of[ref[0]].begin, self.of[ref[0]].begin + self.size[ref]) for ref in refs)
+            ends = [0, *(end for _, end in parts)]
+            joined = [begin for begin, _ in parts] == ends[:-1] and ends[-1] == self.size[value]
+            if not joined or not refs <= self.at.keys() or len({self.origin(ref) for ref in refs}) > 1:
+                return False
+        return True
 
     def reads(self, v: Vertex, p: int) -> bool:
         ref, source = v.inputs[p], self.of[v.inputs[p][0]]
         placed = ref in self.at or foreign(source) or not self.size[ref]
         on_device = source.kind != OFFLOAD and ref not in self.at_home and placed
         if v.id in self.own:
-            wanted = self.own[v.id].inputs[p]
+            first = p < len(self.own[v.id].inputs)
+            if first == bool(source.begin) or (not first and source.kind not in (RELOAD, INPUT)):
+                return False
+            if v.kind != KERNEL and not self.is_whole(ref):
+                return False
+            wanted = self.own[v.id].inputs[p] if first else self.value[ref]
             nothing = not self.size[ref] and on_host_device(self.graph, source.device) and ref in self.homes
             there = on_device and (nothing or source.device == device_of(self.graph, wanted))
             if self.uses_home(v, p):
@@ -71,15 +103,24 @@ class Orders:
             right = there and self.value[ref] == wanted
         elif v.kind == OFFLOAD:
             right = on_device and source.device == v.device and self.size[ref] == v.sizes[0]
+            right = right and self.is_whole(ref) and not v.begin
         else:
-            right = self.size[ref] == v.sizes[0] and (source.kind == OFFLOAD or on_host(source) or ref in self.at_home)
+            home = on_host(source) and source.id in self.own
+            right = self.is_all_or_range(v, ref) and (source.kind == OFFLOAD or home or ref in self.at_home)
             right = right and (ref not in self.at_home or v.device == device_of(self.graph, self.value[ref]))
         return right and (source.kind == INPUT or (source.id, v.id) in self.plan.data_edges)
+
+    def is_all_or_range(self, v: Vertex, ref: Ref) -> bool:
+        """Whether the reload ``v`` copies all of ``ref``, or some of the bytes of what does not change over steps."""
+        if not v.begin and self.size[ref] == v.sizes[0]:
+            return True
+        chain = self.value[ref] in self.homes and self.own[self.homes[self.value[ref]][0]].traits.access != "read"
+        return not chain and v.begin >= 0 and 0 < v.sizes[0] <= self.size[ref] - v.begin
 
     def uses_home(self, v: Vertex, p: int) -> bool:
         """Whether ``v`` is a kernel of a host device that reads its input ``p`` at a home."""
         kernel = v.id in self.own and v.kind == KERNEL and on_host_device(self.graph, v.device)
-        return kernel and self.own[v.id].inputs[p] in self.homes
+        return kernel and p < len(self.own[v.id].inputs) and self.own[v.id].inputs[p] in self.homes
 
     def overlap(self, a: Ref, b: Ref) -> bool:
         (arena, start, end), (other, begin, stop) = self.at.get(a, (0, 0, 0)), self.at.get(b, (0, 0, 0))
@@ -88,7 +129,7 @@ class Orders:
     def read(self, v: Vertex) -> list[Ref]:
         """What ``v`` reads, in memory: a reload of an input, or a kernel of a host device, its home."""
         inputs = [(ref, self.of[ref[0]].kind == INPUT) for ref in v.inputs]
-        homes = [(v.kind == RELOAD or self.uses_home(v, p)) and known for p, (_, known) in enumerate(inputs)]
+        homes = [(v.kind in (RELOAD, INPUT) or self.uses_home(v, p)) and known for p, (_, known) in enumerate(inputs)]
         return [before_step(ref) if home else ref for (ref, _), home in zip(inputs, homes, strict=True)]
 
     def written_over(self, a: Ref, b: Ref) -> bool:
@@ -112,6 +153,22 @@ class Orders:
         forced = [(self.read(v)[p], (v.id, k)) for v in self.of.values() for k, p in v.inplace if v.sizes[k]]
         inplace = all(self.at[over][:2] == self.at[ref][:2] for over, ref in forced)
         return reserved and inplace and all(self.written_over(a, b) or self.written_over(b, a) for a, b in pairs)
+
+    def holds_at_end(self, ref: Ref) -> bool:
+        """Whether each byte of the place of ``ref`` has at the end the byte of the value that it has at the start."""
+        _, start, end = self.at[ref]
+        bounds = sorted({min(max(b, start), end) for other in self.at for b in self.at[other][1:]})
+        copies = [c for c in self.at if self.value.get(c) == self.value[ref] and self.origin(c) == self.origin(ref)]
+        return all(
+            any(self.at[c][1] <= begin and stop <= self.at[c][2] and self.unwritten(c, begin, stop) for c in copies)
+            for begin, stop in pairwise(bounds)
+        )
+
+    def unwritten(self, copy: Ref, begin: int, stop: int) -> bool:
+        """Whether what ``copy`` wrote from ``begin`` up to ``stop`` is still there when all has run."""
+        arena = self.at[copy][0]
+        others = [o for o in self.at if o != copy and self.at[o][0] == arena]
+        return all(self.written_over(o, copy) for o in others if max(self.at[o][1], begin) < min(self.at[o][2], stop))
 
     def intact(self, copy: Ref) -> bool:
         """Whether ``copy`` is still there when all has run."""

@@ -33,9 +33,11 @@ def final_residence(graph: MemGraph, ref: Ref, states: PlannedStates) -> Residen
     order = {v.id: i for i, v in enumerate(graph.vertices)}
     offloads = [v for v in graph.vertices if v.kind is VertexKind.OFFLOAD and v.inputs[0] == ref]
     stored = {v.id for v in offloads}
-    copies = [(v.id, 0) for v in graph.vertices if v.kind is VertexKind.RELOAD and v.inputs[0][0] in stored]
+    size = graph.vertices[order[ref[0]]].sizes[ref[1]]
+    reloads = [v for v in graph.vertices if v.kind is VertexKind.RELOAD and v.sizes[0] == size]
+    copies = [(v.id, 0) for v in reloads if v.inputs[0][0] in stored]
     if ref in states.state:
-        copies = [(v.id, 0) for v in graph.vertices if v.kind is VertexKind.RELOAD and _holds(states, (v.id, 0), ref)]
+        copies = [(v.id, 0) for v in reloads if _holds(states, (v.id, 0), ref)]
     if ref in states.written and states.at_home[states.state[ref]] == ref:
         return _home(graph, ref, states, order)
     for place in (ref, *reversed(copies)):

@@ -10,6 +10,7 @@ import torch
 from disco_accel.errors import ExecutionError
 from disco_accel.execute.planned_states import PlannedStates, planned_states
 from disco_accel.execute.used_at_home import UsedAtHome
+from disco_accel.graph.byte_ranges import is_resident_range, ranged_values
 from disco_accel.graph.check import after_gate
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import OpCall, Ref, Vertex, VertexKind, tensor_args
@@ -73,7 +74,8 @@ class Lowering:
         self._positions = {v.id: i for i, v in enumerate(graph.vertices)}
         self._devices = {device.id: i for i, device in enumerate(graph.devices)}
         self._copied: list[tuple[int, int, int]] = []
-        self._storages: dict[Ref, int] = {}
+        self._storages: dict[tuple[Ref, int], int] = {}
+        self._held = ranged_values(graph)
         self._homes: dict[int, int] = {}
         self._externals: dict[int, int] = {}
         self._planned = 0
@@ -137,6 +139,8 @@ class Lowering:
         return self._devices[source.device], VertexFlag.TO_HOST if to_host and not from_host else VertexFlag(0)
 
     def _input(self, vertex: Vertex) -> tuple[int, int, int]:
+        if is_resident_range(vertex):
+            return self._address((vertex.id, 0), vertex.sizes[0]), self._clean_bytes(vertex), vertex.sizes[0]
         if is_foreign(vertex):
             self._add_external(vertex)
             return 0, 0, 0
@@ -174,7 +178,7 @@ class Lowering:
     def _add_external(self, vertex: Vertex) -> int:
         self._put(vertex)
         storage = int(self._ops.add_external(vertex.sizes[0]))
-        self._externals[vertex.id] = self._storages[vertex.id, 0] = storage
+        self._externals[vertex.id] = self._storages[(vertex.id, 0), 0] = storage
         return storage
 
     def _copy(self, vertex: Vertex) -> tuple[int, int]:
@@ -190,13 +194,23 @@ class Lowering:
         if state is not None:
             return target, self._home(state, vertex)
         if source.kind is VertexKind.OFFLOAD:
-            return target, self._host_address(source.id, nbytes)
-        held = self._memory.clean.get(source.id)
+            if vertex.begin < 0 or vertex.begin + nbytes > source.sizes[0]:
+                raise ExecutionError(f"reload {vertex.id} reads bytes that offload {source.id} has not written")
+            return target, self._host_address(source.id, source.sizes[0]) + vertex.begin
+        return target, self._clean_bytes(vertex)
+
+    def _clean_bytes(self, vertex: Vertex) -> int:
+        """The host's address of the bytes of a clean input that a reload copies or a resident range holds."""
+        source, nbytes = vertex.inputs[0][0], vertex.sizes[0]
+        held, what = self._memory.clean.get(source), vertex.op or vertex.kind.name.lower()
         if held is None:
-            raise ExecutionError(f"reload {vertex.id} reads vertex {source.id}, which has no host bytes")
-        if nbytes > held.numel() * held.element_size():
-            raise ExecutionError(f"reload {vertex.id} reads {nbytes} bytes of clean input {source.id}, which has fewer")
-        return target, held.data_ptr()
+            raise ExecutionError(f"{what} {vertex.id} reads vertex {source}, which has no host bytes")
+        if vertex.begin < 0 or vertex.begin + nbytes > held.numel() * held.element_size():
+            raise ExecutionError(
+                f"{what} {vertex.id} reads bytes {vertex.begin} to {vertex.begin + nbytes} of clean input {source}, "
+                "which has fewer"
+            )
+        return held.data_ptr() + vertex.begin
 
     def _transfer(self, vertex: Vertex, source: Vertex) -> tuple[int, int]:
         ref, nbytes, position = vertex.inputs[0], vertex.sizes[0], self._positions[vertex.id]
@@ -254,7 +268,28 @@ class Lowering:
     def _read(self, vertex: Vertex, position: int) -> int:
         """The storage that a kernel reads its input at ``position`` from."""
         home = self._at_home.read(vertex.id, position)
-        return self._storage(vertex.inputs[position]) if home is None else self._home_storage(home)
+        if home is not None:
+            return self._home_storage(home)
+        return self._storage(vertex.inputs[position], self._ranges_behind(vertex, vertex.inputs[position]))
+
+    def _ranges_behind(self, vertex: Vertex, first: Ref) -> int:
+        """How many bytes a kernel reads of a value besides those of its ``first`` range, behind which they lie.
+
+        Raises ExecutionError unless they do: whatever made the plan, a kernel finds the value that it names."""
+        if not self._held.get(first):
+            return 0
+        further = [
+            ref for ref in vertex.inputs if self._vertices[ref[0]].begin and self._held[ref] == self._held[first]
+        ]
+        address, end = self._address(first, 0), self._vertices[first[0]].sizes[first[1]]
+        for ref in sorted(set(further), key=lambda ref: self._vertices[ref[0]].begin):
+            source = self._vertices[ref[0]]
+            if source.begin != end or self._address(ref, 0) != address + end:
+                raise ExecutionError(f"vertex {vertex.id} reads ranges of {self._held[first]} that do not lie in a row")
+            end += source.sizes[0]
+        if end != self._vertices[self._held[first][0]].sizes[self._held[first][1]]:
+            raise ExecutionError(f"vertex {vertex.id} reads {end} bytes of {self._held[first]}, which has more")
+        return end - self._vertices[first[0]].sizes[first[1]]
 
     def _written(self, vertex: Vertex, output: int) -> int:
         """The storage that a kernel writes its output to."""
@@ -268,12 +303,13 @@ class Lowering:
             storage = self._homes[vertex] = self._ops.add_fixed(home.data_ptr(), home.numel())
         return storage
 
-    def _storage(self, ref: Ref) -> int:
-        storage = self._storages.get(ref)
+    def _storage(self, ref: Ref, behind: int = 0) -> int:
+        """The storage of ``ref`` and of ``behind`` bytes that follow it."""
+        storage = self._storages.get((ref, behind))
         if storage is None:
             nbytes = self._vertices[ref[0]].sizes[ref[1]]
-            storage = self._ops.add_fixed(self._address(ref, nbytes) if nbytes else 0, nbytes)
-            self._storages[ref] = storage
+            storage = self._ops.add_fixed(self._address(ref, nbytes) if nbytes else 0, nbytes + behind)
+            self._storages[ref, behind] = storage
         return storage
 
     def _kernel(self, vertex: Vertex) -> int:

@@ -31,7 +31,7 @@ class UsedAtHome:
     def read(self, vertex: int, position: int) -> int | None:
         """The INPUT at whose home a kernel uses its input at ``position``; None if it does so in its device's arena."""
         reader = self.task.get(vertex)
-        if reader is None or not self.uses.at_home(reader, reader.inputs[position]):
+        if reader is None or position >= len(reader.inputs) or not self.uses.at_home(reader, reader.inputs[position]):
             return None
         return self.uses.homes[reader.inputs[position]][0]
 

@@ -7,11 +7,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from disco_accel.errors import PlanError
+from disco_accel.graph.byte_ranges import copies_bytes, is_resident_range
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.values import host_copy_exists, lasting_versions
-
-_COPIES = (VertexKind.OFFLOAD, VertexKind.RELOAD)
 
 
 def carried_values(plan: MemGraph) -> dict[Ref, Ref]:
@@ -25,7 +24,7 @@ def carried_values(plan: MemGraph) -> dict[Ref, Ref]:
         for k in range(len(vertex.sizes)):
             path = [(vertex.id, k)]
             passed = set(path)
-            while path[-1] not in carried and by_id[path[-1][0]].kind in _COPIES:
+            while path[-1] not in carried and copies_bytes(by_id[path[-1][0]]):
                 source = by_id[path[-1][0]].inputs[0]
                 if source in passed:
                     raise PlanError(f"vertex {source[0]} copies what is made of its own copy")
@@ -39,7 +38,7 @@ def carried_values(plan: MemGraph) -> dict[Ref, Ref]:
 def inputs_held(plan: MemGraph) -> dict[Ref, int]:
     """Return for each value of ``plan`` that is, or was made of, an input which the host has, that input: the input
     itself, its copies, and what kernels have changed it to."""
-    inputs = {(vertex.id, 0): vertex.id for vertex in plan.vertices if host_copy_exists(vertex)}
+    inputs = {(v.id, 0): v.id for v in plan.vertices if host_copy_exists(v) and not is_resident_range(v)}
     for state, versions in lasting_versions(taskgraph_of(plan).vertices).items():
         inputs.update(dict.fromkeys(versions, state[0]))
     return {ref: inputs[value] for ref, value in carried_values(plan).items() if value in inputs}
@@ -55,11 +54,12 @@ def shared_sources(vertices: Iterable[Vertex]) -> set[Ref]:
 def taskgraph_of(plan: MemGraph) -> TaskGraph:
     """Return the task graph that ``plan`` plans: without copies, every vertex reading the values themselves."""
     carried = carried_values(plan)
-    copies = {vertex.id for vertex in plan.vertices if vertex.kind in _COPIES}
+    copies = {vertex.id for vertex in plan.vertices if copies_bytes(vertex)}
+    further = {(vertex.id, 0) for vertex in plan.vertices if vertex.begin}
     vertices = []
     for v in plan.vertices:
         if v.id not in copies:
-            inputs = tuple(carried[ref] for ref in v.inputs)
+            inputs = tuple(carried[ref] for ref in v.inputs if ref not in further)
             after = tuple(other for other in v.after if other not in copies)
             same = inputs == v.inputs and after == v.after
             vertices.append(v if same else replace(v, inputs=inputs, after=after))

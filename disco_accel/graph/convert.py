@@ -6,11 +6,13 @@ version 1 of the files. In *values* with versions, spaces and *buffers*: version
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from disco_accel.errors import GraphFileError
 from disco_accel.graph import schema2
+from disco_accel.graph.byte_ranges import is_resident_range
 from disco_accel.graph.carried_values import carried_values, taskgraph_of
 from disco_accel.graph.check import called, check_taskgraph
 from disco_accel.graph.memgraph import Edge, MemGraph, Slot
@@ -48,6 +50,7 @@ def plan_in_buffers(plan: MemGraph) -> schema2.Plan:
     external = {vertex.id for vertex in plan.vertices if is_foreign(vertex)}
     held: dict[Ref, int] = {}
     for vertex in plan.vertices:
+        buffers.of_range(vertex)
         for k, size in enumerate(vertex.sizes):
             ref = (vertex.id, k)
             slot = plan.slots.get(ref)
@@ -70,14 +73,18 @@ def plan_in_buffers(plan: MemGraph) -> schema2.Plan:
             elif not size or vertex.id in external:
                 held[ref] = buffers.add(version, vertex.device, None)
     order = []
+    buffers.all_bytes()
     by_id = {vertex.id: vertex for vertex in plan.vertices}
     for vertex in plan.vertices:
         if vertex.kind is VertexKind.INPUT:
             continue
         reads = []
         for ref in vertex.inputs:
-            from_home = by_id[ref[0]].kind is VertexKind.INPUT and (
-                vertex.kind is VertexKind.RELOAD or _uses_home(graph, vertex, names.version[ref])
+            source = by_id[ref[0]]
+            from_home = (
+                source.kind is VertexKind.INPUT
+                and not is_resident_range(source)
+                and (vertex.kind is VertexKind.RELOAD or _uses_home(graph, vertex, names.version[ref]))
             )
             reads.append(buffers.home(names.version[ref]) if from_home else held[ref])
         writes = tuple(held[vertex.id, k] for k in range(len(vertex.sizes)))
@@ -99,21 +106,30 @@ def plan_in_vertices(plan: schema2.Plan) -> MemGraph:
     offsets: dict[int, int] = {}
     host_end = 0
     ref_of: dict[int, Ref] = {}
+    resident: list[Vertex] = []
+    by_id = {vertex.id: vertex for vertex in graph.vertices}
+    taken = {planned.id for planned in plan.order}
+    fresh = (number for number in itertools.count(max(by_id, default=-1) + 1) if number not in taken)
     for buffer in plan.buffers:
-        if buffer.id not in written:
-            ref_of[buffer.id] = names.ref[buffer.version]
+        if buffer.id in written:
+            continue
+        ref_of[buffer.id] = ref = names.ref[buffer.version]
+        begin, end = buffer.range(plan.graph.value[buffer.version[0]])
+        if end - begin < plan.graph.value[buffer.version[0]].bytes:
+            resident.append(_resident_range(next(fresh), by_id[ref[0]], begin, end))
+            ref_of[buffer.id] = resident[-1].id, 0
     for planned in plan.order:
         for k, number in enumerate(planned.writes):
             ref_of[number] = (planned.id, k)
     for buffer in plan.buffers:
-        ref, size = ref_of[buffer.id], plan.graph.value[buffer.version[0]].bytes
+        begin, end = buffer.range(plan.graph.value[buffer.version[0]])
+        ref, size = ref_of[buffer.id], end - begin
         if buffer.offset is not None and buffer.space in arenas:
             slots[ref] = Slot(buffer.space, buffer.offset, size)
         elif buffer.offset is not None:
             offsets[ref[0]] = buffer.offset
             host_end = max(host_end, buffer.offset + size)
-    by_id = {vertex.id: vertex for vertex in graph.vertices}
-    vertices = [vertex for vertex in graph.vertices if vertex.kind is VertexKind.INPUT]
+    vertices = [*(vertex for vertex in graph.vertices if vertex.kind is VertexKind.INPUT), *resident]
     for planned in plan.order:
         inputs = tuple(ref_of[number] for number in planned.reads)
         if planned.id in by_id:
@@ -261,11 +277,23 @@ def _value_of_input(vertex: Vertex, host: int) -> Value:
 class _Buffers:
     def __init__(self, graph: schema2.Graph) -> None:
         self._graph = graph
+        self._range: tuple[int, int] | None = None
         self._homes: dict[Version, int] = {}
         self.all: list[schema2.Buffer] = []
 
+    def of_range(self, vertex: Vertex) -> None:
+        """Have what is added from now on be of the bytes that ``vertex`` has, if it has a range of a value."""
+        copies = vertex.kind is VertexKind.RELOAD or is_resident_range(vertex)
+        self._range = (vertex.begin, vertex.sizes[0]) if copies else None
+
+    def all_bytes(self) -> None:
+        """Have what is added from now on be of whole values."""
+        self._range = None
+
     def add(self, version: Version, space: int, offset: int | None) -> int:
-        self.all.append(schema2.Buffer(len(self.all), version, space, offset))
+        begin, size = self._range or (0, None)
+        size = None if begin == 0 and size == self._graph.value[version[0]].bytes else size
+        self.all.append(schema2.Buffer(len(self.all), version, space, offset, begin, size))
         return len(self.all) - 1
 
     def home(self, version: Version) -> int:
@@ -317,7 +345,15 @@ def _copy_vertex(
         kind, device = VertexKind.RELOAD, target.space
     else:
         raise GraphFileError(f"vertex {planned.id}: no engine copies from {spaces[0].kind} to {spaces[1].kind} yet")
-    return Vertex(planned.id, kind, device, kind.name.lower(), inputs, (plan.graph.value[source.version[0]].bytes,))
+    begin, end = target.range(plan.graph.value[source.version[0]])
+    return Vertex(planned.id, kind, device, kind.name.lower(), inputs, (end - begin,), begin=begin)
+
+
+def _resident_range(number: int, source: Vertex, begin: int, end: int) -> Vertex:
+    sizes = (end - begin,)
+    return Vertex(
+        number, VertexKind.INPUT, source.device, "resident", ((source.id, 0),), sizes, traits=source.traits, begin=begin
+    )
 
 
 class _InVertices:

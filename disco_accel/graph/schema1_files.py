@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, MutableMapping, Seque
 from typing import Any
 
 from disco_accel.errors import GraphFileError
+from disco_accel.graph.byte_ranges import is_resident_range
 from disco_accel.graph.carried_values import shared_sources
 from disco_accel.graph.check import called, check_taskgraph, stable_topological_order
 from disco_accel.graph.memgraph import Edge, MemGraph, Slot
@@ -166,8 +167,15 @@ def _vertex(raw: object, names: IdNames | None, kinds: Mapping[str, VertexKind])
         tuple([_ref(ref, where, names) for ref in inputs]),
         sizes,
         **_optional(entry, where, names),
+        begin=_begin(entry, kinds, where),
     )
     return vertex, addresses
+
+
+def _begin(entry: Mapping[str, Any], kinds: Mapping[str, VertexKind], where: str) -> int:
+    """Where the range begins that a reload or an input of a plan has."""
+    ranged = kinds is _MEM_KINDS and (entry["kind"] == "reload" or (entry["kind"] == "input" and "inputs" in entry))
+    return integer(entry, "begin", where, 0) if ranged else 0
 
 
 def _optional(entry: Mapping[str, Any], where: str, names: IdNames | None) -> dict[str, Any]:
@@ -281,7 +289,7 @@ def _check_shapes(vertices: Sequence[Vertex], devices: Collection[int]) -> None:
         if len(vertex.sizes) != 1:
             raise GraphFileError(f"{called(vertex)}: outputs: expected exactly one, got {len(vertex.sizes)}")
         wanted = 0 if vertex.kind is VertexKind.INPUT else 1
-        if len(vertex.inputs) != wanted:
+        if len(vertex.inputs) != wanted and not (is_resident_range(vertex) and len(vertex.inputs) == 1):
             raise GraphFileError(f"{called(vertex)}: inputs: expected {wanted}, got {len(vertex.inputs)}")
 
 
@@ -335,6 +343,8 @@ def _vertex_to_json(vertex: Vertex, names: Mapping[int, str]) -> dict[str, Any]:
         raw["size"] = vertex.sizes[0]
     else:
         raw["outputs"] = [{"size": size} for size in vertex.sizes]
+    if vertex.begin:
+        raw["begin"] = vertex.begin
     if vertex.duration is not None:
         raw["duration"] = vertex.duration
     for key in (*_keys(vertex), *(key for key in _HANDED_OUT if getattr(vertex, key))):

@@ -163,17 +163,25 @@ class Graph:
 @dataclass(frozen=True, slots=True)
 class Buffer:
     """Memory of one version of a value in ``space``. ``offset`` None: at the value's home, in foreign memory, or of no
-    bytes at all: memory that is not the plan's to choose."""
+    bytes at all: memory that is not the plan's to choose. ``begin``, ``bytes``: which bytes of the value are there
+    (``bytes`` None: all from ``begin`` on)."""
 
     id: int
     version: Version
     space: int
     offset: int | None = None
+    begin: int = 0
+    bytes: int | None = None
+
+    def range(self, value: Value) -> tuple[int, int]:
+        """Which bytes of ``value``, of which it is, are there: from the first up to, not including, the second."""
+        return self.begin, value.bytes if self.bytes is None else self.begin + self.bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
     """The vertex ``id`` of the graph with the buffers that it reads and writes, in the order of its versions.
+    Behind them ``reads`` has the further ranges of versions of which a kernel reads several.
 
     An id that the graph does not have is a copy that the plan adds, of one buffer to another of the same version.
     """

@@ -89,6 +89,8 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
     top["buffers"] = [
         {"id": b.id, "version": _version_to_json(b.version), "space": b.space}
         | ({} if b.offset is None else {"offset": b.offset})
+        | ({"begin": b.begin} if b.begin else {})
+        | ({} if b.bytes is None else {"bytes": b.bytes})
         for b in plan.buffers
     ]
     top["order"] = [{"id": p.id, "reads": list(p.reads), "writes": list(p.writes)} for p in plan.order]
@@ -179,7 +181,9 @@ def _vertex(entry: Mapping[str, Any], where: str) -> Vertex:
 def _buffer(entry: Mapping[str, Any], where: str) -> Buffer:
     offset = None if entry.get("offset") is None else integer(entry, "offset", where)
     version = _version(entry.get("version"), f"{where}: version")
-    return Buffer(integer(entry, "id", where), version, integer(entry, "space", where), offset)
+    size = None if entry.get("bytes") is None else integer(entry, "bytes", where)
+    begin = integer(entry, "begin", where, 0)
+    return Buffer(integer(entry, "id", where), version, integer(entry, "space", where), offset, begin, size)
 
 
 def _planned(entry: Mapping[str, Any], where: str) -> Planned:
@@ -223,6 +227,10 @@ def _check_names(plan: Plan) -> None:
             raise GraphFileError(f"buffer {buffer.id}: version: nothing writes {list(buffer.version)}")
         if buffer.space not in plan.graph.space:
             raise GraphFileError(f"buffer {buffer.id}: space: there is no space {buffer.space}")
+        begin, end = buffer.range(value := plan.graph.value[buffer.version[0]])
+        if not 0 <= begin <= end <= value.bytes or (begin == end and value.bytes):
+            key = "begin" if buffer.bytes is None else "bytes"
+            raise GraphFileError(f"buffer {buffer.id}: {key}: [{begin}, {end}) is not among {value.bytes} bytes")
     ids = {planned.id for planned in plan.order}
     if len(ids) != len(plan.order):
         raise GraphFileError("order: two entries have the same id")
@@ -242,7 +250,8 @@ def _check_planned(planned: Planned, buffers: Mapping[int, Buffer], vertex: Vert
             if each not in buffers:
                 raise GraphFileError(f"{where}: {key}: there is no buffer {each}")
         wanted = None if vertex is None else vertex.reads if key == "reads" else vertex.writes
-        if len(numbers) != (1 if wanted is None else len(wanted)):
+        more = key == "reads" and vertex is not None and vertex.work is Work.KERNEL and len(numbers) > len(wanted or ())
+        if len(numbers) != (1 if wanted is None else len(wanted)) and not more:
             raise GraphFileError(f"{where}: {key}: has {len(numbers)} buffers")
     for each in planned.writes:
         if each in written:

@@ -26,7 +26,7 @@ def check_names(plan: Plan) -> None:
         if tuple(buffers[number].version for number in planned.writes) != made:
             raise GraphFileError(f"vertex {planned.id}: writes: expected buffers of {_listed(made)}")
         written.update(planned.writes)
-    arriving: set[tuple[Version, bool]] = set()
+    arriving: set[tuple[Version, bool, int]] = set()
     unwritten = {number: buffer for number, buffer in buffers.items() if number not in written}
     for buffer in unwritten.values():
         value = plan.graph.value[buffer.version[0]]
@@ -36,7 +36,7 @@ def check_names(plan: Plan) -> None:
             if buffer.space != value.space:
                 raise GraphFileError(f"buffer {buffer.id}: space: value {value.id} is in space {value.space}")
         elif value.bytes:
-            place = (buffer.version, buffer.offset is None)
+            place = (buffer.version, buffer.offset is None, buffer.begin)
             if place in arriving:
                 raise GraphFileError(f"buffer {buffer.id}: version: {list(buffer.version)} arrives in another one too")
             arriving.add(place)

@@ -46,6 +46,8 @@ class Vertex:
     For an OFFLOAD ``device`` is the device copied from; everywhere else it is where the outputs live.
     ``traits``: of an INPUT's value; a TRANSFER may be MADE_FOREIGN. ``inplace``: pairs of an output and the position of
     the input that it is written over. What these mean for a plan is asked through ``graph/values.py``.
+    ``begin``: in a plan, the byte of its value from which on a RELOAD copies, or a resident range holds
+    (``graph/byte_ranges.py``).
     """
 
     id: int
@@ -61,6 +63,7 @@ class Vertex:
     after: tuple[int, ...] = ()
     inplace: tuple[tuple[int, int], ...] = ()
     may_inplace: tuple[int, ...] = ()
+    begin: int = 0
 
 
 @dataclass(frozen=True, slots=True)

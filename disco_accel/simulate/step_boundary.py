@@ -85,11 +85,15 @@ class _TwoSteps:
         """The vertex that makes ``ref``."""
         return self.plan.vertices[self.number[ref[0]]]
 
+    def origin(self, ref: Ref) -> int:
+        """The address at which the value begins of which ``ref`` holds bytes."""
+        return self.plan.slots[ref].addr - self.vertex(ref).begin
+
     def reads_home(self, vertex: Vertex, ref: Ref) -> bool:
         """Whether ``vertex`` reads the host's copy of an input, or a version that was written there, not a device's."""
         if vertex.kind is VertexKind.RELOAD:
             return self.vertex(ref).kind is VertexKind.INPUT or ref in self.home_uses.written
-        return self.home_uses.at_home(vertex, self.carried[ref])
+        return vertex.kind is VertexKind.INPUT or self.home_uses.at_home(vertex, self.carried[ref])
 
     def dependencies(self) -> CrossStepDependencies:
         """Compare the last user of each byte with its first writer."""
@@ -193,12 +197,11 @@ class _TwoSteps:
                 at += 1
 
     def _check_back(self, last: Ref, first: Ref) -> None:
-        slots = self.plan.slots
-        expected = self.states[first][-1] if first in self.states else first
+        expected = self.states[first][-1] if first in self.states else self.carried[first]
         vertex = self.vertex(first)
         if not outlives_step(vertex):
             raise PlanError(f"{called(vertex)} is on the device when the step starts, but the host renews it")
-        if self.carried[last] != expected or slots[last].addr != slots[first].addr:
+        if self.carried[last] != expected or self.origin(last) != self.origin(first):
             raise PlanError(
                 f"{called(vertex)} is on the device when the step starts, but not when it "
                 "ends: several steps need a cyclic plan"

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from disco_accel.errors import Stalled, VerifyError
+from disco_accel.graph.byte_ranges import is_resident_range
 from disco_accel.graph.carried_values import carried_values
 from disco_accel.graph.home_uses import HomeUses
 from disco_accel.graph.memgraph import MemGraph
@@ -33,6 +34,7 @@ from disco_accel.graph.values import (
 )
 
 _POISON = -1
+_FIRST_MARK = 1 << 40
 _COPIES = (VertexKind.OFFLOAD, VertexKind.RELOAD)
 _Cells = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -53,10 +55,14 @@ class _Memory:
     """Arenas and host as cells between all addresses that occur; each cell holds the token of a value.
 
     ``home``: one cell for each value that changes over steps, on the host. ``token``: that of each value in this step.
+    A cell of an arena has a *mark*: a token together with the place where the value begins, so that bytes of a value
+    are not taken for other bytes of it.
     """
 
     def __init__(self, graph: TaskGraph, memgraph: MemGraph) -> None:
         self.token: dict[Ref, int] = {}
+        self.marks: dict[tuple[int, int], int] = {}
+        self.marked: list[int] = []
         self.given = itertools.count()
         self.values = [(vertex.id, k) for vertex in graph.vertices for k in range(len(vertex.sizes))]
         self.versions = lasting_versions(graph.vertices)
@@ -79,6 +85,11 @@ class _Memory:
                 # Without a planned offset the runtime gives each offload memory of its own.
                 own = "host" if start is not None else f"host{vertex.id}"
                 places[vertex.id, 0] = (own, start or 0, (start or 0) + vertex.sizes[0])
+        by_id = {vertex.id: vertex for vertex in memgraph.vertices}
+        self.carried = carried
+        self.origin = {ref: begin - by_id[ref[0]].begin for ref, (_, begin, _) in places.items()}
+        """By copy in an arena: where the value begins there of which it has bytes."""
+        self.resident_ranges = {(v.id, 0): v.inputs[0] for v in memgraph.vertices if is_resident_range(v)}
         bounds: dict[int | str, set[int]] = defaultdict(set)
         for where, begin, end in places.values():
             bounds[where] |= {begin, end}
@@ -92,6 +103,20 @@ class _Memory:
             if vertex.kind is VertexKind.OFFLOAD and carried[vertex.id, 0] in home_of:
                 self.view[vertex.id, 0] = home_of[carried[vertex.id, 0]]
         self.view.update({ref: home_of[ref] for ref in self.home_uses.written if ref in home_of})
+
+    def mark(self, ref: Ref, token: int) -> int:
+        """What the cells of ``ref`` hold if it has its bytes of the value of ``token``."""
+        if ref not in self.origin or token == _POISON:
+            return token
+        key = (token, self.origin[ref])
+        if key not in self.marks:
+            self.marks[key] = _FIRST_MARK + len(self.marked)
+            self.marked.append(token)
+        return self.marks[key]
+
+    def token_of(self, mark: int) -> int:
+        """The token that is part of ``mark``."""
+        return self.marked[mark - _FIRST_MARK] if mark >= _FIRST_MARK else mark
 
     def begin_step(self) -> None:
         """Give each value a token of this step; what lives over steps begins as the step before left it."""
@@ -168,7 +193,13 @@ class _Step:
 
     def _fill_inputs(self) -> None:
         clean = [(vertex.id, 0) for vertex in self.task.values() if host_copy_exists(vertex)]
-        self.memory.poison([] if self.first else clean)
+        ranges = self.memory.resident_ranges
+        self.memory.poison([] if self.first else [*clean, *ranges])
+        for ref, value in ranges.items():
+            if not self.first:
+                self._expect(ref[0], ref, value, "is resident but not back")
+            self._write(ref, self.memory.token[value])
+            self._release(ref[0])
         for vertex in self.task.values():
             if vertex.kind is not VertexKind.INPUT:
                 continue
@@ -205,6 +236,7 @@ class _Step:
         vertex = self.vertices[vertex_id]
         task = self.task.get(vertex_id)
         self._check_inputs(vertex)
+        self._check_all_bytes(vertex)
         reused = set[tuple[int, Ref]]()
         if task is not None:
             pairs = (*((0, position) for position in task.may_inplace), *task.inplace)
@@ -247,7 +279,7 @@ class _Step:
             home = self.memory.home.get(source)
             return self.memory.token[source] if home is None else int(home[0])
         view = self.memory.view.get(source)
-        return self.content.get(source, _POISON) if view is None else int(view[0])
+        return self.content.get(source, _POISON) if view is None else self.memory.token_of(int(view[0]))
 
     def _at_home(self, state: Ref, version: Ref) -> bool:
         return int(self.memory.home[state][0]) == self.memory.token[version]
@@ -260,7 +292,9 @@ class _Step:
         for position, ref in enumerate(vertex.inputs):
             if overwritten and ref in overwritten:
                 continue
-            if task is not None and self.memory.home_uses.at_home(task, task.inputs[position]):
+            if task is not None and position >= len(task.inputs):
+                self._expect(vertex.id, ref, self.memory.carried[ref], f"reads inputs[{position}]")
+            elif task is not None and self.memory.home_uses.at_home(task, task.inputs[position]):
                 self._expect_at_home(vertex, position, task.inputs[position])
             elif task is not None:
                 self._expect(vertex.id, ref, task.inputs[position], f"reads inputs[{position}]")
@@ -271,6 +305,26 @@ class _Step:
                 view = self.memory.view.get(ref)
                 if view is not None and (view[0] == _POISON or not bool((view == view[0]).all())):
                     raise VerifyError(f"vertex {vertex.id} ({plain(vertex.op)}) copies bytes that are not one value")
+
+    def _check_all_bytes(self, vertex: Vertex) -> None:
+        """Raise VerifyError unless what a kernel reads of each value is all of it, in one place."""
+        task = self.task.get(vertex.id)
+        ranges: dict[Ref, dict[int, Ref]] = defaultdict(dict)
+        for position, ref in enumerate(vertex.inputs if task is not None else ()):
+            value = self.memory.carried[ref]
+            first = task is not None and position < len(task.inputs)
+            if ref in self.memory.origin:
+                ranges[value][self.vertices[ref[0]].begin] = ref
+            if first == bool(self.vertices[ref[0]].begin):
+                raise VerifyError(f"vertex {vertex.id} ({plain(vertex.op)}) reads {ref} as inputs[{position}]")
+        for value, refs in ranges.items():
+            end = 0
+            for begin, ref in sorted(refs.items()):
+                if begin != end or 0 not in refs or self.memory.origin[ref] != self.memory.origin[refs[0]]:
+                    break
+                end += self.vertices[ref[0]].sizes[ref[1]]
+            if end != self.task[value[0]].sizes[value[1]]:
+                raise VerifyError(f"vertex {vertex.id} ({plain(vertex.op)}) reads value {value} up to byte {end} alone")
 
     def _expect_at_home(self, vertex: Vertex, position: int, value: Ref) -> None:
         home = self.memory.home.get(self.memory.home_uses.homes[value])
@@ -294,12 +348,12 @@ class _Step:
         view = self.memory.view.get(ref)
         if view is None:
             return self.content.get(ref) == token
-        return bool((view == token).all())
+        return bool((view == self.memory.mark(ref, token)).all())
 
     def _write(self, ref: Ref, token: int) -> None:
         view = self.memory.view.get(ref)
         if view is not None:
-            view[:] = token
+            view[:] = self.memory.mark(ref, token)
             return
         vertex = self.vertices[ref[0]]
         host_only = vertex.kind is VertexKind.INPUT and not is_foreign(vertex) and vertex.sizes[0] > 0
@@ -309,8 +363,10 @@ class _Step:
     def _check_end(self) -> None:
         copies: dict[int, list[Ref]] = defaultdict(list)
         for ref, view in self.memory.view.items():
-            if view.size and bool((view == view[0]).all()):
-                copies[int(view[0])].append(ref)
+            value = self.memory.carried[ref]
+            whole = self.vertices[ref[0]].sizes[ref[1]] == self.task[value[0]].sizes[value[1]]
+            if whole and view.size and bool((view == view[0]).all()):
+                copies[self.memory.token_of(int(view[0]))].append(ref)
         for vertex in self.task.values():
             unchanged = host_copy_exists(vertex) and len(self.memory.versions.get((vertex.id, 0), ())) < 2
             if not must_survive_step(vertex) or unchanged or is_foreign(vertex):
@@ -318,6 +374,8 @@ class _Step:
             for k, size in enumerate(vertex.sizes):
                 if size and not copies[self.memory.token[vertex.id, k]]:
                     raise VerifyError(f"vertex {vertex.id} ({plain(vertex.op)}): output {k} must be kept but is gone")
+        for ref, value in self.memory.resident_ranges.items() if self.memgraph.cyclic else ():
+            self._expect(ref[0], ref, value, "is resident but not back")
         for state, last in self.memory.last.items():
             if self.memgraph.cyclic and state in self.memory.view:
                 self._expect(state[0], state, last, "is resident but not back")

@@ -89,8 +89,16 @@ class _Judged:
         return ("home", value.id) if buffer.offset is None else ("space", buffer.space)
 
     def extent(self, buffer: Buffer) -> tuple[int, int]:
-        begin = buffer.offset or 0
-        return begin, begin + self.value(buffer).bytes
+        begin, end = buffer.range(self.value(buffer))
+        return buffer.offset or 0, (buffer.offset or 0) + end - begin
+
+    def place(self, buffer: Buffer) -> tuple[int, int]:
+        """The space and where in it the value begins, of which ``buffer``, which has an offset, holds bytes."""
+        return buffer.space, (buffer.offset or 0) - buffer.begin
+
+    def is_whole(self, buffer: Buffer) -> bool:
+        """Whether it holds all bytes of its value."""
+        return buffer.range(self.value(buffer)) == (0, self.value(buffer).bytes)
 
 
 def _check_graph(graph: Graph, repeated: Graph) -> None:
@@ -146,6 +154,8 @@ def _check_buffers(judged: _Judged) -> None:
         value = judged.graph.value.get(buffer.version[0])
         if value is None or not 0 <= buffer.version[1] <= judged.graph.last_version[value.id]:
             raise VerifyError(f"buffer {buffer.id} is of version {list(buffer.version)}, which does not exist")
+        if not judged.is_whole(buffer):
+            _check_range(judged, buffer)
         if buffer.offset is None:
             at_home = value.traits.lifetime is Lifetime.STEPS and buffer.space == value.home
             foreign = value.traits.access is Access.FOREIGN and buffer.space == value.space
@@ -168,6 +178,47 @@ def _check_buffers(judged: _Judged) -> None:
             raise VerifyError(f"buffer {buffer.id}: offset {begin} is not a multiple of {space.alignment}")
 
 
+def _check_range(judged: _Judged, buffer: Buffer) -> None:
+    """A range is of the bytes of a value that never changes, or of what a copy brings back, on a device."""
+    value = judged.value(buffer)
+    begin, end = buffer.range(value)
+    if not 0 <= begin < end <= value.bytes:
+        raise VerifyError(f"buffer {buffer.id}: bytes [{begin}, {end}) are not among the {value.bytes} of its value")
+    there = buffer.id not in judged.writer
+    if there and (value.traits.lifetime is not Lifetime.STEPS or value.traits.renewed):
+        raise VerifyError(f"buffer {buffer.id}: bytes [{begin}, {end}) of value {value.id} are brought alone")
+    changes = value.traits.lifetime is Lifetime.STEPS and value.traits.access is not Access.READ
+    if (
+        changes
+        or buffer.offset is None
+        or buffer.space != value.space
+        or judged.writer.get(buffer.id) in judged.vertices
+    ):
+        raise VerifyError(f"buffer {buffer.id}: value {value.id} is not in ranges there")
+
+
+def _check_all_bytes(judged: _Judged, planned: Planned, vertex: Vertex, reads: Sequence[Buffer]) -> None:
+    """A kernel reads ranges that lie side by side and are all of a version; the further ones stand behind its reads."""
+    name = judged.name(planned.id)
+    ranges: dict[Version, dict[int, Buffer]] = defaultdict(dict)
+    for position, buffer in enumerate(reads):
+        if position >= len(vertex.reads) and (buffer.begin == 0 or vertex.work is not Work.KERNEL):
+            raise VerifyError(f"{name}: reads buffer {buffer.id} too many")
+        if position < len(vertex.reads) and buffer.begin:
+            raise VerifyError(f"{name}: reads buffer {buffer.id}, whose bytes are not the first of its value")
+        other = ranges[buffer.version].setdefault(buffer.begin, buffer)
+        if other.id != buffer.id and not (judged.is_whole(other) and judged.is_whole(buffer)):
+            raise VerifyError(f"{name}: buffers {other.id} and {buffer.id} hold the same bytes")
+    for version, buffers in ranges.items():
+        end = 0
+        for begin, buffer in sorted(buffers.items()):
+            if begin != end or judged.place(buffer) != judged.place(buffers[0]):
+                raise VerifyError(f"{name}: the ranges of version {list(version)} do not lie side by side")
+            end = buffer.range(judged.value(buffer))[1]
+        if end != judged.graph.value[version[0]].bytes:
+            raise VerifyError(f"{name}: reads version {list(version)} up to byte {end} alone")
+
+
 def _check_planned(judged: _Judged, planned: Planned) -> None:
     vertex = judged.vertices.get(planned.id)
     name = judged.name(planned.id)
@@ -175,7 +226,14 @@ def _check_planned(judged: _Judged, planned: Planned) -> None:
     if vertex is None:
         if len(reads) != 1 or len(writes) != 1 or reads[0].version != writes[0].version:
             raise VerifyError(f"{name} must copy one buffer to another of the same version")
+        if not judged.is_whole(reads[0]):
+            raise VerifyError(f"{name} copies buffer {reads[0].id}, which does not have the whole value")
         return
+    _check_all_bytes(judged, planned, vertex, reads)
+    further, reads = reads[len(vertex.reads) :], reads[: len(vertex.reads)]
+    for buffer in further:
+        if buffer.space != vertex.space:
+            raise VerifyError(f"{name}: reads buffer {buffer.id} in space {buffer.space}, not in {vertex.space}")
     for key, buffers, versions in (("reads", reads, vertex.reads), ("writes", writes, vertex.writes)):
         if [buffer.version for buffer in buffers] != list(versions):
             raise VerifyError(f"{name} {key} {[b.version for b in buffers]}, where the graph says {list(versions)}")
@@ -210,7 +268,8 @@ def _check_arrivals(judged: _Judged) -> None:
     for value in judged.graph.values:
         brought = value.traits.lifetime is Lifetime.STEP and value.traits.arrival is not Arrival.MADE
         count = len(arriving[value.id, 0])
-        if value.bytes and value.traits.access is not Access.FOREIGN and (count > 1 or (brought and count != 1)):
+        several = count > 1 and any(judged.is_whole(judged.buffers[number]) for number in arriving[value.id, 0])
+        if value.bytes and value.traits.access is not Access.FOREIGN and (several or (brought and count != 1)):
             raise VerifyError(f"value {value.id} arrives in {count} buffers, not in one")
 
 
@@ -284,7 +343,8 @@ def _check_reuse(judged: _Judged, former: Buffer, buffer: Buffer, writer: int | 
 def _check_overwrite(judged: _Judged, former: Buffer, buffer: Buffer, writer: int) -> None:
     """A vertex may write over what it reads only as a new version, or where ``may_overwrite`` says so."""
     vertex, planned = judged.vertices.get(writer), judged.planned[writer]
-    same = former.offset == buffer.offset and judged.value(buffer).bytes <= judged.value(former).bytes
+    (begin, end), (former_begin, former_end) = judged.extent(buffer), judged.extent(former)
+    same = former.offset == buffer.offset and end - begin <= former_end - former_begin
     if vertex is not None and same:
         if buffer.version == (former.version[0], former.version[1] + 1):
             return
@@ -318,9 +378,11 @@ def _check_end(judged: _Judged, memories: dict[_Memory, Occupants[int]]) -> None
         memory = judged.memory(buffer)
         return memory is None or memories[memory].at(*judged.extent(buffer)) == {buffer.id}
 
+    _check_ranges_back(judged, memories)
     copies: dict[Version, list[Buffer]] = defaultdict(list)
     for buffer in judged.plan.buffers:
-        copies[buffer.version].append(buffer)
+        if judged.is_whole(buffer):
+            copies[buffer.version].append(buffer)
     wanted = {*judged.graph.at_end, *(() if judged.has_gate else judged.graph.at_gate)}
     for version in sorted(wanted):
         value = judged.graph.value[version[0]]
@@ -330,6 +392,21 @@ def _check_end(judged: _Judged, memories: dict[_Memory, Occupants[int]]) -> None
     for value in judged.graph.values:
         if value.traits.host_has_it and value.bytes:
             _check_lasting(judged, value, copies, holds)
+
+
+def _check_ranges_back(judged: _Judged, memories: dict[_Memory, Occupants[int]]) -> None:
+    """What is on the device in ranges when a step starts is there again, in whatever ranges, when it ends."""
+    for buffer in judged.plan.buffers:
+        memory = judged.memory(buffer)
+        lasts = buffer.id not in judged.writer and judged.value(buffer).traits.lifetime is Lifetime.STEPS
+        if not judged.plan.cyclic or not lasts or buffer.offset is None or memory is None:
+            continue
+        if judged.graph.last_version[buffer.version[0]]:
+            continue
+        for number in memories[memory].at(*judged.extent(buffer)):
+            holder = judged.buffers[number]
+            if holder.version != buffer.version or judged.place(holder) != judged.place(buffer):
+                raise VerifyError(f"value {buffer.version[0]} is resident but not back in its place when the step ends")
 
 
 def _check_lasting(
@@ -342,7 +419,7 @@ def _check_lasting(
     resident = [buffer for buffer in start if buffer.offset is not None]
     if value.traits.renewed and resident:
         raise VerifyError(f"value {value.id} is resident, but the host renews it: each step has to reload it")
-    if judged.plan.cyclic:
+    if judged.plan.cyclic and last[1]:
         for buffer in resident:
             if (buffer.space, buffer.offset) not in ends:
                 raise VerifyError(f"value {value.id} is resident but not back in its place when the step ends")

@@ -44,17 +44,27 @@ class JudgedPlan:
         return f"vertex {vertex}" if named is None else called(named)
 
     def reads_at_home(self, vertex: int, position: int) -> bool:
-        """Whether a vertex reads that input at its home: a kernel of a host device, or a reload."""
+        """Whether a vertex reads that input at its home: a kernel of a host device, a reload, or a resident range."""
         named = self.vertex[vertex]
+        if named.kind is VertexKind.INPUT:
+            return True
         if named.kind is VertexKind.RELOAD:
             source = self.vertex[named.inputs[0][0]]
             return source.kind is VertexKind.INPUT or named.inputs[0] in self.home_uses.written
         task = self.task.get(vertex)
-        return task is not None and self.home_uses.at_home(task, task.inputs[position])
+        return task is not None and position < len(task.inputs) and self.home_uses.at_home(task, task.inputs[position])
 
     def size(self, ref: Ref) -> int:
         """Bytes of a value of the plan."""
         return self.vertex[ref[0]].sizes[ref[1]]
+
+    def is_whole(self, ref: Ref) -> bool:
+        """Whether a value of the plan, of which ``carried`` tells, has all bytes of what it holds."""
+        return self.size(ref) == self.size(self.carried[ref])
+
+    def origin(self, ref: Ref) -> int:
+        """The address at which the value begins, of which ``ref``, which has an address, holds a range."""
+        return self.mem.slots[ref].addr - self.vertex[ref[0]].begin
 
     def last_version(self, ref: Ref) -> Ref:
         """What an input that lives over steps holds when the step ends."""

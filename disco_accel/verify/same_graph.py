@@ -10,9 +10,11 @@ from dataclasses import fields
 from operator import attrgetter
 
 from disco_accel.errors import VerifyError
+from disco_accel.graph.byte_ranges import is_resident_range
 from disco_accel.graph.check import called
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
+from disco_accel.graph.values import never_changes
 from disco_accel.sizes import MAX_SIZE
 
 _COPIES = (VertexKind.OFFLOAD, VertexKind.RELOAD)
@@ -26,6 +28,7 @@ _BARE = ("traits", "out", "keep", "after", "inplace", "may_inplace")
 """Fields that only a vertex of the task graph can have."""
 
 _bare = attrgetter(*_BARE)
+_rest = attrgetter(*_BARE[1:])
 _PLAIN = Vertex(0, VertexKind.OFFLOAD, 0)
 
 
@@ -43,12 +46,13 @@ def check_same(graph: TaskGraph, plan: MemGraph) -> None:
     for vertex in plan.vertices:
         if vertex.device not in devices:
             raise VerifyError(f"{called(vertex)}: the plan has no device {vertex.device}")
-        if vertex.id not in known and vertex.kind not in _COPIES:
+        if vertex.id not in known and vertex.kind not in _COPIES and not is_resident_range(vertex):
             raise VerifyError(f"{called(vertex)} is not in the task graph and neither offload nor reload")
         for producer, output in vertex.inputs:
             if producer not in planned or not 0 <= output < len(planned[producer].sizes):
                 raise VerifyError(f"{called(vertex)}: reads [{producer}, {output}], which does not exist")
     _check_copies(plan, known)
+    _check_ranges(graph, plan, known)
 
 
 def _check_devices(graph: TaskGraph, plan: MemGraph) -> None:
@@ -95,14 +99,31 @@ def _check_vertex(vertex: Vertex, planned: Vertex | None) -> None:
     if _repeated(planned) != _repeated(vertex):
         key = next(key for key in SAME if getattr(planned, key) != getattr(vertex, key))
         raise VerifyError(f"{called(vertex)}: {key} differs from the task graph's")
-    if len(planned.inputs) != len(vertex.inputs):
+    # Behind its inputs a kernel of the plan names the further ranges of those that it reads in several.
+    more = vertex.kind is VertexKind.KERNEL and len(planned.inputs) > len(vertex.inputs)
+    if len(planned.inputs) != len(vertex.inputs) and not more:
         raise VerifyError(f"{called(vertex)}: has {len(planned.inputs)} inputs, not {len(vertex.inputs)}")
+
+
+def _check_ranges(graph: TaskGraph, plan: MemGraph, known: set[int]) -> None:
+    """Raise VerifyError unless each resident range is one of an input that never changes."""
+    inputs = {vertex.id: vertex for vertex in graph.vertices if never_changes(vertex)}
+    for vertex in plan.vertices:
+        if vertex.id in known or vertex.kind is not VertexKind.INPUT:
+            continue
+        source = inputs.get(vertex.inputs[0][0])
+        if source is None or len(vertex.inputs) != 1 or vertex.device != source.device:
+            raise VerifyError(f"{called(vertex)}: is no range of an input that never changes, on the device of that")
+        if len(vertex.sizes) != 1 or vertex.begin < 0 or not 0 < vertex.sizes[0] <= source.sizes[0] - vertex.begin:
+            raise VerifyError(f"{called(vertex)}: bytes from {vertex.begin} on are not of {called(source)}")
+        if vertex.traits != source.traits or _rest(vertex) != _rest(_PLAIN):
+            raise VerifyError(f"{called(vertex)}: a resident range has the traits of its input, and nothing else")
 
 
 def _check_copies(plan: MemGraph, known: set[int]) -> None:
     """Raise VerifyError unless each added vertex is a plain copy."""
     for vertex in plan.vertices:
-        if vertex.id in known:
+        if vertex.id in known or vertex.kind is VertexKind.INPUT:
             continue
         if _bare(vertex) != _bare(_PLAIN):
             key = next(key for key in _BARE if getattr(vertex, key) != getattr(_PLAIN, key))

@@ -28,6 +28,7 @@ from disco_accel.verify.happens_before import topological_order
 from disco_accel.verify.homes import check_homes, check_written_back, writes_home
 from disco_accel.verify.judged_plan import Claims, JudgedPlan
 from disco_accel.verify.occupants import Occupants
+from disco_accel.verify.ranges import check_range_copied, check_ranges_back, check_ranges_read
 from disco_accel.verify.same_graph import check_same
 
 
@@ -76,12 +77,19 @@ def _check_values(plan: JudgedPlan, order: Mapping[int, int]) -> None:
     for vertex in plan.graph.vertices:
         for k in range(len(vertex.sizes)):
             plan.carried[vertex.id, k] = (vertex.id, k)
+    for vertex in plan.mem.vertices:
+        if vertex.kind is VertexKind.INPUT and vertex.id not in plan.task:
+            plan.carried[vertex.id, 0] = vertex.inputs[0]
     for vertex in sorted(plan.mem.vertices, key=lambda v: order[v.id]):
+        if vertex.kind is VertexKind.INPUT:
+            continue
         if vertex.kind in (VertexKind.OFFLOAD, VertexKind.RELOAD):
             _check_copy(plan, vertex)
             plan.carried[vertex.id, 0] = plan.carried[vertex.inputs[0]]
             continue
-        for position, (ref, wanted) in enumerate(zip(vertex.inputs, plan.task[vertex.id].inputs, strict=True)):
+        wanted_inputs = plan.task[vertex.id].inputs
+        check_ranges_read(plan, vertex, wanted_inputs)
+        for position, (ref, wanted) in enumerate(zip(vertex.inputs, wanted_inputs, strict=False)):
             got = plan.carried[ref]
             source = plan.vertex[ref[0]]
             where = f"{plan.name(vertex.id)}: inputs[{position}]"
@@ -120,8 +128,13 @@ def _check_copy(plan: JudgedPlan, vertex: Vertex) -> None:
         raise VerifyError(f"{plan.name(vertex.id)} must copy exactly one value")
     ref = vertex.inputs[0]
     source = plan.vertex[ref[0]]
-    if vertex.sizes[0] != plan.size(ref):
+    is_range = vertex.kind is VertexKind.RELOAD and (vertex.begin or vertex.sizes[0] != plan.size(ref))
+    if not is_range and (vertex.begin or vertex.sizes[0] != plan.size(ref)):
         raise VerifyError(f"{plan.name(vertex.id)} copies {vertex.sizes[0]} bytes of a value of {plan.size(ref)}")
+    if is_range:
+        check_range_copied(plan, vertex)
+    elif not plan.is_whole(ref):
+        raise VerifyError(f"{plan.name(vertex.id)} copies a range of a value from its device")
     if vertex.kind is VertexKind.OFFLOAD:
         if source.kind is VertexKind.OFFLOAD or _is_at_home(plan, ref):
             raise VerifyError(f"{plan.name(vertex.id)} offloads {plan.name(ref[0])}, which is on the host already")
@@ -129,7 +142,7 @@ def _check_copy(plan: JudgedPlan, vertex: Vertex) -> None:
             raise VerifyError(f"{plan.name(vertex.id)} offloads from device {vertex.device}, not {source.device}")
         _check_on_device(plan, ref, vertex.id)
     else:
-        clean = source.kind is VertexKind.INPUT and host_copy_exists(plan.task[source.id])
+        clean = source.kind is VertexKind.INPUT and source.id in plan.task and host_copy_exists(source)
         if source.kind is not VertexKind.OFFLOAD and not clean and not _is_at_home(plan, ref):
             raise VerifyError(f"{plan.name(vertex.id)} reloads {plan.name(ref[0])}, of which the host has no copy")
         if _is_at_home(plan, ref) and vertex.device != plan.home_uses.device_of(ref, source):
@@ -354,7 +367,8 @@ def _check_kept(
         ):
             continue
         for k, size in enumerate(vertex.sizes):
-            if size and not any(_intact(plan, copy, devices, host, home_writers) for copy in copies[vertex.id, k]):
+            whole = (copy for copy in copies[vertex.id, k] if plan.is_whole(copy))
+            if size and not any(_intact(plan, copy, devices, host, home_writers) for copy in whole):
                 raise VerifyError(f"{plan.name(vertex.id)}: output {k} must be kept but is overwritten")
 
 
@@ -365,13 +379,13 @@ def _check_cyclic(plan: JudgedPlan, devices: Mapping[int, Occupants[Ref]]) -> No
             loaded = plan.task[plan.state.get(value, value)[0]]
             if not may_leave(loaded):
                 raise VerifyError(f"{plan.name(vertex.id)} loads {plan.name(loaded.id)}, which has to stay")
+    check_ranges_back(plan, devices)
     for vertex in plan.graph.vertices:
         slot = plan.mem.slots.get((vertex.id, 0))
         if vertex.kind is not VertexKind.INPUT or not host_copy_exists(vertex) or slot is None or not slot.size:
             continue
         holders = devices[slot.device].at(slot.addr, slot.addr + slot.size)
-        holder = next(iter(holders))
         last = plan.last_version((vertex.id, 0))
-        back = len(holders) == 1 and plan.carried[holder] == last and plan.mem.slots[holder].addr == slot.addr
-        if not back:
+        back = all(plan.carried[holder] == last and plan.origin(holder) == slot.addr for holder in holders)
+        if not back or (last != (vertex.id, 0) and len(holders) > 1):
             raise VerifyError(f"{plan.name(vertex.id)} is resident but not back at its address when the step ends")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from disco_accel.graph.taskgraph import Ref
 from disco_accel.graph.values import may_leave
 from disco_accel.plan.buildmemgraph.residents import SMALL
 from disco_accel.plan.timed.step_buffers import Profile, StepRequirements
@@ -24,7 +25,8 @@ class DraftOptions:
     that never leave. ``outliers_permanent``: among these, unusually large buffers come first. ``low_peak_order``: the
     serial order with a lower live peak. ``evict_outliers_at_boundary``: unusually large buffers are not on the device
     at the step boundary. ``prefetch_horizon``: as a share of the step with memory for everything, how far ahead of its
-    reader a reload may evict another buffer."""
+    reader a reload may evict another buffer. ``range_bytes``: about how many bytes the ranges have in which weights are
+    swapped (None: weights are swapped as a whole)."""
 
     min_gap_ratio: float | None
     resident_share: float
@@ -32,6 +34,7 @@ class DraftOptions:
     low_peak_order: bool = False
     evict_outliers_at_boundary: bool = False
     prefetch_horizon: float = float("inf")
+    range_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,17 +132,38 @@ def permanent_buffers(
                     left -= blocks[i]
         yield from first
         apart = set(first)
-        others = sorted((i for i in clean if i not in apart), key=lambda i: buffers[i].uses[0])
-        total = sum(blocks[i] for i in others)
+        others: dict[Ref, list[int]] = {}
+        for i in sorted((i for i in clean if i not in apart), key=lambda i: (buffers[i].uses[0], i)):
+            others.setdefault(buffers[i].ref, []).append(i)
+        total = sum(blocks[i] for ranges in others.values() for i in ranges)
         fraction = max(0.0, left / total) if total else 0.0
-        # Error diffusion: every buffer earns its share, and one is taken whenever half of it has been earned.
+        # Error diffusion: every value earns its share, and one is taken whenever half of it has been earned.
         credit = 0.0
-        for i in others:
-            credit += fraction * blocks[i]
-            if credit >= blocks[i] / 2 and blocks[i] <= left:
-                credit -= blocks[i]
-                left -= blocks[i]
-                yield i
+        rest = []
+        for ranges in others.values():
+            block = sum(blocks[i] for i in ranges)
+            credit += fraction * block
+            if credit >= block / 2 and block <= left:
+                credit -= block
+                left -= block
+                yield from ranges
+            else:
+                rest.append(ranges)
+        yield from _first_ranges(rest, blocks, left)
+
+
+def _first_ranges(values: Sequence[Sequence[int]], blocks: Mapping[int, int], room: int) -> list[int]:
+    """Return ranges for ``room`` bytes, of one value: a place that is not free as a whole is in the way of others."""
+    for ranges in values:
+        taken = []
+        for i in ranges[:-1]:
+            if blocks[i] > room:
+                break
+            room -= blocks[i]
+            taken.append(i)
+        if taken:
+            return taken
+    return []
 
 
 def outliers(requirements: StepRequirements, device: int) -> list[int]:

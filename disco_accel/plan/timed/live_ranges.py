@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 
 from disco_accel.graph.memgraph import MemGraph, Slot
-from disco_accel.graph.taskgraph import Ref, Vertex
+from disco_accel.graph.taskgraph import Ref, Vertex, VertexKind
 from disco_accel.plan.common.assemble import assemble
 from disco_accel.plan.common.device_copy import PlannedVertex
 from disco_accel.plan.common.plan_log import PlanLog
-from disco_accel.plan.timed.packing import Buffer, Packed, pack
+from disco_accel.plan.timed.packing import Buffer, Packed, Part, pack
 from disco_accel.plan.timed.step_buffers import Profile, StepRequirements
 
 
@@ -26,7 +27,8 @@ class LiveRange:
     0 the start. Of a reload: ``scheduled`` is the tick at which it takes its bytes in the schedule, ``first_read`` that
     of its first reader (-1 each: no reload, or never read), ``delay`` the share of the time between them by which it
     takes its bytes later. ``at_step_start``: the live range with which the step begins, if this one has to end it at
-    the same offset.
+    the same offset. ``begin_in_value``: of a range of a value; ``joined``: another range that has its place relative to
+    this one's, since a kernel reads both.
     """
 
     device: int
@@ -39,6 +41,23 @@ class LiveRange:
     first_read: int = -1
     delay: float = 0.0
     at_step_start: LiveRange | None = None
+    begin_in_value: int = 0
+    joined: LiveRange | None = None
+
+    def anchor(self) -> LiveRange:
+        """Return the one that stands for all ranges which are joined with this one."""
+        anchor = self
+        while anchor.joined is not None:
+            anchor = anchor.joined
+        if self is not anchor:
+            self.joined = anchor
+        return anchor
+
+    def join(self, other: LiveRange) -> None:
+        """Have the two lie in memory as they lie in their value."""
+        mine, theirs = self.anchor(), other.anchor()
+        if mine is not theirs:
+            theirs.joined = mine
 
     @property
     def delayed_begin(self) -> int:
@@ -57,22 +76,26 @@ class LiveRange:
 
 @dataclass(frozen=True, slots=True)
 class _DevicePacking:
-    """The ``ranges`` of one device that are packed on their own, each as one of ``buffers``, and their offsets."""
+    """The live ranges of ``device`` in ``groups`` that get offsets as one of ``buffers`` each, and these offsets."""
 
-    ranges: list[LiveRange]
+    device: int
+    groups: list[list[LiveRange]]
     buffers: list[Buffer]
     packed: Packed
 
     def above(self, memory: int) -> Iterator[tuple[int, int, int]]:
         """Yield how many bytes each buffer lies above ``memory``, if it does, and from which to which tick."""
         for buffer, offset in zip(self.buffers, self.packed.offsets, strict=True):
-            beyond = offset + buffer.size - memory
-            if beyond > 0:
-                for begin, end in buffer.lifespans:
-                    yield beyond, begin, end
+            if offset + buffer.size <= memory:
+                continue
+            for part in buffer.parts:
+                beyond = offset + part.offset + part.size - memory
+                if beyond > 0:
+                    for begin, end in part.lifespans:
+                        yield beyond, begin, end
 
 
-@dataclass(slots=True)
+@dataclass
 class LiveRanges:
     """All live ranges of a scheduled step.
 
@@ -91,6 +114,8 @@ class LiveRanges:
     ticks: list[int]
     end: int
     waits_at_home: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    resident_ranges: list[Vertex] = field(default_factory=list)
+    merged: Mapping[int, int] = field(default_factory=dict)
     packings: dict[int, _DevicePacking] = field(default_factory=dict)
     tried: int = 0
     delays: tuple[float, ...] = ()
@@ -121,8 +146,10 @@ class LiveRanges:
     def _adopt(self, packings: Mapping[int, _DevicePacking], capacity: Mapping[int, int]) -> dict[int, Profile]:
         over = {}
         for device, packing in packings.items():
-            for live, offset in zip(packing.ranges, packing.packed.offsets, strict=True):
-                live.offset = offset
+            for group, offset in zip(packing.groups, packing.packed.offsets, strict=True):
+                first = min(live.begin_in_value for live in group)
+                for live in group:
+                    live.offset = offset + live.begin_in_value - first
             if packing.packed.height > capacity[device]:
                 over[device] = self._overflow(packing, capacity[device])
         for live in self.all:
@@ -147,12 +174,21 @@ class LiveRanges:
     def _pack(self, device: int, memory: int, order: list[int] | None = None) -> _DevicePacking:
         """Pack the live ranges of ``device``; one that ends the step is the second lifespan of the one it started
         with, so that both get the same offset."""
-        ranges = [live for live in self.all if live.device == device and live.at_step_start is None]
+        groups: dict[int, list[LiveRange]] = {}
+        for live in self.all:
+            if live.device == device and live.at_step_start is None:
+                groups.setdefault(id(live.anchor()), []).append(live)
         at_end = {id(live.at_step_start): live for live in self.all if live.at_step_start is not None}
-        buffers = [Buffer(live.block, _lifespans(live, at_end.get(id(live)))) for live in ranges]
+        buffers = []
+        for group in groups.values():
+            first = min(live.begin_in_value for live in group)
+            parts = (
+                Part(live.begin_in_value - first, live.block, _lifespans(live, at_end.get(id(live)))) for live in group
+            )
+            buffers.append(Buffer(tuple(parts)))
         packed = pack(buffers, memory, order, self.repacking_rounds)
         self.tried += packed.tried * len(buffers)
-        return _DevicePacking(ranges, buffers, packed)
+        return _DevicePacking(device, list(groups.values()), buffers, packed)
 
     def _delay_reloads(self, packing: _DevicePacking, memory: int, delay: float) -> bool:
         """Set ``delay`` for all reloads that hold bytes ahead of need while something lies above ``memory``; return
@@ -165,7 +201,7 @@ class LiveRanges:
             above[end] -= 1
         # crowded[t]: the ticks before t at which something lies above the memory.
         crowded = np.concatenate(([0], np.cumsum(np.cumsum(above) > 0)))
-        device = packing.ranges[0].device
+        device = packing.device
         early = [
             live
             for live in self.all
@@ -193,6 +229,28 @@ class LiveRanges:
                 before = (lows < live.offset + live.block) & (highs > live.offset) & (ends <= live.begin)
                 live.begin = max(live.scheduled, int(ends[before].max(initial=0)))
 
+    def _copy_of(self, live: LiveRange) -> int:
+        """Return the vertex that writes ``live`` first."""
+        producer = live.values[0][0][0]
+        return self.merged.get(producer, producer)
+
+    def _with_merged(self, vertex: Vertex) -> Vertex:
+        """Return ``vertex`` with the bytes of the reloads that are merged into it, or with one input for them."""
+        if vertex.id in self.sizes:
+            return replace(vertex, sizes=(self.sizes[vertex.id],))
+        if self.merged and any(ref[0] in self.merged for ref in vertex.inputs):
+            return replace(vertex, inputs=tuple(ref for ref in vertex.inputs if ref[0] not in self.merged))
+        return vertex
+
+    @cached_property
+    def sizes(self) -> dict[int, int]:
+        """Bytes of each reload that others are merged into."""
+        size = {vertex.id: vertex.sizes[0] for vertex in self.planned if vertex.kind is VertexKind.RELOAD}
+        sizes = {first: size[first] for first in self.merged.values()}
+        for vertex, first in self.merged.items():
+            sizes[first] += size[vertex]
+        return sizes
+
     def _overflow(self, packing: _DevicePacking, memory: int) -> Profile:
         """Return by position how many bytes lie above ``memory``."""
         over = np.zeros(self.requirements.end + 1, np.int64)
@@ -204,23 +262,36 @@ class LiveRanges:
     def plan(self, cyclic: bool) -> MemGraph:
         """Return the plan. A vertex waits for the last users of the bytes that it is the first to write."""
         requirements = self.requirements
-        log = PlanLog((*requirements.inputs, *requirements.order))
-        reloads = {live.values[0][0][0]: live.begin for live in self.all if live.scheduled >= 0}
-        by_tick = sorted(range(len(self.planned)), key=lambda i: reloads.get(self.planned[i].id, self.ticks[i]))
-        log.planned = [PlannedVertex(self.planned[i]) for i in by_tick]
+        log = PlanLog((*requirements.inputs, *self.resident_ranges, *requirements.order))
+        # A merged reload takes its bytes when the last of them are free.
+        reloads: dict[int, int] = {}
+        for live in self.all:
+            if live.scheduled >= 0:
+                first = self.merged.get(live.values[0][0][0], live.values[0][0][0])
+                reloads[first] = max(reloads.get(first, 0), live.begin)
+        planned = [self._with_merged(vertex) for vertex in self.planned]
+        by_tick = sorted(
+            (i for i in range(len(planned)) if planned[i].id not in self.merged),
+            key=lambda i: reloads.get(planned[i].id, self.ticks[i]),
+        )
+        log.planned = [PlannedVertex(planned[i]) for i in by_tick]
         waits = {offload: list(users) for offload, users in self.waits_at_home.items()}
         occupants: dict[int, _LastOccupants] = {device: _LastOccupants() for device in requirements.pinned_bytes}
-        for live in self.all:
-            producer = live.values[0][0][0]
+        for live in sorted(self.all, key=lambda live: reloads.get(self._copy_of(live), live.begin)):
+            producer = self._copy_of(live)
             for former in occupants[live.device].replace(live):
                 waits.setdefault(producer, []).extend(user for user in former.last_users if user != producer)
             # Within a chain, each value is written over the one before: its producer waits for that one's readers.
             for (_, readers), (ref, _) in pairwise(live.values):
                 waits.setdefault(ref[0], []).extend(reader for reader in readers if reader != ref[0])
         log.memory_edges = {vertex: tuple(dict.fromkeys(others)) for vertex, others in waits.items()}
-        vertices = (*requirements.inputs, *self.planned)
+        vertices = (*requirements.inputs, *self.resident_ranges, *(each.vertex for each in log.planned))
         sizes = {(vertex.id, k): size for vertex in vertices for k, size in enumerate(vertex.sizes)}
-        slots = {ref: Slot(live.device, live.offset, sizes[ref]) for ref, live in self.by_value.items()}
+        slots = {
+            ref: Slot(live.device, live.offset, sizes[ref])
+            for ref, live in self.by_value.items()
+            if ref[0] not in self.merged
+        }
         return assemble(requirements.graph, log, slots, cyclic=cyclic)
 
 

@@ -26,9 +26,11 @@ logger = logging.getLogger("disco_accel")
 
 
 @dataclass(frozen=True, slots=True)
-class Buffer:
-    """``size`` bytes that are live in each of one or two ``lifespans``: from a tick up to, not including, another."""
+class Part:
+    """``size`` bytes from ``offset`` on in a buffer that are live in each of one or two ``lifespans``: from a tick up
+    to, not including, another."""
 
+    offset: int
     size: int
     lifespans: tuple[tuple[int, int], ...]
 
@@ -38,6 +40,41 @@ class Buffer:
         return sum(end - begin for begin, end in self.lifespans)
 
 
+@dataclass(frozen=True)
+class Buffer:
+    """Bytes that get one offset: one part, or several, each live on its own (the ranges of a value)."""
+
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def whole(cls, size: int, lifespans: tuple[tuple[int, int], ...]) -> Buffer:
+        """Of one part."""
+        return cls((Part(0, size, lifespans),))
+
+    @functools.cached_property
+    def size(self) -> int:
+        """From the first byte of any part to the last."""
+        return max(part.offset + part.size for part in self.parts)
+
+    @functools.cached_property
+    def begin(self) -> int:
+        """The first tick."""
+        return min(part.lifespans[0][0] for part in self.parts)
+
+    @functools.cached_property
+    def ticks(self) -> int:
+        """How long a byte is taken, the mean over all of them."""
+        if len(self.parts) == 1:
+            return self.parts[0].ticks
+        return sum(part.size * part.ticks for part in self.parts) // self.size
+
+    @functools.cached_property
+    def longest(self) -> int:
+        """How long its longest lived byte is taken."""
+        return max(part.ticks for part in self.parts)
+
+
+_Offsets = np.ndarray[tuple[int], np.dtype[np.int64]]
 _Key = Callable[["Buffer"], tuple[float, ...]]
 
 _FEW = 1000
@@ -68,7 +105,7 @@ _QUARTERS = 4
 
 def _by_size(power: float) -> _Key:
     """The largest first, in bytes times a power of the lifespan."""
-    return lambda buffer: (-buffer.size * float(buffer.ticks) ** power, -buffer.ticks, buffer.lifespans[0][0])
+    return lambda buffer: (-buffer.size * float(buffer.ticks) ** power, -buffer.ticks, buffer.begin)
 
 
 _NO_GAP = 1 << 62
@@ -80,7 +117,7 @@ ORDERS: tuple[_Key, ...] = (
     _by_size(0.1),
     _by_size(0.3),
     _by_size(0.5),
-    lambda buffer: (-buffer.size, buffer.lifespans[0][0]),
+    lambda buffer: (-buffer.size, buffer.begin),
     lambda buffer: (-buffer.ticks, -buffer.size),
 )
 """Orders in which buffers get offsets, most promising first; buffers that are always live precede the others."""
@@ -122,7 +159,7 @@ def pack(buffers: Sequence[Buffer], limit: int, order: list[int] | None = None, 
 
 
 def _orders(buffers: Sequence[Buffer], limit: int) -> Iterator[list[int]]:
-    always = max((buffer.ticks for buffer in buffers), default=0)
+    always = max((buffer.longest for buffer in buffers), default=0)
     small = (limit or _live_peak(buffers)) // _TINY
     few = len(buffers) <= _FEW or not limit
     # Even ways put tiny buffers lowest, odd ones sort them with the others.
@@ -131,8 +168,8 @@ def _orders(buffers: Sequence[Buffer], limit: int) -> Iterator[list[int]]:
 
         def key(i: int, by: _Key = by, tiny: int = tiny) -> tuple[float, ...]:
             buffer = buffers[i]
-            if buffer.ticks == always:
-                return (0,)
+            if buffer.longest == always:
+                return (0, buffer.ticks < always)
             return (1, -buffer.ticks) if buffer.size <= tiny else (2, *by(buffer))
 
         yield sorted(range(len(buffers)), key=key)
@@ -170,8 +207,11 @@ class CompiledPacker:
 
     def __init__(self, buffers: Sequence[Buffer], library: ctypes.CDLL) -> None:
         self._library = library
-        self._sizes = np.array([buffer.size for buffer in buffers], np.int64)
-        self._lifespans = np.array([_two(buffer.lifespans) for buffer in buffers], np.int64).reshape(-1, 4)
+        parts = [part for buffer in buffers for part in buffer.parts]
+        self._first = np.cumsum([0, *(len(buffer.parts) for buffer in buffers)], dtype=np.int64)
+        """The number of each buffer's first part, and of all parts."""
+        self._sizes = np.array([(part.offset, part.size) for part in parts], np.int64).reshape(-1, 2)
+        self._lifespans = np.array([_two(part.lifespans) for part in parts], np.int64).reshape(-1, 4)
 
     def pack(self, order: Sequence[int], limit: int, rounds: int) -> Packed:
         """See ``Packer``."""
@@ -180,7 +220,7 @@ class CompiledPacker:
         best_order, offsets = np.array(order, np.int32), np.zeros(len(order), np.int64)
         height = self._library.disco_place(
             ctypes.c_int32(len(order)),
-            *(ctypes.c_void_p(array.ctypes.data) for array in (self._sizes, self._lifespans)),
+            *(ctypes.c_void_p(array.ctypes.data) for array in (self._first, self._sizes, self._lifespans)),
             ctypes.c_int64(limit),
             ctypes.c_int32(rounds),
             *(ctypes.c_void_p(array.ctypes.data) for array in (best_order, offsets)),
@@ -222,7 +262,8 @@ class PythonPacker:
 
 def _live_peak(buffers: Sequence[Buffer]) -> int:
     """Return the most bytes that are live at any time."""
-    lifespans = [(*lifespan, buffer.size) for buffer in buffers for lifespan in buffer.lifespans]
+    parts = (part for buffer in buffers for part in buffer.parts)
+    lifespans = [(*lifespan, part.size) for part in parts for lifespan in part.lifespans]
     table = np.array(lifespans, np.int64).reshape(-1, 3)
     change = np.zeros(int(table[:, 1].max(initial=0)) + 1, np.int64)
     np.add.at(change, table[:, 0], table[:, 2])
@@ -236,30 +277,43 @@ def _best_fit(buffers: Sequence[Buffer], order: Sequence[int]) -> tuple[int, lis
     height = 0
     # Invariant: the first ``count`` columns are the lifespans packed so far, sorted by offset. Rows: where each begins
     # and ends in bytes, and in ticks.
-    packed = np.zeros((4, 2 * len(buffers)), np.int64)
+    packed = np.zeros((4, 2 * sum(len(buffer.parts) for buffer in buffers)), np.int64)
     lows, highs, begins, ends = packed
     count = 0
     for i in order:
-        size, lifespans = buffers[i].size, buffers[i].lifespans
-        (begin, end), *second = lifespans
-        live = (begins[:count] < end) & (ends[:count] > begin)
-        for begin, end in second:
-            live |= (begins[:count] < end) & (ends[:count] > begin)
-        neighbours = live.nonzero()[0]
-        # Neighbours may overlap in bytes (not in time), so a gap begins above the highest of all that begin below it.
-        tops = np.zeros(len(neighbours) + 1, np.int64)
-        np.maximum.accumulate(highs[neighbours], out=tops[1:])
-        gaps = lows[neighbours] - tops[:-1]
-        gaps[gaps < size] = _NO_GAP
-        smallest = int(gaps.argmin()) if len(neighbours) else -1
-        offset = int(tops[smallest] if smallest >= 0 and gaps[smallest] < _NO_GAP else tops[-1])
+        # Offsets that would put a part over a neighbour: from ``taken[0]`` up to, not including, ``taken[1]``.
+        taken = []
+        for part in buffers[i].parts:
+            (begin, end), *second = part.lifespans
+            live = (begins[:count] < end) & (ends[:count] > begin)
+            for begin, end in second:
+                live |= (begins[:count] < end) & (ends[:count] > begin)
+            neighbours = live.nonzero()[0]
+            taken.append((lows[neighbours] - part.offset - part.size, highs[neighbours] - part.offset))
+        offset = _smallest_gap(*(np.concatenate(side) for side in zip(*taken, strict=True)), sort=len(taken) > 1)
         offsets[i] = offset
-        height = max(height, offset + size)
-        at = int(lows[:count].searchsorted(offset))
-        wide = len(lifespans)
-        packed[:, at + wide : count + wide] = packed[:, at:count]
-        for begin, end in lifespans:
-            packed[:, at] = offset, offset + size, begin, end
-            at += 1
-        count += wide
+        height = max(height, offset + buffers[i].size)
+        for part in buffers[i].parts:
+            at = int(lows[:count].searchsorted(offset + part.offset))
+            wide = len(part.lifespans)
+            packed[:, at + wide : count + wide] = packed[:, at:count]
+            for begin, end in part.lifespans:
+                packed[:, at] = offset + part.offset, offset + part.offset + part.size, begin, end
+                at += 1
+            count += wide
     return height, offsets
+
+
+def _smallest_gap(below: _Offsets, above: _Offsets, *, sort: bool) -> int:
+    """Return the lowest offset of the smallest gap between offsets that are taken, or above them all."""
+    if sort:
+        order = below.argsort(kind="stable")
+        below, above = below[order], above[order]
+    # What is taken may overlap, so a gap begins above the highest of all that begin below it.
+    tops = np.zeros(len(above) + 1, np.int64)
+    np.maximum.accumulate(above, out=tops[1:])
+    np.maximum(tops, 0, out=tops)
+    gaps = below - tops[:-1]
+    gaps[gaps < 0] = _NO_GAP
+    smallest = int(gaps.argmin()) if len(gaps) else -1
+    return int(tops[smallest] if smallest >= 0 and gaps[smallest] < _NO_GAP else tops[-1])

@@ -34,6 +34,8 @@ def live_ranges_of(
         replay.ticks,
         replay.end,
         replay.waits_at_home,
+        replay.resident_ranges,
+        replay.merged(),
     )
 
 
@@ -53,6 +55,7 @@ class _Replay:
         self.events = schedule.events
         self.end = len(schedule.events) + 1
         self.planned: list[Vertex] = []
+        self.resident_ranges: list[Vertex] = []
         self.ticks: list[int] = []
         self.tick = 0
         self.ranges: list[LiveRange] = []
@@ -69,6 +72,7 @@ class _Replay:
         """By write-back: the vertices that used what its home held before."""
         self.written_now: dict[Ref, int] = {v: i for i, b in enumerate(self.buffers) for v in b.versions[1:]}
         """By version that a kernel writes over the one before: its buffer."""
+        self.traits = {vertex.id: vertex.traits for vertex in requirements.inputs}
         vertices = (*requirements.inputs, *requirements.order)
         self.next_id = max((vertex.id for vertex in vertices), default=-1) + 1
         self.needed_offloads = self._needed_offloads()
@@ -77,7 +81,7 @@ class _Replay:
     def run(self) -> None:
         """Go through all events."""
         for index in self.resident:
-            self._open(index, self.buffers[index].ref, 0)
+            self._open(index, self._resident(index), 0)
         first = dict(self.current)
         ticks: dict[int, int] = {-1: 0}
         for tick, (event, subject) in enumerate(self.events, start=1):
@@ -102,8 +106,29 @@ class _Replay:
                 live.end = self.end
                 if index in first and live is not first[index]:
                     live.at_step_start = first[index]
+                    live.join(first[index])
         self._add_pinned(ticks)
         self.ranges.sort(key=lambda live: live.begin)
+
+    def merged(self) -> dict[int, int]:
+        """Return the reloads that are part of the one before them, by id, with the id of the first of these: loads of
+        adjacent ranges, with no vertex between them, that the same vertices read."""
+        merged: dict[int, int] = {}
+        before: tuple[int, int] | None = None
+        """The last reload, and its buffer, if nothing ran since."""
+        reload_at = {live.scheduled: live for live in self.ranges if live.scheduled >= 0}
+        for tick, (event, subject) in enumerate(self.events, start=1):
+            if event is SwapEvent.RELOAD:
+                live = reload_at[tick]
+                ref, readers = live.values[0]
+                if before is not None and self.buffers[subject].begin and before[1] == subject - 1:
+                    former = self.by_value[before[0], 0]
+                    if former.device == live.device and former.values[0][1] == readers:
+                        merged[ref[0]] = merged.get(before[0], before[0])
+                before = ref[0], subject
+            elif event is not SwapEvent.EVICT:
+                before = None
+        return merged
 
     def _add_pinned(self, ticks: Mapping[int, int]) -> None:
         for pinned in self.requirements.pinned:
@@ -169,17 +194,39 @@ class _Replay:
         needed |= {last[index] for index in changed if index in last and index not in resident - loaded_unchanged}
         return needed
 
+    def _resident(self, index: int) -> Ref:
+        """Return the name of what is on the device when the step starts."""
+        buffer = self.buffers[index]
+        if not buffer.is_range:
+            return buffer.ref
+        traits = self.traits[buffer.ref[0]]
+        vertex = Vertex(
+            self.next_id,
+            VertexKind.INPUT,
+            buffer.device,
+            "resident",
+            (buffer.ref,),
+            (buffer.size,),
+            traits=traits,
+            begin=buffer.begin,
+        )
+        self.next_id += 1
+        self.resident_ranges.append(vertex)
+        return vertex.id, 0
+
     def _open(self, index: int, ref: Ref, tick: int) -> None:
         """Begin a live range of a swappable buffer."""
         buffer = self.buffers[index]
-        live = LiveRange(buffer.device, buffer.block, tick, tick + 1, [(ref, [])])
+        live = LiveRange(buffer.device, buffer.block, tick, tick + 1, [(ref, [])], begin_in_value=buffer.begin)
         self.current[index] = live
         self.ranges.append(live)
         self.by_value[ref] = live
 
     def _copy(self, kind: VertexKind, index: int, source: Ref) -> int:
         buffer = self.buffers[index]
-        vertex = Vertex(self.next_id, kind, buffer.device, kind.name.lower(), (source,), (buffer.size,))
+        vertex = Vertex(
+            self.next_id, kind, buffer.device, kind.name.lower(), (source,), (buffer.size,), begin=buffer.begin
+        )
         self.next_id += 1
         self.planned.append(vertex)
         self.ticks.append(self.tick)
@@ -189,12 +236,21 @@ class _Replay:
         vertex = self.requirements.order[position]
         copies: dict[Ref, Ref] = {}
         """By value of the task graph: the copy on the device that the vertex reads in its place."""
+        further: list[Ref] = []
+        first: dict[Ref, LiveRange] = {}
         for index in self.requirements.reads[position]:
             live = self.current[index]
+            buffer = self.buffers[index]
+            if buffer.is_range:
+                # Its call finds the whole value where the first range is.
+                first.setdefault(buffer.ref, live).join(live)
             ref, readers = live.values[-1]
             if live.scheduled >= 0 and live.first_read < 0:
                 live.first_read = tick
-            copies.update(dict.fromkeys(self.buffers[index].versions, ref))
+            if buffer.begin:
+                further.append(ref)
+            else:
+                copies.update(dict.fromkeys(buffer.versions, ref))
             readers.append(vertex.id)
             live.end = self.released.get((position, live.device), self.end)
         for ref in dict.fromkeys(vertex.inputs):
@@ -204,7 +260,8 @@ class _Replay:
         loads = [load for index in overwritten for load in self.loads.get(index, ())]
         if users := [*loads, *self.requirements.used_before.get(position, ())]:
             self.waits_at_home[vertex.id] = users
-        self.planned.append(replace(vertex, inputs=tuple(copies.get(ref, ref) for ref in vertex.inputs)))
+        inputs = (*(copies.get(ref, ref) for ref in vertex.inputs), *further)
+        self.planned.append(replace(vertex, inputs=inputs))
         self.ticks.append(self.tick)
         for index in self.requirements.made.get(position, ()):
             self._open(index, self.buffers[index].ref, tick)

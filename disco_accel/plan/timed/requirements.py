@@ -29,6 +29,7 @@ from disco_accel.graph.values import (
     is_handed_out,
     lasting_versions,
     must_survive_step,
+    never_changes,
     outlives_step,
     overwrites,
 )
@@ -43,12 +44,17 @@ GUESSED_BANDWIDTH = 1e12
 
 
 def requirements_of(
-    graph: TaskGraph, machine: Machine, min_gap_ratio: float | None, not_offloaded: Collection[int] = ()
+    graph: TaskGraph,
+    machine: Machine,
+    min_gap_ratio: float | None,
+    not_offloaded: Collection[int] = (),
+    range_bytes: int | None = None,
 ) -> StepRequirements:
     """Return what ``graph`` needs.
 
     ``min_gap_ratio``: an activation is swappable only if one of its idle gaps is at least this many times its two
-    copies (None: no activation is). ``not_offloaded``: kernels whose outputs are not swappable in any case. Raises
+    copies (None: no activation is). ``not_offloaded``: kernels whose outputs are not swappable in any case.
+    ``range_bytes``: values that never change are swapped in ranges of about so many bytes (None: as a whole). Raises
     Infeasible for in-place writes to values that would have to be copied first, and PlanError for a version of a value
     that changes over steps which is wanted after it has been overwritten.
     """
@@ -63,7 +69,9 @@ def requirements_of(
     ]
     alignments = {device.id: device.alignment for device in graph.devices}
     requirements = StepRequirements(graph, inputs, order, seconds, alignments)
-    _Collector(requirements, machine, min_gap_ratio, not_offloaded).collect()
+    collector = _Collector(requirements, machine, min_gap_ratio, not_offloaded)
+    collector.range_bytes = range_bytes
+    collector.collect()
     return requirements
 
 
@@ -112,6 +120,7 @@ class _Collector:
         self.not_offloaded = not_offloaded
         self.machine = machine
         self.min_gap_ratio = min_gap_ratio
+        self.range_bytes: int | None = None
         self.vertices = {vertex.id: vertex for vertex in requirements.vertices}
         self.home_uses = HomeUses.of(replace(requirements.graph, vertices=requirements.vertices))
         self.readers: dict[Ref, list[int]] = {}
@@ -188,12 +197,26 @@ class _Collector:
             writes = self._writes(versions)
             uses = sorted({position for version in versions for position in self.readers.get(version, ())})
             if uses:
-                buffer = SwappableBuffer(ref, vertex.device, block, vertex.sizes[0], uses, True)
-                buffer.writes, buffer.versions, buffer.outlives_step = writes, versions, outlives_step(vertex)
-                requirements.swappable.append(buffer)
+                for begin, size in self._ranges(vertex):
+                    block = requirements.block(size, vertex.device)
+                    buffer = SwappableBuffer(ref, vertex.device, block, size, uses, True)
+                    buffer.writes, buffer.versions, buffer.outlives_step = writes, versions, outlives_step(vertex)
+                    buffer.begin, buffer.is_range = begin, size < vertex.sizes[0]
+                    requirements.swappable.append(buffer)
             return
         last = requirements.end if must_survive_step(vertex) or arrives_at_gate(vertex) else max(readers, default=0)
         self._pin(PinnedBuffer(vertex.device, block, [ref], -1, last))
+
+    def _ranges(self, vertex: Vertex) -> list[tuple[int, int]]:
+        """Return where the ranges begin in which the input is swapped, and the bytes of each: about equally many."""
+        size = vertex.sizes[0]
+        if self.range_bytes is None or size < 2 * self.range_bytes or not never_changes(vertex):
+            return [(0, size)]
+        order = self.requirements.order
+        if any(order[position].kind is not VertexKind.KERNEL for position in self.readers[vertex.id, 0]):
+            return [(0, size)]
+        step = self.requirements.block(-(-size // (size // self.range_bytes)), vertex.device)
+        return [(begin, min(step, size - begin)) for begin in range(0, size, step)]
 
     def _order_at_home(self) -> None:
         """Note which kernels use at home what others write over there. Raises PlanError if one is wanted after that."""

@@ -133,7 +133,7 @@ class _Search:
             for device in graph.devices
         }
         """What drafts may take of ``capacity``."""
-        self.requirements: dict[tuple[bool, float | None], StepRequirements | None] = {}
+        self.requirements: dict[tuple[bool, float | None, int | None], StepRequirements | None] = {}
         self.attempted: set[tuple[DraftOptions, tuple[int, ...]]] = set()
         self.drafted: list[tuple[Draft, DraftOptions]] = []
         self.queue: list[tuple[float, int, int, Draft, _Unpacked | None]] = []
@@ -164,6 +164,9 @@ class _Search:
         for ratio in settings.min_gap_ratios:
             if not self.drafted or self.effort * 4 < settings.effort:
                 self.attempt(DraftOptions(ratio, first_share))
+        memory = max(self.draft_capacity.values())
+        for share in settings.range_shares if self.drafted else ():
+            self.attempt(replace(self.best(), range_bytes=int(share * memory)), limited=True)
         if self.drafted and settings.low_peak_order:
             self.attempt(replace(self.best(), low_peak_order=True), limited=True)
         if self.drafted and settings.evict_outliers_at_boundary:
@@ -341,7 +344,7 @@ class _Search:
         spent = (self.effort > self.settings.effort or self.over(drafting)) and (limited or self.drafted)
         if spent or self.work.late(drafting) or (self.fastest() <= self.floor and not even_if_good):
             return
-        requirements = self._requirements(options.min_gap_ratio, options.low_peak_order)
+        requirements = self._requirements(options.min_gap_ratio, options.low_peak_order, options.range_bytes)
         if requirements is None:
             return
         permanent = tuple(permanent_buffers(requirements, self.draft_capacity, options))
@@ -360,13 +363,17 @@ class _Search:
         requirements = self._requirements(None) or self._requirements(self.settings.min_gap_ratios[-1])
         return 0.0 if requirements is None else seconds_if_all_resident(requirements, self.machine, self.capacity)
 
-    def _requirements(self, ratio: float | None, low_peak_order: bool = False) -> StepRequirements | None:
-        kind = low_peak_order, ratio
+    def _requirements(
+        self, ratio: float | None, low_peak_order: bool = False, range_bytes: int | None = None
+    ) -> StepRequirements | None:
+        kind = low_peak_order, ratio, range_bytes
         if kind not in self.requirements:
             graph = self.low_peak_graph if low_peak_order else self.graph
             try:
                 self.requirements[kind] = (
-                    None if graph is None else requirements_of(graph, self.machine, ratio, self.not_offloaded)
+                    None
+                    if graph is None
+                    else requirements_of(graph, self.machine, ratio, self.not_offloaded, range_bytes)
                 )
             except Infeasible:
                 self.requirements[kind] = None

@@ -38,7 +38,7 @@ class SwappableBuffer:
     ``evictable_from`` on, which in the second of two steps is where that starts, and behind the kernel that writes it
     at home. An activation stays on the device
     from its ``producer`` up to before ``evictable_from``, by when its offload should have ended; readers in between are
-    not among its ``uses``.
+    not among its ``uses``. ``begin``: where its bytes begin in the value, of which it is a range if ``is_range``.
     """
 
     ref: Ref
@@ -52,6 +52,8 @@ class SwappableBuffer:
     writes: list[int] = field(default_factory=list)
     versions: list[Ref] = field(default_factory=list)
     outlives_step: bool = True
+    begin: int = 0
+    is_range: bool = False
 
     @property
     def may_be_resident(self) -> bool:

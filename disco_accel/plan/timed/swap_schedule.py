@@ -343,9 +343,23 @@ class _SwapScheduler:
         device.next_use += 1
         return True
 
+    def _continues(self, buffer: int) -> bool:
+        """Whether one copy brings the buffer with the one that was loaded last, behind which it lies in its value."""
+        if not self.buffers[buffer].begin:
+            return False
+        for event, subject in reversed(self.schedule.events):
+            if event is SwapEvent.RELOAD:
+                return subject == buffer - 1
+            if event is not SwapEvent.EVICT:
+                return False
+        return False
+
     def _reload(self, device: _DeviceState, buffer: int, begin: float) -> None:
         size, link = self.buffers[buffer].size, self.machine.h2d
-        device.link_free = begin + link.seconds(size, device.device)
+        seconds = link.seconds(size, device.device)
+        if begin <= device.link_free and self._continues(buffer):
+            seconds -= link.latency
+        device.link_free = begin + seconds
         self.arrival[buffer] = device.link_free
         self.schedule.seconds = max(self.schedule.seconds, device.link_free)
         self.state.resident[buffer] = True
