@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -113,12 +114,15 @@ def resident_range_not_back(plan: MemGraph, rng: random.Random) -> MemGraph | No
     origins = {
         (v.inputs[0], v.begin, plan.slots[v.id, 0].addr - v.begin) for v in plan.vertices if is_resident_range(v)
     }
+    loads = Counter((v.inputs[0], v.begin) for v in plan.vertices if v.kind is VertexKind.RELOAD)
     last = [
         v
         for v in plan.vertices
         if v.kind is VertexKind.RELOAD
         and (v.id, 0) not in read
+        and loads[v.inputs[0], v.begin] == 1
         and (v.inputs[0], v.begin, plan.slots[v.id, 0].addr - v.begin) in origins
+        and _is_over_another(plan, v)
     ]
     if not plan.cyclic or not last:
         return None
@@ -168,6 +172,20 @@ def _begin(plan: MemGraph, ref: Ref) -> int:
 
 def _is_read(plan: MemGraph, vertex: Vertex) -> bool:
     return any((vertex.id, 0) in v.inputs for v in plan.vertices)
+
+
+def _is_over_another(plan: MemGraph, load: Vertex) -> bool:
+    """Whether what the step makes or loads lies at some time where ``load`` brings a range."""
+    mine = plan.slots[load.id, 0]
+    return any(
+        slot.device == mine.device
+        and v.kind is not VertexKind.INPUT
+        and v is not load
+        and max(slot.addr, mine.addr) < min(slot.addr + slot.size, mine.addr + mine.size)
+        for v in plan.vertices
+        for k in range(len(v.sizes))
+        if (slot := plan.slots.get((v.id, k))) is not None
+    )
 
 
 def _alignment(plan: MemGraph, vertex: Vertex) -> int:

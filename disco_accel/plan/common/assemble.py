@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from disco_accel.graph.byte_ranges import is_resident_range
 from disco_accel.graph.memgraph import MemGraph, Slot
 from disco_accel.graph.order import data_edges
 from disco_accel.graph.taskgraph import Ref, TaskGraph, VertexKind
@@ -24,6 +25,7 @@ def assemble(graph: TaskGraph, log: PlanLog, slots: dict[Ref, Slot], *, cyclic: 
     if not cyclic:
         # A resident that nobody reads before it is overwritten need not have been loaded: its slot is dropped.
         slots = {ref: slot for ref, slot in slots.items() if ref[0] not in clean or ref in read}
+        order = tuple(v for v in order if not is_resident_range(v) or (v.id, 0) in slots)
     return MemGraph(
         name=graph.name,
         devices=graph.devices,

@@ -25,8 +25,7 @@ class DraftOptions:
     that never leave. ``outliers_permanent``: among these, unusually large buffers come first. ``low_peak_order``: the
     serial order with a lower live peak. ``evict_outliers_at_boundary``: unusually large buffers are not on the device
     at the step boundary. ``prefetch_horizon``: as a share of the step with memory for everything, how far ahead of its
-    reader a reload may evict another buffer. ``range_bytes``: about how many bytes the ranges have in which weights are
-    swapped (None: weights are swapped as a whole)."""
+    reader a reload may evict another buffer."""
 
     min_gap_ratio: float | None
     resident_share: float
@@ -34,7 +33,6 @@ class DraftOptions:
     low_peak_order: bool = False
     evict_outliers_at_boundary: bool = False
     prefetch_horizon: float = float("inf")
-    range_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

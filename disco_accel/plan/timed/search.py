@@ -70,6 +70,7 @@ def build_timed(
         search.floor = 0.0
         search.run()
         search.assign_offsets()
+    search.run_in_ranges()
     if search.plan is None:
         raise Infeasible(0)
     return search.plan
@@ -134,12 +135,14 @@ class _Search:
         }
         """What drafts may take of ``capacity``."""
         self.requirements: dict[tuple[bool, float | None, int | None], StepRequirements | None] = {}
-        self.attempted: set[tuple[DraftOptions, tuple[int, ...]]] = set()
+        self.attempted: set[tuple[DraftOptions, int | None, tuple[int, ...]]] = set()
         self.drafted: list[tuple[Draft, DraftOptions]] = []
         self.queue: list[tuple[float, int, int, Draft, _Unpacked | None]] = []
         """Drafts without offsets, a heap: rank, bytes reloaded, number, draft, and what is known of its packing."""
         self.schedules: dict[float, list[list[tuple[SwapEvent, int]]]] = {}
         """Events of all drafts so far by their seconds: equal ones are packed once."""
+        self.range_bytes: int | None = None
+        """About how many bytes the ranges have in which weights are drafted (None: they are drafted as a whole)."""
         self.queued = 0
         self.effort = 0
         self.offsets_tried = 0
@@ -164,9 +167,6 @@ class _Search:
         for ratio in settings.min_gap_ratios:
             if not self.drafted or self.effort * 4 < settings.effort:
                 self.attempt(DraftOptions(ratio, first_share))
-        memory = max(self.draft_capacity.values())
-        for share in settings.range_shares if self.drafted else ():
-            self.attempt(replace(self.best(), range_bytes=int(share * memory)), limited=True)
         if self.drafted and settings.low_peak_order:
             self.attempt(replace(self.best(), low_peak_order=True), limited=True)
         if self.drafted and settings.evict_outliers_at_boundary:
@@ -180,6 +180,26 @@ class _Search:
             for horizon in settings.prefetch_horizons:
                 self.attempt(replace(self.best(), prefetch_horizon=horizon), limited=True, even_if_good=True)
         self._refine_share()
+
+    def run_in_ranges(self) -> None:
+        """Draft anew with weights in ranges, of one size after the other, and give the drafts offsets.
+
+        The plan so far stays unless one of these is faster: ranges that have to lie side by side are harder to place,
+        so that a search with them from the start may find nothing that fits."""
+        memory = max(self.draft_capacity.values())
+        whole, best = self.drafted, self.best()
+        for share in self.settings.range_shares if self.plan is not None else ():
+            self.range_bytes = int(share * memory)
+            probe = self._requirements(None, False) or self._requirements(self.settings.min_gap_ratios[-1])
+            if self.makespan <= self.floor or probe is None or not any(each.is_range for each in probe.swappable):
+                continue
+            # What was found with weights as a whole neither ends this search nor is what it goes on from.
+            self.queue.clear()
+            self.drafted, self.effort = [], 0
+            self.attempt(best)
+            self.run()
+            self.assign_offsets()
+        self.drafted = self.drafted or whole
 
     def _refine_share(self) -> None:
         """Look around the best share; the step is halved where neither neighbour is faster, so this ends."""
@@ -344,12 +364,12 @@ class _Search:
         spent = (self.effort > self.settings.effort or self.over(drafting)) and (limited or self.drafted)
         if spent or self.work.late(drafting) or (self.fastest() <= self.floor and not even_if_good):
             return
-        requirements = self._requirements(options.min_gap_ratio, options.low_peak_order, options.range_bytes)
+        requirements = self._requirements(options.min_gap_ratio, options.low_peak_order)
         if requirements is None:
             return
         permanent = tuple(permanent_buffers(requirements, self.draft_capacity, options))
         # Which buffers are permanent is all that a share and the outliers decide.
-        attempt = replace(options, resident_share=0.0, outliers_permanent=False), permanent
+        attempt = replace(options, resident_share=0.0, outliers_permanent=False), self.range_bytes, permanent
         if attempt in self.attempted:
             return
         self.attempted.add(attempt)
@@ -363,17 +383,15 @@ class _Search:
         requirements = self._requirements(None) or self._requirements(self.settings.min_gap_ratios[-1])
         return 0.0 if requirements is None else seconds_if_all_resident(requirements, self.machine, self.capacity)
 
-    def _requirements(
-        self, ratio: float | None, low_peak_order: bool = False, range_bytes: int | None = None
-    ) -> StepRequirements | None:
-        kind = low_peak_order, ratio, range_bytes
+    def _requirements(self, ratio: float | None, low_peak_order: bool = False) -> StepRequirements | None:
+        kind = low_peak_order, ratio, self.range_bytes
         if kind not in self.requirements:
             graph = self.low_peak_graph if low_peak_order else self.graph
             try:
                 self.requirements[kind] = (
                     None
                     if graph is None
-                    else requirements_of(graph, self.machine, ratio, self.not_offloaded, range_bytes)
+                    else requirements_of(graph, self.machine, ratio, self.not_offloaded, self.range_bytes)
                 )
             except Infeasible:
                 self.requirements[kind] = None

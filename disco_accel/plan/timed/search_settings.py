@@ -58,7 +58,7 @@ class TimedSettings:
     """Positions of a step up to which such a draft is followed by three, two of them with less memory everywhere: of a
     small graph one weight may be a tenth of the memory. 0: always by one."""
 
-    range_shares: tuple[float, ...] = (0.05, 0.02)
+    range_shares: tuple[float, ...] = (0.1, 0.05, 0.02)
     """Ranges of about this share of the memory in which weights are swapped. Empty: they are swapped as a whole."""
 
     retry_bonus: float = 0.02
