@@ -7,7 +7,6 @@ the machine and the graph, not on a plan.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,6 +27,7 @@ from disco_accel.graph.values import (
     overwrites,
 )
 from disco_accel.plan.lane_bound import lane_bound
+from disco_accel.plan.phases import OneDevice, phases
 from disco_accel.simulate.machine import copy_kind
 from disco_accel.simulate.simulator import Machine
 
@@ -325,56 +325,8 @@ def _least_copies(facts: _Facts, directions: Collection[VertexKind]) -> tuple[fl
     return always + max(0.0, cost / link.bandwidth), sum(renewed) + max(0.0, nbytes)
 
 
-_MARKS = 128
-_TURNS = 16
-
-
 def _phases(facts: _Facts) -> float:
-    """Return the seconds that stretches of the step need one after another.
-
-    From the start of one vertex, or of the step, to the start of a later one, the values that are read between and were
-    made before, less the bytes that fit beside the outputs of the first, must be loaded. A stretch may cross the step
-    boundary; what the host has renewed there must be loaded in any case. The result is the largest sum over divisions
-    of the ring into such stretches. Kernels on several streams start in no one order, so that there are none.
-    """
+    """Return what ``phases`` does. Kernels on several streams start in no one order, so that there are none."""
     if facts.streams > 1:
         return 0.0
-    marks = sorted({round(i * facts.end / _MARKS) for i in range(_MARKS)})
-    count = len(marks)
-    clock = np.concatenate(([0.0], np.cumsum(facts.seconds)))
-    length = np.diff([*(clock[mark] for mark in marks), clock[-1]])
-    stretch = np.array([_stretch(facts, marks, a) for a in range(count)])
-    for a in range(count):
-        stretch[a] = np.maximum(stretch[a], np.cumsum(np.roll(length, -a)))
-    best = 0.0
-    for turn in range(0, count, max(1, count // _TURNS)):
-        ends = np.zeros(count + 1)
-        for step in range(count):
-            a = (turn + step) % count
-            ends[step + 1 :] = np.maximum(ends[step + 1 :], ends[step] + stretch[a][: count - step])
-        best = max(best, float(ends[-1]))
-    return best
-
-
-def _stretch(facts: _Facts, marks: list[int], a: int) -> list[float]:
-    """Return the seconds that the link needs from mark ``a`` to each of the marks after it, all around the ring."""
-    begin, end = marks[a], facts.end
-    room = facts.memory - int(facts.outputs[begin]) if begin < end else facts.memory
-    first, renewed = np.zeros((2, end + 1), np.int64)
-    step_starts = begin in (0, end)
-    for value in facts.each_value:
-        at = bisect_left(value.uses, begin)
-        if value.renewed and value.uses and (step_starts or value.uses[0] < begin):
-            # Its content is that of a step which starts in this stretch: no device has it before.
-            renewed[value.uses[0]] += value.size
-        if at < len(value.uses):
-            use = value.uses[at]
-            if value.made < begin and not (value.renewed and step_starts):
-                first[use] += value.size
-        elif value.starts_on_host and value.uses and not value.renewed:
-            # Its next reader is in the next step.
-            first[value.uses[0]] += value.size
-    total, always = (np.concatenate(([0], np.cumsum(np.roll(each[:end], -begin)))) for each in (first, renewed))
-    stops = [*(mark - begin for mark in marks[a + 1 :]), *(mark + end - begin for mark in marks[: a + 1])]
-    bandwidth = facts.loads.bandwidth
-    return [(max(0, int(total[stop]) - room) + int(always[stop])) / bandwidth for stop in stops]
+    return phases(OneDevice(facts.seconds, facts.outputs, facts.memory, facts.loads.bandwidth, facts.each_value))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -302,30 +303,43 @@ class DeviceMemory:
         extents: list[tuple[int, int, DeviceCopy | None]] = [(b.start, b.end, None) for b in self.free_list.blocks]
         extents += [(copy.addr, copy.addr + copy.aligned_size, copy) for copy in victims]
         extents.sort(key=lambda extent: extent[0])
-        best: tuple[bool, float, int, int, list[DeviceCopy]] | None = None
+        best: tuple[tuple[bool, float, int, int], int, int] | None = None
         # Only ranges that begin with an extent are compared: any other one, moved down to the start of its first
         # extent, has the same victims or fewer. From each start the range grows by whole adjacent extents, until it is
-        # large enough.
+        # large enough; none ends before the range of the start before does, so that both ends only move up.
+        kept_before, offload_before = [0], [0]
+        for _, _, copy in extents:
+            kept = copy is not None and copy.value.next_use == copy.value.after_last - 1
+            kept_before.append(kept_before[-1] + kept)
+            offloads = copy is not None and copy.value.host is None
+            offload_before.append(offload_before[-1] + (copy.aligned_size if copy is not None and offloads else 0))
+        least_willing: deque[tuple[float, int]] = deque()
+        """Ranks in the range with their extents, ascending: each lower than all that come behind it."""
+        last = 0
         for first, (start, _, _) in enumerate(extents):
-            evicted: list[DeviceCopy] = []
-            holds_kept, lowest_rank, offload_bytes, reach = False, float("inf"), 0, start
-            for index in range(first, len(extents)):
-                begin, end, copy = extents[index]
+            while last < len(extents) and (
+                last <= first
                 # Between two extents lies a copy that may not leave.
-                if begin != reach or reach - start >= aligned_size:
-                    break
-                reach = end
+                or (extents[last][0] == extents[last - 1][1] and extents[last - 1][1] - start < aligned_size)
+            ):
+                copy = extents[last][2]
                 if copy is not None:
-                    evicted.append(copy)
-                    holds_kept = holds_kept or copy.value.next_use == copy.value.after_last - 1
-                    lowest_rank = min(lowest_rank, ranks[id(copy)])
-                    offload_bytes += copy.aligned_size if copy.value.host is None else 0
-            candidate = (holds_kept, -lowest_rank, offload_bytes, start, evicted)
-            if reach - start >= aligned_size and (best is None or candidate[:4] < best[:4]):
-                best = candidate
+                    while least_willing and least_willing[-1][0] >= ranks[id(copy)]:
+                        least_willing.pop()
+                    least_willing.append((ranks[id(copy)], last))
+                last += 1
+            while least_willing and least_willing[0][1] < first:
+                least_willing.popleft()
+            if extents[last - 1][1] - start < aligned_size:
+                continue
+            lowest_rank = least_willing[0][0] if least_willing else float("inf")
+            holds_kept = kept_before[last] > kept_before[first]
+            candidate = (holds_kept, -lowest_rank, offload_before[last] - offload_before[first], start)
+            if best is None or candidate < best[0]:
+                best = candidate, first, last
         if best is None:
             raise Infeasible(self.exec_horizon)
-        for victim in best[4]:
+        for victim in (copy for _, _, copy in extents[best[1] : best[2]] if copy is not None):
             value = victim.value
             if value.host is None:
                 self.sim_malloc_offload(value)
@@ -334,7 +348,8 @@ class DeviceMemory:
             # The look-ahead has to pass the victim's next use again to reload it.
             self.alloc_horizon = min(self.alloc_horizon, value.next_use)
             self._cache(value)
-        return AddressRange(best[3], best[3] + aligned_size)
+        start = best[0][3]
+        return AddressRange(start, start + aligned_size)
 
     def _may_evict(self, copy: DeviceCopy) -> bool:
         if copy.permanent or copy.value.out:

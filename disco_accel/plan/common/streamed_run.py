@@ -10,7 +10,7 @@ import heapq
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, islice
+from itertools import accumulate
 
 from disco_accel.graph.home_uses import host_devices
 from disco_accel.graph.memgraph import MemGraph
@@ -52,19 +52,86 @@ def _others(order: Sequence[Vertex], device: int) -> int:
 
 @dataclass
 class _Weights:
-    """The weights of one device. ``room``: bytes that are free for them; ``kernels``: positions of those that read some
-    and have not started; ``readers``: weight → its own, ascending; ``used``: weight → running kernels that read it."""
+    """The weights of one device. ``room``: bytes that are free for them; ``kernels``: positions of those that read
+    some, ascending; ``readers``: weight → those that read it and have not started, ascending; ``used``: weight →
+    running kernels that read it. ``settled``: nothing has changed since no weight could be loaded."""
 
     room: int
-    kernels: dict[int, None] = field(default_factory=dict)
+    kernels: list[int] = field(default_factory=list)
     readers: dict[int, list[int]] = field(default_factory=dict)
     there: set[int] = field(default_factory=set)
     used: Counter[int] = field(default_factory=Counter)
     coming: int | None = None
+    settled: bool = False
+    _started: set[int] = field(default_factory=set)
+    _window: int = 0
+    """How many of ``kernels`` there are up to the last for which a weight is loaded, started ones included."""
+    _missing: list[tuple[float, int]] = field(default_factory=list)
+    """A heap of (next reader, weight), of weights that are not there; stale once the weight has come. No reader starts
+    before that."""
+    _furthest: list[tuple[float, int]] = field(default_factory=list)
+    """A heap of (minus the next reader, minus the weight), of weights that are there; stale once a reader has started
+    or the weight has left."""
+
+    def begin(self) -> None:
+        """Note the window, and which weights are there and which are not, before the first kernel starts."""
+        self._window = min(_WINDOW, len(self.kernels))
+        self._missing = [(self.next_reader(each), each) for each in self.readers if each not in self.there]
+        self._furthest = [(-self.next_reader(each), -each) for each in self.there]
+        heapq.heapify(self._missing)
+        heapq.heapify(self._furthest)
 
     def next_reader(self, weight: int) -> float:
         """Return the position of the first reader that has not started."""
         return self.readers[weight][0] if self.readers[weight] else float("inf")
+
+    def start(self, at: int, reads: Sequence[int]) -> None:
+        """Note that kernel ``at`` starts, which ``reads`` some of the weights."""
+        self.used.update(reads)
+        for each in reads:
+            self.readers[each].remove(at)
+            heapq.heappush(self._furthest, (-self.next_reader(each), -each))
+        self._started.add(at)
+        if self._window < len(self.kernels) and at < self.kernels[self._window]:
+            self._window += 1
+            while self._window < len(self.kernels) and self.kernels[self._window - 1] in self._started:
+                self._window += 1
+        self.settled = False
+
+    def arrive(self, weight: int) -> None:
+        """Note that ``weight`` has come."""
+        self.there.add(weight)
+        heapq.heappush(self._furthest, (-self.next_reader(weight), -weight))
+        self.settled = False
+
+    def first_short(self) -> int | None:
+        """Return the first kernel of the window that has not started for want of a weight, if there is one."""
+        while self._missing and (
+            self._missing[0][1] in self.there or self._missing[0][0] != self.next_reader(self._missing[0][1])
+        ):
+            heapq.heappop(self._missing)
+        if not self._missing or not self._window or self._missing[0][0] > self.kernels[self._window - 1]:
+            return None
+        return int(self._missing[0][0])
+
+    def make_room(self, nbytes: int, at: int, size: Mapping[int, int]) -> bool:
+        """Have weights of ``size`` leave whose next reader comes behind ``at``, the furthest first, until there is room
+        for ``nbytes``; say whether there is. Those that a running kernel reads stay."""
+        kept = []
+        while self.room < nbytes and self._furthest and -self._furthest[0][0] > at:
+            entry = heapq.heappop(self._furthest)
+            weight = -entry[1]
+            if weight not in self.there or -entry[0] != self.next_reader(weight):
+                continue
+            if self.used[weight]:
+                kept.append(entry)
+                continue
+            self.there.discard(weight)
+            self.room += size[weight]
+            heapq.heappush(self._missing, (self.next_reader(weight), weight))
+        for entry in kept:
+            heapq.heappush(self._furthest, entry)
+        return self.room >= nbytes
 
 
 class _StreamedRun:
@@ -85,7 +152,7 @@ class _StreamedRun:
             self.reads.append(tuple(dict.fromkeys(own_weights)) if vertex.kind is VertexKind.KERNEL else ())
             if self.reads[at]:
                 own = self.weights[vertex.device]
-                own.kernels[at] = None
+                own.kernels.append(at)
                 # Beside the weights of one kernel there is room for those of the next.
                 own.room = max(own.room, 2 * sum(self.size[each] for each in self.reads[at]))
                 for each in self.reads[at]:
@@ -95,6 +162,7 @@ class _StreamedRun:
                 if self.size[each] <= own.room and outlives_step(near[each]):
                     own.there.add(each)
                     own.room -= self.size[each]
+            own.begin()
         self.waiting = list(self.plan.waiting)
         self.outs_left = sum(self.plan.out)
         self.free = list(self.plan.width)
@@ -119,7 +187,9 @@ class _StreamedRun:
                     self._arrived(self.weights[device])
                 else:
                     self.free[self.plan.lanes[at]] += 1
-                    self.weights[self.device[at]].used.subtract(self.reads[at])
+                    if self.reads[at]:
+                        self.weights[self.device[at]].used.subtract(self.reads[at])
+                        self.weights[self.device[at]].settled = False
                     self._done(at)
             self._go_on()
         return {self.plan.ids[at]: second for at, second in self.started.items()}
@@ -149,7 +219,7 @@ class _StreamedRun:
     def _arrived(self, own: _Weights) -> None:
         weight, own.coming = own.coming, None
         if weight is not None:
-            own.there.add(weight)
+            own.arrive(weight)
             for at in self.held.pop(weight, ()):
                 self._ready(at)
 
@@ -163,34 +233,25 @@ class _StreamedRun:
                     # Its weight has left since.
                     self._ready(at)
         for device, own in self.weights.items():
-            if own.coming is None:
+            if own.coming is None and not own.settled:
                 self._load(device, own)
 
     def _start(self, at: int) -> None:
         self.started[at] = self.now
-        own = self.weights[self.device[at]]
-        own.kernels.pop(at, None)
-        own.used.update(self.reads[at])
-        for each in self.reads[at]:
-            own.readers[each].remove(at)
+        if self.reads[at]:
+            self.weights[self.device[at]].start(at, self.reads[at])
         self.free[self.plan.lanes[at]] -= 1
         heapq.heappush(self.events, (self.now + self.plan.seconds[at], at, self.device[at]))
 
     def _load(self, device: int, own: _Weights) -> None:
         """Load the first weight that is missing, over those with later readers, the furthest first."""
-        for at in islice(own.kernels, _WINDOW):
-            missing = next((each for each in self.reads[at] if each not in own.there), None)
-            if missing is None:
-                continue
-            idle = [each for each in own.there if not own.used[each] and own.next_reader(each) > at]
-            idle.sort(key=lambda each: (own.next_reader(each), each))
-            while own.room < self.size[missing] and idle:
-                out = idle.pop()
-                own.there.discard(out)
-                own.room += self.size[out]
-            if own.room >= self.size[missing]:
-                own.room -= self.size[missing]
-                own.coming = missing
-                seconds = self.machine.h2d.seconds(self.size[missing], device)
-                heapq.heappush(self.events, (self.now + seconds, -1, device))
+        own.settled = True
+        at = own.first_short()
+        if at is None:
             return
+        missing = next(each for each in self.reads[at] if each not in own.there)
+        if own.make_room(self.size[missing], at, self.size):
+            own.room -= self.size[missing]
+            own.coming = missing
+            seconds = self.machine.h2d.seconds(self.size[missing], device)
+            heapq.heappush(self.events, (self.now + seconds, -1, device))

@@ -91,6 +91,8 @@ class _DeviceState:
         self.starts = starts
         """Seconds of compute before each position."""
         self.next_use = 0
+        self.short_at = 0
+        """A position at which the last use that had to wait found too few bytes: ``unpromised`` never grows."""
         self.position = -1
         self.running = -1
         """The position whose vertex ran last and is not released yet, or -1."""
@@ -324,7 +326,11 @@ class _SwapScheduler:
         too_early = device.position < buffer.evictable_from
         # Up to ``held``, and up to where an activation is evictable, its bytes are counted already.
         begin = max(device.position, buffer.evictable_from, held + 1)
-        if int(device.unpromised[begin : use + 1].min()) < buffer.block:
+        if begin <= device.short_at <= use and device.unpromised[device.short_at] < buffer.block:
+            return False
+        fewest = begin + int(device.unpromised[begin : use + 1].argmin())
+        if device.unpromised[fewest] < buffer.block:
+            device.short_at = fewest
             return False
         if not resident and too_early and buffer.starts_on_host and held < 0:
             device.deferred.append(index)
