@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from disco_accel.graph.taskgraph import Device, Ref
+from disco_accel.plan.buildmemgraph.adjacent_victims import Extent, adjacent_victims
 from disco_accel.plan.buildmemgraph.eviction import Candidate, Policy, belady, fifo, lru
 from disco_accel.plan.common.device_copy import DeviceCopy, FreeBlock, ValueState
 from disco_accel.plan.common.free_list import AddressRange, FreeList, Rank
@@ -298,48 +298,15 @@ class DeviceMemory:
         lowest rank has the highest rank (the policy's least willing victim), then the fewest bytes to offload, then the
         lowest address. Raises Infeasible.
         """
-        victims = [copy for copy in self.held.values() if self._may_evict(copy)]
-        ranks = {id(copy): self.rank(copy) for copy in victims}
-        extents: list[tuple[int, int, DeviceCopy | None]] = [(b.start, b.end, None) for b in self.free_list.blocks]
-        extents += [(copy.addr, copy.addr + copy.aligned_size, copy) for copy in victims]
-        extents.sort(key=lambda extent: extent[0])
-        best: tuple[tuple[bool, float, int, int], int, int] | None = None
-        # Only ranges that begin with an extent are compared: any other one, moved down to the start of its first
-        # extent, has the same victims or fewer. From each start the range grows by whole adjacent extents, until it is
-        # large enough; none ends before the range of the start before does, so that both ends only move up.
-        kept_before, offload_before = [0], [0]
-        for _, _, copy in extents:
-            kept = copy is not None and copy.value.next_use == copy.value.after_last - 1
-            kept_before.append(kept_before[-1] + kept)
-            offloads = copy is not None and copy.value.host is None
-            offload_before.append(offload_before[-1] + (copy.aligned_size if copy is not None and offloads else 0))
-        least_willing: deque[tuple[float, int]] = deque()
-        """Ranks in the range with their extents, ascending: each lower than all that come behind it."""
-        last = 0
-        for first, (start, _, _) in enumerate(extents):
-            while last < len(extents) and (
-                last <= first
-                # Between two extents lies a copy that may not leave.
-                or (extents[last][0] == extents[last - 1][1] and extents[last - 1][1] - start < aligned_size)
-            ):
-                copy = extents[last][2]
-                if copy is not None:
-                    while least_willing and least_willing[-1][0] >= ranks[id(copy)]:
-                        least_willing.pop()
-                    least_willing.append((ranks[id(copy)], last))
-                last += 1
-            while least_willing and least_willing[0][1] < first:
-                least_willing.popleft()
-            if extents[last - 1][1] - start < aligned_size:
-                continue
-            lowest_rank = least_willing[0][0] if least_willing else float("inf")
-            holds_kept = kept_before[last] > kept_before[first]
-            candidate = (holds_kept, -lowest_rank, offload_before[last] - offload_before[first], start)
-            if best is None or candidate < best[0]:
-                best = candidate, first, last
-        if best is None:
+        victims = {copy.addr: copy for copy in self.held.values() if self._may_evict(copy)}
+        extents = [Extent(block.start, block.end) for block in self.free_list.blocks]
+        extents += [self._extent(copy) for copy in victims.values()]
+        extents.sort(key=lambda extent: extent.begin)
+        found = adjacent_victims(extents, aligned_size)
+        if found is None:
             raise Infeasible(self.exec_horizon)
-        for victim in (copy for _, _, copy in extents[best[1] : best[2]] if copy is not None):
+        first, behind = found
+        for victim in [victims[each.begin] for each in extents[first:behind] if each.begin in victims]:
             value = victim.value
             if value.host is None:
                 self.sim_malloc_offload(value)
@@ -348,8 +315,14 @@ class DeviceMemory:
             # The look-ahead has to pass the victim's next use again to reload it.
             self.alloc_horizon = min(self.alloc_horizon, value.next_use)
             self._cache(value)
-        start = best[0][3]
+        start = extents[first].begin
         return AddressRange(start, start + aligned_size)
+
+    def _extent(self, copy: DeviceCopy) -> Extent:
+        """Return the bytes of ``copy``, which may be evicted."""
+        kept = copy.value.next_use == copy.value.after_last - 1
+        offload = copy.aligned_size if copy.value.host is None else 0
+        return Extent(copy.addr, copy.addr + copy.aligned_size, self.rank(copy), kept, offload)
 
     def _may_evict(self, copy: DeviceCopy) -> bool:
         if copy.permanent or copy.value.out:
