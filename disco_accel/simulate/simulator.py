@@ -200,6 +200,8 @@ class _Run:
         self.work_left = [cross_step.work] * steps
         self.free = list(plan.width)
         self.queues: list[list[tuple[float, int]]] = [[] for _ in plan.lane_names]
+        self.stirred: set[int] = set()
+        """Lanes with a new vertex in their queue, or with one more free, since the last launch: no other can start."""
         self.running: list[tuple[float, int]] = []
         self.busy = [0.0] * len(plan.lane_names)
         self.starts = [-1.0] * (count * steps)
@@ -219,6 +221,7 @@ class _Run:
             while running and running[0][0] <= now:
                 _, i = heapq.heappop(running)
                 free[lanes[i % count]] += 1
+                self.stirred.add(lanes[i % count])
                 self._done(i)
             self._launch()
         if self.left:
@@ -244,7 +247,9 @@ class _Run:
             key = self.now
         elif self.dispatch == "random":
             key = self.rng.random()
-        heapq.heappush(self.queues[self.plan.lanes[i % self.count]], (key, i))
+        lane = self.plan.lanes[i % self.count]
+        heapq.heappush(self.queues[lane], (key, i))
+        self.stirred.add(lane)
 
     def _done(self, i: int) -> None:
         self.left -= 1
@@ -279,8 +284,8 @@ class _Run:
             self._ready(i)
 
     def _launch(self) -> None:
-        free, seconds, lanes = self.free, self.seconds, range(len(self.queues))
-        for lane in lanes:
+        free, seconds = self.free, self.seconds
+        for lane in self.stirred:
             queue = self.queues[lane]
             while queue and free[lane]:
                 _, i = heapq.heappop(queue)
@@ -288,6 +293,7 @@ class _Run:
                 self.busy[lane] += seconds[i]
                 self.starts[i] = self.now
                 heapq.heappush(self.running, (self.now + seconds[i], i))
+        self.stirred.clear()
 
 
 class _Levels:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -235,15 +236,22 @@ class FreeList:
         """
         first = bisect_left(self._starts, begin)
         blocks = self.blocks
+        latest: deque[int] = deque()
+        """Of blocks[first : index + 1], those that were used later than all that come behind them."""
         for index in range(first, len(blocks)):
             block = blocks[index]
             if block.start >= end:
                 return
+            while latest and blocks[latest[-1]].last_use <= block.last_use:
+                latest.pop()
+            latest.append(index)
             # Invariant: blocks[first : index] together are too small, so each (first, index) reached below is the
             # shortest sequence of blocks from first on that holds size bytes.
             while block.end - blocks[first].start >= size:
                 start = blocks[first].start
-                last_use = block.last_use if first == index else max(b.last_use for b in blocks[first : index + 1])
+                while latest[0] < first:
+                    latest.popleft()
+                last_use = blocks[latest[0]].last_use
                 yield last_use, -start
                 # The same blocks may also hold a range that ends where the last of them ends.
                 if block.end - size > start and (first == index or block.end - size < blocks[first].end):
