@@ -18,6 +18,8 @@ _COLUMNS = (
 HEADERS = {Kind.LORA: f"| LoRA step | {_COLUMNS}", Kind.PROMPT: f"| prompt, bf16 | {_COLUMNS}"}
 CLOSE = 1.05
 """Step over bound that is asked for where kernels or a link lead."""
+_NAMED = 8
+"""So many steps that take longer are named, of more the worst alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +100,16 @@ def notes(result: Mapping[str, Any]) -> Iterator[str]:
     rows = result["rows"]
     led = [row for row in rows if row["period"] is not None and row["limit"] in ("compute", "link")]
     if led:
-        ratios = [row["period"] / row["bound"] for row in led]
-        near, worst = sum(ratio <= CLOSE for ratio in ratios), max(zip(ratios, map(_name, led), strict=True))
-        yield (
-            f"{near} of the {len(led)} steps that kernels or a link limit take at most {CLOSE:g} of the bound, the "
-            f"others up to {worst[0]:.2f} ({worst[1]})."
-            if near < len(led)
-            else f"All {len(led)} steps that kernels or a link limit take at most {worst[0]:.2f} of the bound."
-        )
+        ratios = sorted(((row["period"] / row["bound"], _name(row)) for row in led), reverse=True)
+        far = [f"{name} {ratio:.3f}" for ratio, name in ratios if ratio > CLOSE]
+        near = f"{len(led) - len(far)} of the {len(led)} steps that kernels or a link limit"
+        head = f"{near} take at most {CLOSE:g} of the bound"
+        if not far:
+            yield f"All {len(led)} steps that kernels or a link limit take at most {ratios[0][0]:.2f} of the bound."
+        elif len(far) <= _NAMED:
+            yield f"{head}, the others: {'; '.join(far)}."
+        else:
+            yield f"{head}, the others up to {ratios[0][0]:.2f} ({ratios[0][1]})."
     cut = [_name(row) for row in rows if row["cut"]]
     if cut:
         yield f"A deadline ended the search for these plans: {'; '.join(cut)}."

@@ -280,14 +280,18 @@ def test_the_page_says_what_is_simulated_measured_and_missing(made: list[Row], t
         assert len(body) == count and {each.count("|") for each in body} == {header.count("|") // 2}
 
 
-def test_steps_over_the_bound_are_named(made: list[Row], tmp_path: Path) -> None:
+def test_steps_over_the_bound_are_named(made: list[Row], monkeypatch: pytest.MonkeyPatch) -> None:
     file = ResultsFile(None, [])
     for cell, ratio in zip(TINY, (1.01, 1.05, 1.3), strict=False):
         file.put(replace(made[0], cell=cell, bound=1.0, period=ratio, limit="link").as_json())
     file.put(replace(made[0], cell=TINY[3], bound=1.0, period=9.0, limit="critical_path", cut=True).as_json())
     text = "\n".join(tables.notes(file.as_json()))
-    assert "2 of the 3 steps" in text and "up to 1.30 (tiny float32, 4 x 32, 2 A100s with 40 GB, batch)" in text
+    assert "2 of the 3 steps" in text
+    assert "the others: tiny float32, 4 x 32, 2 A100s with 40 GB, batch 1.300." in text
     assert "A deadline ended the search for these plans: tiny float32, 4 x 32, 2 A100s with 40 GB, tensor." in text
+    monkeypatch.setattr(tables, "_NAMED", 0)
+    text = "\n".join(tables.notes(file.as_json()))
+    assert "up to 1.30 (tiny float32, 4 x 32, 2 A100s with 40 GB, batch)" in text
 
 
 def test_all_cells_of_the_tables_are_there_once() -> None:
