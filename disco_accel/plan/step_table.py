@@ -1,0 +1,224 @@
+"""The rows and variables of the step program (``step_program.py`` says what it is about).
+
+Bytes are parts of the memory, seconds parts of the time that a link takes to fill it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disco_accel.plan.device_facts import DeviceFacts, Value
+from disco_accel.plan.linear_program import Index, Program
+from disco_accel.plan.marks import Marks
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Rows of gaps that are alike. Kept bytes are there from row ``begin`` to ``end``, of a gap over the step's
+    boundary from ``begin`` on and up to ``end``; others are needed by row ``by``, and belong to what is loaded ahead
+    before row ``until``. ``largest``: bytes of one gap, rounded up to a power of two."""
+
+    begin: int
+    end: int
+    by: int
+    until: int
+    around: bool
+    largest: int
+
+
+@dataclass
+class Demands:
+    """Bytes that are loaded once a step, by row: ``by`` then, and no part of what is loaded ahead from ``until`` on."""
+
+    rows: int
+    by: NDArray[np.int64] = field(init=False)
+    until: NDArray[np.int64] = field(init=False)
+    copies: int = 0
+
+    def __post_init__(self) -> None:
+        self.by, self.until = np.zeros((2, self.rows), np.int64)
+
+    def add(self, size: int, by: int, until: int) -> None:
+        """Add a value."""
+        self.by[by] += size
+        self.until[until] += size
+        self.copies += 1
+
+    @property
+    def total(self) -> int:
+        """Bytes."""
+        return int(self.by.sum())
+
+
+Keeps = Callable[[Value, int], bool]
+"""Whether a value is kept through its gap of that number."""
+
+
+class StepTable:
+    """The program of one step on one device, with variables by the rows of ``marks``."""
+
+    def __init__(
+        self,
+        facts: DeviceFacts,
+        marks: Marks,
+        spans: Mapping[Span, Sequence[tuple[Value, int]]],
+        renewed: Demands,
+        always: Demands,
+        keeps: Keeps | None,
+    ) -> None:
+        self.facts, self.marks, self.spans = facts, marks, spans
+        self.renewed, self.always, self.keeps = renewed, always, keeps
+        self.unit = facts.memory / facts.loads.bandwidth
+        self.latency = facts.loads.latency / self.unit
+        self.sizes = self._of_gaps(lambda value, _: value.size)
+        self.loaded_in_all = float(self.sizes.sum()) + always.total / facts.memory
+        self.compute = np.array(facts.seconds) / self.unit
+        self.program = Program()
+        self._add_variables()
+        self._pass_time()
+        self._demand_bytes()
+        self._fill_memory()
+        self._close_the_ring()
+
+    def seconds(self, limit: float = 0.0) -> float:
+        """Return the least seconds; ``limit``: those that a search over whole values may take."""
+        return max(0.0, (self.program.solve_whole(limit) if limit else self.program.solve()[0]) * self.unit)
+
+    def in_whole_values(self, least: int) -> None:
+        """Let values of ``least`` bytes or more be kept whole or not at all."""
+        program = self.program
+        for c, each in enumerate(self.spans.values()):
+            if len({value.size for value, _ in each}) == 1 and each[0][0].size >= least:
+                whole = program.require(1, 0.0, equal=True)
+                program.put(whole, self.kept[c : c + 1], 1.0)
+                program.put(whole, program.add_whole(len(each)), -each[0][0].size / self.facts.memory)
+
+    def _of_gaps(self, size: Callable[[Value, int], int]) -> NDArray[np.float64]:
+        every = [sum(size(*each) for each in alike) for alike in self.spans.values()]
+        return np.array(every, np.float64) / self.facts.memory
+
+    def _add_variables(self) -> None:
+        program, rows, in_all = self.program, self.marks.rows, self.loaded_in_all
+        low, high = np.zeros(len(self.spans)), self.sizes
+        if (keeps := self.keeps) is not None:
+            low = high = self._of_gaps(lambda value, number: value.size * keeps(value, number))
+        self.kept = program.add(len(self.spans), low, high)
+        renewed = self.renewed.total / self.facts.memory
+        copies = sum(map(len, self.spans.values())) + self.always.copies + self.renewed.copies
+        # One load after the other, each when its kernel asks, is feasible.
+        longest = float(self.compute.sum()) + float(self.marks.chain_seconds.sum()) / self.unit
+        longest += in_all + renewed + copies * self.latency
+        is_last = np.arange(rows) == rows - 1
+        later = (np.arange(rows) > 0).astype(np.float64)
+        self.time = program.add(rows, 0.0, longest * later, is_last)
+        self.done = program.add(rows, *self._compute_done())
+        # Since the step's start, when a row's kernel starts and when it ends: of what may stay, and of the renewed.
+        self.loaded, self.fresh = program.add(rows, 0.0, in_all * later), program.add(rows, 0.0, renewed * later)
+        self.loaded_then = np.append(program.add(rows - 1, 0.0, in_all), self.loaded[-1:])
+        self.fresh_then = np.append(program.add(rows - 1, 0.0, renewed), self.fresh[-1:])
+        self.at_start = np.full(rows, program.add(1)[0])
+        self.held, self.ahead, self.ahead_fresh = (program.add(rows) for _ in range(3))
+        self.due, self.gone = (program.add(rows, 0.0, in_all) for _ in range(2))
+
+    def _compute_done(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return what the stream has done at each row at least and at most."""
+        marks, end = self.marks, self.facts.end
+        rows = marks.rows
+        least = np.cumsum(np.bincount(marks.ended[:end], self.compute, rows))
+        # The kernel of a row has not begun there.
+        begun = np.where(marks.row[:end] > 0, marks.row[:end], marks.ahead[:end]) + 1
+        most = np.cumsum(np.bincount(np.minimum(begun, rows - 1), self.compute, rows)).astype(np.float64)
+        most[-1] = least[-1]
+        return np.minimum(least, most), most
+
+    def _pass_time(self) -> None:
+        """From row to row: seconds of the chain, of the stream, and of the link during and behind each kernel."""
+        program, marks, last = self.program, self.marks, self.marks.rows - 1
+        own = marks.own_seconds / self.unit
+        chain, work = program.require(last, marks.chain_seconds / self.unit), program.require(last, 0.0)
+        during, behind = program.require(last, -own), program.require(last, own)
+        _growth(program, chain, self.time, 1.0)
+        _growth(program, work, self.time, float(self.facts.streams))
+        _growth(program, work, self.done, -1.0)
+        _growth(program, behind, self.time, 1.0)
+        for start, end in ((self.loaded, self.loaded_then), (self.fresh, self.fresh_then)):
+            for row, before, after in ((during, start[:-1], end[:-1]), (behind, end[:-1], start[1:])):
+                program.put(row, before, 1.0)
+                program.put(row, after, -1.0)
+                grows = program.require(last, 0.0)
+                program.put(grows, before, -1.0)
+                program.put(grows, after, 1.0)
+        _growth(program, program.require(last, 0.0), self.done, 1.0)
+
+    def _demand_bytes(self) -> None:
+        """``held``: what is kept through each row; ``due`` and ``gone``: what has to be loaded by a row, or is no
+        longer ahead there."""
+        program, rows, memory = self.program, self.marks.rows, self.facts.memory
+        begin, end, by, until = (
+            np.array([getattr(span, name) for span in self.spans], np.int64) for name in ("begin", "end", "by", "until")
+        )
+        around = np.array([span.around for span in self.spans], bool)
+        held = program.require(rows, 0.0, equal=True)
+        _running(program, held, self.held)
+        program.put(held[begin], self.kept, -1.0)
+        ends = end + 1 < rows
+        program.put(held[end[ends] + 1], self.kept[ends], 1.0)
+        program.put(np.full(int(around.sum()), held[0]), self.kept[around], -1.0)
+        for running, at, constant in ((self.due, by, self.always.by), (self.gone, until, self.always.until)):
+            asked = program.require(rows, constant / memory + np.bincount(at, self.sizes, rows), equal=True)
+            _running(program, asked, running)
+            program.put(asked[at], self.kept, 1.0)
+        came = program.require(rows, 0.0)
+        program.put(came, self.loaded, 1.0)
+        program.put(came, self.at_start, 1.0)
+        program.put(came, self.due, -1.0)
+        program.put(program.require(rows, np.cumsum(self.renewed.by) / memory), self.fresh, 1.0)
+
+    def _fill_memory(self) -> None:
+        """When a kernel ends, its own bytes, what is kept and what was loaded ahead fit."""
+        program, marks, facts = self.program, self.marks, self.facts
+        ahead = program.require(marks.rows, 0.0)
+        for variables, entry in ((self.ahead, 1.0), (self.gone, 1.0), (self.loaded_then, -1.0), (self.at_start, -1.0)):
+            program.put(ahead, variables, entry)
+        fresh = program.require(marks.rows, -np.cumsum(self.renewed.until) / facts.memory)
+        program.put(fresh, self.ahead_fresh, 1.0)
+        program.put(fresh, self.fresh_then, -1.0)
+        needed = np.zeros(marks.rows)
+        kernels = marks.chain < facts.end
+        needed[1:-1][kernels] = np.minimum(1.0, facts.needed[marks.chain[kernels]] / facts.memory)
+        room = program.require(marks.rows, needed - 1.0)
+        for variables in (self.held, self.ahead, self.ahead_fresh):
+            program.put(room, variables, -1.0)
+
+    def _close_the_ring(self) -> None:
+        """A step loads what its gaps have lost, each copy after its latency."""
+        program, spans, memory = self.program, self.spans, self.facts.memory
+        closed = program.require(1, self.loaded_in_all, equal=True)
+        program.put(closed, self.loaded[-1:], 1.0)
+        program.put(np.full(len(spans), closed[0]), self.kept, 1.0)
+        program.put(program.require(1, self.renewed.total / memory, equal=True), self.fresh[-1:], 1.0)
+        cost = 1.0 + self.latency * memory / np.array([span.largest for span in spans], np.float64)
+        copies = float(cost @ self.sizes)
+        if (keeps := self.keeps) is not None:
+            lost = sum(not keeps(*each) for alike in spans.values() for each in alike)
+            copies, cost = float(self.sizes.sum()) + lost * self.latency, np.ones(len(spans))
+        once = (self.always.total + self.renewed.total) / memory
+        once += (self.always.copies + self.renewed.copies) * self.latency
+        link = program.require(1, once + copies)
+        program.put(link, self.time[-1:], 1.0)
+        program.put(np.full(len(spans), link[0]), self.kept, cost)
+
+
+def _growth(program: Program, rows: Index, variables: Index, entry: float) -> None:
+    program.put(rows, variables[1:], entry)
+    program.put(rows, variables[:-1], -entry)
+
+
+def _running(program: Program, rows: Index, variables: Index) -> None:
+    """Let ``variables`` be sums: each row is the difference of one to the one before."""
+    program.put(rows, variables, 1.0)
+    program.put(rows[1:], variables[:-1], -1.0)
