@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from disco_accel.cli import convert_command, recipe_commands, simulate_command, store_command
+from disco_accel.cli import bound_command, convert_command, recipe_commands, simulate_command, store_command
 from disco_accel.errors import BudgetTooSmall, ConfigError, DiscoError, VerifyError
 from disco_accel.sizes import parse_size
 
@@ -93,33 +93,6 @@ def _with_culprit(error: BudgetTooSmall, graph: TaskGraph, memory: int | None) -
             most = need
             what = f"the plan of '{plain(graph.name)}', whose {called(vertex)} takes {need} bytes by itself,"
     return BudgetTooSmall(error.needed, error.given, what, error.parts, error.devices)
-
-
-def _bound_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("task", metavar="TASK.json", help="the task graph")
-    parser.add_argument("--machine", metavar="M.json", help="links and streams (default: those of docs/schema.md)")
-    parser.add_argument("--memory", metavar="SIZE", help="device memory, such as 12GiB (default: what the graph says)")
-
-
-def _bound(options: argparse.Namespace) -> int:
-    from dataclasses import asdict
-
-    from disco_accel.graph.check import called, largest_need
-    from disco_accel.graph.files import read_taskgraph
-    from disco_accel.plan.bound import bound_of
-    from disco_accel.simulate.machine_file import read_machine
-
-    memory = None if options.memory is None else parse_size(options.memory)
-    graph = read_taskgraph(options.task, options.names)
-    for device in graph.devices:
-        need, vertex = largest_need(graph, device.id)
-        memory_given = device.memory if memory is None or device.host else memory
-        if vertex is not None and need > memory_given:
-            raise BudgetTooSmall(need, memory_given, called(vertex))
-    machine = None if options.machine is None else read_machine(options.machine)
-    bound = bound_of(graph, machine, memory)
-    print(json.dumps({**asdict(bound), "bound": bound.bound}))
-    return 0
 
 
 def _verify_arguments(parser: argparse.ArgumentParser) -> None:
@@ -213,7 +186,12 @@ def _bench(options: argparse.Namespace) -> int:
 
 COMMANDS: tuple[Command, ...] = (
     Command("compile", "plan a task graph within a memory budget", _compile_arguments, _compile),
-    Command("bound", "the seconds that no repeating plan of a task graph can beat", _bound_arguments, _bound),
+    Command(
+        "bound",
+        "the seconds that no repeating plan of a task graph can beat, and why a plan takes longer",
+        bound_command.bound_arguments,
+        bound_command.bound,
+    ),
     Command("verify", "check that a plan is safe in any order its edges allow", _verify_arguments, _verify),
     Command(
         "convert",

@@ -1,0 +1,30 @@
+"""What the largest kernels cost: the bound as it is, and as it were if they took no more than others."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from disco_accel.graph.home_uses import host_devices
+from disco_accel.graph.taskgraph import TaskGraph
+from disco_accel.plan.device_facts import DeviceFacts
+from disco_accel.plan.least_copies import least_loads
+from disco_accel.plan.marks import Precedence
+from disco_accel.plan.step_program import StepProgram
+from disco_accel.simulate.machine import Machine
+
+_SHARE = 0.99
+
+
+def bound_without_dips(graph: TaskGraph, machine: Machine) -> float:
+    """Return the bound of ``graph`` if no kernel took more bytes than the largest but one in a hundred: about what
+    running the loss in chunks would leave."""
+    precedence = Precedence.of(graph, machine, host_devices(graph.devices))
+    most = 0.0
+    for device in graph.devices:
+        facts = DeviceFacts(graph, machine, device.id, device.memory)
+        if not facts.end or not device.memory:
+            continue
+        facts.needed = np.minimum(facts.needed, int(np.quantile(facts.needed, _SHARE)))
+        seconds, _ = least_loads(facts)
+        most = max(most, sum(facts.seconds) / facts.streams, seconds, StepProgram(facts, precedence).seconds())
+    return most

@@ -1,0 +1,176 @@
+"""A plan run again with every lane in the order in which it ran, let off some of what it had to wait for.
+
+Nothing can get later by being let off: with fixed orders each start is a largest of sums. So each relaxation says what
+its part costs, and the differences of a row of relaxations add up.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+
+from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.taskgraph import VertexKind
+from disco_accel.plan.why.plan_storages import Storage, storages_of
+from disco_accel.simulate.machine import Machine
+from disco_accel.simulate.simulator import Simulation, Simulator
+
+
+@dataclass(frozen=True, slots=True)
+class Relaxation:
+    """``anywhere``: a value may lie at any address, as long as the bytes in use fit the memory; ``free_offloads``: an
+    offload takes no time; ``fine``: a load takes of its place the bytes that have come; ``no_latency``: of copies."""
+
+    anywhere: bool = False
+    free_offloads: bool = False
+    fine: bool = False
+    no_latency: bool = False
+
+
+class Replay:
+    """One simulated step of ``plan``, to be run again."""
+
+    def __init__(self, plan: MemGraph, machine: Machine, run: Simulation) -> None:
+        self.plan = plan
+        self.machine = machine
+        self.simulator = Simulator(plan, machine)
+        starts = [run.starts.get(vertex.id, -1.0) for vertex in plan.vertices]
+        self.order = sorted(range(len(starts)), key=lambda i: (starts[i], i))
+        place = {i: n for n, i in enumerate(self.order)}
+        number = {vertex.id: i for i, vertex in enumerate(plan.vertices)}
+        self.data: list[set[int]] = [set() for _ in plan.vertices]
+        self.memory: list[set[int]] = [set() for _ in plan.vertices]
+        for edges, into in ((plan.data_edges, self.data), (plan.memory_edges, self.memory)):
+            for u, v in edges:
+                into[number[v]].add(number[u])
+        for i, vertex in enumerate(plan.vertices):
+            self.data[i].update(number[producer] for producer, _ in vertex.inputs)
+        outs = {i for i, out in enumerate(self.simulator.out) if out}
+        for i in self.simulator.late:
+            self.data[i] |= outs
+        # An input is there before all else, a late one when all that is handed out has ended.
+        late = set(self.simulator.late)
+        for i in late:
+            behind = max((place[out] for out in outs), default=-1)
+            place[i] = behind
+        self.order.sort(key=lambda i: (place[i], i in late))
+        self.storages = storages_of(plan)
+        self.makes: dict[int, list[Storage]] = defaultdict(list)
+        self.last_user: dict[int, list[Storage]] = defaultdict(list)
+        rank = {i: n for n, i in enumerate(self.order)}
+        for storage in self.storages:
+            self.makes[storage.maker].append(storage)
+            if not storage.stays:
+                self.last_user[max(storage.users, key=rank.__getitem__)].append(storage)
+
+    def seconds(self, asked: Relaxation) -> float:
+        """Return the seconds of the step with what ``asked`` lets it off."""
+        plan, simulator = self.plan, self.simulator
+        taken = simulator.seconds
+        if asked.no_latency:
+            taken = Simulator(plan, without_latency(self.machine)).seconds
+        ends = [0.0] * len(taken)
+        lanes = [_Lane(width) for width in simulator.width]
+        memory = {device.id: Memory(device.memory) for device in plan.devices}
+        for i in self.order:
+            vertex = plan.vertices[i]
+            begin = max((ends[each] for each in self.data[i]), default=0.0)
+            if not asked.anywhere:
+                begin = max(begin, max((ends[each] for each in self.memory[i]), default=0.0))
+            seconds = taken[i]
+            free = asked.free_offloads and vertex.kind is VertexKind.OFFLOAD
+            lane = None if free or simulator.inputs[i] else lanes[simulator.lanes[i]]
+            if lane is not None:
+                begin = max(begin, lane.free)
+            end = begin if free else begin + seconds
+            if asked.anywhere:
+                for storage in self.makes.get(i, ()):
+                    arena = memory[storage.device]
+                    if simulator.inputs[i]:
+                        arena.take(storage.size)
+                    elif asked.fine and vertex.kind is VertexKind.RELOAD:
+                        end = max(end, arena.stream(storage.size, seconds))
+                    else:
+                        # Its end moves with its start.
+                        at = max(begin, arena.take(storage.size))
+                        begin, end = at, max(end, at + seconds)
+            ends[i] = end
+            if lane is not None:
+                lane.took(begin, end)
+            for storage in self.last_user.get(i, ()):
+                memory[storage.device].give(max(ends[user] for user in storage.users), storage.size)
+        return max(ends, default=0.0)
+
+
+def without_latency(machine: Machine) -> Machine:
+    """Return ``machine`` with copies that take as long as their bytes."""
+    h2d, d2h, p2p = (replace(link, latency=0.0) for link in (machine.h2d, machine.d2h, machine.p2p))
+    return replace(machine, h2d=h2d, d2h=d2h, p2p=p2p)
+
+
+class _Lane:
+    """Runs ``width`` vertices at a time, in order: ``free`` is the earliest start of the next."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.free = 0.0
+        self._running: list[float] = []
+
+    def took(self, begin: float, end: float) -> None:
+        """Note that the next one ran from ``begin`` to ``end``."""
+        heapq.heappush(self._running, end)
+        self.free = begin
+        if len(self._running) == self.width:
+            self.free = max(begin, heapq.heappop(self._running))
+
+
+@dataclass
+class Memory:
+    """``size`` bytes, promised in one order and given back at any time."""
+
+    size: int
+    _promised: int = 0
+    _given: list[tuple[float, int]] = field(default_factory=list)
+    _counted: list[tuple[float, int]] = field(default_factory=list)
+    _counted_bytes: int = 0
+
+    def give(self, at: float, size: int) -> None:
+        """Give ``size`` bytes back at second ``at``."""
+        if self._counted and at < -self._counted[0][0]:
+            heapq.heappush(self._counted, (-at, size))
+            self._counted_bytes += size
+            while self._counted and self._counted_bytes - self._counted[0][1] >= self._promised - self.size:
+                self._uncount()
+        else:
+            heapq.heappush(self._given, (at, size))
+
+    def take(self, size: int) -> float:
+        """Return the first second at which ``size`` bytes more fit, beside all that was promised before."""
+        self._promised += size
+        while self._counted_bytes < self._promised - self.size and self._given:
+            self._count()
+        return -self._counted[0][0] if self._counted else 0.0
+
+    def stream(self, size: int, seconds: float) -> float:
+        """Return the first second at which ``size`` bytes have come that take ``seconds`` together, each byte once
+        there is room for it."""
+        before = self._promised - self.size
+        self._promised += size
+        # None of what is counted is more than what was promised before needs.
+        end = -self._counted[0][0] + seconds if self._counted else 0.0
+        while self._counted_bytes < before + size and self._given:
+            fits = min(size, max(0, self._counted_bytes - before))
+            self._count()
+            end = max(end, -self._counted[0][0] + seconds * (size - fits) / size)
+        return end
+
+    def _count(self) -> None:
+        at, size = heapq.heappop(self._given)
+        heapq.heappush(self._counted, (-at, size))
+        self._counted_bytes += size
+
+    def _uncount(self) -> None:
+        at, size = heapq.heappop(self._counted)
+        heapq.heappush(self._given, (-at, size))
+        self._counted_bytes -= size

@@ -1,0 +1,66 @@
+"""The storages of a plan on its devices: the vertex that makes each, its users, and which stay to the step's end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from disco_accel.graph.carried_values import inputs_held
+from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.taskgraph import Ref, VertexKind
+from disco_accel.graph.values import is_handed_out
+
+
+@dataclass(slots=True)
+class Storage:
+    """``size`` bytes on ``device`` from the start of vertex ``maker`` to the end of all ``users``, or to the end of the
+    step if it ``stays``. Vertices by their number in the plan."""
+
+    device: int
+    size: int
+    maker: int
+    users: set[int]
+    stays: bool = False
+
+
+def storages_of(plan: MemGraph) -> list[Storage]:
+    """Return each storage once: what a kernel writes over an input, at the same offset, is no further one."""
+    number = {vertex.id: i for i, vertex in enumerate(plan.vertices)}
+    # A kept result may end the step on the host alone.
+    offloaded = {vertex.inputs[0] for vertex in plan.vertices if vertex.kind is VertexKind.OFFLOAD}
+    of: dict[Ref, Storage] = {}
+    made: list[Storage] = []
+    for i, vertex in enumerate(plan.vertices):
+        read: dict[tuple[int, int], Storage] = {}
+        for ref in vertex.inputs:
+            # A reload of an input reads the host's copy.
+            from_host = vertex.kind is VertexKind.RELOAD and plan.vertices[number[ref[0]]].kind is VertexKind.INPUT
+            if ref in of and not from_host:
+                of[ref].users.add(i)
+                read[plan.slots[ref].device, plan.slots[ref].addr] = of[ref]
+        for k in range(len(vertex.sizes)):
+            slot = plan.slots.get((vertex.id, k)) if vertex.kind is not VertexKind.OFFLOAD else None
+            if slot is None or not slot.size:
+                continue
+            over = read.get((slot.device, slot.addr))
+            if over is None:
+                over = Storage(slot.device, slot.size, i, {i})
+                made.append(over)
+            over.stays |= is_handed_out(vertex) and (vertex.id, k) not in offloaded
+            over.users.add(i)
+            of[vertex.id, k] = over
+    for ref in at_the_end(plan).values():
+        of[ref].stays = True
+    return made
+
+
+def at_the_end(plan: MemGraph) -> dict[Ref, Ref]:
+    """Return for each input that is on its device when a step starts what holds it there when the step ends."""
+    held = inputs_held(plan)
+    found: dict[Ref, Ref] = {}
+    for vertex in plan.vertices:
+        for k in range(len(vertex.sizes)):
+            ref = (vertex.id, k)
+            first = (held.get(ref, -1), 0)
+            if first in plan.slots and ref in plan.slots and plan.slots[ref].addr == plan.slots[first].addr:
+                found[first] = ref
+    return found

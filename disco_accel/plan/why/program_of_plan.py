@@ -1,0 +1,75 @@
+"""The step program (``plan/step_program.py``) of a plan as it ran: its kernels in their order, what it kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from disco_accel.graph.carried_values import taskgraph_of
+from disco_accel.graph.home_uses import host_devices
+from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.order import serial_order
+from disco_accel.graph.taskgraph import Ref, VertexKind
+from disco_accel.graph.values import overwrites
+from disco_accel.plan.device_facts import DeviceFacts, Value
+from disco_accel.plan.marks import Precedence
+from disco_accel.plan.step_program import StepProgram, gaps
+from disco_accel.plan.why.plan_storages import at_the_end
+from disco_accel.simulate.machine import Machine
+
+
+class ProgramOfPlan:
+    """Of a repeating plan on one device with one stream; ``started``: its vertices' ids as they started."""
+
+    def __init__(self, plan: MemGraph, machine: Machine, started: Sequence[int]) -> None:
+        graph = taskgraph_of(plan)
+        rank = {vertex: n for n, vertex in enumerate(started)}
+        ordered = sorted(graph.vertices, key=lambda v: (v.kind is not VertexKind.INPUT, rank.get(v.id, -1)))
+        graph = replace(graph, vertices=tuple(ordered))
+        device = graph.devices[0]
+        self.facts = DeviceFacts(graph, machine, device.id, device.memory)
+        order = [vertex for vertex in serial_order(graph) if vertex.kind is not VertexKind.INPUT]
+        every = range(len(order))
+        seconds = [machine.seconds(vertex) for vertex in order]
+        one_by_one = Precedence([*([i - 1] if i else [] for i in every), []], [*every, len(order)], [*seconds, 0.0])
+        self.in_order = StepProgram(self.facts, one_by_one)
+        self._kept = _kept_gaps(plan, self.facts, [vertex.id for vertex in order])
+
+    def keeps(self, value: Value, gap: int) -> bool:
+        """Whether the plan keeps ``value`` through its gap of that number."""
+        return self._kept[id(value), gap]
+
+
+def one_stream(plan: MemGraph, machine: Machine) -> bool:
+    """Whether ``plan`` is of one device, whose kernels run one after the other, and moves nothing by transfers."""
+    transfers = any(vertex.kind is VertexKind.TRANSFER for vertex in plan.vertices)
+    return len(plan.devices) == 1 and not host_devices(plan.devices) and machine.compute_streams == 1 and not transfers
+
+
+def _kept_gaps(plan: MemGraph, facts: DeviceFacts, order: Sequence[int]) -> Mapping[tuple[int, int], bool]:
+    """Return by the identity of a value and the number of a gap whether one copy serves on both sides of it."""
+    by_id = {vertex.id: vertex for vertex in plan.vertices}
+    copy_of: dict[Ref, Ref] = {}
+    """Value of the plan → the reload, input or kernel that put its bytes on the device."""
+    for vertex in plan.vertices:
+        copy_of.update({(vertex.id, k): (vertex.id, k) for k in range(len(vertex.sizes))})
+        copy_of.update({(vertex.id, k): copy_of[ref] for k, ref in overwrites(vertex)})
+    graph_vertices = {vertex.id: vertex for vertex in taskgraph_of(plan).vertices}
+    read: dict[tuple[int, int], Ref] = {}
+    for position, vertex_id in enumerate(order):
+        for ref, plain in zip(by_id[vertex_id].inputs, graph_vertices[vertex_id].inputs, strict=True):
+            value = facts.values.get(plain)
+            if value is not None:
+                read[id(value), position] = copy_of[ref]
+        for k in range(len(by_id[vertex_id].sizes)):
+            value = facts.values.get((vertex_id, k))
+            if value is not None and value.made == position:
+                read.setdefault((id(value), position), copy_of[vertex_id, k])
+    at_end = {first: copy_of[last] for first, last in at_the_end(plan).items()}
+    kept: dict[tuple[int, int], bool] = {}
+    for value in facts.each_value:
+        for number, (a, b) in enumerate(gaps(value)) if value.uses else ():
+            before, behind = read[id(value), a], read[id(value), b]
+            around = number == len(value.uses) - (value.made < 0)
+            kept[id(value), number] = at_end.get(behind) == before if around else before == behind
+    return kept
