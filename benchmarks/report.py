@@ -19,6 +19,7 @@ from typing import Any
 from benchmarks import devices, simulated, simulated_full, simulated_quant, store, store_offload, store_policies
 from benchmarks.full import table as full_table
 from benchmarks.optimizer import suite as optimizer
+from benchmarks.planner import why
 from benchmarks.prefill import peers as prefill_peers
 from benchmarks.prefill import suite as prefill
 from benchmarks.quantised import PLAIN
@@ -145,6 +146,10 @@ def _simulated(result: Mapping[str, Any]) -> tuple[str, str]:
     return "Simulated: LoRA steps on an H200, no device ran them", "\n".join(lines)
 
 
+def _planner_why(result: Mapping[str, Any]) -> tuple[str, str]:
+    return "Simulated: the distance of plans from the bound, in percent of the bound (docs/why.md)", why.table(result)
+
+
 def _simulated_quant(result: Mapping[str, Any]) -> tuple[str, str]:
     lines = [simulated_quant.HEADER, *(simulated_quant.line(row) for row in result["rows"])]
     return "Simulated: LoRA steps on cards of 12, 16 and 24 GB, no device ran them", "\n".join(lines)
@@ -209,6 +214,7 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], tuple[str, str]]] = {
     "simulated-devices": _simulated_devices,
     "simulated-full": _simulated_full,
     "simulated-optimizer": _simulated_optimizer,
+    "planner-why": _planner_why,
 }
 
 

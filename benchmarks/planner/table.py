@@ -2,26 +2,29 @@
 
     python -m benchmarks.planner [--graph TASK.json ...] [--captures] [--memory SIZE ...] [--bandwidth BYTES_PER_S ...]
                                  [--planners timed,build] [--ablate] [--output out/planner.json]
+    python -m benchmarks.planner --why [--only NAME ...] [--plans FOLDER] [--output out/planner-why.json]
 
 Without ``--graph``: the graphs of the tests and generated LoRA steps and prefills; ``--captures``: captured ones
 instead. Without ``--memory``: shares of what the graph's weights take, and one memory that holds everything. Where
 nothing is copied, ``arena`` is what the timed planner's plan takes over the peak of what is live at once, ``rest`` the
 same without the weights. ``--ablate``: instead, what each move of the timed planner's search is worth (simulated step
 and CPU seconds of planning without it), with a summary over all graphs and memories at the end; without ``--graph``,
-``--captures`` and ``--memory`` on the cases of ``ablation_cases``.
+``--captures`` and ``--memory`` on the cases of ``ablation_cases``. ``--why``: instead, why the plans of the cases of
+``why_cases`` (``--only``: those whose names begin so) take longer than the bound.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from benchmarks.planner import ablation as moves
-from benchmarks.planner import ablation_cases
+from benchmarks.planner import ablation_cases, why
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.files import read_taskgraph, write_atomically
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind, with_memory
@@ -184,8 +187,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--bandwidth", nargs="*", type=float, default=list(BANDWIDTHS))
     parser.add_argument("--planners", default="timed,build")
     parser.add_argument("--ablate", action="store_true")
-    parser.add_argument("--output", default=str(ROOT / "out" / "planner.json"))
-    options = parser.parse_args(argv)
+    parser.add_argument("--why", action="store_true")
+    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--plans", type=Path)
+    parser.add_argument("-o", "--output")
+    words = list(sys.argv[1:] if argv is None else argv)
+    options = parser.parse_args(words)
+    if options.why:
+        return why.main(options, words)
+    options.output = options.output or str(ROOT / "out" / "planner.json")
     rows = ablation(options) if options.ablate else side_by_side(options)
     Path(options.output).parent.mkdir(parents=True, exist_ok=True)
     write_atomically(options.output, (json.dumps([asdict(row) for row in rows], indent=1) + "\n").encode())

@@ -31,7 +31,7 @@ ROWS = {
     "offloads": "offloads: what follows them waits",
     "whole_places": "a load takes all of its place from its start, not as its bytes come",
     "latency": "latency of more copies than the bound has",
-    "load_order": "the order of loads, each after the one before",
+    "load_order": "whole loads one after the other: pieces of several would come at better times",
     "choice": "what is kept: other whole values would need fewer loads, or at better times",
     "whole_values": "values are whole or away: parts of them could be kept",
     "kernel_order": "kernels in the plan's order, where dependencies leave another open",
