@@ -1,6 +1,6 @@
 """The long hunt for a bound that a plan beats.
 
-    python -m benchmarks.planner.bound_hunt [--graphs 10000] [--first 0]
+    python -m benchmarks.planner.bound_hunt [--graphs 10000] [--first 0] [--minutes M]
 
 Random graphs and chains of weights that do not fit, each planned by both planners and verified. Every part of the bound
 of the plan's order is compared with the plan in simulated time: one step, with kernels in the order of the list, of
@@ -112,11 +112,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--graphs", type=int, default=10_000)
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=float("inf"))
     options = parser.parse_args(argv)
     largest: Counter[str] = Counter()
-    plans = wrong = 0
+    graphs = plans = wrong = 0
     began = time.monotonic()
     for seed in range(options.first, options.first + options.graphs):
+        if time.monotonic() - began > 60 * options.minutes:
+            break
+        graphs += 1
         for trial in trials(seed):
             plans += 1
             largest.update(part for part in PARTS if getattr(trial.bound, part) >= trial.bound.bound * (1 - _EXACT) > 0)
@@ -124,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 wrong += 1
                 print(line, flush=True)
     share = ", ".join(f"{part} {number}" for part, number in sorted(largest.items()))
-    print(f"{options.graphs} graphs, {plans} plans in {time.monotonic() - began:.0f} s; largest part: {share}")
+    print(f"{graphs} graphs, {plans} plans in {time.monotonic() - began:.0f} s; largest part: {share}")
     print(f"{wrong} times a plan was faster than a part of its bound")
     return 1 if wrong else 0
 
