@@ -162,7 +162,7 @@ def _leaves(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], sta
 def _refuse_shared(log: TraceLog) -> None:
     """Eager adds to ``.grad`` after each reentrant segment: gradients of a tensor used in several would be added in
     another order than the plan's, which adds their sum."""
-    for placeholder in (node for graph in log.graphs for node in graph.find_nodes(op="placeholder")):
+    for placeholder in log.graph.find_nodes(op="placeholder"):
         value = placeholder.meta.get("val")
         if not isinstance(value, torch.Tensor) or storage_key(value) not in log.reentrant_leaves:
             continue

@@ -15,6 +15,7 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter
 
+from disco_accel.capture.op_recorder import Trace
 from disco_accel.capture.parts import is_plain, named_parts
 from disco_accel.capture.storages import storage_key
 from disco_accel.capture.thread_patches import patched
@@ -55,7 +56,7 @@ def tracing_mode() -> FakeTensorMode:
     return mode
 
 
-def bind_constants(trace: fx.GraphModule, mode: FakeTensorMode, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def bind_constants(trace: Trace, mode: FakeTensorMode, model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Name → live tensor of every constant of ``trace`` that something reads; their nodes get their twins.
 
     Raises:
@@ -70,7 +71,7 @@ def bind_constants(trace: fx.GraphModule, mode: FakeTensorMode, model: torch.nn.
         if not node.users:
             continue
         key = str(node.target)
-        value = getattr(trace, key)
+        value = trace.constants[key]
         real = _real(value)
         if real is None:
             raise CaptureError(

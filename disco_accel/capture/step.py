@@ -12,7 +12,6 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from disco_accel.capture.attention import refuse_cudnn_attention, without_cudnn_attention
 from disco_accel.capture.autocast import AutocastState, autocast_region, autocast_state, outside_autocast
@@ -24,6 +23,7 @@ from disco_accel.capture.fake_inputs import batch_tensors, model_twins, replace_
 from disco_accel.capture.fake_kernels import fake_kernels, fakes_taken_for_plain, quiet
 from disco_accel.capture.leaving_gradients import with_leaving_gradients
 from disco_accel.capture.lower import InputFlags, Lowering, hold_back, lower_ops, mark, used_inputs
+from disco_accel.capture.op_recorder import Trace, record_ops
 from disco_accel.capture.parts import named_parts, place, rebuilt, states_replaced
 from disco_accel.capture.returned_fields import REAL_DTYPES, NoSuchOutput, loss_of, tensor_of
 from disco_accel.capture.rng import chain_draws, draws, random_sites, user_generator
@@ -308,9 +308,9 @@ def _source(name: str, tensor: torch.Tensor, buffers: set[str]) -> tuple[InputSo
     return (InputSource.BUFFER if name in buffers else InputSource.FROZEN), name
 
 
-def _trace(call: Callable[..., Any], arguments: tuple[Any, ...], log: TraceLog) -> fx.GraphModule:
+def _trace(call: Callable[..., Any], arguments: tuple[Any, ...], log: TraceLog) -> Trace:
     with _errors_named(log):
-        trace = make_fx(call, tracing_mode="real")(*arguments)
+        trace = record_ops(call, arguments, log)
     for formula, module in log.formulas.items():
         raise CaptureError(
             f"{formula} in module {module or '?'}: autograd rounds the gradient of prod and cumprod otherwise while a "
@@ -342,7 +342,7 @@ def _errors_named(log: TraceLog) -> Iterator[None]:
 
 
 def _lower(
-    trace: fx.GraphModule,
+    trace: Trace,
     sources: Sequence[tuple[InputSource, str]],
     bind: Callable[[], Mapping[str, torch.Tensor]],
     log: TraceLog,

@@ -9,7 +9,6 @@ integrate/hf/unmapped_files.py.
 | mask functions of transformers | integrate/hf/tracing.py | get the original: ``patched`` |
 | checkpoint function of modules | integrate/hf/tracing.py | get the original: ``patched`` |
 | torch's checkpoint function | capture/checkpointing.py | get the original: ``patched`` |
-| ``fx.Graph.create_node`` | capture/trace_log.py | get the original: ``patched`` |
 | ``torch.manual_seed`` and its kin | capture/rng.py | get the original: ``patched``; the generator is never set |
 | ``Tensor.tolist``, ``Tensor.numpy`` | capture/constants.py | get the original: ``patched`` |
 | global module hooks | capture/trace_log.py | do nothing for modules of other models |
@@ -20,6 +19,7 @@ integrate/hf/unmapped_files.py.
 | fake kernel of ``_grouped_mm`` | capture/fake_kernels.py | fall through to torch's own rule |
 | cuDNN's attention switched off | capture/attention.py | ``patched``; off for all, during each call of the capture's |
 | messages of torch's fake tensors | capture/fake_kernels.py | are logged: a filter that asks for the thread |
+| torch.fx's note that it traces | capture/op_recorder.py | compiled functions that they call run uncompiled |
 | grad mode, autocast, dispatch modes, autograd's threads | capture/step.py | thread-local in PyTorch |
 | draws of random ops that are measured | measure/record.py | the generator is put back after each such op |
 """

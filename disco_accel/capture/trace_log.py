@@ -1,7 +1,7 @@
 """What tracing alone cannot see: which phase and layer, and which module, each traced op belongs to.
 
-A ``TraceLog`` is active while a step is traced. Every node of the trace gets a ``NodeInfo``. Phases and layers belong
-to segments under activation checkpointing: ``checkpointing.py`` sets them.
+A ``TraceLog`` is active while a step is traced. Every op of the trace gets a ``NodeInfo`` on its node, from
+``op_recorder.py``. Phases and layers belong to segments under activation checkpointing: ``checkpointing.py`` sets them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch import fx
 from torch._C._autograd import _get_sequence_nr
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from disco_accel.capture.thread_patches import patched
 from disco_accel.errors import CaptureError
 
 FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
@@ -43,7 +42,8 @@ class NodeInfo:
 
 @dataclass
 class TraceLog:
-    """State of one trace. ``output_grads`` keeps the gradient of each checkpointed segment's outputs, by layer.
+    """State of one trace, which makes ``graph``. ``output_grads`` keeps the gradient of each checkpointed segment's
+    outputs, by layer.
 
     ``redrawn``: segments whose recomputation draws new random numbers (``preserve_rng_state=False``). ``nested``:
     segments inside other segments. ``unmarked``: modules, by identity, whose forward ran under a checkpoint function
@@ -61,7 +61,7 @@ class TraceLog:
     nested: set[int] = field(default_factory=set)
     unmarked: set[int] = field(default_factory=set)
     reentrant_leaves: set[int] = field(default_factory=set)
-    graphs: list[fx.Graph] = field(default_factory=list)
+    graph: fx.Graph = field(default_factory=fx.Graph)
     checks: list[Callable[[TraceLog], None]] = field(default_factory=list)
     """Called with the log when the trace is complete."""
     by_sequence: dict[int, str] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class TraceLog:
         return self.modules[-1] if self.modules else ""
 
     def info(self) -> NodeInfo:
-        """What to note on a node created now."""
+        """What to note on the node of an op that runs now."""
         return NodeInfo(self.phase, self.layer, self._issuer(), self.in_backward)
 
     @property
@@ -109,6 +109,11 @@ def active_log() -> TraceLog | None:
     return log
 
 
+def note(node: fx.Node, info: NodeInfo) -> None:
+    """Note ``info`` on ``node`` of a trace."""
+    node.meta[_INFO_KEY] = info
+
+
 def node_info(node: fx.Node) -> NodeInfo:
     """What was noted on ``node`` when it was traced."""
     info: NodeInfo = node.meta.get(_INFO_KEY, NodeInfo())
@@ -117,26 +122,14 @@ def node_info(node: fx.Node) -> NodeInfo:
 
 @contextmanager
 def logging_trace(model: torch.nn.Module) -> Iterator[TraceLog]:
-    """Note phase, layer and module on every FX node that this thread creates inside."""
+    """The log of a trace that this thread makes inside; it knows which module of ``model`` runs."""
     log = TraceLog({id(module): name for name, module in model.named_modules()})
-
-    def noting(create_node: Callable[..., fx.Node]) -> Callable[..., fx.Node]:
-        def create_noted(graph: fx.Graph, *args: Any, **kwargs: Any) -> fx.Node:
-            node = create_node(graph, *args, **kwargs)
-            node.meta[_INFO_KEY] = log.info()
-            if not log.graphs or log.graphs[-1] is not graph:
-                log.graphs.append(graph)
-            return node
-
-        return create_noted
-
     with ExitStack() as stack:
         for handle in (
             register_module_forward_pre_hook(_enter_module),
             register_module_forward_hook(_leave_module),
         ):
             stack.callback(handle.remove)
-        stack.enter_context(patched(fx.Graph, "create_node", noting))
         _active.log = log
         stack.callback(setattr, _active, "log", None)
         turn = _Turn(frozenset(log.module_names))

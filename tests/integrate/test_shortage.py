@@ -68,7 +68,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, where: object, name: str, error: Ba
 
 
 STAGES: dict[str, tuple[object, str]] = {
-    "tracing": (capture, "make_fx"),
+    "tracing": (capture, "record_ops"),
     "lowering": (capture, "used_inputs"),
     "measuring": (record, "_measure"),
     "planning": (pipeline, "make_plan"),
@@ -109,7 +109,7 @@ def test_with_fallbacks_the_step_runs_eagerly_and_the_next_is_planned(monkeypatc
     """The shortage is told once, and no later step is held up by it."""
     expected = gradients(tiny_lora(layers=1, hidden=32))
     model: Any = prepare(tiny_lora(layers=1, hidden=32), config("eager"))
-    with failing(monkeypatch, capture, "make_fx", MemoryError()):
+    with failing(monkeypatch, capture, "record_ops", MemoryError()):
         assert_bits(gradients(model), expected)
     assert_bits(gradients(model), expected)
     seen = stats(model)
@@ -126,7 +126,7 @@ def test_what_is_about_the_model_is_remembered(monkeypatch: pytest.MonkeyPatch) 
         traced.append(1)
         raise ValueError("no such thing")
 
-    monkeypatch.setattr(capture, "make_fx", fails)
+    monkeypatch.setattr(capture, "record_ops", fails)
     for _ in range(2):
         with pytest.raises(CaptureError, match="no such thing"):
             model(**random_batch())
@@ -137,7 +137,7 @@ def test_an_interrupted_capture_is_not_remembered(monkeypatch: pytest.MonkeyPatc
     """Ctrl-C while a step is traced."""
     model: Any = prepare(tiny_lora(layers=1, hidden=32), config("eager"))
     with (
-        failing(monkeypatch, capture, "make_fx", KeyboardInterrupt()),
+        failing(monkeypatch, capture, "record_ops", KeyboardInterrupt()),
         pytest.raises(KeyboardInterrupt),
     ):
         model(**random_batch())

@@ -1,0 +1,231 @@
+"""The ops that a step issues, as an FX graph: the ops of PyTorch's ``make_fx``, in half its time.
+
+A dispatch mode above the fake tensors notes each op below autograd, with the nodes of its arguments. Proxies, symbolic
+sizes, metadata for Inductor and generated code serve nobody here.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+from torch._subclasses import FakeTensor
+from torch.fx import _symbolic_trace
+from torch.fx.experimental.proxy_tensor import snapshot_fake
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+    autograd_would_have_decomposed,
+)
+
+from disco_accel.capture.trace_log import NodeInfo, TraceLog, note
+from disco_accel.errors import CaptureError
+
+_DEVICE_OF = torch.ops.prim.device.default
+_LIFT = torch.ops.aten.lift_fresh.default
+_LIFTED = torch.ops.aten.lift_fresh_copy.default
+_IS_TRUE = torch.ops.aten.is_nonzero.default
+
+
+@dataclass(frozen=True)
+class Trace:
+    """``graph`` of aten ops on fake tensors, each node with a twin of what it made under ``meta["val"]``.
+
+    ``constants``: name of a ``get_attr`` node → the tensor that an op read although nothing in the graph made it.
+    """
+
+    graph: fx.Graph
+    constants: Mapping[str, torch.Tensor]
+
+
+def record_ops(
+    call: Callable[..., Sequence[torch.Tensor | None]], arguments: Sequence[Sequence[torch.Tensor]], log: TraceLog
+) -> Trace:
+    """Run ``call(*arguments)`` on fake tensors and note its ops in ``log.graph``, whose output is what it returns.
+
+    Each tensor of ``arguments`` has a placeholder, in order. Runs under a ``FakeTensorMode``.
+
+    Raises:
+        CaptureError: an op of higher order, which takes functions.
+    """
+    recorder = _Recorder(log)
+    for tensor in (tensor for group in arguments for tensor in group):
+        recorder.add_placeholder(tensor)
+    with _known_to_dynamo(), _without_autocast_cache(), _NoFastPaths(), _below_the_users_modes(recorder):
+        returned = call(*arguments)
+    recorder.end(returned)
+    return Trace(log.graph, recorder.constants)
+
+
+class _NoFastPaths(TorchFunctionMode):
+    """Modules of PyTorch that have one op for a whole layer in evaluation do not take it: it has no twin rule."""
+
+    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class _Recorder(TorchDispatchMode):
+    supports_higher_order_operators = True
+
+    def __init__(self, log: TraceLog) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.constants: dict[str, torch.Tensor] = {}
+        self._log = log
+        self._graph = log.graph
+        self._nodes: dict[int, tuple[weakref.ref[torch.Tensor], fx.Node]] = {}
+        """By identity of the tensor; weakly, since autograd frees what it saved as it would without a trace."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: no switch around each op. Dynamo is off for all of a capture."""
+        return False
+
+    def add_placeholder(self, tensor: torch.Tensor) -> None:
+        node = self._graph.create_node("placeholder", f"arg{len(self._nodes)}")
+        node.meta["val"] = tensor.detach()
+        self._remember(tensor, node)
+
+    def end(self, returned: Sequence[torch.Tensor | None]) -> None:
+        """The graph is complete and returns the nodes of ``returned``."""
+        self._graph.output([None if tensor is None else self._node_of(tensor) for tensor in returned])
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _DEVICE_OF:
+            return args[0].device
+        if not isinstance(func, OpOverload):
+            raise CaptureError(f"{func} in module {self._log.module or '?'} is not an aten op")
+        if any(kind is not FakeTensor for kind in types):
+            # A subclass of tensors first says which ops it is made of.
+            return NotImplemented
+        if _is_composite(func) and autograd_would_have_decomposed(func, _tensors_in((args, kwargs))):
+            with self:
+                made = func.decompose(*args, **kwargs)
+            if made is not NotImplemented:
+                return made
+        if func is _IS_TRUE:
+            with self:
+                return (args[0] != 0).item()
+        if torch.Tag.data_dependent_output in func.tags:
+            # Fake tensors know the value of some constants; of anything else this raises.
+            return func(*args, **kwargs)
+        recorded = _LIFTED if func is _LIFT else func
+        nodes = self._argument(args), {name: self._argument(value) for name, value in kwargs.items()}
+        info = self._log.info()
+        made = func(*args, **kwargs)
+        node = self._graph.create_node("call_function", recorded, *nodes)
+        self._keep(node, made, info)
+        return made
+
+    def _keep(self, node: fx.Node, made: Any, info: NodeInfo) -> None:
+        note(node, info)
+        if isinstance(made, torch.Tensor):
+            node.meta["val"] = snapshot_fake(made)
+            self._remember(made, node)
+        elif isinstance(made, (tuple, list)):
+            twins = []
+            for index, item in enumerate(made):
+                twin = item
+                if isinstance(item, (torch.Tensor, tuple, list)):
+                    part = self._graph.create_node("call_function", operator.getitem, (node, index))
+                    self._keep(part, item, info)
+                    twin = part.meta["val"]
+                twins.append(twin)
+            node.meta["val"] = type(made)(twins)
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._node_of(value)
+        if isinstance(value, (tuple, list)):
+            items = [self._argument(item) for item in value]
+            return items if isinstance(value, list) else tuple(items)
+        return value
+
+    def _node_of(self, tensor: torch.Tensor) -> fx.Node:
+        known = self._nodes.get(id(tensor))
+        if known is not None and known[0]() is tensor:
+            return known[1]
+        kind = "_param_constant" if isinstance(tensor, torch.nn.Parameter) else "_tensor_constant"
+        name = f"{kind}{sum(key.startswith(kind) for key in self.constants)}"
+        self.constants[name] = tensor
+        node = self._graph.create_node("get_attr", name)
+        node.meta["val"] = _twin(tensor)
+        self._remember(tensor, node)
+        return node
+
+    def _remember(self, tensor: torch.Tensor, node: fx.Node) -> None:
+        self._nodes[id(tensor)] = weakref.ref(tensor), node
+
+
+@functools.cache
+def _is_composite(func: OpOverload) -> bool:
+    return bool(func._can_decompose())
+
+
+def _tensors_in(value: Any) -> list[Any]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    return [tensor for item in value for tensor in _tensors_in(item)] if isinstance(value, (tuple, list)) else []
+
+
+def _twin(tensor: torch.Tensor) -> torch.Tensor | None:
+    if isinstance(tensor, FakeTensor):
+        return snapshot_fake(tensor)
+    if tensor.layout is not torch.strided:
+        return None
+    return torch.empty_strided(tuple(tensor.shape), tuple(tensor.stride()), dtype=tensor.dtype, device=tensor.device)
+
+
+@contextmanager
+def _below_the_users_modes(recorder: _Recorder) -> Iterator[None]:
+    """Dispatch modes of the user's own get each op before ``recorder``, which then notes what they make of it."""
+    theirs = [mode for mode in _get_current_dispatch_mode_stack() if getattr(mode, "_mode_key", None) is None]
+    for _ in theirs:
+        _pop_mode()
+    try:
+        with recorder:
+            for mode in theirs:
+                _push_mode(mode)
+            try:
+                yield
+            finally:
+                for _ in theirs:
+                    _pop_mode()
+    finally:
+        for mode in theirs:
+            _push_mode(mode)
+
+
+@contextmanager
+def _known_to_dynamo() -> Iterator[None]:
+    """Functions that are compiled are run as they are, and are compiled as ever afterwards."""
+    before = _symbolic_trace._is_fx_tracing_flag
+    _symbolic_trace._is_fx_tracing_flag = True
+    try:
+        yield
+    finally:
+        _symbolic_trace._is_fx_tracing_flag = before
+
+
+@contextmanager
+def _without_autocast_cache() -> Iterator[None]:
+    """A cast that a region outside has made is no tensor of this graph."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
