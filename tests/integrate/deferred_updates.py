@@ -11,9 +11,14 @@ from disco_accel import DiscoConfig, prepare
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.step.session import find_state
 from disco_accel.step.update.updated_step import StepWithUpdate
-from disco_accel.testing.models import random_batch
+from disco_accel.testing.models import family_full, random_batch
 
 STEPS, ACCUMULATED = 5, 2
+
+
+def one_layer(**keys: Any) -> torch.nn.Module:
+    """All that is asked of an update but its place among those of other layers."""
+    return family_full("llama", num_hidden_layers=1, **keys)
 
 
 def config(budget: int = 1 << 30, **keys: Any) -> DiscoConfig:

@@ -11,8 +11,7 @@ import torch
 from transformers import Trainer, TrainingArguments, default_data_collator
 
 from disco_accel import DiscoCallback, stats
-from disco_accel.testing.models import family_full
-from tests.integrate.deferred_updates import adamw, config, prepared, train
+from tests.integrate.deferred_updates import adamw, config, one_layer, prepared, train
 
 
 def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -49,7 +48,7 @@ def test_other_optimizers_update_at_once_and_are_told(
     caplog: pytest.LogCaptureFixture, make: Callable[[torch.nn.Module], torch.optim.Optimizer], told: str
 ) -> None:
     """Once, by name."""
-    model, eager = family_full("llama"), family_full("llama")
+    model, eager = one_layer(), one_layer()
     prepared(model)
     ours, theirs = make(model), make(eager)
     assert all(map(torch.equal, train(model, ours), train(eager, theirs)))
@@ -67,7 +66,7 @@ def life(folder: Path, planned: bool) -> tuple[torch.nn.Module, list[Any]]:
     """A Trainer that saves and evaluates in the middle, and another that goes on from there."""
     log: list[Any] = []
     for steps, resume in ((3, None), (6, str(folder / "checkpoint-3"))):
-        model: Any = family_full("llama")
+        model: Any = one_layer()
         arguments = TrainingArguments(
             output_dir=str(folder),
             per_device_train_batch_size=2,

@@ -21,24 +21,33 @@ from disco_accel.step.session import find_state
 from disco_accel.step.update import update_pass
 from disco_accel.testing.engine_faults import failing, kernels
 from disco_accel.testing.models import family_full, random_batch
-from tests.integrate.deferred_updates import STEPS, adamw, assert_same, backward, config, prepared, train, with_update
+from tests.integrate.deferred_updates import (
+    STEPS,
+    adamw,
+    assert_same,
+    backward,
+    config,
+    one_layer,
+    prepared,
+    train,
+    with_update,
+)
 
-CASES = (
-    ("llama", torch.float32, "least"),
-    ("llama", torch.bfloat16, "half"),
-    ("gpt2", torch.float32, "half"),
-    ("qwen3", torch.bfloat16, "least"),
-    ("gemma2", torch.float32, "all"),
+CASES: tuple[tuple[str, torch.dtype, str, dict[str, Any]], ...] = (
+    ("llama", torch.float32, "least", {}),
+    ("llama", torch.bfloat16, "half", {"num_hidden_layers": 1}),
+    ("gpt2", torch.float32, "half", {"n_layer": 1}),
+    ("qwen3", torch.bfloat16, "least", {"num_hidden_layers": 1, "tie_word_embeddings": True}),
+    ("gemma2", torch.float32, "all", {}),
 )
 
 
-@pytest.mark.parametrize(("family", "dtype", "budget"), CASES)
+@pytest.mark.parametrize(("family", "dtype", "budget", "keys"), CASES)
 def test_weights_and_moments_are_eager_ones(
-    monkeypatch: pytest.MonkeyPatch, family: str, dtype: torch.dtype, budget: str
+    monkeypatch: pytest.MonkeyPatch, family: str, dtype: torch.dtype, budget: str, keys: dict[str, Any]
 ) -> None:
     """Accumulation, clipping, a schedule; large weights in several pieces; tied embeddings of three families."""
-    monkeypatch.setattr(update_pass, "PIECE", 1 << 10)
-    keys = {"tie_word_embeddings": True} if family == "qwen3" else {}
+    monkeypatch.setattr(update_pass, "PIECE", 1 << 11)
     model, eager = (family_full(family, dtype=dtype, **keys) for _ in range(2))
     weights = sum(p.nbytes for p in eager.parameters())
     prepared(model, {"least": 1, "half": weights // 2, "all": 1 << 30}[budget])
@@ -55,7 +64,7 @@ def test_weights_and_moments_are_eager_ones(
 
 def test_gradients_take_one_set_of_memory() -> None:
     """An update lets go of its gradients before the next ones arrive."""
-    model = prepared(family_full("llama"))
+    model = prepared(one_layer())
     optimizer, state = adamw(model), find_state(model)
     assert state is not None
     taken = []
@@ -71,7 +80,7 @@ def test_gradients_take_one_set_of_memory() -> None:
 @pytest.fixture
 def pair() -> tuple[torch.nn.Module, torch.optim.Optimizer, torch.nn.Module, torch.optim.Optimizer]:
     """A prepared model with an update pending, and its twin; each with its optimizer."""
-    model, eager = family_full("llama"), family_full("llama")
+    model, eager = one_layer(), one_layer()
     prepared(model)
     ours, theirs = adamw(model), adamw(eager)
     train(model, ours, steps=2)
@@ -286,13 +295,13 @@ def test_settings_may_change_between_steps(pair: Any) -> None:
 def test_it_needs_the_host() -> None:
     """Said when the model is prepared."""
     with pytest.raises(ConfigError, match=r"update: deferred .* optimizer: host"):
-        prepare(family_full("llama"), config(optimizer="device"))
+        prepare(one_layer(), config(optimizer="device"))
 
 
 @pytest.mark.skipif(not writes_are_watched(), reason="needs a kernel that tells which pages are written to")
 def test_updates_in_plans_fault_no_pages_of_the_weights() -> None:
     """Nobody watches the weights while the plan rewrites them: each page that is watched costs a fault."""
-    model = prepared(family_full("llama", hidden_size=256, intermediate_size=512))
+    model = prepared(one_layer(hidden_size=256, intermediate_size=512))
     optimizer = adamw(model)
     faults = []
     for step in range(8):

@@ -36,10 +36,14 @@ def _small_weights_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(update_choice, "_PART_OF_ARENA", 1)
 
 
-def pair(family: str = "llama", dtype: torch.dtype = torch.float32, **keys: Any) -> tuple[Any, Any, Any, Any]:
+def pair(
+    family: str = "llama", dtype: torch.dtype = torch.float32, layers: int = 1, **keys: Any
+) -> tuple[Any, Any, Any, Any]:
     """A model whose weights its device updates, an eager one, and their optimizers."""
-    tied = {"tie_word_embeddings": True} if family == "qwen3" else {}
-    model, eager = (family_full(family, dtype=dtype, **tied) for _ in range(2))
+    shape: dict[str, Any] = {"n_layer" if family == "gpt2" else "num_hidden_layers": layers}
+    if family == "qwen3":
+        shape["tie_word_embeddings"] = True
+    model, eager = (family_full(family, dtype=dtype, **shape) for _ in range(2))
     prepare(model, config(**({"update_on": "device"} | keys)))
     return model, adamw(model, weight_decay=0.1), eager, adamw(eager, weight_decay=0.1)
 
@@ -53,7 +57,7 @@ def pair(family: str = "llama", dtype: torch.dtype = torch.float32, **keys: Any)
     ],
 )
 def test_weights_and_moments_are_eager_ones(family: str, dtype: torch.dtype, budget: int) -> None:
-    model, ours, eager, theirs = pair(family, dtype, budget=budget)
+    model, ours, eager, theirs = pair(family, dtype, layers=2, budget=budget)
     assert all(map(torch.equal, train(model, ours), train(eager, theirs)))
     step, figures = with_update(model), stats(model)
     assert len(step.updated.on_device) == len(step.updated.inputs) and figures["updates_planned"] == STEPS - 2

@@ -79,7 +79,8 @@ def trained_alone() -> str:
 
 @pytest.mark.parametrize("entry", ENTRY_POINTS)
 def test_an_entry_point_changes_no_bit_of_losses_or_adapters(entry: str, folder: Path) -> None:
-    done = run(ENTRY_POINTS[entry], folder)
+    """The last one in processes that import all anew, where our hook runs within accelerate's import of PyTorch."""
+    done = run(ENTRY_POINTS[entry] if entry.startswith("accelerate") else served(entry), folder)
     assert done.returncode == 0, done.stderr
     expected: dict[str, Any] = json.loads(trained_alone())
     found: dict[str, Any] = json.loads((folder / "result.json").read_text())
@@ -134,10 +135,11 @@ def test_a_budget_that_is_too_small_says_what_works_and_ends_every_process_with_
 
 
 def test_stock_accelerate_is_untouched_without_our_section(folder: Path) -> None:
+    """As ``import torch`` alone is, in processes of their own: tests/integrate/test_bystanders.py."""
     (folder / "other.py").write_text(
         "import torch, sys\nprint([m for m in sys.modules if m.startswith('disco_accel.integrate.acc')])\n"
     )
-    done = run([str(BIN / "accelerate"), "launch", "--config_file", "plain.yaml", "other.py"], folder)
+    done = run([str(forkserver.start() / "accelerate"), "launch", "--config_file", "plain.yaml", "other.py"], folder)
     assert (done.returncode, done.stdout.strip()) == (0, "[]")
 
 

@@ -20,10 +20,18 @@ BF16, FP32 = torch.bfloat16, torch.float32
 MIXTURES = ("mixtral", "qwen3_moe")
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("family", TEN_FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        *((family, (BF16, FP32)[number % 2]) for number, family in enumerate(TEN_FAMILIES)),
+        *((family, (FP32, BF16)[number % 2]) for number, family in enumerate(TEN_FAMILIES) if family in MIXTURES),
+    ],
+)
 def test_lora_steps_of_every_family_are_bitwise_eager(family: str, dtype: torch.dtype) -> None:
-    """With checkpointing and dropout, ops dispatched at random, on batches that differ: experts get other tokens."""
+    """With checkpointing and dropout, ops dispatched at random, on batches that differ: experts get other tokens.
+
+    The same steps with the other dtype of each family run on several devices, in test_several_devices.py.
+    """
     eager = family_lora(family, dtype=dtype, checkpointing=True, lora_dropout=0.1)
     planned = prepare(copy.deepcopy(eager), DiscoConfig(memory_budget="4MiB", dispatch="random"))
     for seed in range(3):

@@ -8,13 +8,12 @@ import torch
 from disco_accel import stats
 from disco_accel.step.update import update_pass
 from disco_accel.step.update.update_pass import samples
-from disco_accel.testing.models import family_full
-from tests.integrate.deferred_updates import adamw, assert_same, prepared, train, with_update
+from tests.integrate.deferred_updates import adamw, assert_same, one_layer, prepared, train, with_update
 
 
 def test_a_step_behind_a_step_settles_the_first() -> None:
     """With new gradients, and with none."""
-    model, eager = family_full("llama"), family_full("llama")
+    model, eager = one_layer(), one_layer()
     prepared(model)
     ours, theirs = adamw(model), adamw(eager)
     for each, optimizer in ((model, ours), (eager, theirs)):
@@ -31,7 +30,7 @@ def test_a_step_behind_a_step_settles_the_first() -> None:
 def test_updates_are_measured_on_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once for all of a size, on memory of that size: a table of embeddings has hundreds of them."""
     monkeypatch.setattr(update_pass, "PIECE", 1 << 8)
-    model = prepared(family_full("llama"))
+    model = prepared(one_layer())
     train(model, adamw(model), steps=3)
     updated = with_update(model).updated
     graph, stands_for = samples(updated)

@@ -21,7 +21,7 @@ def make_model() -> torch.nn.Module:
     config = LlamaConfig(
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=VOCABULARY,
