@@ -1,5 +1,7 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <utility>
@@ -17,11 +19,19 @@ namespace {
 using Peers = FakeCudart::Peers;
 using Bytes = std::vector<unsigned char>;
 
+// A prime number of random bytes over and over: each piece of a copy begins at another one of them. To draw
+// them all took half of the time of all tests under ThreadSanitizer.
 Bytes drawn(std::size_t size, std::uint64_t seed) {
+  constexpr std::size_t kPeriod = 4099;
   Random random;
   random.seed(seed);
-  Bytes bytes(size);
-  for (unsigned char& byte : bytes) byte = static_cast<unsigned char>(random.below(256));
+  Bytes period(kPeriod);
+  for (unsigned char& byte : period) byte = static_cast<unsigned char>(random.below(256));
+  Bytes bytes;
+  while (bytes.size() < size) {
+    const auto count = static_cast<std::ptrdiff_t>(std::min(kPeriod, size - bytes.size()));
+    bytes.insert(bytes.end(), period.begin(), period.begin() + count);
+  }
   return bytes;
 }
 
