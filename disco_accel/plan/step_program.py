@@ -64,7 +64,7 @@ class StepProgram:
                 self.spans[span].append((value, number))
 
     def seconds(self, keeps: Keeps | None = None, *, whole_above: int | None = None, limit: float = 0.0) -> float:
-        """Return the least seconds of a step. ``keeps``: whether a value is kept whole through its gap of that number
+        """Return the least seconds of a step. ``keeps``: the part of a value that is kept through its gap of a number
         (None: whatever the program finds). ``whole_above``: values of as many bytes or more are kept whole or not at
         all, as far as a search of ``limit`` seconds says."""
         table = StepTable(self.facts, self.marks, self.spans, self.renewed, self.always, keeps)

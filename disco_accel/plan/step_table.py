@@ -54,8 +54,8 @@ class Demands:
         return int(self.by.sum())
 
 
-Keeps = Callable[[Value, int], bool]
-"""Whether a value is kept through its gap of that number."""
+Keeps = Callable[[Value, int], float]
+"""The part of a value that is kept through its gap of that number."""
 
 
 class StepTable:
@@ -97,7 +97,7 @@ class StepTable:
                 program.put(whole, self.kept[c : c + 1], 1.0)
                 program.put(whole, program.add_whole(len(each)), -each[0][0].size / self.facts.memory)
 
-    def _of_gaps(self, size: Callable[[Value, int], int]) -> NDArray[np.float64]:
+    def _of_gaps(self, size: Callable[[Value, int], float]) -> NDArray[np.float64]:
         every = [sum(size(*each) for each in alike) for alike in self.spans.values()]
         return np.array(every, np.float64) / self.facts.memory
 
@@ -204,7 +204,7 @@ class StepTable:
         cost = 1.0 + self.latency * memory / np.array([span.largest for span in spans], np.float64)
         copies = float(cost @ self.sizes)
         if (keeps := self.keeps) is not None:
-            lost = sum(not keeps(*each) for alike in spans.values() for each in alike)
+            lost = sum(keeps(*each) < 1.0 for alike in spans.values() for each in alike)
             copies, cost = float(self.sizes.sum()) + lost * self.latency, np.ones(len(spans))
         once = (self.always.total + self.renewed.total) / memory
         once += (self.always.copies + self.renewed.copies) * self.latency

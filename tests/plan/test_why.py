@@ -22,6 +22,7 @@ from disco_accel.plan.why.ladder import ROWS, explain
 from disco_accel.plan.why.plan_replay import Memory, Relaxation, Replay
 from disco_accel.plan.why.text import as_text
 from disco_accel.simulate.simulator import Link, Machine, simulate
+from disco_accel.testing.range_faults import ranged_plans
 from disco_accel.testing.renewed_plans import RENEWED_SHAPES
 from disco_accel.testing.state_plans import TIMED_SHAPES
 from disco_accel.testing.strategies import Shape, random_taskgraph, with_room
@@ -47,10 +48,12 @@ def chain(weights: int, memory: int, seconds: float) -> TaskGraph:
 
 @cache
 def some_plans() -> list[tuple[MemGraph, Machine]]:
-    """Return repeating plans of random graphs, one device and several, states and renewed values among them."""
-    found: list[tuple[MemGraph, Machine]] = []
+    """Return repeating plans of random graphs, one device and several, states, renewed values and ranges among them."""
+    link = Link(3e6, 1e-5)
+    ranged = [plan for _, plan in ranged_plans(8) if plan.cyclic]
+    found = [(plan, Machine(h2d=link, d2h=link)) for plan in ranged[:4]]
     seed = 0
-    while len(found) < 30:
+    while len(found) < 16:
         rng = random.Random(seed)
         seed += 1
         graph = tight_chain(rng) if seed % 2 else random_taskgraph(rng, rng.choice(SHAPES))
@@ -68,7 +71,7 @@ def some_plans() -> list[tuple[MemGraph, Machine]]:
 
 def test_rows_add_up_and_none_is_negative() -> None:
     seen = set()
-    for plan, machine in some_plans()[:14]:
+    for plan, machine in some_plans()[:9]:
         why = explain(plan, machine, search=0.05)
         assert sum(why.rows.values()) == pytest.approx(why.step - why.bound.bound, abs=1e-9 * why.step)
         assert why.step == simulate(plan, machine).makespan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 from disco_accel.graph.carried_values import inputs_held
@@ -54,13 +55,21 @@ def storages_of(plan: MemGraph) -> list[Storage]:
 
 
 def at_the_end(plan: MemGraph) -> dict[Ref, Ref]:
-    """Return for each input that is on its device when a step starts what holds it there when the step ends."""
+    """Return for each input, and resident range of one, that is on its device when a step starts what holds it there
+    when the step ends."""
     held = inputs_held(plan)
-    found: dict[Ref, Ref] = {}
+    begin = {(vertex.id, k): vertex.begin for vertex in plan.vertices for k in range(len(vertex.sizes))}
+    residents: dict[int, list[Ref]] = defaultdict(list)
     for vertex in plan.vertices:
-        for k in range(len(vertex.sizes)):
-            ref = (vertex.id, k)
-            first = (held.get(ref, -1), 0)
-            if first in plan.slots and ref in plan.slots and plan.slots[ref].addr == plan.slots[first].addr:
+        if vertex.kind is VertexKind.INPUT and (vertex.id, 0) in held and (vertex.id, 0) in plan.slots:
+            residents[held[vertex.id, 0]].append((vertex.id, 0))
+    found: dict[Ref, Ref] = {}
+    # The last in the order of the plan is what the step ends with.
+    for ref in (ref for ref in begin if ref in plan.slots):
+        slot = plan.slots[ref]
+        for first in residents.get(held.get(ref, -1), ()):
+            there = plan.slots[first]
+            same_place = there.addr - begin[first] == slot.addr - begin[ref]
+            if same_place and slot.addr <= there.addr and there.addr + there.size <= slot.addr + slot.size:
                 found[first] = ref
     return found

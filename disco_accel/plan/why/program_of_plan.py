@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from disco_accel.graph.carried_values import taskgraph_of
+from disco_accel.graph.carried_values import carried_values, taskgraph_of
 from disco_accel.graph.home_uses import host_devices
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.order import serial_order
@@ -35,8 +35,8 @@ class ProgramOfPlan:
         self.in_order = StepProgram(self.facts, one_by_one)
         self._kept = _kept_gaps(plan, self.facts, [vertex.id for vertex in order])
 
-    def keeps(self, value: Value, gap: int) -> bool:
-        """Whether the plan keeps ``value`` through its gap of that number."""
+    def keeps(self, value: Value, gap: int) -> float:
+        """The part of ``value`` that the plan keeps through its gap of that number."""
         return self._kept[id(value), gap]
 
 
@@ -46,30 +46,34 @@ def one_stream(plan: MemGraph, machine: Machine) -> bool:
     return len(plan.devices) == 1 and not host_devices(plan.devices) and machine.compute_streams == 1 and not transfers
 
 
-def _kept_gaps(plan: MemGraph, facts: DeviceFacts, order: Sequence[int]) -> Mapping[tuple[int, int], bool]:
-    """Return by the identity of a value and the number of a gap whether one copy serves on both sides of it."""
+def _kept_gaps(plan: MemGraph, facts: DeviceFacts, order: Sequence[int]) -> Mapping[tuple[int, int], float]:
+    """Return by the identity of a value and the number of a gap which part of it one copy serves on both sides."""
     by_id = {vertex.id: vertex for vertex in plan.vertices}
     copy_of: dict[Ref, Ref] = {}
     """Value of the plan → the reload, input or kernel that put its bytes on the device."""
     for vertex in plan.vertices:
         copy_of.update({(vertex.id, k): (vertex.id, k) for k in range(len(vertex.sizes))})
         copy_of.update({(vertex.id, k): copy_of[ref] for k, ref in overwrites(vertex)})
-    graph_vertices = {vertex.id: vertex for vertex in taskgraph_of(plan).vertices}
-    read: dict[tuple[int, int], Ref] = {}
+    carried = carried_values(plan)
+    read: dict[tuple[int, int], set[Ref]] = {}
+    """What has the bytes of a value, by its identity and the position of a reader: a copy, or several of ranges."""
     for position, vertex_id in enumerate(order):
-        for ref, plain in zip(by_id[vertex_id].inputs, graph_vertices[vertex_id].inputs, strict=True):
-            value = facts.values.get(plain)
+        for ref in by_id[vertex_id].inputs:
+            value = facts.values.get(carried[ref])
             if value is not None:
-                read[id(value), position] = copy_of[ref]
+                read.setdefault((id(value), position), set()).add(copy_of[ref])
         for k in range(len(by_id[vertex_id].sizes)):
             value = facts.values.get((vertex_id, k))
             if value is not None and value.made == position:
-                read.setdefault((id(value), position), copy_of[vertex_id, k])
+                read.setdefault((id(value), position), {copy_of[vertex_id, k]})
     at_end = {first: copy_of[last] for first, last in at_the_end(plan).items()}
-    kept: dict[tuple[int, int], bool] = {}
+    size = {ref: by_id[ref[0]].sizes[ref[1]] for ref in copy_of}
+    kept: dict[tuple[int, int], float] = {}
     for value in facts.each_value:
         for number, (a, b) in enumerate(gaps(value)) if value.uses else ():
             before, behind = read[id(value), a], read[id(value), b]
             around = number == len(value.uses) - (value.made < 0)
-            kept[id(value), number] = at_end.get(behind) == before if around else before == behind
+            same = {ref for ref in behind if at_end.get(ref) in before} if around else behind & before
+            # What a kernel wrote over a smaller part of a value is all of the value that there is.
+            kept[id(value), number] = 1.0 if same == behind else sum(size[ref] for ref in same) / value.size
     return kept
