@@ -15,7 +15,8 @@ import pytest
 from disco_accel.cli.main import main
 from disco_accel.errors import GraphFileError, PlanError, VerifyError
 from disco_accel.graph.check import check_taskgraph
-from disco_accel.graph.convert import graph_in_values, graph_in_vertices, plan_in_buffers, plan_in_vertices
+from disco_accel.graph.convert import plan_in_buffers, plan_in_vertices
+from disco_accel.graph.convert_graphs import graph_in_values, graph_in_vertices
 from disco_accel.graph.files import read_memgraph, read_taskgraph, write_memgraph, write_taskgraph
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.schema2 import GATE, SpaceKind, handed_out_at_gate, overwrites

@@ -11,7 +11,8 @@ from dataclasses import replace
 import pytest
 
 from disco_accel.errors import BudgetTooSmall, GraphFileError, VerifyError
-from disco_accel.graph.convert import graph_in_values, graph_in_vertices, plan_in_buffers, plan_in_vertices
+from disco_accel.graph.convert import plan_in_buffers, plan_in_vertices
+from disco_accel.graph.convert_graphs import graph_in_values, graph_in_vertices
 from disco_accel.graph.schema2 import Buffer, Edge, Graph, Plan, Planned, Space, SpaceKind, Value, Vertex, Work
 from disco_accel.graph.schema2_check import check_graph
 from disco_accel.graph.taskgraph import TaskGraph

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from disco_accel.errors import GraphFileError, Stalled, VerifyError
-from disco_accel.graph.convert import graph_in_values, graph_in_vertices, plan_in_buffers, plan_in_vertices
+from disco_accel.graph.convert import plan_in_buffers, plan_in_vertices
+from disco_accel.graph.convert_graphs import graph_in_values, graph_in_vertices
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.schema2_files import lines, plan_from_json, plan_to_json
 from disco_accel.graph.strict_json import parse_json

@@ -9,7 +9,8 @@ import pytest
 
 from disco_accel.errors import GraphFileError, PlanError, Stalled, VerifyError
 from disco_accel.graph.byte_ranges import is_resident_range, ranged_values
-from disco_accel.graph.convert import graph_in_values, plan_in_buffers
+from disco_accel.graph.convert import plan_in_buffers
+from disco_accel.graph.convert_graphs import graph_in_values
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.simulate.simulator import simulate

@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 
 from disco_accel.errors import GraphFileError, PlanError, Stalled, VerifyError
-from disco_accel.graph.convert import graph_in_values, plan_in_buffers
+from disco_accel.graph.convert import plan_in_buffers
+from disco_accel.graph.convert_graphs import graph_in_values
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind
 from disco_accel.graph.traits import FROZEN, RENEWED, RENEWED_STATE, STATE, Traits

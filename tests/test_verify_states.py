@@ -12,7 +12,8 @@ import pytest
 
 from disco_accel.errors import GraphFileError, Stalled, VerifyError
 from disco_accel.graph.check import check_taskgraph
-from disco_accel.graph.convert import graph_in_values, plan_in_buffers
+from disco_accel.graph.convert import plan_in_buffers
+from disco_accel.graph.convert_graphs import graph_in_values
 from disco_accel.graph.memgraph import MemGraph, Slot
 from disco_accel.graph.order import data_edges
 from disco_accel.graph.taskgraph import Device, Ref, TaskGraph, Vertex, VertexKind

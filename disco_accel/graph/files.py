@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from disco_accel.errors import GraphFileError
-from disco_accel.graph.convert import graph_in_values, graph_in_vertices, plan_in_buffers, plan_in_vertices
+from disco_accel.graph.convert import plan_in_buffers, plan_in_vertices
+from disco_accel.graph.convert_graphs import graph_in_values, graph_in_vertices
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.schema1_files import (
     IdNames,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from disco_accel.errors import VerifyError
 from disco_accel.graph.schema2 import (
@@ -19,22 +18,20 @@ from disco_accel.graph.schema2 import (
     Planned,
     Value,
     Version,
-    Vertex,
     Work,
     handed_out_at_gate,
 )
 from disco_accel.graph.traits import Access, Arrival, Lifetime
+from disco_accel.verify.buffer_ranges import check_all_bytes, check_range, check_ranges_back
 from disco_accel.verify.happens_before import Claim, first_violated, topological_order
+from disco_accel.verify.judged_buffers import JudgedBuffers, Memory
 from disco_accel.verify.occupants import Occupants
-
-_Memory = tuple[str, int]
-"""A space by its id, or the home of a value by the value's id."""
 
 
 def verify_buffers(graph: Graph, plan: Plan) -> None:
     """Raise VerifyError, naming the vertices, unless ``plan`` is a safe plan of ``graph`` in its spaces."""
     _check_graph(graph, plan.graph)
-    judged = _Judged(graph, plan)
+    judged = JudgedBuffers(graph, plan)
     _check_order(judged)
     order = topological_order(
         [planned.id for planned in plan.order], {v: waits - {GATE} for v, waits in judged.waits.items()}
@@ -48,57 +45,6 @@ def verify_buffers(graph: Graph, plan: Plan) -> None:
     _check_after(judged, behind)
     _resolve(judged, order)
     _check_end(judged, memories)
-
-
-@dataclass
-class _Judged:
-    graph: Graph
-    plan: Plan
-    buffers: dict[int, Buffer] = field(init=False)
-    planned: dict[int, Planned] = field(init=False)
-    vertices: dict[int, Vertex] = field(init=False)
-    writer: dict[int, int] = field(init=False)
-    """Buffer → the id that writes it."""
-    readers: dict[int, list[int]] = field(init=False)
-    waits: dict[int, set[int]] = field(init=False)
-    """Id → what it waits for by an edge, the gate included."""
-    claims: list[tuple[int, int, Callable[[], str]]] = field(init=False, default_factory=list)
-    has_gate: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.buffers = {buffer.id: buffer for buffer in self.plan.buffers}
-        self.planned = {planned.id: planned for planned in self.plan.order}
-        self.vertices = {vertex.id: vertex for vertex in self.graph.vertices}
-        self.writer, self.readers = {}, defaultdict(list)
-        self.waits = {number: set() for number in self.planned}
-        self.has_gate = any(value.traits.arrival is Arrival.GATE for value in self.graph.values)
-
-    def name(self, number: int) -> str:
-        """How messages call a vertex or a copy."""
-        vertex = self.vertices.get(number)
-        return f"vertex {number} ({vertex.op or vertex.work})" if vertex else f"copy {number}"
-
-    def value(self, buffer: Buffer) -> Value:
-        return self.graph.value[buffer.version[0]]
-
-    def memory(self, buffer: Buffer) -> _Memory | None:
-        """The memory that ``buffer`` shares with others; None for foreign memory and for no bytes at all."""
-        value = self.value(buffer)
-        if not value.bytes or value.traits.access is Access.FOREIGN:
-            return None
-        return ("home", value.id) if buffer.offset is None else ("space", buffer.space)
-
-    def extent(self, buffer: Buffer) -> tuple[int, int]:
-        begin, end = buffer.range(self.value(buffer))
-        return buffer.offset or 0, (buffer.offset or 0) + end - begin
-
-    def place(self, buffer: Buffer) -> tuple[int, int]:
-        """The space and where in it the value begins, of which ``buffer``, which has an offset, holds bytes."""
-        return buffer.space, (buffer.offset or 0) - buffer.begin
-
-    def is_whole(self, buffer: Buffer) -> bool:
-        """Whether it holds all bytes of its value."""
-        return buffer.range(self.value(buffer)) == (0, self.value(buffer).bytes)
 
 
 def _check_graph(graph: Graph, repeated: Graph) -> None:
@@ -119,7 +65,7 @@ def _check_graph(graph: Graph, repeated: Graph) -> None:
             raise VerifyError(f"space {space.id}: alignment {space.alignment} is not a multiple of {own.alignment}")
 
 
-def _check_order(judged: _Judged) -> None:
+def _check_order(judged: JudgedBuffers) -> None:
     plan = judged.plan
     if len(judged.planned) != len(plan.order) or len(judged.buffers) != len(plan.buffers):
         raise VerifyError("two entries of the order, or two buffers, have the same id")
@@ -149,13 +95,13 @@ def _check_order(judged: _Judged) -> None:
                 judged.waits[planned.id].add(GATE)
 
 
-def _check_buffers(judged: _Judged) -> None:
+def _check_buffers(judged: JudgedBuffers) -> None:
     for buffer in judged.plan.buffers:
         value = judged.graph.value.get(buffer.version[0])
         if value is None or not 0 <= buffer.version[1] <= judged.graph.last_version[value.id]:
             raise VerifyError(f"buffer {buffer.id} is of version {list(buffer.version)}, which does not exist")
         if not judged.is_whole(buffer):
-            _check_range(judged, buffer)
+            check_range(judged, buffer)
         if buffer.offset is None:
             at_home = value.traits.lifetime is Lifetime.STEPS and buffer.space == value.home
             foreign = value.traits.access is Access.FOREIGN and buffer.space == value.space
@@ -178,48 +124,7 @@ def _check_buffers(judged: _Judged) -> None:
             raise VerifyError(f"buffer {buffer.id}: offset {begin} is not a multiple of {space.alignment}")
 
 
-def _check_range(judged: _Judged, buffer: Buffer) -> None:
-    """A range is of the bytes of a value that never changes, or of what a copy brings back, on a device."""
-    value = judged.value(buffer)
-    begin, end = buffer.range(value)
-    if not 0 <= begin < end <= value.bytes:
-        raise VerifyError(f"buffer {buffer.id}: bytes [{begin}, {end}) are not among the {value.bytes} of its value")
-    there = buffer.id not in judged.writer
-    if there and (value.traits.lifetime is not Lifetime.STEPS or value.traits.renewed):
-        raise VerifyError(f"buffer {buffer.id}: bytes [{begin}, {end}) of value {value.id} are brought alone")
-    changes = value.traits.lifetime is Lifetime.STEPS and value.traits.access is not Access.READ
-    if (
-        changes
-        or buffer.offset is None
-        or buffer.space != value.space
-        or judged.writer.get(buffer.id) in judged.vertices
-    ):
-        raise VerifyError(f"buffer {buffer.id}: value {value.id} is not in ranges there")
-
-
-def _check_all_bytes(judged: _Judged, planned: Planned, vertex: Vertex, reads: Sequence[Buffer]) -> None:
-    """A kernel reads ranges that lie side by side and are all of a version; the further ones stand behind its reads."""
-    name = judged.name(planned.id)
-    ranges: dict[Version, dict[int, Buffer]] = defaultdict(dict)
-    for position, buffer in enumerate(reads):
-        if position >= len(vertex.reads) and (buffer.begin == 0 or vertex.work is not Work.KERNEL):
-            raise VerifyError(f"{name}: reads buffer {buffer.id} too many")
-        if position < len(vertex.reads) and buffer.begin:
-            raise VerifyError(f"{name}: reads buffer {buffer.id}, whose bytes are not the first of its value")
-        other = ranges[buffer.version].setdefault(buffer.begin, buffer)
-        if other.id != buffer.id and not (judged.is_whole(other) and judged.is_whole(buffer)):
-            raise VerifyError(f"{name}: buffers {other.id} and {buffer.id} hold the same bytes")
-    for version, buffers in ranges.items():
-        end = 0
-        for begin, buffer in sorted(buffers.items()):
-            if begin != end or judged.place(buffer) != judged.place(buffers[0]):
-                raise VerifyError(f"{name}: the ranges of version {list(version)} do not lie side by side")
-            end = buffer.range(judged.value(buffer))[1]
-        if end != judged.graph.value[version[0]].bytes:
-            raise VerifyError(f"{name}: reads version {list(version)} up to byte {end} alone")
-
-
-def _check_planned(judged: _Judged, planned: Planned) -> None:
+def _check_planned(judged: JudgedBuffers, planned: Planned) -> None:
     vertex = judged.vertices.get(planned.id)
     name = judged.name(planned.id)
     reads, writes = ([judged.buffers[number] for number in side] for side in (planned.reads, planned.writes))
@@ -229,7 +134,7 @@ def _check_planned(judged: _Judged, planned: Planned) -> None:
         if not judged.is_whole(reads[0]):
             raise VerifyError(f"{name} copies buffer {reads[0].id}, which does not have the whole value")
         return
-    _check_all_bytes(judged, planned, vertex, reads)
+    check_all_bytes(judged, planned, vertex, reads)
     further, reads = reads[len(vertex.reads) :], reads[: len(vertex.reads)]
     for buffer in further:
         if buffer.space != vertex.space:
@@ -252,7 +157,7 @@ def _check_planned(judged: _Judged, planned: Planned) -> None:
             raise VerifyError(f"{name} changes value {value} in place, but buffer {written.id} is elsewhere")
 
 
-def _check_arrivals(judged: _Judged) -> None:
+def _check_arrivals(judged: JudgedBuffers) -> None:
     """What no vertex writes is there: at home, at the start, or from the gate on; one place for what is brought."""
     arriving: dict[Version, list[int]] = defaultdict(list)
     for buffer in judged.plan.buffers:
@@ -273,7 +178,7 @@ def _check_arrivals(judged: _Judged) -> None:
             raise VerifyError(f"value {value.id} arrives in {count} buffers, not in one")
 
 
-def _behind_gate(judged: _Judged, order: dict[int, int]) -> set[int]:
+def _behind_gate(judged: JudgedBuffers, order: dict[int, int]) -> set[int]:
     behind: set[int] = set()
     for number in sorted(order, key=order.__getitem__):
         vertex = judged.vertices.get(number)
@@ -285,8 +190,8 @@ def _behind_gate(judged: _Judged, order: dict[int, int]) -> set[int]:
     return behind
 
 
-def _check_memory(judged: _Judged, order: dict[int, int], behind: set[int]) -> dict[_Memory, Occupants[int]]:
-    memories: dict[_Memory, Occupants[int]] = defaultdict(Occupants)
+def _check_memory(judged: JudgedBuffers, order: dict[int, int], behind: set[int]) -> dict[Memory, Occupants[int]]:
+    memories: dict[Memory, Occupants[int]] = defaultdict(Occupants)
     reserved: set[int] = set()
 
     def turn(buffer: Buffer) -> tuple[int, int]:
@@ -319,13 +224,13 @@ def _check_memory(judged: _Judged, order: dict[int, int], behind: set[int]) -> d
 
 
 def _check_handed_out(
-    judged: _Judged, version: Version, place: str, buffer: Buffer, writer: int | None, behind: set[int]
+    judged: JudgedBuffers, version: Version, place: str, buffer: Buffer, writer: int | None, behind: set[int]
 ) -> None:
     if judged.has_gate and writer not in behind and handed_out_at_gate(judged.graph, version):
         raise VerifyError(f"buffer {buffer.id} overwrites {place} before it is handed out")
 
 
-def _check_reuse(judged: _Judged, former: Buffer, buffer: Buffer, writer: int | None) -> None:
+def _check_reuse(judged: JudgedBuffers, former: Buffer, buffer: Buffer, writer: int | None) -> None:
     def both() -> str:
         return f"buffers {former.id} and {buffer.id} share memory"
 
@@ -340,7 +245,7 @@ def _check_reuse(judged: _Judged, former: Buffer, buffer: Buffer, writer: int | 
     judged.claims += [(reader, writer, both) for reader in readers if reader != writer]
 
 
-def _check_overwrite(judged: _Judged, former: Buffer, buffer: Buffer, writer: int) -> None:
+def _check_overwrite(judged: JudgedBuffers, former: Buffer, buffer: Buffer, writer: int) -> None:
     """A vertex may write over what it reads only as a new version, or where ``may_overwrite`` says so."""
     vertex, planned = judged.vertices.get(writer), judged.planned[writer]
     (begin, end), (former_begin, former_end) = judged.extent(buffer), judged.extent(former)
@@ -354,7 +259,7 @@ def _check_overwrite(judged: _Judged, former: Buffer, buffer: Buffer, writer: in
     raise VerifyError(f"{judged.name(writer)} reads buffer {former.id} and may not write buffer {buffer.id} over it")
 
 
-def _check_after(judged: _Judged, behind: set[int]) -> None:
+def _check_after(judged: JudgedBuffers, behind: set[int]) -> None:
     for vertex in judged.graph.vertices:
         for other in vertex.after:
             if other != GATE:
@@ -363,7 +268,7 @@ def _check_after(judged: _Judged, behind: set[int]) -> None:
                 raise VerifyError(f"{judged.name(vertex.id)} need not wait for the gate, where the graph says after")
 
 
-def _resolve(judged: _Judged, order: dict[int, int]) -> None:
+def _resolve(judged: JudgedBuffers, order: dict[int, int]) -> None:
     numbers = sorted(order, key=order.__getitem__)
     before: list[Sequence[int]] = [[order[p] for p in judged.waits[number] - {GATE}] for number in numbers]
     claims: list[Claim] = [(order[first], order[then], why) for first, then, why in judged.claims]
@@ -373,12 +278,12 @@ def _resolve(judged: _Judged, order: dict[int, int]) -> None:
         raise VerifyError(f"{first} need not finish before {then} starts: {wrong[2]()}")
 
 
-def _check_end(judged: _Judged, memories: dict[_Memory, Occupants[int]]) -> None:
+def _check_end(judged: JudgedBuffers, memories: dict[Memory, Occupants[int]]) -> None:
     def holds(buffer: Buffer) -> bool:
         memory = judged.memory(buffer)
         return memory is None or memories[memory].at(*judged.extent(buffer)) == {buffer.id}
 
-    _check_ranges_back(judged, memories)
+    check_ranges_back(judged, memories)
     copies: dict[Version, list[Buffer]] = defaultdict(list)
     for buffer in judged.plan.buffers:
         if judged.is_whole(buffer):
@@ -394,23 +299,8 @@ def _check_end(judged: _Judged, memories: dict[_Memory, Occupants[int]]) -> None
             _check_lasting(judged, value, copies, holds)
 
 
-def _check_ranges_back(judged: _Judged, memories: dict[_Memory, Occupants[int]]) -> None:
-    """What is on the device in ranges when a step starts is there again, in whatever ranges, when it ends."""
-    for buffer in judged.plan.buffers:
-        memory = judged.memory(buffer)
-        lasts = buffer.id not in judged.writer and judged.value(buffer).traits.lifetime is Lifetime.STEPS
-        if not judged.plan.cyclic or not lasts or buffer.offset is None or memory is None:
-            continue
-        if judged.graph.last_version[buffer.version[0]]:
-            continue
-        for number in memories[memory].at(*judged.extent(buffer)):
-            holder = judged.buffers[number]
-            if holder.version != buffer.version or judged.place(holder) != judged.place(buffer):
-                raise VerifyError(f"value {buffer.version[0]} is resident but not back in its place when the step ends")
-
-
 def _check_lasting(
-    judged: _Judged, value: Value, copies: dict[Version, list[Buffer]], holds: Callable[[Buffer], bool]
+    judged: JudgedBuffers, value: Value, copies: dict[Version, list[Buffer]], holds: Callable[[Buffer], bool]
 ) -> None:
     """The next step finds a value that lives over steps where this one did: on the device, or at its home."""
     last = (value.id, judged.graph.last_version[value.id])

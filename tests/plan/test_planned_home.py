@@ -11,7 +11,8 @@ import pytest
 from disco_accel.cli.main import main
 from disco_accel.errors import BudgetTooSmall, ConfigError, GraphFileError, PlanError
 from disco_accel.graph.check import check_taskgraph
-from disco_accel.graph.convert import graph_in_values, plan_in_buffers
+from disco_accel.graph.convert import plan_in_buffers
+from disco_accel.graph.convert_graphs import graph_in_values
 from disco_accel.graph.files import (
     fingerprint,
     read_memgraph,

@@ -11,7 +11,8 @@ import pytest
 from disco_accel.errors import BudgetTooSmall, ConfigError, GraphFileError, PlanError, VerifyError
 from disco_accel.graph.carried_values import inputs_held
 from disco_accel.graph.check import check_taskgraph, largest_need
-from disco_accel.graph.convert import graph_in_values, graph_in_vertices, plan_in_buffers
+from disco_accel.graph.convert import plan_in_buffers
+from disco_accel.graph.convert_graphs import graph_in_values, graph_in_vertices
 from disco_accel.graph.files import read_taskgraph, write_taskgraph
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.schema2 import Space, SpaceKind

@@ -10,7 +10,8 @@ import pytest
 
 from disco_accel.errors import BudgetTooSmall, GraphFileError, PlanError
 from disco_accel.graph.carried_values import taskgraph_of
-from disco_accel.graph.convert import graph_in_values, graph_in_vertices, plan_in_buffers
+from disco_accel.graph.convert import plan_in_buffers
+from disco_accel.graph.convert_graphs import graph_in_values, graph_in_vertices
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import Device, TaskGraph, with_memory
 from disco_accel.graph.values import changes_over_steps, outlives_step

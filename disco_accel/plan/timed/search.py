@@ -197,7 +197,8 @@ class _Search:
             self.queue.clear()
             self.drafted, self.effort = [], 0
             self.attempt(best)
-            self.run()
+            if len(self.graph.vertices) <= self.settings.descend_in_ranges_up_to:
+                self.run()
             self.assign_offsets()
         self.drafted = self.drafted or whole
 

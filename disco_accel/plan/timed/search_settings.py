@@ -61,6 +61,10 @@ class TimedSettings:
     range_shares: tuple[float, ...] = (0.1, 0.05, 0.02)
     """Ranges of about this share of the memory in which weights are swapped. Empty: they are swapped as a whole."""
 
+    descend_in_ranges_up_to: int = 2000
+    """Vertices of a graph up to which all options are tried again with weights in ranges; of a larger one the best so
+    far alone, since each option takes a second or more of such a graph."""
+
     retry_bonus: float = 0.02
     """How much sooner, as a share of its seconds, a draft gets offsets for each redraft that it has been through."""
 
