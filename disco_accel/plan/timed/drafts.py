@@ -22,7 +22,7 @@ class DraftOptions:
 
     ``min_gap_ratio``: an activation is swappable only if one of its idle gaps is at least this many times its two
     copies (None: none is). ``resident_share``: the share of the memory, beside pinned bytes at their peak, for buffers
-    that never leave. ``outliers_permanent``: among these, unusually large buffers come first. ``low_peak_order``: the
+    that never leave. ``outliers_permanent``: among these, unusually large values come first. ``low_peak_order``: the
     serial order with a lower live peak. ``evict_outliers_at_boundary``: unusually large buffers are not on the device
     at the step boundary. ``prefetch_horizon``: as a share of the step with memory for everything, how far ahead of its
     reader a reload may evict another buffer."""
@@ -165,13 +165,18 @@ def _first_ranges(values: Sequence[Sequence[int]], blocks: Mapping[int, int], ro
 
 
 def outliers(requirements: StepRequirements, device: int) -> list[int]:
-    """Return the buffers that are more than twice as large as nine in ten of those that may be resident, the largest
-    first."""
-    blocks = {i: b.block for i, b in enumerate(requirements.swappable) if b.may_be_resident and b.device == device}
+    """Return the buffers, ranges included, of values that are more than twice as large as nine in ten of those that may
+    be resident, the largest first."""
+    ranges: dict[Ref, list[int]] = {}
+    for i, buffer in enumerate(requirements.swappable):
+        if buffer.may_be_resident and buffer.device == device:
+            ranges.setdefault(buffer.ref, []).append(i)
+    blocks = {ref: sum(requirements.swappable[i].block for i in each) for ref, each in ranges.items()}
     if not blocks:
         return []
     usual = sorted(blocks.values())[len(blocks) * 9 // 10]
-    return sorted((i for i, block in blocks.items() if block > 2 * usual), key=lambda i: -blocks[i])
+    large = sorted((ref for ref, block in blocks.items() if block > 2 * usual), key=lambda ref: -blocks[ref])
+    return [i for ref in large for i in ranges[ref]]
 
 
 def spare_bytes(draft: Draft, capacity: Mapping[int, int]) -> dict[int, Profile]:

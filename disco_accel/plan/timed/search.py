@@ -188,7 +188,9 @@ class _Search:
         so that a search with them from the start may find nothing that fits."""
         memory = max(self.draft_capacity.values())
         whole, best = self.drafted, self.best()
-        for share in self.settings.range_shares if self.plan is not None else ():
+        small = len(self.graph.vertices) <= self.settings.descend_in_ranges_up_to
+        shares = self.settings.range_shares if small else self.settings.range_shares[-1:]
+        for share in shares if self.plan is not None else ():
             self.range_bytes = int(share * memory)
             probe = self._requirements(None, False) or self._requirements(self.settings.min_gap_ratios[-1])
             if self.makespan <= self.floor or probe is None or not any(each.is_range for each in probe.swappable):
@@ -197,8 +199,10 @@ class _Search:
             self.queue.clear()
             self.drafted, self.effort = [], 0
             self.attempt(best)
-            if len(self.graph.vertices) <= self.settings.descend_in_ranges_up_to:
+            if small:
                 self.run()
+            elif self.fastest() < self.settings.pays_in_ranges * self.makespan:
+                self.work.part += self.settings.work_in_ranges
             self.assign_offsets()
         self.drafted = self.drafted or whole
 

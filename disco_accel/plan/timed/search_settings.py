@@ -63,7 +63,14 @@ class TimedSettings:
 
     descend_in_ranges_up_to: int = 2000
     """Vertices of a graph up to which all options are tried again with weights in ranges; of a larger one the best so
-    far alone, since each option takes a second or more of such a graph."""
+    far alone, in the finest ranges, since each option takes a second or more of such a graph."""
+
+    pays_in_ranges: float = 0.995
+    """Of such a graph, a draft in ranges that takes at most so many times the plan so far is worth more work."""
+
+    work_in_ranges: float = 0.5
+    """How much more, as a part of what is enough for the graph. Offsets of ranges take some redrafts: the step of a
+    Qwen3-14B in 6 GiB goes from 1.055 to 1.041 of the bound, and from 1.055 to 1.055 without."""
 
     retry_bonus: float = 0.02
     """How much sooner, as a share of its seconds, a draft gets offsets for each redraft that it has been through."""
