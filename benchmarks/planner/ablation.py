@@ -37,6 +37,7 @@ WITHOUT: Mapping[str, TimedSettings] = {
     "prefetch_delays": replace(ALL, prefetch_delays=()),
     "redrafts": replace(ALL, redrafts=0),
     "several_redrafts_up_to": replace(ALL, several_redrafts_up_to=0),
+    "range_shares": replace(ALL, range_shares=()),
     "retry_bonus": replace(ALL, retry_bonus=0.0),
     "cut_penalty": replace(ALL, cut_penalty=0.0),
     "repacking_rounds": replace(ALL, repacking_rounds=0),

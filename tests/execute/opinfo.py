@@ -19,14 +19,15 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from disco_accel.capture.constants import bind_constants, tracing_mode
 from disco_accel.capture.fake_inputs import twin
 from disco_accel.capture.fx_nodes import arguments_of
 from disco_accel.capture.lower import InputFlags, Lowering, lower_ops, mark, used_inputs
+from disco_accel.capture.op_recorder import Trace, record_ops
 from disco_accel.capture.storages import storage_key, tensor_spec
+from disco_accel.capture.trace_log import TraceLog
 from disco_accel.errors import BudgetTooSmall, CaptureError, ExecutionError
 from disco_accel.execute.executor import EngineOptions, Executor, arena_bytes
 from disco_accel.graph.memgraph import MemGraph
@@ -162,23 +163,21 @@ def trace(sample: Sample) -> Traced:
         tangents = [twin(t, torch.device("cpu")) for t in sample.tangents]
     try:
         with mode:
-            module = make_fx(lambda given, arriving: sample.run(given, arriving), tracing_mode="real")(
-                tensors, tangents
-            )
-        return _lower(module, mode, len(tensors))
+            recorded = record_ops(sample.run, (tensors, tangents), TraceLog({}))
+        return _lower(recorded, mode, len(tensors))
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise Skipped("data", str(error)) from error
     except RuntimeError as error:
         raise Skipped("trace", str(error).split("\n")[0]) from error
 
 
-def _lower(module: fx.GraphModule, mode: FakeTensorMode, tensors: int) -> Traced:
-    graph = module.graph
+def _lower(recorded: Trace, mode: FakeTensorMode, tensors: int) -> Traced:
+    graph = recorded.graph
     for node in graph.nodes:
         if _draws(node):
             raise Skipped("random", str(node.target))
     graph.eliminate_dead_code(is_impure_node=_must_stay)
-    live = bind_constants(module, mode, torch.nn.Module())
+    live = bind_constants(recorded, mode, torch.nn.Module())
     positions = {node: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
     low = Lowering()
     inputs: dict[int, int] = {}
@@ -207,7 +206,7 @@ def _lower(module: fx.GraphModule, mode: FakeTensorMode, tensors: int) -> Traced
     if not values:
         raise Skipped("views", "nothing is computed")
     device = Device(0, sum(sum(v.sizes) for v in low.vertices))
-    module.recompile()
+    module = fx.GraphModule(dict(recorded.constants), graph)
     return Traced(module, TaskGraph("op", (device,), tuple(low.vertices), low.ops), inputs, tangents, constants, values)
 
 
@@ -234,7 +233,7 @@ def check(sample: Sample, seeds: int = 2) -> None:
         records = record(traced.graph)
         graph = apply(traced.graph, records)
         plan = _smallest_plan(graph)
-        expected = traced.module([t.detach() for t in sample.tensors], list(sample.tangents))
+        expected = traced.module(*(t.detach() for t in sample.tensors), *sample.tangents)
         for seed in range(seeds):
             options = EngineOptions(dispatch="random", seed=seed, compute_streams=1 + seed % 2)
             arena = host_arena(arena_bytes(plan))
