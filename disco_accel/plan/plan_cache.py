@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from disco_accel.errors import GraphFileError, VerifyError
+from disco_accel.graph.byte_ranges import is_resident_range
 from disco_accel.graph.carried_values import inputs_held
 from disco_accel.graph.files import fingerprint, memgraph_from_json, parse_json, plan_as_json
 from disco_accel.graph.memgraph import MemGraph
@@ -178,7 +179,10 @@ def with_own_vertices(plan: MemGraph, graph: TaskGraph) -> MemGraph:
 
 
 def _rebuilt(vertex: Vertex, own: Mapping[int, Vertex]) -> Vertex:
-    """Return ``vertex`` with every field but its inputs from the graph, or as a plain copy if the plan has added it."""
+    """Return ``vertex`` with every field but its inputs from the graph, or as a plain copy, of a range or of all bytes,
+    if the plan has added it."""
     if vertex.id in own:
         return replace(own[vertex.id], inputs=vertex.inputs)
-    return Vertex(vertex.id, vertex.kind, vertex.device, vertex.op, vertex.inputs, vertex.sizes)
+    plain = Vertex(vertex.id, vertex.kind, vertex.device, vertex.op, vertex.inputs, vertex.sizes, begin=vertex.begin)
+    source = own.get(vertex.inputs[0][0]) if is_resident_range(vertex) else None
+    return plain if source is None else replace(plain, traits=source.traits)

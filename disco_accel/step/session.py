@@ -344,7 +344,8 @@ class Session(PlanMemory):
         if self.host_claims is not None:
             result["host_held_bytes"] = self.host_claims.held
         step = self.current
-        if step is not None:
+        # One that has given its memory back, in another thread, has no figures until the next step.
+        if step is not None and step.loaded is not None:
             step.settle()
             result |= plan_figures(step, self.settings.link_bandwidth)
         return result

@@ -23,6 +23,7 @@ from disco_accel.plan import plan_cache as module
 from disco_accel.plan.cache_folder import MARKER
 from disco_accel.plan.plan_cache import PlanCache, plan_fingerprint
 from disco_accel.simulate.simulator import Link
+from disco_accel.testing.range_faults import ranged_plans
 from disco_accel.verify.static import verify
 
 GRAPHS = Path(__file__).parent.parent / "data" / "graphs"
@@ -72,6 +73,14 @@ def test_the_same_plan_comes_back(folder: Path, graph: TaskGraph, plan: MemGraph
     own = {v.id: v for v in slower.vertices}
     assert all(v.duration == own[v.id].duration for v in again.vertices if v.id in own)
     verify(graph, read_memgraph(path))
+
+
+def test_plans_in_ranges_come_back(folder: Path) -> None:
+    cache = PlanCache(folder)
+    for number, (graph, plan) in enumerate(ranged_plans(8)):
+        key = f"{number:064x}"
+        cache.store(key, plan)
+        assert cache.load(key, graph, cyclic=plan.cyclic) == plan
 
 
 def test_durations_are_no_part_of_the_fingerprint_and_all_else_is(graph: TaskGraph) -> None:
