@@ -19,7 +19,7 @@ from disco_accel.execute import executor
 from disco_accel.measure import record
 from disco_accel.native import host_memory
 from disco_accel.shortage import met_shortage
-from disco_accel.step import compiled_step, pipeline, placement, session
+from disco_accel.step import compiled_step, pipeline, placement, plan_memory
 from disco_accel.testing.models import random_batch, tiny_lora
 from tests import forkserver
 
@@ -74,7 +74,7 @@ STAGES: dict[str, tuple[object, str]] = {
     "planning": (pipeline, "make_plan"),
     "verifying": (pipeline, "verify"),
     "host copies": (compiled_step, "bytes_of"),
-    "the arena": (session, "device_arena"),
+    "the arena": (plan_memory, "device_arena"),
     "the host's arena": (executor, "host_arena"),
 }
 
