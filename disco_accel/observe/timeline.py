@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from disco_accel.graph.carried_values import carried_values, inputs_held, taskgraph_of
 from disco_accel.graph.files import write_atomically
 from disco_accel.graph.home_uses import HomeUses
-from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.memgraph import MemGraph, Slot
 from disco_accel.graph.taskgraph import Ref, Vertex, VertexKind
 from disco_accel.graph.values import must_survive_step
 from disco_accel.plan.summary import staying
@@ -101,6 +101,10 @@ def stays(plan: MemGraph, events: Sequence[TracedEvent]) -> list[Stay]:
     by_id = {v.id: v for v in plan.vertices}
     last_read = _last_reads(plan, ran)
     what, input_of = contents(plan), inputs_held(plan)
+    at_start: dict[int, list[Slot]] = defaultdict(list)
+    for ref, slot in plan.slots.items():
+        if ref in input_of and by_id[ref[0]].kind is VertexKind.INPUT:
+            at_start[input_of[ref]].append(slot)
     stays: list[Stay] = []
     lasting: list[Stay] = []
     for ref, slot in plan.slots.items():
@@ -111,12 +115,16 @@ def stays(plan: MemGraph, events: Sequence[TracedEvent]) -> list[Stay]:
         start, produced = (event.start, event.end) if event is not None else (0.0, 0.0)
         end = max(last_read.get(ref, 0.0), produced)
         stay = Stay(ref, what[ref], slot.device, slot.addr, slot.size, start, end)
-        at_step_start = plan.slots.get((input_of[ref], 0)) if ref in input_of else None
-        lasts = must_survive_step(vertex) or vertex.kind is VertexKind.INPUT or slot == at_step_start
+        back = any(_within(resident, slot) for resident in at_start[input_of[ref]]) if ref in input_of else False
+        lasts = must_survive_step(vertex) or vertex.kind is VertexKind.INPUT or back
         (lasting if lasts else stays).append(stay)
     taken = _Places([*stays, *lasting])
     stays += [s if taken.later(s) else replace(s, end=finish) for s in lasting]
     return sorted(stays, key=lambda s: (s.start, s.addr, s.ref))
+
+
+def _within(inner: Slot, outer: Slot) -> bool:
+    return inner.device == outer.device and outer.addr <= inner.addr <= outer.addr + outer.size - inner.size
 
 
 def _last_reads(plan: MemGraph, ran: Mapping[int, TracedEvent]) -> dict[Ref, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 from disco_accel.graph.carried_values import inputs_held
@@ -103,9 +104,17 @@ def staying(plan: MemGraph) -> frozenset[int]:
             shared |= {vertex, last}
         if slot.addr + slot.size > end:
             end, last = slot.addr + slot.size, vertex
-    return frozenset(v for v in clean - reloaded - shared if (v, 0) in plan.slots)
+    there: Counter[int] = Counter()
+    """Bytes of each input that are on its device when the step starts, in ranges or as a whole."""
+    for vertex in plan.vertices:
+        if vertex.kind is VertexKind.INPUT and (vertex.id, 0) in plan.slots and (vertex.id, 0) in input_of:
+            there[input_of[vertex.id, 0]] += vertex.sizes[0]
+    size = {vertex.id: vertex.sizes[0] for vertex in plan.vertices if vertex.id in clean}
+    on_device = {ref[0] for ref in plan.slots}
+    return frozenset(v for v in clean - reloaded - shared if there[v] == size[v] and (there[v] or v in on_device))
 
 
 def staying_bytes(plan: MemGraph) -> int:
     """Return the bytes of the inputs which the host has too that never leave their device."""
-    return sum(plan.slots[vertex, 0].size for vertex in staying(plan))
+    inputs = staying(plan)
+    return sum(vertex.sizes[0] for vertex in plan.vertices if vertex.id in inputs)
