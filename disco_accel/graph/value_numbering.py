@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from disco_accel.graph.byte_ranges import copies_bytes
 from disco_accel.graph.check import after_gate, dependencies
 from disco_accel.graph.op_traits import op_traits
 from disco_accel.graph.taskgraph import OpCall, TaskGraph, Vertex, VertexKind, tensor_args
@@ -182,7 +183,7 @@ def graph_of_plan(graph: TaskGraph, plan: Iterable[Vertex]) -> TaskGraph | None:
     """Return the graph that a plan with the vertices ``plan`` is a plan of: ``graph``, or that without some of its
     clones. None if there is no such graph."""
     # A planner may give its copies the numbers that clones had.
-    planned = {vertex.id for vertex in plan if vertex.kind not in (VertexKind.OFFLOAD, VertexKind.RELOAD)}
+    planned = {vertex.id for vertex in plan if not copies_bytes(vertex)}
     missing = {vertex.id for vertex in graph.vertices if vertex.id not in planned}
     if not missing:
         return graph
