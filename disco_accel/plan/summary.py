@@ -106,9 +106,9 @@ def staying(plan: MemGraph) -> frozenset[int]:
             end, last = slot.addr + slot.size, vertex
     there: Counter[int] = Counter()
     """Bytes of each input that are on its device when the step starts, in ranges or as a whole."""
-    for vertex in plan.vertices:
-        if vertex.kind is VertexKind.INPUT and (vertex.id, 0) in plan.slots and (vertex.id, 0) in input_of:
-            there[input_of[vertex.id, 0]] += vertex.sizes[0]
+    for each in plan.vertices:
+        if each.kind is VertexKind.INPUT and (each.id, 0) in plan.slots and (each.id, 0) in input_of:
+            there[input_of[each.id, 0]] += each.sizes[0]
     size = {vertex.id: vertex.sizes[0] for vertex in plan.vertices if vertex.id in clean}
     on_device = {ref[0] for ref in plan.slots}
     return frozenset(v for v in clean - reloaded - shared if there[v] == size[v] and (there[v] or v in on_device))
