@@ -15,7 +15,7 @@ from disco_accel.graph.memgraph import Edge, MemGraph, Slot
 from disco_accel.graph.strict_json import a_list, an_object, flag, integer, number, plain, shown, text
 from disco_accel.graph.taskgraph import Device, Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.traits import BROUGHT, FOREIGN, FROZEN, LATE, LATE_FOREIGN, Access, Arrival, Traits
-from disco_accel.graph.values import host_copy_exists
+from disco_accel.graph.values import host_copy_exists, never_changes
 from disco_accel.sizes import MAX_SIZE
 
 MAX_DEVICES = 1024
@@ -281,6 +281,7 @@ def _check_total(vertices: Iterable[Vertex]) -> None:
 def _check_shapes(vertices: Sequence[Vertex], devices: Collection[int]) -> None:
     """Refuse what no plan can mean; whether it is the plan of a graph is for ``verify`` to say."""
     _check_total(vertices)
+    by_id = {vertex.id: vertex for vertex in vertices}
     for vertex in vertices:
         if vertex.device not in devices:
             raise GraphFileError(f"{called(vertex)}: device: there is no device {vertex.device}")
@@ -289,8 +290,18 @@ def _check_shapes(vertices: Sequence[Vertex], devices: Collection[int]) -> None:
         if len(vertex.sizes) != 1:
             raise GraphFileError(f"{called(vertex)}: outputs: expected exactly one, got {len(vertex.sizes)}")
         wanted = 0 if vertex.kind is VertexKind.INPUT else 1
-        if len(vertex.inputs) != wanted and not (is_resident_range(vertex) and len(vertex.inputs) == 1):
+        if is_resident_range(vertex) and len(vertex.inputs) == 1:
+            _check_resident_range(vertex, by_id[vertex.inputs[0][0]])
+        elif len(vertex.inputs) != wanted:
             raise GraphFileError(f"{called(vertex)}: inputs: expected {wanted}, got {len(vertex.inputs)}")
+
+
+def _check_resident_range(vertex: Vertex, source: Vertex) -> None:
+    """Refuse an input of a plan that names another vertex, unless it is a range of a clean input."""
+    if not never_changes(source) or source.inputs or vertex.traits != source.traits:
+        raise GraphFileError(f"{called(vertex)}: inputs: an input has none, but for a range of a clean input (clean)")
+    if vertex.begin + vertex.sizes[0] > source.sizes[0]:
+        raise GraphFileError(f"{called(vertex)}: begin: bytes from {vertex.begin} on are not of {called(source)}")
 
 
 def _identity(raw: object, where: str, names: IdNames | None) -> int:
