@@ -128,8 +128,8 @@ def _check_copy(plan: JudgedPlan, vertex: Vertex) -> None:
         raise VerifyError(f"{plan.name(vertex.id)} must copy exactly one value")
     ref = vertex.inputs[0]
     source = plan.vertex[ref[0]]
-    is_range = vertex.kind is VertexKind.RELOAD and (vertex.begin or vertex.sizes[0] != plan.size(ref))
-    if not is_range and (vertex.begin or vertex.sizes[0] != plan.size(ref)):
+    is_range = vertex.begin != 0 or vertex.sizes[0] != plan.size(ref)
+    if is_range and vertex.kind is VertexKind.OFFLOAD:
         raise VerifyError(f"{plan.name(vertex.id)} copies {vertex.sizes[0]} bytes of a value of {plan.size(ref)}")
     if is_range:
         check_range_copied(plan, vertex)

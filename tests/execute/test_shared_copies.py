@@ -8,13 +8,9 @@ import gc
 import json
 import os
 import random
-import signal
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -26,78 +22,15 @@ from disco_accel.native.file_arena import FileArena, whole_pages
 from disco_accel.native.rendezvous import Holder, NotSharedError, Rendezvous
 from disco_accel.native.shared_copies import key_of, open_copy, room_for, shared_copy
 from disco_accel.native.shared_memory import READ_ONLY, WHOLE, add_seals, create_file
+from tests.execute.sharers import Shared, child, weights
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 NOBODY = 65534
 
 
-def weights(seed: int = 0) -> list[torch.Tensor]:
-    """Small ones, one across pages, one transposed, one with holes, one empty."""
-    generator = torch.Generator().manual_seed(seed)
-    whole = torch.randn(40, 30, generator=generator)
-    return [
-        whole,
-        torch.randn(5000, generator=generator),
-        whole.t(),
-        whole[:, 3:9],
-        torch.zeros(0),
-        whole[0].bfloat16(),
-    ]
-
-
-class Shared:
-    """What became of the weights of one process."""
-
-    def __init__(self, folder: Path, tensors: list[torch.Tensor] | None = None) -> None:
-        self.said: list[str] = []
-        tensors = weights() if tensors is None else tensors
-        key = key_of(tensors)
-        right = lambda placed: key_of(placed) == key  # noqa: E731
-        with shared_copy(folder, key, room_for(tensors), right, self.said.append, self.said.append) as copy:
-            self.tensors = [copy.put(tensor) for tensor in tensors]
-        self.arena, self.is_new = copy.arena, copy.is_new
-        assert all(map(torch.equal, self.tensors, tensors))
-        assert [t.stride() for t in self.tensors] == [t.stride() for t in tensors]
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "run" / "weights"
-
-
-@contextlib.contextmanager
-def child(work: Callable[[], object]) -> Iterator[Callable[[], int]]:
-    """A process that does ``work`` and waits until it is killed; what is given waits until it has, or its end: the
-    status of that."""
-    done, ended = os.pipe()
-    process = os.fork()
-    if process == 0:
-        status = 1
-        try:
-            os.close(done)
-            kept = work()
-            os.write(ended, b"1")
-            if kept is not None:
-                time.sleep(600)
-            status = 0
-        finally:
-            os._exit(status)
-    os.close(ended)
-    status = -1
-
-    def wait() -> int:
-        nonlocal status
-        if not os.read(done, 1) and status == -1:
-            status = os.waitpid(process, 0)[1]
-        return status
-
-    try:
-        yield wait
-    finally:
-        os.close(done)
-        if status == -1:
-            os.kill(process, signal.SIGKILL)
-            os.waitpid(process, 0)
 
 
 def test_processes_map_one_copy_and_keep_what_they_write(folder: Path) -> None:
@@ -150,76 +83,6 @@ def _bytes(tensors: list[torch.Tensor]) -> tuple[Any, ...]:
     return tuple(
         (t.dtype, t.shape, t.stride(), t.contiguous().view(-1).view(torch.uint8).numpy().tobytes()) for t in tensors
     )
-
-
-Line = tuple[str, int]
-
-
-def _before_line(meet: Callable[[Line], None]) -> Callable[[FrameType, str, Any], Any]:
-    """A trace function that calls ``meet`` before each line of our two modules."""
-    ours = {shared_copies.__file__, rendezvous.__file__}
-
-    def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        if frame.f_code.co_filename not in ours:
-            return None
-        if event == "line":
-            meet((frame.f_code.co_filename, frame.f_lineno))
-        return trace
-
-    return trace
-
-
-def _lines_of(folder: Path) -> list[Line]:
-    """The lines that are run when weights are shared in ``folder``, each once."""
-    lines: list[Line] = []
-    sys.settrace(_before_line(lines.append))
-    try:
-        Shared(folder)
-    finally:
-        sys.settrace(None)
-    gc.collect()
-    return list(dict.fromkeys(lines))
-
-
-def _killed_before(line: Line, folder: Path) -> int:
-    """How a process ended that was killed when it first came to ``line``."""
-
-    def meet(met: Line) -> None:
-        if met == line:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def work() -> None:
-        sys.settrace(_before_line(meet))
-        Shared(folder)
-
-    with child(work) as wait:
-        wait()
-        return wait()
-
-
-def test_a_maker_killed_between_its_lines_leaves_nothing_half(folder: Path) -> None:
-    """Whoever comes next makes the copy, and waits for no lock."""
-    lines = _lines_of(folder)
-    assert len(lines) > 80
-    # Every other line of those that the maker runs: all of them take as long again.
-    for line in lines[::2]:
-        assert _killed_before(line, folder) == signal.SIGKILL, line
-        after = Shared(folder)
-        assert after.is_new and not after.said, line
-        del after
-        gc.collect()
-    Rendezvous(folder).sweep()
-    assert not list(folder.iterdir()), "what the dead have left is cleared away"
-
-
-def test_a_reader_killed_between_any_two_lines_harms_nobody(folder: Path) -> None:
-    holder = Shared(folder)
-    for line in _lines_of(folder)[::4]:
-        assert _killed_before(line, folder) == signal.SIGKILL, line
-        again = Shared(folder)
-        assert not again.is_new and not again.said, line
-        del again
-    assert torch.equal(holder.tensors[1], weights()[1])
 
 
 def _list_of(folder: Path) -> Path:

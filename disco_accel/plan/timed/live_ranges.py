@@ -102,9 +102,10 @@ class LiveRanges:
     ``planned``: the vertices but for inputs, in order; ``all``: every live range by begin; ``by_value``: that of each
     value, as it is named in the plan; ``positions``: which vertex of the serial order is the next at each tick;
     ``ticks``: that of each of ``planned``; ``end``: the tick behind the last; ``waits_at_home``: by offload of a value
-    that changes over steps, the ids of those that used what its home held before; ``packings``: by device, the result
-    of ``assign_offsets``; ``tried``: how many offsets were looked for; ``delays`` and
-    ``repacking_rounds``: of the settings (``prefetch_delays``)."""
+    that changes over steps, the ids of those that used what its home held before; ``resident_ranges``: inputs that the
+    plan adds for ranges that are there when the step starts; ``merged``: reload that is part of an earlier one → that
+    one; ``packings``: by device, the result of ``assign_offsets``; ``tried``: how many offsets were looked for;
+    ``delays`` and ``repacking_rounds``: of the settings (``prefetch_delays``)."""
 
     requirements: StepRequirements
     planned: list[Vertex]

@@ -46,11 +46,6 @@ class Buffer:
 
     parts: tuple[Part, ...]
 
-    @classmethod
-    def whole(cls, size: int, lifespans: tuple[tuple[int, int], ...]) -> Buffer:
-        """Of one part."""
-        return cls((Part(0, size, lifespans),))
-
     @functools.cached_property
     def size(self) -> int:
         """From the first byte of any part to the last."""
