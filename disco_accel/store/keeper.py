@@ -17,6 +17,8 @@ from disco_accel.store.tiers import new_file
 
 COMING_DOWN_SECONDS = 30.0
 """A request waits so long for clients that hold more than their budget, whose steps have to end."""
+_LONGEST_WAIT = 3600.0
+"""A use may be announced for decades ahead, for which no selector waits."""
 _RETRY = 0.02
 """Seconds until a prefetch that found no room looks again."""
 
@@ -170,7 +172,7 @@ class Keeper:
         times = [] if self._moves.due.next is None else [self._moves.due.next]
         if self._queue:
             times.append(now + 0.1)
-        return max(0.0, min(times) - now) if times else None
+        return min(max(0.0, min(times) - now), _LONGEST_WAIT) if times else None
 
     def moves_ended(self) -> None:
         """Take up the moves that workers have ended."""

@@ -14,7 +14,7 @@ import torch
 
 from disco_accel.errors import ConfigError, StoreError, StoreFull, StoreGone
 from disco_accel.store.client import Store
-from disco_accel.store.messages import DTYPES
+from disco_accel.store.messages import DTYPES, MAX_NEXT_USE
 from tests.store.serving import MIB, filled, in_child, open_files, serving, until
 
 
@@ -101,6 +101,16 @@ def test_evicted_objects_come_back_with_their_bytes(tmp_path: Path, policy: str)
         stats = store.stats()
         assert stats["fetched"] > 3 and stats["evicted"] > 3 and stats["device_used"] <= 4 * MIB
         assert stats["gets"] == stats["hits"] + stats["fetched"]
+
+
+def test_a_use_may_be_announced_for_decades_ahead(tmp_path: Path) -> None:
+    """The store waits for it like for any other, answers meanwhile, and brings the object when it is asked for."""
+    with serving(tmp_path, device=2 * MIB) as server, Store.connect(server.path) as store:
+        late = filled(store, MIB, 7, next_use=MAX_NEXT_USE / 1e6)
+        for value in range(2):
+            filled(store, MIB, value)
+        until(lambda: store.stats()["evicted"] > 0)
+        assert bool((store.get(late) == 7).all())
 
 
 def test_an_object_with_a_tensor_of_it_stays_until_the_last_dies(tmp_path: Path) -> None:
