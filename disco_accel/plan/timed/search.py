@@ -201,7 +201,10 @@ class _Search:
             self.attempt(best)
             if small:
                 self.run()
-            elif self.fastest() < self.settings.pays_in_ranges * self.makespan:
+            # No plan is faster than its draft.
+            if self.fastest() >= self.settings.pays_in_ranges * self.makespan:
+                continue
+            if not small:
                 self.work.part += self.settings.work_in_ranges
             self.assign_offsets()
         self.drafted = self.drafted or whole
@@ -322,7 +325,7 @@ class _Search:
     ) -> Draft | None:
         """Draft, and queue the draft unless its schedule was there before; None if it is infeasible."""
         self.effort += 3 * requirements.end
-        self.work.add(DRAFTED, 3 * requirements.end)
+        self.work.add(DRAFTED, 3 * (requirements.end + _uses_of_ranges(requirements)))
         self.work.drafts += 1
         try:
             draft = draft_of(
@@ -406,3 +409,8 @@ class _Search:
     def low_peak_graph(self) -> TaskGraph | None:
         """The graph in an order with a lower peak, if there is one and the graph is small enough to look for it."""
         return lower_order(self.graph) if len(self.graph.vertices) <= self.settings.low_peak_order_up_to else None
+
+
+def _uses_of_ranges(requirements: StepRequirements) -> int:
+    """How often a kernel waits for a range of a value."""
+    return sum(len(buffer.uses) for buffer in requirements.swappable if buffer.is_range)
