@@ -13,7 +13,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export MAX_JOBS ?= $(shell nproc)
 DEVICE ?= cuda
 
-.PHONY: help setup test sanitize safety fuzz lint format demo demo-full emulated emulated-mutants gpu gpu-peers \
+.PHONY: help setup test breadth sanitize safety fuzz lint format demo demo-full emulated emulated-mutants gpu gpu-peers \
   outside quantised deepspeed-op quanto-op wheel-check matrix versions clean
 
 help:  ## list the targets
@@ -41,11 +41,12 @@ format: $(INSTALLED)  ## rewrite sources the way lint wants them
 # One intra-op thread: sums split over threads differ in their last bits, and two test processes share the cores.
 # By file, in the order of tests/conftest.py: the tests of one file share a compiled fixture.
 test: export OMP_NUM_THREADS := 1
+# Three test processes: one of them often waits for a process that it has started.
 # Dozens of processes import the same modules.
 test: export PYTHONDONTWRITEBYTECODE :=
 test: setup  ## set-up, lint and all tests; the last line is pytest's
 	@$(MAKE) --no-print-directory -j 2 lint deepspeed-op quanto-op
-	@$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --instafail --durations 60 -m "not long"
+	@$(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder --instafail --durations 60 -m "not long"
 
 # Most of lint is one process: the other core compiles meanwhile.
 deepspeed-op: $(INSTALLED)
@@ -53,6 +54,11 @@ deepspeed-op: $(INSTALLED)
 
 quanto-op: $(INSTALLED)
 	@PYTHONPATH=$(CURDIR)/$(VENV)/quantised $(PY) -m tests.quanto_op >/dev/null
+
+# The same interpreter settings as for `make test`.
+breadth: export OMP_NUM_THREADS := 1
+breadth: setup  ## what `make test` leaves out: the other cases of tests/sampled.txt and long tests; half an hour
+	@$(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder --instafail -m "long"
 
 # The long runs of what `make test` samples; nearly an hour on two cores.
 sanitize: export OMP_NUM_THREADS := 1

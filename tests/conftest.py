@@ -9,6 +9,7 @@ import shutil
 import signal
 import tempfile
 import threading
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -70,12 +71,31 @@ def pytest_collection() -> Iterator[None]:
         gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long files first, or at the end one of two processes would wait for the other's."""
     missing = [name for name in LONG if not (ROOT / "tests" / name).is_file()]
     assert not missing, f"LONG in tests/conftest.py names {missing}"
     order = {ROOT / "tests" / name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path, len(order)))
+    sample(items, whole=not config.option.file_or_dir)
+
+
+def sample(items: list[pytest.Item], *, whole: bool) -> None:
+    """Mark two thirds of the cases of each test in sampled.txt as long.
+
+    Which ones hangs by the cases' names: one more case moves few others from one run to the other. If the items are
+    the ``whole`` suite's, each of these tests must be there."""
+    names = (ROOT / "tests" / "sampled.txt").read_text().split()
+    cases: dict[str, list[pytest.Item]] = {name: [] for name in names}
+    for item in items:
+        name, parameters, _ = item.nodeid.removeprefix("tests/").partition("[")
+        if parameters and name in cases:
+            cases[name].append(item)
+    for name, found in cases.items():
+        assert found or not whole, f"tests/sampled.txt names {name}, which has no cases"
+        found.sort(key=lambda item: zlib.crc32(item.name.encode()))
+        for item in found[max(1, round(len(found) / 3)) :]:
+            item.add_marker(pytest.mark.long)
 
 
 @pytest.fixture(autouse=True)

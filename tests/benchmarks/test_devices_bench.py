@@ -13,6 +13,7 @@ from disco_accel.cli.main import BENCHMARKS
 pytestmark = pytest.mark.usefixtures("forked")
 
 
+@pytest.mark.long
 def test_every_variant_has_eagers_bits_and_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = devices.Job("short", 1 << 14, 0.0, 1 << 20, 1e9)
     variants = (

@@ -44,6 +44,7 @@ def test_an_arena_that_holds_everything_has_little_to_spare(tmp_path: Path) -> N
     assert all(row["ratio"] >= 1 - 1e-9 for row in (*tight, ample, build))
 
 
+@pytest.mark.long
 def test_every_move_of_the_search_is_left_out_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also those that come later: what is no limit of the search is a move, and has to say what it is worth."""
     output = tmp_path / "planner.json"

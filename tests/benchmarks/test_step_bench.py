@@ -52,6 +52,7 @@ def _library_or_skip() -> None:
         pytest.skip(str(error))
 
 
+@pytest.mark.long
 def test_packed_weights_are_compared_with_the_same_form_in_memory(tmp_path: Path) -> None:
     """Their bits are those of the library's eager step, other than plain weights'; bytes are those of the packed parts;
     steps at one budget are set against plain ones."""

@@ -1,6 +1,6 @@
 """Random sequences of what users do to a model and with it: every output is eager's, no plan is ever stale.
 
-DISCO_SEQUENCES sets how many (20 in CI; a thousand take a quarter of an hour or more). A failure names its seed and
+DISCO_SEQUENCES sets how many (10 in CI; a thousand take a quarter of an hour or more). A failure names its seed and
 what was done.
 """
 
@@ -21,7 +21,7 @@ from disco_accel.testing.models import random_batch, tiny_lora
 from tests.integrate.generators import gradients
 from tests.integrate.test_buckets import padded
 
-SEQUENCES = int(os.environ.get("DISCO_SEQUENCES", "20"))
+SEQUENCES = int(os.environ.get("DISCO_SEQUENCES", "10"))
 SEQUENCES_PER_MODEL = 50
 ACTIONS = 4
 SHAPES = ((2, 8), (2, 13))

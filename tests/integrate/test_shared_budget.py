@@ -173,6 +173,7 @@ def test_a_model_that_is_dropped_leaves_its_grant_to_others(ledger: Path) -> Non
     until(lambda: sum(watch.held()) == 0)
 
 
+@pytest.mark.long
 def test_a_job_whose_need_ends_leaves_memory_to_the_other(ledger: Path) -> None:
     """What it wishes for is what its recent steps could use, not what an earlier one could."""
     model, eager = twins("shared")

@@ -68,7 +68,7 @@ def test_where_inputs_are_listed_makes_no_difference(planner: str) -> None:
     graphs.append(
         with_bytes(tensor_parallel_prefill(PrefillShape(layers=1, devices=2, tokens=512), 1), lambda _: 200 << 20)
     )
-    graphs += [with_working_sets(random_taskgraph(random.Random(seed)), 2.0) for seed in range(20)]
+    graphs += [with_working_sets(random_taskgraph(random.Random(seed)), 2.0) for seed in range(8)]
     planned = moved = 0
     for graph in graphs:
         other = shuffled_inputs(graph, rng)
@@ -83,5 +83,5 @@ def test_where_inputs_are_listed_makes_no_difference(planner: str) -> None:
         verify(other, plan)
         planned += 1
         assert make_plan(other, planner=planner, cyclic=True) == plan
-    assert planned > 15
-    assert moved > 12
+    assert planned > 5
+    assert moved > 4

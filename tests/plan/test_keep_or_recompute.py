@@ -57,6 +57,7 @@ def needed(graph: TaskGraph) -> int:
     return error.value.needed
 
 
+@pytest.mark.long
 def test_more_memory_keeps_more_and_is_never_slower() -> None:
     """From the smallest memory to memory for all: no plan is slower than that of the graph with all clones, or than one
     in less memory but for what a search leaves undone; in the largest everything is kept, and nothing kept is ever

@@ -187,6 +187,7 @@ def test_loading_peaks_at_the_weights_and_five_percent(large, dtype):
     assert found["weights"] <= found["peak"] <= 1.05 * found["weights"]
 
 
+@pytest.mark.long
 def test_the_measurement_of_the_peak_sees_a_second_copy(large):
     found = peak("twice", large, "bfloat16")
     assert found["peak"] >= 1.9 * found["weights"]
