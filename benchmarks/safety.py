@@ -1,13 +1,14 @@
 """The long hunt for a race: random graphs, budgets, policies and planners, each plan run by an adversary.
 
-    python -m benchmarks.safety [--graphs 100000] [--orders 10] [--faults 100] [--first 0] [--minutes M]
+    python -m benchmarks.safety [--graphs 100000] [--orders 10] [--faults 100] [--first 0] [--ranges] [--minutes M]
 
 Every plan passes the static judge and ``orders`` adversarial executions on tokens (poisoned memory, reads at start and
 finish, random overlap). A refusal is checked to name a number that is no smaller than what it was given. Each graph is
 planned in twice its working set too (``testing.strategies.with_room``), where no refusal is right, and in twice what
 its largest vertex touches, where some are: they are counted, and those where that vertex does not fit beside what may
-not leave. Then faults of every kind are planted into good plans: each that one of the judges does not notice must leave
-the plan's meaning unchanged. Exit status 1 if anything was found.
+not leave. Every so many graphs, or with ``--ranges`` each one, have a plan with weights in ranges instead. Then faults
+of every kind are planted into good plans: each that one of the judges does not notice must leave the plan's meaning
+unchanged. Exit status 1 if anything was found.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from disco_accel.errors import BudgetTooSmall, PlanError, Stalled, VerifyError
+from disco_accel.graph.byte_ranges import ranged_values
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.graph.values import changes_over_steps, host_copy_exists, lasting_versions
@@ -29,6 +31,7 @@ from disco_accel.plan.buildmemgraph.residents import Residents
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.testing.faults import FAULTS, Fault
 from disco_accel.testing.plans import tight_plans
+from disco_accel.testing.range_faults import RANGE_FAULTS, ranged_plan, ranged_plans
 from disco_accel.testing.renewed_plans import RENEWED_FAULTS, RENEWED_SHAPES, has_renewed, renewed_plans
 from disco_accel.testing.state_faults import STATE_FAULTS
 from disco_accel.testing.state_plans import TIMED_SHAPES, state_plans
@@ -45,6 +48,8 @@ _TIMED_EVERY = 4
 _STATES_EVERY = 5
 """Every so many graphs have values that a step, or the host between two steps, changes for the next one: these the
 timed planner alone plans."""
+_RANGES_EVERY = 20
+"""Every so many graphs are planned with weights in ranges, which takes ten times as long as other plans."""
 _FAULT_ORDERS = 20
 
 
@@ -122,11 +127,14 @@ def feasible(seed: int, graph: TaskGraph, result: Result) -> None:
             result.counts["of these it does not fit beside what may not leave"] += 1
 
 
-def hunt(seed: int, orders: int, result: Result) -> None:
-    """Plan the graph of ``seed`` and have the plan judged."""
+def hunt(seed: int, orders: int, result: Result, *, ranges: bool = False) -> None:
+    """Plan the graph of ``seed`` and have the plan judged; with weights in ``ranges``, or every so many seeds so."""
     result.counts["graphs"] += 1
-    graph, plan = random_case(seed, result)
-    if not has_renewed(graph) and not any(changes_over_steps(vertex) for vertex in graph.vertices):
+    ranges = ranges or seed % _RANGES_EVERY == 1
+    graph, plan = ranged_plan(seed) if ranges else random_case(seed, result)
+    if plan is not None:
+        result.counts["plans with ranges"] += bool(ranged_values(plan))
+    if not ranges and not has_renewed(graph) and not any(changes_over_steps(vertex) for vertex in graph.vertices):
         feasible(seed, graph, result)
     if plan is None:
         return
@@ -140,9 +148,20 @@ def hunt(seed: int, orders: int, result: Result) -> None:
         result.wrong.append(f"seed {seed}: {type(error).__name__}: {error}")
 
 
-def plant(count: int, result: Result, first_seed: int = 0) -> None:
-    """Plant each kind of fault ``count`` times, or as often as it applies, and note which judge notices."""
-    for faults, plans in ((FAULTS, tight_plans), (STATE_FAULTS, state_plans), (RENEWED_FAULTS, renewed_plans)):
+KINDS: Sequence[tuple[Mapping[str, Fault], Plans]] = (
+    (FAULTS, tight_plans),
+    (STATE_FAULTS, state_plans),
+    (RENEWED_FAULTS, renewed_plans),
+    (RANGE_FAULTS, ranged_plans),
+)
+"""Faults, and the plans that they are planted into."""
+
+
+def plant(
+    count: int, result: Result, first_seed: int = 0, kinds: Sequence[tuple[Mapping[str, Fault], Plans]] = KINDS
+) -> None:
+    """Plant each fault of ``kinds`` ``count`` times, or as often as it applies, and note which judge notices."""
+    for faults, plans in kinds:
         _plant(faults, plans, count, result, first_seed)
 
 
@@ -185,6 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--orders", type=int, default=10)
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--ranges", action="store_true", help="plan each graph with weights in ranges")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop the hunt after so long")
     options = parser.parse_args(argv)
     result = Result()
@@ -192,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for done in range(options.graphs):
         if time.monotonic() > end:
             break
-        hunt(options.first + done, options.orders, result)
+        hunt(options.first + done, options.orders, result, ranges=options.ranges)
         if (done + 1) % 2000 == 0:
             print(f"{dict(result.counts)}, wrong: {len(result.wrong)}", flush=True)
     plant(options.faults, result, options.first)

@@ -14,19 +14,18 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 from disco_accel.errors import BudgetTooSmall, ConfigError, PlanError
 from disco_accel.graph.carried_values import taskgraph_of
 from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
-from disco_accel.graph.traits import FROZEN
 from disco_accel.plan import make_plan
 from disco_accel.plan.bound import Bound, bound_of
 from disco_accel.simulate.simulator import Link, Machine, Simulator
 from disco_accel.testing.renewed_plans import RENEWED_SHAPES
 from disco_accel.testing.state_plans import TIMED_SHAPES
 from disco_accel.testing.strategies import Shape, random_taskgraph, with_room
+from disco_accel.testing.weight_chains import tight_chain
 from disco_accel.verify.static import verify
 
 PARTS = tuple(field.name for field in fields(Bound) if field.name != "lp_reload_bytes")
@@ -66,25 +65,6 @@ class Trial:
                 if least > seconds * (1 + _EXACT):
                     above = f"{least / seconds - 1:.2e} above the step"
                     yield f"seed {self.seed}, {self.planner}, {name}: {part} is {above}"
-
-
-def tight_chain(rng: random.Random) -> TaskGraph:
-    """A chain of kernels over weights, some of them used again, with results that stay for a while."""
-    count = rng.randint(3, 16)
-    align = 64
-    vertices = [
-        Vertex(i, VertexKind.INPUT, 0, "w", sizes=(rng.randint(1, 40) * align,), traits=FROZEN) for i in range(count)
-    ]
-    made: list[tuple[int, int]] = []
-    for i in range(count + rng.randint(0, count)):
-        last = made[-1:] if not made or rng.random() < 0.8 else [rng.choice(made)]
-        reads = ((rng.randrange(count) if i >= count else i, 0), *last)
-        seconds = rng.choice((1e-6, 1e-4, 3e-4))
-        vertices.append(Vertex(len(vertices), VertexKind.KERNEL, 0, "k", reads, (rng.randint(0, 8) * align,), seconds))
-        made.append((vertices[-1].id, 0))
-    vertices[-1] = replace(vertices[-1], keep=True)
-    graph = TaskGraph("chain", (Device(0, 1, align),), tuple(vertices))
-    return with_room(graph, rng.choice((0.5, 0.65, 0.8, 1.0, 1.5)))
 
 
 def trials(seed: int) -> Iterator[Trial]:

@@ -11,6 +11,7 @@ from disco_accel.cli.main import main
 TINY = Shape(hidden=64, layers=3, tokens=8, vocabulary=64)
 
 
+@pytest.mark.long
 def test_every_way_to_run_a_step_is_timed_against_its_bound(capsys: pytest.CaptureFixture[str]) -> None:
     """Bits are compared with eager's inside: a variant that differs ends the benchmark."""
     rows = engine.overlap(TINY, (0.5e9,), 1, "build")

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.usefixtures("forked")
 JOB = Job("host-step", PRESETS["tiny"], 1, 8, "float32", 0, "cpu", 1 << 20, 1e9, "timed", "")
 
 
+@pytest.mark.long
 def test_ours_train_to_the_bits_of_eager(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Losses, gradients and weights, in half of what eager holds, which is too little with the optimizer on the device;
     updates that are put off run in plans; every byte of weights and gradients crosses the link once."""

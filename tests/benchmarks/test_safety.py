@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from benchmarks.safety import Result, hunt, plant
+from benchmarks.safety import KINDS, Result, hunt, plant
 from disco_accel.testing.faults import FAULTS, RUN_FAULTS
 from disco_accel.testing.renewed_plans import RENEWED_FAULTS
 from disco_accel.testing.state_faults import STATE_FAULTS, STATE_RUN_FAULTS
@@ -25,8 +25,9 @@ def test_no_random_plan_is_wrong_in_any_order(part: int) -> None:
 
 
 def test_no_planted_fault_goes_unnoticed() -> None:
+    """Those of ranges have tests of their own."""
     result = Result()
-    plant(20, result, first_seed=5)
+    plant(20, result, first_seed=5, kinds=KINDS[:3])
     assert result.planted == dict.fromkeys({**FAULTS, **STATE_FAULTS, **RENEWED_FAULTS}, 20)
     assert result.either == result.planted
     assert result.static == result.planted

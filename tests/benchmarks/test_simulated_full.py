@@ -21,6 +21,7 @@ def modes(made: list[Row]) -> list[tuple[Row, Mode]]:
     return [(row, mode) for row in made for mode in (row.step, row.deferred, row.auto)]
 
 
+@pytest.mark.long
 def test_a_step_is_its_parts_and_no_shorter_than_its_bound(made: list[Row]) -> None:
     for row, mode in modes(made):
         assert mode.seconds == pytest.approx(mode.plan + mode.leave + mode.update)

@@ -29,6 +29,7 @@ def test_a_fixed_order_is_kept_by_every_lane_and_costs_nothing_undisturbed() -> 
             assert [calm.starts[each] for each in mine] == sorted(calm.starts[each] for each in mine)
 
 
+@pytest.mark.long
 def test_a_subject_is_planned_and_disturbed() -> None:
     subject = Subject("prompt, tensor", 2, streamed=True)
     assert subject in list(subjects([2]))

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.usefixtures("forked")
 JOB = Job("disco", PRESETS["tiny"], 1, 8, "float32", 4, "cpu", 1 << 20, 1e9, "timed", "")
 
 
+@pytest.mark.long
 def test_engines_are_compared_with_eager_in_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Ours has the same bits; hooks that give no gradients are found out; the table comes last."""
     words = ["--shape", "tiny", "--tokens", "16", "--rank", "4", "--budgets", "0.9", "--rounds", "2", "--device", "cpu"]
@@ -83,6 +84,7 @@ def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp
         step.run(["--quant", "none,fp8", "--shape", "tiny"])
 
 
+@pytest.mark.long
 def test_zero_three_takes_the_same_steps() -> None:
     """Its gradients are large enough here that DeepSpeed's own clipping would show in the losses."""
     pytest.importorskip("deepspeed")

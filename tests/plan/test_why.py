@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.planner.bound_hunt import tight_chain
 from disco_accel.cli.main import main
 from disco_accel.errors import BudgetTooSmall, ConfigError, PlanError
 from disco_accel.graph.files import write_memgraph, write_taskgraph
@@ -26,6 +25,7 @@ from disco_accel.testing.range_faults import ranged_plans
 from disco_accel.testing.renewed_plans import RENEWED_SHAPES
 from disco_accel.testing.state_plans import TIMED_SHAPES
 from disco_accel.testing.strategies import Shape, random_taskgraph, with_room
+from disco_accel.testing.weight_chains import tight_chain
 
 MACHINE = Machine(h2d=Link(1000.0, 0.0), d2h=Link(1000.0, 0.0))
 SHAPES = (

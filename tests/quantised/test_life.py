@@ -5,10 +5,13 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 from tests.quantised.children import lines_of
 from tests.quantised.matrix import fault
 
 
+@pytest.mark.long
 def test_the_life_of_a_prepared_quantised_model() -> None:
     """The script's own names say what each entry is about."""
     forms = ("bitsandbytes int8", "torchao int8")

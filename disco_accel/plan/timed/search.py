@@ -76,6 +76,20 @@ def build_timed(
     return search.plan
 
 
+def build_in_ranges(
+    graph: TaskGraph, machine: Machine, share: float, *, cyclic: bool, work: Work, settings: TimedSettings
+) -> MemGraph:
+    """Return the fastest plan found with weights in ranges of about ``share`` of the memory, though one with whole
+    weights may be faster. Raises Infeasible if there is none before ``work`` is over."""
+    search = _Search(graph, machine, cyclic, work, settings, ())
+    search.range_bytes = int(share * max(search.draft_capacity.values()))
+    search.run()
+    search.assign_offsets()
+    if search.plan is None:
+        raise Infeasible(0)
+    return search.plan
+
+
 class DraftedGraph:
     """The drafts of one graph, and on demand the plan that the fastest becomes."""
 
