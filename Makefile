@@ -38,10 +38,10 @@ format: $(INSTALLED)  ## rewrite sources the way lint wants them
 	@$(PY) -m ruff format .
 	@clang-format -i $(CPP)
 
-# One intra-op thread: sums split over threads differ in their last bits, and two test processes share the cores.
+# One intra-op thread: sums split over threads differ in their last bits, and test processes share the cores.
 # By file, in the order of tests/conftest.py: the tests of one file share a compiled fixture.
-test: export OMP_NUM_THREADS := 1
 # Three test processes: one of them often waits for a process that it has started.
+test breadth: export OMP_NUM_THREADS := 1
 # Dozens of processes import the same modules.
 test: export PYTHONDONTWRITEBYTECODE :=
 test: setup  ## set-up, lint and all tests; the last line is pytest's
@@ -55,9 +55,7 @@ deepspeed-op: $(INSTALLED)
 quanto-op: $(INSTALLED)
 	@PYTHONPATH=$(CURDIR)/$(VENV)/quantised $(PY) -m tests.quanto_op >/dev/null
 
-# The same interpreter settings as for `make test`.
-breadth: export OMP_NUM_THREADS := 1
-breadth: setup  ## what `make test` leaves out: the other cases of tests/sampled.txt and long tests; half an hour
+breadth: setup  ## what `make test` leaves out: the other cases of tests/sampled.txt and long tests
 	@$(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder --instafail -m "long"
 
 # The long runs of what `make test` samples; nearly an hour on two cores.

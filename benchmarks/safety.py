@@ -49,7 +49,7 @@ _STATES_EVERY = 5
 """Every so many graphs have values that a step, or the host between two steps, changes for the next one: these the
 timed planner alone plans."""
 _RANGES_EVERY = 20
-"""Every so many graphs are planned with weights in ranges, which takes ten times as long as other plans."""
+"""Every so many graphs are planned with weights in ranges, which takes longer than other plans."""
 _FAULT_ORDERS = 20
 
 

@@ -71,9 +71,7 @@ def build_timed(
         search.run()
         search.assign_offsets()
     search.run_in_ranges()
-    if search.plan is None:
-        raise Infeasible(0)
-    return search.plan
+    return search.result()
 
 
 def build_in_ranges(
@@ -85,9 +83,7 @@ def build_in_ranges(
     search.range_bytes = int(share * max(search.draft_capacity.values()))
     search.run()
     search.assign_offsets()
-    if search.plan is None:
-        raise Infeasible(0)
-    return search.plan
+    return search.result()
 
 
 class DraftedGraph:
@@ -104,9 +100,7 @@ class DraftedGraph:
         """Give the fastest drafts offsets. Raises Infeasible if none fits before ``work`` is over."""
         self._search.work = work
         self._search.assign_offsets()
-        if self._search.plan is None:
-            raise Infeasible(0)
-        return self._search.plan
+        return self._search.result()
 
 
 def drafted(
@@ -169,6 +163,12 @@ class _Search:
     def over(self, share: float = 1.0) -> bool:
         """Whether the search has had ``share`` of its work, or of the user's time."""
         return self.work.over(len(self.graph.vertices), share)
+
+    def result(self) -> MemGraph:
+        """Return the fastest plan found. Raises Infeasible if there is none."""
+        if self.plan is None:
+            raise Infeasible(0)
+        return self.plan
 
     def run(self) -> None:
         """Draft, one option after the other, each on top of the best combination so far (coordinate descent).

@@ -68,7 +68,8 @@ class TimedSettings:
     far alone, in the finest ranges, since each option takes a second or more of such a graph."""
 
     pays_in_ranges: float = 0.995
-    """Of such a graph, a draft in ranges that takes at most so many times the plan so far is worth more work."""
+    """A draft in ranges gets offsets if it takes less than so many times the plan so far, and of a graph too large for
+    that descent more work."""
 
     work_in_ranges: float = 0.5
     """How much more, as a part of what is enough for the graph. Offsets of ranges take some redrafts: the step of a
