@@ -80,16 +80,18 @@ class Marks:
 
     @classmethod
     def of(cls, precedence: Precedence, weight: Sequence[float], most: int) -> Marks:
-        """Return at most ``most`` marks on the heaviest chain; the heaviest vertex of each of its parts is one."""
+        """Return at most ``most`` marks on the heaviest chain, which is cut in parts of equal weight: the heaviest vertex
+        of each part is one. So a vertex that weighs as much as a part is a mark itself, whatever lies beside it."""
         before, order = precedence.before, precedence.order
         behind: list[list[int]] = [[] for _ in before]
         for at, sources in enumerate(before):
             for source in sources:
                 behind[source].append(at)
         path = _heaviest_path(before, order, weight)
-        parts = np.array_split(np.arange(len(path)), min(most, len(path)))
         heavy = np.array([weight[at] for at in path])
-        picked = [int(part[np.argmax(heavy[part])]) for part in parts if len(part)]
+        part = np.ceil(np.cumsum(heavy) * (min(most, len(path)) / heavy.sum()) - 1e-9) if path else heavy
+        parts = np.split(np.arange(len(path)), np.flatnonzero(np.diff(part)) + 1)
+        picked = [int(each[np.argmax(heavy[each])]) for each in parts if len(each)]
         chain = [path[place] for place in picked]
         row = np.zeros(len(before), np.int64)
         row[chain] = np.arange(1, len(chain) + 1)
