@@ -80,8 +80,8 @@ class Marks:
 
     @classmethod
     def of(cls, precedence: Precedence, weight: Sequence[float], most: int) -> Marks:
-        """Return at most ``most`` marks on the heaviest chain, which is cut in parts of equal weight: the heaviest vertex
-        of each part is one. So a vertex that weighs as much as a part is a mark itself, whatever lies beside it."""
+        """Return at most ``most`` marks on the heaviest chain, which is cut in parts of equal weight: the heaviest
+        vertex of each is one. So a vertex that weighs as much as a part is a mark itself, whatever lies beside it."""
         before, order = precedence.before, precedence.order
         behind: list[list[int]] = [[] for _ in before]
         for at, sources in enumerate(before):

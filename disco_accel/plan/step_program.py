@@ -73,6 +73,21 @@ class StepProgram:
         table.in_whole_values(whole_above)
         return table.seconds(limit)
 
+    def kept_parts(self, load_cost: float) -> tuple[float, dict[tuple[int, int], float]] | None:
+        """Return the seconds of a shortest step, and by the identity of a value and the number of a gap which part of
+        the value is kept through it; ``load_cost`` as of ``StepTable``, so the seconds hold up to that. None: the
+        solver has no answer."""
+        table = StepTable(self.facts, self.marks, self.spans, self.renewed, self.always, None, load_cost)
+        if (solved := table.kept_bytes()) is None:
+            return None
+        parts: dict[tuple[int, int], float] = {}
+        for alike, kept in zip(self.spans.values(), solved[1], strict=True):
+            left = float(kept)
+            for value, number in alike:
+                parts[id(value), number] = min(1.0, left / value.size)
+                left = max(0.0, left - value.size)
+        return solved[0], parts
+
 
 def gaps(value: Value) -> Iterator[tuple[int, int]]:
     """Yield the positions before and behind each gap of ``value``; the last may cross the step's boundary."""

@@ -59,7 +59,8 @@ Keeps = Callable[[Value, int], float]
 
 
 class StepTable:
-    """The program of one step on one device, with variables by the rows of ``marks``."""
+    """The program of one step on one device, with variables by the rows of ``marks``. ``load_cost``: what a second of
+    loading costs beside what a second of the step does, for the choice among steps that are equally long."""
 
     def __init__(
         self,
@@ -69,8 +70,9 @@ class StepTable:
         renewed: Demands,
         always: Demands,
         keeps: Keeps | None,
+        load_cost: float = 0.0,
     ) -> None:
-        self.facts, self.marks, self.spans = facts, marks, spans
+        self.facts, self.marks, self.spans, self.load_cost = facts, marks, spans, load_cost
         self.renewed, self.always, self.keeps = renewed, always, keeps
         self.unit = facts.memory / facts.loads.bandwidth
         self.latency = facts.loads.latency / self.unit
@@ -87,6 +89,12 @@ class StepTable:
     def seconds(self, limit: float = 0.0) -> float:
         """Return the least seconds; ``limit``: those that a search over whole values may take."""
         return max(0.0, (self.program.solve_whole(limit) if limit else self.program.solve()[0]) * self.unit)
+
+    def kept_bytes(self) -> tuple[float, NDArray[np.float64]] | None:
+        """Return the least cost in seconds, and the bytes that are kept through the gaps of each span there (None: the
+        solver has no answer)."""
+        cost, found = self.program.solve()
+        return None if found is None else (cost * self.unit, found[self.kept] * self.facts.memory)
 
     def in_whole_values(self, least: int) -> None:
         """Let values of ``least`` bytes or more be kept whole or not at all."""
@@ -117,7 +125,8 @@ class StepTable:
         self.time = program.add(rows, 0.0, longest * later, is_last)
         self.done = program.add(rows, *self._compute_done())
         # Since the step's start, when a row's kernel starts and when it ends: of what may stay, and of the renewed.
-        self.loaded, self.fresh = program.add(rows, 0.0, in_all * later), program.add(rows, 0.0, renewed * later)
+        self.loaded = program.add(rows, 0.0, in_all * later, self.load_cost * is_last)
+        self.fresh = program.add(rows, 0.0, renewed * later)
         self.loaded_then = np.append(program.add(rows - 1, 0.0, in_all), self.loaded[-1:])
         self.fresh_then = np.append(program.add(rows - 1, 0.0, renewed), self.fresh[-1:])
         self.at_start = np.full(rows, program.add(1)[0])

@@ -44,8 +44,9 @@ def ranged_plan(seed: int) -> tuple[TaskGraph, MemGraph | None]:
     graph = tight_chain(rng) if seed % 3 else with_working_sets(random_taskgraph(rng, shape), rng.choice(_FACTORS))
     link = Link(rng.choice((1e7, 1e9)), rng.choice((0.0, 1e-6)))
     machine, share, cyclic = Machine(h2d=link, d2h=link), rng.choice(_SHARES), rng.random() < 0.7
+    settings = replace(_SETTINGS, program_gaps_from=0) if seed % 2 else _SETTINGS
     try:
-        return graph, build_in_ranges(graph, machine, share, cyclic=cyclic, work=Work(), settings=_SETTINGS)
+        return graph, build_in_ranges(graph, machine, share, cyclic=cyclic, work=Work(), settings=settings)
     except Infeasible:
         return graph, None
 

@@ -37,7 +37,7 @@ def test_any_combination_of_moves_gives_plans_that_pass_both_judges() -> None:
         graph = with_working_sets(random_taskgraph(rng, Shape(vertices=24)), rng.choice((1.2, 1.5, 2.0, 3.0)))
         link = Link(rng.choice((1e7, 1e9)), 1e-6)
         machine = Machine(h2d=link, d2h=link)
-        settings = TimedSettings()
+        settings = replace(TimedSettings(), program_gaps_from=rng.choice((0, 1000)))
         for move in rng.sample(sorted(WITHOUT), 6):
             settings = replace(settings, **{move: getattr(WITHOUT[move], move)})
         try:
@@ -70,6 +70,7 @@ def options_drafted(monkeypatch: pytest.MonkeyPatch, settings: TimedSettings) ->
 def test_an_option_that_is_switched_off_is_never_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = TimedSettings()
     everything = options_drafted(monkeypatch, settings)
+    everything += options_drafted(monkeypatch, replace(settings, program_gaps_from=0))
     chosen: dict[str, Callable[[DraftOptions], bool]] = {
         "min_gap_ratios": lambda options: options.min_gap_ratio is not None,
         "resident_shares": lambda options: options.resident_share in settings.resident_shares[1:],
@@ -77,6 +78,7 @@ def test_an_option_that_is_switched_off_is_never_drafted(monkeypatch: pytest.Mon
         "outliers_permanent": lambda options: options.outliers_permanent,
         "evict_outliers_at_boundary": lambda options: options.evict_outliers_at_boundary,
         "prefetch_horizons": lambda options: options.prefetch_horizon < float("inf"),
+        "program_gaps_from": lambda options: options.program_gaps,
     }
     for move, uses in chosen.items():
         assert any(uses(options) for options in everything), f"{move} is not drafted here: find another graph"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from disco_accel.graph.taskgraph import Ref
 from disco_accel.graph.values import may_leave
 from disco_accel.plan.buildmemgraph.residents import SMALL
+from disco_accel.plan.timed.kept_gaps import Kept, in_two_steps
 from disco_accel.plan.timed.step_buffers import Profile, StepRequirements
 from disco_accel.plan.timed.swap_schedule import SwapSchedule, schedule_swaps
 from disco_accel.plan.timed.two_steps import two_steps
@@ -25,7 +26,8 @@ class DraftOptions:
     that never leave. ``outliers_permanent``: among these, unusually large values come first. ``low_peak_order``: the
     serial order with a lower live peak. ``evict_outliers_at_boundary``: unusually large buffers are not on the device
     at the step boundary. ``prefetch_horizon``: as a share of the step with memory for everything, how far ahead of its
-    reader a reload may evict another buffer."""
+    reader a reload may evict another buffer. ``program_gaps``: buffers stay through the gaps between their uses that
+    the step program would keep them through, instead of the ``resident_share``."""
 
     min_gap_ratio: float | None
     resident_share: float
@@ -33,37 +35,40 @@ class DraftOptions:
     low_peak_order: bool = False
     evict_outliers_at_boundary: bool = False
     prefetch_horizon: float = float("inf")
+    program_gaps: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a draft holds on to: ``permanent`` buffers, and those ``kept`` between two uses. ``prefetch_horizon``: in
+    seconds; ``evict_outliers``: whether outliers are evicted at the boundary."""
+
+    permanent: tuple[int, ...]
+    prefetch_horizon: float
+    evict_outliers: bool = False
+    kept: Kept = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A ``schedule`` of ``requirements`` with the ``permanent`` buffers and those on the device ``at_start``.
+    """A ``schedule`` of ``requirements`` by a ``choice``, with buffers on the device ``at_start``.
 
-    ``prefetch_horizon``: in seconds; ``evict_outliers``: whether outliers are evicted at the boundary; ``retries``: how
-    often earlier versions of the draft found no offsets."""
+    ``retries``: how often earlier versions of the draft found no offsets."""
 
     requirements: StepRequirements
     schedule: SwapSchedule
     at_start: tuple[int, ...]
-    permanent: tuple[int, ...]
-    prefetch_horizon: float
-    evict_outliers: bool = False
+    choice: Choice
     retries: int = 0
 
 
 def draft_of(
-    requirements: StepRequirements,
-    machine: Machine,
-    capacity: Mapping[int, int],
-    permanent: tuple[int, ...],
-    prefetch_horizon: float,
-    evict_outliers: bool,
-    cyclic: bool,
+    requirements: StepRequirements, machine: Machine, capacity: Mapping[int, int], choice: Choice, cyclic: bool
 ) -> Draft:
     """Return a draft within ``capacity`` bytes by device; a ``cyclic`` one ends with the buffers that it begins with.
 
     Which buffers these are shows the middle of two steps in a row. Raises Infeasible."""
-    rest = dict(capacity)
+    rest, permanent, prefetch_horizon = dict(capacity), choice.permanent, choice.prefetch_horizon
     for i in permanent:
         rest[requirements.swappable[i].device] -= requirements.swappable[i].block
     if cyclic:
@@ -74,8 +79,9 @@ def draft_of(
             permanent=permanent,
             boundary=requirements.end,
             prefetch_horizon=prefetch_horizon,
+            kept=in_two_steps(choice.kept, requirements.end),
         ).at_boundary
-        if evict_outliers:
+        if choice.evict_outliers:
             large = {i for device in capacity for i in outliers(requirements, device)}
             at_start = [i for i in at_start if i not in large]
     else:
@@ -89,8 +95,9 @@ def draft_of(
         permanent=permanent,
         prefetch_horizon=prefetch_horizon,
         repeats=cyclic,
+        kept=choice.kept,
     )
-    return Draft(requirements, schedule, tuple(at_start), permanent, prefetch_horizon, evict_outliers)
+    return Draft(requirements, schedule, tuple(at_start), choice)
 
 
 def seconds_if_all_resident(requirements: StepRequirements, machine: Machine, devices: Iterable[int]) -> float:
@@ -181,7 +188,7 @@ def outliers(requirements: StepRequirements, device: int) -> list[int]:
 
 def spare_bytes(draft: Draft, capacity: Mapping[int, int]) -> dict[int, Profile]:
     """Return by device and position the bytes that are left beside what the vertex there cannot do without."""
-    requirements, permanent = draft.requirements, set(draft.permanent)
+    requirements, permanent = draft.requirements, set(draft.choice.permanent)
     spare = {
         device: memory - requirements.pinned_bytes[device] - requirements.unevictable_bytes[device]
         for device, memory in capacity.items()

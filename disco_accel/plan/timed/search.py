@@ -19,8 +19,9 @@ from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.plan.common.serial_orders import lower_order
 from disco_accel.plan.infeasible import Infeasible
-from disco_accel.plan.search_work import DRAFTED, FINISHED, PLACED, REPLAYED, Work
+from disco_accel.plan.search_work import DRAFTED, FINISHED, PLACED, REPLAYED, SOLVED, Work
 from disco_accel.plan.timed.drafts import (
+    Choice,
     Draft,
     DraftOptions,
     draft_of,
@@ -28,6 +29,7 @@ from disco_accel.plan.timed.drafts import (
     seconds_if_all_resident,
     spare_bytes,
 )
+from disco_accel.plan.timed.kept_gaps import Kept, KeptGaps, kept_gaps
 from disco_accel.plan.timed.live_ranges import LiveRanges
 from disco_accel.plan.timed.replay import live_ranges_of
 from disco_accel.plan.timed.requirements import requirements_of
@@ -143,6 +145,7 @@ class _Search:
         }
         """What drafts may take of ``capacity``."""
         self.requirements: dict[tuple[bool, float | None, int | None], StepRequirements | None] = {}
+        self.programs: dict[tuple[bool, float | None, int | None], KeptGaps | None] = {}
         self.attempted: set[tuple[DraftOptions, int | None, tuple[int, ...]]] = set()
         self.drafted: list[tuple[Draft, DraftOptions]] = []
         self.queue: list[tuple[float, int, int, Draft, _Unpacked | None]] = []
@@ -181,6 +184,7 @@ class _Search:
         for ratio in settings.min_gap_ratios:
             if not self.drafted or self.effort * 4 < settings.effort:
                 self.attempt(DraftOptions(ratio, first_share))
+        self._attempt_by_program()
         if self.drafted and settings.low_peak_order:
             self.attempt(replace(self.best(), low_peak_order=True), limited=True)
         if self.drafted and settings.evict_outliers_at_boundary:
@@ -193,7 +197,19 @@ class _Search:
         if self.drafted and self.best_schedule().reloaded:
             for horizon in settings.prefetch_horizons:
                 self.attempt(replace(self.best(), prefetch_horizon=horizon), limited=True, even_if_good=True)
-        self._refine_share()
+        if not self._program_is_best():
+            self._refine_share()
+
+    def _attempt_by_program(self) -> None:
+        """Draft with the gaps of the step program, if the graph is large enough for it."""
+        if len(self.graph.vertices) >= self.settings.program_gaps_from and self.drafted:
+            options = replace(self.best(), program_gaps=True, prefetch_horizon=float("inf"))
+            self.attempt(options, even_if_spent=True)
+
+    def _program_is_best(self) -> bool:
+        """Whether no draft by shares is as fast as the one by the step program."""
+        best = min(self.drafted, key=lambda drafted: self._rank(drafted[0].schedule), default=None)
+        return best is not None and best[1].program_gaps
 
     def run_in_ranges(self) -> None:
         """Draft anew with weights in ranges, of one size after the other, and give the drafts offsets.
@@ -203,7 +219,7 @@ class _Search:
         memory = max(self.draft_capacity.values())
         whole, best = self.drafted, self.best()
         small = len(self.graph.vertices) <= self.settings.descend_in_ranges_up_to
-        shares = self.settings.range_shares if small else self.settings.range_shares[-1:]
+        shares = self.settings.range_shares if small else self.settings.large_range_shares
         for share in shares if self.plan is not None else ():
             self.range_bytes = int(share * memory)
             probe = self._requirements(None, False) or self._requirements(self.settings.min_gap_ratios[-1])
@@ -215,6 +231,8 @@ class _Search:
             self.attempt(best)
             if small:
                 self.run()
+            else:
+                self._attempt_by_program()
             # No plan is faster than its draft.
             if self.fastest() >= self.settings.pays_in_ranges * self.makespan:
                 continue
@@ -259,7 +277,7 @@ class _Search:
                 self._delay_prefetches(draft, *unpacked)
 
     def _pack(self, draft: Draft) -> None:
-        live = live_ranges_of(draft.requirements, draft.schedule, draft.permanent, draft.at_start, self.cyclic)
+        live = live_ranges_of(draft.requirements, draft.schedule, draft.choice.permanent, draft.at_start, self.cyclic)
         live.delays, live.repacking_rounds = self.settings.prefetch_delays, self.settings.repacking_rounds
         self.work.add(REPLAYED, draft.requirements.end)
         over = live.assign_offsets(self.capacity, lowest=not draft.schedule.reloaded)
@@ -326,31 +344,22 @@ class _Search:
             if not any(profile.any() for profile in taken.values()):
                 continue
             with_cut = {device: profile + taken.get(device, 0) for device, profile in pinned_bytes.items()}
-            requirements = replace(draft.requirements, pinned_bytes=with_cut)
-            self._draft(requirements, draft.permanent, draft.prefetch_horizon, draft.evict_outliers, draft.retries + 1)
+            withheld = dict(draft.requirements.withheld_bytes)
+            withheld |= {d: profile + withheld.get(d, np.zeros_like(profile)) for d, profile in taken.items()}
+            requirements = replace(draft.requirements, pinned_bytes=with_cut, withheld_bytes=withheld)
+            choice = draft.choice
+            if choice.kept:
+                program = self._solve(requirements)
+                choice = replace(choice, kept=program.kept if program else {})
+            self._draft(requirements, choice, draft.retries + 1)
 
-    def _draft(
-        self,
-        requirements: StepRequirements,
-        permanent: tuple[int, ...],
-        prefetch_horizon: float,
-        evict_outliers: bool,
-        retries: int = 0,
-    ) -> Draft | None:
+    def _draft(self, requirements: StepRequirements, choice: Choice, retries: int = 0) -> Draft | None:
         """Draft, and queue the draft unless its schedule was there before; None if it is infeasible."""
         self.effort += 3 * requirements.end
         self.work.add(DRAFTED, 3 * (requirements.end + _uses_of_ranges(requirements)))
         self.work.drafts += 1
         try:
-            draft = draft_of(
-                requirements,
-                self.machine,
-                self.draft_capacity,
-                permanent,
-                prefetch_horizon,
-                evict_outliers,
-                self.cyclic,
-            )
+            draft = draft_of(requirements, self.machine, self.draft_capacity, choice, self.cyclic)
         except Infeasible:
             return None
         draft = replace(draft, retries=retries)
@@ -369,8 +378,9 @@ class _Search:
         return min((draft.schedule for draft, _ in self.drafted), key=self._rank)
 
     def best(self) -> DraftOptions:
-        """Return the options of the best draft so far."""
-        best = min(self.drafted, key=lambda drafted: self._rank(drafted[0].schedule), default=None)
+        """Return the options of the best draft so far that goes by shares, not by the step program's gaps."""
+        by_shares = (drafted for drafted in self.drafted if not drafted[1].program_gaps)
+        best = min(by_shares, key=lambda drafted: self._rank(drafted[0].schedule), default=None)
         return (
             DraftOptions(self.settings.min_gap_ratios[-1], self.settings.resident_shares[0])
             if best is None
@@ -380,15 +390,29 @@ class _Search:
     def _rank(self, schedule: SwapSchedule) -> tuple[float, int]:
         return max(schedule.seconds, self.settings.good * self.ideal), schedule.reloaded
 
-    def attempt(self, options: DraftOptions, limited: bool = False, even_if_good: bool = False) -> None:
+    def attempt(
+        self,
+        options: DraftOptions,
+        limited: bool = False,
+        even_if_good: bool = False,
+        even_if_spent: bool = False,
+    ) -> None:
         """Draft with these options unless the search has gone on for long enough."""
         drafting = self.settings.drafting_share
         spent = (self.effort > self.settings.effort or self.over(drafting)) and (limited or self.drafted)
+        spent = spent and not even_if_spent
         if spent or self.work.late(drafting) or (self.fastest() <= self.floor and not even_if_good):
             return
         requirements = self._requirements(options.min_gap_ratio, options.low_peak_order)
         if requirements is None:
             return
+        kept: Kept = {}
+        if options.program_gaps:
+            options = replace(options, resident_share=0.0, outliers_permanent=False)
+            program = self._kept_gaps(options)
+            if program is None or program.seconds >= self.settings.pays_by_program * self.fastest():
+                return
+            kept = program.kept
         permanent = tuple(permanent_buffers(requirements, self.draft_capacity, options))
         # Which buffers are permanent is all that a share and the outliers decide.
         attempt = replace(options, resident_share=0.0, outliers_permanent=False), self.range_bytes, permanent
@@ -396,9 +420,21 @@ class _Search:
             return
         self.attempted.add(attempt)
         horizon = options.prefetch_horizon * self.ideal
-        draft = self._draft(requirements, permanent, horizon, options.evict_outliers_at_boundary)
+        draft = self._draft(requirements, Choice(permanent, horizon, options.evict_outliers_at_boundary, kept))
         if draft is not None:
             self.drafted.append((draft, options))
+
+    def _kept_gaps(self, options: DraftOptions) -> KeptGaps | None:
+        """What the step program keeps of the buffers of a draft with these options."""
+        kind = options.low_peak_order, options.min_gap_ratio, self.range_bytes
+        requirements = self.requirements[kind]
+        if kind not in self.programs and requirements is not None:
+            self.programs[kind] = self._solve(requirements)
+        return self.programs[kind]
+
+    def _solve(self, requirements: StepRequirements) -> KeptGaps | None:
+        self.work.add(SOLVED, requirements.end)
+        return kept_gaps(requirements, self.machine, max(self.draft_capacity.values()))
 
     def _ideal(self) -> float:
         """Return the seconds of a step in this order if nothing ever had to leave."""

@@ -44,6 +44,13 @@ class TimedSettings:
     """Shares of a step with memory for everything: nothing is evicted for a reader further ahead. Without such a limit
     an idle link trades what is on the device for what is needed little sooner, and is busy when it matters."""
 
+    program_gaps_from: float = 1000
+    """Vertices of a graph from which on it is drafted, too, with what the step program keeps between two uses
+    (``kept_gaps.py``), if it has one device; infinity: never. Of smaller graphs chain8 and lora_small gain nothing."""
+
+    pays_by_program: float = 0.995
+    """Such a draft is made if the program's step takes less than so many times the best draft so far."""
+
     second_run: bool = True
     """Draft on where a draft was good enough but its offsets cost time."""
 
@@ -62,6 +69,9 @@ class TimedSettings:
     """Ranges of about this share of the memory in which weights are swapped. Empty: they are swapped as a whole. Tuned
     on chain8 and lora_small, some of whose steps take 4 to 6 % less with them; with 15, 10, 7, 5 and 3 % they take up
     to 4 % longer."""
+
+    large_range_shares: tuple[float, ...] = (0.005,)
+    """The same of a graph that is larger than ``descend_in_ranges_up_to``."""
 
     descend_in_ranges_up_to: int = 2000
     """Vertices of a graph up to which all options are tried again with weights in ranges; of a larger one the best so

@@ -70,7 +70,8 @@ class StepRequirements:
     those that it writes at home; ``read_before[p]``: those whose homes it writes over, after their reloads, and
     ``used_before[p]``: the kernels that used what it writes over there, by id. By device
     and position, the position after the last standing for the end of the step: ``pinned_bytes``, and
-    ``unevictable_bytes`` of activations before they are evictable."""
+    ``unevictable_bytes`` of activations before they are evictable; ``withheld_bytes``: what of ``pinned_bytes`` is no
+    buffer's, but kept free for gaps between them."""
 
     graph: TaskGraph
     inputs: tuple[Vertex, ...]
@@ -88,6 +89,7 @@ class StepRequirements:
     used_before: dict[int, list[int]] = field(default_factory=dict)
     pinned_bytes: dict[int, Profile] = field(default_factory=dict)
     unevictable_bytes: dict[int, Profile] = field(default_factory=dict)
+    withheld_bytes: dict[int, Profile] = field(default_factory=dict)
 
     def block(self, size: int, device: int) -> int:
         """Return ``size`` rounded up to the alignment of ``device``."""

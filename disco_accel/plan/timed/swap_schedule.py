@@ -2,13 +2,15 @@
 
 Kernels run in serial order. An idle link prefetches the missing buffer with the nearest next use, if from now to that
 use the pinned bytes, the buffers promised to readers until then and this one fit together. Buffers that are promised to
-nobody stay as long as no bytes are missing; the one with the furthest next use is evicted first.
+nobody stay as long as no bytes are missing; the one with the furthest next use is evicted first. A buffer that is to be
+kept through a gap (``kept_gaps.py``) has its bytes reserved from the start.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -18,6 +20,7 @@ from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.graph.values import must_survive_step
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.timed.byte_counter import NEVER, ByteCounter, ResidencyState
+from disco_accel.plan.timed.kept_gaps import STEP_START, Kept
 from disco_accel.plan.timed.step_buffers import Profile, StepRequirements
 from disco_accel.simulate.machine import copy_kind
 from disco_accel.simulate.simulator import Machine
@@ -59,6 +62,7 @@ def schedule_swaps(
     boundary: int | None = None,
     prefetch_horizon: float = _ALWAYS,
     repeats: bool = True,
+    kept: Kept | None = None,
 ) -> SwapSchedule:
     """Return a schedule of ``requirements`` within ``capacity`` bytes by device.
 
@@ -66,11 +70,13 @@ def schedule_swaps(
     order of importance; ``permanent``: those that never leave, whose bytes are not part of the capacity. ``boundary``:
     the position at which ``at_boundary`` is noted. ``prefetch_horizon``: nothing is evicted for a reader more seconds
     of compute ahead. ``repeats``: a next step starts with what is on the device, so that changed buffers which never
-    leave need no write-back. Raises Infeasible.
+    leave need no write-back. ``kept``: buffers that stay between two uses, where that leaves what every reader in
+    between needs. Raises Infeasible.
     """
     scheduler = _SwapScheduler(requirements, machine, capacity, at_start, at_end, permanent, prefetch_horizon)
     scheduler.repeats = repeats
     scheduler.boundary = boundary
+    scheduler.reserve(kept or {}, frozenset(at_start))
     return scheduler.run()
 
 
@@ -78,7 +84,12 @@ class _DeviceState:
     """One device: its memory, when its link and its compute are free, and its buffers in order of use."""
 
     def __init__(
-        self, device: int, memory: ByteCounter, unpromised: Profile, uses: list[tuple[int, int]], starts: list[float]
+        self,
+        device: int,
+        memory: ByteCounter,
+        unpromised: Profile,
+        uses: list[tuple[int, int]],
+        starts: list[float],
     ) -> None:
         self.device = device
         self.memory = memory
@@ -117,6 +128,8 @@ class _SwapScheduler:
         self.prefetch_horizon = prefetch_horizon
         self.boundary: int | None = None
         self.repeats = True
+        self.reserved: dict[tuple[int, int], int] = {}
+        """By buffer, and the position behind which it stays: its next use, up to which its bytes are reserved."""
         self.schedule = SwapSchedule()
         self.permanent = frozenset(permanent)
         uses = [[] if i in self.permanent else list(buffer.uses) for i, buffer in enumerate(self.buffers)]
@@ -262,9 +275,30 @@ class _SwapScheduler:
                 continue
             while self.state.next_use(index) <= last:
                 self.state.uses_done[index] += 1
-            if self.state.held_until[index] <= last:
+            if self.state.held_until[index] <= last and not self._stays(index):
                 self._release(device, index)
         device.running = -1
+
+    def reserve(self, kept: Kept, at_start: Collection[int]) -> None:
+        """Reserve the bytes of buffers that stay between two uses, so that nothing else is promised them; where they do
+        not fit beside what is reserved already, the buffer may leave."""
+        for index, positions in kept.items():
+            uses, block = self.state.uses[index], self.buffers[index].block
+            unpromised = self.devices[self.buffers[index].device].unpromised
+            for last in sorted(positions):
+                number = bisect_right(uses, last)
+                if number == len(uses) or (last == STEP_START and index not in at_start):
+                    continue
+                if int(unpromised[last + 1 : uses[number] + 1].min()) >= block:
+                    unpromised[last + 1 : uses[number] + 1] -= block
+                    self.reserved[index, last] = uses[number]
+
+    def _stays(self, index: int) -> bool:
+        """Hold the buffer up to its next use if its bytes are reserved from where it is held no longer."""
+        use = self.reserved.get((index, self.state.held_until[index]))
+        if use is not None:
+            self.state.held_until[index] = use
+        return use is not None
 
     def _release(self, device: _DeviceState, index: int) -> None:
         """Make the buffer idle, or evict it at once where nobody reads it again and the user does not keep it."""
@@ -284,7 +318,8 @@ class _SwapScheduler:
         """Move to ``position``: activations that become evictable on the way are idle unless a reader holds them."""
         for reached in range(device.position + 1, position + 1):
             for buffer in self.evictable_at.get(reached, ()):
-                if self.buffers[buffer].device == device.device and self.state.held_until[buffer] < reached:
+                idle = self.buffers[buffer].device == device.device and self.state.held_until[buffer] < reached
+                if idle and not self._stays(buffer):
                     self._release(device, buffer)
         device.position = position
 
@@ -319,7 +354,7 @@ class _SwapScheduler:
         use, index = device.uses[device.next_use]
         buffer = self.buffers[index]
         held = self.state.held_until[index]
-        if held >= use or use < device.position:
+        if held >= use or use < device.position or (self.state.resident[index] and self._stays(index)):
             device.next_use += 1
             return True
         resident = self.state.resident[index]

@@ -1,0 +1,117 @@
+"""Which swappable buffers stay on the device between two uses, as the step program would have it.
+
+The program over time (``plan/step_program.py``), in the serial order, says which part of each value a shortest step
+keeps through each gap between two uses. A draft holds these from use to use instead of giving up whatever is used
+furthest ahead: where the memory is fullest, around the loss, the two differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from disco_accel.graph.taskgraph import Ref
+from disco_accel.plan.device_facts import DeviceFacts
+from disco_accel.plan.marks import Precedence
+from disco_accel.plan.step_program import StepProgram, gaps
+from disco_accel.plan.timed.step_buffers import StepRequirements
+from disco_accel.simulate.machine import Machine
+
+STEP_START = -1
+
+Kept = Mapping[int, frozenset[int]]
+"""By swappable buffer: the positions behind which it stays on the device up to its next use, ``STEP_START`` for the
+time before its first."""
+
+_LOAD_COST = 1e-3
+"""Of equally long steps the one that loads least; it may be longer by a thousandth of what it loads."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptGaps:
+    """``seconds``: of the program, about what no draft in this order beats."""
+
+    seconds: float
+    kept: Kept
+
+
+def kept_gaps(requirements: StepRequirements, machine: Machine, memory: int) -> KeptGaps | None:
+    """Return what a shortest step within ``memory`` bytes keeps (None: there are several devices, or no answer).
+
+    Of a value in ranges as many from its begin on are kept as the program keeps of it, of a whole one all or nothing.
+    """
+    graph = requirements.graph
+    if len(graph.devices) > 1:
+        return None
+    facts = DeviceFacts(graph, machine, graph.devices[0].id, memory)
+    for withheld in requirements.withheld_bytes.values():
+        facts.needed = facts.needed + withheld[: facts.end]
+    every = range(requirements.end)
+    before = [[position - 1] if position else [] for position in every]
+    in_order = Precedence([*before, []], [*every, requirements.end], [*requirements.seconds, 0.0])
+    solved = StepProgram(facts, in_order).kept_parts(_LOAD_COST)
+    if solved is None:
+        return None
+    seconds, parts = solved
+    device = graph.devices[0].id
+    room = memory - requirements.pinned_bytes[device] - requirements.unevictable_bytes[device]
+    for buffer in requirements.swappable:
+        for use in buffer.uses:
+            room[use] -= buffer.block
+    kept: dict[int, set[int]] = {}
+    for gap in sorted(_each_gap(requirements, facts, parts), key=lambda gap: (-gap.part, gap.buffer, gap.begin)):
+        block = requirements.swappable[gap.buffer].block
+        through = room[gap.begin + 1 : gap.end], room[: gap.until]
+        if gap.part > 0 and all(int(each.min(initial=block)) >= block for each in through):
+            for each in through:
+                each -= block
+            kept.setdefault(gap.buffer, set()).add(gap.begin)
+            if gap.around:
+                kept[gap.buffer].add(STEP_START)
+    return KeptGaps(seconds, {i: frozenset(each) for i, each in kept.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class _Gap:
+    """The gap of a buffer behind position ``begin``, before position ``end``; one ``around`` the step's boundary goes
+    on before position ``until``. ``part``: of its bytes, what the program keeps."""
+
+    buffer: int
+    begin: int
+    end: int
+    part: float
+    around: bool = False
+    until: int = 0
+
+
+def _each_gap(
+    requirements: StepRequirements, facts: DeviceFacts, parts: Mapping[tuple[int, int], float]
+) -> Iterator[_Gap]:
+    ranges: dict[Ref, list[int]] = {}
+    for i, buffer in enumerate(requirements.swappable):
+        ranges.setdefault(buffer.ref, []).append(i)
+    for ref, indices in ranges.items():
+        value = facts.values.get(ref)
+        if value is None or not value.uses:
+            continue
+        of_gaps = [parts.get((id(value), number), 1.0) for number, _ in enumerate(gaps(value))]
+        in_all = sum(requirements.swappable[i].size for i in indices)
+        for i in indices:
+            buffer = requirements.swappable[i]
+            # The ranges at the begin of a value are those that stay.
+            shares = [min(1.0, max(0.0, (part * in_all - buffer.begin) / buffer.size)) for part in of_gaps]
+            if buffer.starts_on_host:
+                for begin, end, part in zip(buffer.uses, buffer.uses[1:], shares, strict=False):
+                    yield _Gap(i, begin, end, part)
+                if len(shares) == len(buffer.uses):
+                    yield _Gap(i, buffer.uses[-1], requirements.end + 1, shares[-1], True, buffer.uses[0])
+                continue
+            # An activation may leave from ``evictable_from`` on, and readers before that are not among its uses.
+            stops = [buffer.evictable_from - 1, *buffer.uses]
+            for begin, end, part in zip(stops[:-1], buffer.uses, shares[len(shares) - len(buffer.uses) :], strict=True):
+                yield _Gap(i, begin, end, part)
+
+
+def in_two_steps(kept: Kept, end: int) -> Kept:
+    """Return ``kept`` for a step of ``end`` positions twice in a row, which begins with nothing on the device."""
+    return {i: frozenset(p + shift for p in each if p != STEP_START for shift in (0, end)) for i, each in kept.items()}

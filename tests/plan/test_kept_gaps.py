@@ -1,0 +1,106 @@
+"""What the step program keeps between two uses, as the drafts of the timed planner have it."""
+
+from __future__ import annotations
+
+import random
+
+from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
+from disco_accel.graph.traits import FROZEN
+from disco_accel.plan.infeasible import Infeasible
+from disco_accel.plan.search_work import Work
+from disco_accel.plan.timed.drafts import Choice, draft_of
+from disco_accel.plan.timed.kept_gaps import STEP_START, kept_gaps
+from disco_accel.plan.timed.requirements import requirements_of
+from disco_accel.plan.timed.search import build_in_ranges
+from disco_accel.plan.timed.search_settings import TimedSettings
+from disco_accel.plan.timed.step_buffers import StepRequirements
+from disco_accel.simulate.simulator import Link, Machine
+from disco_accel.testing.weight_chains import tight_chain
+from disco_accel.verify.adversary import run_reference
+from disco_accel.verify.static import verify
+
+MACHINE = Machine(h2d=Link(1e9, 0.0), d2h=Link(1e9, 0.0))
+
+
+def dip() -> TaskGraph:
+    """Ten kernels with a weight each of 1000 bytes, forward and backward, and a loss between them that takes 5000."""
+    vertices = [Vertex(i, VertexKind.INPUT, 0, "w", sizes=(1000,), traits=FROZEN) for i in range(10)]
+    for i, weight in enumerate((*range(10), None, *reversed(range(10)))):
+        before = ((9 + i, 0),) if i else ()
+        reads = before if weight is None else ((weight, 0), *before)
+        size = 5000 if weight is None else 10
+        vertices.append(Vertex(10 + i, VertexKind.KERNEL, 0, "k", reads, (size,), 1e-6))
+    return TaskGraph("dip", (Device(0, 8000, 1),), tuple(vertices))
+
+
+def left_over(requirements: StepRequirements, memory: int, kept: dict[int, frozenset[int]]) -> list[int]:
+    """Bytes by position that are left beside what each position needs and what is kept through it."""
+    left = [memory - int(each) for each in requirements.pinned_bytes[0] + requirements.unevictable_bytes[0]]
+    for buffer in requirements.swappable:
+        for use in buffer.uses:
+            left[use] -= buffer.block
+    for i, behind in kept.items():
+        buffer = requirements.swappable[i]
+        for last in behind - {STEP_START}:
+            until = min((use for use in buffer.uses if use > last), default=requirements.end + 1)
+            for position in range(last + 1, until):
+                left[position] -= buffer.block
+        for position in range(buffer.uses[0] if STEP_START in behind else 0):
+            left[position] -= buffer.block
+    return left
+
+
+def test_what_is_kept_fits_beside_what_every_kernel_needs() -> None:
+    kept_at_all = 0
+    for seed in range(60):
+        graph = tight_chain(random.Random(seed))
+        memory = graph.devices[0].memory
+        for size in (None, memory // 20):
+            try:
+                requirements = requirements_of(graph, MACHINE, None, range_bytes=size)
+            except Infeasible:
+                continue
+            program = kept_gaps(requirements, MACHINE, memory)
+            assert program is not None
+            if min(left_over(requirements, memory, {})) >= 0:
+                assert min(left_over(requirements, memory, dict(program.kept))) >= 0
+                kept_at_all += sum(map(len, program.kept.values()))
+    assert kept_at_all > 300
+
+
+def test_a_draft_with_the_programs_gaps_loads_what_the_program_loads() -> None:
+    """Around the loss three weights stay, which are those that are used next; seven are loaded in the backward."""
+    graph = dip()
+    requirements = requirements_of(graph, MACHINE, None)
+    program = kept_gaps(requirements, MACHINE, 8000)
+    assert program is not None
+    through_loss = [i for i, behind in program.kept.items() if min(requirements.swappable[i].uses) in behind]
+    assert len(through_loss) <= 2
+    draft = draft_of(requirements, MACHINE, {0: 8000}, Choice((), float("inf"), kept=program.kept), cyclic=True)
+    assert draft.schedule.seconds <= 1.1 * program.seconds
+    nothing_kept = draft_of(requirements, MACHINE, {0: 8000}, Choice((), float("inf")), cyclic=True)
+    assert draft.schedule.reloaded <= nothing_kept.schedule.reloaded
+
+
+def test_several_devices_have_no_program() -> None:
+    vertices = (
+        Vertex(0, VertexKind.KERNEL, 0, "k", (), (8,), 1.0),
+        Vertex(1, VertexKind.KERNEL, 1, "k", (), (8,), 1.0),
+    )
+    graph = TaskGraph("two", (Device(0, 100, 1), Device(1, 100, 1)), vertices)
+    assert kept_gaps(requirements_of(graph, MACHINE, None), MACHINE, 100) is None
+
+
+def test_plans_with_the_programs_gaps_pass_both_judges() -> None:
+    planned = 0
+    for seed in range(80):
+        graph = tight_chain(random.Random(seed))
+        settings = TimedSettings(program_gaps_from=0, min_gap_ratios=(None,))
+        try:
+            plan = build_in_ranges(graph, MACHINE, 0.05, cyclic=True, work=Work(), settings=settings)
+        except Infeasible:
+            continue
+        planned += 1
+        verify(graph, plan)
+        run_reference(graph, plan, seed)
+    assert planned > 15
