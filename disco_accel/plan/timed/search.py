@@ -150,6 +150,8 @@ class _Search:
         self.drafted: list[tuple[Draft, DraftOptions]] = []
         self.queue: list[tuple[float, int, int, Draft, _Unpacked | None]] = []
         """Drafts without offsets, a heap: rank, bytes reloaded, number, draft, and what is known of its packing."""
+        self.least_over: dict[tuple[bool, int], float] = {}
+        """By what is alike in drafts: the least share of the memory that one lay above it when it got offsets."""
         self.schedules: dict[float, list[list[tuple[SwapEvent, int]]]] = {}
         """Events of all drafts so far by their seconds: equal ones are packed once."""
         self.range_bytes: int | None = None
@@ -264,7 +266,11 @@ class _Search:
                 self.plan or (self.drafts_packed > drafts and self.offsets_tried > 4 * offsets)
             ):
                 return
-            _, _, _, draft, unpacked = heapq.heappop(self.queue)
+            rank, _, _, draft, unpacked = heapq.heappop(self.queue)
+            if self._promise(draft, unpacked) > rank:
+                # Others like it have failed since it was queued.
+                self._enqueue(draft, unpacked)
+                continue
             # Offsets only add waits, so no plan is faster than its draft.
             if draft.schedule.seconds >= self.makespan:
                 continue
@@ -283,6 +289,8 @@ class _Search:
         over = live.assign_offsets(self.capacity, lowest=not draft.schedule.reloaded)
         self._count_offsets(live.tried)
         if over:
+            share = max(int(profile.max()) / self.capacity[device] for device, profile in over.items())
+            self.least_over[_like(draft)] = min(share, self.least_over.get(_like(draft), share))
             self._enqueue(draft, (live, over))
         else:
             self._keep_if_faster(live.plan(self.cyclic))
@@ -314,14 +322,21 @@ class _Search:
 
     def _enqueue(self, draft: Draft, unpacked: _Unpacked | None = None) -> None:
         """Queue ``draft``, the sooner the faster it promises to be once what is above the memory has been cut."""
-        over = 0.0
+        self.queued += 1
+        entry = self._promise(draft, unpacked), draft.schedule.reloaded, self.queued, draft, unpacked
+        heapq.heappush(self.queue, entry)
+
+    def _promise(self, draft: Draft, unpacked: _Unpacked | None) -> float:
+        """About the seconds of a plan of ``draft``, by which drafts are ranked.
+
+        One that has no offsets yet is taken to lie above the memory by as much as the best of its like: drafts whose
+        seconds differ by a thousandth would all fail, one after the other, before any is mended."""
+        over = 0.0 if draft.retries else self.least_over.get(_like(draft), 0.0)
         if unpacked is not None:
             over = max(int(profile.max()) / self.capacity[device] for device, profile in unpacked[1].items())
         # One that has been through a few retries needs few more.
         bonus, penalty = self.settings.retry_bonus * draft.retries, self.settings.cut_penalty * over
-        rank = self._rank(draft.schedule)[0] * (1 - bonus) * (1 + penalty)
-        self.queued += 1
-        heapq.heappush(self.queue, (rank, draft.schedule.reloaded, self.queued, draft, unpacked))
+        return self._rank(draft.schedule)[0] * (1 - bonus) * (1 + penalty)
 
     def _redraft(self, draft: Draft, over: Mapping[int, Profile]) -> None:
         """Draft once more with less memory where the packing was above it; of a small graph also with less memory
@@ -459,6 +474,11 @@ class _Search:
     def low_peak_graph(self) -> TaskGraph | None:
         """The graph in an order with a lower peak, if there is one and the graph is small enough to look for it."""
         return lower_order(self.graph) if len(self.graph.vertices) <= self.settings.low_peak_order_up_to else None
+
+
+def _like(draft: Draft) -> tuple[bool, int]:
+    """What drafts of one search have in common whose offsets fail alike."""
+    return bool(draft.choice.kept), len(draft.requirements.swappable)
 
 
 def _uses_of_ranges(requirements: StepRequirements) -> int:

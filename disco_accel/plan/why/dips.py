@@ -24,7 +24,18 @@ def bound_without_dips(graph: TaskGraph, machine: Machine) -> float:
         facts = DeviceFacts(graph, machine, device.id, device.memory)
         if not facts.end or not device.memory:
             continue
-        facts.needed = np.minimum(facts.needed, int(np.quantile(facts.needed, _SHARE)))
+        facts.needed = np.minimum(facts.needed, _usual(facts))
         seconds, _ = least_loads(facts)
         most = max(most, sum(facts.seconds) / facts.streams, seconds, StepProgram(facts, precedence).seconds())
     return most
+
+
+def usual_need(graph: TaskGraph, machine: Machine) -> int:
+    """Return the bytes that ninety-nine in a hundred kernels of ``graph`` need no more of, inputs and outputs together:
+    on the device where these are the most."""
+    every = (DeviceFacts(graph, machine, device.id, device.memory) for device in graph.devices if not device.host)
+    return max((_usual(facts) for facts in every if facts.end), default=0)
+
+
+def _usual(facts: DeviceFacts) -> int:
+    return int(np.quantile(facts.needed, _SHARE))
