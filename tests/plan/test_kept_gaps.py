@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
+from dataclasses import replace
 
+from disco_accel.errors import PlanError
 from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.traits import FROZEN
 from disco_accel.plan.infeasible import Infeasible
@@ -11,10 +14,13 @@ from disco_accel.plan.search_work import Work
 from disco_accel.plan.timed.drafts import Choice, draft_of
 from disco_accel.plan.timed.kept_gaps import STEP_START, kept_gaps
 from disco_accel.plan.timed.requirements import requirements_of
-from disco_accel.plan.timed.search import build_in_ranges
+from disco_accel.plan.timed.search import build_in_ranges, build_timed
 from disco_accel.plan.timed.search_settings import TimedSettings
 from disco_accel.plan.timed.step_buffers import StepRequirements
 from disco_accel.simulate.simulator import Link, Machine
+from disco_accel.testing.renewed_plans import RENEWED_SHAPES
+from disco_accel.testing.state_plans import TIMED_SHAPES
+from disco_accel.testing.strategies import random_taskgraph, with_working_sets
 from disco_accel.testing.weight_chains import tight_chain
 from disco_accel.verify.adversary import run_reference
 from disco_accel.verify.static import verify
@@ -104,3 +110,19 @@ def test_plans_with_the_programs_gaps_pass_both_judges() -> None:
         verify(graph, plan)
         run_reference(graph, plan, seed)
     assert planned > 15
+
+
+def test_values_that_change_pass_both_judges_too() -> None:
+    """States that a step changes, and inputs that the host renews, beside those that stay as they are."""
+    planned = 0
+    settings = TimedSettings(program_gaps_from=0, pays_by_program=10.0, redrafts=2)
+    for seed in range(120):
+        rng = random.Random(seed)
+        graph = random_taskgraph(rng, replace(rng.choice((*TIMED_SHAPES, *RENEWED_SHAPES)), devices=1))
+        graph = with_working_sets(graph, rng.choice((1.1, 1.3, 1.6, 2.0)))
+        with suppress(Infeasible, PlanError):
+            plan = build_timed(graph, MACHINE, cyclic=rng.random() < 0.7, settings=settings)
+            planned += 1
+            verify(graph, plan)
+            run_reference(graph, plan, seed)
+    assert planned > 40

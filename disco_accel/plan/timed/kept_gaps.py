@@ -106,6 +106,8 @@ def _each_gap(
                 if len(shares) == len(buffer.uses):
                     yield _Gap(i, buffer.uses[-1], requirements.end + 1, shares[-1], True, buffer.uses[0])
                 continue
+            if len(shares) < len(buffer.uses):
+                continue
             # An activation may leave from ``evictable_from`` on, and readers before that are not among its uses.
             stops = [buffer.evictable_from - 1, *buffer.uses]
             for begin, end, part in zip(stops[:-1], buffer.uses, shares[len(shares) - len(buffer.uses) :], strict=True):
