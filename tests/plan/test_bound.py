@@ -134,6 +134,12 @@ def test_kernels_may_run_in_another_order_than_the_serial_one() -> None:
     assert bound_of(free, MACHINE).phases < bound_of(graph, MACHINE).phases
 
 
+def test_ranges_loaded_for_the_next_step_are_one_copy_only_where_they_lie_side_by_side() -> None:
+    """Two ranges of a weight that no kernel reads again have places of their own: one copy of both would lie outside
+    the memory."""
+    assert len(list(trials(2101))) == 2
+
+
 def test_no_run_of_a_plan_beats_a_part_of_the_bound() -> None:
     """In the order of the list, of readiness and at random; a further step too. Each part is the largest somewhere."""
     largest = dict.fromkeys(PARTS, 0)

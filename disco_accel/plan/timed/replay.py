@@ -112,8 +112,8 @@ class _Replay:
 
     def merged(self) -> dict[int, int]:
         """Return the reloads that are part of the one before them, by id, with the id of the first of these: loads of
-        adjacent ranges, with no vertex between them, that the same vertices read and that both, or neither, are what
-        the next step begins with."""
+        adjacent ranges, with no vertex between them, that get offsets together, that the same vertices read and that
+        both, or neither, are what the next step begins with."""
         merged: dict[int, int] = {}
         before: tuple[int, int] | None = None
         """The last reload, and its buffer, if nothing ran since."""
@@ -125,6 +125,8 @@ class _Replay:
                 if before is not None and self.buffers[subject].begin and before[1] == subject - 1:
                     former = self.by_value[before[0], 0]
                     both = (former.at_step_start is None) == (live.at_step_start is None)
+                    # Ranges of one value lie side by side only where a kernel finds both in one piece.
+                    both = both and former.anchor() is live.anchor()
                     if both and former.device == live.device and former.values[0][1] == readers:
                         merged[ref[0]] = merged.get(before[0], before[0])
                 before = ref[0], subject
