@@ -19,8 +19,8 @@ from disco_accel.graph.check import largest_need
 from disco_accel.graph.passes import run_passes
 from disco_accel.measure.costs import Costs
 from disco_accel.plan import Machine
+from disco_accel.plan.dips import bound_without_dips, usual_need
 from disco_accel.plan.infeasible import Infeasible
-from disco_accel.plan.why.dips import bound_without_dips, usual_need
 from disco_accel.simulate.simulator import simulate
 from disco_accel.step import pipeline
 from disco_accel.step.budget import BudgetFacts
@@ -141,8 +141,11 @@ def _shorter(step: StepToPlan, whole: StepWithPlan) -> StepWithPlan:
     """``whole``, or the step with its few largest kernels in chunks where it is simulated that much shorter: while they
     run, most often those of the loss, there is room for few weights beside them, and the link stands still.
 
-    The bound of a step without such kernels says beforehand whether that can be.
+    The bound of a step without such kernels says beforehand whether that can be. Nothing is tried where the user has
+    set a time for planning: each try would take that time again.
     """
+    if step.settings.plan_seconds is not None:
+        return whole
     graph, seconds = whole.planned.graph, _seconds(whole, step)
     least = bound_without_dips(graph, step.machine)
     if least > _WORTH_MORE * seconds:

@@ -29,11 +29,13 @@ def outlined() -> Outline:
     return lora_outline(Workload(llama(256, 768, 4, 4, 4, 8192), 2, 256, "float32"))
 
 
-def planned(bandwidth: float, chunks: Chunks, budget: int) -> tuple[StepWithPlan, float]:
+def planned(
+    bandwidth: float, chunks: Chunks, budget: int, plan_seconds: float | None = None
+) -> tuple[StepWithPlan, float]:
     link = Link(bandwidth, 1e-6)
     machine = Machine(h2d=link, d2h=link)
     speed = replace(SPEED, machine=machine)
-    settings = PlannerSettings("timed", machine=machine)
+    settings = PlannerSettings("timed", machine=machine, plan_seconds=plan_seconds)
     whole = outlined()
     facts = whole.facts(budget)
     step = StepToPlan(whole.whole, Sharing(1), Estimated("cuda", speed), facts, settings, chunks, torch.device("cpu"))
@@ -56,11 +58,12 @@ def test_a_step_that_does_not_wait_for_the_link_stays_whole() -> None:
     assert made.chunks is None
 
 
-def test_chunks_of_the_loss_are_not_tried_where_they_cannot_help(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step all of whose weights stay waits for nothing, whatever the loss takes."""
+def test_chunks_of_the_loss_are_tried_only_where_they_may_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step all of whose weights stay waits for nothing; and a time that is set for planning is for one plan."""
 
     def tried(*_: object) -> None:
         raise AssertionError
 
     monkeypatch.setattr(planned_step, "_chunked", tried)
     assert planned(5e9, "auto", 1 << 30)[0].chunks is None
+    assert planned(5e9, "auto", 56 << 20, plan_seconds=0.0)[0].chunks is None

@@ -74,14 +74,14 @@ def test_what_is_kept_fits_beside_what_every_kernel_needs() -> None:
     assert kept_at_all > 300
 
 
-def test_a_draft_with_the_programs_gaps_loads_what_the_program_loads() -> None:
-    """Around the loss three weights stay, which are those that are used next; seven are loaded in the backward."""
+def test_a_draft_with_the_programs_gaps_is_about_as_fast_as_the_program() -> None:
+    """Beside the loss there is room for two weights; a draft that keeps these loads no more than one that does not."""
     graph = dip()
     requirements = requirements_of(graph, MACHINE, None)
     program = kept_gaps(requirements, MACHINE, 8000)
     assert program is not None
     through_loss = [i for i, behind in program.kept.items() if min(requirements.swappable[i].uses) in behind]
-    assert len(through_loss) <= 2
+    assert len(through_loss) == 2
     draft = draft_of(requirements, MACHINE, {0: 8000}, Choice((), float("inf"), kept=program.kept), cyclic=True)
     assert draft.schedule.seconds <= 1.1 * program.seconds
     nothing_kept = draft_of(requirements, MACHINE, {0: 8000}, Choice((), float("inf")), cyclic=True)

@@ -8,8 +8,7 @@ simulation wins.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 
@@ -20,6 +19,7 @@ from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.plan.common.serial_orders import lower_order
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.search_work import DRAFTED, FINISHED, PLACED, REPLAYED, SOLVED, Work
+from disco_accel.plan.timed.draft_queue import DraftQueue
 from disco_accel.plan.timed.drafts import (
     Choice,
     Draft,
@@ -44,9 +44,6 @@ as long and reload less."""
 
 _KEEPS_UP = 1.003
 """A draft that takes at most so many times a step with memory for everything does not wait for the link."""
-
-_Unpacked = tuple[LiveRanges, dict[int, Profile]]
-"""Live ranges that do not fit, and by device and position the bytes above the memory."""
 
 
 def build_timed(
@@ -148,20 +145,16 @@ class _Search:
         self.programs: dict[tuple[bool, float | None, int | None], KeptGaps | None] = {}
         self.attempted: set[tuple[DraftOptions, int | None, tuple[int, ...]]] = set()
         self.drafted: list[tuple[Draft, DraftOptions]] = []
-        self.queue: list[tuple[float, int, int, Draft, _Unpacked | None]] = []
-        """Drafts without offsets, a heap: rank, bytes reloaded, number, draft, and what is known of its packing."""
-        self.least_over: dict[tuple[bool, int], float] = {}
-        """By what is alike in drafts: the least share of the memory that one lay above it when it got offsets."""
         self.schedules: dict[float, list[list[tuple[SwapEvent, int]]]] = {}
         """Events of all drafts so far by their seconds: equal ones are packed once."""
         self.range_bytes: int | None = None
         """About how many bytes the ranges have in which weights are drafted (None: they are drafted as a whole)."""
-        self.queued = 0
         self.effort = 0
         self.offsets_tried = 0
         self.drafts_packed = 0
         self.ideal = self._ideal()
         self.floor = settings.good * self.ideal
+        self.queue = DraftQueue(settings, self.capacity, self.floor)
         self.plan: MemGraph | None = None
         self.makespan = float("inf")
 
@@ -199,7 +192,8 @@ class _Search:
         if self.drafted and self.best_schedule().reloaded:
             for horizon in settings.prefetch_horizons:
                 self.attempt(replace(self.best(), prefetch_horizon=horizon), limited=True, even_if_good=True)
-        if not self._program_is_best():
+        best = self._fastest_of(self.drafted)
+        if best is None or not best[1].program_gaps:
             self._refine_share()
 
     def _attempt_by_program(self) -> None:
@@ -207,11 +201,6 @@ class _Search:
         if len(self.graph.vertices) >= self.settings.program_gaps_from and self.drafted:
             options = replace(self.best(), program_gaps=True, prefetch_horizon=float("inf"))
             self.attempt(options, even_if_spent=True)
-
-    def _program_is_best(self) -> bool:
-        """Whether no draft by shares is as fast as the one by the step program."""
-        best = min(self.drafted, key=lambda drafted: self._rank(drafted[0].schedule), default=None)
-        return best is not None and best[1].program_gaps
 
     def run_in_ranges(self) -> None:
         """Draft anew with weights in ranges, of one size after the other, and give the drafts offsets.
@@ -266,11 +255,7 @@ class _Search:
                 self.plan or (self.drafts_packed > drafts and self.offsets_tried > 4 * offsets)
             ):
                 return
-            rank, _, _, draft, unpacked = heapq.heappop(self.queue)
-            if self._promise(draft, unpacked) > rank:
-                # Others like it have failed since it was queued.
-                self._enqueue(draft, unpacked)
-                continue
+            draft, unpacked = self.queue.pop()
             # Offsets only add waits, so no plan is faster than its draft.
             if draft.schedule.seconds >= self.makespan:
                 continue
@@ -289,9 +274,7 @@ class _Search:
         over = live.assign_offsets(self.capacity, lowest=not draft.schedule.reloaded)
         self._count_offsets(live.tried)
         if over:
-            share = max(int(profile.max()) / self.capacity[device] for device, profile in over.items())
-            self.least_over[_like(draft)] = min(share, self.least_over.get(_like(draft), share))
-            self._enqueue(draft, (live, over))
+            self.queue.push(draft, (live, over))
         else:
             self._keep_if_faster(live.plan(self.cyclic))
 
@@ -319,24 +302,6 @@ class _Search:
         """Whether the draft keeps links so busy that a reload which starts later cannot be made up for."""
         links = sum(self.machine.h2d.rate(device) for device in self.capacity)
         return draft.schedule.reloaded > self.settings.busy_link * draft.schedule.seconds * links
-
-    def _enqueue(self, draft: Draft, unpacked: _Unpacked | None = None) -> None:
-        """Queue ``draft``, the sooner the faster it promises to be once what is above the memory has been cut."""
-        self.queued += 1
-        entry = self._promise(draft, unpacked), draft.schedule.reloaded, self.queued, draft, unpacked
-        heapq.heappush(self.queue, entry)
-
-    def _promise(self, draft: Draft, unpacked: _Unpacked | None) -> float:
-        """About the seconds of a plan of ``draft``, by which drafts are ranked.
-
-        One that has no offsets yet is taken to lie above the memory by as much as the best of its like: drafts whose
-        seconds differ by a thousandth would all fail, one after the other, before any is mended."""
-        over = 0.0 if draft.retries else self.least_over.get(_like(draft), 0.0)
-        if unpacked is not None:
-            over = max(int(profile.max()) / self.capacity[device] for device, profile in unpacked[1].items())
-        # One that has been through a few retries needs few more.
-        bonus, penalty = self.settings.retry_bonus * draft.retries, self.settings.cut_penalty * over
-        return self._rank(draft.schedule)[0] * (1 - bonus) * (1 + penalty)
 
     def _redraft(self, draft: Draft, over: Mapping[int, Profile]) -> None:
         """Draft once more with less memory where the packing was above it; of a small graph also with less memory
@@ -381,7 +346,7 @@ class _Search:
         equally_fast = self.schedules.setdefault(draft.schedule.seconds, [])
         if draft.schedule.events not in equally_fast:
             equally_fast.append(draft.schedule.events)
-            self._enqueue(draft)
+            self.queue.push(draft)
         return draft
 
     def fastest(self) -> float:
@@ -390,20 +355,15 @@ class _Search:
 
     def best_schedule(self) -> SwapSchedule:
         """Return the fastest schedule so far, the one that reloads least of those that are good enough."""
-        return min((draft.schedule for draft, _ in self.drafted), key=self._rank)
+        return min((draft.schedule for draft, _ in self.drafted), key=self.queue.rank)
 
     def best(self) -> DraftOptions:
         """Return the options of the best draft so far that goes by shares, not by the step program's gaps."""
-        by_shares = (drafted for drafted in self.drafted if not drafted[1].program_gaps)
-        best = min(by_shares, key=lambda drafted: self._rank(drafted[0].schedule), default=None)
-        return (
-            DraftOptions(self.settings.min_gap_ratios[-1], self.settings.resident_shares[0])
-            if best is None
-            else best[1]
-        )
+        best = self._fastest_of(drafted for drafted in self.drafted if not drafted[1].program_gaps)
+        return best[1] if best else DraftOptions(self.settings.min_gap_ratios[-1], self.settings.resident_shares[0])
 
-    def _rank(self, schedule: SwapSchedule) -> tuple[float, int]:
-        return max(schedule.seconds, self.settings.good * self.ideal), schedule.reloaded
+    def _fastest_of(self, drafted: Iterable[tuple[Draft, DraftOptions]]) -> tuple[Draft, DraftOptions] | None:
+        return min(drafted, key=lambda each: self.queue.rank(each[0].schedule), default=None)
 
     def attempt(
         self,
@@ -415,8 +375,8 @@ class _Search:
         """Draft with these options unless the search has gone on for long enough."""
         drafting = self.settings.drafting_share
         spent = (self.effort > self.settings.effort or self.over(drafting)) and (limited or self.drafted)
-        spent = spent and not even_if_spent
-        if spent or self.work.late(drafting) or (self.fastest() <= self.floor and not even_if_good):
+        good = self.fastest() <= self.floor and not even_if_good
+        if good or (spent and not even_if_spent) or self.work.late(drafting):
             return
         requirements = self._requirements(options.min_gap_ratio, options.low_peak_order)
         if requirements is None:
@@ -474,11 +434,6 @@ class _Search:
     def low_peak_graph(self) -> TaskGraph | None:
         """The graph in an order with a lower peak, if there is one and the graph is small enough to look for it."""
         return lower_order(self.graph) if len(self.graph.vertices) <= self.settings.low_peak_order_up_to else None
-
-
-def _like(draft: Draft) -> tuple[bool, int]:
-    """What drafts of one search have in common whose offsets fail alike."""
-    return bool(draft.choice.kept), len(draft.requirements.swappable)
 
 
 def _uses_of_ranges(requirements: StepRequirements) -> int:

@@ -84,12 +84,7 @@ class _DeviceState:
     """One device: its memory, when its link and its compute are free, and its buffers in order of use."""
 
     def __init__(
-        self,
-        device: int,
-        memory: ByteCounter,
-        unpromised: Profile,
-        uses: list[tuple[int, int]],
-        starts: list[float],
+        self, device: int, memory: ByteCounter, unpromised: Profile, uses: list[tuple[int, int]], starts: list[float]
     ) -> None:
         self.device = device
         self.memory = memory

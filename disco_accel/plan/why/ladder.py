@@ -17,8 +17,8 @@ from disco_accel.graph.carried_values import taskgraph_of
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.plan.bound import Bound, bound_of, bound_within_memory
+from disco_accel.plan.dips import bound_without_dips
 from disco_accel.plan.summary import copied_bytes
-from disco_accel.plan.why.dips import bound_without_dips
 from disco_accel.plan.why.link_time import LinkTime, link_times
 from disco_accel.plan.why.plan_replay import Relaxation, Replay, without_latency
 from disco_accel.plan.why.program_of_plan import ProgramOfPlan, one_stream
