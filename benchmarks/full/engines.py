@@ -164,11 +164,15 @@ class Planned(Whole):
         self.update()
         hosts = host_devices(step.graph.devices)
         lanes: dict[str, float] = {"kernels": 0.0, "updates": 0.0, "h2d": 0.0, "d2h": 0.0}
-        for event in events:
-            lane = event.lane
+        busy_until: dict[tuple[str, int], float] = {}
+        for event in sorted(events, key=lambda event: event.start):
+            lane, own = event.lane, (event.lane, event.device)
             if lane.startswith("compute"):
                 lane = "updates" if event.device in hosts else "kernels"
-            lanes[lane] = lanes.get(lane, 0.0) + event.end - event.start
+            # A copy in pieces lasts through those of others between them.
+            reach = max(event.start, busy_until.get(own, 0.0))
+            lanes[lane] = lanes.get(lane, 0.0) + max(0.0, event.end - reach)
+            busy_until[own] = max(reach, event.end)
         kernels = {e.vertex: e.end - e.start for e in events if e.lane.startswith("compute")}
         return spent, {"step": spent, **lanes}, kernels
 

@@ -84,6 +84,7 @@ OPTIONS = (
     "dispatch",
     "seed",
     "lookahead",
+    "copy_piece",
     "stall_timeout",
     "time_ops",
     "compute_threads",

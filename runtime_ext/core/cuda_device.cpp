@@ -214,18 +214,20 @@ void CudaDevice::make_current() const {
   if (current != options_.ordinal) check("cudaSetDevice", api_.set_device(options_.ordinal));
 }
 
-void CudaDevice::before_work(int stream, std::int32_t vertex) {
+// `first`, `last`: of the vertex's pieces.
+void CudaDevice::before_work(int stream, std::int32_t vertex, bool first) {
   const Lane& lane = lanes_[stream];
   if (lane.enqueued - lane.finished >= lane.events.size()) {
     throw std::logic_error("cuda device: more than " + std::to_string(lane.events.size()) +
                            " vertices in flight on stream " + std::to_string(stream));
   }
-  if (spans_ != nullptr) check("cudaEventRecord", api_.event_record(timing_[1 + 2 * vertex], lane.stream));
+  if (spans_ != nullptr && first)
+    check("cudaEventRecord", api_.event_record(timing_[1 + 2 * vertex], lane.stream));
 }
 
-Token CudaDevice::after_work(int stream, std::int32_t vertex) {
+Token CudaDevice::after_work(int stream, std::int32_t vertex, bool last) {
   Lane& lane = lanes_[stream];
-  if (spans_ != nullptr) {
+  if (spans_ != nullptr && last) {
     check("cudaEventRecord", api_.event_record(timing_[2 + 2 * vertex], lane.stream));
     timed_.push_back(vertex);
   }
@@ -243,9 +245,9 @@ Token CudaDevice::enqueue_op(int stream, std::int32_t vertex, std::int32_t op) {
   return after_work(stream, vertex);
 }
 
-Token CudaDevice::enqueue_copy(int stream, std::int32_t vertex, void* dst, const void* src,
-                               std::int64_t bytes) {
-  before_work(stream, vertex);
+Token CudaDevice::enqueue_copy(int stream, const Copy& copy) {
+  const auto& [vertex, dst, src, bytes, before, behind] = copy;
+  before_work(stream, vertex, copy.first());
   const bool to_peer = peers_ != nullptr && stream == lane(Direction::kPeer);
   if (const Neighbour* to = to_peer ? peers_->holder(dst, bytes) : nullptr; to != nullptr) {
     peers_->enqueue(*to, lanes_[stream].stream, dst, src, static_cast<std::size_t>(bytes));
@@ -254,7 +256,7 @@ Token CudaDevice::enqueue_copy(int stream, std::int32_t vertex, void* dst, const
     check("cudaMemcpyAsync",
           api_.memcpy_async(dst, src, static_cast<std::size_t>(bytes), kind, lanes_[stream].stream));
   }
-  return after_work(stream, vertex);
+  return after_work(stream, vertex, copy.last());
 }
 
 void CudaDevice::wait(int stream, int other, Token token) {

@@ -164,8 +164,7 @@ class CudaDevice final : public Device {
   int compute_streams() const override { return options_.compute_streams; }
   bool waiting_for_caller() const override;
   Token enqueue_op(int stream, std::int32_t vertex, std::int32_t op) override;
-  Token enqueue_copy(int stream, std::int32_t vertex, void* dst, const void* src,
-                     std::int64_t bytes) override;
+  Token enqueue_copy(int stream, const Copy& copy) override;
   void wait(int stream, int other, Token token) override;
   Token completed(int stream) override;
   bool failed() const override;
@@ -182,8 +181,8 @@ class CudaDevice final : public Device {
   void make_timing_events(std::size_t count);
   void check(const char* call, int code) const;
   void make_current() const;
-  void before_work(int stream, std::int32_t vertex);
-  Token after_work(int stream, std::int32_t vertex);
+  void before_work(int stream, std::int32_t vertex, bool first = true);
+  Token after_work(int stream, std::int32_t vertex, bool last = true);
   void fail(std::string message, bool lost, std::vector<std::int32_t> in_flight);
   void fail_all(const char* call, int code);
 

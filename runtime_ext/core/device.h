@@ -35,6 +35,20 @@ inline std::int64_t now_ns() {
       .count();
 }
 
+// What a lane is given to copy: all bytes of a vertex, or one of the pieces that it is copied in. Pieces of
+// one vertex come in order; those of others may come between them.
+struct Copy {
+  std::int32_t vertex = -1;
+  void* dst = nullptr;
+  const void* src = nullptr;
+  std::int64_t bytes = 0;
+  std::int64_t before = 0;  // bytes of the vertex in earlier pieces
+  std::int64_t behind = 0;  // in later ones
+
+  bool first() const { return before == 0; }
+  bool last() const { return behind == 0; }
+};
+
 // When one vertex ran, in steady_clock nanoseconds. Filled by the device while tracing.
 struct Span {
   std::int64_t start = 0;
@@ -91,8 +105,7 @@ class Device {
 
   // Throw std::exception if the work could not be handed over; the engine blames `vertex`.
   virtual Token enqueue_op(int stream, std::int32_t vertex, std::int32_t op) = 0;
-  virtual Token enqueue_copy(int stream, std::int32_t vertex, void* dst, const void* src,
-                             std::int64_t bytes) = 0;
+  virtual Token enqueue_copy(int stream, const Copy& copy) = 0;
   // Everything enqueued on `stream` from now on starts after `token` of stream `other` of this device has
   // finished.
   virtual void wait(int stream, int other, Token token) = 0;
@@ -100,8 +113,8 @@ class Device {
   // tell: the engine fails the step and forgets what was in flight on that stream.
   virtual Token completed(int stream) = 0;
 
-  // When the work last enqueued on `stream` is expected to end, in the time of now_ns(); INT64_MAX if the
-  // device cannot tell.
+  // When the vertex whose work was last enqueued on `stream` is expected to end, with the pieces that are
+  // still to come, in the time of now_ns(); INT64_MAX if the device cannot tell.
   virtual std::int64_t expected_end(int /*stream*/) const { return INT64_MAX; }
 
   // True once some work failed. Work that failed still counts as completed; what is queued behind it, on any

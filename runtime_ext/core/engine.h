@@ -24,7 +24,10 @@ struct EngineOptions {
   Dispatch dispatch = Dispatch::kPriority;
   std::uint64_t seed = 0;  // of kRandom; step i uses a stream of its own, so steps differ
   int lookahead = 2;   // K: kernels queued on a stream beyond the running one; 0 = launch after completion
-  int copy_depth = 2;  // copies handed to a lane at once, the running one included
+  int copy_depth = 2;  // copies, or pieces of them, handed to a lane at once, the running one included
+  // Bytes of a piece of a copy from or to the host; 0 = copies are not cut. Behind each piece the first ready
+  // copy in serial order goes on: one that becomes ready waits for pieces, not for whole copies.
+  std::int64_t copy_piece = 0;
   double stall_timeout =
       120;                // seconds without a completion while work is in flight and no host op is running
   bool time_ops = false;  // measure StepCounters::op_ns also when not tracing (about 50 ns per vertex)

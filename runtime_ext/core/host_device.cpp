@@ -52,11 +52,15 @@ struct HostDevice::Shared {
     if (static_cast<std::size_t>(vertex) < ran.size()) ran[vertex] = 1;
   }
 
-  void copy_here(std::int32_t vertex, void* dst, const void* src, std::int64_t bytes) {
+  void copy_here(const Copy& copy) {
     if (skip()) return;
-    if (spans != nullptr) spans[vertex].start = now_ns();
+    if (spans != nullptr && copy.first()) spans[copy.vertex].start = now_ns();
     // A copy of nothing may have no address.
-    if (bytes > 0) std::memcpy(dst, src, static_cast<std::size_t>(bytes));
+    if (copy.bytes > 0) std::memcpy(copy.dst, copy.src, static_cast<std::size_t>(copy.bytes));
+    if (copy.last()) end_copy(copy.vertex);
+  }
+
+  void end_copy(std::int32_t vertex) {
     note_ran(vertex);
     if (spans != nullptr) spans[vertex].end = now_ns();
   }
@@ -168,7 +172,7 @@ void HostDevice::run_copy(HostStream& stream, const Item& item) {
   if (options_.before_copy) options_.before_copy(item.vertex);
   const auto skip = [this] { return shared_->skip(); };
   if (skip()) return;
-  if (shared_->spans != nullptr) shared_->spans[item.vertex].start = now_ns();
+  if (shared_->spans != nullptr && item.first) shared_->spans[item.vertex].start = now_ns();
   auto* dst = static_cast<std::byte*>(item.dst);
   const auto* src = static_cast<const std::byte*>(item.src);
   stream.note_copy(item.due_ns - item.start_ns);
@@ -191,8 +195,7 @@ void HostDevice::run_copy(HostStream& stream, const Item& item) {
     stream.alarm.woke(item.due_ns, now_ns());
   }
   spin_until(item.due_ns, skip);
-  shared_->note_ran(item.vertex);
-  if (shared_->spans != nullptr) shared_->spans[item.vertex].end = now_ns();
+  if (item.last) shared_->end_copy(item.vertex);
 }
 
 bool HostDevice::small(std::int64_t bytes) const {
@@ -200,13 +203,14 @@ bool HostDevice::small(std::int64_t bytes) const {
          options_.link_latency == 0.0 && !options_.before_copy;
 }
 
-// Time of one copy on the link.
-double HostDevice::copy_ns(std::int32_t vertex, std::int64_t bytes) const {
-  double ns = options_.link_latency * 1e9;
+// Time on the link of `bytes` of a copy, or of a piece: what they are late by at random is the same for all
+// pieces.
+double HostDevice::copy_ns(const Copy& copy, std::int64_t bytes) const {
+  double ns = copy.first() ? options_.link_latency * 1e9 : 0.0;
   if (options_.link_bandwidth > 0.0) ns += static_cast<double>(bytes) / options_.link_bandwidth * 1e9;
   if (options_.link_jitter == 0.0) return ns;
   Random random;
-  random.seed(options_.link_jitter_seed ^ (step_ << 32) ^ static_cast<std::uint32_t>(vertex));
+  random.seed(options_.link_jitter_seed ^ (step_ << 32) ^ static_cast<std::uint32_t>(copy.vertex));
   random.seed(random.next());
   return ns * (1.0 + options_.link_jitter * (2.0 * random.unit() - 1.0));
 }
@@ -230,30 +234,32 @@ Token HostDevice::enqueue_op(int stream, std::int32_t vertex, std::int32_t op) {
   return token;
 }
 
-Token HostDevice::enqueue_copy(int stream, std::int32_t vertex, void* dst, const void* src,
-                               std::int64_t bytes) {
+Token HostDevice::enqueue_copy(int stream, const Copy& copy) {
   HostStream& target = *streams_[stream];
-  if (small(bytes) && target.finished.load(std::memory_order_acquire) == target.enqueued) {
+  if (small(copy.bytes) && target.finished.load(std::memory_order_acquire) == target.enqueued) {
     const Token token = ++target.enqueued;
-    shared_->copy_here(vertex, dst, src, bytes);
-    target.due_ns = now_ns();
+    shared_->copy_here(copy);
+    target.due_ns = target.end_ns = now_ns();
     target.finished.store(token, std::memory_order_release);
     return token;
   }
   Item item;
   item.task = Task::kCopy;
-  item.vertex = vertex;
-  item.dst = dst;
-  item.src = src;
-  item.bytes = bytes;
+  item.vertex = copy.vertex;
+  item.dst = copy.dst;
+  item.src = copy.src;
+  item.bytes = copy.bytes;
+  item.first = copy.first();
+  item.last = copy.last();
   item.start_ns = std::max(now_ns(), target.due_ns);
-  item.due_ns = target.due_ns = item.start_ns + std::llround(copy_ns(vertex, bytes));
+  item.due_ns = target.due_ns = item.start_ns + std::llround(copy_ns(copy, copy.bytes));
+  target.end_ns = item.start_ns + std::llround(copy_ns(copy, copy.bytes + copy.behind));
   item.token = ++target.enqueued;
   target.push(item);
   return item.token;
 }
 
-std::int64_t HostDevice::expected_end(int stream) const { return streams_[stream]->due_ns; }
+std::int64_t HostDevice::expected_end(int stream) const { return streams_[stream]->end_ns; }
 
 void HostDevice::wait(int stream, int other, Token token) {
   if (streams_[other]->finished.load(std::memory_order_acquire) >= token) return;
@@ -291,7 +297,7 @@ DeviceFailure HostDevice::failure() const {
 void HostDevice::cancel() { shared_->cancelled.store(true, std::memory_order_release); }
 
 void HostDevice::recover() {
-  for (auto& stream : streams_) stream->due_ns = 0;
+  for (auto& stream : streams_) stream->due_ns = stream->end_ns = 0;
   const std::lock_guard lock(shared_->failure_mutex);
   shared_->failure = {};
   shared_->failed.store(false, std::memory_order_release);

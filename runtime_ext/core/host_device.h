@@ -41,6 +41,7 @@ struct HostDeviceOptions {
 // A copy of b bytes on a throttled lane ends link_latency + b / link_bandwidth seconds after it starts, and
 // it starts when it was enqueued or when the copy before it was due, whichever is later: the long-run rate of
 // a busy lane is exact and wake-up delays do not add up. Pacing sleeps, but for the last kSpinNs of a copy.
+// Of a copy in pieces the first alone has the latency.
 class HostDevice final : public Device {
  public:
   // Throws std::invalid_argument on options out of range, std::system_error if a thread cannot be started.
@@ -57,8 +58,7 @@ class HostDevice final : public Device {
   bool notifies() const override { return true; }
   bool computing() const override;
   Token enqueue_op(int stream, std::int32_t vertex, std::int32_t op) override;
-  Token enqueue_copy(int stream, std::int32_t vertex, void* dst, const void* src,
-                     std::int64_t bytes) override;
+  Token enqueue_copy(int stream, const Copy& copy) override;
   void wait(int stream, int other, Token token) override;
   Token completed(int stream) override;
   std::int64_t expected_end(int stream) const override;
@@ -76,7 +76,7 @@ class HostDevice final : public Device {
 
   void serve(int index);
   void run_copy(HostStream& stream, const Item& item);
-  double copy_ns(std::int32_t vertex, std::int64_t bytes) const;
+  double copy_ns(const Copy& copy, std::int64_t bytes) const;
   bool small(std::int64_t bytes) const;
 
   HostDeviceOptions options_;

@@ -26,6 +26,8 @@ struct Item {
   void* dst = nullptr;
   const void* src = nullptr;
   std::int64_t bytes = 0;
+  bool first = true;  // kCopy: of the pieces of its vertex
+  bool last = true;
   std::int64_t start_ns = 0;  // kCopy: when the link begins with it
   std::int64_t due_ns = 0;    // kCopy: when its time on the link is over; equal to start_ns if not throttled
 };
@@ -61,6 +63,8 @@ class ItemQueue {
 struct HostStream {
   Token enqueued = 0;       // written by the enqueuing thread alone
   std::int64_t due_ns = 0;  // likewise: when the link is free again
+  std::int64_t end_ns =
+      0;  // likewise: when the copy should end that was enqueued last, with its pieces to come
   // Stored under mutex by the stream's thread; by the enqueuing thread if the stream is idle, so that nobody
   // can be waiting for the token.
   std::atomic<Token> finished{0};

@@ -42,10 +42,14 @@ bool Engine::Loop::poll_stream(StreamState& stream) {
     stop(failure_of(device));
   }
   while (stream.count > 0 && stream.front().token <= done) {
-    const std::int32_t v = stream.front().vertex;
+    const StreamState::Entry entry = stream.front();
     stream.pop();
     --in_flight_;
-    finish(v);
+    if (entry.last) {
+      finish(entry.vertex);
+    } else {
+      ++completions_;
+    }
   }
   return true;
 }
@@ -129,10 +133,19 @@ bool Engine::Loop::issue_copies(Resource& resource) {
   for (int i = 0; i < resource.window && stream.count < resource.window && phase_ == Phase::kRunning; ++i) {
     const std::int32_t v = next_ready(resource);
     if (v < 0) break;
-    take(resource, resource.ready);
-    moved = launch(v, resource.first_stream) || moved;
+    moved = launch_next_piece(resource, v) || moved;
   }
   return moved;
+}
+
+// Of a copy that is not cut, all of it. One with pieces to come stays ready: whatever is first behind this
+// one goes on.
+bool Engine::Loop::launch_next_piece(Resource& resource, std::int32_t v) {
+  const std::int64_t left = program_.bytes[v] - handed_over_[v];
+  // The last one may be longer by half, so that none is short.
+  const bool last = resource.piece == 0 || left <= resource.piece + resource.piece / 2;
+  if (last) take(resource, resource.ready);
+  return launch(v, resource.first_stream, last ? left : resource.piece);
 }
 
 // A stream with nothing to do takes the first ready kernel. The window behind a busy stream is filled in
@@ -176,7 +189,7 @@ std::int32_t Engine::Loop::next_ready(Resource& resource) {
     if (resource.next == resource.order.size()) return -1;
     v = resource.order[resource.next];
   }
-  return state_[v] == State::kReady ? v : -1;
+  return state_[v] == State::kReady || partly_launched(v) ? v : -1;
 }
 
 std::int32_t Engine::Loop::next_candidate(Resource& resource) {
@@ -229,29 +242,39 @@ bool Engine::Loop::launch_behind(std::int32_t v, int stream) {
   return launch(v, stream);
 }
 
-bool Engine::Loop::launch(std::int32_t v, int index) {
+// A kernel, or the next `bytes` of a copy.
+bool Engine::Loop::launch(std::int32_t v, int index, std::int64_t bytes) {
   StreamState& stream = schedule_.streams[index];
   Device& device = *devices_[stream.device];
   const bool kernel = program_.kind[v] == Kind::kKernel;
-  state_[v] = State::kIssued;
-  stream_of_[v] = static_cast<std::int16_t>(index);
-  step_.changes += program_.changes(v) ? 1 : 0;
-  if (traced_) issued_ns_[v] = now_ns();
+  const std::int64_t before = handed_over_[v];
+  const std::int64_t behind = program_.bytes[v] - before - bytes;
+  if (before == 0) {
+    state_[v] = State::kIssued;
+    stream_of_[v] = static_cast<std::int16_t>(index);
+    step_.changes += program_.changes(v) ? 1 : 0;
+    ++step_.vertices;
+    if (traced_) issued_ns_[v] = now_ns();
+  }
+  handed_over_[v] += bytes;
   try {
-    token_of_[v] =
-        kernel ? device.enqueue_op(stream.stream, v, program_.op[v])
-               : device.enqueue_copy(stream.stream, v, program_.dst[v], program_.src[v], program_.bytes[v]);
+    if (kernel) {
+      token_of_[v] = device.enqueue_op(stream.stream, v, program_.op[v]);
+    } else {
+      // A copy of nothing may have no address.
+      auto* dst = before == 0 ? program_.dst[v] : static_cast<std::byte*>(program_.dst[v]) + before;
+      auto* src = before == 0 ? program_.src[v] : static_cast<const std::byte*>(program_.src[v]) + before;
+      token_of_[v] = device.enqueue_copy(stream.stream, {v, dst, src, bytes, before, behind});
+    }
   } catch (const std::exception& error) {
     refuse(device, v, what_of(error));
     return false;
   }
-  stream.push({v, token_of_[v], kernel ? kNever : device.expected_end(stream.stream)});
+  stream.push({v, token_of_[v], kernel ? kNever : device.expected_end(stream.stream), behind == 0});
   ++in_flight_;
-  ++step_.vertices;
-  if (program_.kind[v] == Kind::kOffload) step_.offload_bytes += program_.bytes[v];
-  if (program_.kind[v] == Kind::kTransfer) step_.transfer_bytes += program_.bytes[v];
-  if (program_.kind[v] == Kind::kReload || program_.kind[v] == Kind::kInput)
-    step_.reload_bytes += program_.bytes[v];
+  if (program_.kind[v] == Kind::kOffload) step_.offload_bytes += bytes;
+  if (program_.kind[v] == Kind::kTransfer) step_.transfer_bytes += bytes;
+  if (program_.kind[v] == Kind::kReload || program_.kind[v] == Kind::kInput) step_.reload_bytes += bytes;
   if (!kernel && device.notifies()) book_if_done(stream);
   if (!kernel || !schedule_.lookahead) return true;
   for (const std::int32_t s : program_.successors_of(v)) {

@@ -16,6 +16,7 @@ constexpr std::int64_t kPollSleepNs = 50'000;  // that sleep
 void check(const EngineOptions& options) {
   if (options.lookahead < 0) throw std::invalid_argument("engine: lookahead must not be negative");
   if (options.copy_depth < 1) throw std::invalid_argument("engine: copy_depth must be at least 1");
+  if (options.copy_piece < 0) throw std::invalid_argument("engine: copy_piece must not be negative");
   if (!(options.stall_timeout > 0.0)) throw std::invalid_argument("engine: stall_timeout must be positive");
 }
 
@@ -45,6 +46,7 @@ Engine::Loop::Loop(Program program, std::vector<std::unique_ptr<Device>> devices
   unissued_.resize(n);
   stream_of_.resize(n);
   token_of_.resize(n);
+  handed_over_.resize(n);
   Random* random = options_.dispatch == Dispatch::kRandom ? &random_ : nullptr;
   for (Resource& resource : schedule_.resources) {
     resource.ready.prepare(resource.order.size(), random);
@@ -303,6 +305,7 @@ void Engine::Loop::start_step() {
     traced_ = false;  // there may be no room for what would be recorded
   }
   std::fill(state_.begin(), state_.end(), State::kWaiting);
+  std::fill(handed_over_.begin(), handed_over_.end(), 0);
   std::copy(schedule_.initial_waiting.begin(), schedule_.initial_waiting.end(), waiting_.begin());
   std::copy(schedule_.initial_unissued.begin(), schedule_.initial_unissued.end(), unissued_.begin());
   random_.seed(options_.seed * 0x100000001b3ULL + steps);

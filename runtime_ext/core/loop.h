@@ -121,7 +121,13 @@ class Engine::Loop final : public ProgressListener {
   void stop(DeviceFailure failure);
   void refuse(Device& device, std::int32_t v, std::string message);
   bool launch_behind(std::int32_t v, int stream);
-  bool launch(std::int32_t v, int stream);
+  bool launch_next_piece(Resource& resource, std::int32_t v);
+  bool launch(std::int32_t v, int stream) { return launch(v, stream, program_.bytes[v]); }
+  bool launch(std::int32_t v, int stream, std::int64_t bytes);
+  // Whether a copy has pieces in its lane, or behind it, and others that are still to come.
+  bool partly_launched(std::int32_t v) const {
+    return handed_over_[v] > 0 && handed_over_[v] < program_.bytes[v];
+  }
   void book_if_done(StreamState& stream);
   bool run_inline(Lock& lock);
   void run_inline_vertex(Resource& resource, std::int32_t v, Lock& lock);
@@ -152,8 +158,9 @@ class Engine::Loop final : public ProgressListener {
   std::vector<std::int32_t> unissued_;
   std::vector<std::int16_t> stream_of_;
   std::vector<Token> token_of_;
-  std::vector<std::int64_t> issued_ns_;  // while tracing
-  std::vector<Span> spans_;              // while tracing
+  std::vector<std::int64_t> handed_over_;  // of each copy: bytes that its lane has been given
+  std::vector<std::int64_t> issued_ns_;    // while tracing
+  std::vector<Span> spans_;                // while tracing
   Random random_;
   std::size_t serial_next_ = 0;
   std::size_t loads_issued_ = 0;

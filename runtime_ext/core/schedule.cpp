@@ -64,6 +64,9 @@ void Schedule::make_resources(const Program& program, const std::vector<std::uni
       resource.first_stream = static_cast<int>(streams.size());
       resource.stream_count = resource.copy ? 1 : devices[d]->compute_streams();
       resource.window = resource.copy ? (synchronous ? 1 : options.copy_depth) : compute_window;
+      // A copy between two devices has pieces of its own, where it needs any.
+      const bool peer = r == 1 + static_cast<int>(Direction::kPeer);
+      resource.piece = resource.copy && !peer ? options.copy_piece : 0;
       for (int i = 0; i < resource.stream_count; ++i) {
         StreamState stream;
         stream.device = d;

@@ -57,6 +57,7 @@ struct StreamState {
     std::int32_t vertex;
     Token token;
     std::int64_t due_ns;  // Device::expected_end of a copy
+    bool last;            // no piece of the vertex comes behind it
   };
 
   int device = 0;
@@ -80,7 +81,8 @@ struct Resource {
   int first_stream = 0;  // index into Schedule::streams
   int stream_count = 1;
   bool copy = false;
-  int window = 1;                     // vertices in flight on one stream
+  int window = 1;                     // vertices, or pieces of copies, in flight on one stream
+  std::int64_t piece = 0;             // bytes; 0: copies are not cut
   std::vector<std::int32_t> order;    // its vertices in the order of kFixed
   std::vector<std::int32_t> initial;  // ready when a step starts, ascending
   ReadyQueue ready;

@@ -30,8 +30,8 @@ class AssumedDevice final : public Device {
   Token enqueue_op(int stream, std::int32_t vertex, std::int32_t) override {
     return enqueue(stream, vertex, times_.kernel_ns);
   }
-  Token enqueue_copy(int stream, std::int32_t vertex, void*, const void*, std::int64_t) override {
-    return enqueue(stream, vertex, times_.copy_ns);
+  Token enqueue_copy(int stream, const Copy& copy) override {
+    return enqueue(stream, copy.vertex, times_.copy_ns);
   }
   void wait(int stream, int other, Token token) override {
     const Lane& awaited = lanes_[static_cast<std::size_t>(other)];

@@ -47,11 +47,11 @@ class PolledDevice final : public Device {
     lanes_[stream].vertices.push_back(vertex);
     return ++lanes_[stream].enqueued;
   }
-  Token enqueue_copy(int stream, std::int32_t vertex, void* dst, const void* src,
-                     std::int64_t bytes) override {
-    lanes_[stream].work.push_back(
-        [=] { std::copy_n(static_cast<const char*>(src), bytes, static_cast<char*>(dst)); });
-    lanes_[stream].vertices.push_back(vertex);
+  Token enqueue_copy(int stream, const Copy& copy) override {
+    lanes_[stream].work.push_back([copy] {
+      std::copy_n(static_cast<const char*>(copy.src), copy.bytes, static_cast<char*>(copy.dst));
+    });
+    lanes_[stream].vertices.push_back(copy.vertex);
     return ++lanes_[stream].enqueued;
   }
   void wait(int stream, int other, Token token) override {
@@ -139,10 +139,7 @@ class ForwardingDevice : public Device {
   Token enqueue_op(int stream, std::int32_t vertex, std::int32_t op) override {
     return inner_->enqueue_op(stream, vertex, op);
   }
-  Token enqueue_copy(int stream, std::int32_t vertex, void* dst, const void* src,
-                     std::int64_t bytes) override {
-    return inner_->enqueue_copy(stream, vertex, dst, src, bytes);
-  }
+  Token enqueue_copy(int stream, const Copy& copy) override { return inner_->enqueue_copy(stream, copy); }
   void wait(int stream, int other, Token token) override { inner_->wait(stream, other, token); }
   Token completed(int stream) override { return inner_->completed(stream); }
   std::int64_t expected_end(int stream) const override { return inner_->expected_end(stream); }

@@ -52,6 +52,7 @@ TEST(Allocations, AStepMakesNone) {
     EngineOptions options;
     options.dispatch = static_cast<Dispatch>(seed % 4);
     options.lookahead = seed % 3;
+    options.copy_piece = seed % 2 == 0 ? 0 : 40;
     Engine engine(scene->program(), host(1 + seed % 2, 0.0, seed % 3 == 0), checker, options);
     ASSERT_EQ(run_step(engine, checker, 0), Status::kDone);
     for (std::uint64_t step = 1; step < 4; ++step) {

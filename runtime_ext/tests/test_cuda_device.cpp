@@ -43,6 +43,7 @@ struct Rig {
     EngineOptions engine_options;
     engine_options.lookahead = lookahead;
     engine_options.dispatch = static_cast<Dispatch>(seed % 4);
+    engine_options.copy_piece = seed % 2 == 0 ? 0 : 24;
     engine = std::make_unique<Engine>(scene->program(), one(std::move(device)), launcher, engine_options);
   }
   Status step(std::uint64_t number) { return run_step(*engine, checker, number); }
@@ -284,6 +285,26 @@ TEST(CudaDevice, EventsComeFromTheDevicesClock) {
   const auto events = rig.engine->events();
   EXPECT_EQ(static_cast<std::int64_t>(events.size()), rig.engine->counters().vertices);
   for (const TraceEvent& event : events) EXPECT_LT(event.start, event.end);
+}
+
+TEST(CudaDevice, AnEventOfACopyInPiecesHoldsAllOfThem) {
+  const auto copies = [](std::uint64_t seed) {
+    Rig rig(seed, 1, 0, {.vertices = 30, .copies = 0.8, .words = 16});
+    rig.engine->set_tracing(true);
+    EXPECT_EQ(rig.step(0), Status::kDone);
+    const auto events = rig.engine->events();
+    EXPECT_EQ(static_cast<std::int64_t>(events.size()), rig.engine->counters().vertices);
+    for (const TraceEvent& event : events) EXPECT_LT(event.start, event.end);
+    return rig.cudart.copy_kinds.size();
+  };
+  EXPECT_GT(copies(21), 0U);
+  Rig whole(20, 1, 0, {.vertices = 30, .copies = 0.8, .words = 16});
+  EXPECT_EQ(whole.step(0), Status::kDone);
+  std::size_t vertices = 0;
+  for (const VertexDesc& vertex : whole.scene->vertices) {
+    vertices += vertex.kind >= Kind::kTransfer || (vertex.kind == Kind::kInput && vertex.bytes > 0);
+  }
+  EXPECT_EQ(whole.cudart.copy_kinds.size(), vertices);
 }
 
 TEST(CudaDevice, CopiesSayTheirDirection) {

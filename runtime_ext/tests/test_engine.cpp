@@ -150,9 +150,7 @@ TEST(Engine, LookaheadQueuesBehindIssuedKernelsOnly) {
         deepest = std::max(deepest, ++queued - finished);
         return queued;
       }
-      Token enqueue_copy(int, std::int32_t, void*, const void*, std::int64_t) override {
-        throw std::logic_error("no");
-      }
+      Token enqueue_copy(int, const Copy&) override { throw std::logic_error("no"); }
       void wait(int, int, Token) override { throw std::logic_error("a chain on one stream needs no wait"); }
       Token completed(int stream) override {
         if (stream == 0 && ++polls % 3 == 0 && finished < queued) ++finished;

@@ -306,10 +306,9 @@ class RefusingDevice final : public ForwardingDevice {
     count();
     return inner_->enqueue_op(stream, vertex, op);
   }
-  Token enqueue_copy(int stream, std::int32_t vertex, void* dst, const void* src,
-                     std::int64_t bytes) override {
+  Token enqueue_copy(int stream, const Copy& copy) override {
     count();
-    return inner_->enqueue_copy(stream, vertex, dst, src, bytes);
+    return inner_->enqueue_copy(stream, copy);
   }
   void wait(int stream, int other, Token token) override {
     count();
@@ -348,7 +347,9 @@ TEST(Faults, ADeviceThatRefusesAnyOneCallFailsTheStepOnly) {
   Checker checker(*scene);
   auto device = std::make_unique<RefusingDevice>(std::make_unique<PolledDevice>(2, 5));
   RefusingDevice* refusing = device.get();
-  Engine engine(scene->program(), one(std::move(device)), checker, {});
+  EngineOptions options;
+  options.copy_piece = 50;
+  Engine engine(scene->program(), one(std::move(device)), checker, options);
   std::uint64_t step = 0;
   for (int at = 0; at < 100; ++at) {
     refusing->calls = 0;

@@ -55,7 +55,7 @@ struct Link {
     for (int i = 0; i < copies; ++i) {
       const std::int64_t free = device->expected_end(lane);
       const std::int64_t before = now_ns();
-      device->enqueue_copy(lane, 0, target.data(), source.data(), static_cast<std::int64_t>(bytes));
+      device->enqueue_copy(lane, {0, target.data(), source.data(), static_cast<std::int64_t>(bytes)});
       const std::int64_t after = now_ns();
       EXPECT_GE(device->expected_end(lane), std::max(before, free) + ns) << "copy " << i;
       EXPECT_LE(device->expected_end(lane), std::max(after, free) + ns) << "copy " << i;
@@ -110,7 +110,7 @@ TEST(HostDevice, ASmallCopyOnAnIdleLaneEndsWhereItIsEnqueued) {
   const std::vector<char> source(kSmall + 1, 'x');
   for (const std::int64_t bytes : {std::int64_t{0}, std::int64_t{1}, kSmall}) {
     std::vector<char> target(source.size(), ' ');
-    const Token token = link.device->enqueue_copy(link.lane, 0, target.data(), source.data(), bytes);
+    const Token token = link.device->enqueue_copy(link.lane, {0, target.data(), source.data(), bytes});
     EXPECT_EQ(link.device->completed(link.lane), token);
     EXPECT_TRUE(std::equal(target.begin(), target.begin() + bytes, source.begin()));
     EXPECT_EQ(target[static_cast<std::size_t>(bytes)], ' ');
@@ -126,8 +126,8 @@ TEST(HostDevice, ASmallCopyWaitsForTheLargeOneBeforeIt) {
   const std::vector<char> small(100, 's');
   std::vector<char> target(large.size());
   for (int round = 0; round < 5; ++round) {
-    link.device->enqueue_copy(link.lane, 0, target.data(), large.data(), 20'000'000);
-    const Token token = link.device->enqueue_copy(link.lane, 1, target.data(), small.data(), 100);
+    link.device->enqueue_copy(link.lane, {0, target.data(), large.data(), 20'000'000});
+    const Token token = link.device->enqueue_copy(link.lane, {1, target.data(), small.data(), 100});
     while (link.device->completed(link.lane) < token) std::this_thread::yield();
     EXPECT_EQ(target[99], 's');
     EXPECT_EQ(target[100], 'l');
@@ -140,12 +140,12 @@ TEST(HostDevice, ACancelledSmallCopyCopiesNothing) {
   char target = ' ';
   link.device->trace(nullptr, 2);
   link.device->cancel();
-  const Token token = link.device->enqueue_copy(link.lane, 0, &target, &source, 1);
+  const Token token = link.device->enqueue_copy(link.lane, {0, &target, &source, 1});
   EXPECT_EQ(link.device->completed(link.lane), token);
   EXPECT_EQ(target, ' ');
   EXPECT_FALSE(link.device->ran(0));
   link.device->recover();
-  link.device->enqueue_copy(link.lane, 1, &target, &source, 1);
+  link.device->enqueue_copy(link.lane, {1, &target, &source, 1});
   EXPECT_EQ(target, 's');
   EXPECT_TRUE(link.device->ran(1));
 }
@@ -157,8 +157,10 @@ TEST(HostDevice, LanesAreIndependent) {
   std::vector<char> two(source.size());
   const auto bytes = static_cast<std::int64_t>(source.size());
   const std::int64_t before = now_ns();
-  link.device->enqueue_copy(link.device->lane(Direction::kHostToDevice), 0, one.data(), source.data(), bytes);
-  link.device->enqueue_copy(link.device->lane(Direction::kDeviceToHost), 1, two.data(), source.data(), bytes);
+  link.device->enqueue_copy(link.device->lane(Direction::kHostToDevice),
+                            {0, one.data(), source.data(), bytes});
+  link.device->enqueue_copy(link.device->lane(Direction::kDeviceToHost),
+                            {1, two.data(), source.data(), bytes});
   const std::int64_t after = now_ns();
   for (const Direction direction : {Direction::kHostToDevice, Direction::kDeviceToHost}) {
     const std::int64_t due = link.device->expected_end(link.device->lane(direction));
@@ -173,8 +175,8 @@ TEST(HostDevice, CancelCutsASlowCopyShortAndSkipsWhatIsQueued) {
   const std::vector<char> source(1'000'000, 'x');
   std::vector<char> target(source.size());
   for (int i = 0; i < 5; ++i) {
-    link.device->enqueue_copy(link.lane, 0, target.data(), source.data(),
-                              static_cast<std::int64_t>(source.size()));
+    link.device->enqueue_copy(link.lane,
+                              {0, target.data(), source.data(), static_cast<std::int64_t>(source.size())});
   }
   link.device->cancel();
   EXPECT_TRUE(link.counter.wait_for(5));

@@ -78,9 +78,8 @@ TEST(Link, TheLinkAlwaysHasTheNextCopy) {
    public:
     Counted(std::unique_ptr<Device> inner, std::atomic<int>& handed)
         : ForwardingDevice(std::move(inner)), handed_(handed) {}
-    Token enqueue_copy(int stream, std::int32_t vertex, void* dst, const void* src,
-                       std::int64_t bytes) override {
-      const Token token = ForwardingDevice::enqueue_copy(stream, vertex, dst, src, bytes);
+    Token enqueue_copy(int stream, const Copy& copy) override {
+      const Token token = ForwardingDevice::enqueue_copy(stream, copy);
       ++handed_;
       return token;
     }
@@ -116,11 +115,11 @@ std::vector<std::int64_t> link_times(const HostDeviceOptions& options, std::uint
   // Ahead of them 20 s of copies keep the lane busy, so that each of the others starts where the last one
   // ends. They are cancelled, not waited for.
   for (int i = 0; i < 500; ++i) {
-    device.enqueue_copy(lane, 1'000'000 + i, target.data(), source.data(), 100 * kBytes);
+    device.enqueue_copy(lane, {1'000'000 + i, target.data(), source.data(), 100 * kBytes});
   }
   std::int64_t before = device.expected_end(lane);
   for (const std::int32_t v : order) {
-    device.enqueue_copy(lane, v, target.data(), source.data(), kBytes);
+    device.enqueue_copy(lane, {v, target.data(), source.data(), kBytes});
     times[static_cast<std::size_t>(v)] = device.expected_end(lane) - before;
     before = device.expected_end(lane);
   }

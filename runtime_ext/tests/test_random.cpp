@@ -56,6 +56,7 @@ struct Circumstances {
     polled = scene.devices <= 2 && random.below(8) == 0;
     slow_ops = random.below(3) == 0;
     if (random.below(2) == 0) host.small_copy = 0;
+    if (random.below(2) == 0) engine.copy_piece = static_cast<std::int64_t>(1 + random.below(200));
   }
 
   std::vector<std::unique_ptr<Device>> devices(std::uint64_t seed) const {

@@ -29,6 +29,8 @@ _STORE = ("tests/emulated/test_store_on_gpu.py", "tests/emulated/test_store_trai
 _JITTER_US = 500.0
 """The same as that under which planted faults are looked for (``mutants.py``)."""
 _JITTER = {"EMULATED_JITTER_US": _JITTER_US, "EMULATED_SEED": 1}
+_PIECES = {"EMULATED_COPY_PIECE": 1000}
+"""Bytes: nearly every copy of a weight or an activation of these tests goes in several pieces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +48,11 @@ def _tests(*paths: str) -> tuple[str, ...]:
 
 MODES = (
     *(
-        Mode(f"jitter {seed}", _tests(*_STEPS), {"EMULATED_JITTER_US": _JITTER_US, "EMULATED_SEED": seed})
-        for seed in (1, 2, 3)
+        Mode(f"jitter {seed}", _tests(*_STEPS), {"EMULATED_JITTER_US": _JITTER_US, "EMULATED_SEED": seed, **pieces})
+        for seed, pieces in ((1, {}), (2, _PIECES), (3, {}))
     ),
     Mode("steps", _tests(*_STEPS)),
-    Mode("slow link", _tests(*_STEPS), {"EMULATED_LINK_GB_S": 0.05}),
+    Mode("slow link", _tests(*_STEPS), {"EMULATED_LINK_GB_S": 0.05, **_PIECES}),
     Mode(
         "families",
         _tests(*(f"tests/emulated/test_{name}.py" for name in ("families", "host_optimizer", "shared_base_on_gpu"))),
@@ -58,7 +60,7 @@ MODES = (
     Mode("stages", ("-m", "benchmarks.gpu", "--device", "cuda", "--small")),
     Mode("quantised", _tests("tests/emulated/test_quantised.py"), {"PYTHONPATH": Path(sys.prefix) / "quantised"}),
     Mode("4 devices", _tests("tests/emulated/test_second_device.py", *_SEVERAL), {"EMULATED_DEVICES": 4}),
-    Mode("2 devices", _tests("tests/emulated/test_second_device.py", *_SEVERAL), {"EMULATED_DEVICES": 2}),
+    Mode("2 devices", _tests("tests/emulated/test_second_device.py", *_SEVERAL), {"EMULATED_DEVICES": 2, **_PIECES}),
     Mode("no peers", _tests(*_SEVERAL), {"EMULATED_DEVICES": 4, "EMULATED_PEERS": "none", **_JITTER}),
     Mode("wrong peers", _tests(*_SEVERAL), {"EMULATED_DEVICES": 2, "EMULATED_PEERS": "wrong"}),
     Mode("late peers", _tests(*_SEVERAL), {"EMULATED_DEVICES": 3, **_JITTER}),

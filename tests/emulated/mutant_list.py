@@ -83,6 +83,14 @@ MUTANTS = (
         _SIDE,
         _JITTER,
     ),
+    Mutant(
+        "copy ends with its first piece",
+        "runtime_ext/core/launch.cpp",
+        "    if (entry.last) {\n      finish(entry.vertex);",
+        "    if (state_[entry.vertex] != State::kDone) {\n      finish(entry.vertex);",
+        _SIDE,
+        {**_SLOW, "EMULATED_COPY_PIECE": 1000},
+    ),
     Mutant("copy direction", _DEVICE, "kMemcpyKind = {1, 2,", "kMemcpyKind = {2, 1,", _SIDE),
     Mutant(
         "unpinned source",
