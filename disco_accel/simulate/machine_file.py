@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,12 @@ from disco_accel.errors import ConfigError
 from disco_accel.graph.strict_json import parse_json, shown
 from disco_accel.simulate.machine import LINK_KINDS, SCOPES, Link, Machine
 
+logger = logging.getLogger("disco_accel")
+
 _MAX_BYTES = 1 << 20
 _LARGEST = 1e30
+_KEYS = ("compute_streams", "links")
+_LINK_KEYS = ("kinds", "bandwidth", "latency", "scope", "groups", "bandwidths")
 _DEVICE = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
@@ -37,9 +43,11 @@ def read_machine(path: str | os.PathLike[str]) -> Machine:
 
 
 def machine_from_json(data: object) -> Machine:
-    """Build the machine that ``data`` (parsed JSON) describes. Raises ConfigError naming the key."""
+    """Build the machine that ``data`` (parsed JSON) describes; keys that mean nothing are named in a warning. Raises
+    ConfigError naming the key."""
     if not isinstance(data, dict):
         raise ConfigError("expected an object with compute_streams and links")
+    _warn_of_unknown(data, _KEYS, "machine file")
     streams = data.get("compute_streams", 1)
     if isinstance(streams, bool) or not isinstance(streams, int) or not 1 <= streams <= 1024:
         raise ConfigError(f"compute_streams: expected a number from 1 to 1024, got {shown(streams)}")
@@ -62,12 +70,20 @@ def machine_from_json(data: object) -> Machine:
     return Machine(streams, h2d, d2h, p2p, tuple(joint))
 
 
+def _warn_of_unknown(entry: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    unknown = [key for key in entry if key not in known]
+    if unknown:
+        names = ", ".join(shown(key) for key in unknown[:3])
+        logger.warning("%s: ignored, for it is none of the keys %s: %s", where, ", ".join(known), names)
+
+
 def _link(entry: Any, where: str) -> tuple[tuple[str, ...], Link]:
     if not isinstance(entry, dict):
         raise ConfigError(f"{where}: expected an object, got {shown(entry)}")
     kinds = entry.get("kinds")
     if not isinstance(kinds, list) or not kinds or any(kinds.count(k) > 1 or k not in LINK_KINDS for k in kinds):
         raise ConfigError(f"{where}: kinds: expected some of {', '.join(LINK_KINDS)}, each once, got {shown(kinds)}")
+    _warn_of_unknown(entry, _LINK_KEYS, where)
     scope = entry.get("scope", "device")
     if scope not in SCOPES:
         raise ConfigError(f"{where}: scope: expected one of {', '.join(SCOPES)}, got {shown(scope)}")

@@ -31,6 +31,15 @@ def test_links_that_are_not_named_keep_the_default(tmp_path: Path) -> None:
     assert (machine.compute_streams, machine.h2d, machine.d2h) == (2, Link(1e9, 1e-6), Link(2.0e10, 1e-5))
 
 
+def test_keys_that_mean_nothing_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A link that is described otherwise would silently be the default one."""
+    link = {"kinds": ["h2d"], "bandwidth": 1e9, "speed": 3}
+    read_machine(write(tmp_path, {"h2d": {"bandwidth": 5e8}, "links": [link]}))
+    first, second = caplog.messages
+    assert "h2d" in first and "compute_streams, links" in first
+    assert second.startswith("links[0]: ") and "speed" in second
+
+
 def test_some_devices_may_have_links_of_another_bandwidth(tmp_path: Path) -> None:
     """The bandwidths of copies from, to and between devices: one between two is as fast as the slower."""
     kinds = {"kinds": ["h2d", "d2h", "p2p"], "bandwidth": 1e9, "bandwidths": {"1": 1e8, "2": 2e9}}
