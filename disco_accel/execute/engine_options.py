@@ -128,7 +128,7 @@ def copy_piece(options: EngineOptions) -> int:
     """Bytes of a piece of a copy, 0 if copies are not cut. Raises ConfigError for a link that cannot be."""
     if options.copy_piece is not None:
         return options.copy_piece
-    if options.device == "cuda":
+    if torch.device(options.device).type == "cuda":
         return GPU_COPY_PIECE
     bandwidths = [link.bandwidth for link in options.links] or [options.link_bandwidth]
     slowest = min((bandwidth for bandwidth in bandwidths if bandwidth is not None), default=None)
