@@ -24,77 +24,164 @@ struct Span {
 
 using Spans = std::array<Span, 2>;
 
-// Small, because many are moved when one comes between them; ticks are few enough for 31 bits.
-struct Taken {
-  std::int32_t begin;
-  std::int32_t end;
-  std::int32_t part;
-};
-
 // Bytes of a piece, from `offset` on.
 struct Bytes {
   std::int64_t offset;
   std::int64_t size;
 };
 
-// What has got an address so far, by address: all of it, and slice by slice of the time, finer from level to
-// level. A piece that is there for a short time looks only at the slice that it lies in.
+// Some of the taken addresses, ascending. The rows behind `count` are spare: to clear them takes as long as
+// to fill them.
+struct Met {
+  std::vector<Span> rows;
+  std::size_t count = 0;
+
+  // Has room for so many more.
+  Span* room(std::size_t more) {
+    if (rows.size() < count + more) rows.resize(2 * (count + more));
+    return rows.data() + count;
+  }
+  Span* begin() { return rows.data(); }
+  Span* end() { return rows.data() + count; }
+};
+
+// Addresses that are taken during a part of a slice of the time; ticks are few enough for 31 bits.
+struct Taken {
+  Span bytes;
+  std::int32_t begin;
+  std::int32_t end;
+};
+
+// What of a slice is taken, by address. What is taken during all of the slice has the widest ticks, and is
+// one where it lies side by side: of long lived pieces, most of what a short lived one meets, few are left
+// then. It is kept in blocks, so that few are moved when one comes between them.
+class Slice {
+ public:
+  void clear() {
+    used_ = 1;
+    blocks_.resize(std::max<std::size_t>(blocks_.size(), 1));
+    blocks_[0].clear();
+  }
+
+  // No two that are there at one tick overlap, so one of all the slice overlaps nothing that is in it.
+  void add(const Span& bytes, std::int32_t begin, std::int32_t end) {
+    std::size_t number = used_ - 1;
+    while (number > 0 && bytes.begin < blocks_[number].front().bytes.begin) --number;
+    std::vector<Taken>& block = blocks_[number];
+    const auto below = [](std::int64_t low, const Taken& other) { return low < other.bytes.begin; };
+    const auto at = std::upper_bound(block.begin(), block.end(), bytes.begin, below);
+    if (begin == kFirst && end == kLast) {
+      const bool joins_next = at != block.end() && always(*at) && at->bytes.begin == bytes.end;
+      if (at != block.begin() && always(at[-1]) && at[-1].bytes.end == bytes.begin) {
+        at[-1].bytes.end = joins_next ? at->bytes.end : bytes.end;
+        if (joins_next) block.erase(at);
+        return;
+      }
+      if (joins_next) {
+        at->bytes.begin = bytes.begin;
+        return;
+      }
+    }
+    block.insert(at, {bytes, begin, end});
+    if (block.size() == kBlock) split(number);
+  }
+
+  // Appends to `met` what is taken during `span`, by address.
+  void meet(const Span& span, Met& met) const {
+    for (std::size_t i = 0; i < used_; ++i) {
+      Span* row = met.room(blocks_[i].size());
+      for (const Taken& taken : blocks_[i]) {
+        // No branch: nobody could predict it.
+        *row = taken.bytes;
+        row += (taken.begin < span.end) & (taken.end > span.begin);
+      }
+      met.count = row - met.begin();
+    }
+  }
+
+  static constexpr std::int32_t kFirst = INT32_MIN, kLast = INT32_MAX;
+
+ private:
+  static constexpr std::size_t kBlock = 128;
+
+  static bool always(const Taken& taken) { return taken.begin == kFirst && taken.end == kLast; }
+
+  void split(std::size_t number) {
+    if (used_ == blocks_.size()) blocks_.emplace_back();
+    std::rotate(blocks_.begin() + number + 1, blocks_.begin() + used_, blocks_.begin() + used_ + 1);
+    ++used_;
+    const auto half = blocks_[number].begin() + kBlock / 2;
+    blocks_[number + 1].assign(half, blocks_[number].end());
+    blocks_[number].erase(half, blocks_[number].end());
+  }
+
+  std::vector<std::vector<Taken>> blocks_;
+  std::size_t used_ = 0;
+};
+
+// What has got an address so far: all of it, and slice by slice of the time, finer from level to level. A
+// piece that is there for a short time looks only at the slice that it lies in, or at two.
 class Slices {
  public:
-  Slices(std::int64_t parts, std::int64_t end) {
+  Slices(std::int64_t parts, std::int64_t end) : end_(end) {
     for (std::int64_t slices = 1;; slices *= kFan) {
-      levels_.push_back({(end + slices - 1) / slices + 1, {}});
-      levels_.back().slices.resize(slices);
+      levels_.push_back({(end + slices - 1) / slices + 1, std::vector<Slice>(slices)});
       if (slices * kFan * kPerSlice > parts) break;
     }
   }
 
   void clear() {
     for (Level& level : levels_) {
-      for (auto& slice : level.slices) slice.clear();
+      for (Slice& slice : level.slices) slice.clear();
     }
   }
 
-  void add(std::int32_t part, const Span& span, const std::vector<std::int64_t>& lows) {
-    const auto below = [&](std::int64_t low, const Taken& other) { return low < lows[other.part]; };
-    const Taken taken{static_cast<std::int32_t>(span.begin), static_cast<std::int32_t>(span.end), part};
+  void add(const Span& span, const Span& bytes) {
     for (Level& level : levels_) {
       const std::int64_t last = (span.end - 1) / level.width;
       for (std::int64_t i = span.begin / level.width; i <= last; ++i) {
-        auto& slice = level.slices[i];
-        slice.insert(std::upper_bound(slice.begin(), slice.end(), lows[part], below), taken);
+        const std::int64_t begin = i * level.width, end = std::min(begin + level.width, end_);
+        const bool all = span.begin <= begin && span.end >= end;
+        level.slices[i].add(bytes, all ? Slice::kFirst : static_cast<std::int32_t>(span.begin),
+                            all ? Slice::kLast : static_cast<std::int32_t>(span.end));
       }
     }
   }
 
-  // Appends to `met` what is there during `span`, by address.
-  void meet(const Span& span, std::vector<std::int32_t>& met) const {
-    const std::vector<Taken>& slice = narrowest(span);
-    std::size_t count = met.size();
-    met.resize(count + slice.size());
-    for (const Taken& taken : slice) {
-      // No branch: nobody could predict it.
-      met[count] = taken.part;
-      count += (taken.begin < span.end) & (taken.end > span.begin);
+  // Appends to `met` what is taken during `span`, by address, some of it twice.
+  void meet(const Span& span, Met& met) {
+    for (std::size_t i = levels_.size() - 1;; --i) {
+      const std::int64_t first = span.begin / levels_[i].width, last = (span.end - 1) / levels_[i].width;
+      if (last - first > 1) continue;
+      const std::size_t count = met.count;
+      levels_[i].slices[first].meet(span, met);
+      if (first == last) return;
+      const std::size_t middle = met.count;
+      levels_[i].slices[last].meet(span, met);
+      merge(met, count, middle);
+      return;
     }
-    met.resize(count);
+  }
+
+  // Sorts what lies behind `first` in `met`, where what lies before and what lies behind `middle` is sorted.
+  void merge(Met& met, std::size_t first, std::size_t middle) {
+    const auto by_begin = [](const Span& a, const Span& b) { return a.begin < b.begin; };
+    merged_.resize(std::max(merged_.size(), met.count - first));
+    Span* const rows = met.begin();
+    const auto end =
+        std::merge(rows + first, rows + middle, rows + middle, met.end(), merged_.begin(), by_begin);
+    std::copy(merged_.begin(), end, rows + first);
   }
 
  private:
   struct Level {
     std::int64_t width;
-    std::vector<std::vector<Taken>> slices;
+    std::vector<Slice> slices;
   };
 
-  const std::vector<Taken>& narrowest(const Span& span) const {
-    for (std::size_t i = levels_.size() - 1; i > 0; --i) {
-      const std::int64_t at = span.begin / levels_[i].width;
-      if (at == (span.end - 1) / levels_[i].width) return levels_[i].slices[at];
-    }
-    return levels_[0].slices[0];
-  }
-
+  std::int64_t end_;
   std::vector<Level> levels_;
+  std::vector<Span> merged_;
 };
 
 // Pieces get addresses; a piece has one or more parts, each with bytes and spans of its own.
@@ -104,9 +191,14 @@ class Packer {
       : first_(first, first + pieces + 1),
         bytes_(bytes, bytes + first_[pieces]),
         spans_(spans, spans + first_[pieces]),
-        lows_(first_[pieces]),
+        highs_(pieces),
         addresses_(pieces),
-        taken_(first_[pieces], last(spans_)) {}
+        taken_(first_[pieces], last(spans_)) {
+    for (std::int32_t piece = 0; piece < pieces; ++piece) {
+      for (std::int64_t part = first_[piece]; part < first_[piece + 1]; ++part)
+        highs_[piece] = std::max(highs_[piece], bytes_[part].offset + bytes_[part].size);
+    }
+  }
 
   // Gives each piece an address, in this order; returns the bytes taken.
   std::int64_t pack(const std::vector<std::int32_t>& order) {
@@ -114,11 +206,13 @@ class Packer {
     std::int64_t top = 0;
     for (const std::int32_t piece : order) {
       const std::int64_t begin = first_[piece], end = first_[piece + 1];
-      addresses_[piece] = end - begin == 1 ? smallest_gap(begin) : smallest_gap_of_all(begin, end);
+      const std::int64_t address = end - begin == 1 ? smallest_gap(begin) : smallest_gap_of_all(begin, end);
+      addresses_[piece] = address;
       for (std::int64_t part = begin; part < end; ++part) {
-        lows_[part] = addresses_[piece] + bytes_[part].offset;
+        const std::int64_t low = address + bytes_[part].offset;
+        // What takes no bytes is in nobody's way.
         for (const Span& span : spans_[part]) {
-          if (!span.empty()) taken_.add(static_cast<std::int32_t>(part), span, lows_);
+          if (!span.empty() && bytes_[part].size) taken_.add(span, {low, low + bytes_[part].size});
         }
       }
       top = std::max(top, high(piece));
@@ -128,12 +222,7 @@ class Packer {
 
   const std::vector<std::int64_t>& addresses() const { return addresses_; }
 
-  std::int64_t high(std::int32_t piece) const {
-    std::int64_t high = 0;
-    for (std::int64_t part = first_[piece]; part < first_[piece + 1]; ++part)
-      high = std::max(high, part_high(part));
-    return high;
-  }
+  std::int64_t high(std::int32_t piece) const { return addresses_[piece] + highs_[piece]; }
 
  private:
   static std::int64_t last(const std::vector<Spans>& spans) {
@@ -142,31 +231,29 @@ class Packer {
     return end;
   }
 
-  std::int64_t part_high(std::int64_t part) const { return lows_[part] + bytes_[part].size; }
-
-  // The placed ones that are there at the same time as `part`, by address, some of them twice.
+  // What is taken at the same time as `part`, by address.
   void meet(std::int64_t part) {
-    met_.clear();
-    std::ptrdiff_t first = 0;
-    for (const Span& span : spans_[part]) {
-      if (!span.empty()) taken_.meet(span, met_);
-      if (first == 0) first = std::ssize(met_);
-    }
-    const auto by_low = [&](std::int32_t a, std::int32_t b) { return lows_[a] < lows_[b]; };
-    std::inplace_merge(met_.begin(), met_.begin() + first, met_.end(), by_low);
+    met_.count = 0;
+    const auto& [first, second] = spans_[part];
+    if (!first.empty()) taken_.meet(first, met_);
+    if (second.empty()) return;
+    const std::size_t middle = met_.count;
+    taken_.meet(second, met_);
+    taken_.merge(met_, 0, middle);
   }
 
   std::int64_t smallest_gap(std::int64_t part) {
-    meet(part);
     const std::int64_t block = bytes_[part].size;
+    if (!block) return 0;
+    meet(part);
     std::int64_t top = 0, best = -1, best_gap = INT64_MAX;
-    for (const std::int32_t other : met_) {
-      const std::int64_t gap = lows_[other] - top;
+    for (const Span& bytes : met_) {
+      const std::int64_t gap = bytes.begin - top;
       if (gap >= block && gap < best_gap) {
         best = top;
         best_gap = gap;
       }
-      top = std::max(top, part_high(other));
+      top = std::max(top, bytes.end);
     }
     return best < 0 ? top : best;
   }
@@ -175,10 +262,11 @@ class Packer {
   std::int64_t smallest_gap_of_all(std::int64_t begin, std::int64_t end) {
     forbidden_.clear();
     for (std::int64_t part = begin; part < end; ++part) {
+      if (!bytes_[part].size) continue;
       meet(part);
-      for (const std::int32_t other : met_) {
+      for (const Span& bytes : met_) {
         forbidden_.push_back(
-            {lows_[other] - bytes_[part].offset - bytes_[part].size, part_high(other) - bytes_[part].offset});
+            {bytes.begin - bytes_[part].offset - bytes_[part].size, bytes.end - bytes_[part].offset});
       }
     }
     std::stable_sort(forbidden_.begin(), forbidden_.end(),
@@ -198,10 +286,11 @@ class Packer {
   std::vector<std::int64_t> first_;
   std::vector<Bytes> bytes_;
   std::vector<Spans> spans_;
-  std::vector<std::int64_t> lows_;
+  // Of each piece, the end of its last part.
+  std::vector<std::int64_t> highs_;
   std::vector<std::int64_t> addresses_;
   Slices taken_;
-  std::vector<std::int32_t> met_;
+  Met met_;
   std::vector<Span> forbidden_;
 };
 

@@ -278,7 +278,11 @@ def _best_fit(buffers: Sequence[Buffer], order: Sequence[int]) -> tuple[int, lis
     for i in order:
         # Offsets that would put a part over a neighbour: from ``taken[0]`` up to, not including, ``taken[1]``.
         taken = []
-        for part in buffers[i].parts:
+        # What takes no bytes is in nobody's way, and lies at the bottom.
+        parts = [part for part in buffers[i].parts if part.size]
+        if not parts:
+            continue
+        for part in parts:
             (begin, end), *second = part.lifespans
             live = (begins[:count] < end) & (ends[:count] > begin)
             for begin, end in second:
@@ -288,7 +292,7 @@ def _best_fit(buffers: Sequence[Buffer], order: Sequence[int]) -> tuple[int, lis
         offset = _smallest_gap(*(np.concatenate(side) for side in zip(*taken, strict=True)), sort=len(taken) > 1)
         offsets[i] = offset
         height = max(height, offset + buffers[i].size)
-        for part in buffers[i].parts:
+        for part in parts:
             at = int(lows[:count].searchsorted(offset + part.offset))
             wide = len(part.lifespans)
             packed[:, at + wide : count + wide] = packed[:, at:count]
