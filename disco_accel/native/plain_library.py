@@ -79,7 +79,7 @@ def build_plain(name: str, source: str | Sequence[str], root: Path = ROOT, *, fl
     return _plain(name, source, root, flags).ready()
 
 
-def load_plain(name: str, source: str, root: Path = ROOT) -> ctypes.CDLL:
+def load_plain(name: str, source: str | Sequence[str], root: Path = ROOT) -> ctypes.CDLL:
     """As ``build_plain``, loaded into this process. Raises ExtensionError, also where it cannot be loaded."""
     return _plain(name, source, root).load(ctypes.CDLL)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from disco_accel.plan.timed import packing as module
 from disco_accel.plan.timed.packing import Buffer, CompiledPacker, Part, PythonPacker, pack, packer_of
+from disco_accel.plan.timed.planner_library import planner_library
 
 
 def random_buffers(seed: int, count: int = 120, ticks: int = 60, further: float = 0.3) -> list[Buffer]:
@@ -110,10 +110,10 @@ def test_without_a_compiler_plans_are_the_same_and_the_user_is_told_once(
     expected = pack(buffers, live_peak(buffers))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
-    module._compiled.cache_clear()
+    planner_library.cache_clear()
     try:
         with caplog.at_level(logging.WARNING, "disco_accel"):
             assert [pack(buffers, live_peak(buffers)) for _ in range(2)] == [expected] * 2
     finally:
-        module._compiled.cache_clear()
+        planner_library.cache_clear()
     assert len(caplog.messages) == 1 and "no C++ compiler 'no-such-compiler'" in caplog.messages[0]

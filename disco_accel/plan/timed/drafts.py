@@ -10,10 +10,10 @@ import numpy as np
 from disco_accel.graph.taskgraph import Ref
 from disco_accel.graph.values import may_leave
 from disco_accel.plan.buildmemgraph.residents import SMALL
-from disco_accel.plan.timed.kept_gaps import Kept, in_two_steps
+from disco_accel.plan.timed.compiled_swaps import buffers_at_boundary, schedule_step
+from disco_accel.plan.timed.kept_gaps import Kept
 from disco_accel.plan.timed.step_buffers import Profile, StepRequirements
-from disco_accel.plan.timed.swap_schedule import SwapSchedule, schedule_swaps
-from disco_accel.plan.timed.two_steps import two_steps
+from disco_accel.plan.timed.swap_schedule import SwapSchedule
 from disco_accel.simulate.simulator import Machine
 
 
@@ -72,21 +72,15 @@ def draft_of(
     for i in permanent:
         rest[requirements.swappable[i].device] -= requirements.swappable[i].block
     if cyclic:
-        at_start = schedule_swaps(
-            two_steps(requirements),
-            machine,
-            rest,
-            permanent=permanent,
-            boundary=requirements.end,
-            prefetch_horizon=prefetch_horizon,
-            kept=in_two_steps(choice.kept, requirements.end),
-        ).at_boundary
+        at_start = buffers_at_boundary(
+            requirements, machine, rest, permanent=permanent, prefetch_horizon=prefetch_horizon, kept=choice.kept
+        )
         if choice.evict_outliers:
             large = {i for device in capacity for i in outliers(requirements, device)}
             at_start = [i for i in at_start if i not in large]
     else:
         at_start = _first_used(requirements, rest, permanent)
-    schedule = schedule_swaps(
+    schedule = schedule_step(
         requirements,
         machine,
         rest,
@@ -104,7 +98,7 @@ def seconds_if_all_resident(requirements: StepRequirements, machine: Machine, de
     """Return the seconds of a step in this order with memory for everything: what may be resident is."""
     plenty = dict.fromkeys(devices, 1 << 60)
     loaded = [i for i, buffer in enumerate(requirements.swappable) if buffer.may_be_resident]
-    return schedule_swaps(requirements, machine, plenty, permanent=loaded).seconds
+    return schedule_step(requirements, machine, plenty, permanent=loaded).seconds
 
 
 def permanent_buffers(

@@ -13,16 +13,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
-from disco_accel.native.plain_library import ExtensionError, load_plain
-
-logger = logging.getLogger("disco_accel")
+from disco_accel.plan.timed.planner_library import planner_library
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,19 +179,8 @@ class Packer(Protocol):
 def packer_of(buffers: Sequence[Buffer]) -> Packer:
     """Return the compiled packer of ``buffers``, or the one in Python where there is no compiler. Both give the same
     offsets."""
-    library = _compiled()
+    library = planner_library()
     return PythonPacker(buffers) if library is None else CompiledPacker(buffers, library)
-
-
-@functools.cache
-def _compiled() -> ctypes.CDLL | None:
-    try:
-        library = load_plain("disco_place", "plan/place.cpp")
-    except ExtensionError as error:
-        logger.warning("planning takes several times longer than it has to: %s", str(error).splitlines()[0])
-        return None
-    library.disco_place.restype = ctypes.c_int64
-    return library
 
 
 class CompiledPacker:

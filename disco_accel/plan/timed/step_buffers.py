@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -71,7 +73,8 @@ class StepRequirements:
     ``used_before[p]``: the kernels that used what it writes over there, by id. By device
     and position, the position after the last standing for the end of the step: ``pinned_bytes``, and
     ``unevictable_bytes`` of activations before they are evictable; ``withheld_bytes``: what of ``pinned_bytes`` is no
-    buffer's, but kept free for gaps between them."""
+    buffer's, but kept free for gaps between them. ``derived``: what has been worked out from all but these bytes, and
+    holds for others that differ in them alone."""
 
     graph: TaskGraph
     inputs: tuple[Vertex, ...]
@@ -90,6 +93,7 @@ class StepRequirements:
     pinned_bytes: dict[int, Profile] = field(default_factory=dict)
     unevictable_bytes: dict[int, Profile] = field(default_factory=dict)
     withheld_bytes: dict[int, Profile] = field(default_factory=dict)
+    derived: dict[Hashable, Any] = field(default_factory=dict)
 
     def block(self, size: int, device: int) -> int:
         """Return ``size`` rounded up to the alignment of ``device``."""

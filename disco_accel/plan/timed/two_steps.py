@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 
-from disco_accel.plan.timed.step_buffers import StepRequirements, SwappableBuffer
+from disco_accel.plan.timed.step_buffers import Profile, StepRequirements, SwappableBuffer
 
 
 def two_steps(requirements: StepRequirements) -> StepRequirements:
@@ -35,10 +36,6 @@ def two_steps(requirements: StepRequirements) -> StepRequirements:
         {position + n: [second_index[i] for i in buffers] for position, buffers in table.items()}
         for table in (requirements.written, requirements.read_before)
     )
-    pinned_bytes, unevictable_bytes = (
-        {device: np.concatenate([profile[:n], profile]) for device, profile in profiles.items()}
-        for profiles in (requirements.pinned_bytes, requirements.unevictable_bytes)
-    )
     return replace(
         requirements,
         order=requirements.order * 2,
@@ -51,6 +48,12 @@ def two_steps(requirements: StepRequirements) -> StepRequirements:
         changed={**requirements.changed, **changed},
         written={**requirements.written, **written},
         read_before={**requirements.read_before, **read_before},
-        pinned_bytes=pinned_bytes,
-        unevictable_bytes=unevictable_bytes,
+        pinned_bytes=bytes_twice(requirements.pinned_bytes, n),
+        unevictable_bytes=bytes_twice(requirements.unevictable_bytes, n),
+        derived={},
     )
+
+
+def bytes_twice(profiles: Mapping[int, Profile], end: int) -> dict[int, Profile]:
+    """Return bytes by device and position of two steps of ``end`` positions, with those of the second's end."""
+    return {device: np.concatenate([profile[:end], profile]) for device, profile in profiles.items()}

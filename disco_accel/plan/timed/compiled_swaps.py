@@ -1,0 +1,220 @@
+"""The scheduler of swaps in C++ (``runtime_ext/plan/swap.cpp``): the same schedules in a fraction of the time."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from disco_accel.plan.infeasible import Infeasible
+from disco_accel.plan.timed.kept_gaps import Kept, in_two_steps
+from disco_accel.plan.timed.planner_library import planner_library
+from disco_accel.plan.timed.step_buffers import Profile, StepRequirements
+from disco_accel.plan.timed.swap_schedule import SwapEvent, SwapSchedule, schedule_swaps
+from disco_accel.plan.timed.swap_tables import Floats, Ints, Lists, SwapTables
+from disco_accel.plan.timed.two_steps import bytes_twice, two_steps
+from disco_accel.simulate.simulator import Machine
+
+_Int = ctypes.c_int64
+_Array = ctypes.c_void_p
+
+
+class _Lists(ctypes.Structure):
+    _fields_ = [("first", _Array), ("items", _Array)]
+
+
+class _Items(ctypes.Structure):
+    _fields_ = [("count", _Int), ("items", _Array)]
+
+
+_BY_POSITION = ("vertex", "device", "kind")
+_LISTS = ("waits", "touched", "reads", "read_before", "made", "changed", "written")
+_BY_BUFFER = ("home", "block", "size", "evictable_from", "begin", "starts_on_host", "may_be_resident", "survives")
+_COSTS = ("seconds", "starts", "load", "offload")
+_GIVEN = ("at_start", "at_end", "permanent", "kept")
+
+
+class _Step(ctypes.Structure):
+    _fields_ = [
+        *((name, _Int) for name in ("positions", "vertices", "devices", "buffers")),
+        *((name, _Array) for name in _BY_POSITION),
+        *((name, _Lists) for name in _LISTS),
+        *((name, _Array) for name in _BY_BUFFER),
+        ("uses", _Lists),
+    ]
+
+
+class _Costs(ctypes.Structure):
+    _fields_ = [*((name, _Array) for name in _COSTS), ("load_latency", ctypes.c_double)]
+
+
+class _Question(ctypes.Structure):
+    _fields_ = [
+        *((name, _Array) for name in ("capacity", "pinned", "unpromised")),
+        *((name, _Items) for name in _GIVEN),
+        ("boundary", _Int),
+        ("prefetch_horizon", ctypes.c_double),
+        ("repeats", _Int),
+    ]
+
+
+class _Answer(ctypes.Structure):
+    _fields_ = [
+        ("infeasible", _Int),
+        ("seconds", ctypes.c_double),
+        *((name, _Int) for name in ("reloaded", "room", "events", "at_boundary")),
+        ("event", _Array),
+        ("boundary", _Array),
+    ]
+
+
+def schedule_step(
+    requirements: StepRequirements,
+    machine: Machine,
+    capacity: Mapping[int, int],
+    *,
+    at_start: Sequence[int] = (),
+    at_end: Sequence[int] = (),
+    permanent: Sequence[int] = (),
+    prefetch_horizon: float = float("inf"),
+    repeats: bool = True,
+    kept: Kept | None = None,
+) -> SwapSchedule:
+    """As ``schedule_swaps``, compiled where there is a compiler. Raises Infeasible."""
+    library = planner_library()
+    if library is None:
+        return schedule_swaps(
+            requirements,
+            machine,
+            capacity,
+            at_start=at_start,
+            at_end=at_end,
+            permanent=permanent,
+            prefetch_horizon=prefetch_horizon,
+            repeats=repeats,
+            kept=kept,
+        )
+    memory = capacity, requirements.pinned_bytes, requirements.unevictable_bytes
+    call = _Call(_tables(requirements, machine, capacity), machine.h2d.latency, *memory)
+    given = at_start, at_end, permanent, _in_pairs(kept or {})
+    events = call.run(library, given, None, prefetch_horizon, repeats)
+    return SwapSchedule(_events(events, call.tables.devices), call.answer.seconds, call.answer.reloaded)
+
+
+def buffers_at_boundary(
+    requirements: StepRequirements,
+    machine: Machine,
+    capacity: Mapping[int, int],
+    *,
+    permanent: Sequence[int],
+    prefetch_horizon: float,
+    kept: Kept,
+) -> list[int]:
+    """Return the buffers that are on the device in the middle of two steps in a row, or on their way, by next use. The
+    arguments are as of ``schedule_swaps``, for one step. Raises Infeasible."""
+    library, end = planner_library(), requirements.end
+    if library is None:
+        return schedule_swaps(
+            two_steps(requirements),
+            machine,
+            capacity,
+            permanent=permanent,
+            boundary=end,
+            prefetch_horizon=prefetch_horizon,
+            kept=in_two_steps(kept, end),
+        ).at_boundary
+    twice = "twice", machine, tuple(capacity)
+    if twice not in requirements.derived:
+        requirements.derived[twice] = _tables(requirements, machine, capacity).twice()
+    memory = (bytes_twice(each, end) for each in (requirements.pinned_bytes, requirements.unevictable_bytes))
+    call = _Call(requirements.derived[twice], machine.h2d.latency, capacity, *memory)
+    given = (), (), permanent, _in_pairs(in_two_steps(kept, end))
+    call.run(library, given, end, prefetch_horizon, True)
+    there: list[int] = call.at_boundary[: call.answer.at_boundary].tolist()
+    return there
+
+
+def _tables(requirements: StepRequirements, machine: Machine, devices: Iterable[int]) -> SwapTables:
+    once = "once", machine, tuple(devices)
+    if once not in requirements.derived:
+        requirements.derived[once] = SwapTables.of(requirements, machine, tuple(devices))
+    tables: SwapTables = requirements.derived[once]
+    return tables
+
+
+def _in_pairs(kept: Kept) -> list[int]:
+    return [each for i, positions in kept.items() for last in sorted(positions) for each in (i, last)]
+
+
+class _Call:
+    """What the library gets, with the arrays that this points to, and its ``answer``."""
+
+    def __init__(
+        self,
+        tables: SwapTables,
+        load_latency: float,
+        capacity: Mapping[int, int],
+        pinned: Mapping[int, Profile],
+        unevictable: Mapping[int, Profile],
+    ) -> None:
+        self.tables = tables
+        self.capacity = np.array([capacity[device] for device in tables.devices], np.int64)
+        self.pinned = _rows(pinned, tables)
+        self.unpromised = self.capacity[:, None] - self.pinned - _rows(unevictable, tables)
+        self.at_boundary = np.empty(len(tables.home), np.int64)
+        self.answer = _Answer(boundary=_at(self.at_boundary))
+        lists = {name: _lists(getattr(tables, name)) for name in (*_LISTS, "uses")}
+        arrays = {name: _at(getattr(tables, name)) for name in (*_BY_POSITION, *_BY_BUFFER)}
+        counts = len(tables.vertex), tables.vertices, len(tables.devices), len(tables.home)
+        self.step = _Step(*counts, **arrays, **lists)
+        self.costs = _Costs(**{name: _at(getattr(tables, name)) for name in _COSTS}, load_latency=load_latency)
+
+    def run(
+        self,
+        library: ctypes.CDLL,
+        given: tuple[Sequence[int], ...],
+        boundary: int | None,
+        prefetch_horizon: float,
+        repeats: bool,
+    ) -> Ints:
+        """Return the events, two numbers each. Raises Infeasible."""
+        arrays = [np.array(each, np.int64) for each in given]
+        items = {
+            name: _Items(len(array) // (2 if name == "kept" else 1), _at(array))
+            for name, array in zip(_GIVEN, arrays, strict=True)
+        }
+        memory = {name: _at(getattr(self, name)) for name in ("capacity", "pinned", "unpromised")}
+        position = -1 if boundary is None else boundary
+        question = _Question(**memory, **items, boundary=position, prefetch_horizon=prefetch_horizon, repeats=repeats)
+        tables, at_start, at_end = self.tables, *arrays[:2]
+        # A use is loaded at most once, and what is loaded, made or there at the start evicted or offloaded once.
+        come = len(tables.uses.items) + len(at_end) + len(tables.made.items) + len(tables.changed.items) + len(at_start)
+        most = len(tables.vertex) + len(tables.touched.items) + len(self.capacity) + 2 * come
+        events = np.empty((most, 2), np.int64)
+        self.answer.room, self.answer.event = most, _at(events)
+        library.disco_swaps(*(ctypes.byref(each) for each in (self.step, self.costs, question, self.answer)))
+        if self.answer.infeasible >= 0:
+            raise Infeasible(self.answer.infeasible)
+        assert self.answer.events <= most
+        return events[: self.answer.events]
+
+
+def _rows(profiles: Mapping[int, Profile], tables: SwapTables) -> Ints:
+    return np.stack([profiles[device] for device in tables.devices])
+
+
+def _events(events: Ints, devices: Sequence[int]) -> list[tuple[SwapEvent, int]]:
+    kinds, subjects = events.T
+    released = kinds == SwapEvent.RELEASE
+    subjects[released] = np.array(devices, np.int64)[subjects[released]]
+    return list(zip(map(tuple(SwapEvent).__getitem__, kinds.tolist()), subjects.tolist(), strict=True))
+
+
+def _lists(lists: Lists) -> _Lists:
+    return _Lists(_at(lists.first), _at(lists.items))
+
+
+def _at(array: Ints | Floats) -> ctypes.c_void_p:
+    assert array.flags.c_contiguous
+    return ctypes.c_void_p(array.ctypes.data)
