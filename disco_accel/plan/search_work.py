@@ -79,7 +79,11 @@ class Work:
 
     def over(self, vertices: int, share: float = 1.0) -> bool:
         """Whether a search over a graph of so many vertices has had ``share`` of its work, or of the user's seconds."""
-        return self.late(share) if self.limit is not None else self.spent >= share * self.part * enough(vertices)
+        return self.late(share) if self.limit is not None else self.spent >= share * self.allowed(vertices)
+
+    def allowed(self, vertices: int) -> float:
+        """Return the seconds of work for a graph of so many vertices, if the user sets no time."""
+        return self.part * enough(vertices)
 
     def shared(self, share: float, vertices: int, *, finds_needed: bool = True) -> Work:
         """Return the work of one of several searches over a graph of so many vertices: ``share`` of what is left."""

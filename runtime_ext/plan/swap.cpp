@@ -85,6 +85,10 @@ class Scheduler {
 
   void run() {
     const Int end = step_.positions;
+    for (const Int buffer : step_.inputs) {
+      produce(device_of(buffer), buffer, 0.0);
+      offload(buffer, 0.0);
+    }
     for (Int position = 0; position < end; ++position) {
       if (position == question_.boundary) note_boundary();
       execute(position);
@@ -183,11 +187,7 @@ class Scheduler {
     const Int kind = step_.kind[position];
     double& free = lane(kind, device, devices_[*step_.touched[position].begin()]);
     begin = std::max(begin, free);
-    for (const Int buffer : step_.made[position]) {
-      begin = allocate(device, buffer, begin);
-      resident_[buffer] = 1;
-      held_until_[buffer] = std::max(held_until_[buffer], step_.evictable_from[buffer] - 1);
-    }
+    for (const Int buffer : step_.made[position]) begin = produce(device, buffer, begin);
     if (kind == kKernel) prefetch(device, begin);
     note(kRun, position);
     const double end = begin + costs_.seconds[position];
@@ -208,6 +208,14 @@ class Scheduler {
     if (kind == kKernel) return device.compute_free;
     if (kind == kFromHost) return device.link_free;
     return kind == kToHost ? sender.d2h_free : sender.p2p_free;
+  }
+
+  // Take the bytes of what a vertex, or the caller, writes; return when it may.
+  double produce(Device& device, Int buffer, double begin) {
+    begin = allocate(device, buffer, begin);
+    resident_[buffer] = 1;
+    held_until_[buffer] = std::max(held_until_[buffer], step_.evictable_from[buffer] - 1);
+    return begin;
   }
 
   void offload(Int buffer, double ready) {
@@ -323,7 +331,8 @@ class Scheduler {
   void reload(Device& device, Int buffer, double begin) {
     double seconds = costs_.load[buffer];
     // One copy brings it with the one that was loaded last, behind which it lies in its value.
-    const bool continues = step_.begin[buffer] && last_loaded_ == buffer - 1;
+    const bool continues =
+        step_.begin[buffer] && last_loaded_ == buffer - 1 && step_.begin[last_loaded_] < step_.begin[buffer];
     if (begin <= device.link_free && continues) seconds -= costs_.load_latency;
     device.link_free = begin + seconds;
     arrival_[buffer] = device.link_free;

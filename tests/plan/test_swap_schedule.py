@@ -12,7 +12,7 @@ from disco_accel.errors import PlanError
 from disco_accel.graph.passes import run_passes
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.select import INPUTS_BY_USE
-from disco_accel.plan.timed import compiled_swaps
+from disco_accel.plan.timed import compiled_swaps, requirements
 from disco_accel.plan.timed.compiled_swaps import buffers_at_boundary, schedule_step
 from disco_accel.plan.timed.planner_library import planner_library
 from disco_accel.plan.timed.requirements import requirements_of
@@ -33,7 +33,8 @@ def case(rng: random.Random) -> tuple[StepRequirements, Machine, dict[str, Any]]
     machine = Machine(h2d=Link(rng.choice((1e7, 1e9)), 1e-6), d2h=Link(rng.choice((1e7, 1e9)), 1e-6))
     ratio, range_bytes = rng.choice((None, 0.0, 2.0)), rng.choice((None, 1 << 12))
     graph = replace(graph, vertices=tuple(durations))
-    requirements = requirements_of(graph, machine, ratio, range_bytes=range_bytes)
+    kinds = {"inputs_leave": rng.random() < 0.5, "turned_ranges": rng.random() < 0.5}
+    requirements = requirements_of(graph, machine, ratio, range_bytes=range_bytes, **kinds)
     resident = [i for i, buffer in enumerate(requirements.swappable) if buffer.may_be_resident]
     permanent = tuple(i for i in resident if rng.random() < 0.1)
     others = [i for i, buffer in enumerate(requirements.swappable) if i not in permanent and buffer.uses]
@@ -56,7 +57,8 @@ def outcome(requirements: StepRequirements, machine: Machine, given: dict[str, A
 
 def test_compiled_and_not_compiled_schedule_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert planner_library() is not None, "tests need a C++ compiler"
-    scheduled = reloaded = at_home = changed = 0
+    monkeypatch.setattr(requirements, "_LARGE_INPUT", 1 << 30)
+    scheduled = reloaded = at_home = changed = inputs = 0
     for seed in range(500):
         try:
             drawn = case(random.Random(seed))
@@ -69,4 +71,6 @@ def test_compiled_and_not_compiled_schedule_the_same(monkeypatch: pytest.MonkeyP
         if isinstance(compiled[-1], compiled_swaps.SwapSchedule):
             scheduled, reloaded = scheduled + 1, reloaded + compiled[-1].reloaded
             at_home, changed = at_home + bool(drawn[0].read_before), changed + bool(drawn[0].changed)
-    assert scheduled > 150 and reloaded and at_home > 10 and changed > 50, (scheduled, at_home, changed)
+            inputs += -1 in drawn[0].made
+    assert scheduled > 150 and reloaded, scheduled
+    assert at_home > 10 and changed > 50 and inputs >= 5, (at_home, changed, inputs)

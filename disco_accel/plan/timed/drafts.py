@@ -41,12 +41,14 @@ class DraftOptions:
 @dataclass(frozen=True, slots=True)
 class Choice:
     """What a draft holds on to: ``permanent`` buffers, and those ``kept`` between two uses. ``prefetch_horizon``: in
-    seconds; ``evict_outliers``: whether outliers are evicted at the boundary."""
+    seconds; ``evict_outliers``: whether outliers are evicted at the boundary; ``at_start``: the buffers that are there
+    when a step starts (None: those that are there in the middle of two steps)."""
 
     permanent: tuple[int, ...]
     prefetch_horizon: float
     evict_outliers: bool = False
     kept: Kept = field(default_factory=dict)
+    at_start: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,10 @@ def draft_of(
     rest, permanent, prefetch_horizon = dict(capacity), choice.permanent, choice.prefetch_horizon
     for i in permanent:
         rest[requirements.swappable[i].device] -= requirements.swappable[i].block
-    if cyclic:
+    at_start: Sequence[int]
+    if choice.at_start is not None:
+        at_start = choice.at_start
+    elif cyclic:
         at_start = buffers_at_boundary(
             requirements, machine, rest, permanent=permanent, prefetch_horizon=prefetch_horizon, kept=choice.kept
         )

@@ -7,7 +7,6 @@ from dataclasses import replace
 from itertools import accumulate
 
 from disco_accel.graph.taskgraph import Ref, Vertex, VertexKind
-from disco_accel.graph.values import must_survive_step
 from disco_accel.plan.timed.live_ranges import LiveRange, LiveRanges
 from disco_accel.plan.timed.step_buffers import StepRequirements
 from disco_accel.plan.timed.swap_schedule import SwapEvent, SwapSchedule
@@ -19,9 +18,14 @@ def live_ranges_of(
     permanent: Sequence[int],
     at_start: Sequence[int],
     cyclic: bool,
+    *,
+    ends_early: bool = False,
 ) -> LiveRanges:
-    """Return the live ranges of ``schedule``, still without offsets; ``permanent`` buffers never leave."""
+    """Return the live ranges of ``schedule``, still without offsets; ``permanent`` buffers never leave.
+
+    ``ends_early``: an activation's bytes are free where its offload should have ended, not where others wanted them."""
     replay = _Replay(requirements, schedule, permanent, at_start, cyclic)
+    replay.ends_early = ends_early
     replay.run()
     runs = (event is SwapEvent.RUN for event, _ in schedule.events)
     positions = [0, *accumulate(runs, initial=0)]
@@ -50,6 +54,7 @@ class _Replay:
     ) -> None:
         self.requirements = requirements
         self.cyclic = cyclic
+        self.ends_early = False
         self.resident = (*permanent, *at_start)
         self.buffers = requirements.swappable
         self.events = schedule.events
@@ -83,6 +88,8 @@ class _Replay:
         for index in self.resident:
             self._open(index, self._resident(index), 0)
         first = dict(self.current)
+        for index in self.requirements.made.get(-1, ()):
+            self._open(index, self.buffers[index].ref, 0)
         ticks: dict[int, int] = {-1: 0}
         for tick, (event, subject) in enumerate(self.events, start=1):
             self.tick = tick
@@ -98,7 +105,7 @@ class _Replay:
                 live = self.current.pop(subject)
                 if self._was_made_here(live, subject):
                     # Its bytes are not free before its offload has ended.
-                    live.end = tick
+                    live.end = max(live.end, self._freed(subject, ticks, tick))
             elif event is SwapEvent.OFFLOAD and tick in self.needed_offloads:
                 self._offload(subject)
         for index, live in self.current.items():
@@ -127,12 +134,20 @@ class _Replay:
                     both = (former.at_step_start is None) == (live.at_step_start is None)
                     # Ranges of one value lie side by side only where a kernel finds both in one piece.
                     both = both and former.anchor() is live.anchor()
+                    both = both and former.begin_in_value < live.begin_in_value
                     if both and former.device == live.device and former.values[0][1] == readers:
                         merged[ref[0]] = merged.get(before[0], before[0])
                 before = ref[0], subject
             elif event is not SwapEvent.EVICT:
                 before = None
         return merged
+
+    def _freed(self, index: int, ticks: Mapping[int, int], evicted: int) -> int:
+        """Return when the bytes of a buffer that was made here, and that is ``evicted``, are free."""
+        buffer = self.buffers[index]
+        if not self.ends_early or buffer.starts_on_host:
+            return evicted
+        return min(evicted, ticks.get(buffer.evictable_from, evicted))
 
     def _add_pinned(self, ticks: Mapping[int, int]) -> None:
         for pinned in self.requirements.pinned:
@@ -191,7 +206,7 @@ class _Replay:
                         loaded_unchanged.add(index)
                     used = True
                 else:
-                    used = event is SwapEvent.RELOAD or must_survive_step(self.requirements.order[buffer.producer])
+                    used = event is SwapEvent.RELOAD or self.requirements.outlives(buffer)
                 if used and index in last:
                     needed.add(last[index])
         resident = set(self.resident) if self.cyclic else set()

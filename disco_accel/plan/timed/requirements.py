@@ -42,6 +42,9 @@ from disco_accel.simulate.simulator import Machine
 GUESSED_BANDWIDTH = 1e12
 """Bytes per second that a kernel of unknown duration is taken to write."""
 
+_LARGE_INPUT = 64
+"""An input leaves if it takes one part in so many of the memory, or more."""
+
 
 def requirements_of(
     graph: TaskGraph,
@@ -49,14 +52,19 @@ def requirements_of(
     min_gap_ratio: float | None,
     not_offloaded: Collection[int] = (),
     range_bytes: int | None = None,
+    inputs_leave: bool = False,
+    turned_ranges: bool = False,
 ) -> StepRequirements:
     """Return what ``graph`` needs.
 
     ``min_gap_ratio``: an activation is swappable only if one of its idle gaps is at least this many times its two
     copies (None: no activation is). ``not_offloaded``: kernels whose outputs are not swappable in any case.
-    ``range_bytes``: values that never change are swapped in ranges of about so many bytes (None: as a whole). Raises
-    Infeasible for in-place writes to values that would have to be copied first, and PlanError for a version of a value
-    that changes over steps which is wanted after it has been overwritten.
+    ``range_bytes``: values that never change are swapped in ranges of about so many bytes (None: as a
+    whole). ``inputs_leave``: whether inputs that the host has no copy of are swappable like activations.
+    ``turned_ranges``: every other value is loaded from its end on, so that its first part may lie beside the value used
+    before it and the rest where that one has been, in turn below and above. Raises Infeasible for in-place writes to
+    values that would have to be copied first, and PlanError for a version of a value that changes over steps which is
+    wanted after it has been overwritten.
     """
     serial = serial_order(graph)
     inputs = tuple(vertex for vertex in serial if vertex.kind is VertexKind.INPUT)
@@ -70,7 +78,8 @@ def requirements_of(
     alignments = {device.id: device.alignment for device in graph.devices}
     requirements = StepRequirements(graph, inputs, order, seconds, alignments)
     collector = _Collector(requirements, machine, min_gap_ratio, not_offloaded)
-    collector.range_bytes = range_bytes
+    collector.range_bytes, collector.inputs_leave = range_bytes, inputs_leave
+    collector.turned_ranges = turned_ranges
     collector.collect()
     return requirements
 
@@ -121,6 +130,8 @@ class _Collector:
         self.machine = machine
         self.min_gap_ratio = min_gap_ratio
         self.range_bytes: int | None = None
+        self.inputs_leave = self.turned_ranges = False
+        self.values_in_ranges = 0
         self.vertices = {vertex.id: vertex for vertex in requirements.vertices}
         self.home_uses = HomeUses.of(replace(requirements.graph, vertices=requirements.vertices))
         self.readers: dict[Ref, list[int]] = {}
@@ -167,7 +178,8 @@ class _Collector:
             requirements.pinned_bytes[pinned.device][max(0, pinned.first) : pinned.last + 1] += pinned.block
         for index, buffer in enumerate(requirements.swappable):
             if not buffer.starts_on_host:
-                requirements.unevictable_bytes[buffer.device][buffer.producer : buffer.evictable_from] += buffer.block
+                stays = slice(max(0, buffer.producer), buffer.evictable_from)
+                requirements.unevictable_bytes[buffer.device][stays] += buffer.block
             readers = {position for version in buffer.versions for position in self.readers.get(version, ())}
             for position in sorted(readers):
                 requirements.reads[position].append(index)
@@ -197,15 +209,27 @@ class _Collector:
             writes = self._writes(versions)
             uses = sorted({position for version in versions for position in self.readers.get(version, ())})
             if uses:
-                for begin, size in self._ranges(vertex):
+                ranges = self._ranges(vertex)
+                if self.turned_ranges and len(ranges) > 1:
+                    self.values_in_ranges += 1
+                    ranges = ranges[:: 1 if self.values_in_ranges % 2 else -1]
+                for begin, size in ranges:
                     block = requirements.block(size, vertex.device)
                     buffer = SwappableBuffer(ref, vertex.device, block, size, uses, True)
                     buffer.writes, buffer.versions, buffer.outlives_step = writes, versions, outlives_step(vertex)
                     buffer.begin, buffer.is_range = begin, size < vertex.sizes[0]
                     requirements.swappable.append(buffer)
             return
-        last = requirements.end if must_survive_step(vertex) or arrives_at_gate(vertex) else max(readers, default=0)
+        lasts = must_survive_step(vertex) or arrives_at_gate(vertex)
+        if self._leaves(vertex) and not lasts and self._add_activation(-1, vertex, ref, block, readers):
+            return
+        last = requirements.end if lasts else max(readers, default=0)
         self._pin(PinnedBuffer(vertex.device, block, [ref], -1, last))
+
+    def _leaves(self, vertex: Vertex) -> bool:
+        """Whether an input that the host has no copy of is large enough to be offloaded."""
+        memory = {device.id: device.memory for device in self.requirements.graph.devices}
+        return self.inputs_leave and vertex.sizes[0] * _LARGE_INPUT >= memory[vertex.device]
 
     def _ranges(self, vertex: Vertex) -> list[tuple[int, int]]:
         """Return where the ranges begin in which the input is swapped, and the bytes of each: about equally many."""

@@ -10,15 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
-from functools import cached_property
-
-import numpy as np
 
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph
-from disco_accel.plan.common.serial_orders import lower_order
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.search_work import DRAFTED, FINISHED, PLACED, REPLAYED, SOLVED, Work
+from disco_accel.plan.timed.changed_choices import ChoiceBench, change_choices
 from disco_accel.plan.timed.draft_queue import DraftQueue
 from disco_accel.plan.timed.drafts import (
     Choice,
@@ -27,12 +24,12 @@ from disco_accel.plan.timed.drafts import (
     draft_of,
     permanent_buffers,
     seconds_if_all_resident,
-    spare_bytes,
 )
 from disco_accel.plan.timed.kept_gaps import Kept, KeptGaps, kept_gaps
+from disco_accel.plan.timed.less_memory import cuts_of, with_less_memory
 from disco_accel.plan.timed.live_ranges import LiveRanges
 from disco_accel.plan.timed.replay import live_ranges_of
-from disco_accel.plan.timed.requirements import requirements_of
+from disco_accel.plan.timed.requirement_kinds import Kind, RequirementKinds
 from disco_accel.plan.timed.search_settings import TimedSettings
 from disco_accel.plan.timed.step_buffers import Profile, StepRequirements
 from disco_accel.plan.timed.swap_schedule import SwapEvent, SwapSchedule
@@ -70,6 +67,7 @@ def build_timed(
         search.run()
         search.assign_offsets()
     search.run_in_ranges()
+    search.change_choices()
     return search.result()
 
 
@@ -130,7 +128,6 @@ class _Search:
         not_offloaded: Collection[int],
     ) -> None:
         self.graph = graph
-        self.not_offloaded = not_offloaded
         self.settings = settings
         self.work = work
         self.machine = machine
@@ -141,8 +138,8 @@ class _Search:
             for device in graph.devices
         }
         """What drafts may take of ``capacity``."""
-        self.requirements: dict[tuple[bool, float | None, int | None], StepRequirements | None] = {}
-        self.programs: dict[tuple[bool, float | None, int | None], KeptGaps | None] = {}
+        self.kinds = RequirementKinds(graph, machine, settings, not_offloaded, max(self.draft_capacity.values()))
+        self.programs: dict[Kind, KeptGaps | None] = {}
         self.attempted: set[tuple[DraftOptions, int | None, tuple[int, ...]]] = set()
         self.drafted: list[tuple[Draft, DraftOptions]] = []
         self.schedules: dict[float, list[list[tuple[SwapEvent, int]]]] = {}
@@ -157,6 +154,9 @@ class _Search:
         self.queue = DraftQueue(settings, self.capacity, self.floor)
         self.plan: MemGraph | None = None
         self.makespan = float("inf")
+        self.plan_draft: Draft | None = None
+        self.fastest_drafts: dict[int | None, Draft] = {}
+        """By ``range_bytes``."""
 
     def over(self, share: float = 1.0) -> bool:
         """Whether the search has had ``share`` of its work, or of the user's time."""
@@ -211,6 +211,8 @@ class _Search:
         whole, best = self.drafted, self.best()
         small = len(self.graph.vertices) <= self.settings.descend_in_ranges_up_to
         shares = self.settings.range_shares if small else self.settings.large_range_shares
+        if len(self.graph.vertices) <= self.settings.wide_ranges_up_to:
+            shares = (*self.settings.wide_range_shares, *shares)
         for share in shares if self.plan is not None else ():
             self.range_bytes = int(share * memory)
             probe = self._requirements(None, False) or self._requirements(self.settings.min_gap_ratios[-1])
@@ -231,6 +233,20 @@ class _Search:
                 self.work.part += self.settings.work_in_ranges
             self.assign_offsets()
         self.drafted = self.drafted or whole
+
+    def change_choices(self) -> None:
+        """Change what the best drafts hold on to, if the graph is small enough, and has one device."""
+        large = len(self.graph.vertices) > self.settings.change_choices_up_to
+        if large or self.makespan <= self.floor or len(self.capacity) > 1:
+            return
+        bench = ChoiceBench(self.graph, self.machine, self.cyclic, self.settings, self.work, self._keep_if_faster)
+        for ratio in self.settings.gap_ratios_changed:
+            for range_bytes in {kind[-1]: None for kind in self.kinds.made}:
+                self.kinds.get(False, ratio, range_bytes)
+        ratios = {None, self.settings.min_gap_ratios[-1], *self.settings.gap_ratios_changed}
+        kinds = [needs for (_, ratio, _), needs in self.kinds.made.items() if needs is not None and ratio in ratios]
+        drafts = [*self.fastest_drafts.values(), *([self.plan_draft] if self.plan_draft else [])]
+        change_choices(bench, drafts, kinds)
 
     def _refine_share(self) -> None:
         """Look around the best share; the step is halved where neither neighbour is faster, so this ends."""
@@ -276,13 +292,13 @@ class _Search:
         if over:
             self.queue.push(draft, (live, over))
         else:
-            self._keep_if_faster(live.plan(self.cyclic))
+            self._keep_if_faster(live.plan(self.cyclic), draft)
 
     def _delay_prefetches(self, draft: Draft, live: LiveRanges, over: dict[int, Profile]) -> None:
         """Delay reloads; draft again where that does not help, or costs time."""
         tried, still_over = live.tried, live.delay_prefetches(self.capacity)
         self._count_offsets(live.tried - tried)
-        seconds = float("inf") if still_over else self._keep_if_faster(live.plan(self.cyclic))
+        seconds = float("inf") if still_over else self._keep_if_faster(live.plan(self.cyclic), draft)
         if seconds > self.settings.late * draft.schedule.seconds:
             self._redraft(draft, still_over or over)
 
@@ -290,12 +306,12 @@ class _Search:
         self.offsets_tried += tried
         self.work.add(PLACED, tried)
 
-    def _keep_if_faster(self, plan: MemGraph) -> float:
+    def _keep_if_faster(self, plan: MemGraph, draft: Draft) -> float:
         """Keep the plan if it is the fastest so far; return its seconds."""
         self.work.add(FINISHED, len(plan.vertices))
         makespan = simulate(plan, self.machine).makespan
         if makespan < self.makespan:
-            self.plan, self.makespan = plan, makespan
+            self.plan, self.makespan, self.plan_draft = plan, makespan, draft
         return makespan
 
     def _waits_for_link(self, draft: Draft) -> bool:
@@ -308,25 +324,14 @@ class _Search:
         everywhere."""
         if draft.retries >= self.settings.redrafts:
             return
-        pinned_bytes = draft.requirements.pinned_bytes
-        spare = spare_bytes(draft, self.capacity)
         least = {
             device: memory // self.settings.least_cut * (draft.retries + 1) for device, memory in self.capacity.items()
         }
-        cuts = [{d: np.where(profile > 0, np.maximum(profile, least[d]), 0) for d, profile in over.items()}]
-        if draft.requirements.end <= self.settings.several_redrafts_up_to:
-            cuts += [
-                {device: np.full_like(profile, profile.max() // part) for device, profile in over.items()}
-                for part in (1, 3)
-            ]
-        for cut in cuts:
-            taken = {device: np.minimum(profile, spare[device]) for device, profile in cut.items()}
-            if not any(profile.any() for profile in taken.values()):
+        small = draft.requirements.end <= self.settings.several_redrafts_up_to
+        for cut in cuts_of(over, least, (1, 3) if small else ()):
+            requirements = with_less_memory(draft, cut, self.capacity)
+            if requirements is None:
                 continue
-            with_cut = {device: profile + taken.get(device, 0) for device, profile in pinned_bytes.items()}
-            withheld = dict(draft.requirements.withheld_bytes)
-            withheld |= {d: profile + withheld.get(d, np.zeros_like(profile)) for d, profile in taken.items()}
-            requirements = replace(draft.requirements, pinned_bytes=with_cut, withheld_bytes=withheld)
             choice = draft.choice
             if choice.kept:
                 program = self._solve(requirements)
@@ -343,6 +348,9 @@ class _Search:
         except Infeasible:
             return None
         draft = replace(draft, retries=retries)
+        before = self.fastest_drafts.setdefault(self.range_bytes, draft)
+        if draft.schedule.seconds < before.schedule.seconds:
+            self.fastest_drafts[self.range_bytes] = draft
         equally_fast = self.schedules.setdefault(draft.schedule.seconds, [])
         if draft.schedule.events not in equally_fast:
             equally_fast.append(draft.schedule.events)
@@ -402,7 +410,7 @@ class _Search:
     def _kept_gaps(self, options: DraftOptions) -> KeptGaps | None:
         """What the step program keeps of the buffers of a draft with these options."""
         kind = options.low_peak_order, options.min_gap_ratio, self.range_bytes
-        requirements = self.requirements[kind]
+        requirements = self.kinds.get(*kind)
         if kind not in self.programs and requirements is not None:
             self.programs[kind] = self._solve(requirements)
         return self.programs[kind]
@@ -417,23 +425,7 @@ class _Search:
         return 0.0 if requirements is None else seconds_if_all_resident(requirements, self.machine, self.capacity)
 
     def _requirements(self, ratio: float | None, low_peak_order: bool = False) -> StepRequirements | None:
-        kind = low_peak_order, ratio, self.range_bytes
-        if kind not in self.requirements:
-            graph = self.low_peak_graph if low_peak_order else self.graph
-            try:
-                self.requirements[kind] = (
-                    None
-                    if graph is None
-                    else requirements_of(graph, self.machine, ratio, self.not_offloaded, self.range_bytes)
-                )
-            except Infeasible:
-                self.requirements[kind] = None
-        return self.requirements[kind]
-
-    @cached_property
-    def low_peak_graph(self) -> TaskGraph | None:
-        """The graph in an order with a lower peak, if there is one and the graph is small enough to look for it."""
-        return lower_order(self.graph) if len(self.graph.vertices) <= self.settings.low_peak_order_up_to else None
+        return self.kinds.get(low_peak_order, ratio, self.range_bytes)
 
 
 def _uses_of_ranges(requirements: StepRequirements) -> int:

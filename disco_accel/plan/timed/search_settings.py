@@ -65,10 +65,21 @@ class TimedSettings:
     """Positions of a step up to which such a draft is followed by three, two of them with less memory everywhere: of a
     small graph one weight may be a tenth of the memory. 0: always by one."""
 
+    inputs_leave_up_to: int = 2000
+    """Vertices of a graph up to which inputs that the host has no copy of may be offloaded like activations: in
+    chain8 the batch takes an eighth of 8 MiB from the first kernel to the last; 0: never."""
+
     range_shares: tuple[float, ...] = (0.1, 0.05, 0.02)
     """Ranges of about this share of the memory in which weights are swapped. Empty: they are swapped as a whole. Tuned
     on chain8 and lora_small, some of whose steps take 4 to 6 % less with them; with 15, 10, 7, 5 and 3 % they take up
     to 4 % longer."""
+
+    wide_range_shares: tuple[float, ...] = (0.25, 0.125)
+    """The same, before those, of a graph of up to ``wide_ranges_up_to`` vertices: where a weight is half of the memory,
+    one half of it may lie where the half of another has been, and the latency of its copies counts."""
+
+    wide_ranges_up_to: int = 200
+    """Vertices."""
 
     large_range_shares: tuple[float, ...] = (0.005,)
     """The same of a graph that is larger than ``descend_in_ranges_up_to``."""
@@ -84,6 +95,22 @@ class TimedSettings:
     work_in_ranges: float = 0.5
     """How much more, as a part of what is enough for the graph. Offsets of ranges take some redrafts: the step of a
     Qwen3-14B in 6 GiB goes from 1.055 to 1.041 of the bound, and from 1.055 to 1.055 without."""
+
+    change_choices_up_to: int = 2000
+    """Vertices of a graph, on one device, of which single choices of the best drafts are changed behind all else
+    (``local_search.py``); 0: never."""
+
+    choices_changed: int = 2
+    """Of so many drafts."""
+
+    reserves_changed: tuple[float, ...] = (0.005, 0.01, 0.02)
+    """Shares of the memory that each does without, too: what a draft leaves free, offsets may take."""
+
+    gap_ratios_changed: tuple[float, ...] = (0.5,)
+    """As ``min_gap_ratios``, for these drafts alone: they may offload more."""
+
+    work_in_changes: float = 1.0
+    """How much work that is at most, as a part of the work so far."""
 
     retry_bonus: float = 0.02
     """How much sooner, as a share of its seconds, a draft gets offsets for each redraft that it has been through."""

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex
+from disco_accel.graph.values import must_survive_step
 
 Profile = npt.NDArray[np.int64]
 """Bytes by position."""
@@ -39,7 +40,8 @@ class SwappableBuffer:
     ``ref`` on. ``outlives_step``: the device's copy is good for the next step too; one that does not is loaded from
     ``evictable_from`` on, which in the second of two steps is where that starts, and behind the kernel that writes it
     at home. An activation stays on the device
-    from its ``producer`` up to before ``evictable_from``, by when its offload should have ended; readers in between are
+    from its ``producer`` (-1: an input, there when the step starts) up to before ``evictable_from``, by when its
+    offload should have ended; readers in between are
     not among its ``uses``. ``begin``: where its bytes begin in the value, of which it is a range if ``is_range``.
     """
 
@@ -68,8 +70,9 @@ class StepRequirements:
     """``order``: the vertices but for inputs, by position, with the ``seconds`` of each.
 
     ``reads[p]``: swappable buffers that position p reads, as indices. ``devices[p]``: where memory changes.
-    ``made[p]``: swappable buffers that position p produces; ``changed[p]``: those that it writes over; ``written[p]``:
-    those that it writes at home; ``read_before[p]``: those whose homes it writes over, after their reloads, and
+    ``made[p]``: swappable buffers that position p produces, ``made[-1]``: inputs among these; ``changed[p]``: those
+    that it writes over; ``written[p]``: those that it writes at home; ``read_before[p]``: those whose homes it writes
+    over, after their reloads, and
     ``used_before[p]``: the kernels that used what it writes over there, by id. By device
     and position, the position after the last standing for the end of the step: ``pinned_bytes``, and
     ``unevictable_bytes`` of activations before they are evictable; ``withheld_bytes``: what of ``pinned_bytes`` is no
@@ -99,6 +102,10 @@ class StepRequirements:
         """Return ``size`` rounded up to the alignment of ``device``."""
         align = self.align[device]
         return -(-size // align) * align
+
+    def outlives(self, buffer: SwappableBuffer) -> bool:
+        """Whether the user wants an activation when the step has ended."""
+        return not buffer.starts_on_host and buffer.producer >= 0 and must_survive_step(self.order[buffer.producer])
 
     @property
     def vertices(self) -> tuple[Vertex, ...]:

@@ -19,7 +19,6 @@ from itertools import accumulate
 from disco_accel.graph.check import dependencies
 from disco_accel.graph.home_uses import host_devices
 from disco_accel.graph.taskgraph import VertexKind
-from disco_accel.graph.values import must_survive_step
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.timed.byte_counter import NEVER, ByteCounter, ResidencyState
 from disco_accel.plan.timed.kept_gaps import STEP_START, Kept
@@ -176,6 +175,9 @@ class _SwapScheduler:
     def run(self) -> SwapSchedule:
         """Run all positions in order, then bring back the buffers that the next step starts with."""
         end = self.requirements.end
+        for buffer in self.requirements.made.get(STEP_START, ()):
+            self._allocate_output(self.devices[self.buffers[buffer].device], buffer, 0.0)
+            self._offload(buffer, 0.0)
         for position in range(end):
             if position == self.boundary:
                 self.schedule.at_boundary = self._at_boundary()
@@ -301,7 +303,7 @@ class _SwapScheduler:
         """Make the buffer idle, or evict it at once where nobody reads it again and the user does not keep it."""
         buffer = self.buffers[index]
         done = self.state.next_use(index) == NEVER and not buffer.may_be_resident
-        if done and (buffer.starts_on_host or not must_survive_step(self.requirements.order[buffer.producer])):
+        if done and not self.requirements.outlives(buffer):
             self._evict(index)
         else:
             device.memory.release(index)
@@ -387,7 +389,7 @@ class _SwapScheduler:
             return False
         for event, subject in reversed(self.schedule.events):
             if event is SwapEvent.RELOAD:
-                return subject == buffer - 1
+                return subject == buffer - 1 and self.buffers[subject].begin < self.buffers[buffer].begin
             if event is not SwapEvent.EVICT:
                 return False
         return False

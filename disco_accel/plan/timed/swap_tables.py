@@ -16,7 +16,7 @@ import numpy.typing as npt
 from disco_accel.graph.check import dependencies
 from disco_accel.graph.home_uses import host_devices
 from disco_accel.graph.taskgraph import VertexKind
-from disco_accel.graph.values import must_survive_step
+from disco_accel.plan.timed.kept_gaps import STEP_START
 from disco_accel.plan.timed.step_buffers import StepRequirements
 from disco_accel.simulate.machine import copy_kind
 from disco_accel.simulate.simulator import Machine
@@ -53,6 +53,12 @@ class Lists:
         first = np.concatenate((self.first, self.first[1:] + self.first[-1]))
         return Lists(first, np.concatenate((self.items, items)))
 
+    def with_items(self, number: int, items: Ints) -> Lists:
+        """Return these lists, with ``items`` in front of those of list ``number``."""
+        first = self.first.copy()
+        first[number + 1 :] += len(items)
+        return Lists(first, np.insert(self.items, self.first[number], items))
+
 
 _NONE = np.zeros(0, np.int64)
 
@@ -60,7 +66,8 @@ _NONE = np.zeros(0, np.int64)
 @dataclass(frozen=True)
 class SwapTables:
     """By position: ``vertex``, its number among the ``vertices``; ``device``, by number; ``kind`` of lane; ``waits``,
-    numbers of vertices; ``touched`` devices; ``reads`` to ``written`` as of ``StepRequirements``. By buffer: as of
+    numbers of vertices; ``touched`` devices; ``reads`` to ``written`` as of ``StepRequirements``. ``inputs``: buffers
+    that are made before the first position. By buffer: as of
     ``SwappableBuffer``, ``home`` being the number of its device, and whether it ``survives`` the step. In seconds:
     of each position, its ``compute`` on each device, a ``load`` and an ``offload`` of each buffer."""
 
@@ -69,6 +76,7 @@ class SwapTables:
     vertex: Ints
     device: Ints
     kind: Ints
+    inputs: Ints
     waits: Lists
     touched: Lists
     reads: Lists
@@ -118,6 +126,7 @@ class SwapTables:
             vertex=np.arange(end),
             device=device,
             kind=np.array(lanes, np.int64),
+            inputs=np.array(requirements.made.get(STEP_START, ()), np.int64),
             waits=Lists.of([number[each] for each in dependencies(vertex) if each in number] for vertex in order),
             touched=Lists.of([device_number[each] for each in touched] for touched in requirements.devices),
             reads=Lists.of(requirements.reads),
@@ -132,7 +141,7 @@ class SwapTables:
             begin=each(buffer.begin for buffer in buffers),
             starts_on_host=each(buffer.starts_on_host for buffer in buffers),
             may_be_resident=each(buffer.may_be_resident for buffer in buffers),
-            survives=each(buffer.producer >= 0 and must_survive_step(order[buffer.producer]) for buffer in buffers),
+            survives=each(requirements.outlives(buffer) for buffer in buffers),
             uses=Lists.of(buffer.uses for buffer in buffers),
             seconds=seconds,
             compute=compute,
@@ -168,11 +177,12 @@ class SwapTables:
             vertex=np.tile(self.vertex, 2),
             device=np.tile(self.device, 2),
             kind=np.tile(self.kind, 2),
+            inputs=self.inputs,
             waits=doubled(self.waits),
             touched=doubled(self.touched),
             reads=doubled(self.reads, second),
             read_before=doubled(self.read_before, second),
-            made=doubled(self.made, second),
+            made=doubled(self.made, second).with_items(end, second[self.inputs]),
             changed=doubled(self.changed),
             written=doubled(self.written, second),
             home=with_own(self.home),

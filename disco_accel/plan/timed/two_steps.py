@@ -25,11 +25,13 @@ def two_steps(requirements: StepRequirements) -> StepRequirements:
         else:
             buffers.append(buffer)
             second_index[index] = count + len(second_step)
-            second_step.append(
-                replace(buffer, uses=uses, producer=buffer.producer + n, evictable_from=buffer.evictable_from + n)
-            )
+            # An input of the second step is there from its first kernel on.
+            producer = max(0, buffer.producer) + n
+            second_step.append(replace(buffer, uses=uses, producer=producer, evictable_from=buffer.evictable_from + n))
     reads = [[second_index.get(buffer, buffer) for buffer in read] for read in requirements.reads]
-    made = {position + n: [second_index[i] for i in outputs] for position, outputs in requirements.made.items()}
+    made: dict[int, list[int]] = {}
+    for position, outputs in requirements.made.items():
+        made.setdefault(max(0, position) + n, []).extend(second_index[i] for i in outputs)
     changed = {position + n: buffers for position, buffers in requirements.changed.items()}
     # Only buffers that are not shared by both steps are used at home.
     written, read_before = (
