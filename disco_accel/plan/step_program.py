@@ -37,6 +37,10 @@ class StepProgram:
         self.marks = Marks.of(precedence, weight.tolist(), most_marks)
         self.spans: dict[Span, list[tuple[Value, int]]] = defaultdict(list)
         """The gaps of each: a value, and which of its gaps, by its number in ``gaps``."""
+        # As lists: each is looked at element by element, for every gap of every value.
+        self.ended, self.ahead, self.read_by = (
+            rows.tolist() for rows in (self.marks.ended, self.marks.ahead, self.marks.read_by)
+        )
         self.renewed, self.always = Demands(self.marks.rows), Demands(self.marks.rows)
         for value in facts.each_value:
             self._take(value)
@@ -44,23 +48,23 @@ class StepProgram:
     def _take(self, value: Value) -> None:
         if not value.uses:
             return
-        ended, ahead, read_by = self.marks.ended, self.marks.ahead, self.marks.read_by
+        ended, ahead, read_by = self.ended, self.ahead, self.read_by
         if value.at_home:
             # A version for each step; which of its readers is the first is not known.
-            self.always.add(value.size, int(read_by[value.uses[-1]]), 0)
+            self.always.add(value.size, read_by[value.uses[-1]], 0)
             return
         if value.renewed:
             first = value.uses[0]
-            self.renewed.add(value.size, int(read_by[first]), int(ahead[first]) + 1)
+            self.renewed.add(value.size, read_by[first], ahead[first] + 1)
         largest = 1 << (value.size - 1).bit_length()
         for number, (a, b) in enumerate(gaps(value)):
             around = number == len(value.uses) - (value.made < 0)
-            begin, end = int(ended[a]), int(ahead[b])
+            begin, end = ended[a], ahead[b]
             if around:
                 # A first reader that may run behind the last one: the same bytes take no memory twice.
                 end = min(end, begin - 1)
             if around or begin <= end:
-                span = Span(begin, end, int(read_by[b]), int(ahead[b]) + 1, around, largest)
+                span = Span(begin, end, read_by[b], ahead[b] + 1, around, largest)
                 self.spans[span].append((value, number))
 
     def seconds(self, keeps: Keeps | None = None, *, whole_above: int | None = None, limit: float = 0.0) -> float:
