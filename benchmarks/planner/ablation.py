@@ -48,6 +48,7 @@ WITHOUT: Mapping[str, TimedSettings] = {
     "retry_bonus": replace(ALL, retry_bonus=0.0),
     "cut_penalty": replace(ALL, cut_penalty=0.0),
     "repacking_rounds": replace(ALL, repacking_rounds=0),
+    "longest_first_from": replace(ALL, longest_first_from=float("inf")),
 }
 """By move: the settings with that move switched off."""
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -126,10 +127,17 @@ class Packed:
     tried: int
 
 
-def pack(buffers: Sequence[Buffer], limit: int, order: list[int] | None = None, rounds: int = ROUNDS) -> Packed:
+def pack(
+    buffers: Sequence[Buffer],
+    limit: int,
+    order: list[int] | None = None,
+    rounds: int = ROUNDS,
+    longest_first_from: float = math.inf,
+) -> Packed:
     """Return the lowest packing that is found, or the first not above ``limit`` bytes.
 
-    ``order``: start with this one alone; ``rounds``: see ``ROUNDS``."""
+    ``order``: start with this one alone; ``rounds``: see ``ROUNDS``; ``longest_first_from``: as many buffers or more,
+    some of them in several parts, are packed by lifespan too."""
     best: Packed | None = None
     tried = 0
     packer = packer_of(buffers)
@@ -142,11 +150,18 @@ def pack(buffers: Sequence[Buffer], limit: int, order: list[int] | None = None, 
             break
     assert best is not None
     limit = limit or _live_peak(buffers)
-    # Rounds go on from the best order; the second time only from a packing that is a hair's breadth above the limit.
-    for within in (_WITHIN if order is None else _WITHIN_GIVEN_ORDER, _ALMOST):
+    # Rounds go on from the best order, then once more if that is a hair's breadth above the limit. Where ranges have to
+    # lie side by side they begin anew, with the longest lived first: these are in the way of the others.
+    many = order is None and len(buffers) >= longest_first_from
+    in_ranges = many and any(len(buffer.parts) > 1 for buffer in buffers)
+    first = _WITHIN if order is None else _WITHIN_GIVEN_ORDER, None
+    second = (first[0], _longest_first(buffers)) if in_ranges else (_ALMOST, None)
+    for within, start in (first, second):
         if rounds and limit < best.height <= within * limit:
-            best = packer.pack(best.order, limit, 2 * rounds if len(buffers) <= _FEW else rounds)
-            tried += best.tried
+            count = 2 * rounds if len(buffers) <= _FEW else rounds
+            packed = packer.pack(start or best.order, limit, count)
+            tried += packed.tried
+            best = min(best, packed, key=lambda each: each.height) if start else packed
     return replace(best, tried=tried)
 
 
@@ -165,6 +180,10 @@ def _orders(buffers: Sequence[Buffer], limit: int) -> Iterator[list[int]]:
             return (1, -buffer.ticks) if buffer.size <= tiny else (2, *by(buffer))
 
         yield sorted(range(len(buffers)), key=key)
+
+
+def _longest_first(buffers: Sequence[Buffer]) -> list[int]:
+    return sorted(range(len(buffers)), key=lambda i: (-buffers[i].ticks, -buffers[i].size))
 
 
 class Packer(Protocol):

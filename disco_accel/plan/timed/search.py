@@ -286,6 +286,7 @@ class _Search:
     def _pack(self, draft: Draft) -> None:
         live = live_ranges_of(draft.requirements, draft.schedule, draft.choice.permanent, draft.at_start, self.cyclic)
         live.delays, live.repacking_rounds = self.settings.prefetch_delays, self.settings.repacking_rounds
+        live.longest_first_from = self.settings.longest_first_from
         self.work.add(REPLAYED, draft.requirements.end)
         over = live.assign_offsets(self.capacity, lowest=not draft.schedule.reloaded)
         self._count_offsets(live.tried)

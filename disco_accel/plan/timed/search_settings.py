@@ -123,6 +123,11 @@ class TimedSettings:
     """Rounds in which buffers that lie above the memory are packed first, twice as many for a thousand buffers or
     fewer; 0: none. A captured LoRA step of 7B at 3 GiB takes 0.7 % less with them."""
 
+    longest_first_from: float = 1000
+    """Buffers of a step in ranges from which on they get rounds that begin with the longest lived first, too, instead
+    of rounds once more from the best packing; infinity: never. Of Qwen3-30B-A3B in 44 GiB 96 MB lie above the memory
+    then instead of 608, and the step takes 1.1 % less; lora_small in 109.6 MiB would take 5 % longer."""
+
     reserve: float = 0.0
     """Share of the memory that drafts do without, and offsets may take: large values leave gaps between them."""
 
