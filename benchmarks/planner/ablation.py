@@ -26,7 +26,7 @@ from disco_accel.verify.static import verify
 ALL = TimedSettings()
 
 WITHOUT: Mapping[str, TimedSettings] = {
-    "min_gap_ratios": replace(ALL, min_gap_ratios=(None,)),
+    "min_gap_ratios": replace(ALL, min_gap_ratios=(None,), gap_ratios_changed=()),
     "resident_shares": replace(ALL, resident_shares=ALL.resident_shares[:1]),
     "share_step": replace(ALL, share_step=0.0),
     "outliers_permanent": replace(ALL, outliers_permanent=False),

@@ -15,7 +15,7 @@ def test_pieces_are_as_fast_as_one_copy_at_a_time_where_whole_copies_are_not(mon
     monkeypatch.setattr(copy_pieces, "GPU_COPY_PIECE", 64 << 10)
     machine = Machine()
     graph = next(graph for graph, _ in why_cases(["chain8"]))
-    plan = make_plan(graph, memory=parse_size("12.8MiB"), planner="timed", cyclic=True, machine=machine)
+    plan = make_plan(graph, memory=parse_size("24MiB"), planner="build", cyclic=True, machine=machine)
     ((name, one, two, pieces),) = copy_pieces.rows(iter([("chain8", plan)]), machine)
     assert name == "chain8"
     assert one == simulate(plan, machine).makespan

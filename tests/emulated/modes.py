@@ -29,8 +29,8 @@ _STORE = ("tests/emulated/test_store_on_gpu.py", "tests/emulated/test_store_trai
 _JITTER_US = 500.0
 """The same as that under which planted faults are looked for (``mutants.py``)."""
 _JITTER = {"EMULATED_JITTER_US": _JITTER_US, "EMULATED_SEED": 1}
-_PIECES = {"EMULATED_COPY_PIECE": 1000}
-"""Bytes: nearly every copy of a weight or an activation of these tests goes in several pieces."""
+_PIECES = {"EMULATED_COPY_PIECE": 20_000}
+"""Bytes: copies of the weights of these tests go in several pieces."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,7 @@ MUTANTS = (
         "    if (entry.last) {\n      finish(entry.vertex);",
         "    if (state_[entry.vertex] != State::kDone) {\n      finish(entry.vertex);",
         _SIDE,
-        {**_SLOW, "EMULATED_COPY_PIECE": 1000},
+        {**_SLOW, "EMULATED_COPY_PIECE": 20_000},
     ),
     Mutant("copy direction", _DEVICE, "kMemcpyKind = {1, 2,", "kMemcpyKind = {2, 1,", _SIDE),
     Mutant(

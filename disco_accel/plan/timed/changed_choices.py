@@ -20,8 +20,8 @@ from disco_accel.plan.timed.search_settings import TimedSettings
 from disco_accel.plan.timed.step_buffers import StepRequirements
 from disco_accel.simulate.machine import Machine
 
-_LEAST_WORK = 0.4
-"""Seconds of work that count as done before, at least."""
+_LEAST_WORK = 0.1
+"""Seconds of work that count as spent by the search, at least."""
 
 _TO_BEGIN = 0.4
 """Share of the work that finds out where to begin."""
@@ -99,13 +99,15 @@ class ChoiceBench:
         return [] if program is None else list(program_choices(program, requirements, self.less(reserve)))
 
 
-def change_choices(bench: ChoiceBench, drafts: Iterable[Draft], kinds: Sequence[StepRequirements]) -> None:
+def change_choices(
+    bench: ChoiceBench, drafts: Iterable[Draft], kinds: Sequence[StepRequirements], spent: float
+) -> None:
     """Change the choices of the best drafts: of the given ones, and of those of ``kinds`` of requirements that keep
-    what the step program keeps. All of it costs about ``work_in_changes`` times the work so far, or what the search was
-    allowed if that is less."""
+    what the step program keeps. All of it costs about ``work_in_changes`` times the work that the search has ``spent``,
+    or what it was allowed if that is less."""
     settings, work = bench.settings, bench.work
     began = work.spent
-    budget = settings.work_in_changes * min(max(began, _LEAST_WORK), work.allowed(len(bench.graph.vertices)))
+    budget = settings.work_in_changes * min(max(spent, _LEAST_WORK), work.allowed(len(bench.graph.vertices)))
     if budget <= 0 or work.late():
         return
     search = LocalSearch(bench)

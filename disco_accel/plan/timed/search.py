@@ -130,6 +130,7 @@ class _Search:
         self.graph = graph
         self.settings = settings
         self.work = work
+        self.spent_before = work.spent
         self.machine = machine
         self.cyclic = cyclic
         self.capacity = {device.id: device.memory // device.alignment * device.alignment for device in graph.devices}
@@ -246,7 +247,7 @@ class _Search:
         ratios = {None, self.settings.min_gap_ratios[-1], *self.settings.gap_ratios_changed}
         kinds = [needs for (_, ratio, _), needs in self.kinds.made.items() if needs is not None and ratio in ratios]
         drafts = [*self.fastest_drafts.values(), *([self.plan_draft] if self.plan_draft else [])]
-        change_choices(bench, drafts, kinds)
+        change_choices(bench, drafts, kinds, self.work.spent - self.spent_before)
 
     def _refine_share(self) -> None:
         """Look around the best share; the step is halved where neither neighbour is faster, so this ends."""
