@@ -16,6 +16,9 @@ from disco_accel.simulate.machine import LINK_KINDS, SCOPES, Link, Machine
 
 logger = logging.getLogger("disco_accel")
 
+IGNORED = "ignored in the machine file"
+"""What the warning of keys that mean nothing begins with."""
+
 _MAX_BYTES = 1 << 20
 _LARGEST = 1e30
 _KEYS = ("compute_streams", "links")
@@ -47,7 +50,6 @@ def machine_from_json(data: object) -> Machine:
     ConfigError naming the key."""
     if not isinstance(data, dict):
         raise ConfigError("expected an object with compute_streams and links")
-    _warn_of_unknown(data, _KEYS, "machine file")
     streams = data.get("compute_streams", 1)
     if isinstance(streams, bool) or not isinstance(streams, int) or not 1 <= streams <= 1024:
         raise ConfigError(f"compute_streams: expected a number from 1 to 1024, got {shown(streams)}")
@@ -67,14 +69,18 @@ def machine_from_json(data: object) -> Machine:
             joint.append(kinds)
     default = Machine()
     h2d, d2h, p2p = (link_of.get(kind, default.link(kind)) for kind in LINK_KINDS)
+    _warn_of_unknown(data, links)
     return Machine(streams, h2d, d2h, p2p, tuple(joint))
 
 
-def _warn_of_unknown(entry: Mapping[str, Any], known: Sequence[str], where: str) -> None:
-    unknown = [key for key in entry if key not in known]
+def _warn_of_unknown(data: Mapping[str, Any], links: Sequence[Mapping[str, Any]]) -> None:
+    """Name the keys that mean nothing, in one line: a link that is described otherwise is the default one."""
+    unknown = [shown(key) for key in data if key not in _KEYS]
+    for index, entry in enumerate(links):
+        unknown += [f"{shown(key)} in links[{index}]" for key in entry if key not in _LINK_KEYS]
     if unknown:
-        names = ", ".join(shown(key) for key in unknown[:3])
-        logger.warning("%s: ignored, for it is none of the keys %s: %s", where, ", ".join(known), names)
+        known = f"{', '.join(_KEYS)}, and in a link {', '.join(_LINK_KEYS)}"
+        logger.warning("%s: %s; the keys are %s", IGNORED, ", ".join(unknown[:3]), known)
 
 
 def _link(entry: Any, where: str) -> tuple[tuple[str, ...], Link]:
@@ -83,7 +89,6 @@ def _link(entry: Any, where: str) -> tuple[tuple[str, ...], Link]:
     kinds = entry.get("kinds")
     if not isinstance(kinds, list) or not kinds or any(kinds.count(k) > 1 or k not in LINK_KINDS for k in kinds):
         raise ConfigError(f"{where}: kinds: expected some of {', '.join(LINK_KINDS)}, each once, got {shown(kinds)}")
-    _warn_of_unknown(entry, _LINK_KEYS, where)
     scope = entry.get("scope", "device")
     if scope not in SCOPES:
         raise ConfigError(f"{where}: scope: expected one of {', '.join(SCOPES)}, got {shown(scope)}")
