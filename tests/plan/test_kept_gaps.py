@@ -12,11 +12,11 @@ from disco_accel.graph.traits import FROZEN
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.search_work import Work
 from disco_accel.plan.timed.drafts import Choice, draft_of
-from disco_accel.plan.timed.kept_gaps import STEP_START, kept_gaps
+from disco_accel.plan.timed.kept_gaps import kept_gaps
 from disco_accel.plan.timed.requirements import requirements_of
 from disco_accel.plan.timed.search import build_in_ranges, build_timed
 from disco_accel.plan.timed.search_settings import TimedSettings
-from disco_accel.plan.timed.step_buffers import StepRequirements
+from disco_accel.plan.timed.step_buffers import STEP_START, StepRequirements
 from disco_accel.simulate.simulator import Link, Machine
 from disco_accel.testing.renewed_plans import RENEWED_SHAPES
 from disco_accel.testing.state_plans import TIMED_SHAPES

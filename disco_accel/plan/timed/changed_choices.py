@@ -34,7 +34,7 @@ _ROUNDS = 20
 
 
 @dataclass
-class ChoiceBench:
+class ChoiceDrafter:
     """Drafts of ``graph``, packed. ``keep``: takes a plan and its draft, and returns the plan's seconds."""
 
     graph: TaskGraph
@@ -59,7 +59,7 @@ class ChoiceBench:
         }
 
     def redraft(self, requirements: StepRequirements, choice: Choice, reserve: float) -> Draft | None:
-        """See ``Bench``."""
+        """See ``Drafter``."""
         steps = 1 if choice.at_start is not None else 3
         uses = sum(len(buffer.uses) for buffer in requirements.swappable if buffer.is_range)
         self.work.add(DRAFTED, steps * (requirements.end + uses))
@@ -70,7 +70,7 @@ class ChoiceBench:
             return None
 
     def packed(self, draft: Draft) -> Packing:
-        """See ``Bench``."""
+        """See ``Drafter``."""
         live = live_ranges_of(
             draft.requirements, draft.schedule, draft.choice.permanent, draft.at_start, self.cyclic, ends_early=True
         )
@@ -84,7 +84,7 @@ class ChoiceBench:
         return Packing(float("inf"), over, share)
 
     def with_less(self, draft: Draft, over: Cut, part: int) -> StepRequirements | None:
-        """See ``Bench``."""
+        """See ``Drafter``."""
         cut = {device: profile // part for device, profile in over.items()}
         least = {device: memory // self.settings.least_cut for device, memory in self.capacity.items()}
         return with_less_memory(draft, cuts_of(cut, least)[0], self.capacity)
@@ -100,18 +100,18 @@ class ChoiceBench:
 
 
 def change_choices(
-    bench: ChoiceBench, drafts: Iterable[Draft], kinds: Sequence[StepRequirements], spent: float
+    drafter: ChoiceDrafter, drafts: Iterable[Draft], kinds: Sequence[StepRequirements], spent: float
 ) -> None:
     """Change the choices of the best drafts: of the given ones, and of those of ``kinds`` of requirements that keep
     what the step program keeps. All of it costs about ``work_in_changes`` times the work that the search has ``spent``,
     or what it was allowed if that is less."""
-    settings, work = bench.settings, bench.work
+    settings, work = drafter.settings, drafter.work
     began = work.spent
-    budget = settings.work_in_changes * min(max(spent, _LEAST_WORK), work.allowed(len(bench.graph.vertices)))
+    budget = settings.work_in_changes * min(max(spent, _LEAST_WORK), work.allowed(len(drafter.graph.vertices)))
     if budget <= 0 or work.late():
         return
-    search = LocalSearch(bench)
-    starts = _starts(bench, drafts, kinds, began + budget * _TO_BEGIN)
+    search = LocalSearch(drafter)
+    starts = _starts(drafter, drafts, kinds, began + budget * _TO_BEGIN)
     begins: list[State] = []
     for start in starts:
         if begins and (work.spent > began + budget * _TO_BEGIN or work.late()):
@@ -129,52 +129,54 @@ def _spent(work: Work, since: float, part: float) -> float:
 
 
 def _starts(
-    bench: ChoiceBench, drafts: Iterable[Draft], kinds: Sequence[StepRequirements], stop: float
+    drafter: ChoiceDrafter, drafts: Iterable[Draft], kinds: Sequence[StepRequirements], stop: float
 ) -> Iterator[Start]:
     """Yield the fastest drafts, each also with some memory in reserve, up to where the work is at ``stop``."""
     given = list(drafts)
     yield from (Start(draft, 0.0) for draft in given)
-    found = [_Found(draft, None) for draft in given]
+    numbered = [_NumberedDraft(draft, None) for draft in given]
     by_kind: list[tuple[float, int]] = []
     for number, requirements in enumerate(kinds):
-        made = _drafts_by_program(bench, requirements, slice(0, 1), stop)
+        made = _drafts_by_program(drafter, requirements, slice(0, 1), stop)
         by_kind += [(each.draft.schedule.seconds, number) for each in made]
-        found += made
-    for _, number in sorted(by_kind)[: bench.settings.choices_changed]:
-        found += _drafts_by_program(bench, kinds[number], slice(1, None), stop)
-    found.sort(key=lambda each: each.draft.schedule.seconds)
+        numbered += made
+    for _, number in sorted(by_kind)[: drafter.settings.choices_changed]:
+        numbered += _drafts_by_program(drafter, kinds[number], slice(1, None), stop)
+    numbered.sort(key=lambda each: each.draft.schedule.seconds)
     seen: set[tuple[float, int]] = set()
-    for each in found:
+    for each in numbered:
         draft = each.draft
         if (draft.schedule.seconds, draft.schedule.reloaded) in seen:
             continue
         seen.add((draft.schedule.seconds, draft.schedule.reloaded))
         if each.number is not None:
             yield Start(draft, 0.0)
-        for reserve in bench.settings.reserves_changed:
+        for reserve in drafter.settings.reserves_changed:
             choices = [draft.choice]
             if each.number is not None:
-                choices = bench.choices(draft.requirements, reserve)[each.number : each.number + 1]
+                choices = drafter.choices(draft.requirements, reserve)[each.number : each.number + 1]
             for choice in choices:
-                with_reserve = bench.redraft(draft.requirements, choice, reserve)
+                with_reserve = drafter.redraft(draft.requirements, choice, reserve)
                 if with_reserve is not None:
                     yield Start(with_reserve, reserve)
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _NumberedDraft:
     """A draft, and the number of its choice among those by the step program, if it is one of them."""
 
     draft: Draft
     number: int | None
 
 
-def _drafts_by_program(bench: ChoiceBench, requirements: StepRequirements, which: slice, stop: float) -> list[_Found]:
-    found = []
-    for number, choice in list(enumerate(bench.choices(requirements, 0.0)))[which]:
-        if bench.work.spent > stop or bench.work.late():
+def _drafts_by_program(
+    drafter: ChoiceDrafter, requirements: StepRequirements, which: slice, stop: float
+) -> list[_NumberedDraft]:
+    numbered = []
+    for number, choice in list(enumerate(drafter.choices(requirements, 0.0)))[which]:
+        if drafter.work.spent > stop or drafter.work.late():
             break
-        draft = bench.redraft(requirements, choice, 0.0)
+        draft = drafter.redraft(requirements, choice, 0.0)
         if draft is not None:
-            found.append(_Found(draft, number))
-    return found
+            numbered.append(_NumberedDraft(draft, number))
+    return numbered

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from disco_accel.plan.timed.drafts import Choice, DraftOptions, permanent_buffers
-from disco_accel.plan.timed.kept_gaps import STEP_START, Kept, SolvedProgram, kept_by
-from disco_accel.plan.timed.step_buffers import StepRequirements
+from disco_accel.plan.timed.kept_gaps import Kept, SolvedProgram, kept_by
+from disco_accel.plan.timed.step_buffers import STEP_START, StepRequirements
 
 _LARGE = 8
 """A value of one part in so many of the memory, or more, has few places where it can lie: it is kept first."""

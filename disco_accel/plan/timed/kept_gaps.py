@@ -14,10 +14,8 @@ from disco_accel.graph.taskgraph import Ref
 from disco_accel.plan.device_facts import DeviceFacts
 from disco_accel.plan.marks import Precedence
 from disco_accel.plan.step_program import StepProgram, gaps
-from disco_accel.plan.timed.step_buffers import StepRequirements
+from disco_accel.plan.timed.step_buffers import STEP_START, StepRequirements
 from disco_accel.simulate.machine import Machine
-
-STEP_START = -1
 
 Kept = Mapping[int, frozenset[int]]
 """By swappable buffer: the positions behind which it stays on the device up to its next use, ``STEP_START`` for the
@@ -25,7 +23,6 @@ time before its first."""
 
 _LOAD_COST = 1e-3
 """Of equally long steps the one that loads least; it may be longer by a thousandth of what it loads."""
-
 
 _MOST = 0.5
 """A value of which the program keeps so much may be kept as a whole."""

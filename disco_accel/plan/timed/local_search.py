@@ -14,16 +14,14 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from disco_accel.plan.timed.drafts import Choice, Draft
-from disco_accel.plan.timed.kept_gaps import STEP_START
 from disco_accel.plan.timed.less_memory import Cut
-from disco_accel.plan.timed.step_buffers import StepRequirements, SwappableBuffer
+from disco_accel.plan.timed.step_buffers import STEP_START, StepRequirements, SwappableBuffer
 
 _PERMANENT, _AT_START = 0.15, 0.2
 """How often a change is of what is permanent, and of what is there at the start; else of what is kept in a gap."""
 
 _CUT = 0.2
 """How often, where buffers lie above the memory, a change is to leave some of it free there."""
-
 
 _PENALTY = 3.0
 """How much longer a step becomes, as a share of itself, by giving up all of its memory: above what it would, or the
@@ -43,7 +41,7 @@ class Packing:
     """Of the memory: how much the highest buffer lies above it."""
 
 
-class Bench(Protocol):
+class Drafter(Protocol):
     """What the search asks for of each draft; both count as work."""
 
     def redraft(self, requirements: StepRequirements, choice: Choice, reserve: float) -> Draft | None:
@@ -79,15 +77,15 @@ class State:
 class LocalSearch:
     """Changes drafts one decision at a time; what it does is a function of them alone."""
 
-    def __init__(self, bench: Bench) -> None:
-        self._bench = bench
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
         self._random = random.Random(0)
 
     def begin(self, start: Start) -> State:
         """Return where a search from a draft begins."""
         draft = start.draft
         draft = replace(draft, choice=replace(draft.choice, at_start=tuple(draft.at_start)))
-        return State(draft, self._bench.packed(draft), start.reserve)
+        return State(draft, self._drafter.packed(draft), start.reserve)
 
     def cost(self, state: State, share: float = 1.0) -> float:
         """Return the seconds of the plan, or about those of one with less memory, with a ``share`` of the penalty."""
@@ -102,7 +100,7 @@ class LocalSearch:
             if changed is None:
                 continue
             requirements, choice = changed
-            other = self._bench.redraft(requirements, choice, state.reserve)
+            other = self._drafter.redraft(requirements, choice, state.reserve)
             if other is None:
                 continue
             schedule, before = other.schedule, state.draft.schedule
@@ -111,7 +109,7 @@ class LocalSearch:
                 # The same for now, but another place to go on from.
                 state = replace(state, draft=other)
             elif schedule.seconds < _MARGIN * cost:
-                then = State(other, self._bench.packed(other), state.reserve)
+                then = State(other, self._drafter.packed(other), state.reserve)
                 state = then if self.cost(then, share) <= cost else state
         return state
 
@@ -120,7 +118,7 @@ class LocalSearch:
         requirements, at_start = draft.requirements, choice.at_start or ()
         kind = self._random.random()
         if state.packing.over is not None and self._random.random() < _CUT:
-            less = self._bench.with_less(draft, state.packing.over, self._random.choice((1, 2, 4)))
+            less = self._drafter.with_less(draft, state.packing.over, self._random.choice((1, 2, 4)))
             return None if less is None else (less, choice)
         if not requirements.swappable:
             return None

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from disco_accel.graph.taskgraph import Ref, Vertex, VertexKind
 from disco_accel.plan.timed.live_ranges import LiveRange, LiveRanges
-from disco_accel.plan.timed.step_buffers import StepRequirements
+from disco_accel.plan.timed.step_buffers import STEP_START, StepRequirements
 from disco_accel.plan.timed.swap_schedule import SwapEvent, SwapSchedule
 
 
@@ -88,7 +88,7 @@ class _Replay:
         for index in self.resident:
             self._open(index, self._resident(index), 0)
         first = dict(self.current)
-        for index in self.requirements.made.get(-1, ()):
+        for index in self.requirements.made.get(STEP_START, ()):
             self._open(index, self.buffers[index].ref, 0)
         ticks: dict[int, int] = {-1: 0}
         for tick, (event, subject) in enumerate(self.events, start=1):

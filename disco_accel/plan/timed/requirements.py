@@ -35,7 +35,7 @@ from disco_accel.graph.values import (
 )
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.timed.leaving_values import hold_until_transferred
-from disco_accel.plan.timed.step_buffers import PinnedBuffer, StepRequirements, SwappableBuffer
+from disco_accel.plan.timed.step_buffers import STEP_START, PinnedBuffer, StepRequirements, SwappableBuffer
 from disco_accel.simulate.machine import copy_kind
 from disco_accel.simulate.simulator import Machine
 
@@ -221,7 +221,7 @@ class _Collector:
                     requirements.swappable.append(buffer)
             return
         lasts = must_survive_step(vertex) or arrives_at_gate(vertex)
-        if self._leaves(vertex) and not lasts and self._add_activation(-1, vertex, ref, block, readers):
+        if self._leaves(vertex) and not lasts and self._add_activation(STEP_START, vertex, ref, block, readers):
             return
         last = requirements.end if lasts else max(readers, default=0)
         self._pin(PinnedBuffer(vertex.device, block, [ref], -1, last))

@@ -15,7 +15,7 @@ from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.search_work import DRAFTED, FINISHED, PLACED, REPLAYED, SOLVED, Work
-from disco_accel.plan.timed.changed_choices import ChoiceBench, change_choices
+from disco_accel.plan.timed.changed_choices import ChoiceDrafter, change_choices
 from disco_accel.plan.timed.draft_queue import DraftQueue
 from disco_accel.plan.timed.drafts import (
     Choice,
@@ -240,14 +240,14 @@ class _Search:
         large = len(self.graph.vertices) > self.settings.change_choices_up_to
         if large or self.makespan <= self.floor or len(self.capacity) > 1:
             return
-        bench = ChoiceBench(self.graph, self.machine, self.cyclic, self.settings, self.work, self._keep_if_faster)
+        drafter = ChoiceDrafter(self.graph, self.machine, self.cyclic, self.settings, self.work, self._keep_if_faster)
         for ratio in self.settings.gap_ratios_changed:
             for range_bytes in {kind[-1]: None for kind in self.kinds.made}:
                 self.kinds.get(False, ratio, range_bytes)
         ratios = {None, self.settings.min_gap_ratios[-1], *self.settings.gap_ratios_changed}
         kinds = [needs for (_, ratio, _), needs in self.kinds.made.items() if needs is not None and ratio in ratios]
         drafts = [*self.fastest_drafts.values(), *([self.plan_draft] if self.plan_draft else [])]
-        change_choices(bench, drafts, kinds, self.work.spent - self.spent_before)
+        change_choices(drafter, drafts, kinds, self.work.spent - self.spent_before)
 
     def _refine_share(self) -> None:
         """Look around the best share; the step is halved where neither neighbour is faster, so this ends."""

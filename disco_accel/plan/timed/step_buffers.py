@@ -12,6 +12,9 @@ import numpy.typing as npt
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex
 from disco_accel.graph.values import must_survive_step
 
+STEP_START = -1
+"""The position of what is there before the first vertex of a step."""
+
 Profile = npt.NDArray[np.int64]
 """Bytes by position."""
 
@@ -40,7 +43,7 @@ class SwappableBuffer:
     ``ref`` on. ``outlives_step``: the device's copy is good for the next step too; one that does not is loaded from
     ``evictable_from`` on, which in the second of two steps is where that starts, and behind the kernel that writes it
     at home. An activation stays on the device
-    from its ``producer`` (-1: an input, there when the step starts) up to before ``evictable_from``, by when its
+    from its ``producer`` (``STEP_START``: an input) up to before ``evictable_from``, by when its
     offload should have ended; readers in between are
     not among its ``uses``. ``begin``: where its bytes begin in the value, of which it is a range if ``is_range``.
     """
@@ -51,7 +54,7 @@ class SwappableBuffer:
     size: int
     uses: list[int]
     starts_on_host: bool
-    producer: int = -1
+    producer: int = STEP_START
     evictable_from: int = 0
     writes: list[int] = field(default_factory=list)
     versions: list[Ref] = field(default_factory=list)
@@ -70,9 +73,9 @@ class StepRequirements:
     """``order``: the vertices but for inputs, by position, with the ``seconds`` of each.
 
     ``reads[p]``: swappable buffers that position p reads, as indices. ``devices[p]``: where memory changes.
-    ``made[p]``: swappable buffers that position p produces, ``made[-1]``: inputs among these; ``changed[p]``: those
-    that it writes over; ``written[p]``: those that it writes at home; ``read_before[p]``: those whose homes it writes
-    over, after their reloads, and
+    ``made[p]``: swappable buffers that position p produces, ``made[STEP_START]``: inputs among these; ``changed[p]``:
+    those that it writes over; ``written[p]``: those that it writes at home; ``read_before[p]``: those whose homes it
+    writes over, after their reloads, and
     ``used_before[p]``: the kernels that used what it writes over there, by id. By device
     and position, the position after the last standing for the end of the step: ``pinned_bytes``, and
     ``unevictable_bytes`` of activations before they are evictable; ``withheld_bytes``: what of ``pinned_bytes`` is no

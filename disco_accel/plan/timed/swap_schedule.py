@@ -21,8 +21,8 @@ from disco_accel.graph.home_uses import host_devices
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.timed.byte_counter import NEVER, ByteCounter, ResidencyState
-from disco_accel.plan.timed.kept_gaps import STEP_START, Kept
-from disco_accel.plan.timed.step_buffers import Profile, StepRequirements
+from disco_accel.plan.timed.kept_gaps import Kept
+from disco_accel.plan.timed.step_buffers import STEP_START, Profile, StepRequirements
 from disco_accel.simulate.machine import copy_kind
 from disco_accel.simulate.simulator import Machine
 

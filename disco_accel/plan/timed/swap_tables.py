@@ -16,8 +16,7 @@ import numpy.typing as npt
 from disco_accel.graph.check import dependencies
 from disco_accel.graph.home_uses import host_devices
 from disco_accel.graph.taskgraph import VertexKind
-from disco_accel.plan.timed.kept_gaps import STEP_START
-from disco_accel.plan.timed.step_buffers import StepRequirements
+from disco_accel.plan.timed.step_buffers import STEP_START, StepRequirements
 from disco_accel.simulate.machine import copy_kind
 from disco_accel.simulate.simulator import Machine
 
