@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -48,26 +47,6 @@ def _check(part: Part, device: torch.device) -> None:
         raise CaptureError(
             f"{name}: a {type(tensor).__name__} ({tensor.layout}) cannot be captured; load plain weights"
         )
-
-
-@contextmanager
-def tables_kept(model: torch.nn.Module) -> Iterator[None]:
-    """Afterwards every module has the parameters, buffers and submodules that it has now, in their order.
-
-    Forwards that take a parameter out and put it back (parametrisation; PEFT's adapters of attention and of bare
-    parameters) put back what they found, which is a twin here, and that as a buffer or as an attribute.
-    """
-    tables = [(m, t) for m in list(model.modules()) for t in (m._parameters, m._buffers, m._modules)]
-    before = [dict(table) for _, table in tables]
-    try:
-        yield
-    finally:
-        for (module, table), entries in zip(tables, before, strict=True):
-            if list(map(id, table.values())) != list(map(id, entries.values())) or table.keys() != entries.keys():
-                table.clear()
-                table.update(entries)  # type: ignore[arg-type]
-            for name in entries.keys() & module.__dict__.keys():
-                del module.__dict__[name]
 
 
 # Python numbers that change from step to step: as constants they would mean a new graph each time.

@@ -19,7 +19,7 @@ from disco_accel.capture.captured_step import CapturedStep, InputBinding, InputS
 from disco_accel.capture.code_location import code_line
 from disco_accel.capture.constants import bind_constants, no_values_read, tracing_mode
 from disco_accel.capture.data_assignments import no_data_assigned
-from disco_accel.capture.fake_inputs import batch_tensors, model_twins, replace_tensors, tables_kept, twin
+from disco_accel.capture.fake_inputs import batch_tensors, model_twins, replace_tensors, twin
 from disco_accel.capture.fake_kernels import fake_kernels, fakes_taken_for_plain, quiet
 from disco_accel.capture.leaving_gradients import with_leaving_gradients
 from disco_accel.capture.lower import InputFlags, Lowering, hold_back, lower_ops, mark, used_inputs
@@ -28,6 +28,7 @@ from disco_accel.capture.parts import named_parts, place, rebuilt, states_replac
 from disco_accel.capture.returned_fields import REAL_DTYPES, NoSuchOutput, loss_of, tensor_of
 from disco_accel.capture.rng import chain_draws, draws, random_sites, user_generator
 from disco_accel.capture.storages import storage_key, tensor_spec
+from disco_accel.capture.thread_tables import own_tables
 from disco_accel.capture.trace_log import TraceLog, logging_trace
 from disco_accel.capture.traced_step import Rewrite, TracedStep
 from disco_accel.errors import CaptureError
@@ -232,7 +233,14 @@ class _Twins:
                 # What lies beside a weight may be another view of the weight's own bytes. It is a tensor of its own,
                 # because a forward may put other bytes under one of the two.
                 name = names.get(id(leaf))
-                return twins[name] if name is not None else twins[by_place[place(leaf)]].detach()
+                if name is not None:
+                    return twins[name]
+                if place(leaf) not in by_place:
+                    raise CaptureError(
+                        f"a tensor of shape {tuple(leaf.shape)} was put into the model while its step was captured; "
+                        "other threads may do so between steps"
+                    )
+                return twins[by_place[place(leaf)]].detach()
 
             named = [*model.named_parameters(), *model.named_buffers()]
             swapped = {f"model.{name}": rebuilt(tensor, twin_of) for name, tensor in named}
@@ -271,7 +279,7 @@ def _tracing(
         for context in contexts:
             stack.enter_context(context())
         stack.enter_context(quiet())
-        stack.enter_context(tables_kept(model))
+        stack.enter_context(own_tables(model))
         stack.enter_context(user_generator())
         stack.enter_context(no_values_read(model))
         stack.enter_context(fake_kernels())

@@ -12,10 +12,11 @@ integrate/hf/unmapped_files.py.
 | ``torch.manual_seed`` and its kin | capture/rng.py | get the original: ``patched``; the generator is never set |
 | ``Tensor.tolist``, ``Tensor.numpy`` | capture/constants.py | get the original: ``patched`` |
 | global module hooks | capture/trace_log.py | do nothing for modules of other models |
-| twins in the place of parameters and buffers | capture/step.py | its modules wait: trace_log.py, capture_lock.py |
+| twins in the place of parameters and buffers | capture/step.py | read the tensors themselves: thread_tables.py |
+| attributes of modules that the forward sets | the model | its modules wait: waiting_modules.py, capture_lock.py |
 | ``FakeTensor.data`` | capture/data_assignments.py | is assigned as ever |
 | ``Tensor.dequantize`` | capture/fake_kernels.py | get the original: ``patched`` |
-| objects beside quantised weights | capture/parts.py | its modules wait: trace_log.py, capture_lock.py |
+| objects beside quantised weights | capture/parts.py | its modules wait: waiting_modules.py, capture_lock.py |
 | fake kernel of ``_grouped_mm`` | capture/fake_kernels.py | fall through to torch's own rule |
 | cuDNN's attention switched off | capture/attention.py | ``patched``; off for all, during each call of the capture's |
 | messages of torch's fake tensors | capture/fake_kernels.py | are logged: a filter that asks for the thread |

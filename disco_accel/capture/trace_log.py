@@ -17,6 +17,7 @@ from torch import fx
 from torch._C._autograd import _get_sequence_nr
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from disco_accel.capture.waiting_modules import modules_wait
 from disco_accel.errors import CaptureError
 
 FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
@@ -132,28 +133,10 @@ def logging_trace(model: torch.nn.Module) -> Iterator[TraceLog]:
             stack.callback(handle.remove)
         _active.log = log
         stack.callback(setattr, _active, "log", None)
-        turn = _Turn(frozenset(log.module_names))
-        _turns.append(turn)
-        stack.callback(turn.end)
+        stack.enter_context(modules_wait(model))
         yield log
         for check in log.checks:
             check(log)
-
-
-class _Turn:
-    """The time in which the modules of a model hold twins, by the identities of those modules."""
-
-    def __init__(self, modules: frozenset[int]) -> None:
-        self.modules = modules
-        self.over = threading.Event()
-
-    def end(self) -> None:
-        """Let the threads go on that wait for it."""
-        _turns.remove(self)
-        self.over.set()
-
-
-_turns: list[_Turn] = []
 
 
 def _enter_module(module: torch.nn.Module, _args: Any) -> None:
@@ -162,11 +145,6 @@ def _enter_module(module: torch.nn.Module, _args: Any) -> None:
         if id(module) in log.unmarked and log.in_backward and log.phase != RECOMPUTE:
             raise CaptureError(unmarked(log.module_names.get(id(module), "")))
         log.modules.append(log.module_names.get(id(module), log.module))
-        return
-    # Another thread runs a module that is being captured: until that is over there are no weights in it.
-    for turn in tuple(_turns):
-        if id(module) in turn.modules:
-            turn.over.wait()
 
 
 def unmarked(module: str) -> str:

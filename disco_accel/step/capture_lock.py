@@ -40,7 +40,8 @@ def in_capture() -> bool:
 
 
 class Gate:
-    """Keeps the model's own forwards in other threads apart from its trace, in which twins stand for its weights."""
+    """Keeps the model's own forwards in other threads apart from its trace, which may leave tensors without values in
+    the attributes of modules."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

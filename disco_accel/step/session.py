@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from disco_accel.capture.waiting_modules import modules_wait
 from disco_accel.config.machine_devices import numbers_on_machine, run_of_launcher
 from disco_accel.config.settings import DiscoConfig, shared_weights_folder
 from disco_accel.errors import BudgetTooSmall, CaptureError
@@ -215,6 +216,8 @@ class Session(PlanMemory):
                 for gate in self.gates():
                     gates.enter_context(gate.tracing())
                 with capturing(), self.effects.of_capture():
+                    # Within the one capture at a time: a traced forward must not wait for another's modules.
+                    gates.enter_context(modules_wait(model))
                     step = compiler(replace(options, say=stage, captured=gates.close))
                 if self.rounded:
                     require_host_memory(

@@ -6,9 +6,12 @@ case here. The other thread works while the capturing one stands still in the mi
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -18,6 +21,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from disco_accel import prepare, pure, stats
+from disco_accel.errors import CaptureError
 from disco_accel.step.capture_lock import Gate
 from disco_accel.testing.models import random_batch, tiny_lora
 from tests.integrate.twins import SMALL, config
@@ -43,6 +47,20 @@ class _Paused(nn.Module):
         return (self.frozen(y) ** 2).mean()
 
 
+class _Threaded(nn.Module):
+    """Runs one of its layers in a thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.frozen = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(self.frozen, y).result().sum()
+
+
 def _in_thread(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
     results: list[Any] = []
 
@@ -57,8 +75,8 @@ def _in_thread(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
     return thread, results
 
 
-def _during_a_capture(work: Callable[[], Any]) -> Any:
-    """What ``work`` returns in a thread that runs in the middle of a capture."""
+def _during_a_capture(work: Callable[[], Any], model: nn.Module | None = None) -> Any:
+    """What ``work`` returns in a thread that runs in the middle of a capture, of ``model``."""
     found: list[Any] = []
 
     def meanwhile() -> None:
@@ -66,7 +84,7 @@ def _during_a_capture(work: Callable[[], Any]) -> Any:
         thread.join(timeout=60)
         found.extend(results)
 
-    model = prepare(_Paused(), config())
+    model = prepare(_Paused() if model is None else model, config())
     _inside.append(pure(meanwhile))
     model(torch.ones(2, 8)).backward()
     # A step that is planned for logits is traced twice, each time from the same state.
@@ -189,27 +207,111 @@ def test_another_thread_may_seed_the_generator() -> None:
 
 @pytest.mark.parametrize("part", ["the model", "a module of it"])
 def test_a_forward_of_the_model_that_is_captured_waits_and_is_right(part: str) -> None:
-    """In its modules lie twins meanwhile, which have no values."""
+    """In its modules lies meanwhile what the traced forward leaves there. The step is traced twice, each time from the
+    same state, and the thread, which waits from the first trace on, must not go on in the second."""
     model, x = prepare(_Paused(), config()), torch.ones(2, 8)
     of: Callable[[], nn.Module] = (lambda: model) if part == "the model" else (lambda: model.first)
     with torch.no_grad():
         expected = of()(x)
-    threads = []
+    threads: list[tuple[threading.Thread, list[Any]]] = []
+    came_back: list[bool] = []
 
     def evaluate() -> torch.Tensor:
         with torch.no_grad():
             return of()(x)
 
     def meanwhile() -> None:
-        threads.append(_in_thread(evaluate))
-        # It must not come back before the capture is over; where it does it has seen twins, or nothing is shown.
+        if not threads:
+            threads.append(_in_thread(evaluate))
+        # Where it comes back before the capture is over it has seen too much; where it is too slow nothing is shown.
         threads[0][0].join(timeout=0.3)
+        came_back.append(bool(threads[0][1]))
 
     _inside.append(pure(meanwhile))
     model(x).backward()
     thread, results = threads[0]
     thread.join()
+    assert came_back == [False, False]
     assert _same(results, [expected])
+
+
+class _Slow(nn.Linear):
+    """Reads its weight when ``_slowed`` lets it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        _slowed()
+        return super().forward(x)
+
+
+_begun, _go_on = threading.Event(), threading.Event()
+
+
+@pure
+def _slowed() -> None:
+    if threading.current_thread() is not threading.main_thread():
+        _begun.set()
+        _go_on.wait()
+
+
+def test_a_forward_of_a_module_that_has_begun_goes_on_with_the_weights() -> None:
+    model, x = _Paused(), torch.ones(2, 8)
+    model.first = _Slow(8, 8)
+    expected = nn.functional.linear(x, model.first.weight, model.first.bias).detach()
+    prepare(model, config())
+    thread, results = _in_thread(lambda: model.first(x).detach())
+    _begun.wait()
+
+    def meanwhile() -> None:
+        _go_on.set()
+        thread.join()
+
+    _inside.append(pure(meanwhile))
+    model(x).backward()
+    assert _same(results, [expected])
+
+
+READS: dict[str, Callable[[nn.Module], Any]] = {
+    "state_dict": lambda model: list(model.state_dict().values()),
+    "parameters": lambda model: list(model.parameters()),
+    "an attribute": lambda model: model.first.weight,
+    "the tables": lambda model: [*model.first._parameters.values(), *dict(model.first._parameters).values()],
+    "a copy": lambda model: list(copy.deepcopy(model.first).parameters()),
+    "a pickle": lambda model: list(pickle.loads(pickle.dumps(model.first)).parameters()),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS.keys())
+def test_another_thread_reads_the_weights_and_no_twins(read: Callable[[nn.Module], Any]) -> None:
+    model = _Paused()
+    expected = read(model)
+    assert _same(_during_a_capture(lambda: read(model), model), expected)
+
+
+def test_what_another_thread_puts_into_a_module_stays() -> None:
+    """The step that is captured meanwhile has no twin of it, and is not planned; the next one is."""
+    model, added = prepare(_Paused(), config()), nn.Parameter(torch.ones(3))
+
+    def meanwhile() -> None:
+        thread, _ = _in_thread(lambda: model.first.register_parameter("added", added))
+        thread.join()
+
+    _inside.append(pure(meanwhile))
+    with pytest.raises(CaptureError, match=r"shape \(3,\) was put into the model.*between steps"):
+        model(torch.ones(2, 8))
+    assert model.first.added is added and list(model.first._parameters) == ["weight", "bias", "added"]
+    assert type(model.first._parameters) is dict
+    model(torch.ones(2, 8)).backward()
+    assert stats(model)["steps_compiled"] == 1
+
+
+def test_a_forward_that_runs_a_module_in_a_thread_is_not_captured() -> None:
+    model = _Threaded()
+    eager = copy.deepcopy(model)
+    prepare(model, config(on_unsupported="eager"))
+    for each in (model, eager):
+        each(torch.ones(2, 8)).backward()
+    assert stats(model)["steps_compiled"] == 0
+    assert _same([p.grad for p in model.parameters()], [p.grad for p in eager.parameters()])
 
 
 def test_a_capture_waits_for_forwards_that_have_begun() -> None:

@@ -1,0 +1,65 @@
+"""Other threads' forwards of single modules wait while the model that these are part of is captured.
+
+What the traced forward leaves in the attributes of modules has no values, and stays there until the capture is over.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensor
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._pytree import tree_leaves
+
+from disco_accel.errors import CaptureError
+
+
+class _Capture:
+    """One that ``thread`` makes of a model with ``modules``, by identity."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.thread = threading.get_ident()
+        self.modules = frozenset(map(id, model.modules()))
+        self.over = threading.Event()
+
+
+_captures: list[_Capture] = []
+
+
+@contextmanager
+def modules_wait(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, forwards of the modules of ``model`` that other threads begin wait for the end of it.
+
+    A step may be traced several times: between two traces a forward must not begin either, as it would be in the
+    middle of the second.
+    """
+    capture = _Capture(model)
+    hook = register_module_forward_pre_hook(_wait)
+    _captures.append(capture)
+    try:
+        yield
+    finally:
+        hook.remove()
+        _captures.remove(capture)
+        capture.over.set()
+
+
+def _wait(module: torch.nn.Module, args: Any) -> None:
+    while (capture := _capture_of(module)) is not None:
+        if any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(args)):
+            # The traced forward waits for this thread, or will: both would wait for ever.
+            raise CaptureError(
+                f"the model's forward runs a {type(module).__name__} in a thread of its own, whose ops a capture does "
+                "not see; run it in the thread of the forward"
+            )
+        capture.over.wait()
+
+
+def _capture_of(module: torch.nn.Module) -> _Capture | None:
+    """The one that ``module`` is part of, by another thread."""
+    me = threading.get_ident()
+    return next((c for c in tuple(_captures) if c.thread != me and id(module) in c.modules), None)
