@@ -17,7 +17,7 @@ from torch import fx
 from torch._C._autograd import _get_sequence_nr
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from disco_accel.capture.waiting_modules import modules_wait
+from disco_accel.capture.waiting_modules import modules_wait, wait_for_capture
 from disco_accel.errors import CaptureError
 
 FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
@@ -127,6 +127,7 @@ def logging_trace(model: torch.nn.Module) -> Iterator[TraceLog]:
     log = TraceLog({id(module): name for name, module in model.named_modules()})
     with ExitStack() as stack:
         for handle in (
+            register_module_forward_pre_hook(wait_for_capture),
             register_module_forward_pre_hook(_enter_module),
             register_module_forward_hook(_leave_module),
         ):

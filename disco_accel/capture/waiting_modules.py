@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch._subclasses import FakeTensor
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from disco_accel.errors import CaptureError
@@ -32,23 +31,26 @@ _captures: list[_Capture] = []
 
 @contextmanager
 def modules_wait(model: torch.nn.Module) -> Iterator[None]:
-    """Inside, forwards of the modules of ``model`` that other threads begin wait for the end of it.
+    """Forwards of the modules of ``model`` that other threads begin during a trace wait for the end of this.
 
-    A step may be traced several times: between two traces a forward must not begin either, as it would be in the
-    middle of the second.
+    A step may be traced several times: what waits since the first trace must not go on in the second. Between traces
+    there is no hook to wait in, since hooks are part of what a plan is made for.
     """
     capture = _Capture(model)
-    hook = register_module_forward_pre_hook(_wait)
     _captures.append(capture)
     try:
         yield
     finally:
-        hook.remove()
         _captures.remove(capture)
         capture.over.set()
 
 
-def _wait(module: torch.nn.Module, args: Any) -> None:
+def wait_for_capture(module: torch.nn.Module, args: Any) -> None:
+    """A forward pre-hook of all modules while a step is traced.
+
+    Raises:
+        CaptureError: the trace itself runs ``module`` in this thread.
+    """
     while (capture := _capture_of(module)) is not None:
         if any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(args)):
             # The traced forward waits for this thread, or will: both would wait for ever.
