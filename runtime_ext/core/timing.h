@@ -24,14 +24,24 @@ void sleep_until_ns(std::int64_t deadline);
 int want_exact_timers();
 void put_timers_back(int before);
 
-// Polls `done` until it holds or the clock shows `deadline`; returns whether it held. Between two polls the
-// core is offered to others, so where compute wants it, it gets it.
+// Tells the core that this thread polls.
+inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Polls `done` until it holds or the clock shows `deadline`; returns whether it held. The thread keeps its
+// core: were it offered to a kernel between two polls, Linux would leave it there for the rest of a tick, up
+// to 4 ms, where a wait is some 10 us. Steps behind a link of 0.2 GB/s took 3 % longer by that.
 template <typename Done>
 bool spin_until(std::int64_t deadline, Done done) {
   for (;;) {
     if (done()) return true;
     if (now_ns() >= deadline) return false;
-    std::this_thread::yield();
+    relax();
   }
 }
 
