@@ -31,6 +31,7 @@ from disco_accel.capture.storages import storage_key, tensor_spec
 from disco_accel.capture.thread_tables import own_tables
 from disco_accel.capture.trace_log import TraceLog, logging_trace
 from disco_accel.capture.traced_step import Rewrite, TracedStep
+from disco_accel.capture.waiting_modules import modules_wait
 from disco_accel.errors import CaptureError
 from disco_accel.graph.op_traits import op_traits
 from disco_accel.graph.passes import AppliedPass, run_passes
@@ -290,6 +291,7 @@ def _tracing(
         stack.enter_context(torch.set_grad_enabled(gradients))
         # On CUDA autograd would run the backward in a thread of its own, out of sight of the contexts here.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(modules_wait(model, mode))
         log = stack.enter_context(logging_trace(model))
         stack.enter_context(mode)
         yield log

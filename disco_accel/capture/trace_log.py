@@ -17,7 +17,7 @@ from torch import fx
 from torch._C._autograd import _get_sequence_nr
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from disco_accel.capture.waiting_modules import modules_wait, wait_for_capture
+from disco_accel.capture.waiting_modules import wait_for_capture
 from disco_accel.errors import CaptureError
 
 FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
@@ -134,7 +134,6 @@ def logging_trace(model: torch.nn.Module) -> Iterator[TraceLog]:
             stack.callback(handle.remove)
         _active.log = log
         stack.callback(setattr, _active, "log", None)
-        stack.enter_context(modules_wait(model))
         yield log
         for check in log.checks:
             check(log)

@@ -11,17 +11,18 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses import FakeTensor
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from disco_accel.errors import CaptureError
 
 
 class _Capture:
-    """One that ``thread`` makes of a model with ``modules``, by identity."""
+    """One that ``thread`` makes of a model with ``modules``, by identity; ``mode`` makes the tensors of a trace."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, mode: FakeTensorMode | None) -> None:
         self.thread = threading.get_ident()
+        self.mode = mode
         self.modules = frozenset(map(id, model.modules()))
         self.over = threading.Event()
 
@@ -30,13 +31,13 @@ _captures: list[_Capture] = []
 
 
 @contextmanager
-def modules_wait(model: torch.nn.Module) -> Iterator[None]:
+def modules_wait(model: torch.nn.Module, mode: FakeTensorMode | None = None) -> Iterator[None]:
     """Forwards of the modules of ``model`` that other threads begin during a trace wait for the end of this.
 
     A step may be traced several times: what waits since the first trace must not go on in the second. Between traces
-    there is no hook to wait in, since hooks are part of what a plan is made for.
+    there is no hook to wait in, since hooks are part of what a plan is made for. ``mode``: of the trace inside.
     """
-    capture = _Capture(model)
+    capture = _Capture(model, mode)
     _captures.append(capture)
     try:
         yield
@@ -51,17 +52,18 @@ def wait_for_capture(module: torch.nn.Module, args: Any) -> None:
     Raises:
         CaptureError: the trace itself runs ``module`` in this thread.
     """
-    while (capture := _capture_of(module)) is not None:
-        if any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(args)):
+    while captures := _captures_of(module):
+        modes = [capture.mode for capture in captures]
+        if any(isinstance(leaf, FakeTensor) and leaf.fake_mode in modes for leaf in tree_leaves(args)):
             # The traced forward waits for this thread, or will: both would wait for ever.
             raise CaptureError(
                 f"the model's forward runs a {type(module).__name__} in a thread of its own, whose ops a capture does "
                 "not see; run it in the thread of the forward"
             )
-        capture.over.wait()
+        captures[0].over.wait()
 
 
-def _capture_of(module: torch.nn.Module) -> _Capture | None:
-    """The one that ``module`` is part of, by another thread."""
+def _captures_of(module: torch.nn.Module) -> list[_Capture]:
+    """Those that ``module`` is part of, by another thread."""
     me = threading.get_ident()
-    return next((c for c in tuple(_captures) if c.thread != me and id(module) in c.modules), None)
+    return [c for c in tuple(_captures) if c.thread != me and id(module) in c.modules]

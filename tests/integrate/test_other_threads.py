@@ -235,6 +235,26 @@ def test_a_forward_of_the_model_that_is_captured_waits_and_is_right(part: str) -
     assert _same(results, [expected])
 
 
+def test_a_forward_on_fake_tensors_of_another_threads_own_waits_too() -> None:
+    model = prepare(_Paused(), config())
+
+    def size() -> tuple[int, ...]:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            return tuple(model.first(torch.ones(2, 8)).shape)
+
+    threads = []
+
+    def meanwhile() -> None:
+        threads.append(_in_thread(size))
+        threads[-1][0].join(timeout=0.1)
+
+    _inside.append(pure(meanwhile))
+    model(torch.ones(2, 8)).backward()
+    for thread, _ in threads:
+        thread.join()
+    assert threads and all(results == [(2, 8)] for _, results in threads)
+
+
 class _Slow(nn.Linear):
     """Reads its weight when ``_slowed`` lets it."""
 
