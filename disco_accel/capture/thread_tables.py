@@ -19,7 +19,7 @@ _NAMES = ("_parameters", "_buffers", "_modules")
 
 
 class ThreadTable(dict[str, Any]):
-    """Stands for ``table``, which all threads but this one read and write through it; this one has a copy.
+    """Stands for ``table``: the thread that makes it has a copy, all others read and write ``table`` itself through it.
 
     It is a ``dict`` because ``torch.nn.Module`` asks for one. Code in C that reads it past its methods gets the entries
     that ``table`` had at first.
@@ -81,5 +81,6 @@ def own_tables(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for attributes, name, table in tables:
             attributes[name] = table
+            # An attribute of the same name would hide the entry.
             for entry in table.keys() & attributes.keys():
                 del attributes[entry]

@@ -18,7 +18,7 @@ from disco_accel.errors import CaptureError
 
 
 class _Capture:
-    """One that ``thread`` makes of a model with ``modules``, by identity; ``mode`` makes the tensors of a trace."""
+    """A capture by ``thread`` of a model with ``modules``, by identity; ``mode`` makes the tensors of its trace."""
 
     def __init__(self, model: torch.nn.Module, mode: FakeTensorMode | None) -> None:
         self.thread = threading.get_ident()
@@ -32,7 +32,7 @@ _captures: list[_Capture] = []
 
 @contextmanager
 def modules_wait(model: torch.nn.Module, mode: FakeTensorMode | None = None) -> Iterator[None]:
-    """Forwards of the modules of ``model`` that other threads begin during a trace wait for the end of this.
+    """Forwards of the modules of ``model`` that other threads begin during a trace wait until this is over.
 
     A step may be traced several times: what waits since the first trace must not go on in the second. Between traces
     there is no hook to wait in, since hooks are part of what a plan is made for. ``mode``: of the trace inside.
@@ -64,6 +64,6 @@ def wait_for_capture(module: torch.nn.Module, args: Any) -> None:
 
 
 def _captures_of(module: torch.nn.Module) -> list[_Capture]:
-    """Those that ``module`` is part of, by another thread."""
+    """The captures by other threads that ``module`` is part of."""
     me = threading.get_ident()
     return [c for c in tuple(_captures) if c.thread != me and id(module) in c.modules]

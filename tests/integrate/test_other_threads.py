@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -296,7 +295,7 @@ READS: dict[str, Callable[[nn.Module], Any]] = {
     "an attribute": lambda model: model.first.weight,
     "the tables": lambda model: [*model.first._parameters.values(), *dict(model.first._parameters).values()],
     "a copy": lambda model: list(copy.deepcopy(model.first).parameters()),
-    "a pickle": lambda model: list(pickle.loads(pickle.dumps(model.first)).parameters()),
+    "what a pickle would hold": lambda model: [value for _, value in model.first._parameters.__reduce_ex__(4)[4]],
 }
 
 
