@@ -81,7 +81,7 @@ def _shared_out(state: Session, model: torch.nn.Module, fitted: FittedBatch) -> 
 
 def _planned(state: Session, model: torch.nn.Module, fitted: FittedBatch) -> StepOutput | torch.Tensor:
     """The forward of a planned step on ``fitted``."""
-    with state.lock:
+    with state.lock, state.updates.taking():
         key = step_key(model, fitted.batch)
         reason = state.last_fallback.known_reason(key)
         if reason is not None:

@@ -118,6 +118,8 @@ class PendingStep:
         """
         self.state.require_own_process()
         with self.state.lock:
+            # As in eager mode, a backward behind optimizer.step() meets weights that were changed.
+            self.state.updates.settle()
             # Autograd adds to gradients as they lie.
             self.state.updates.show_gradients()
             # A step that still runs has read what it needs, as eager has; one that is run again reads all of it again.

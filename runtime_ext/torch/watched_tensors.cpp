@@ -211,7 +211,22 @@ void expect_rewrite_of(const std::vector<at::Tensor>& tensors) {
   }
 }
 
+void refuse_data_access(const std::vector<at::Tensor>& tensors, const std::string& message) {
+  for (const at::Tensor& tensor : tensors) {
+    // Nothing is released, whatever the name says: reads of the pointer throw until allow_data_access.
+    tensor.storage().unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(message);
+  }
+}
+
+void allow_data_access(const std::vector<at::Tensor>& tensors) {
+  for (const at::Tensor& tensor : tensors) {
+    tensor.storage().unsafeGetStorageImpl()->clear_data_ptr_access_error_msg_();
+  }
+}
+
 TORCH_LIBRARY_FRAGMENT(disco_accel, m) {
+  m.def("refuse_data_access", &refuse_data_access);
+  m.def("allow_data_access", &allow_data_access);
   m.def("expect_rewrite_of", &expect_rewrite_of);
   m.def("can_watch_writes", &can_watch_writes);
   m.def("allow_watching_writes", &allow_watching_writes);

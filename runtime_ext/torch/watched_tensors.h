@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <vector>
 
 #include "content_hash.h"
@@ -88,5 +89,10 @@ class WatchedTensors : public torch::CustomClassHolder, private WriteListener {
 // All of `tensors` are about to be rewritten: whoever watches them hears of it now, and no page of theirs
 // alone is protected until somebody looks again. Those that no kernel watches are passed over.
 void expect_rewrite_of(const std::vector<at::Tensor>& tensors);
+
+// Until allow_data_access each access to the data of these tensors' storages, through whichever tensor over
+// them, throws with `message`. Addresses that somebody has already are not affected.
+void refuse_data_access(const std::vector<at::Tensor>& tensors, const std::string& message);
+void allow_data_access(const std::vector<at::Tensor>& tensors);
 
 }  // namespace disco

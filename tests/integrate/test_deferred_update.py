@@ -182,7 +182,7 @@ def test_an_update_that_is_pending_outlives_a_forward_before_it(pair: Any) -> No
 
 
 def test_what_would_lose_an_update_is_refused(pair: Any) -> None:
-    """A gradient that is zeroed, and a weight that is written to, before the update has run."""
+    """A gradient that is written to before the update has run."""
     model, ours, _, _ = pair
     backward(model, 9)
     ours.step()
@@ -193,21 +193,12 @@ def test_what_would_lose_an_update_is_refused(pair: Any) -> None:
     ours.step()
     ours.zero_grad()
     if writes_are_watched():
-        model.lm_head.weight.data.mul_(0.5)
-        with pytest.raises(ExecutionError, match=r"a weight or a gradient was written to after optimizer.step\(\)"):
-            model(**random_batch())
         backward(model, 11)
         ours.step()
         for parameter in model.parameters():
             parameter.grad.data.zero_()
         with pytest.raises(ExecutionError, match=r"a weight or a gradient was written to after optimizer.step\(\)"):
             model(**random_batch())
-    backward(model, 12)
-    ours.step()
-    ours.zero_grad()
-    ours.state[model.lm_head.weight]["exp_avg"].zero_()
-    with pytest.raises(ExecutionError, match=r"an? exp_avg of shape"):
-        model.state_dict()
     train(model, ours, steps=1)
 
 

@@ -282,20 +282,6 @@ def test_a_backward_in_between_is_refused_or_right(pair: Pair) -> None:
     pair.assert_same()
 
 
-def test_a_lost_update_leaves_clipped_gradients(pair: Pair) -> None:
-    """Where the error is met by a reader."""
-    for model, optimizer in pair.both:
-        backward(model, 110)
-        to_low(model)
-        optimizer.step()
-    with torch.no_grad():
-        pair.model.last.bias.add_(1.0)
-    with pytest.raises(ExecutionError, match="a parameter of shape"):
-        _ = pair.model.first.weight.grad
-    assert same(*gradients(pair))
-    pair.model.zero_grad()
-
-
 def test_an_exception_in_between_loses_nothing(pair: Pair) -> None:
     """Whoever goes on finds clipped gradients, or clears them."""
     for model, _ in pair.both:
@@ -329,7 +315,8 @@ def test_the_end_of_the_preparation_leaves_clipped_gradients() -> None:
         else:
             pair.model = pair.ours = model = optimizer = None
             gc.collect()
-        assert "grad" not in vars(torch.nn.Parameter)
+        # Without its model the update stays with the parameters, and so do gradients that it multiplies.
+        assert end == "gone" or "grad" not in vars(torch.nn.Parameter)
         assert same([p.grad for p in parameters if p.grad is not None], expected)
 
 

@@ -1,16 +1,16 @@
 """Puts an optimizer's ``step()`` off until the next forward of its model, and does it by hand when anybody may look.
 
 ``step()`` itself runs, with nothing to do: before it, the gradients of the model's weights are taken away, and given
-back behind it. The update is *pending* from then on. A planned step takes it over; whatever else reads or writes the
-weights or the optimizer's state through their libraries *settles* it first: any other forward, ``state_dict`` and
-``load_state_dict`` of the model, its modules and the optimizer, the next ``step()``.
+back behind it. The update is *pending* from then on. A planned step takes it over; any other read or write of the
+weights or moments *settles* it first (``pending_reads.py``), and so does the next ``step()``.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from disco_accel.native.host_memory import WatchedTensors, expect_rewrite, write
 from disco_accel.step.capture_lock import in_capture
 from disco_accel.step.trained_weights import before_updates
 from disco_accel.step.update.clipping import clip_by, end_clipping_by, held_elsewhere
+from disco_accel.step.update.pending_reads import PendingReads
 from disco_accel.step.update.pending_update import ParameterUpdate, PendingUpdate, parts_of
 from disco_accel.step.update.unscaled_gradients import UnscaledGradients, as_it_lies, forget, put
 
@@ -69,6 +70,7 @@ class Deferral:
         """Updates that plans did, and that were settled."""
         self.seen = False
         """Whether an optimizer's ``step()`` was."""
+        self.reads = PendingReads(self.settle, lock)
         self._watch: WatchedTensors | None = None
         """The parameters and gradients of the pending update, which nobody may write to."""
         self._updating: weakref.ref[torch.optim.Optimizer] | None = None
@@ -86,6 +88,7 @@ class Deferral:
         settle, loads, shows = _Hook(self), _Hook(self, loads=True), _Hook(self, shows=True)
         self._model = weakref.ref(model)
         for module in model.modules():
+            # Weights that an update has left torn are not saved.
             self._handles.append(module.register_state_dict_pre_hook(settle))
             self._handles.append(module.register_load_state_dict_pre_hook(loads))
             # The model's own forward settles where it does not run from a plan.
@@ -108,11 +111,28 @@ class Deferral:
         if self.pending is None:
             return
         with self._lock:
-            pending = self.checked()
-            if pending is not None:
-                self.pending = None
-                pending.run()
-                self.by_hand += 1
+            self.reads.open()
+            try:
+                pending = self.checked()
+                if pending is not None:
+                    self.pending = None
+                    pending.run()
+                    self.by_hand += 1
+            finally:
+                self.reads.lift()
+
+    @contextmanager
+    def taking(self) -> Iterator[None]:
+        """Around code that reads weights and moments as they are and may do the pending update; under the lock."""
+        self.reads.lift()
+        try:
+            yield
+        finally:
+            self._fence()
+
+    def _fence(self) -> None:
+        if self.pending is not None:
+            self.reads.fence(tensor for part in self.pending.parts for tensor in part.changed)
 
     def checked(self) -> PendingUpdate | None:
         """The pending update, whose weights are about to be written. Raises as ``settle``."""
@@ -256,14 +276,17 @@ class Deferral:
         if not any(part.coefficient is not None and id(part.gradient) in noted for part in parts):
             self.unscaled.multiply()
             return
-        self.checked()
-        done = self.unscaled.multiply()
-        self._put_off([replace(part, coefficient=None) if id(part.gradient) in done else part for part in parts])
+        with self.taking():
+            self.checked()
+            done = self.unscaled.multiply()
+            self._put_off([replace(part, coefficient=None) if id(part.gradient) in done else part for part in parts])
 
     def after_step(self) -> None:
         """``optimizer.step()`` has run."""
         for parameter, gradient in self._gradients:
             put(parameter, gradient)
+        if self._gradients:
+            self._fence()
         self._gradients.clear()
 
     def _hook(self, optimizer: torch.optim.Optimizer) -> None:
@@ -294,14 +317,9 @@ class _Hook:
                 deferral.show_gradients()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
-        # A module's hooks are copied, and stored, before the modules inside it with their weights.
-        if not self._loads:
-            self()
         return _Hook()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if not self._loads:
-            self()
         return _Hook, ()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, MutableMapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -139,6 +139,10 @@ class PlannedUpdates:
         pending = self.deferral.checked()
         assert pending is not None, "nothing settles between the choice of a step and its start"
         return step.given(pending)
+
+    def taking(self) -> AbstractContextManager[None]:
+        """See ``Deferral.taking``."""
+        return nullcontext() if self.deferral is None else self.deferral.taking()
 
     @property
     def seen(self) -> bool:

@@ -1,0 +1,131 @@
+"""Weights and moments whose update is pending: code that reads one of them has the update done first.
+
+Two fences, both lifted before the update runs. The class of each tensor is changed to one whose ``__torch_function__``
+settles the update: every function and method of PyTorch goes through it, in any thread. And the tensor's storage
+refuses access to its data, with a message that names the remedy, to readers that PyTorch's functions do not see:
+extensions in C++, and other tensors over the same storage, as ``parameter.data`` made earlier is one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from disco_accel.native.extension import load_extension
+from disco_accel.step.capture_lock import in_capture
+from disco_accel.step.dynamo import not_compiled
+
+_REFUSED = (
+    "update: deferred: the update of this weight or moment has not run yet, and it is read past the tensor that has it "
+    "(by parameter.data kept from before optimizer.step(), or by an extension): call disco_accel.settle(model) first, "
+    "or use update: step"
+)
+
+_T: Any = torch.Tensor
+_PROPERTIES = (
+    "dtype device layout shape ndim itemsize nbytes is_leaf grad_fn output_nr _version _backward_hooks "
+    "is_cpu is_cuda is_meta is_sparse is_sparse_csr is_quantized is_nested is_mps is_xpu is_mkldnn is_xla"
+)
+_WRITABLE = "grad", "_grad", "requires_grad"
+_METHODS = (
+    "__hash__ size stride dim numel nelement element_size storage_offset is_contiguous is_floating_point is_complex "
+    "is_inference requires_grad_ register_hook register_post_accumulate_grad_hook get_device"
+)
+_WITHOUT_VALUES = frozenset(
+    [
+        *(getattr(_T, name).__get__ for name in _PROPERTIES.split()),
+        *(
+            getattr(getattr(_T, name), do)
+            for name in ("grad", "_grad", "requires_grad")
+            for do in ("__get__", "__set__")
+        ),
+        _T.grad.__delete__,
+        *(getattr(_T, name) for name in _METHODS.split()),
+    ]
+)
+"""Functions that read and write no element of their tensors; ``zero_grad`` and optimizers call them all the time."""
+
+
+class PendingReads:
+    """The tensors of one pending update. ``settle`` does the update, and lifts the fences.
+
+    Used under the session's lock, which ``lock`` is.
+    """
+
+    def __init__(self, settle: Callable[[], object], lock: Any) -> None:
+        self._settle, self._lock = settle, lock
+        self._classes: dict[type, type] = {}
+        self._tensors: list[torch.Tensor] = []
+        self._owner: int | None = None
+        """The thread that does the update, which reads the tensors as they are."""
+
+    def fence(self, tensors: Iterable[torch.Tensor]) -> None:
+        """From now on the first reader of one of ``tensors`` settles."""
+        self.lift()
+        self._tensors = list(tensors)
+        load_extension()
+        torch.ops.disco_accel.refuse_data_access(self._tensors, _REFUSED)
+        for tensor in self._tensors:
+            tensor.__class__ = self._class_of(type(tensor))
+
+    def open(self) -> None:
+        """Let this thread read and write the tensors; functions of PyTorch in other threads wait for ``lift``."""
+        if self._tensors:
+            self._owner = threading.get_ident()
+            torch.ops.disco_accel.allow_data_access(self._tensors)
+
+    def lift(self) -> None:
+        """The update is done, or lost: the tensors are ordinary ones."""
+        self.open()
+        for tensor in self._tensors:
+            tensor.__class__ = type(tensor).__base__  # type: ignore[assignment]
+        self._tensors, self._owner = [], None
+
+    def _class_of(self, base: type) -> type:
+        if base not in self._classes:
+            # The class holds the update, and the tensors the class: they live and die together.
+            self._classes[base] = type(base.__name__, (_Pending, base), {"__module__": base.__module__, "reads": self})
+        return self._classes[base]
+
+    def passes(self) -> bool:
+        """Whether the calling thread may read the tensors as they are."""
+        return self._owner == threading.get_ident() or in_capture()
+
+    def settle(self) -> None:
+        """Raises as ``Deferral.settle``."""
+        # Behind the lock: the thread that does the update now is done with it then.
+        with self._lock, torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
+            self._settle()
+
+
+class _Pending:
+    """Beside a tensor's own class, in front of it."""
+
+    reads: PendingReads
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # ``type(tensor)(data)`` makes an ordinary tensor.
+        return cls.__mro__[2](*args, **kwargs)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _WITHOUT_VALUES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return _read(func, types, args, kwargs or {})
+
+
+@not_compiled
+def _read(func: Callable[..., Any], types: Iterable[type], args: Any, kwargs: dict[str, Any]) -> Any:
+    waiting = [kind.reads for kind in types if issubclass(kind, _Pending) and not kind.reads.passes()]
+    for reads in waiting:
+        reads.settle()
+    if waiting:
+        return func(*args, **kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
