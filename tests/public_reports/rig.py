@@ -1,8 +1,9 @@
 """One script, plain and prepared: what a user sees of it must be the same bits.
 
 A case is a script, a function of a ``Run``. It builds a model, gives it to ``run.prepare``, trains, and tells the run
-what it sees. ``case`` makes a test of it that runs the script plain and then prepared: at 1.1 times the least budget and
-with plenty, with the optimizer on the device and on the host. ``make test`` has one of these four, the others are long.
+what it sees. ``case`` makes a test of it that runs the script plain and then prepared: at 1.1 times the least budget
+and with plenty, with the optimizer on the device and on the host. ``make test`` has one of these four; the others are
+long.
 """
 
 from __future__ import annotations
@@ -102,8 +103,8 @@ def assert_same(got: Run, plain: Run) -> None:
     for (name, value), (_, expected) in zip(got.seen, plain.seen, strict=True):
         if isinstance(expected, torch.Tensor):
             assert isinstance(value, torch.Tensor), f"{name} is {value}"
-            assert torch.equal(value, expected) or value.isnan().equal(expected.isnan()) and torch.equal(
-                value.nan_to_num(), expected.nan_to_num()
+            assert torch.equal(value, expected) or (
+                value.isnan().equal(expected.isnan()) and torch.equal(value.nan_to_num(), expected.nan_to_num())
             ), f"{name} differs by {(value.double() - expected.double()).abs().max().item():.3g}"
         else:
             assert value == expected, name
@@ -125,9 +126,7 @@ def case(planned: int = 1, *, tight: bool = False, **keys: Any) -> Callable[[Scr
 
     def decorated(script: Script) -> Any:
         chosen = ("least" if tight else "plenty", ("device", "host")[zlib.crc32(script.__name__.encode()) % 2])
-        settings = [
-            pytest.param(*setting, marks=() if setting == chosen else pytest.mark.long) for setting in SETTINGS
-        ]
+        settings = [pytest.param(*setting, marks=() if setting == chosen else pytest.mark.long) for setting in SETTINGS]
 
         @pytest.mark.parametrize(("budget", "optimizer"), settings)
         def test(budget: str, optimizer: str) -> None:

@@ -110,7 +110,13 @@ def test_nothing_grows(steps: int) -> None:
                 model.train()
         restore(model)
 
-    keys: dict[str, Any] = {"memory_budget": PLENTY, "device": "cpu", "plan_cache": None, "quiet": True, "buckets": "off"}
+    keys: dict[str, Any] = {
+        "memory_budget": PLENTY,
+        "device": "cpu",
+        "plan_cache": None,
+        "quiet": True,
+        "buckets": "off",
+    }
     life(3)
     gc.collect()
     before = resident(), len(os.listdir("/proc/self/fd")), threading.active_count()

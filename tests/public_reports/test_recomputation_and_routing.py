@@ -224,7 +224,7 @@ def test_prompts_that_are_trained(kind: str, checkpointing: bool) -> None:
         run(script)
     except RuntimeError as plain:
         assert "size" in str(plain)
-        with pytest.raises(CaptureError, match="capturing module .*self_attn failed: .*broadcast"):
+        with pytest.raises(CaptureError, match=r"capturing module .*self_attn failed: .*broadcast"):
             run(script, memory_budget=PLENTY)
     else:
         compare(script, "plenty", "device", planned=2)

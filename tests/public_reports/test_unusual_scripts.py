@@ -1,0 +1,406 @@
+"""Scripts of kinds that offloaders are reported to break: batches, masks, losses, optimizers and lives of a model."""
+
+from __future__ import annotations
+
+import copy
+import io
+import threading
+from typing import Any
+
+import pytest
+import torch
+from peft.optimizers import create_loraplus_optimizer
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils.parametrizations import weight_norm
+from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
+from transformers.integrations.neftune import neftune_post_forward_hook
+from transformers.trainer_pt_utils import LabelSmoother
+
+from disco_accel.errors import CaptureError, ExecutionError
+from tests.public_reports.rig import PLENTY, Run, adamw, assert_same, batch, case, llama, lora, run
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that want gradients."""
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+@case(4)
+def test_batches_of_any_shape(run: Run) -> None:
+    """trl #6668: rows of one token, and rows without any label, whose loss is nan; ids of 32 bits, transposed ids."""
+    model = run.prepare(lora(llama()))
+    optimizer = adamw(model)
+    for ids in (batch(0, length=1)["input_ids"], batch(1, rows=16, length=2)["input_ids"].t()):
+        run.step(model, optimizer, input_ids=ids, labels=ids)
+    run.step(model, optimizer, input_ids=batch(2)["input_ids"].int(), labels=batch(2)["labels"])
+    run.backward(model, model(input_ids=batch(3)["input_ids"], labels=torch.full((2, 16), -100)).loss)
+    optimizer.zero_grad()
+    run.step(model, optimizer, **batch(3))
+    run.end(model, optimizer)
+
+
+@case(3)
+def test_masks_and_positions(run: Run) -> None:
+    """transformers #27539, #39814: left padding, packed rows, masks of four dimensions, no mask at all."""
+    model = run.prepare(lora(llama()))
+    optimizer = adamw(model)
+    padded = torch.ones(2, 16, dtype=torch.long)
+    padded[0, :5] = 0
+    seen = torch.ones(16, 16).tril().bool()
+    seen[8:, :4] = False
+    added = torch.zeros(2, 1, 16, 16).masked_fill(~seen, torch.finfo(torch.float32).min)
+    inputs: list[dict[str, torch.Tensor]] = [
+        {"attention_mask": padded, "position_ids": (padded.cumsum(-1) - 1).clamp(min=0)},
+        {"position_ids": torch.cat([torch.arange(7), torch.arange(9)]).expand(2, -1)},
+        {"attention_mask": added},
+        {"attention_mask": seen[None, None].expand(2, 1, 16, 16)},
+        {},
+    ]
+    for seed, more in enumerate(inputs):
+        run.step(model, optimizer, **batch(seed), **more)
+    run.end(model, optimizer)
+
+
+@case(4)
+def test_logits_of_some_positions(run: Run) -> None:
+    """trl #2770, #3681: ``logits_to_keep`` as a number and as places, a loss of the script's own."""
+    model = run.prepare(lora(llama()))
+    optimizer = adamw(model)
+    for keep in (4, 1, 0, torch.tensor([2, 5, 9])):
+        logits = model(input_ids=batch(1)["input_ids"], logits_to_keep=keep).logits
+        run.backward(model, logits.logsumexp(-1).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    run.end(model, optimizer)
+
+
+@case(4)
+def test_layers_that_are_left_out(run: Run) -> None:
+    """accelerate #1191, pytorch #90171: layers are skipped at random, their parameters have no gradient."""
+    model = run.prepare(lora(llama(num_hidden_layers=3)))
+    optimizer = adamw(model)
+    inner = model.base_model.model.model
+    every = list(inner.layers)
+    for seed, kept in enumerate(((0, 2), (1,), (0, 1, 2), (0, 2))):
+        inner.layers = nn.ModuleList([every[place] for place in kept])
+        run.step(model, optimizer, **batch(seed))
+    inner.layers = nn.ModuleList(every)
+    run.end(model, optimizer)
+
+
+def test_a_layer_that_draws_whether_it_runs_is_refused() -> None:
+    """accelerate #1191: the same with a draw inside the forward: refused with its line, and eager as without us."""
+
+    def script(run: Run) -> None:
+        model = lora(llama())
+        layer = model.base_model.model.model.layers[1]
+        forward = layer.forward
+        layer.forward = lambda x, **keys: x if torch.rand(()) < 0.5 else forward(x, **keys)
+        model = run.prepare(model)
+        optimizer = adamw(model)
+        for seed in range(3):
+            run.step(model, optimizer, **batch(seed))
+        run.end(model, optimizer)
+
+    with pytest.raises(CaptureError, match=r"torch.rand.*depends on the data"):
+        run(script, memory_budget=PLENTY)
+    assert_same(run(script, memory_budget=PLENTY, on_unsupported="eager"), run(script))
+
+
+@case(5)
+def test_layers_thaw_one_after_another(run: Run) -> None:
+    """composer #1002: parameters are unfrozen and added to the optimizer in training, others frozen."""
+    base = llama().requires_grad_(False)
+    base.lm_head.requires_grad_(True)
+    model = run.prepare(base)
+    optimizer = torch.optim.AdamW(model.lm_head.parameters(), lr=1e-2)
+    run.step(model, optimizer, **batch(0))
+    for place, layer in enumerate(reversed(list(model.model.layers))):
+        layer.requires_grad_(True)
+        optimizer.add_param_group({"params": list(layer.parameters()), "lr": 1e-3, "weight_decay": 0.1 * place})
+        run.step(model, optimizer, **batch(place + 1))
+    model.lm_head.requires_grad_(False)
+    for seed in (5, 6):
+        run.step(model, optimizer, **batch(seed))
+    run.end(model, optimizer)
+
+
+@case(3)
+def test_another_dtype_in_training(run: Run) -> None:
+    """pytorch #148532: moments loaded in bf16, then the whole model in bf16."""
+    model = run.prepare(lora(llama()))
+    optimizer = adamw(model)
+    run.step(model, optimizer, **batch(0))
+    state = copy.deepcopy(optimizer.state_dict())
+    for moments in state["state"].values():
+        moments.update(exp_avg=moments["exp_avg"].bfloat16(), exp_avg_sq=moments["exp_avg_sq"].bfloat16())
+    optimizer = adamw(model)
+    optimizer.load_state_dict(state)
+    run.step(model, optimizer, **batch(1))
+    model.bfloat16()
+    optimizer = adamw(model)
+    run.step(model, optimizer, **batch(2))
+    run.end(model, optimizer)
+
+
+@case(3)
+def test_averages_of_weights(run: Run) -> None:
+    """pytorch #82070, ema-pytorch #6: a copy for the average, and the average put in for an evaluation."""
+    model = run.prepare(lora(llama()))
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    optimizer = adamw(model)
+    schedule = SWALR(optimizer, swa_lr=0.05)
+    for seed in range(3):
+        run.step(model, optimizer, **batch(seed))
+        average.update_parameters(model)
+        schedule.step()
+        own = [p.detach().clone() for p in trained(model)]
+        with torch.no_grad():
+            for parameter, mean in zip(trained(model), trained(average.module), strict=True):
+                parameter.copy_(mean)
+            model.eval()
+            run.see("evaluation", model(**batch(9)).loss)
+            model.train()
+            for parameter, value in zip(trained(model), own, strict=True):
+                parameter.copy_(value)
+    with torch.no_grad():
+        run.see("average", average(**batch(9)).loss)
+    run.end(model, optimizer)
+
+
+@case(4)
+def test_two_backwards_for_an_update(run: Run) -> None:
+    """pytorch_optimizer #66, davda54/sam #3: SAM moves the weights, and back after a second backward."""
+    model = run.prepare(lora(llama()))
+    optimizer = adamw(model)
+    for seed in range(2):
+        run.backward(model, model(**batch(seed)).loss)
+        moves = [0.05 * p.grad for p in trained(model) if p.grad is not None]
+        optimizer.zero_grad()
+        with torch.no_grad():
+            torch._foreach_add_(trained(model), moves)
+        run.backward(model, model(**batch(seed)).loss)
+        with torch.no_grad():
+            torch._foreach_sub_(trained(model), moves)
+        optimizer.step()
+        optimizer.zero_grad()
+    run.end(model, optimizer)
+
+
+def test_a_backward_through_moved_weights_is_refused() -> None:
+    """pytorch_optimizer #66: SAM's second backward through the first forward is an error, as in plain PyTorch."""
+
+    def script(run: Run) -> None:
+        model = run.prepare(lora(llama()))
+        loss = model(**batch(0)).loss
+        loss.backward(retain_graph=True)
+        with torch.no_grad():
+            torch._foreach_add_(trained(model), 0.1)
+        loss.backward()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        run(script)
+    with pytest.raises(ExecutionError, match="was changed in place between this step's forward and its backward"):
+        run(script, memory_budget=PLENTY)
+
+
+def test_a_second_derivative_is_refused_by_name() -> None:
+    """pytorch #102223: a gradient penalty needs ``create_graph``."""
+
+    def script(run: Run) -> None:
+        model = run.prepare(lora(llama(attn_implementation="eager")))
+        gradients = torch.autograd.grad(model(**batch(0)).loss, trained(model), create_graph=True)
+        torch.stack([g.pow(2).sum() for g in gradients]).sum().backward()
+        run.end(model)
+
+    run(script)
+    with pytest.raises(ExecutionError, match="create_graph=True: a planned step has no second derivative"):
+        run(script, memory_budget=PLENTY)
+
+
+@case(3)
+def test_gradients_that_are_asked_for(run: Run) -> None:
+    """pytorch #102223: ``torch.autograd.grad`` and ``backward(inputs=)`` in place of ``backward()``."""
+    model = run.prepare(lora(llama()))
+    optimizer = adamw(model)
+    for seed in range(2):
+        gradients = torch.autograd.grad(model(**batch(seed)).loss, trained(model))
+        run.see("gradients", gradients)
+        for parameter, gradient in zip(trained(model), gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        optimizer.zero_grad()
+    run.backward(model, model(**batch(2)).loss, inputs=trained(model)[:2])
+    optimizer.step()
+    run.end(model, optimizer)
+
+
+@case(3)
+def test_lbfgs_calls_the_script(run: Run) -> None:
+    """davda54/sam #66: an optimizer that needs a closure and evaluates it several times in a step."""
+    model = run.prepare(lora(llama()))
+    optimizer = torch.optim.LBFGS(trained(model), lr=0.1, max_iter=3)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(**batch(0)).loss
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        run.see("loss", optimizer.step(closure))
+    run.end(model)
+
+
+@case(3)
+def test_rates_and_scales_of_adapters(run: Run) -> None:
+    """peft #1504, #2733: LoRA+ has a rate for each matrix; rsLoRA's scale changes in training."""
+    model = run.prepare(lora(llama(), use_rslora=True, task_type="CAUSAL_LM"))
+    optimizer = create_loraplus_optimizer(model, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=16)
+    run.step(model, optimizer, **batch(0))
+    adapted = [module for module in model.modules() if hasattr(module, "scale_layer")]
+    for module in adapted:
+        module.scale_layer(0.5)
+    run.step(model, optimizer, **batch(1))
+    for module in adapted:
+        module.unscale_layer()
+    run.step(model, optimizer, **batch(2))
+    run.end(model, optimizer)
+
+
+@case(4)
+def test_noisy_embeddings(run: Run) -> None:
+    """trl #1837, unsloth #1078: NEFTune's hook in training and evaluation, with another strength, removed."""
+    model = run.prepare(lora(llama()))
+    optimizer = adamw(model)
+    embeddings = model.get_input_embeddings()
+    embeddings.neftune_noise_alpha = 5.0
+    hook = embeddings.register_forward_hook(neftune_post_forward_hook)
+    for seed in range(2):
+        run.step(model, optimizer, **batch(seed))
+    model.eval()
+    with torch.no_grad():
+        run.see("evaluation", model(**batch(5)).loss)
+    model.train()
+    embeddings.neftune_noise_alpha = 1.0
+    run.step(model, optimizer, **batch(6))
+    hook.remove()
+    run.step(model, optimizer, **batch(7))
+    run.end(model, optimizer)
+
+
+@case(2)
+def test_label_smoothing_outside_of_the_model(run: Run) -> None:
+    """transformers #17960, #27161: the Trainer's smoother takes the labels away and shifts them itself."""
+    model = run.prepare(lora(llama()))
+    optimizer = adamw(model)
+    for seed in range(2):
+        outputs = model(input_ids=batch(seed)["input_ids"])
+        run.backward(model, LabelSmoother(0.1)(outputs, batch(seed)["labels"], shift_labels=True))
+        optimizer.step()
+        optimizer.zero_grad()
+    run.end(model, optimizer)
+
+
+@case(4)
+def test_two_models_in_one_loss(run: Run) -> None:
+    """torchtune #1698, composer #1819: a teacher and two students, one optimizer, one clipping, a head around one."""
+    teacher = llama().eval().requires_grad_(False)
+    first, second = run.prepare(lora(llama())), run.prepare(lora(llama()))
+    head = nn.Linear(128, 3)
+    optimizer = torch.optim.AdamW([*trained(first), *trained(second), *head.parameters()], lr=1e-2)
+    for seed in range(2):
+        ids = batch(seed)["input_ids"]
+        with torch.no_grad():
+            target = teacher(input_ids=ids).logits.softmax(-1)
+        logits = first(input_ids=ids).logits
+        answers = F.cross_entropy(head(second(input_ids=ids).logits[:, -1]), torch.tensor([0, 2]))
+        run.backward(first, answers - (target * logits.log_softmax(-1)).sum(-1).mean())
+        run.see("norm", nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.1))
+        optimizer.step()
+        optimizer.zero_grad()
+    run.end(first, optimizer)
+    run.end(second)
+
+
+@case(4)
+def test_saving_amid_accumulation_and_in_a_thread(run: Run) -> None:
+    """transformers #29518: a checkpoint between two backwards, written while the next step runs."""
+    model = run.prepare(lora(llama()))
+    optimizer = adamw(model)
+    for seed in range(4):
+        run.backward(model, model(**batch(seed)).loss / 2)
+        state, file = {name: value.clone() for name, value in model.state_dict().items()}, io.BytesIO()
+        run.see("state", state)
+        writer = threading.Thread(target=torch.save, args=(state, file))
+        writer.start()
+        if seed % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        run.see("moments", copy.deepcopy(optimizer.state_dict()["state"]))
+        writer.join()
+        run.see("written", len(file.getvalue()))
+    run.end(model, optimizer)
+
+
+@case(3)
+def test_tools_around_a_step(run: Run) -> None:
+    """pytorch #130610: a profiler, deterministic algorithms, another default dtype, Ctrl-C in a forward."""
+    model = run.prepare(lora(llama()))
+    optimizer = adamw(model)
+    with torch.profiler.profile(record_shapes=True, profile_memory=True) as profile:
+        run.step(model, optimizer, **batch(0))
+        profile.step()
+    try:
+        torch.use_deterministic_algorithms(True)
+        torch.set_default_dtype(torch.float64)
+        run.step(model, optimizer, **batch(1))
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.set_default_dtype(torch.float32)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.base_model.model.model.layers[1].register_forward_pre_hook(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model(**batch(2))
+    hook.remove()
+    run.step(model, optimizer, **batch(2))
+    run.end(model, optimizer)
+
+
+@case(3)
+def test_modules_that_are_not_plain(run: Run) -> None:
+    """descript-audio-codec #81: a weight that is computed (weight_norm), a layer under no_grad, a padding row."""
+    base = llama(pad_token_id=5)
+    weight_norm(base.model.layers[1].mlp.up_proj)
+    base.model.layers[0].forward = torch.no_grad()(base.model.layers[0].forward)
+    model = run.prepare(base)
+    optimizer = adamw(model)
+    for seed in range(3):
+        inputs = batch(seed)
+        inputs["input_ids"][:, 12:] = 5
+        run.step(model, optimizer, **inputs)
+    run.end(model, optimizer)
+
+
+@case(2)
+def test_generation_makes_the_batch(run: Run) -> None:
+    """trl #2731: tokens are sampled by the model that trains, then weighed by their advantages."""
+    model = run.prepare(lora(llama()))
+    optimizer = adamw(model)
+    for seed in range(2):
+        model.eval()
+        with torch.no_grad():
+            prompt = batch(seed, length=4)["input_ids"]
+            tokens = model.generate(input_ids=prompt, max_new_tokens=6, do_sample=True, use_cache=True)
+        model.train()
+        run.see("tokens", tokens)
+        logits = model(input_ids=tokens).logits[:, :-1]
+        chosen = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
+        run.backward(model, -(torch.exp(chosen - chosen.detach()) * torch.tensor([[1.0], [-0.5]])).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    run.end(model, optimizer)
