@@ -169,7 +169,10 @@ def capture_step(
 def _check_batch(kwargs: Mapping[str, Any]) -> None:
     for name, tensor in batch_tensors(kwargs).items():
         if tensor.requires_grad:
-            raise CaptureError(f"{name}: requires a gradient, and a planned step has none for its inputs; detach() it")
+            raise CaptureError(
+                f"{name}: requires a gradient, and a planned step has none for its inputs; detach() it, or make "
+                "part of the model what is trained before it"
+            )
 
 
 def capture_forward(

@@ -116,17 +116,22 @@ def compare(script: Script, budget: str, optimizer: str, *, planned: int = 1, **
     size = PLENTY if budget == "plenty" else least_budget(script, **keys) * 11 // 10
     plain, got = run(script), run(script, memory_budget=size, **keys)
     assert_same(got, plain)
-    assert sum(stats(model)["steps_compiled"] for model in got.prepared) >= planned
+    numbers = [stats(model) for model in got.prepared]
+    assert sum(each["steps_compiled"] for each in numbers) >= planned
+    assert all(each["peak_bytes"] <= each["budget_bytes"] for each in numbers)
     return got
 
 
-def case(planned: int = 1, *, tight: bool = False, **keys: Any) -> Callable[[Script], Any]:
+def case(planned: int = 1, *, tight: bool = False, long: bool = False, **keys: Any) -> Callable[[Script], Any]:
     """Make a test of a script. ``make test`` has one setting: the least budget if ``tight``, which takes three times
-    as long; the script's name chooses where the optimizer is."""
+    as long; the script's name chooses where the optimizer is. It has none if ``long``."""
 
     def decorated(script: Script) -> Any:
         chosen = ("least" if tight else "plenty", ("device", "host")[zlib.crc32(script.__name__.encode()) % 2])
-        settings = [pytest.param(*setting, marks=() if setting == chosen else pytest.mark.long) for setting in SETTINGS]
+        settings = [
+            pytest.param(*setting, marks=() if setting == chosen and not long else pytest.mark.long)
+            for setting in SETTINGS
+        ]
 
         @pytest.mark.parametrize(("budget", "optimizer"), settings)
         def test(budget: str, optimizer: str) -> None:
@@ -139,8 +144,8 @@ def case(planned: int = 1, *, tight: bool = False, **keys: Any) -> Callable[[Scr
 
 
 def llama(**config: Any) -> LlamaForCausalLM:
-    """A random model of 2 layers, hidden size 64 and 128 tokens."""
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128}
+    """A random model of one layer, or ``num_hidden_layers``; hidden size 64, 128 tokens."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 128}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}
     return LlamaForCausalLM(LlamaConfig(**(sizes | heads | config))).train()
 

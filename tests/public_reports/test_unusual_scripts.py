@@ -62,7 +62,7 @@ def test_masks_and_positions(run: Run) -> None:
     run.end(model, optimizer)
 
 
-@case(4)
+@case(4, long=True)
 def test_logits_of_some_positions(run: Run) -> None:
     """trl #2770, #3681: ``logits_to_keep`` as a number and as places, a loss of the script's own."""
     model = run.prepare(lora(llama()))
@@ -93,7 +93,7 @@ def test_a_layer_that_draws_whether_it_runs_is_refused() -> None:
     """accelerate #1191: the same with a draw inside the forward: refused with its line, and eager as without us."""
 
     def script(run: Run) -> None:
-        model = lora(llama())
+        model = lora(llama(num_hidden_layers=2))
         layer = model.base_model.model.model.layers[1]
         forward = layer.forward
         layer.forward = lambda x, **keys: x if torch.rand(()) < 0.5 else forward(x, **keys)
@@ -111,7 +111,7 @@ def test_a_layer_that_draws_whether_it_runs_is_refused() -> None:
 @case(5)
 def test_layers_thaw_one_after_another(run: Run) -> None:
     """composer #1002: parameters are unfrozen and added to the optimizer in training, others frozen."""
-    base = llama().requires_grad_(False)
+    base = llama(num_hidden_layers=2).requires_grad_(False)
     base.lm_head.requires_grad_(True)
     model = run.prepare(base)
     optimizer = torch.optim.AdamW(model.lm_head.parameters(), lr=1e-2)
@@ -126,9 +126,9 @@ def test_layers_thaw_one_after_another(run: Run) -> None:
     run.end(model, optimizer)
 
 
-@case(3)
+@case(3, long=True)
 def test_another_dtype_in_training(run: Run) -> None:
-    """pytorch #148532: moments loaded in bf16, then the whole model in bf16."""
+    """pytorch #43706, OpenTau #184: moments loaded in bf16, then the whole model in bf16."""
     model = run.prepare(lora(llama()))
     optimizer = adamw(model)
     run.step(model, optimizer, **batch(0))
@@ -236,7 +236,7 @@ def test_gradients_that_are_asked_for(run: Run) -> None:
     run.end(model, optimizer)
 
 
-@case(3)
+@case(3, long=True)
 def test_lbfgs_calls_the_script(run: Run) -> None:
     """davda54/sam #66: an optimizer that needs a closure and evaluates it several times in a step."""
     model = run.prepare(lora(llama()))
@@ -290,7 +290,7 @@ def test_noisy_embeddings(run: Run) -> None:
     run.end(model, optimizer)
 
 
-@case(2)
+@case(2, long=True)
 def test_label_smoothing_outside_of_the_model(run: Run) -> None:
     """transformers #17960, #27161: the Trainer's smoother takes the labels away and shifts them itself."""
     model = run.prepare(lora(llama()))
@@ -346,7 +346,7 @@ def test_saving_amid_accumulation_and_in_a_thread(run: Run) -> None:
 
 @case(3)
 def test_tools_around_a_step(run: Run) -> None:
-    """pytorch #130610: a profiler, deterministic algorithms, another default dtype, Ctrl-C in a forward."""
+    """pytorch #60158, transformers #28461: profiler, default dtype, deterministic ops, Ctrl-C in a forward."""
     model = run.prepare(lora(llama()))
     optimizer = adamw(model)
     with torch.profiler.profile(record_shapes=True, profile_memory=True) as profile:
@@ -363,7 +363,7 @@ def test_tools_around_a_step(run: Run) -> None:
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    hook = model.base_model.model.model.layers[1].register_forward_pre_hook(interrupted)
+    hook = model.base_model.model.model.layers[0].register_forward_pre_hook(interrupted)
     with pytest.raises(KeyboardInterrupt):
         model(**batch(2))
     hook.remove()
@@ -371,10 +371,10 @@ def test_tools_around_a_step(run: Run) -> None:
     run.end(model, optimizer)
 
 
-@case(3)
+@case(3, long=True)
 def test_modules_that_are_not_plain(run: Run) -> None:
     """descript-audio-codec #81: a weight that is computed (weight_norm), a layer under no_grad, a padding row."""
-    base = llama(pad_token_id=5)
+    base = llama(pad_token_id=5, num_hidden_layers=2)
     weight_norm(base.model.layers[1].mlp.up_proj)
     base.model.layers[0].forward = torch.no_grad()(base.model.layers[0].forward)
     model = run.prepare(base)
@@ -384,6 +384,47 @@ def test_modules_that_are_not_plain(run: Run) -> None:
         inputs["input_ids"][:, 12:] = 5
         run.step(model, optimizer, **inputs)
     run.end(model, optimizer)
+
+
+@case(2)
+def test_hooks_of_parameters(run: Run) -> None:
+    """opacus #9: hooks that clip each gradient as it is made, and hooks that run after it was added."""
+    model = run.prepare(lora(llama()))
+    optimizer = adamw(model)
+    finite: list[bool] = []
+    hooks = [p.register_hook(lambda g: g * (0.01 / (g.norm() + 0.01))) for p in trained(model)]
+    hooks += [
+        p.register_post_accumulate_grad_hook(lambda p: finite.append(bool(p.grad.isfinite().all())))  # type: ignore[union-attr]
+        for p in trained(model)
+    ]
+    for seed in range(2):
+        run.step(model, optimizer, **batch(seed))
+    for hook in hooks:
+        hook.remove()
+    run.step(model, optimizer, **batch(2))
+    run.see("finite", finite)
+    run.end(model, optimizer)
+
+
+def test_a_prompt_that_is_trained_outside_of_the_model_is_refused() -> None:
+    """peft #2191: soft tokens before ``inputs_embeds``: a plan has no gradient for them."""
+
+    def script(run: Run) -> None:
+        model = run.prepare(lora(llama()))
+        soft = nn.Parameter(torch.randn(1, 4, 64) * 0.02)
+        optimizer = torch.optim.AdamW([soft, *trained(model)], lr=1e-2)
+        for seed in range(2):
+            words = model.get_input_embeddings()(batch(seed)["input_ids"])
+            labels = torch.cat([torch.full((2, 4), -100), batch(seed)["labels"]], 1)
+            run.backward(model, model(inputs_embeds=torch.cat([soft.expand(2, -1, -1), words], 1), labels=labels).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        run.see("soft", soft)
+        run.end(model, optimizer)
+
+    with pytest.raises(CaptureError, match="make part of the model what is trained before it"):
+        run(script, memory_budget=PLENTY)
+    assert_same(run(script, memory_budget=PLENTY, on_unsupported="eager"), run(script))
 
 
 @case(2)

@@ -54,7 +54,7 @@ def test_a_tied_head_that_is_trained_is_merged(run: Run) -> None:
     tied_head(run, True)
 
 
-@case(3)
+@case(3, long=True)
 def test_a_head_that_is_no_longer_tied_is_merged(run: Run) -> None:
     """With a copy of each."""
     tied_head(run, False)
@@ -191,7 +191,7 @@ def test_dora_of_conv1d_with_dropout(run: Run) -> None:
 @case(2, tight=True)
 def test_what_is_saved_has_no_placeholders(run: Run) -> None:
     """sglang #16737, peft #868, #1190, accelerate #4261: a merge or a save under offload reads placeholders."""
-    model = run.prepare(lora(llama(), task_type="CAUSAL_LM"))
+    model = run.prepare(lora(llama(num_hidden_layers=2), task_type="CAUSAL_LM"))
     optimizer = adamw(model)
     for seed in range(2):
         loss = model(**batch(seed)).loss
@@ -206,7 +206,26 @@ def test_what_is_saved_has_no_placeholders(run: Run) -> None:
     run.see("files", saved(merged))
 
 
-@pytest.mark.parametrize("order", ["load, prepare", "prepare, load"])
+@pytest.mark.parametrize("optimizer", ["planned", pytest.param("host", marks=pytest.mark.long)])
+def test_a_merge_between_steps_has_the_last_update(optimizer: str) -> None:
+    """sglang #16737, peft #868: weights are synced to a server after each step: merge, copy, unmerge."""
+
+    def script(run: Run) -> None:
+        model = run.prepare(lora(llama(), task_type="CAUSAL_LM"))
+        updates = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
+        for seed in range(3):
+            model(**batch(seed)).loss.backward()
+            updates.step()
+            updates.zero_grad()
+            model.merge_adapter()
+            run.see("synced", model.state_dict())
+            model.unmerge_adapter()
+        run.see("published", model.merge_and_unload().state_dict())
+
+    compare(script, "plenty", optimizer, planned=3)
+
+
+@pytest.mark.parametrize("order", ["load, prepare", pytest.param("prepare, load", marks=pytest.mark.long)])
 def test_a_trained_score_head_comes_back(order: str, tmp_path: Path) -> None:
     """sentence-transformers #3980, peft #1070: the trained score head was not restored."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128, "num_labels": 3}
