@@ -13,6 +13,7 @@ from peft.optimizers import create_loraplus_optimizer
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 from transformers.integrations.neftune import neftune_post_forward_hook
 from transformers.trainer_pt_utils import LabelSmoother
@@ -425,6 +426,42 @@ def test_a_prompt_that_is_trained_outside_of_the_model_is_refused() -> None:
     with pytest.raises(CaptureError, match="make part of the model what is trained before it"):
         run(script, memory_budget=PLENTY)
     assert_same(run(script, memory_budget=PLENTY, on_unsupported="eager"), run(script))
+
+
+@case(3, long=True)
+def test_fast_weights(run: Run) -> None:
+    """pytorch #88851, katerakelly/pytorch-maml #8: other weights are put in for one forward, leaves and computed ones."""
+    model = run.prepare(lora(llama()))
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    weights = dict(model.named_parameters())
+    fast = {name: (weights[name].detach() + 0.1).requires_grad_() for name in names}
+    with _reparametrize_module(model, fast):
+        run.see("gradients", torch.autograd.grad(model(**batch(0)).loss, list(fast.values())))
+    with _reparametrize_module(model, {name: weights[name] * 0.9 for name in names}):
+        model(**batch(1)).loss.backward()
+    run.see("through", {name: weights[name].grad for name in names})
+    loss = torch.func.functional_call(model, fast, (), batch(2)).loss
+    run.see("called", torch.autograd.grad(loss, list(fast.values())))
+    run.end(model)
+
+
+@case(3, long=True)
+def test_what_a_script_keeps(run: Run) -> None:
+    """transformers #29518: gradients, logits and losses of earlier steps, zeroed gradients that stay, a random state
+    that is set back."""
+    model = run.prepare(lora(llama(), lora_dropout=0.2))
+    optimizer = adamw(model)
+    kept: list[Any] = []
+    state = torch.get_rng_state()
+    for seed in range(3):
+        outputs = model(**batch(seed))
+        outputs.loss.backward()
+        kept += [outputs.loss, outputs.logits, [p.grad for p in trained(model)]]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=seed != 1)
+        torch.set_rng_state(state)
+    run.see("kept", kept)
+    run.end(model, optimizer)
 
 
 @case(2)
