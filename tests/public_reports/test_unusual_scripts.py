@@ -430,7 +430,7 @@ def test_a_prompt_that_is_trained_outside_of_the_model_is_refused() -> None:
 
 @case(3, long=True)
 def test_fast_weights(run: Run) -> None:
-    """pytorch #88851, katerakelly/pytorch-maml #8: other weights are put in for one forward, leaves and computed ones."""
+    """pytorch #88851, pytorch-maml #8: other weights are put in for one forward, leaves and computed ones."""
     model = run.prepare(lora(llama()))
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     weights = dict(model.named_parameters())
