@@ -65,6 +65,10 @@ class PlanFamily:
         """``first``: the plan that was made at capture. ``host_memory``: bytes that training may take on the host."""
         assert first.recipe is not None
         self.recipe: PlanRecipe = first.recipe
+        self.outside = first.budget.outside
+        """Bytes that the step has on the device outside of its arena."""
+        self.beside: tuple[tuple[int, int], int] | None = None
+        """The budget of a plan that shares its arena, for a whole budget and bytes outside of others' arenas."""
         self.least: int | None = None
         self.wish: int | None = None
         self.kinds: dict[Kind, MoreThanPlain] = {}

@@ -154,7 +154,7 @@ class PlanMemory:
         """Room within the budget for ``step`` with an arena of so many bytes, or with the one that is there. Raises
         GrantWithdrawn."""
         there = max((memory.numel() for memory in self.arenas.values()), default=0)
-        if self.budgets.moving and step.budget.outside + max(arena, there) > self.budgets.total:
+        if step.budget.outside + max(arena, there) > self.budgets.total:
             self.unload()
             there = 0
         self.budgets.claim(step.budget.outside, max(arena, there))

@@ -165,7 +165,7 @@ def test_many_batch_shapes_take_no_more_of_the_device_than_one() -> None:
     for length in (8, 12, 16, 20, 24) * 2:
         step(model, batch(length))
     torch.cuda.synchronize()
-    assert len(state_of(model).plans) == 5
+    assert len({key[0] for key in state_of(model).plans}) == 5
     assert device.live_bytes(peak=True) - before <= budget + _ROUNDING
 
 
