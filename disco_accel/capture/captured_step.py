@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -67,7 +67,9 @@ class CapturedStep:
     A forward alone has neither ``gradients`` nor a late input. In a training step the first ``differentiated`` of
     ``outputs`` are. A trainable parameter that they do not reach has no entry in ``gradients``: eager leaves it None.
     ``bare``: the model returns the first output itself, not something that has it as a field. ``passes``: those that
-    ``graph`` has been through.
+    ``graph`` has been through. ``kept_casts``: trained weights of which an autocast region keeps a cast for its further
+    forwards, with the dtype that eager adds up their gradients in if one backward has those of several such forwards;
+    "" where eager adds parts of a gradient, as the weight is used several times.
     """
 
     graph: TaskGraph
@@ -78,6 +80,7 @@ class CapturedStep:
     bare: bool = False
     differentiated: int = 1
     passes: tuple[AppliedPass, ...] = ()
+    kept_casts: Mapping[str, str] = field(default_factory=dict)
 
     @functools.cached_property
     def copies(self) -> frozenset[int]:

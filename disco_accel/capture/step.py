@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from disco_accel.capture.attention import refuse_cudnn_attention, without_cudnn_attention
-from disco_accel.capture.autocast import AutocastState, autocast_region, autocast_state, outside_autocast
+from disco_accel.capture.autocast import AutocastState, autocast_region, autocast_state, kept_casts, outside_autocast
 from disco_accel.capture.captured_step import CapturedStep, InputBinding, InputSource, ValueBinding
 from disco_accel.capture.code_location import code_line
 from disco_accel.capture.constants import bind_constants, no_values_read, tracing_mode
@@ -29,7 +29,7 @@ from disco_accel.capture.returned_fields import REAL_DTYPES, NoSuchOutput, loss_
 from disco_accel.capture.rng import chain_draws, draws, random_sites, user_generator
 from disco_accel.capture.storages import storage_key, tensor_spec
 from disco_accel.capture.thread_tables import own_tables
-from disco_accel.capture.trace_log import TraceLog, logging_trace
+from disco_accel.capture.trace_log import TraceLog, active_log, logging_trace
 from disco_accel.capture.traced_step import Rewrite, TracedStep
 from disco_accel.capture.waiting_modules import modules_wait
 from disco_accel.errors import CaptureError
@@ -74,13 +74,16 @@ class _Step(torch.nn.Module):
         self._outputs = outputs
         self._differentiated = differentiated
         self.bare = False
+        self.kept_casts: Mapping[str, str] = {}
 
     def forward(self, batch: Mapping[str, Any], tangents: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         with autocast_region(self._autocast):
             output = self._call(**batch)
-        self.bare = isinstance(output, torch.Tensor)
-        values = [loss_of(output) if name == "loss" else tensor_of(output, name) for name in self._outputs]
-        wanted = values[: self._differentiated]
+            self.bare = isinstance(output, torch.Tensor)
+            values = [loss_of(output) if name == "loss" else tensor_of(output, name) for name in self._outputs]
+            wanted = values[: self._differentiated]
+            if tangents and self._autocast.cache:
+                self.kept_casts = self._find_kept_casts(wanted)
         for name, value in zip(self._outputs, wanted, strict=False):
             if value.dtype not in REAL_DTYPES:
                 raise CaptureError(f"{name}: a {value.dtype} has no gradient")
@@ -96,6 +99,15 @@ class _Step(torch.nn.Module):
             # Ops without a formula for autograd make outputs that want a gradient and pass none on.
             raise NoSuchOutput(f"{UNREACHED} {self._outputs[0]}", None)
         return [*values, *gradients]
+
+    def _find_kept_casts(self, wanted: Sequence[torch.Tensor]) -> Mapping[str, str]:
+        """As ``CapturedStep.kept_casts``."""
+        weights = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        log = active_log()
+        # Each reentrant segment casts anew in its recomputation, and adds what it gets to ``.grad`` itself.
+        recast = log.reentrant_leaves if log is not None else ()
+        kept = kept_casts(wanted, weights)
+        return {name: "float32" if storage_key(weights[name]) in recast else dtype for name, dtype in kept.items()}
 
     def _matching(self, wanted: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The tangent of each: of several for a loss, see ``_tangents``, the one of its dtype."""
@@ -162,7 +174,7 @@ def capture_step(
     sources = twins.sources(model) + [(InputSource.TANGENT, name) for name in names]
     constants = functools.partial(bind_constants, trace, mode, model)
     captured = _lower(trace, sources, constants, log, name, device, outputs, trained=trained, rewrite=rewrite)
-    captured = replace(captured, bare=step.bare, differentiated=differentiated)
+    captured = replace(captured, bare=step.bare, differentiated=differentiated, kept_casts=step.kept_casts)
     return with_leaving_gradients(captured) if trained.host_has_it else captured
 
 

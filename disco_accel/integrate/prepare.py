@@ -95,16 +95,18 @@ def _planned(state: Session, model: torch.nn.Module, fitted: FittedBatch) -> Ste
             raise
         if state.effects.lasting:
             key = step_key(model, fitted.batch)
+        region = state.casts.region_of(step)
         running = state.with_more(model, step)
         # An update cannot be taken back: weights are looked at before it, not beside it.
         state.make_current(model, running, check_ends_later=running is step)
         generator = generator_state(step)
         compare = Comparison.of(state, model, fitted, step, generator)
-        values, inputs = run_step(state, model, running, fitted.batch, compare)
+        values, inputs, together = run_step(state, model, running, fitted.batch, region, compare)
+        state.casts.planned(region, inputs)
         state.observers.on_step(running)
     if step.captured.bare:
         return values[0]
-    rerun = Rerun(state, model, fitted, step, usage, generator, autocast_state(), key, inputs)
+    rerun = Rerun(state, model, fitted, step, usage, generator, autocast_state(), key, inputs, together)
     first, *others = ((output.name, value) for output, value in zip(step.captured.outputs, values, strict=True))
     outputs = dict([first, *((n, rerun.differentiable(n, v)) for n, v in others)])
     return StepOutput({n: fitted.cut(n, v) for n, v in outputs.items()}, rerun)
@@ -122,11 +124,21 @@ def _own_forward(state: Session, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """The model's own forward, on its weights as they are after all updates."""
     if not in_capture():
         state.updates.settle()
+        _enter_region(state)
         if torch.is_grad_enabled():
             # Its backward may add to gradients.
             state.updates.show_gradients()
     with state.gate.eager(), own_forward_runs(), state.placement.visiting():
         return state.original_forward(*args, **kwargs)
+
+
+def _enter_region(state: Session) -> None:
+    try:
+        state.casts.own_forward()
+    except CaptureError as error:
+        if state.config.on_unsupported != "eager":
+            raise
+        state.say_once(f"this forward casts the weights as they are now: {error}")
 
 
 @typed_out_of_memory("preparing the model")

@@ -44,6 +44,7 @@ class InputSnapshot:
     def __init__(
         self, trainable: Mapping[str, torch.Tensor], batch: Mapping[str, torch.Tensor], frozen: WatchedTensors
     ) -> None:
+        self._trainable = dict(trainable)
         self._tensors = {**batch, **trainable}
         self._versions = versions_of(self._tensors)
         # Replaced, not changed, when the weights are looked at again: what this forward saw stays here.
@@ -55,6 +56,12 @@ class InputSnapshot:
     def changed(self, *, content: bool) -> str | None:
         """What was changed since, for a message; ``content``: look for writes that versions miss as well."""
         return self.begin_check(content=content) or self.finish_check()
+
+    def weights_changed(self) -> bool:
+        """Whether a trainable parameter was changed since."""
+        if any(version != self._versions[name] for name, version in versions_of(self._trainable).items()):
+            return True
+        return self._content is not None and self._content.changed()
 
     def begin_check(self, *, content: bool) -> str | None:
         """As ``changed``, but for frozen weights that must be read to know: that goes on until ``finish_check``."""

@@ -23,6 +23,7 @@ from disco_accel.step.dynamo import not_compiled
 from disco_accel.step.fitted_batch import part_of
 from disco_accel.step.gradients.accumulating_step import AccumulatingStep
 from disco_accel.step.input_snapshot import InputSnapshot
+from disco_accel.step.one_backward import CastRegion, OneForward
 from disco_accel.step.rng_state import generator_from, generator_state, kept_on_failure
 from disco_accel.step.step_key import model_state
 from disco_accel.step.update.updated_step import StepWithUpdate
@@ -174,6 +175,12 @@ class PendingStep:
                 self.state.updates.abandoned(self.step, updating=self.updating)
                 self.updating = False
 
+    def end(self) -> None:
+        """Its backward has run, or another step makes its gradients with those of other outputs."""
+        with self.state.lock:
+            self.state.accumulation.ended(self)
+            self.suspend()
+
     def _without_update(self) -> None:
         """From now on this is the step without the update that it has done, for running it again."""
         if isinstance(self.step, StepWithUpdate):
@@ -222,12 +229,13 @@ class _Step(torch.autograd.Function):
     def forward(
         ctx: Any,
         pending: PendingStep,
+        together: OneForward,
         names: tuple[str, ...],
         others: list[torch.Tensor],
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.pending = pending
-        ctx.names = names
+        ctx.pending, ctx.together, ctx.names = pending, together, names
+        together.add(ctx)
         # DDP's node behind a value that no loss depends on passes no gradient on; zeros would cost half a step.
         ctx.set_materialize_grads(False)
         first, *rest = pending.forward()
@@ -241,23 +249,29 @@ class _Step(torch.autograd.Function):
     @staticmethod
     @not_compiled
     def backward(ctx: Any, tangent: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if tangent is None:
-            return (None, None, None, *(None for _ in ctx.names))
-        if torch.is_grad_enabled():
+        if tangent is not None and torch.is_grad_enabled():
             raise ExecutionError(
                 "create_graph=True: a planned step has no second derivative; use the unprepared model for it"
             )
-        if any(map(torch.is_autocast_enabled, DEVICE_TYPES)):
+        if tangent is not None and any(map(torch.is_autocast_enabled, DEVICE_TYPES)):
             ctx.pending.state.say_once(
                 "backward() was called inside autocast, against PyTorch's advice: a planned step's runs outside of it, "
                 "as if it had been called after the region; eager mode may round differently there"
             )
         pending = ctx.pending
         nodes = [node for node, _ in ctx.next_functions]
-        gradients = pending.backward({pending.step.captured.outputs[0].name: tangent}, nodes)
-        if pending.compare is not None:
-            pending.compare(pending.outputs, tangent, gradients)
-        return (None, None, None, *(gradients.get(name) for name in ctx.names))
+
+        def alone(tangents: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            gradients: dict[str, torch.Tensor] = pending.backward(tangents, nodes)
+            if pending.compare is not None:
+                pending.compare(pending.outputs, *tangents.values(), gradients)
+            return gradients
+
+        tangents = {} if tangent is None else {pending.step.captured.outputs[0].name: tangent}
+        gradients = ctx.together.gradients(ctx, tangents, alone)
+        if tangents:
+            pending.end()
+        return (None, None, None, None, *(gradients.get(name) for name in ctx.names))
 
 
 def externals_of(
@@ -321,11 +335,12 @@ def run_step(
     model: torch.nn.Module,
     step: CompiledStep,
     batch: Mapping[str, Any],
+    region: CastRegion | None,
     compare: Callable[..., None] | None = None,
-) -> tuple[list[torch.Tensor], InputSnapshot]:
+) -> tuple[list[torch.Tensor], InputSnapshot, OneForward]:
     """Run the forward part of ``step``; the first output's backward runs the rest, then ``compare`` on its results.
 
-    Returns the outputs, and what the step was given as it was then.
+    Returns the outputs, what the step was given as it was then, and the forward as a backward knows it, in ``region``.
     """
     externals = externals_of(state, model, step, batch)
     if isinstance(step, StepWithUpdate):
@@ -335,5 +350,6 @@ def run_step(
     pending.compare = compare
     others: list[torch.Tensor] = []
     apply: Callable[..., torch.Tensor] = _Step.apply
-    first = apply(pending, tuple(step.parameters), others, *step.parameters.values())
-    return [first, *others], pending.inputs
+    together = OneForward(region, step.captured.kept_casts)
+    first = apply(pending, together, tuple(step.parameters), others, *step.parameters.values())
+    return [first, *others], pending.inputs, together

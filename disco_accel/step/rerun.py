@@ -22,8 +22,9 @@ from disco_accel.step.compiled_step import CompiledStep
 from disco_accel.step.fitted_batch import FittedBatch
 from disco_accel.step.grant_source import GrantWithdrawn
 from disco_accel.step.input_snapshot import InputSnapshot, versions_of
-from disco_accel.step.late_gradient import with_gradient, with_gradients
+from disco_accel.step.late_gradient import with_gradients
 from disco_accel.step.observer import Fallback
+from disco_accel.step.one_backward import OneForward
 from disco_accel.step.output_fields import leaves, with_leaves
 from disco_accel.step.output_usage import HABIT, Outputs, OutputUsage
 from disco_accel.step.pending import PendingStep, externals_of
@@ -49,6 +50,7 @@ class Rerun:
     autocast: AutocastState
     key: StepKey
     inputs: InputSnapshot
+    together: OneForward
     eager_output: Any = None
 
     def __post_init__(self) -> None:
@@ -103,26 +105,30 @@ class Rerun:
         parameters = self.step.parameters
         if parameters is None or not value.is_floating_point():
             return value
-        return with_gradient(value, parameters, functools.partial(self._gradients, name))
+        ways = functools.partial(self._gradients, name), self._gradients_of
+        return with_gradients({name: value}, parameters, self.together, *ways)[name]
 
     def _differentiable_inside(self, name: str, value: Any) -> Any:
         """``value``, all tensors in which have one way back together."""
         floats = {path: tensor for path, tensor in leaves(value, name) if tensor.is_floating_point()}
         if not floats or self.step.parameters is None:
             return value
-        connected = with_gradients(floats, self.step.parameters, self._gradients_of)
+        ways = self._gradients_of, self._gradients_of
+        connected = with_gradients(floats, self.step.parameters, self.together, *ways)
         return with_leaves(value, name, connected)
 
-    def _gradients(self, name: str, tangent: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _gradients(self, name: str, tangents: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Runs the step that differentiates ``name``, from this forward's inputs."""
         if self.usage.differentiated != name:
             logger.info("%s: a gradient is asked for; steps are planned for it from now on", name)
         self.usage.differentiated = name
-        return self._run({name: tangent}, self.usage.outputs(self.batch))
+        return self._run(tangents, self.usage.outputs(self.batch))
 
     def _gradients_of(self, tangents: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Runs the step that differentiates all of ``tangents``, from this forward's inputs."""
         last = self.step.captured.outputs[0].name
+        # A loss is alone where it is the first.
+        tangents = dict(sorted(tangents.items(), key=lambda item: item[0] == "loss"))
         # Where random numbers are drawn, the step goes on to the end of the forward, to draw all of them.
         return self._run(tangents, (*tangents, *((last,) if self.step.draws and last not in tangents else ())))
 

@@ -149,6 +149,11 @@ class PlannedUpdates:
         """Whether updates of the model's weights are not put off, or one was before now."""
         return self.deferral is None or self.deferral.seen
 
+    @property
+    def waiting(self) -> bool:
+        """Whether an update is put off until the next step."""
+        return self.deferral is not None and self.deferral.pending is not None
+
     def settle(self) -> None:
         """See ``Deferral.settle``."""
         if self.deferral is not None:
