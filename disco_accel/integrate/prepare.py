@@ -124,21 +124,12 @@ def _own_forward(state: Session, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """The model's own forward, on its weights as they are after all updates."""
     if not in_capture():
         state.updates.settle()
-        _enter_region(state)
+        state.casts.own_forward()
         if torch.is_grad_enabled():
             # Its backward may add to gradients.
             state.updates.show_gradients()
     with state.gate.eager(), own_forward_runs(), state.placement.visiting():
         return state.original_forward(*args, **kwargs)
-
-
-def _enter_region(state: Session) -> None:
-    try:
-        state.casts.own_forward()
-    except CaptureError as error:
-        if state.config.on_unsupported != "eager":
-            raise
-        state.say_once(f"this forward casts the weights as they are now: {error}")
 
 
 @typed_out_of_memory("preparing the model")

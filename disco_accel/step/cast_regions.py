@@ -1,4 +1,4 @@
-"""Which forwards share the casts that autocast keeps of trained weights, and whether these are older than the weights."""
+"""Which forwards share the casts that autocast keeps of trained weights, and whether these are stale."""
 
 from __future__ import annotations
 
@@ -9,30 +9,32 @@ import torch
 
 from disco_accel.capture.autocast import cast_generation
 from disco_accel.errors import CaptureError
+from disco_accel.native.host_memory import WatchedTensors
 from disco_accel.step.compiled_step import CompiledStep
-from disco_accel.step.input_snapshot import InputSnapshot, versions_of
+from disco_accel.step.input_snapshot import InputSnapshot
 from disco_accel.step.one_backward import CastRegion
 
 _STALE = (
-    "autocast: the region spans an update: its casts are stale. Weights were changed since a forward in this region, and "
-    "PyTorch goes on with casts of the old ones, where a plan has the new ones; open a region for each step, or pass "
-    "cache_enabled=False to torch.autocast"
+    "autocast: the region spans an update: its casts are stale. Weights were changed since a forward in this region, "
+    "and PyTorch goes on with casts of the old ones, where a plan has the new ones; open a region for each step, or "
+    "pass cache_enabled=False to torch.autocast"
 )
 
 
 class CastRegions:
-    """Those of one prepared model. Each step asks which one it is in; what steps read is that of the planned weights."""
+    """Those of one prepared model, one after the other."""
 
-    def __init__(self, model: torch.nn.Module, updating: Callable[[], bool]) -> None:
-        """``updating``: whether an update of the weights is to be done by the next step."""
+    def __init__(
+        self, model: torch.nn.Module, updating: Callable[[], bool], tell: Callable[[str], None] | None
+    ) -> None:
+        """``updating``: whether an update of the weights is to be done by the next step. ``tell`` hears of stale casts
+        where the model's own forward may go on with others; without it that is an error too."""
         self._model = weakref.ref(model)
-        self._updating = updating
+        self._updating, self._tell = updating, tell
         self._generation = -1
         self._region = CastRegion()
-        self._weights: Mapping[str, torch.Tensor] = {}
-        self._versions: dict[str, int] = {}
         self._inputs: InputSnapshot | None = None
-        """What the first forwards of the region found: one of the model's own, and a planned one."""
+        """What the first forward of the region that casts weights has found."""
 
     def region_of(self, step: CompiledStep) -> CastRegion | None:
         """The region that ``step`` is about to run in; None where nothing is cast that a region keeps.
@@ -49,9 +51,15 @@ class CastRegions:
 
     def own_forward(self) -> None:
         """The model's own forward is about to run. Raises as ``region_of``."""
-        if self._enter() is not None and not self._versions:
-            self._weights = self._cast_weights()
-            self._versions = versions_of(self._weights)
+        try:
+            region = self._enter()
+        except CaptureError as error:
+            if self._tell is None:
+                raise
+            self._tell(f"this forward casts the weights as they are now: {error}")
+            return
+        if region is not None and self._inputs is None:
+            self._inputs = InputSnapshot(self._cast_weights(), {}, WatchedTensors([]))
 
     def _cast_weights(self) -> Mapping[str, torch.Tensor]:
         model = self._model()
@@ -63,15 +71,7 @@ class CastRegions:
         if generation is None:
             return None
         if generation != self._generation:
-            self._generation, self._region = generation, CastRegion()
-            self._versions, self._inputs = {}, None
-        elif self._spans_update():
+            self._generation, self._region, self._inputs = generation, CastRegion(), None
+        elif self._inputs is not None and (self._updating() or self._inputs.weights_changed()):
             raise CaptureError(_STALE)
         return self._region
-
-    def _spans_update(self) -> bool:
-        if self._inputs is None and not self._versions:
-            return False
-        if self._updating() or (self._versions and self._versions != versions_of(self._weights)):
-            return True
-        return self._inputs is not None and self._inputs.weights_changed()

@@ -44,8 +44,8 @@ def with_gradients(
     alone: GradientsOf,
     jointly: GradientsOf,
 ) -> dict[str, torch.Tensor]:
-    """``values``, by path, as functions of ``parameters`` whose backward is ``alone``, or ``jointly`` with that of other
-    outputs of the forward ``together``."""
+    """``values``, by path, as functions of ``parameters`` whose backward is ``alone``, or ``jointly`` with that of
+    other outputs of the forward ``together``."""
     apply: Callable[..., tuple[torch.Tensor, ...]] = _Elsewhere.apply
     made = apply(tuple(values), together, (alone, jointly), tuple(parameters), *values.values(), *parameters.values())
     return dict(zip(values, made, strict=True))

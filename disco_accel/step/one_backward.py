@@ -60,8 +60,8 @@ class CastRegion:
         self._nodes.add(node)
 
     def total(self, node: Any, gradients: Mapping[str, torch.Tensor], casts: Mapping[str, str]) -> dict[str, Any]:
-        """``gradients`` that ``node`` has made, by parameter, with those of the region's other forwards; those of weights
-        with ``casts`` (see ``CapturedStep.kept_casts``) are held back until the last node.
+        """``gradients`` that ``node`` has made, by parameter, with those of the region's other forwards; those of
+        weights with ``casts`` (see ``CapturedStep.kept_casts``) are held back until the last node.
 
         Raises:
             ExecutionError: a weight is used several times in each forward, so that the order of the sum is not known.
@@ -72,9 +72,9 @@ class CastRegion:
         for name in casts.keys() & gradients.keys():
             if not casts[name]:
                 raise ExecutionError(
-                    f"{name}: one backward() adds up its gradients of several forwards inside one autocast region, which "
-                    "share its cast, and each forward uses it more than once; open a region for each forward, call "
-                    "backward() for each, or pass cache_enabled=False to torch.autocast"
+                    f"{name}: one backward() adds up its gradients of several forwards inside one autocast region, "
+                    "which share its cast, and each forward uses it more than once; open a region for each forward, "
+                    "call backward() for each, or pass cache_enabled=False to torch.autocast"
                 )
             self._nodes.hold(name, total.pop(name).to(getattr(torch, casts[name])))
         if not more:

@@ -27,8 +27,8 @@ from disco_accel.shortage import met_shortage
 from disco_accel.sizes import format_size
 from disco_accel.step.arguments import Arguments, signature_of
 from disco_accel.step.capture_lock import Gate, capturing
-from disco_accel.step.compile import CompileOptions, compile_step, machine_of, plan_store
 from disco_accel.step.cast_regions import CastRegions
+from disco_accel.step.compile import CompileOptions, compile_step, machine_of, plan_store
 from disco_accel.step.compiled_step import CompiledStep
 from disco_accel.step.device_check import require_self_check
 from disco_accel.step.dynamo import compiled_note
@@ -134,7 +134,8 @@ class Session(PlanMemory):
         most = source.most()
         self.budgets = MovingBudget(self, source, given if most is None else min(given, most), host_memory)
         self.updates = PlannedUpdates(self.plans, *told, host_memory, config.update_on)
-        self.casts = CastRegions(model, lambda: self.updates.waiting)
+        may_tell = self.say_once if config.on_unsupported == "eager" else None
+        self.casts = CastRegions(model, lambda: self.updates.waiting, may_tell)
 
     def _machine_devices(self) -> Sequence[int]:
         """Numbers of the devices that steps run on; those of host memory have some of their own, as in a plan."""

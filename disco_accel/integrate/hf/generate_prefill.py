@@ -118,6 +118,7 @@ def _prefill(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _planned_or_own(patch: _PatchedPrefill, model: torch.nn.Module, kwargs: dict[str, Any]) -> Any:
     """A prefill that cannot be planned runs as the decoding steps do, and says so once."""
+    patch.state.casts.own_forward()
     try:
         return planned_forward(patch.state, model, patch.forward, kwargs)
     except CaptureError as error:
