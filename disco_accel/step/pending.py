@@ -202,7 +202,9 @@ class PendingStep:
         """What a backward's own Python code would read otherwise than the capture did, for a message."""
         if self.python is None or self.python.returned(self.model):
             return None
-        return f"{self.python.last_difference}, which Python code that runs in the backward may read,"
+        changed = self.python.last_difference
+        where = changed if "." in changed or " " in changed else f"{changed} of the model"
+        return f"{where}, which Python code that runs in the backward may read,"
 
     def _require(self, changed: str | None) -> None:
         """As eager mode does for what it saved: the backward must see the values that the forward saw."""

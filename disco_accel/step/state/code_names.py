@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import collections
 import dis
 import functools
 import os
@@ -49,11 +50,27 @@ def _in_library(file: str) -> bool:
     return file.startswith(("<frozen", "<eval_with_key>", *_library_folders()))
 
 
-def is_foundation(code: types.CodeType) -> bool:
+def is_foundation(code: types.CodeType, namespace: dict[str, Any]) -> bool:
     """Whether ``code`` is of Python, PyTorch, their own dependencies or this package, whose globals nobody replaces
-    without a setting that is compared by itself."""
-    file = code.co_filename
-    return is_library(code) and file.startswith(_foundation_folders()) and not file.startswith(_layers())
+    without a setting that is compared by itself. ``namespace``: its globals."""
+    file = _file_of(code, namespace)
+    return _in_library(file) and file.startswith(_foundation_folders()) and not file.startswith(_layers())
+
+
+def _file_of(code: types.CodeType, namespace: dict[str, Any]) -> str:
+    """Where ``code`` was written; if it was compiled from a string, the file of the module that it runs in."""
+    if code.co_filename != "<string>":
+        return code.co_filename
+    if str(namespace.get("__name__")).startswith("namedtuple_"):
+        # Python's own, in a namespace of its own.
+        return collections.__file__
+    file = namespace.get("__file__")
+    return file if isinstance(file, str) else code.co_filename
+
+
+def is_standard(module: str) -> bool:
+    """Whether the module of that name is of Python itself."""
+    return module.partition(".")[0] in sys.stdlib_module_names
 
 
 @functools.cache

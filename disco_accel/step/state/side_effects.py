@@ -236,7 +236,7 @@ def _words(state: tuple[Any, ...]) -> list[Any]:
 
 def _draws(executed: ExecutedCode) -> list[types.CodeType]:
     """Code that may draw random numbers without PyTorch, by the names in it."""
-    return [code for code, *_ in executed if not is_foundation(code) and _RANDOM_NAMES & global_names(code)]
+    return [code for code, ns, _ in executed if not is_foundation(code, ns) and _RANDOM_NAMES & global_names(code)]
 
 
 def _refuse_random(drawn: str, executed: ExecutedCode) -> None:

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from disco_accel.capture.parts import leaves
 from disco_accel.errors import CaptureError
 from disco_accel.native.change_watch import ABSENT, ANYTHING, Kind
-from disco_accel.step.state.code_names import global_names, is_library
+from disco_accel.step.state.code_names import global_names, is_library, is_standard
 from disco_accel.step.state.containers import (
     ATOMS,
     CLASS_NOTES,
@@ -44,8 +44,14 @@ _UNREAD_CONTAINERS = 20_000
 """Of these and twenty for each module, all are looked at before it is known which a forward reads: a second or two."""
 
 _COLLECTIONS = (set, collections.deque, bytearray, array.array)
+_REPORTERS = (
+    *("aim", "clearml", "comet_ml", "coverage", "dvclive", "mlflow", "neptune", "rich", "sentry_sdk", "swanlab"),
+    *("tensorboard", "tensorboardX", "tqdm", "trackio", "wandb"),
+)
+"""Packages that show or send what others compute: trackers, progress bars, monitors."""
 _OPAQUE = frozenset(
     [
+        *_REPORTERS,
         "abc",
         "asyncio",
         "builtins",
@@ -287,14 +293,15 @@ class Walk:
         parts = []
         for name in present:
             value = namespace[name]
-            container.snapshot += (name, ANYTHING if _own_cache(namespace, value) else value)
+            passed_over = _own_cache(namespace, value) or _registry(namespace, value)
+            container.snapshot += (name, ANYTHING if passed_over else value)
             if isinstance(value, types.ModuleType):
                 parts.append(f"{name}:{plain_text(value.__name__)}")
                 inner = vars(value)
                 self._queue.append(functools.partial(self._names_of, inner, names, value.__name__))
             elif isinstance(value, (types.FunctionType, type)) and is_library(value):
                 parts.append(f"{name}:{identity(value)}")
-            elif _own_cache(namespace, value):
+            elif passed_over:
                 continue
             else:
                 parts.append(f"{name}:{self.describe(value, f'{where}.{name}')}")
@@ -324,6 +331,15 @@ def _number_of(value: Any) -> str:
 def _own_cache(namespace: dict[str, Any], value: Any) -> bool:
     """Whether ``value`` is a container that PyTorch keeps for itself, as parametrisation keeps its cache."""
     return str(namespace.get("__name__")).startswith("torch.") and isinstance(value, (list, dict, *_COLLECTIONS))
+
+
+def _registry(namespace: dict[str, Any], value: Any) -> bool:
+    """Whether ``value`` is an object of a module of Python's own, where other programs register import hooks, handlers,
+    traces: no state of a model, and a way to the state of everything else. Functions, classes and plain values of such
+    modules count."""
+    if isinstance(value, (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type, *PLAIN, *ATOMS)):
+        return False
+    return is_standard(str(namespace.get("__name__"))) and not _is_generator(value)
 
 
 def _is_generator(value: Any) -> bool:
