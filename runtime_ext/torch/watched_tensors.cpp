@@ -211,20 +211,33 @@ void expect_rewrite_of(const std::vector<at::Tensor>& tensors) {
   }
 }
 
+// PyTorch 2.11 has no way back from this refusal.
+template <typename Storage>
+concept Allowing = requires(Storage& storage) { storage.clear_data_ptr_access_error_msg_(); };
+
+template <typename Storage>
+void refuse(Storage& storage, const std::string& message) {
+  // Nothing is released, whatever the name says.
+  if constexpr (Allowing<Storage>) storage.release_data_and_set_meta_custom_data_ptr_error_msg_(message);
+}
+
+template <typename Storage>
+void allow(Storage& storage) {
+  if constexpr (Allowing<Storage>) storage.clear_data_ptr_access_error_msg_();
+}
+
+bool can_refuse_data_access() { return Allowing<c10::StorageImpl>; }
+
 void refuse_data_access(const std::vector<at::Tensor>& tensors, const std::string& message) {
-  for (const at::Tensor& tensor : tensors) {
-    // Nothing is released, whatever the name says: reads of the pointer throw until allow_data_access.
-    tensor.storage().unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(message);
-  }
+  for (const at::Tensor& tensor : tensors) refuse(*tensor.storage().unsafeGetStorageImpl(), message);
 }
 
 void allow_data_access(const std::vector<at::Tensor>& tensors) {
-  for (const at::Tensor& tensor : tensors) {
-    tensor.storage().unsafeGetStorageImpl()->clear_data_ptr_access_error_msg_();
-  }
+  for (const at::Tensor& tensor : tensors) allow(*tensor.storage().unsafeGetStorageImpl());
 }
 
 TORCH_LIBRARY_FRAGMENT(disco_accel, m) {
+  m.def("can_refuse_data_access", &can_refuse_data_access);
   m.def("refuse_data_access", &refuse_data_access);
   m.def("allow_data_access", &allow_data_access);
   m.def("expect_rewrite_of", &expect_rewrite_of);

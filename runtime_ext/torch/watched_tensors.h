@@ -90,6 +90,8 @@ class WatchedTensors : public torch::CustomClassHolder, private WriteListener {
 // alone is protected until somebody looks again. Those that no kernel watches are passed over.
 void expect_rewrite_of(const std::vector<at::Tensor>& tensors);
 
+// Whether this PyTorch can refuse it for a while; the two functions do nothing where it cannot.
+bool can_refuse_data_access();
 // Until allow_data_access each access to the data of these tensors' storages, through whichever tensor over
 // them, throws with `message`. Addresses that somebody has already are not affected.
 void refuse_data_access(const std::vector<at::Tensor>& tensors, const std::string& message);
