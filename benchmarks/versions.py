@@ -17,7 +17,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -99,6 +99,17 @@ def pinned_tools(constraints: str) -> list[str]:
     return [f"{tool}=={lines[tool]}" for tool in TOOLS]
 
 
+def emulated_requirements(name: str) -> list[str]:
+    """What pip is asked for in an environment of ``make emulated``: PyTorch first, then the other libraries.
+
+    ``name``: a row, or a version of PyTorch, beside which the others are the pinned ones.
+    """
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = {library: line.split("==")[1] for line in lines for library in LIBRARIES if line.startswith(f"{library}==")}
+    row = next((row for row in ROWS if row.name == name), Row(name, **{**pins, "torch": name}))
+    return (replace(row, torch=pins["torch"]) if row.torch == OWN else row).requirements()
+
+
 def environment(row: Row, folder: Path) -> Path:
     """The Python of a new virtual environment in ``folder`` with this package, editable, and the row's versions.
 
@@ -145,11 +156,17 @@ def tested(python: Path, tests: Sequence[str]) -> tuple[Outcome, str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a table; 1 if a test fails or a row's versions cannot be installed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="for the environments and pytest's output")
+    parser.add_argument("folder", nargs="?", type=Path, help="for the environments and pytest's output")
     parser.add_argument("rows", nargs="*", help=f"default: all of {', '.join(row.name for row in ROWS)}")
     parser.add_argument("--tests", nargs="*", default=list(TESTS), help="default: the files of TESTS")
     parser.add_argument("--keep", action="store_true", help="leave the environments")
+    parser.add_argument("--requirements", metavar="ROW", help="print what an environment of make emulated installs")
     options = parser.parse_args(argv)
+    if options.requirements:
+        print("\n".join(emulated_requirements(options.requirements)))
+        return 0
+    if options.folder is None:
+        parser.error("a folder for the environments is missing")
     unknown = set(options.rows) - {row.name for row in ROWS}
     if unknown:
         parser.error(f"no row {', '.join(sorted(unknown))}")

@@ -78,10 +78,12 @@ def bind_constants(trace: Trace, mode: FakeTensorMode, model: torch.nn.Module) -
                 f"{name_of(model, value)}: was put there by the forward itself, so that a step has no value to start "
                 "from; make it before the first step, or leave it a local variable"
             )
+        # What torch.tensor() makes, on a device too, is copied before anyone sees it: nobody else has it, and the copy
+        # has its twin.
+        made = all(user.target is _LIFT for user in node.users)
+        constants[key] = real = real.cpu() if made else real
         _check(real, model, trainable)
-        constants[key] = real
-        # A tensor that torch.tensor() makes is copied before anyone sees it, and the copy has its twin.
-        if any(user.target is not _LIFT for user in node.users):
+        if not made:
             node.meta["val"] = converter.twins[id(real)][1]
     _check_offsets(trace.graph, constants)
     return constants
