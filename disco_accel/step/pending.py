@@ -41,6 +41,9 @@ class PendingStep:
     ``generator``: where the user's random generator stood when the forward began.
     """
 
+    running = False
+    """Whether the step has the engine; read by ``__del__``, also of one whose making was interrupted."""
+
     def __init__(
         self,
         state: Session,
@@ -55,7 +58,6 @@ class PendingStep:
         self.inputs = self._snapshot_inputs()
         self.python = model_state(model).for_backward()
         self.generator = generator_state(step)
-        self.running = False
         self.compare: Callable[..., None] | None = None
         """Called in the backward with outputs by name, the first one's gradient, and gradients by parameter."""
         self.outputs: dict[str, torch.Tensor] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import os
 import threading
 from collections.abc import Collection, Sequence
@@ -106,9 +107,11 @@ class Store:
             raise ConfigError(
                 f"dtype: {dtype} is not one of a store; there are {', '.join(name for name, _ in DTYPES)}"
             )
-        sizes = tuple(int(size) for size in shape)
         try:
+            sizes = tuple(operator.index(size) for size in shape)
             nbytes_of(sizes, _DTYPES[dtype])
+        except TypeError:
+            raise ConfigError(f"shape: {shape!r} is not a sequence of whole numbers, such as (2, 3)") from None
         except Malformed as error:
             raise ConfigError(f"shape: {error}") from None
         request = Request(Opcode.CREATE, device=tiers[device], dtype=_DTYPES[dtype], shape=sizes)

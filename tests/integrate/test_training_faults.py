@@ -7,6 +7,7 @@ import gc
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -172,6 +173,24 @@ model.zero_grad()
 assert_same_step(model, eager, 2)
 print("parent went on")
 """
+
+
+def test_ctrl_c_in_the_making_of_a_step_prints_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was made of it is freed without an ignored exception, and the next step is right."""
+    model, eager = pair()
+    unraisable: list[Any] = []
+
+    def interrupted(step: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as during:
+        during.setattr("disco_accel.step.pending.generator_state", interrupted)
+        during.setattr(sys, "unraisablehook", unraisable.append)
+        with pytest.raises(KeyboardInterrupt):
+            model(**batch())
+        gc.collect()
+    assert not unraisable
+    assert_same_step(model, eager)
 
 
 def test_fork_after_the_engine_started(tmp_path: Path) -> None:

@@ -307,6 +307,8 @@ def test_arguments_are_refused_by_name(tmp_path: Path) -> None:
             ((1,), torch.float32, "disk", "device: 'disk'"),
             ((1,), torch.qint8, "host", "dtype: torch.qint8"),
             ((-1,), torch.float32, "host", "shape: "),
+            ((1.5,), torch.float32, "host", r"shape: \(1.5,\) is not a sequence of whole numbers"),
+            (3, torch.float32, "host", "shape: 3 is not a sequence"),
             ((1,) * 9, torch.float32, "host", "shape: 9 dimensions"),
             ((1 << 44,), torch.float64, "host", "shape: an object of"),
         ):
