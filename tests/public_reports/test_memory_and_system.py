@@ -87,7 +87,8 @@ def test_weights_take_their_own_size_of_host_memory() -> None:
     before = resident()
     model = prepare(model, DiscoConfig(memory_budget=PLENTY, device="cpu", plan_cache=None, quiet=True))
     gc.collect()
-    assert resident() - before <= 0.05 * size + (4 << 20)
+    # A second copy, or blocks rounded up to powers of two, take 0.78 of the size and more; imports take some megabytes.
+    assert resident() - before <= 0.5 * size
     restore(model)
 
 
