@@ -79,7 +79,8 @@ class HostMemory:
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's first byte lies in what this arena has handed out."""
         begin = self._arena.data_ptr()
-        return tensor.is_cpu and begin <= tensor.data_ptr() < begin + self._next
+        # A class without memory of its own may refuse to be asked; the base class says 0 for it.
+        return tensor.is_cpu and begin <= torch.Tensor.data_ptr(tensor) < begin + self._next
 
     def pin(self, device: torch.device | None = None) -> None:
         """Register the whole arena with CUDA, once: copies from it are then asynchronous. ``device`` as in ``pin``.

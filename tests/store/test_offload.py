@@ -15,7 +15,9 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from disco_accel.config.settings import DiscoConfig
 from disco_accel.errors import ConfigError, StoreError, StoreFull, StoreGone
+from disco_accel.integrate.prepare import prepare, restore
 from disco_accel.store.client import Store
 from disco_accel.store.offloaded_weight import OffloadedWeight
 from disco_accel.store.weight_uses import Weight, WeightUses
@@ -46,6 +48,21 @@ def steps(model: nn.Module, store: Store | None, count: int = 3) -> list[torch.T
         optimizer.step()
         optimizer.zero_grad()
     return found
+
+
+def test_a_prepared_model_beside_it_has_its_optimizer_and_no_other(tmp_path: Path) -> None:
+    """Each optimizer's step is compared with the weights of all prepared models: an offloaded one is none of them."""
+    keys: dict[str, Any] = {"optimizer": "host", "update": "deferred", "plan_cache": None, "quiet": True}
+    beside = prepare(tiny_lora(), DiscoConfig(memory_budget="64MiB", device="cpu", **keys))
+    plain = steps(tiny_lora(), None)
+    model = tiny_lora()
+    with (
+        serving(tmp_path, device=64 * KIB) as server,
+        Store.connect(server.path) as store,
+        store.offload(model, min_bytes=KIB),
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(plain, steps(model, None), strict=True))
+    restore(beside)
 
 
 @pytest.mark.parametrize(
