@@ -14,7 +14,7 @@ from disco_accel.capture.step import capture_step
 from disco_accel.decompose.chunks.cuts import Cut, Unaligned, cut_along, in_chunk, narrowed, ranges_in
 from disco_accel.decompose.chunks.in_chunks import StepInChunks, in_chunks
 from disco_accel.graph.check import check_taskgraph
-from disco_accel.graph.taskgraph import TensorSpec
+from disco_accel.graph.taskgraph import TensorSpec, tensor_args
 from disco_accel.integrate.hf.tracing import hf_contexts
 from disco_accel.testing.interpret import interpret, view
 from disco_accel.testing.models import family_lora, random_batch
@@ -139,14 +139,6 @@ def test_a_step_in_chunks_is_the_whole_one_but_for_the_order_of_sums(family: str
     assert apart(captured, step.captured, inputs) <= 2e-6
 
 
-def test_without_sums_the_bits_are_those_of_the_whole_step() -> None:
-    """Only the loss of two rows adds up two halves, exactly, and every gradient follows."""
-    captured, inputs = captured_lora("llama", 2, 32)
-    step = in_chunks(captured, 2, 20000, CPU)
-    assert step.kernels > 100 and step.sums == 1
-    assert apart(captured, step.captured, inputs) == 0.0
-
-
 def chunk_places(step: StepInChunks) -> dict[int, list[int]]:
     """Kernel of the whole step that runs in chunks → the places of its chunks in the order."""
     places: dict[int, list[int]] = {}
@@ -155,6 +147,28 @@ def chunk_places(step: StepInChunks) -> dict[int, list[int]]:
         if call is not None and vertex.op not in ("aten::cat", "aten::clone", "aten::add"):
             places.setdefault(step.of[vertex.id], []).append(place)
     return {of: found for of, found in places.items() if len(found) > 1}
+
+
+def halves_round_alike(captured: CapturedStep, step: StepInChunks) -> bool:
+    """Whether products as large as those in two chunks have the same bits if both halves of their rows are multiplied
+    apart: a library may have another kernel for fewer rows."""
+    for call in (captured.graph.ops[vertex] for vertex in chunk_places(step)):
+        if call.name == "aten::mm":
+            specs = [arg.spec for arg in tensor_args(call.args)]
+            one, other = (torch.empty_strided(spec.shape, spec.stride).normal_() for spec in specs)
+            parts = [half @ other for half in one.chunk(2)]
+            if not torch.equal(torch.cat(parts), one @ other):
+                return False
+    return True
+
+
+def test_without_sums_the_bits_are_those_of_the_whole_step() -> None:
+    """Only the loss of two rows adds up two halves, exactly, and every gradient follows, where a library's kernel for
+    half of the rows rounds as the one for all (an Intel Xeon with AMX has others)."""
+    captured, inputs = captured_lora("llama", 2, 32)
+    step = in_chunks(captured, 2, 20000, CPU)
+    assert step.kernels > 100 and step.sums == 1
+    assert apart(captured, step.captured, inputs) <= (0.0 if halves_round_alike(captured, step) else 2e-6)
 
 
 def test_a_chunk_goes_through_the_head_before_the_next_begins() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from disco_accel import DiscoConfig, prepare, restore, stats
-from disco_accel.errors import ConfigError, ExecutionError
+from disco_accel.errors import BudgetTooSmall, ConfigError, ExecutionError
 from disco_accel.integrate.accelerate.patches import prepare_for_training
 from disco_accel.native.host_memory import WatchedTensors, without_watching_writes, writes_are_watched
 from disco_accel.step.session import find_state
@@ -47,6 +47,14 @@ WEIGHTS = sum(p.nbytes for p in Tower().parameters())
 def config(**keys: Any) -> DiscoConfig:
     tight = {"memory_budget": 3 * WEIGHTS // 2, "device": "cpu", "optimizer": "host", "plan_cache": None}
     return DiscoConfig(**(tight | keys))
+
+
+def in_its_budget(run: Callable[[torch.nn.Module], Any], **keys: Any) -> Any:
+    """``run`` of a prepared tower, in the least budget where kernels of the machine take more scratch."""
+    try:
+        return run(prepare(Tower(), config(**keys)))
+    except BudgetTooSmall as error:
+        return run(prepare(Tower(), config(**keys, memory_budget=error.needed)))
 
 
 def ids(seed: int) -> torch.Tensor:
@@ -243,8 +251,8 @@ def test_two_backwards_of_one_forward() -> None:
 @pytest.mark.parametrize("update", ["step", "deferred"])
 def test_a_scaler_skips_updates_whose_gradients_are_infinite(update: str, half: bool) -> None:
     """The same scales, the same skipped updates, the same weights as in eager mode, in fp16 too."""
-    runs = []
-    for of in (prepare(Tower(), config(update=update)), Tower()):
+
+    def run(of: torch.nn.Module) -> tuple[torch.nn.Module, list[float], list[bool]]:
         optimizer = adam(of)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=2, backoff_factor=2.0**-60)
         scales, moved = [], []
@@ -260,8 +268,9 @@ def test_a_scaler_skips_updates_whose_gradients_are_infinite(update: str, half: 
             optimizer.zero_grad()
             scales.append(scaler.get_scale())
             moved.append(not torch.equal(before, of.get_parameter("first.weight")))
-        runs.append((of, scales, moved))
-    (model, scales, moved), (eager, eager_scales, eager_moved) = runs
+        return of, scales, moved
+
+    (model, scales, moved), (eager, eager_scales, eager_moved) = in_its_budget(run, update=update), run(Tower())
     assert scales == eager_scales and moved == eager_moved
     assert False in moved and True in moved
     assert_same(model, eager)
