@@ -259,6 +259,23 @@ def never_reentrant() -> AbstractContextManager[None]:
     return _instead(making)
 
 
+def within_segments(scope: Callable[[object], AbstractContextManager[None]]) -> AbstractContextManager[None]:
+    """Inside, each segment that torch's ``checkpoint`` runs in this thread is run within ``scope(segment)``, then and
+    when it is recomputed."""
+
+    def making(torchs: Callable[..., Any]) -> Callable[..., Any]:
+        def run(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+            def segment(*values: Any, **keywords: Any) -> Any:
+                with scope(segment):
+                    return function(*values, **keywords)
+
+            return torchs(segment, *args, **options)
+
+        return run
+
+    return _instead(making)
+
+
 def _instead(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> AbstractContextManager[None]:
     if not hasattr(_TORCHS, _UNCOMPILED):
         checkpoint(_as_it_is, None, use_reentrant=False, preserve_rng_state=False)

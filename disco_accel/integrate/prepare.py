@@ -58,7 +58,8 @@ def _forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         batch = state.arguments.bind(args, kwargs)
         if batch.get("return_dict") is False:
             raise CaptureError("return_dict: False is not supported in a planned step; leave it out")
-        return in_moving_budget(state, lambda: _padded_or_not(state, self, batch))
+        with state.placement.hidden():
+            return in_moving_budget(state, lambda: _padded_or_not(state, self, batch))
     except CaptureError as error:
         return _eager(state, error, args, kwargs)
 
@@ -128,6 +129,7 @@ def _own_forward(state: Session, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         if torch.is_grad_enabled():
             # Its backward may add to gradients.
             state.updates.show_gradients()
+    args, kwargs = state.placement.batch((args, kwargs))
     with state.gate.eager(), own_forward_runs(), state.placement.visiting():
         return state.original_forward(*args, **kwargs)
 

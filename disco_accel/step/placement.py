@@ -8,6 +8,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -80,6 +81,14 @@ class Placement:
         """As ``StreamedEager.visiting``; nothing where nothing visits."""
         return contextlib.nullcontext() if self._streamed is None else self._streamed.visiting()
 
+    def batch(self, arguments: Any) -> Any:
+        """As ``StreamedEager.batch``; as they are where nothing visits."""
+        return arguments if self._streamed is None else self._streamed.batch(arguments)
+
+    def hidden(self) -> AbstractContextManager[None]:
+        """As ``StreamedEager.hidden``; nothing where nothing visits."""
+        return contextlib.nullcontext() if self._streamed is None else self._streamed.hidden()
+
     def apply(self) -> None:
         """Move frozen weights and buffers to the host, trained weights there or to the device.
 
@@ -88,6 +97,7 @@ class Placement:
         """
         model = self._model()
         assert model is not None
+        plain = [tensor for tensor in plain_tensors(model) if tensor.device == self._device]
         self._share_loaded(model)
         self.gather()
         if not backend_of(self._device).separate_memory:
@@ -107,7 +117,8 @@ class Placement:
         self._excluded = True
         exclude_from_collectives(model)
         check_same(frozen_tensors(model), self._device)
-        self._streamed = StreamedEager(model, self.visitor())
+        # Views of weights and buffers, which have gone to the host with those.
+        self._streamed = StreamedEager(model, self.visitor(), [t for t in plain if t.device != self._device])
         model._apply = functools.partial(  # type: ignore[method-assign]
             apply_to_trainable, model, trained_on_host=self._trained_on_host
         )

@@ -4,110 +4,102 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
-from disco_accel.capture.parts import LeafOf, rebuilt, rebuilt_state, states_of
+from disco_accel.capture.checkpointing import within_segments
+from disco_accel.capture.parts import rebuilt_state, states_of
 from disco_accel.native.file_arena import FileArena
+from disco_accel.step.state.containers import OWN_MARK
+from disco_accel.step.visitors import TABLES, VisitingTable, Visits
 
 
 class StreamedEager:
     """Makes a model whose weights are on the host computable in eager mode on another device.
 
-    Each module's weights and buffers visit the device while that module's forward runs, recomputation in a backward
-    included. Those of the model itself do so within ``visiting``: its forward may be that of a plan, which reads them
-    where they are. The visit of a trained weight is
-    differentiable: its gradient comes back to the host. Slower than a plan; meant for what has none, such as evaluation
-    and generation.
+    A weight or buffer visits the device when a forward reads it, whichever module it belongs to, recomputation in a
+    backward included; it stays for the innermost forward that runs then. What a forward writes to a visitor goes home
+    at the end. Forwards are those of modules inside the model, of checkpointed segments, and ``visiting``: the model's
+    own may be that of a plan, which reads weights where they are. The visit of a trained weight is differentiable: its
+    gradient comes back to the host. Slower than a plan; meant for what has none, such as evaluation and generation.
     """
 
-    def __init__(self, model: torch.nn.Module, visit: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """``visit``: the tensor as a forward needs it, or the same object where it lies right already."""
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        visit: Callable[[torch.Tensor], torch.Tensor],
+        plain: Iterable[torch.Tensor] = (),
+    ) -> None:
+        """``visit``: the tensor as a forward needs it, or the same object where it lies right already. ``plain``:
+        tensors in attributes of modules that visit, besides parameters and buffers."""
         self._handles: list[Any] = []
-        self.visitors: dict[int, torch.Tensor] = {}
-        """Address of a visiting tensor's storage → the tensor that it is a copy of."""
-        self._model, self._visit = weakref.ref(model), visit
+        self._model = weakref.ref(model)
+        self._visits = Visits(visit, model, plain)
         for module in model.modules():
-            if module is model:
-                continue
-            tensors = [t for table in (module._parameters, module._buffers) for t in table.values() if t is not None]
-            if tensors or any(True for _ in states_of(module)):
-                on_host: list[_OnHost] = []
-                arrive = functools.partial(_arrive, visit, self.visitors, on_host)
-                leave = functools.partial(_leave, self.visitors, on_host)
-                self._handles.append(module.register_forward_pre_hook(arrive))
+            if module is not model and _has_tensors(module):
+                arrive, leave = (functools.partial(hook, self._visits) for hook in (_arrive, _leave))
+                setattr(arrive, OWN_MARK, True)
+                self._handles.append(module.register_forward_pre_hook(arrive, with_kwargs=True))
                 self._handles.append(module.register_forward_hook(leave, always_call=True))
+        for module in model.modules():
+            for name in TABLES:
+                vars(module)[name] = VisitingTable(name, vars(module)[name], module, self._visits)
+
+    @property
+    def visitors(self) -> dict[int, torch.Tensor]:
+        """Address of a visiting tensor's storage → the tensor that it is a copy of."""
+        return self._visits.addresses
 
     @contextmanager
     def visiting(self) -> Iterator[None]:
         """Around a forward of the model's own."""
-        on_host: list[_OnHost] = []
         model = self._model()
         assert model is not None
-        try:
-            _arrive(self._visit, self.visitors, on_host, model)
+        with within_segments(self._visits.forward), self._visits.forward(model):
+            _bring_states(self._visits, model)
             yield
-        finally:
-            _leave(self.visitors, on_host)
+
+    def batch(self, arguments: Any) -> Any:
+        """The arguments of a forward of the model's own, on the device if all tensors in them are on the host."""
+        return self._visits.batch(arguments)
+
+    def hidden(self) -> AbstractContextManager[None]:
+        """Around what reads tensors where they are, such as a plan, though a forward of a module may run around it."""
+        return self._visits.hidden()
 
     def remove(self) -> None:
-        """Take the hooks off again."""
+        """Take hooks and tables off again."""
         for handle in self._handles:
             handle.remove()
+        model = self._model()
+        for attributes in [vars(module) for module in model.modules()] if model is not None else []:
+            for name in TABLES:
+                if isinstance(attributes[name], VisitingTable):
+                    attributes[name] = dict(dict.items(attributes[name]))
 
 
-@dataclass(frozen=True, slots=True)
-class _OnHost:
-    """An entry of a table of a module that visits the device: ``value`` belongs there, ``addresses`` are those of the
-    visiting storages."""
-
-    table: dict[str, Any]
-    key: str
-    value: Any
-    addresses: tuple[int, ...]
+def _has_tensors(module: torch.nn.Module) -> bool:
+    tensors = (t for part in module.modules() for name in TABLES for t in vars(part)[name].values())
+    return any(t is not None for t in tensors) or any(True for part in module.modules() for _ in states_of(part))
 
 
-def _arrive(
-    visit: Callable[[torch.Tensor], torch.Tensor],
-    visitors: dict[int, torch.Tensor],
-    on_host: list[_OnHost],
-    module: torch.nn.Module,
-    *_: Any,
-) -> None:
-    def swap(table: dict[str, Any], key: str, rebuild: Callable[[Any, LeafOf], Any]) -> None:
-        addresses: list[int] = []
+def _arrive(visits: Visits, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    batch = visits.batch((args, kwargs))
+    visits.enter(module)
+    _bring_states(visits, module)
+    return batch
 
-        def visiting(leaf: torch.Tensor) -> torch.Tensor:
-            visitor = visit(leaf)
-            if visitor is not leaf:
-                addresses.append(visitor.untyped_storage().data_ptr())
-                visitors[addresses[-1]] = leaf
-            return visitor
 
-        before = table[key]
-        visitor = rebuild(before, visiting)
-        if addresses:
-            on_host.append(_OnHost(table, key, before, tuple(addresses)))
-            table[key] = visitor
+def _leave(visits: Visits, module: torch.nn.Module, _arguments: Any, _output: Any) -> None:
+    visits.leave(module)
 
+
+def _bring_states(visits: Visits, module: torch.nn.Module) -> None:
     for state in list(states_of(module)):
-        swap(state.table, state.key, rebuilt_state)
-    for table in (module._parameters, module._buffers):
-        for name, tensor in table.items():
-            if tensor is not None:
-                swap(table, name, rebuilt)
-
-
-def _leave(visitors: dict[int, torch.Tensor], on_host: list[_OnHost], *_: Any) -> None:
-    while on_host:
-        entry = on_host.pop()
-        for address in entry.addresses:
-            visitors.pop(address, None)
-        entry.table[entry.key] = entry.value
+        visits.swap(state.table, state.key, visits.bring(state.table[state.key], rebuilt_state))
 
 
 def visitor_of(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -9,6 +9,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -81,9 +82,19 @@ def _compile_all(out: Path, real: Path, site: Path, includes: Sequence[str]) -> 
         list(pool.map(compile_one, files))
     _link_runtime(out, real)
     _link_driver(out, real, site)
+    # No line of C is as long as all of them.
+    names = "".join(f'"{name}\\n"\n' for name in _unchecked_ops(site))
+    _compile_text(out / "ops-unchecked.o", f"const char* const emuUncheckedOps =\n{names};\n")
     torch = site / "torch" / "lib"
     libraries = ("-ltorch_cuda", "-lc10_cuda", "-ltorch_cpu", "-lc10", str(out / real.name))
     _link(out / "emulated_ops.so", out.glob("ops-*.o"), f"-L{torch}", *libraries)
+
+
+def _unchecked_ops(site: Path) -> list[str]:
+    """Ops for which PyTorch generates no comparison of devices, as ``add.Tensor``."""
+    text = (site / "torchgen/packaged/ATen/native/native_functions.yaml").read_text()
+    entries = re.split(r"^- func: ", text, flags=re.MULTILINE)[1:]
+    return [e.partition("(")[0] for e in entries if re.search(r"^ +device_check: NoCheck", e, re.MULTILINE)]
 
 
 def _link_runtime(out: Path, real: Path) -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -243,6 +244,47 @@ def test_attention_is_that_of_the_host(dtype: torch.dtype, causal: bool) -> None
     here = attend(queries, keys, values)
     for ours, theirs in zip(attend(*(t.to(CUDA) for t in (queries, keys, values))), here, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+FOUR, HERE = torch.rand(4, 4), torch.tensor(2.0)
+_ROWS = torch.tensor([0, 1])
+_ELSEWHERE = "Expected all tensors to be on the same device"
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda x: x + FOUR, f"{_ELSEWHERE}, but found at least two devices, cuda:0 and cpu!"),
+        (lambda x: FOUR * x.sum(), _ELSEWHERE),
+        (lambda x: FOUR.clone().add_(x), _ELSEWHERE),
+        (lambda x: HERE.clone().add_(x.sum()), _ELSEWHERE),
+        (lambda x: x @ FOUR, f"{_ELSEWHERE}, but got mat2 is on cpu, different from other tensors on cuda:0"),
+        (lambda x: torch.cat([x.sum()[None], HERE[None]]), _ELSEWHERE),
+        (lambda x: torch.where(FOUR > 0, x, x), _ELSEWHERE),
+        (lambda x: x.clamp(min=HERE), _ELSEWHERE),
+        (lambda x: x.addcmul(HERE, HERE), "too many CPU scalars"),
+        (lambda x: torch.nn.functional.layer_norm(x, (4,), FOUR[0]), _ELSEWHERE),
+        (lambda x: torch.nn.functional.embedding(_ROWS, x), _ELSEWHERE),
+        (lambda x: x.index_select(0, _ROWS), _ELSEWHERE),
+        (lambda x: FOUR[_ROWS.to(CUDA)], "indices should be either on cpu or on the same device"),
+        (lambda x: x.clone().index_put_((_ROWS,), FOUR[:2]), _ELSEWHERE),
+        (lambda x: torch._foreach_add([x], [FOUR]), _ELSEWHERE),
+        (lambda x: x.uniform_(generator=torch.Generator()), "Expected a 'cuda' device type for generator"),
+        (lambda x: x.long() @ x.long(), "not implemented for 'Long'"),
+    ],
+)
+def test_what_a_real_device_refuses_is_refused(call: Callable[[torch.Tensor], object], words: str) -> None:
+    with pytest.raises((RuntimeError, IndexError), match=words):
+        call(torch.ones(4, 4, device=CUDA))
+
+
+def test_numbers_and_indices_of_the_host_are_operands() -> None:
+    x = torch.ones(4, 4, device=CUDA)
+    y = torch.where(x > HERE, HERE, x) + HERE
+    y[_ROWS] = HERE
+    assert y[_ROWS].eq(2).all() and y[[2, 3]].eq(3).all()
+    assert torch.lerp(x, y, HERE).sum().item() == 64 and x.copy_(FOUR).cpu().equal(FOUR)
+    torch._foreach_copy_([x], [FOUR])
 
 
 class Dim3(ctypes.Structure):

@@ -17,10 +17,11 @@ def batch(seed: int, length: int = 20) -> dict[str, torch.Tensor]:
     return {name: tensor.to(CUDA) for name, tensor in random_batch(length=length, seed=seed).items()}
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", TEN_FAMILIES)
-def test_lora_steps_are_bitwise_eager(family: str) -> None:
+def test_lora_steps_are_bitwise_eager(family: str, attention: str) -> None:
     """With checkpointing and dropout, ops dispatched at random; a steady step allocates nothing on the device."""
-    model = family_lora(family, checkpointing=True, lora_dropout=0.1)
+    model = family_lora(family, checkpointing=True, lora_dropout=0.1, attention=attention)
     eager = copy.deepcopy(model).to(CUDA)
     planned = least(model, lambda m: step(m, batch(0)), dispatch="random")
     for seed in range(3):

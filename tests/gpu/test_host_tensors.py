@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -43,14 +44,14 @@ class Model(nn.Module):
         return x.square().mean()
 
 
-def run(model: Model, x: torch.Tensor) -> list[torch.Tensor]:
+def run(model: Any, x: torch.Tensor) -> list[torch.Tensor]:
     model.zero_grad()
     loss = model(x)
     loss.backward()
     return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
-def check(eager: Model, planned: Model, x: torch.Tensor) -> None:
+def check(eager: Any, planned: Any, x: torch.Tensor) -> None:
     for wanted, got in zip(run(eager, x), run(planned, x), strict=True):
         expect(wanted, got, "loss or gradient")
 
@@ -145,6 +146,39 @@ def test_a_plain_tensor_on_the_device_is_refused_by_name(cuda: torch.device) -> 
     model.layers[1].table = model.layers[1].table.to(cuda)
     with pytest.raises(CaptureError, match=r"layers.1.table: is on cuda:0 .* make it a buffer"):
         model(torch.randn(4, 8, device=cuda))
+
+
+_VALUES = [1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: torch.where(x > 0, torch.tensor(0.0, device=x.device, dtype=x.dtype), x),
+        lambda x: x * torch.tensor(_VALUES, device=x.device).mul_(2) + x.new_tensor(_VALUES),
+        lambda x: x * torch.tensor(_VALUES).to(x.device) + torch.as_tensor(np.arange(4.0), device=x.device),
+        lambda x: x + torch.zeros(4, device=x.device).fill_(3) * torch.full((4,), 0.5, device=x.device),
+        lambda x: x[..., [0, 2]] * torch.tensor(2, device=x.device),
+    ],
+    ids=["where", "written", "moved", "filled", "index"],
+)
+def test_what_a_forward_makes_on_the_device_is_a_value_of_its_step(cuda: torch.device, make: Any) -> None:
+    """Nobody else has it, so that nobody writes to it between steps; numbers that it is made of are followed."""
+
+    class Maker(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer, self.factor = nn.Linear(4, 4), 1.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (make(self.layer(x)) * torch.tensor(self.factor, device=x.device)).square().mean()
+
+    x, eager, model = torch.randn(3, 4, device=cuda), Maker().to(cuda), prepare(Maker(), roomy(cuda))
+    for factor in (1.0, 1.0, 2.0):
+        eager.factor = model.factor = factor
+        check(eager, model, x)
+    assert stats(model)["steps_eager"] == 0
 
 
 def test_eager_steps_use_them_too(cuda: torch.device) -> None:

@@ -123,7 +123,9 @@ def _planned_or_own(patch: _PatchedPrefill, model: torch.nn.Module, kwargs: dict
         return planned_forward(patch.state, model, patch.forward, kwargs)
     except CaptureError as error:
         _fall_back(patch.state, str(error))
-        return patch.forward(**kwargs)
+        kwargs = patch.state.placement.batch(kwargs)
+        with patch.state.placement.visiting():
+            return patch.forward(**kwargs)
 
 
 def _candidates(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -22,6 +22,7 @@ from disco_accel.step.compiled_step import CompiledStep
 from disco_accel.step.pending import externals_of
 from disco_accel.step.progress_messages import batch_text
 from disco_accel.step.rng_state import generator_from, generator_state, kept_on_failure
+from disco_accel.step.state.containers import OWN_MARK
 from disco_accel.step.step_key import step_key
 from disco_accel.step.within_budget import in_moving_budget
 
@@ -50,7 +51,8 @@ def planned_forward(
     """
     batch = prefill_batch(forward, kwargs)
     cache: DynamicCache = kwargs["past_key_values"]
-    outputs = in_moving_budget(state, functools.partial(_run, state, model, forward, batch))
+    with state.placement.hidden():
+        outputs = in_moving_budget(state, functools.partial(_run, state, model, forward, batch))
     tokens = _tokens(batch)
     # The old tensors go layer by layer while the cache takes the new ones.
     del batch
@@ -183,7 +185,8 @@ def _compiled(
 
 def _refuse_hooks(model: torch.nn.Module) -> None:
     for name, module in model.named_modules():
-        if module._forward_pre_hooks_with_kwargs:
+        hooks = (module._forward_pre_hooks[number] for number in module._forward_pre_hooks_with_kwargs)
+        if any(not hasattr(hook, OWN_MARK) for hook in hooks):
             raise CaptureError(
                 f"{name}: has a forward pre-hook, as adapter_names gives to each layer, which no plan knows; remove it"
             )

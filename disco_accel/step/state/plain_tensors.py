@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -33,6 +33,23 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from _tensors(item)
+
+
+def replaced_tensors(value: Any, replace: Callable[[torch.Tensor], Any]) -> Any:
+    """``value`` with each tensor in it, also in lists, tuples and dicts, put through ``replace``.
+
+    It is ``value`` itself where that gives the same tensors.
+    """
+    if isinstance(value, torch.Tensor):
+        return replace(value)
+    if type(value) in (list, tuple):
+        items = [replaced_tensors(item, replace) for item in value]
+        same = all(now is before for now, before in zip(items, value, strict=True))
+        return value if same else type(value)(items)
+    if type(value) is dict:
+        made = {key: replaced_tensors(item, replace) for key, item in value.items()}
+        return value if all(made[key] is value[key] for key in made) else made
+    return value
 
 
 def move_views(tensors: Iterable[torch.Tensor], old: torch.Tensor, new: torch.Tensor) -> None:

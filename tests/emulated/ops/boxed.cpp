@@ -6,6 +6,7 @@
 #include <c10/core/InferenceMode.h>
 
 #include "attention.h"
+#include "devices.h"
 #include "random.h"
 #include "temporaries.h"
 #include "tensors.h"
@@ -138,6 +139,7 @@ std::vector<at::Tensor> resize_written(const c10::FunctionSchema& schema, const 
 void call_op(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   const c10::FunctionSchema& schema = op.schema();
   const Stack arguments = arguments_of(schema, *stack);
+  check_call(schema, arguments);
   const c10::OptionalDeviceGuard guard = guard_of(arguments);
   const c10::InferenceMode inference(c10::InferenceMode::is_enabled());
   Stack shapes, inferred;

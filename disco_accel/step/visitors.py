@@ -1,0 +1,381 @@
+"""What stands on a device for tensors of the host while forwards run: a visitor for each that a forward has read."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+from collections.abc import Callable, ItemsView, Iterable, Iterator, ValuesView
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from disco_accel.capture.parts import rebuilt
+from disco_accel.step.state.plain_tensors import replaced_tensors
+from disco_accel.step.state.pure import pure
+
+Visit = Callable[[torch.Tensor], torch.Tensor]
+"""A tensor as a forward needs it; the same object where it lies right already."""
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+TABLES = ("_parameters", "_buffers")
+_DATA: Any = torch._C.TensorBase.data
+
+
+class Visitor(torch.Tensor):
+    """A copy of ``home``, to which PyTorch's functions are those of a plain tensor.
+
+    No count of versions tells of ``.data`` and ``.grad``: an assignment goes home at once, and ``written`` says that
+    bytes may have changed.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    home: torch.Tensor
+    written: bool
+
+    @classmethod
+    def of(cls, home: torch.Tensor, copy: torch.Tensor) -> Visitor:
+        """``copy`` as the visitor of ``home``, with the same way back for gradients."""
+        made: Any = copy.as_subclass(cls) if copy.requires_grad else torch.Tensor._make_subclass(cls, copy)
+        made.home, made.written = home, False
+        return made  # type: ignore[no-any-return]
+
+    @property
+    def data(self) -> torch.Tensor:
+        """Bytes that may be written to."""
+        self.written = True
+        return _DATA.__get__(self)  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        _DATA.__set__(self, value)
+        self.home.data = value.detach().to(self.home.device)
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """That of ``home``."""
+        return self.home.grad
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        self.home.grad = value
+
+
+@dataclass(slots=True)
+class _Leaf:
+    """A plain tensor of the host's, its visitor, and that one's count of writes when both last had the same bytes."""
+
+    home: torch.Tensor
+    visitor: torch.Tensor
+    version: int
+    address: int
+
+    def settle(self) -> bool:
+        """Whether a forward has written to the visitor since; then its home has the new bytes."""
+        if self.visitor._version == self.version and not getattr(self.visitor, "written", False):
+            return False
+        self.version = self.visitor._version
+        if isinstance(self.visitor, Visitor):
+            self.visitor.written = False
+        now = _DATA.__get__(self.visitor).to(self.home.device)
+        if torch.equal(now, _DATA.__get__(self.home)):
+            return False
+        with torch.no_grad():
+            self.home.copy_(now)
+        return True
+
+
+@dataclass(slots=True)
+class _Brought:
+    """What stands for ``home``, a tensor or a tree of such, and the plain tensors in it that are visitors."""
+
+    home: Any
+    visitor: Any
+    leaves: list[_Leaf]
+
+    def settle(self) -> bool:
+        """Whether a forward has written to it since it was last the same as ``home``; then ``home`` gets that."""
+        return any([leaf.settle() for leaf in self.leaves])
+
+
+@dataclass(frozen=True, slots=True)
+class _Swapped:
+    """Entry ``key`` of the attributes of a module: ``visitor`` for the length of a forward, ``home`` otherwise."""
+
+    attributes: dict[str, Any]
+    key: str
+    home: Any
+    visitor: Any
+
+
+@dataclass(slots=True)
+class _Scope:
+    """What one forward of ``owner`` has brought, by identity and by whether gradients find back."""
+
+    owner: object
+    brought: dict[tuple[int, bool], _Brought] = field(default_factory=dict)
+    swapped: list[_Swapped] = field(default_factory=list)
+    taken: list[tuple[dict[str, Any], dict[str, Any], str, torch.Tensor]] = field(default_factory=list)
+    """Entries that the forward has taken out of a table: the table, its module's attributes, name, tensor."""
+
+
+class Visits:
+    """The visitors of one model. Each thread has its own, which live as long as the innermost forward that runs there
+    when they are first read: whoever reads them within it gets the same ones."""
+
+    def __init__(self, visit: Visit, model: torch.nn.Module | None = None, plain: Iterable[torch.Tensor] = ()) -> None:
+        """``plain``: tensors that visit where attributes of modules of ``model`` hold them, as weights and buffers do
+        that are held so."""
+        self.addresses: dict[int, torch.Tensor] = {}
+        """Address of a visitor's storage → the tensor that it is a copy of."""
+        self._visit = visit
+        self._thread = threading.local()
+        held = [] if model is None else [*model.parameters(), *model.buffers(), *plain]
+        self._held = {id(tensor): weakref.ref(tensor) for tensor in held}
+        self._holders = [
+            (vars(module), key)
+            for module in (model.modules() if model is not None else ())
+            for key, value in vars(module).items()
+            if key not in (*TABLES, "_modules") and replaced_tensors(value, self._unless_held) is not value
+        ]
+        """Attributes that hold such a tensor, also in lists, tuples and dicts."""
+
+    def _unless_held(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        reference = self._held.get(id(tensor))
+        return tensor if reference is None or reference() is not tensor else None
+
+    def _of_attribute(self, tensor: torch.Tensor) -> Any:
+        return self.bring(tensor) if self._unless_held(tensor) is None else tensor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._visit,)
+
+    @property
+    def scopes(self) -> list[_Scope]:
+        """Of the forwards that run in this thread, the innermost last."""
+        scopes: list[_Scope] | None = getattr(self._thread, "scopes", None)
+        if scopes is None:
+            scopes = self._thread.scopes = []
+        return scopes
+
+    def enter(self, owner: object) -> None:
+        """A forward of ``owner`` begins in this thread; a capture's has tensors without bytes, for which none visit."""
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            return
+        self.scopes.append(_Scope(owner))
+        if len(self.scopes) == 1:
+            for attributes, key in self._holders:
+                if key in attributes:
+                    self.swap(attributes, key, replaced_tensors(attributes[key], self._of_attribute))
+
+    def batch(self, arguments: Any) -> Any:
+        """``arguments`` of the outermost forward in this thread, brought too if all tensors in them are on the host."""
+        tensors: list[torch.Tensor] = []
+
+        def collected(tensor: torch.Tensor) -> torch.Tensor:
+            tensors.append(tensor)
+            return tensor
+
+        replaced_tensors(arguments, collected)
+        if self.scopes or not tensors or not all(tensor.is_cpu for tensor in tensors):
+            return arguments
+        return replaced_tensors(arguments, self._visit)
+
+    def leave(self, owner: object) -> None:
+        """The innermost forward ends, if it is one of ``owner``: what it has written to visitors goes home."""
+        if not self.scopes or self.scopes[-1].owner is not owner:
+            return
+        scope = self.scopes[-1]
+        try:
+            for swapped in reversed(scope.swapped):
+                if swapped.attributes.get(swapped.key) is swapped.visitor:
+                    swapped.attributes[swapped.key] = swapped.home
+            for brought in scope.brought.values():
+                self._drop(brought)
+            for table, attributes, name, home in scope.taken:
+                # Put back as an attribute, which hides an entry of a table.
+                if isinstance(attributes.get(name), Visitor) and attributes[name].home is home:
+                    del attributes[name]
+                    dict.__setitem__(table, name, home)
+        finally:
+            self.scopes.pop()
+
+    @contextmanager
+    def forward(self, owner: object) -> Iterator[None]:
+        """Around a forward of ``owner``."""
+        self.enter(owner)
+        try:
+            yield
+        finally:
+            self.leave(owner)
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Inside, this thread reads the tensors themselves, whatever forwards run around."""
+        scopes = self.scopes
+        swapped = [swap for scope in scopes for swap in scope.swapped]
+        for scope in scopes:
+            for brought in scope.brought.values():
+                brought.settle()
+        for swap in reversed(swapped):
+            swap.attributes[swap.key] = swap.home
+        self._thread.scopes = []
+        try:
+            yield
+        finally:
+            self._thread.scopes = scopes
+            for swap in swapped:
+                swap.attributes[swap.key] = swap.visitor
+
+    def swap(self, attributes: dict[str, Any], key: str, visitor: Any) -> None:
+        """Put ``visitor`` in the place of entry ``key`` of a module's attributes until the innermost forward ends."""
+        if visitor is not attributes[key]:
+            self.scopes[-1].swapped.append(_Swapped(attributes, key, attributes[key], visitor))
+            attributes[key] = visitor
+
+    def bring(self, home: Any, rebuild: Callable[[Any, Visit], Any] = rebuilt, *, written: bool = False) -> Any:
+        """What a forward that runs in this thread reads in the place of ``home``; ``home`` itself where none runs.
+
+        ``written``: the forward may write to it in a way that no count of versions tells of.
+        """
+        scopes = self.scopes
+        if not scopes or home is None:
+            return home
+        wants_grad = torch.is_grad_enabled() and getattr(home, "requires_grad", False)
+        other = self._find(home, not wants_grad)
+        # What was written to the other one, the one that this reading wants has not seen.
+        stale = other is not None and other.settle()
+        if stale and (old := self._find(home, wants_grad, take=True)) is not None:
+            self._drop(old)
+        known = self._find(home, wants_grad)
+        if known is None:
+            known = self._brought(home, rebuild)
+            if not known.leaves:
+                return home
+            scopes[-1].brought[id(home), wants_grad] = known
+        if written and isinstance(known.visitor, Visitor):
+            known.visitor.written = True
+        return known.visitor
+
+    def home_of(self, value: Any) -> Any:
+        """The tensor that ``value`` visits for; ``value`` itself if it visits for none."""
+        if isinstance(value, Visitor):
+            return value.home
+        for scope in self.scopes:
+            for brought in scope.brought.values():
+                if brought.visitor is value:
+                    return brought.home
+        return value
+
+    def _find(self, home: Any, wants_grad: bool, *, take: bool = False) -> _Brought | None:
+        key = id(home), wants_grad
+        for scope in reversed(self.scopes):
+            if key in scope.brought:
+                return scope.brought.pop(key) if take else scope.brought[key]
+        return None
+
+    def _brought(self, home: Any, rebuild: Callable[[Any, Visit], Any]) -> _Brought:
+        leaves: list[_Leaf] = []
+        # A visitor counts what is written to it, which tensors of inference mode do not.
+        grad = torch.is_grad_enabled()
+        with torch.inference_mode(False), torch.set_grad_enabled(grad):
+            visitor = rebuild(home, lambda leaf: self._of_leaf(leaf, leaves))
+        return _Brought(home, visitor, leaves)
+
+    def _of_leaf(self, leaf: torch.Tensor, leaves: list[_Leaf]) -> torch.Tensor:
+        visitor = self._visit(leaf)
+        if visitor is leaf:
+            return leaf
+        if type(leaf) in _PLAIN:
+            visitor = Visitor.of(leaf, visitor)
+        leaves.append(_Leaf(leaf, visitor, visitor._version, visitor.untyped_storage().data_ptr()))
+        if visitor.numel():
+            self.addresses[leaves[-1].address] = leaf
+        return visitor
+
+    def _drop(self, brought: _Brought) -> None:
+        brought.settle()
+        for leaf in brought.leaves:
+            self.addresses.pop(leaf.address, None)
+
+
+# Hooks lead to it, and what one has brought is no state of the model.
+pure(Visits)
+
+
+class VisitingTable(dict[str, Any]):
+    """A module's parameters or buffers: what a forward reads of them are visitors.
+
+    Code in C that reads it past its methods gets the entries themselves, as everything does outside of forwards.
+    """
+
+    __slots__ = ("_module", "_name", "_visits")
+
+    def __init__(self, name: str, entries: dict[str, Any], module: torch.nn.Module, visits: Visits) -> None:
+        """In the place of ``entries``, the attribute ``name`` of ``module``."""
+        super().__init__(entries)
+        self._module, self._name, self._visits = weakref.ref(module), name, visits
+
+    def _brought(self, home: Any) -> Any:
+        module = self._module()
+        # Batch normalisation in training counts no version of the statistics that it writes.
+        written = self._name == "_buffers" and module is not None and module.training
+        return self._visits.bring(home, written=written)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._brought(super().__getitem__(key))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self._brought(super().get(key, default))
+
+    def values(self) -> Any:
+        return ValuesView(self) if self._visits.scopes else super().values()
+
+    def items(self) -> Any:
+        return ItemsView(self) if self._visits.scopes else super().items()
+
+    def copy(self) -> dict[str, Any]:
+        return {key: self[key] for key in self}
+
+    def pop(self, key: str, *default: Any) -> Any:
+        if key not in self:
+            return super().pop(key, *default)
+        value = self[key]
+        del self[key]
+        return value
+
+    def __delitem__(self, key: str) -> None:
+        if self._visits.scopes and isinstance(home := dict.get(self, key), torch.Tensor):
+            self._visits.scopes[-1].taken.append((self, vars(self._module()), key, home))
+        super().__delitem__(key)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        home = self._visits.home_of(value)
+        # A parameter whose visitor is put back comes as a buffer, which is any tensor.
+        parameter = home is not value and isinstance(home, torch.nn.Parameter)
+        dict.__setitem__(vars(self._module())["_parameters"] if parameter else self, key, home)
+
+    def update(self, *others: Any, **entries: Any) -> None:
+        for key, value in dict(*others, **entries).items():
+            self[key] = value
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def __ior__(self, other: Any) -> VisitingTable:  # type: ignore[override, misc]
+        self.update(other)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        entries, module = copy.deepcopy(dict(dict.items(self)), memo), memo.get(id(self._module()))
+        if module is None:
+            return entries
+        # In the copy of a model hooks have a copy of the visits, too.
+        return VisitingTable(self._name, entries, module, copy.deepcopy(self._visits, memo))
+
+    def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
+        # What is saved of a model has plain tables.
+        return dict, (), None, None, iter(dict.items(self))
