@@ -46,6 +46,18 @@ def outside_autocast() -> Iterator[None]:
     depth = torch.autocast_increment_nesting() - 1
     for _ in range(depth + 1):
         torch.autocast_decrement_nesting()
+    try:
+        with _autocast_off():
+            yield
+    finally:
+        for _ in range(depth):
+            torch.autocast_increment_nesting()
+        if generation is not None:
+            _marked_generation(generation)
+
+
+@contextmanager
+def _autocast_off() -> Iterator[None]:
     enabled = [device for device in DEVICE_TYPES if torch.is_autocast_enabled(device)]
     for device in enabled:
         torch.set_autocast_enabled(device, False)
@@ -54,10 +66,13 @@ def outside_autocast() -> Iterator[None]:
     finally:
         for device in enabled:
             torch.set_autocast_enabled(device, True)
-        for _ in range(depth):
-            torch.autocast_increment_nesting()
-        if generation is not None:
-            _marked_generation(generation)
+
+
+@contextmanager
+def another_autocast(state: AutocastState) -> Iterator[None]:
+    """A region with ``state`` in the place of those that are open, whose casts stay and can be found inside."""
+    with _autocast_off(), autocast_region(state):
+        yield
 
 
 @contextmanager

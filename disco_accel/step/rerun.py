@@ -6,13 +6,13 @@ import functools
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from disco_accel.capture.attention import cudnn_attention_off
-from disco_accel.capture.autocast import AutocastState, autocast_region, outside_autocast
+from disco_accel.capture.autocast import AutocastState, another_autocast, autocast_region, outside_autocast
 from disco_accel.capture.checkpointing import never_reentrant
 from disco_accel.capture.fake_inputs import batch_tensors
 from disco_accel.capture.returned_fields import field_at
@@ -83,8 +83,10 @@ class Rerun:
     def _eager_output(self, name: str) -> Any:
         if self.eager_output is None:
             self._check_readable(name)
-            # The draws are those of the step's own forward, and the user's generator does not notice.
-            draws, autocast = generator_from(self.step, self.generator), self._autocast_of_forward()
+            # The draws are those of the step's own forward, and the user's generator does not notice. Values need no
+            # casts that stay.
+            draws = generator_from(self.step, self.generator)
+            autocast = another_autocast(replace(self.autocast, cache=False))
             with self.state.gate.eager(), torch.no_grad(), draws, autocast, self._step_kernels(), self._visiting():
                 self.eager_output = self.state.original_forward(**self.batch)
         return self.eager_output
@@ -209,7 +211,7 @@ class Rerun:
         for name, version in versions_of(batch_tensors(self.batch)).items():
             if version != self._batch_versions[name]:
                 return name
-        with torch.enable_grad(), self._autocast_of_forward():
+        with torch.enable_grad(), another_autocast(self.autocast):
             same = step_key(self.model, self.batch) == self.key
         return None if same else "the model's mode, an adapter, or a setting of PyTorch's"
 

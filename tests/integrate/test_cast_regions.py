@@ -148,6 +148,21 @@ def test_a_weight_that_is_used_twice_is_refused_where_its_gradients_meet() -> No
     assert_eagers_bits(lambda: full(tie_word_embeddings=True), one_by_one)
 
 
+def test_a_field_that_is_read_drops_no_cast_of_a_module_beside_the_model() -> None:
+    head = torch.nn.Linear(32, 1)
+    gradients = []
+    model = prepare(full(), config())
+    # The capture of the first step has dropped it.
+    for one in (model, model, full()):
+        head.zero_grad()
+        with region():
+            fields = [one(**batch(seed), output_hidden_states=True).hidden_states[-1] for seed in range(2)]
+            loss = head(fields[0]).mean() - head(one(**batch(2), output_hidden_states=True).hidden_states[-1]).mean()
+        (loss + head(fields[1].float()).mean()).backward()
+        gradients.append(head.weight.grad.clone())  # type: ignore[union-attr]
+    assert torch.equal(gradients[1], gradients[2])
+
+
 def _step(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> torch.Tensor:
     loss = model(**batch(seed)).loss
     loss.backward()
