@@ -126,6 +126,19 @@ class HostMemory:
         return moved
 
 
+def glibc(name: str, *arguments: int) -> None:
+    """Call a function about the heap; musl and others have none, and another heap."""
+    function = getattr(ctypes.CDLL(None), name, None)
+    if function is not None:
+        function(*arguments)
+
+
+def give_back_freed() -> None:
+    """Give memory of freed tensors back to the operating system. Where glibc has once freed a large one, others of its
+    size lie in the heap, whose holes stay in memory until then."""
+    glibc("malloc_trim", 0)
+
+
 def _advise_huge_pages(arena: torch.Tensor) -> None:
     begin = -(-arena.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (arena.data_ptr() + arena.numel()) // mmap.PAGESIZE * mmap.PAGESIZE

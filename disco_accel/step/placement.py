@@ -16,7 +16,7 @@ from disco_accel.capture.parts import beside_weights, frozen_parts, named_parts,
 from disco_accel.errors import ConfigError
 from disco_accel.native.backend import backend_of
 from disco_accel.native.file_arena import FileArena
-from disco_accel.native.host_memory import HostMemory
+from disco_accel.native.host_memory import HostMemory, give_back_freed
 from disco_accel.native.out_of_memory import typed_out_of_memory
 from disco_accel.step.distributed import (
     check_not_sharded,
@@ -32,6 +32,8 @@ from disco_accel.step.streamed_eager import StreamedEager, shared_visitor_of, vi
 from disco_accel.step.trained_weights import movable_weights, unwatch_updates_of
 
 _ARENA = "_disco_host_memory"
+_MOST_FREED = 256 << 20
+"""Bytes of weights' old copies that may stay in the heap after they were freed."""
 
 
 def keep_arena(model: torch.nn.Module, memory: HostMemory) -> None:
@@ -64,6 +66,8 @@ class Placement:
         """By address: what was moved, and from where at first."""
         self._pinned = PinnedTensors(device)
         self._streamed: StreamedEager | None = None
+        self._freed = 0
+        """Bytes of old copies that were given up since ``give_back_freed``."""
         self._excluded = False
         """Whether collectives leave frozen weights alone."""
 
@@ -146,11 +150,13 @@ class Placement:
         if outside_arenas:
             self._arenas = [arena for arena in self._arenas if any(arena.holds(t) for t in on_host)]
         views = _views(model) if outside_arenas else []
-        outside_arenas = self._share(outside_arenas, views)
-        if outside_arenas:
-            self._arenas.append(HostMemory(HostMemory.room_for(outside_arenas)))
-            for tensor in outside_arenas:
+        to_copy = self._share(outside_arenas, views)
+        if to_copy:
+            self._arenas.append(HostMemory(HostMemory.room_for(to_copy)))
+            for tensor in to_copy:
                 self._move_with(views, tensor, self._arenas[-1].adopt(tensor.data))
+        if outside_arenas:
+            give_back_freed()
         if backend_of(self._device).separate_memory:
             for memory in self._arenas:
                 memory.pin(self._device)
@@ -188,9 +194,13 @@ class Placement:
                 del module.__dict__[_ARENA]
 
     def _move_with(self, views: list[torch.Tensor], tensor: torch.Tensor, data: torch.Tensor) -> None:
+        if self._freed > _MOST_FREED:
+            self._freed = 0
+            give_back_freed()
         old = tensor.data
         self._move(tensor, data)
         move_views(views, old, tensor.data)
+        self._freed += old.nbytes
 
     def own_arenas(self) -> list[HostMemory]:
         """Those that are this process's alone."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from disco_accel.capture.parts import leaves, named_parts, place
-from disco_accel.native.host_memory import HostMemory, footprint
+from disco_accel.native.host_memory import HostMemory, footprint, give_back_freed, glibc
 
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
 """glibc's mallopt(3)."""
@@ -67,7 +66,7 @@ class _Adopter:
         self._last = module, name
         if self._memory.used - self._trimmed_at >= _TRIM_EVERY:
             self._trimmed_at = self._memory.used
-            _glibc("malloc_trim", 0)
+            give_back_freed()
 
 
 @contextmanager
@@ -77,21 +76,14 @@ def freed_at_once() -> Iterator[None]:
     Those that a weight is made from come in many sizes and leave holes in the heap into which the next ones do not fit:
     by and by these would hold as much as the checkpoint. After it the thresholds are those that they rise to anyway.
     """
-    _glibc("mallopt", _MMAP_THRESHOLD, _LOW_THRESHOLD)
-    _glibc("malloc_trim", 0)
+    glibc("mallopt", _MMAP_THRESHOLD, _LOW_THRESHOLD)
+    give_back_freed()
     try:
         yield
     finally:
-        _glibc("mallopt", _MMAP_THRESHOLD, _HIGHEST_THRESHOLD)
-        _glibc("mallopt", _TRIM_THRESHOLD, 2 * _HIGHEST_THRESHOLD)
-        _glibc("malloc_trim", 0)
-
-
-def _glibc(name: str, *arguments: int) -> None:
-    """Call a function about the heap; musl and others have none, and another heap."""
-    function = getattr(ctypes.CDLL(None), name, None)
-    if function is not None:
-        function(*arguments)
+        glibc("mallopt", _MMAP_THRESHOLD, _HIGHEST_THRESHOLD)
+        glibc("mallopt", _TRIM_THRESHOLD, 2 * _HIGHEST_THRESHOLD)
+        give_back_freed()
 
 
 def _adopt(tensor: torch.Tensor, memory: HostMemory, moved: dict[tuple[Any, ...], torch.Tensor]) -> None:
