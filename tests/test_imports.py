@@ -31,6 +31,7 @@ TORCH_FREE = (
     "store.server",
     "testing.faults",
     "testing.strategies",
+    "threads",
     "verify",
     "version",
 )
@@ -42,7 +43,7 @@ MAY_USE_HUGGING_FACE = ("disco_accel.integrate", "disco_accel.testing", "recipes
 
 # Each part of the pipeline and what it may import of ours, from the first stage to the last. The modules at the top are
 # open to all, and import nothing but each other.
-OPEN = ("errors", "gc_pause", "shortage", "sizes", "version")
+OPEN = ("errors", "gc_pause", "shortage", "sizes", "threads", "version")
 MAY_IMPORT = {
     "graph": (),
     "verify": ("graph",),

@@ -79,11 +79,13 @@ class _Mapping(ctypes.c_ubyte * (1 << 46)):  # type: ignore[misc]
     """
 
     nbytes: int
-    freed: Callable[[], None] | None
-    munmap: Callable[[int, int], int]
+    freed: Callable[[], None] | None = None
+    munmap: Callable[[int, int], int] | None = None
+    """None where Ctrl-C came before anything was set: the mapping stays then."""
 
     def __del__(self, addressof: Callable[[Any], int] = ctypes.addressof) -> None:
-        self.munmap(addressof(self), self.nbytes)
+        if self.munmap is not None:
+            self.munmap(addressof(self), self.nbytes)
         if self.freed is not None:
             self.freed()
 

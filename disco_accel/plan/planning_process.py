@@ -12,7 +12,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -28,6 +27,7 @@ from disco_accel.plan.plan_cache import with_own_vertices
 from disco_accel.plan.search_work import Work
 from disco_accel.plan.select import make_plan
 from disco_accel.simulate.machine import Link, Machine
+from disco_accel.threads import start_thread
 
 _LOWEST = 19
 """What ``nice`` calls the lowest priority."""
@@ -146,18 +146,19 @@ def _tuples(data: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _end_with(parent: int) -> None:
+def _end_with(parent: int, over: threading.Event) -> None:
     """Nobody reads the answer of a process whose parent was killed."""
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(1)
+    while not over.wait(1.0):
+        if os.getppid() != parent:
+            os._exit(1)
 
 
 def main() -> None:
     """Read a request from stdin, plan, and write the answer to stdout."""
     with suppress(OSError):
         os.nice(_LOWEST)
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    over = threading.Event()
+    start_thread(_end_with, os.getppid(), over, name="disco-parent", stop=over.set)
     request = parse_json(sys.stdin.buffer.read())
     assert isinstance(request, dict)
     sys.stdout.buffer.write(json.dumps(answer(request), separators=(",", ":")).encode())

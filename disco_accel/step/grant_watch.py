@@ -7,6 +7,7 @@ import weakref
 from typing import Protocol
 
 from disco_accel.step.grant_source import GrantSource
+from disco_accel.threads import start_thread
 
 POLL_SECONDS = 0.02
 """Between two looks at a grant that is waited for, and at one that an idle job may have to give back."""
@@ -22,7 +23,7 @@ class Shrinking(Protocol):
 def start_watch(budget: Shrinking, source: GrantSource) -> threading.Event:
     """Watch ``source`` for ``budget`` until the event that is returned is set, or ``budget`` is gone."""
     stop = threading.Event()
-    threading.Thread(target=_watch, args=(weakref.ref(budget), source, stop), name="disco-grant", daemon=True).start()
+    start_thread(_watch, weakref.ref(budget), source, stop, name="disco-grant", stop=stop.set)
     return stop
 
 

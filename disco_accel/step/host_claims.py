@@ -19,6 +19,7 @@ import torch
 from disco_accel.errors import DiscoError, StoreFull, StoreGone
 from disco_accel.sizes import format_size
 from disco_accel.store.client import Store
+from disco_accel.threads import start_thread
 
 logger = logging.getLogger("disco_accel")
 
@@ -47,8 +48,7 @@ class HostClaims:
         self._looked = 0.0
         self._told_full = False
         self._stop = threading.Event()
-        watch = threading.Thread(target=_watch, args=(weakref.ref(self), self._stop), name="disco-host", daemon=True)
-        watch.start()
+        start_thread(_watch, weakref.ref(self), self._stop, name="disco-host", stop=self._stop.set)
 
     @property
     def held(self) -> int:

@@ -219,7 +219,7 @@ class PendingStep:
 
     def __del__(self) -> None:
         # Never waits: this may run in any thread at any time. Whoever holds the lock ends what still runs.
-        if self.state.lock.acquire(blocking=False):
+        if self.running and self.state.lock.acquire(blocking=False):
             try:
                 self.suspend()
             finally:

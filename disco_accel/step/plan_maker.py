@@ -6,12 +6,14 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 from disco_accel.errors import BudgetTooSmall, ConfigError, DiscoError
 from disco_accel.gc_pause import collector_left_alone
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.planning_process import PlanningProcess
 from disco_accel.step.plan_family import PlanFamily
+from disco_accel.threads import start_thread
 
 logger = logging.getLogger("disco_accel")
 
@@ -26,13 +28,13 @@ class PlanMaker:
         self._asked: dict[PlanFamily, int] = {}
         self._spread: dict[PlanFamily, int] = {}
         self._lock, self._wake = threading.Lock(), threading.Event()
-        self._thread: threading.Thread | None = None
+        self._begun = False
         self._limits_found = limits_found
         self._stopped = False
         self._process = PlanningProcess()
         self._busy = False
         self._said: set[str] = set()
-        weakref.finalize(self, self._wake.set)
+        weakref.finalize(self, self._wake.set).atexit = False
 
     @property
     def idle(self) -> bool:
@@ -59,10 +61,10 @@ class PlanMaker:
         self._wake.set()
 
     def _begin(self) -> None:
-        if self._thread is None and not self._stopped:
+        if not self._begun and not self._stopped:
             maker = weakref.ref(self)
-            self._thread = threading.Thread(target=_run, args=(maker, self._wake), name="disco-plans", daemon=True)
-            self._thread.start()
+            start_thread(_run, maker, self._wake, name="disco-plans", stop=partial(_stop, maker))
+            self._begun = True
         self._wake.set()
 
     def work(self) -> bool:
@@ -118,6 +120,12 @@ class PlanMaker:
                     family.make_more(member, kind, elsewhere=self._process)
                     return True
         return False
+
+
+def _stop(maker: weakref.ref[PlanMaker]) -> None:
+    own = maker()
+    if own is not None:
+        own.stop()
 
 
 def _run(maker: weakref.ref[PlanMaker], wake: threading.Event) -> None:

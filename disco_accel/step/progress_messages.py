@@ -20,6 +20,7 @@ from disco_accel.step.arguments import base_model
 from disco_accel.step.compiled_step import CompiledStep, describe
 from disco_accel.step.observer import Observer
 from disco_accel.step.optimizer_home import OptimizerHome, TrainedBytes
+from disco_accel.threads import start_thread
 
 logger = logging.getLogger("disco_accel")
 
@@ -116,8 +117,7 @@ class Stage:
         self._text = text
         self._began = time.monotonic()
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="disco-progress", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._beat, name="disco-progress", stop=self._over.set)
 
     def __call__(self, text: str) -> None:
         """The next stage begins: a participle and what it is about."""
@@ -127,7 +127,8 @@ class Stage:
     def end(self) -> None:
         """No word more."""
         self._over.set()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
     def _beat(self) -> None:
         wait = FIRST_BEAT

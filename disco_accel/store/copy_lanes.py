@@ -8,10 +8,12 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from disco_accel.errors import DeviceLost, ExecutionError
 from disco_accel.store.objects import Move
 from disco_accel.store.tiers import DeviceTier
+from disco_accel.threads import start_thread
 
 _SMALL = 1 << 20
 """A file of fewer bytes is closed at once."""
@@ -40,13 +42,11 @@ class Lanes:
         self._discarded: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
         # Bytes, each counted by one thread: given to be closed, and closed.
         self._discards = self._discards_done = 0
-        self._threads = [
-            threading.Thread(target=self._work, args=(load,), name="store-load" if load else "store-save", daemon=True)
-            for load in (True, False)
-        ]
-        self._threads.append(threading.Thread(target=self._discard, name="store-free", daemon=True))
-        for thread in self._threads:
-            thread.start()
+        end = partial(self._discarded.put, None)
+        self._threads = [start_thread(self._discard, name="store-free", stop=end)]
+        for load, waiting in self._queues.items():
+            name = "store-load" if load else "store-save"
+            self._threads.append(start_thread(self._work, load, name=name, stop=partial(waiting.put, None)))
 
     def submit(self, move: Move) -> None:
         """Start ``move`` when those before it have ended."""
@@ -82,7 +82,7 @@ class Lanes:
         self._discarded.put(None)
         for waiting in self._queues.values():
             waiting.put(None)
-        for thread in self._threads:
+        for thread in filter(None, self._threads):
             thread.join(timeout=5)
 
     def _lose(self, error: DeviceLost) -> None:

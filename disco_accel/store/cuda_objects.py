@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -23,6 +24,7 @@ from disco_accel.errors import DeviceLost, ExecutionError, StoreError
 from disco_accel.native.cuda_driver import cuda_driver
 from disco_accel.native.cuda_shared_memory import CudaMapping, imported
 from disco_accel.store.objects import room_of
+from disco_accel.threads import start_thread
 
 _DRAIN_SECONDS = 30.0
 """A request that found no room waits so long for kernels that use this process's dropped tensors."""
@@ -61,9 +63,9 @@ class CudaObjects:
         self._grain = grain
         self._pid = os.getpid()
         self._mappings: dict[int, CudaMapping] = {}
-        self._dropped: SimpleQueue[_Dropped | threading.Event] = SimpleQueue()
+        self._dropped: SimpleQueue[_Dropped | threading.Event | None] = SimpleQueue()
         # As long as the process: tensors may outlive the connection.
-        threading.Thread(target=self._give_back, name="store-gpu-free", daemon=True).start()
+        start_thread(self._give_back, name="store-gpu-free", stop=partial(self._dropped.put, None))
 
     @classmethod
     def of(cls, figures: Mapping[str, int]) -> CudaObjects:
@@ -158,6 +160,8 @@ class CudaObjects:
             with suppress(Empty):
                 while True:
                     batch.append(self._dropped.get_nowait())
+            if None in batch:
+                return
             # Where the GPU is lost, so are all that use it.
             with suppress(DeviceLost):
                 self._wait()

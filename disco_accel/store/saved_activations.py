@@ -167,7 +167,10 @@ class _Stored:
         self._begun, self._used = time.monotonic(), False
 
     def __del__(self) -> None:
-        self._step.live.discard(self._number)
+        # Ctrl-C may have come before anything was set.
+        step: _Step | None = getattr(self, "_step", None)
+        if step is not None:
+            step.live.discard(self._number)
 
     def get(self) -> torch.Tensor:
         """The tensor, brought back if it was evicted; its memory is this process's as long as it lives.

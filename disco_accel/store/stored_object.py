@@ -6,12 +6,14 @@ import contextlib
 import threading
 import weakref
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 
 import torch
 
 from disco_accel.errors import StoreError
 from disco_accel.store.object_store import ObjectStore
+from disco_accel.threads import start_thread
 
 _ALIGNMENT = {"cpu": 64, "cuda": 512}
 """Bytes of PyTorch's allocations. A tensor keeps its place relative to it: kernels may sum in another order where
@@ -82,6 +84,9 @@ class StoredObject:
     for each of them, by its number, when it comes if this step is as the last (seconds of ``time.monotonic``).
     """
 
+    _freer: Freer | None = None
+    """None where Ctrl-C came before anything was set, which ``__del__`` sees too."""
+
     def __init__(self, store: ObjectStore, id: int, nbytes: int, freer: Freer) -> None:
         self.store, self.id, self.nbytes, self._freer = store, id, nbytes, freer
         self.memory: torch.Tensor | None = None
@@ -90,7 +95,8 @@ class StoredObject:
 
     def __del__(self) -> None:
         # In any thread, and in the middle of any call of the store: it only notes.
-        self._freer.free(self.id)
+        if self._freer is not None:
+            self._freer.free(self.id)
 
 
 def store_bytes(
@@ -116,7 +122,7 @@ class Freer:
 
     def __init__(self, store: ObjectStore) -> None:
         self._queue: SimpleQueue[int | threading.Event | None] = SimpleQueue()
-        threading.Thread(target=_free, args=(weakref.ref(store), self._queue), name="store-free", daemon=True).start()
+        start_thread(_free, weakref.ref(store), self._queue, name="store-free", stop=partial(self._queue.put, None))
         # At exit the end of the connection frees all.
         weakref.finalize(store, self._queue.put, None).atexit = False
 

@@ -1,0 +1,131 @@
+"""How a process with prepared models ends: by its script's exit status, without a word from C++, and soon."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests import forkserver
+
+_SCRIPT = """
+import os, signal, sys, threading, time
+import torch
+from disco_accel import set_memory_budget
+from disco_accel.step import grant_source
+from disco_accel.step.grant_source import GivenBudget
+from tests.integrate.moving_budgets import LARGE, SMALL, batch, session_of, twins, until
+
+torch.set_num_threads(1)
+
+
+class Granted(GivenBudget):
+    '''A grant of which two of our threads tell: each is in an op of PyTorch's while the process ends.'''
+
+    def __init__(self):
+        super().__init__(LARGE)
+        self.told = {"disco-grant": threading.Event(), "disco-plans": threading.Event()}
+
+    def hold(self, nbytes):
+        self.compute("disco-grant")
+
+    def want(self, least, wish):
+        self.compute("disco-plans")
+
+    def compute(self, name):
+        if threading.current_thread().name == name:
+            a, end = torch.ones(256, 256), time.monotonic() + 0.5
+            while time.monotonic() < end:
+                self.told[name].set()
+                a @ a
+
+
+source = Granted()
+grant_source.use_grants(lambda: source)
+shared, eager = twins("shared")
+given, _ = twins(LARGE)
+step = lambda model: model(batch(0)).backward()
+for model in (shared, given, given):
+    step(model)
+set_memory_budget(given, SMALL)
+step(given)
+maker = session_of(shared).budgets.maker
+
+
+def forked(end):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        end(5)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+    assert not maker._stopped, "the parent's plans go on"
+    step(shared)
+
+
+def work_in_threads():
+    assert source.told["disco-plans"].wait(60)
+    source.nbytes = SMALL
+    assert source.told["disco-grant"].wait(60)
+
+
+def fail():
+    raise ValueError("the script's")
+
+
+def interrupted():
+    threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+    while True:
+        step(given)
+
+
+def hook():
+    given.layers[2].register_forward_hook(lambda *_: sys.exit(3))
+    step(given)
+
+
+def in_thread():
+    thread = threading.Thread(target=fail)
+    thread.start()
+    thread.join()
+
+
+way = sys.argv[1]
+if way == "fork":
+    forked(sys.exit)
+    forked(os._exit)
+if way == "gate":
+    loss = shared(batch(1))
+else:
+    work_in_threads()
+{"end": int, "fork": int, "gate": lambda: sys.exit(3), "exit": lambda: sys.exit(3), "raise": fail, "interrupt": interrupted,
+ "hook": hook, "thread": in_thread}[way]()
+"""
+
+
+@pytest.mark.parametrize(
+    ("way", "status", "last"),
+    [
+        ("end", 0, ""),
+        ("exit", 3, ""),
+        ("gate", 3, ""),
+        ("raise", 1, "ValueError: the script's"),
+        ("interrupt", -signal.SIGINT, "KeyboardInterrupt"),
+        ("fork", 0, ""),
+        ("hook", 3, ""),
+        ("thread", 0, "ValueError: the script's"),
+    ],
+)
+def test_a_process_ends_as_its_script_says(way: str, status: int, last: str, tmp_path: Path) -> None:
+    """Threads of ours, which are in C++ at the end, are stopped and waited for: CPython would abort the process."""
+    done = subprocess.run(
+        forkserver.program(_SCRIPT, tmp_path, way),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        stdin=subprocess.DEVNULL,
+    )
+    said = done.stderr.splitlines()
+    assert done.returncode in (status, 128 - status) if status < 0 else done.returncode == status, done.stderr
+    assert said[-1:] == ([last] if last else []), done.stderr
