@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -50,6 +52,8 @@ _LOST = (
     "after such an error CUDA refuses all further work of this process: start it again, from its last checkpoint. Set "
     "CUDA_LAUNCH_BLOCKING=1 to learn which op it was, or run it under compute-sanitizer"
 )
+_loaded: weakref.WeakSet[Executor] = weakref.WeakSet()
+"""Executors whose steps are ended before the interpreter goes down, after which nobody can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +152,7 @@ class Executor:
         self._where: dict[Ref, Residence] = {}
         self._running = False
         self._gate_open = False
+        _loaded.add(self)
 
     @property
     def running(self) -> bool:
@@ -445,3 +450,11 @@ class Executor:
         is_kernel = vertex.kind is VertexKind.KERNEL
         detail = error.message if is_kernel else f"{self._describer.what(vertex)}: {error.message}"
         raise ExecutionError(f"vertex {vertex.id} failed: {detail}")
+
+
+def _end_steps() -> None:
+    for executor in list(_loaded):
+        executor._end()
+
+
+atexit.register(_end_steps)
