@@ -245,14 +245,15 @@ class MovingBudget:
         """The table of plans has those of ``member``, and none that is not kept any more."""
         plans = self._memory.plans
         assert isinstance(key, tuple)
-        member.entered = len(member.more)
-        plans.setdefault((*key, member.plain.budget.total), member.plain)
-        for kind, step in list(member.more.items()):
-            plans.setdefault((kind[0], id(member.plain), *kind[1:]), step)
+        # First: one for the same budget may have the key of the new one.
         while family.dropped:
             old = family.dropped.pop()
             for each in [k for k, step in plans.items() if getattr(step, "plain", step) is old]:
                 plans.pop(each).unload()
+        member.entered = len(member.more)
+        plans.setdefault((*key, member.plain.budget.total), member.plain)
+        for kind, step in list(member.more.items()):
+            plans.setdefault((kind[0], id(member.plain), *kind[1:]), step)
 
     def note_kind(self, step: CompiledStep) -> None:
         """``step``, which does more than a plain one, runs: other budgets get plans of its kind too."""
