@@ -23,6 +23,7 @@ process too."""
 
 _running: dict[threading.Thread, Callable[[], object]] = {}
 """The threads of this process, and how to stop them."""
+_changing, _stopped = threading.Lock(), False
 
 
 def start_thread(
@@ -31,17 +32,19 @@ def start_thread(
     """Run ``work(*given)`` in a thread that does not keep the process. ``stop`` makes it return soon; called from any
     thread, and may be called after the work has ended. It is kept as long as the thread runs.
 
-    None, and nothing runs, where the interpreter ends already, as in a function of ``atexit``.
+    None, and nothing runs, once the threads of this process have been stopped, as in a function of ``atexit`` that is
+    older than this module.
     """
-    if not threading.main_thread().is_alive():
-        return None
     thread = threading.Thread(target=_run, args=(work, given), name=name, daemon=True)
-    _running[thread] = stop
-    try:
-        thread.start()
-    except RuntimeError:
-        del _running[thread]
-        raise
+    with _changing:
+        if _stopped:
+            return None
+        _running[thread] = stop
+        try:
+            thread.start()
+        except RuntimeError:
+            del _running[thread]
+            raise
     return thread
 
 
@@ -53,7 +56,11 @@ def _run(work: Callable[..., None], given: tuple[object, ...]) -> None:
 
 
 def _end() -> None:
-    running, until = list(_running.items()), time.monotonic() + END_SECONDS
+    global _stopped
+    with _changing:
+        _stopped = True
+        running = list(_running.items())
+    until = time.monotonic() + END_SECONDS
     for _, stop in running:
         stop()
     while (alive := [thread for thread, _ in running if thread.is_alive()]) and time.monotonic() < until:
@@ -65,7 +72,13 @@ def _end() -> None:
         logger.warning("this process ends while its threads still work after %.0f s: %s", END_SECONDS, names)
 
 
+def _forked() -> None:
+    """A child has none of its parent's threads, and nothing of the parent's to stop."""
+    global _changing
+    _changing = threading.Lock()
+    _running.clear()
+
+
 atexit.register(_end)
 if hasattr(os, "register_at_fork"):
-    # A child has none of its parent's threads, and nothing of the parent's to stop.
-    os.register_at_fork(after_in_child=_running.clear)
+    os.register_at_fork(after_in_child=_forked)
