@@ -167,6 +167,11 @@ def batch(seed: int = 0, rows: int = 2, length: int = 16) -> dict[str, torch.Ten
     return {"input_ids": ids, "labels": ids.clone()}
 
 
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that want gradients."""
+    return [p for p in model.parameters() if p.requires_grad]
+
+
 def adamw(model: nn.Module, lr: float = 1e-2) -> torch.optim.Optimizer:
     """AdamW of whatever the model trains now."""
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
+    return torch.optim.AdamW(trained(model), lr=lr)
