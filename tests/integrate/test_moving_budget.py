@@ -62,6 +62,23 @@ def test_a_smaller_budget_holds_from_the_next_step_on_and_a_larger_one_too() -> 
     assert arena(model) > SMALL and stats(model)["reload_bytes"] == 0
 
 
+def test_a_better_plan_for_the_same_budget_takes_the_place_of_the_first() -> None:
+    """The table of plans has the one that runs, or nobody would free its engine and the threads of it."""
+    model, eager = twins()
+    both(model, eager, 0)
+    session = session_of(model)
+    (family,) = session.budgets.families()
+    (first,) = family.members()
+    set_memory_budget(model, SMALL)
+    both(model, eager, 1)
+    first.seconds = float("inf")
+    better = family.make(LARGE).plain
+    set_memory_budget(model, LARGE)
+    both(model, eager, 2)
+    assert better is not first.plain and better.loaded is not None and first.plain.loaded is None
+    assert any(step is better for step in session.plans.values())
+
+
 def test_a_plan_for_a_larger_budget_is_made_while_steps_go_on_by_the_old_one(planned_here: Callable[[], None]) -> None:
     planned_here()
     model, eager = twins(SMALL)
