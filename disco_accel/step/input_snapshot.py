@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from disco_accel.native.host_memory import WatchedTensors
+from disco_accel.step.state.plain_tensors import follows_autograd
 
 _FROZEN = "a frozen weight"
 
@@ -30,7 +31,7 @@ class _NormSnapshot:
 
 def versions_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """Name → version, as autograd counts them; tensors made in inference mode have none."""
-    return {name: 0 if tensor.is_inference() else tensor._version for name, tensor in tensors.items()}
+    return {name: tensor._version if follows_autograd(tensor) else 0 for name, tensor in tensors.items()}
 
 
 class InputSnapshot:

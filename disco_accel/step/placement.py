@@ -27,11 +27,12 @@ from disco_accel.step.distributed import (
 )
 from disco_accel.step.pinned_tensors import PinnedTensors
 from disco_accel.step.shared_frozen import FrozenSharing
-from disco_accel.step.state.plain_tensors import move_views, plain_tensors
+from disco_accel.step.state.plain_tensors import follows_autograd, make_ordinary, move_views, plain_tensors
 from disco_accel.step.streamed_eager import StreamedEager, shared_visitor_of, visitor_of
 from disco_accel.step.trained_weights import movable_weights, unwatch_updates_of
 
 _ARENA = "_disco_host_memory"
+_A_TENSOR = "a tensor in an attribute of a module"
 _MOST_FREED = 256 << 20
 """Bytes of weights' old copies that may stay in the heap after they were freed."""
 
@@ -134,11 +135,12 @@ class Placement:
         step.
 
         Raises:
-            ConfigError: ZeRO stage 3 has sharded a weight.
+            ConfigError: ZeRO stage 3 has sharded a weight; a trained one was made under ``torch.inference_mode``.
         """
         model = self._model()
         assert model is not None
         settle_states(model)
+        _make_ordinary(model)
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
                 check_not_sharded(name, parameter)
@@ -268,6 +270,20 @@ class Placement:
                     tensor.grad.data = tensor.grad.data.to(device)
         self._moved.clear()
         self._pinned.undo()
+
+
+def _make_ordinary(model: torch.nn.Module) -> None:
+    """What was made under ``torch.inference_mode``, as some packed weights are, becomes ordinary tensors."""
+    named = [*model.named_parameters(), *((part.name, part.tensor) for part in named_parts(model))]
+    for name, tensor in (*named, *((_A_TENSOR, t) for t in _views(model))):
+        if follows_autograd(tensor):
+            continue
+        if tensor.requires_grad:
+            raise ConfigError(
+                f"{name} was made under torch.inference_mode, so that PyTorch cannot train it; freeze it "
+                "(requires_grad_(False)) or make the model outside of torch.inference_mode"
+            )
+        make_ordinary(tensor, name)
 
 
 def _views(model: torch.nn.Module) -> list[torch.Tensor]:

@@ -41,7 +41,9 @@ std::uintptr_t page_size() {
 }
 
 std::int64_t version(const at::Tensor& tensor) {
-  return tensor.is_inference() ? 0 : tensor.unsafeGetTensorImpl()->version_counter().current_version();
+  // One made in inference mode has none, whatever its data became later.
+  const c10::VariableVersion& counter = tensor.unsafeGetTensorImpl()->version_counter();
+  return counter.enabled() ? counter.current_version() : 0;
 }
 
 // Bytes from the first to the last element.

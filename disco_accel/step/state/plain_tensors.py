@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from disco_accel.errors import ConfigError
 from disco_accel.native.host_memory import footprint
 
 _TABLES = ("_modules", "_parameters", "_buffers")
@@ -50,6 +52,38 @@ def replaced_tensors(value: Any, replace: Callable[[torch.Tensor], Any]) -> Any:
         made = {key: replaced_tensors(item, replace) for key, item in value.items()}
         return value if all(made[key] is value[key] for key in made) else made
     return value
+
+
+def follows_autograd(tensor: torch.Tensor) -> bool:
+    """Whether it counts its versions. A tensor made under ``torch.inference_mode`` never does, whatever its ``data``
+    becomes later, and nothing that a backward needs may be saved of it."""
+    try:
+        return tensor._version >= 0
+    except RuntimeError:
+        return False
+
+
+def make_ordinary(tensor: torch.Tensor, name: str) -> None:
+    """Have ``tensor``, made under ``torch.inference_mode``, follow autograd: the same object over the same bytes.
+
+    Raises:
+        ConfigError: it is in use by native code, as what ``name`` calls it.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        if is_traceable_wrapper_subclass(tensor):
+            names, context = tensor.__tensor_flatten__()
+            inner = {key: getattr(tensor, key) for key in names}
+            made = type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
+        else:
+            made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            made.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        try:
+            torch._C._swap_tensor_impl(tensor, made)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"{name} was made under torch.inference_mode, and cannot become an ordinary tensor: {error}; "
+                "make the model outside of torch.inference_mode"
+            ) from error
 
 
 def move_views(tensors: Iterable[torch.Tensor], old: torch.Tensor, new: torch.Tensor) -> None:
