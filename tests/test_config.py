@@ -14,6 +14,7 @@ from disco_accel.config import settings as module
 from disco_accel.config.keys import PARSERS
 from disco_accel.config.settings import DiscoConfig, host_memory_bytes, read_yaml, split_yaml
 from disco_accel.errors import ConfigError
+from disco_accel.host_limits import HostLimit
 
 ACCELERATE = "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nnum_processes: 1\nmixed_precision: bf16\n"
 
@@ -222,9 +223,11 @@ def test_as_dict_is_json_and_round_trips() -> None:
 
 
 def test_resolve_turns_shares_into_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "host_memory_bytes", lambda: 1000 << 20)
+    limit = HostLimit("the machine's memory", 1000 << 20, 600 << 20)
+    monkeypatch.setattr(module, "host_limits", lambda: [limit])
+    monkeypatch.setattr(module, "own_bytes", lambda: 100 << 20)
     settings = DiscoConfig(device="cpu", memory_budget="25%", host_memory="auto").resolve()
-    assert (settings.device, settings.memory_budget, settings.host_memory) == ("cpu", 250 << 20, 1000 << 20)
+    assert (settings.device, settings.memory_budget, settings.host_memory) == ("cpu", 250 << 20, 700 << 20)
     assert DiscoConfig(device="cpu").resolve().memory_budget == 500 << 20
 
 

@@ -20,6 +20,7 @@ TORCH_FREE = (
     "errors",
     "gc_pause",
     "graph",
+    "host_limits",
     "native.cuda_headers",
     "native.library_file",
     "native.plain_library",
@@ -43,7 +44,7 @@ MAY_USE_HUGGING_FACE = ("disco_accel.integrate", "disco_accel.testing", "recipes
 
 # Each part of the pipeline and what it may import of ours, from the first stage to the last. The modules at the top are
 # open to all, and import nothing but each other.
-OPEN = ("errors", "gc_pause", "shortage", "sizes", "threads", "version")
+OPEN = ("errors", "gc_pause", "host_limits", "shortage", "sizes", "threads", "version")
 MAY_IMPORT = {
     "graph": (),
     "verify": ("graph",),

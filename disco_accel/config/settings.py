@@ -19,6 +19,7 @@ from typing import Any, Literal
 from disco_accel.config.device_choice import count_of, gpus_of, resolve_device, smallest_gpu_bytes
 from disco_accel.config.keys import PARSERS, contradiction, unused_policy
 from disco_accel.errors import ConfigError
+from disco_accel.host_limits import host_limits, own_bytes
 
 logger = logging.getLogger("disco_accel")
 
@@ -200,8 +201,9 @@ class DiscoConfig:
     def resolve(self) -> Settings:
         """The values that depend on the machine.
 
-        ``auto`` is half of the RAM on the host device (the weights share it) and nine tenths of a CUDA device. Each
-        process has a budget of its own: ``auto`` and shares of the RAM are divided by the processes on this machine.
+        ``memory_budget: auto`` is half of the RAM on the host device (the weights share it) and nine tenths of a CUDA
+        device; ``host_memory: auto`` is what others leave of the RAM. Each process has a budget of its own: ``auto``
+        and shares of the RAM are divided by the processes on this machine.
 
         Raises:
             ConfigError: a device is not there, or a size is larger than the machine, its other processes counted.
@@ -221,10 +223,15 @@ class DiscoConfig:
             devices=devices,
             gpus=gpus,
             memory_budget=_resolve_size("memory_budget", self.memory_budget, budget, device, _AUTO_SHARE[device]),
-            host_memory=_resolve_size("host_memory", self.host_memory, host_memory_bytes(), "cpu", 1.0),
+            host_memory=self._host_bytes(),
             link_bandwidth=bandwidth,
             link_latency=self.link_latency,
         )
+
+    def _host_bytes(self) -> int:
+        if self.host_memory in ("auto", "shared"):
+            return spare_host_memory(local_processes())
+        return _resolve_size("host_memory", self.host_memory, host_memory_bytes(), "cpu", 1.0)
 
 
 def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -277,16 +284,14 @@ def split_yaml(path: str | os.PathLike[str]) -> tuple[dict[str, Any], DiscoConfi
 
 
 def host_memory_bytes() -> int:
-    """RAM that this process may use: the machine's, or its control group's limit where that is lower."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for limit_file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            limit = Path(limit_file).read_text(encoding="ascii").strip()
-        except OSError:
-            continue
-        if limit.isdigit():
-            total = min(total, int(limit))
-    return total
+    """RAM that this process may use: the machine's, or less where a limit of its own or of a control group is lower."""
+    return min(limit.total for limit in host_limits())
+
+
+def spare_host_memory(processes: int = 1) -> int:
+    """Of ``host_memory_bytes``, what nobody else uses now: the part of one of so many ``processes``."""
+    held = own_bytes()
+    return min(limit.share(processes, held) for limit in host_limits())
 
 
 def launch_config_file() -> str | None:

@@ -31,6 +31,7 @@ from disco_accel.execute.vertex_names import Describer, Unfinished
 from disco_accel.graph.check import after_gate
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import OpCall, Ref, TensorSpec, VertexKind
+from disco_accel.host_limits import require_left
 from disco_accel.measure.record import OpRecord
 from disco_accel.native.arena import alias, host_arena, touched_bytes
 from disco_accel.native.backend import backend_of
@@ -118,6 +119,7 @@ class Executor:
         self._describer = Describer(memgraph, ops, names or {})
         homes = homes_of(memgraph.vertices, states or {}, self._describer)
         arenas, made_here = arenas_of(memgraph, arena, places)
+        require_left(memgraph.host_memory, "room for offloaded values")
         self._memory = Memory(arenas, host_arena(memgraph.host_memory), dict(clean), homes)
         self._pinned = [self._backend.pin(memory) for memory in (self._memory.host, *made_here)]
         self._table = op_table(device)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
+import re
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,9 +19,20 @@ from disco_accel.graph.taskgraph import TensorSpec
 from disco_accel.native.extension import load_allocator_shim, load_extension
 from disco_accel.native.op_table import OpTable
 from disco_accel.native.peer_paths import all_direct, tell_of_peer_paths
+from disco_accel.sizes import format_size
+
+logger = logging.getLogger(__name__)
 
 _TIMED_RUNS = 5
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
+_REFUSED = re.compile(r"cudaHostRegister failed with error (1|2|304|800|801):")
+"""Invalid value, memory, operating system, not permitted, not supported: what drivers answer where a limit is met."""
+_refusals: list[ExecutionError] = []
+"""The first refusal to lock memory, which was told."""
+
+
+class LockingRefused(ExecutionError):
+    """The system does not lock so much memory. Copies from it and to it are right all the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +128,12 @@ class CudaBackend:
         return torch.as_strided(flat, spec.shape, spec.stride, flat.storage_offset() + spec.offset)
 
     def pin(self, tensor: torch.Tensor) -> object:
-        return pin(tensor, self.device)
+        """None, told once, where the system does not allow it."""
+        try:
+            return pin(tensor, self.device)
+        except LockingRefused as error:
+            tell_of_refusal(0, tensor.nbytes, error)
+            return None
 
     def op_seconds(self, ops: OpTable, op: int) -> float:
         """The time that the op keeps the current stream busy, or its launch if that takes longer."""
@@ -191,17 +209,34 @@ def pin(tensor: torch.Tensor, device: torch.device | None = None, *, read_only: 
 
     ``device``: one that is used anyway, None for the current one; all devices may copy from the pages then. They stay
     registered as long as the returned object lives, which keeps the tensor too. ``read_only``: no device writes there,
-    so that pages that are shared stay so. Raises ExecutionError with CUDA's reason when the system does not allow it.
+    so that pages that are shared stay so.
+
+    Raises:
+        LockingRefused: the system does not allow so much; with CUDA's reason.
+        ExecutionError: there is no CUDA, or the device cannot do that.
     """
     load_extension()
     try:
         with nullcontext() if device is None else torch.cuda.device(device):
             return torch.classes.disco_accel.Pinned(tensor, read_only)
     except (RuntimeError, ValueError) as error:
-        raise ExecutionError(
-            f"pinning {tensor.nbytes} bytes of host memory failed: {error}; the limit of locked memory (ulimit -l) or "
-            "free memory may be too small"
-        ) from error
+        kind = LockingRefused if _REFUSED.match(str(error)) else ExecutionError
+        raise kind(f"pinning {tensor.nbytes} bytes of host memory failed: {error}") from error
+
+
+def tell_of_refusal(locked: int, nbytes: int, error: ExecutionError) -> None:
+    """Log, once in this process, that of ``nbytes`` bytes of host memory ``locked`` are page-locked."""
+    if _refusals:
+        return
+    _refusals.append(error)
+    logger.warning(
+        "page-locked memory: %s of %s of host memory are locked, and no more can be: %s. Copies of the rest are right, "
+        "but take longer and keep others waiting. Raise the limit of locked memory (ulimit -l; docker run --ulimit "
+        "memlock=-1), raise memory= in .wslconfig on WSL, which locks a part of it at most, or free memory",
+        format_size(locked),
+        format_size(nbytes),
+        error,
+    )
 
 
 def _named(devices: Sequence[torch.device]) -> str:

@@ -11,7 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from disco_accel.errors import ConfigError, ExecutionError
-from disco_accel.native.cuda_backend import pin
+from disco_accel.native.arena import host_arena
+from disco_accel.native.cuda_backend import LockingRefused, pin
 from disco_accel.native.host_memory import HostMemory, bytes_of
 from disco_accel.native.shared_memory import lay_over
 
@@ -42,7 +43,8 @@ class FileArena(HostMemory):
         """``file`` is this object's from now on, which keeps it open for others to find, unless this raises
         ExecutionError."""
         assert nbytes % PAGE == 0
-        super().__init__(nbytes, huge_pages=False, watched=False)
+        # The file has the memory.
+        super().__init__(nbytes, huge_pages=False, watched=False, replaced=nbytes)
         # Whole pages lie between the guard pages of an arena, so that its first byte begins one.
         assert self._arena.data_ptr() % PAGE == 0 or nbytes == 0
         lay_over(self._arena, file)
@@ -93,22 +95,23 @@ class FileArena(HostMemory):
         where = ctypes.c_void_p(self._arena.data_ptr() + begin)
         return bool(ctypes.CDLL(None).madvise(where, ctypes.c_size_t(nbytes), ctypes.c_int(advice)) == 0)
 
-    def pin(self, device: torch.device | None = None) -> None:
-        """As ``HostMemory.pin``, for devices that only read: registered for writes, each page would become a copy.
+    def _mapped(self, nbytes: int) -> torch.Tensor:
+        return host_arena(nbytes)
+
+    def _lock(self, piece: torch.Tensor, device: torch.device | None) -> object:
+        """For devices that only read: registered for writes, each page would become a copy.
 
         Raises:
             ConfigError: the device cannot read memory that is registered so.
         """
-        if self._pinned is not None or not self.nbytes:
-            return
         try:
-            self._pinned = pin(self._arena, device, read_only=True)
+            return pin(piece, device, read_only=True)
+        except LockingRefused:
+            raise
         except ExecutionError as error:
             raise ConfigError(
                 f"share_weights: true does not work with this GPU: {error}; leave share_weights out"
             ) from error
-        if self._watched:
-            torch.ops.disco_accel.expect_device_writes_to(self._arena)
 
     def differs(self, tensors: list[torch.Tensor]) -> list[bool]:
         """Which of ``tensors``, all of this arena, have other bytes than the file: written to by this process. All of

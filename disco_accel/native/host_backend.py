@@ -12,6 +12,7 @@ import torch
 
 from disco_accel.errors import ConfigError
 from disco_accel.graph.taskgraph import TensorSpec
+from disco_accel.host_limits import require_left
 from disco_accel.native.extension import load_extension
 from disco_accel.native.op_table import OpTable
 
@@ -74,6 +75,7 @@ class HostBackend:
         return nullcontext()
 
     def arena(self, nbytes: int) -> torch.Tensor:
+        require_left(nbytes, "the plan's memory")
         return host_arena(nbytes)
 
     def is_arena(self, tensor: torch.Tensor) -> bool:

@@ -7,15 +7,18 @@ import functools
 import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from disco_accel.errors import ExecutionError
 from disco_accel.graph.taskgraph import TensorSpec
+from disco_accel.host_limits import require_left
 from disco_accel.native.arena import alias, host_arena, touched_bytes
-from disco_accel.native.cuda_backend import pin
+from disco_accel.native.cuda_backend import LockingRefused, pin, tell_of_refusal
 from disco_accel.native.extension import load_extension
+from disco_accel.native.numa import prefer_node_of
 
 ALIGNMENT = 64
 """Bytes. ATen's CPU kernels give other bits for less aligned fp32 operands."""
@@ -24,6 +27,8 @@ ALIGNMENT = 64
 _HUGE_PAGE = 2 << 20
 _MADV_HUGEPAGE = 14
 """Linux, madvise(2)."""
+_MOST_LOCKED_AT_ONCE = 1 << 30
+"""Bytes. Drivers refuse to lock some gigabytes at once that they lock in pieces."""
 
 
 def footprint(tensor: torch.Tensor) -> int:
@@ -37,10 +42,26 @@ def footprint(tensor: torch.Tensor) -> int:
 class HostMemory:
     """An arena of ``nbytes`` bytes that hands out room for tensors from the bottom up and never takes it back."""
 
-    def __init__(self, nbytes: int, *, huge_pages: bool = True, watched: bool = True) -> None:
+    def __init__(
+        self,
+        nbytes: int,
+        *,
+        huge_pages: bool = True,
+        watched: bool = True,
+        replaced: int = 0,
+        gpu: torch.device | None = None,
+    ) -> None:
         """``huge_pages`` asks the kernel for them; where it has none to give, pages are small as usual. ``watched``:
-        the kernel tells which pages are written to, if it can; else what lies here is read to know."""
-        self._arena = host_arena(nbytes)
+        the kernel tells which pages are written to, if it can; else what lies here is read to know. ``replaced``: bytes
+        that are given up for what moves here. ``gpu``: its NUMA node is asked for pages first.
+
+        Raises:
+            ExecutionError: the machine, or a limit of this process's, has less memory left.
+        """
+        require_left(nbytes, "an arena for weights or gradients", replaced)
+        self._arena = self._mapped(nbytes)
+        if gpu is not None:
+            prefer_node_of(gpu, self._arena)
         if huge_pages and nbytes >= _HUGE_PAGE:
             _advise_huge_pages(self._arena)
         # Nothing is protected yet: weights are loaded at full speed, before the first look at them.
@@ -48,7 +69,12 @@ class HostMemory:
         if watched:
             torch.ops.disco_accel.watch_arena(self._arena)
         self._next = 0
-        self._pinned: Any = None
+        self._cuts: list[int] = []
+        """Offsets at which a page and a tensor begin: none lies on both sides."""
+        self._pinned: list[object] | None = None
+
+    def _mapped(self, nbytes: int) -> torch.Tensor:
+        return host_arena(nbytes + room_for_cuts(nbytes))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostMemory:
         # A copied model's weights are ordinary tensors; the arena itself is never copied.
@@ -83,16 +109,28 @@ class HostMemory:
         return tensor.is_cpu and begin <= torch.Tensor.data_ptr(tensor) < begin + self._next
 
     def pin(self, device: torch.device | None = None) -> None:
-        """Register the whole arena with CUDA, once: copies from it are then asynchronous. ``device`` as in ``pin``.
+        """Register the arena with CUDA piece by piece, once: copies from it are then asynchronous. ``device`` as in
+        ``pin``. Where a piece is refused, it and all behind it stay as they are, which is told once.
 
-        Raises ExecutionError.
+        Raises:
+            ExecutionError: there is no CUDA.
         """
-        if self._pinned is None and self.nbytes:
-            self._pinned = pin(self._arena, device)
-            if not self._watched:
-                return
+        if self._pinned is not None or not self.nbytes:
+            return
+        pinned: list[object] = []
+        for begin, end in pairwise((0, *self._cuts, self.nbytes)):
+            try:
+                pinned.append(self._lock(self._arena[begin:end], device))
+            except LockingRefused as error:
+                tell_of_refusal(begin, self.nbytes, error)
+                break
+        self._pinned = pinned
+        if self._watched:
             # A device's copies go by the pages' protection. Its reads are none of its business either.
             torch.ops.disco_accel.expect_device_writes_to(self._arena)
+
+    def _lock(self, piece: torch.Tensor, device: torch.device | None) -> object:
+        return pin(piece, device)
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, stride: Sequence[int] | None = None) -> torch.Tensor:
         """A tensor with any content in a storage of its own inside the arena; contiguous unless ``stride`` is given.
@@ -103,6 +141,7 @@ class HostMemory:
         if stride is not None:
             like = torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="meta")
         nbytes = footprint(like)
+        self._cut_before(nbytes)
         if self._next + nbytes > self.nbytes:
             raise ExecutionError(
                 f"the host arena of {self.nbytes} bytes has {self.nbytes - self._next} left, a tensor needs {nbytes}"
@@ -111,6 +150,16 @@ class HostMemory:
         made = alias(self._arena, self._next, nbytes, spec)
         self._next += -(-nbytes // ALIGNMENT) * ALIGNMENT
         return made
+
+    def _cut_before(self, nbytes: int) -> None:
+        """Begin another piece if this one becomes too large to be locked at once. A copy may not go from memory that is
+        locked to memory that is not."""
+        if self._next + nbytes - (self._cuts[-1] if self._cuts else 0) <= _MOST_LOCKED_AT_ONCE:
+            return
+        cut = self._next + -(self._arena.data_ptr() + self._next) % mmap.PAGESIZE
+        if cut > 0 and cut + nbytes <= self.nbytes:
+            self._cuts.append(cut)
+            self._next = cut
 
     def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor with the bits, shape, strides and dtype of ``tensor`` in a storage of its own inside the arena.
@@ -124,6 +173,12 @@ class HostMemory:
         with torch.no_grad():
             moved.copy_(tensor)
         return moved
+
+
+def room_for_cuts(nbytes: int) -> int:
+    """Bytes that an arena for tensors of ``nbytes`` bytes needs beside: two pieces that follow each other hold more
+    than one may."""
+    return 2 * -(-nbytes // _MOST_LOCKED_AT_ONCE) * mmap.PAGESIZE if nbytes > _MOST_LOCKED_AT_ONCE else 0
 
 
 def glibc(name: str, *arguments: int) -> None:

@@ -19,14 +19,15 @@ from pathlib import Path
 import torch
 
 from disco_accel.errors import ExecutionError
+from disco_accel.host_limits import own_bytes, require_left
 from disco_accel.native.extension import load_extension
 from disco_accel.native.file_arena import PAGE, FileArena, whole_pages
-from disco_accel.native.host_memory import ALIGNMENT, HostMemory, bytes_of, footprint
+from disco_accel.native.host_memory import ALIGNMENT, HostMemory, bytes_of, footprint, room_for_cuts
 from disco_accel.native.rendezvous import Holder, NotSharedError, Rendezvous
 from disco_accel.native.shared_memory import READ_ONLY, add_seals, create_file, seals_of
 
 _NAME = "disco_accel weights"
-_LAYOUT = 1
+_LAYOUT = 2
 """Of the bytes of a copy. Another number wherever the same tensors would lie elsewhere."""
 _PIECE = 1 << 26
 """Bytes of a write; below the most that the kernel takes at once."""
@@ -122,7 +123,7 @@ def shared_copy(
         NotSharedError: before anything was put, if it cannot be shared here.
         ExecutionError: this process has no memory for it.
     """
-    nbytes, rendezvous = whole_pages(room), Rendezvous(folder)
+    nbytes, rendezvous = whole_pages(room + room_for_cuts(room)), Rendezvous(folder)
     rendezvous.sweep()
     with rendezvous.locked(key, tell):
         try:
@@ -167,6 +168,7 @@ def _of_first(files: list[int], nbytes: int) -> SharedCopy | None:
 
 def _new(nbytes: int) -> SharedCopy:
     try:
+        require_left(nbytes, "a copy of frozen weights that processes share", own_bytes())
         file = create_file(_NAME, nbytes + PAGE)
     except (AttributeError, ExecutionError) as error:
         raise NotSharedError(str(error)) from error

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import resource
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -15,11 +16,13 @@ from typing import Any
 import torch
 
 from disco_accel.config import settings
-from disco_accel.native import extension
+from disco_accel.host_limits import host_limits
+from disco_accel.native import extension, numa
 from disco_accel.native.plain_library import ExtensionError
 
 _REQUIRED = ("torch", "transformers", "accelerate", "peft", "numpy", "pyyaml", "safetensors")
 _OPTIONAL = ("deepspeed", "matplotlib", "scipy")
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _COPY_BYTES = 64 << 20
 _REPEATS = 7
 
@@ -57,7 +60,7 @@ def report() -> dict[str, Any]:
         "host": {
             "cores": len(os.sched_getaffinity(0)),
             "threads": torch.get_num_threads(),
-            "memory": settings.host_memory_bytes(),
+            **_host_memory(),
             "load_average": round(os.getloadavg()[0], 2),
         },
         "device": _device(),
@@ -72,6 +75,29 @@ def _version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _host_memory() -> dict[str, Any]:
+    """Each limit with its bytes, and what bears on the speed of copies: the limit of locked memory (a process's own,
+    which some drivers go by; None: there is none), huge pages, and the NUMA node that the first GPU is attached to."""
+    limits = host_limits()
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return {
+        "memory": settings.host_memory_bytes(),
+        "memory_left": settings.spare_host_memory(),
+        "limits": [{"what": limit.name, "bytes": limit.total, "left": limit.left} for limit in limits],
+        "most_locked": None if locked == resource.RLIM_INFINITY else locked,
+        "huge_pages": _first_line(_HUGE_PAGES),
+        "numa_nodes": numa.node_count(),
+        "gpu_numa_node": numa.node_of(torch.device("cuda", 0)) if torch.cuda.is_available() else None,
+    }
+
+
+def _first_line(file: Path) -> str | None:
+    try:
+        return file.read_text(encoding="ascii").strip()
+    except OSError:
         return None
 
 

@@ -7,7 +7,6 @@ made, and beside two that are held ordinary memory is used.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,15 +14,13 @@ from typing import Any
 import torch
 
 from disco_accel.capture.leaving_gradients import dense
-from disco_accel.errors import ConfigError, ExecutionError
+from disco_accel.errors import ConfigError
 from disco_accel.graph.taskgraph import TensorSpec
 from disco_accel.native.arena import alias
 from disco_accel.native.backend import backend_of
 from disco_accel.native.host_memory import HostMemory, footprint
 from disco_accel.native.out_of_memory import typed_out_of_memory
 from disco_accel.sizes import format_size
-
-logger = logging.getLogger("disco_accel")
 
 GradientPlaces = Sequence[torch.Tensor | None]
 """Memory on the host for gradients; None for those whose copy has another layout."""
@@ -101,7 +98,6 @@ class GradientMemory:
         self._ranges: dict[str, list[_Range]] = {}
         self._memories: list[HostMemory] | None = None
         """Of all ranges; None: not known since these have changed."""
-        self._told = False
 
     @property
     def memory(self) -> Sequence[HostMemory]:
@@ -204,18 +200,10 @@ class GradientMemory:
 
     def _made(self, gradients: Sequence[LeavingGradient]) -> list[_Range]:
         """New ranges, one after the other in one piece of memory."""
-        memory = HostMemory(_room_for(gradients), watched=self._watched)
+        memory = HostMemory(_room_for(gradients), watched=self._watched, gpu=self._backend.device)
         if self._backend.separate_memory:
-            self._lock(memory)
-        return [_Range(memory, gradient.nbytes) for gradient in gradients]
-
-    def _lock(self, memory: HostMemory) -> None:
-        try:
             memory.pin(self._backend.device)
-        except ExecutionError as error:
-            if not self._told:
-                logger.warning("gradients go to memory that is not page-locked, which takes longer: %s", error)
-            self._told = True
+        return [_Range(memory, gradient.nbytes) for gradient in gradients]
 
     def _of_ranges(self) -> list[HostMemory]:
         if self._memories is None:

@@ -14,6 +14,7 @@ import torch
 
 from disco_accel.capture.parts import beside_weights, frozen_parts, named_parts, settle_states
 from disco_accel.errors import ConfigError
+from disco_accel.host_limits import own_bytes
 from disco_accel.native.backend import backend_of
 from disco_accel.native.file_arena import FileArena
 from disco_accel.native.host_memory import HostMemory, give_back_freed
@@ -154,7 +155,8 @@ class Placement:
         views = _views(model) if outside_arenas else []
         to_copy = self._share(outside_arenas, views)
         if to_copy:
-            self._arenas.append(HostMemory(HostMemory.room_for(to_copy)))
+            room = HostMemory.room_for(to_copy)
+            self._arenas.append(HostMemory(room, replaced=own_bytes(), gpu=self._device))
             for tensor in to_copy:
                 self._move_with(views, tensor, self._arenas[-1].adopt(tensor.data))
         if outside_arenas:
@@ -231,7 +233,7 @@ class Placement:
                 self._sharing.tell_written(arena, list(written))
             if not written or not backend_of(self._device).separate_memory:
                 continue
-            views, own = _views(model), HostMemory(HostMemory.room_for(list(written.values())))
+            views, own = _views(model), HostMemory(HostMemory.room_for(list(written.values())), gpu=self._device)
             self._arenas.append(own)
             for tensor in written.values():
                 self._move_with(views, tensor, own.adopt(tensor.data))

@@ -99,13 +99,14 @@ def release() -> None:
 
 
 @contextmanager
-def pin_limit(limit: int) -> Iterator[None]:
-    """Within, registering more than ``limit`` bytes of host memory in one call fails."""
-    _cuda.emuPinLimit(ctypes.c_size_t(limit))
+def pin_limit(each: int = 0, *, more: int = 0) -> Iterator[None]:
+    """Within, registering more than ``each`` bytes of host memory in one call fails, and so does what would be more
+    than ``more`` bytes beside what is pinned now. 0: no limit."""
+    _cuda.emuPinLimit(ctypes.c_size_t(each), ctypes.c_size_t(more))
     try:
         yield
     finally:
-        _cuda.emuPinLimit(ctypes.c_size_t(0))
+        _cuda.emuPinLimit(ctypes.c_size_t(0), ctypes.c_size_t(0))
 
 
 @contextmanager

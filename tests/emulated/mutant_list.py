@@ -95,8 +95,8 @@ MUTANTS = (
     Mutant(
         "unpinned source",
         "disco_accel/native/host_memory.py",
-        "            self._pinned = pin(self._arena, device)\n",
-        "            self._pinned = ()\n",
+        "                pinned.append(self._lock(self._arena[begin:end], device))\n",
+        "                pass\n",
         _STEADY,
     ),
     Mutant(

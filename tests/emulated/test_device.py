@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -216,6 +217,22 @@ def test_pinning_can_fail() -> None:
     with device.pin_limit(1000):
         assert int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == OUT_OF_MEMORY
     assert RUNTIME.cudaGetLastError() == OUT_OF_MEMORY
+
+
+def test_pinning_can_fail_above_a_sum_and_copies_stay_within_one_piece() -> None:
+    cuda: Any = torch.cuda.cudart()
+    memory, there = torch.zeros(4 << 12, dtype=torch.uint8), torch.empty(1 << 12, dtype=torch.uint8, device=CUDA)
+    page = -(-memory.data_ptr() // 4096) * 4096
+    begin = page - memory.data_ptr()
+    with device.pin_limit(more=4096):
+        assert int(cuda.cudaHostRegister(page, 4096, 0)) == 0
+        assert int(cuda.cudaHostRegister(page + 4096, 4096, 0)) == OUT_OF_MEMORY
+    assert RUNTIME.cudaGetLastError() == OUT_OF_MEMORY
+    there.copy_(memory[begin : begin + 4096])
+    there.copy_(memory[begin + 4096 : begin + 8192])
+    with pytest.raises(RuntimeError, match="invalid argument"):
+        there.copy_(memory[begin + 1 : begin + 4097])
+    assert int(cuda.cudaHostUnregister(page)) == 0
 
 
 def test_dropout_draws_from_cudas_generator() -> None:

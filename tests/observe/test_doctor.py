@@ -24,6 +24,10 @@ def test_a_machine_with_all_that_training_needs_gets_status_0(capsys: pytest.Cap
     assert all(report["versions"][name] for name in ("torch", "transformers", "accelerate", "peft"))
     assert report["device"]["memory"] > 0
     assert all(rate > 0 for rate in report["link"].values())
+    host = report["host"]
+    assert 0 < host["memory_left"] <= host["memory"] == min(limit["bytes"] for limit in host["limits"])
+    assert host["limits"][0]["what"] == "the machine's memory" and host["numa_nodes"] >= 1
+    assert {"most_locked", "huge_pages", "gpu_numa_node"} <= host.keys()
 
 
 def test_an_extension_that_cannot_be_built_is_a_problem_with_its_reason(

@@ -148,6 +148,7 @@ cudaError_t enqueue(void* to, const void* from, std::size_t bytes, cudaMemcpyKin
     stream->put({name, [copy] { std::memmove(copy.to, copy.from, copy.bytes); }}, ranges);
     return cudaSuccess;
   }
+  if (host_memory().partly_pinned(from_device ? to : from, bytes)) return answer(cudaErrorInvalidValue);
   if (host_memory().pinned(from_device ? to : from, bytes)) {
     (from_device ? put_to_pinned : put_from_pinned)(*stream, copy, ranges);
     return cudaSuccess;

@@ -19,6 +19,7 @@ namespace {
 
 constexpr std::size_t kPage = 4096;
 std::atomic<std::size_t> pin_limit{0};
+std::atomic<std::size_t> pin_sum_limit{0};
 
 std::string on_device(const char* call, int device) { return call + (" " + std::to_string(device)); }
 
@@ -34,7 +35,10 @@ std::size_t emuLiveBytes(int device, int peak) {
 
 void emuResetPeak(int device) { device_memory().reset_peak(device); }
 
-void emuPinLimit(std::size_t bytes) { pin_limit = bytes; }
+void emuPinLimit(std::size_t bytes, std::size_t more) {
+  pin_limit = bytes;
+  pin_sum_limit = more == 0 ? 0 : host_memory().pinned_bytes() + more;
+}
 
 cudaError_t cudaMalloc(void** block, std::size_t bytes) {
   need_context();
@@ -94,6 +98,8 @@ cudaError_t cudaHostRegister(void* begin, std::size_t bytes, unsigned) {
   journal().count("cudaHostRegister");
   if (bytes == 0) return answer(cudaErrorInvalidValue);
   if (pin_limit != 0 && bytes > pin_limit) return answer(cudaErrorMemoryAllocation);
+  if (pin_sum_limit != 0 && host_memory().pinned_bytes() + bytes > pin_sum_limit)
+    return answer(cudaErrorMemoryAllocation);
   if (!host_memory().pin(begin, bytes)) {
     journal().complain("cudaHostRegister of memory that is registered");
     return answer(cudaErrorHostMemoryAlreadyRegistered);

@@ -40,7 +40,8 @@ void emuReset();  // forgets both
 std::size_t emuLiveBytes(int device, int peak);  // what cudaMalloc has given and cudaFree not taken back
 void emuResetPeak(int device);
 int emuHasContext(int device);
-void emuPinLimit(std::size_t bytes);  // cudaHostRegister of more fails; 0: no limit
+// cudaHostRegister fails for more than `bytes`, or than `more` in all beside what is pinned now; 0: no limit
+void emuPinLimit(std::size_t bytes, std::size_t more);
 
 // The `nth` (from 1) piece of work whose name contains `text`, counted as streams reach it from now on, fails
 // with the sticky error `code`, or hangs if `code` is 0.

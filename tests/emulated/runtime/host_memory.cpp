@@ -38,6 +38,23 @@ bool HostMemory::pinned(const void* begin, std::size_t bytes) const {
   return first + bytes <= at->first + at->second;
 }
 
+std::size_t HostMemory::pinned_bytes() const {
+  const std::lock_guard lock(mutex_);
+  std::size_t sum = 0;
+  for (const auto& [begin, size] : pinned_) sum += size;
+  return sum;
+}
+
+bool HostMemory::partly_pinned(const void* begin, std::size_t bytes) const {
+  const auto* first = static_cast<const char*>(begin);
+  const std::lock_guard lock(mutex_);
+  for (const auto& [other, size] : pinned_) {
+    if (first < other + size && other < first + bytes)
+      return first < other || first + bytes > other + size;
+  }
+  return false;
+}
+
 HostMemory::Use HostMemory::use(const void* begin, std::size_t bytes, bool written) {
   const auto* first = static_cast<const char*>(begin);
   const std::lock_guard lock(mutex_);

@@ -17,6 +17,9 @@ class HostMemory {
   bool pin(void* begin, std::size_t bytes);          // false when part of it is pinned already
   std::size_t unpin(void* begin, const char* call);  // its bytes; 0 when nothing was pinned there
   bool pinned(const void* begin, std::size_t bytes) const;
+  std::size_t pinned_bytes() const;
+  // Of what is pinned, some and not all lies in one registered range: the driver copies no such bytes.
+  bool partly_pinned(const void* begin, std::size_t bytes) const;
   Use use(const void* begin, std::size_t bytes, bool written);
   bool used(const void* begin, std::size_t bytes) const;
   bool being_written(const void* begin, std::size_t bytes) const;
