@@ -40,8 +40,11 @@ class VerifyError(PlanError):
     """A MemGraph is not a safe plan of its TaskGraph; the message names the vertices."""
 
 
-class BudgetTooSmall(PlanError):
+class BudgetTooSmall(PlanError, RuntimeError):
     """The step does not fit the device memory.
+
+    A ``RuntimeError`` with the words of PyTorch's allocator, so that scripts that try smaller batches until one fits
+    (accelerate's ``find_executable_batch_size``, Trainer's ``auto_find_batch_size``) do so.
 
     ``needed`` is the smallest arena, in bytes, for which the planner found a plan; ``given`` is what it got. ``parts``:
     what takes the bytes that are needed, in words. Of several devices ``devices`` are those that are short, by id, if
@@ -54,7 +57,10 @@ class BudgetTooSmall(PlanError):
         # Rounded up, so that the short form works too when it is copied into a budget.
         short = f"{-(-needed * 100 // (1 << 20)) / 100:.2f}MiB"
         why = f": {parts}" if parts else ""
-        super().__init__(f"{what} needs at least {needed} bytes ({short}) of device memory, but is given {given}{why}")
+        super().__init__(
+            f"{what} needs at least {needed} bytes ({short}) of device memory, but is given {given}{why}; it "
+            "would run out of memory."
+        )
         self.needed = needed
         self.given = given
         self.what = what

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 
+from disco_accel.errors import BudgetTooSmall
+
 _NUMBERS = (errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT)
 _WORDS = (
     "allocate memory",
@@ -18,6 +20,9 @@ _WORDS = (
 
 def is_shortage(error: BaseException) -> bool:
     """Whether ``error`` says that memory, threads, files or room on a disk ran out."""
+    if isinstance(error, BudgetTooSmall):
+        # The next try has the same budget.
+        return False
     # A SystemError is native code that failed without saying why, as some does that finds no memory.
     if isinstance(error, (MemoryError, SystemError)) or any(
         kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__
