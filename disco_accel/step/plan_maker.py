@@ -28,7 +28,7 @@ class PlanMaker:
         self._asked: dict[PlanFamily, int] = {}
         self._spread: dict[PlanFamily, int] = {}
         self._lock, self._wake = threading.Lock(), threading.Event()
-        self._begun = False
+        self._thread: threading.Thread | None = None
         self._limits_found = limits_found
         self._stopped = False
         self._process = PlanningProcess()
@@ -61,10 +61,9 @@ class PlanMaker:
         self._wake.set()
 
     def _begin(self) -> None:
-        if not self._begun and not self._stopped:
+        if self._thread is None and not self._stopped:
             maker = weakref.ref(self)
-            start_thread(_run, maker, self._wake, name="disco-plans", stop=partial(_stop, maker))
-            self._begun = True
+            self._thread = start_thread(_run, maker, self._wake, name="disco-plans", stop=partial(_stop, maker))
         self._wake.set()
 
     def work(self) -> bool:
