@@ -38,6 +38,7 @@ from disco_accel.native.backend import backend_of
 from disco_accel.native.engine_class import make_engine
 from disco_accel.native.engine_numbers import Status
 from disco_accel.native.extension import load_extension
+from disco_accel.native.host_memory import place_pages
 from disco_accel.native.op_table import op_table
 from disco_accel.native.out_of_memory import typed_out_of_memory
 from disco_accel.shortage import is_shortage
@@ -120,7 +121,10 @@ class Executor:
         homes = homes_of(memgraph.vertices, states or {}, self._describer)
         arenas, made_here = arenas_of(memgraph, arena, places)
         require_left(memgraph.host_memory, "room for offloaded values")
-        self._memory = Memory(arenas, host_arena(memgraph.host_memory), dict(clean), homes)
+        offloaded = host_arena(memgraph.host_memory)
+        if self._backend.separate_memory:
+            place_pages(offloaded, device)
+        self._memory = Memory(arenas, offloaded, dict(clean), homes)
         self._pinned = [self._backend.pin(memory) for memory in (self._memory.host, *made_here)]
         self._table = op_table(device)
         tables = Lowering(memgraph, ops, records, self._memory, self._table).run()

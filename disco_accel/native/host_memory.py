@@ -60,10 +60,7 @@ class HostMemory:
         """
         require_left(nbytes, "an arena for weights or gradients", replaced)
         self._arena = self._mapped(nbytes)
-        if gpu is not None:
-            prefer_node_of(gpu, self._arena)
-        if huge_pages and nbytes >= _HUGE_PAGE:
-            _advise_huge_pages(self._arena)
+        place_pages(self._arena, gpu, huge=huge_pages)
         # Nothing is protected yet: weights are loaded at full speed, before the first look at them.
         self._watched = watched
         if watched:
@@ -194,7 +191,13 @@ def give_back_freed() -> None:
     glibc("malloc_trim", 0)
 
 
-def _advise_huge_pages(arena: torch.Tensor) -> None:
+def place_pages(arena: torch.Tensor, gpu: torch.device | None, *, huge: bool = True) -> None:
+    """Ask for huge pages, which a driver locks faster, and for those of the NUMA node of ``gpu``, for ``arena``, of
+    which nothing was touched yet."""
+    if gpu is not None:
+        prefer_node_of(gpu, arena)
+    if not huge or arena.numel() < _HUGE_PAGE:
+        return
     begin = -(-arena.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (arena.data_ptr() + arena.numel()) // mmap.PAGESIZE * mmap.PAGESIZE
     # An advice only: a kernel without huge pages refuses it and nothing is lost.
