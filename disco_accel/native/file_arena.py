@@ -95,7 +95,7 @@ class FileArena(HostMemory):
         where = ctypes.c_void_p(self._arena.data_ptr() + begin)
         return bool(ctypes.CDLL(None).madvise(where, ctypes.c_size_t(nbytes), ctypes.c_int(advice)) == 0)
 
-    def _mapped(self, nbytes: int) -> torch.Tensor:
+    def _map(self, nbytes: int) -> torch.Tensor:
         return host_arena(nbytes)
 
     def _lock(self, piece: torch.Tensor, device: torch.device | None) -> object:

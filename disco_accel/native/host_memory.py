@@ -59,7 +59,7 @@ class HostMemory:
             ExecutionError: the machine, or a limit of this process's, has less memory left.
         """
         require_left(nbytes, "an arena for weights or gradients", replaced)
-        self._arena = self._mapped(nbytes)
+        self._arena = self._map(nbytes)
         place_pages(self._arena, gpu, huge=huge_pages)
         # Nothing is protected yet: weights are loaded at full speed, before the first look at them.
         self._watched = watched
@@ -70,7 +70,7 @@ class HostMemory:
         """Offsets at which a page and a tensor begin: none lies on both sides."""
         self._pinned: list[object] | None = None
 
-    def _mapped(self, nbytes: int) -> torch.Tensor:
+    def _map(self, nbytes: int) -> torch.Tensor:
         return host_arena(nbytes + room_for_cuts(nbytes))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostMemory:

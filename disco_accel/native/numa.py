@@ -41,8 +41,8 @@ def prefer_node_of(device: torch.device, arena: torch.Tensor, root: Path = _ROOT
     """Have pages of ``arena``, none of which is in memory yet, come from the node of the GPU ``device`` as long as it
     has some; whether the kernel takes that on. Nothing is lost where it does not, as in some containers."""
     number = _MBIND.get(platform.machine())
-    node = node_of(device, root) if device.type == "cuda" and number is not None and arena.numel() else None
-    if node is None:
+    node = node_of(device, root) if device.type == "cuda" and arena.numel() else None
+    if node is None or number is None:
         return False
     begin = arena.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     nbytes = arena.data_ptr() + arena.numel() - begin
