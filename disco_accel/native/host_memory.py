@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import mmap
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -206,9 +207,32 @@ def place_pages(arena: torch.Tensor, gpu: torch.device | None, *, huge: bool = T
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """A 1-d uint8 view of the memory from the first to the last element of ``tensor``, which it keeps alive."""
-    nbytes = footprint(tensor)
-    offset = tensor.storage_offset() * tensor.element_size()
-    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), offset, (nbytes,), (1,))
+    load_extension()
+    memory: torch.Tensor = torch.ops.disco_accel.own_view_of(tensor.detach(), footprint(tensor))
+    return memory
+
+
+def first_held_elsewhere(tensors: Sequence[torch.Tensor]) -> int:
+    """Which of these host tensors is the first whose memory something else holds too, or -1: another tensor over it, a
+    NumPy array, a storage. Tensors of ``bytes_of`` and ``WatchedTensors`` do not count; who has an address alone is not
+    known."""
+    for place, others in enumerate(torch.ops.disco_accel.other_holders(list(tensors))):
+        # An object of Python's for the storage may be left of somebody who has asked for it once.
+        if others and _holders(tensors[place]) != _usual_holders():
+            return place
+    return -1
+
+
+def _holders(tensor: torch.Tensor) -> tuple[int, int]:
+    """Of the tensor's storage: all other holders, and Python's references to the object that stands for it."""
+    storage = tensor.untyped_storage()
+    return torch.ops.disco_accel.other_holders([tensor])[0], sys.getrefcount(storage)
+
+
+@functools.cache
+def _usual_holders() -> tuple[int, int]:
+    # Another PyTorch may count otherwise, so it is asked: for a tensor that nobody else has.
+    return _holders(torch.zeros(1, device="cpu"))
 
 
 class WatchedTensors:

@@ -275,7 +275,8 @@ class CompiledStep:
             return False
         named = self.parameters or dict(model.named_parameters())
         bindings = self.vertices_of(InputSource.TRAINABLE)
-        return any(self.clean[b.vertex].data_ptr() != named[b.name].data_ptr() for b in bindings)
+        with torch._C.DisableTorchFunctionSubclass():
+            return any(self.clean[b.vertex].data_ptr() != named[b.name].data_ptr() for b in bindings)
 
     def moved(self, frozen: Sequence[torch.Tensor]) -> bool:
         """Whether a tensor of ``frozen_of`` the model lies elsewhere than where the plan loads it from."""

@@ -31,7 +31,8 @@ class _NormSnapshot:
 
 def versions_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """Name → version, as autograd counts them; tensors made in inference mode have none."""
-    return {name: tensor._version if follows_autograd(tensor) else 0 for name, tensor in tensors.items()}
+    with torch._C.DisableTorchFunctionSubclass():
+        return {name: tensor._version if follows_autograd(tensor) else 0 for name, tensor in tensors.items()}
 
 
 class InputSnapshot:
@@ -50,9 +51,10 @@ class InputSnapshot:
         self._versions = versions_of(self._tensors)
         # Replaced, not changed, when the weights are looked at again: what this forward saw stays here.
         self._frozen = frozen
-        weights = [t for t in trainable.values() if t.numel()]
-        host = all(t.is_cpu for t in weights)
-        self._content = (WatchedTensors(weights) if host else _NormSnapshot(weights)) if weights else None
+        with torch._C.DisableTorchFunctionSubclass():
+            weights = [t for t in trainable.values() if t.numel()]
+            host = all(t.is_cpu for t in weights)
+            self._content = (WatchedTensors(weights) if host else _NormSnapshot(weights)) if weights else None
 
     def changed(self, *, content: bool) -> str | None:
         """What was changed since, for a message; ``content``: look for writes that versions miss as well."""

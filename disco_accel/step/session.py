@@ -206,6 +206,8 @@ class Session(PlanMemory):
         require_self_check(self.device, self.config, self.settings.memory_budget, self.settings.gpus)
         self.effects.admit(key[0].state, model_state(model).difference)
         self.abandon_active()
+        # A forward in another thread may wait for it to read a weight, and the trace waits for that forward.
+        self.updates.settle()
         self.placement.gather()
         self.budgets.claim_all()
         if backend_of(self.device).separate_memory:

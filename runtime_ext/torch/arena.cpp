@@ -8,8 +8,11 @@
 #include <cerrno>
 #include <cstring>
 #include <limits>
+#include <memory>
+#include <mutex>
 #include <stdexcept>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -61,6 +64,20 @@ at::Tensor bytes_over(c10::DataPtr data, std::int64_t nbytes) {
   return tensor;
 }
 
+// How many OwnStorages there are of each storage.
+struct Counts {
+  std::mutex mutex;
+  std::unordered_map<const c10::StorageImpl*, std::int64_t> of;
+};
+
+// Never destroyed: tensors may be freed after static objects are.
+Counts& counts() {
+  static auto* the = new Counts;
+  return *the;
+}
+
+void drop_own(void* context) { delete static_cast<OwnStorage*>(context); }
+
 [[noreturn]] void no_memory(std::int64_t nbytes) {
   throw std::runtime_error("cannot map " + std::to_string(nbytes) +
                            " bytes of host memory: " + std::strerror(errno));
@@ -99,6 +116,38 @@ at::Tensor carve(const at::Tensor& base, std::int64_t offset, std::int64_t nbyte
   }
   auto* data = static_cast<std::byte*>(base.data_ptr()) + offset;
   return bytes_over(c10::DataPtr(data, new at::Tensor(base), &drop_base, c10::DeviceType::CPU), nbytes);
+}
+
+OwnStorage::OwnStorage(c10::Storage storage) : storage_(std::move(storage)) {
+  const std::lock_guard lock(counts().mutex);
+  ++counts().of[storage_.unsafeGetStorageImpl()];
+}
+
+OwnStorage::~OwnStorage() {
+  if (!storage_) return;
+  const std::lock_guard lock(counts().mutex);
+  const auto entry = counts().of.find(storage_.unsafeGetStorageImpl());
+  if (--entry->second == 0) counts().of.erase(entry);
+}
+
+at::Tensor own_view_of(const at::Tensor& tensor, std::int64_t nbytes) {
+  if (!tensor.device().is_cpu()) throw std::invalid_argument("own_view_of needs a tensor on the CPU");
+  void* data = tensor.data_ptr();
+  auto* own = new OwnStorage(tensor.storage());
+  return bytes_over(c10::DataPtr(data, own, &drop_own, c10::DeviceType::CPU), nbytes);
+}
+
+std::vector<std::int64_t> other_holders(const std::vector<at::Tensor>& tensors) {
+  std::vector<std::int64_t> found;
+  found.reserve(tensors.size());
+  const std::lock_guard lock(counts().mutex);
+  for (const at::Tensor& tensor : tensors) {
+    const c10::Storage& storage = tensor.storage();
+    const auto entry = counts().of.find(storage.unsafeGetStorageImpl());
+    const std::int64_t own = entry == counts().of.end() ? 0 : entry->second;
+    found.push_back(static_cast<std::int64_t>(storage.use_count()) - 1 - own);
+  }
+  return found;
 }
 
 std::int64_t touched_bytes(const at::Tensor& tensor) {

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <vector>
 
 namespace disco {
 
@@ -16,6 +17,25 @@ at::Tensor map_arena(std::int64_t nbytes);
 // alive: what it saves and reports is its own bytes, not the arena's. Throws std::invalid_argument out of
 // range.
 at::Tensor carve(const at::Tensor& base, std::int64_t offset, std::int64_t nbytes);
+
+// Keeps a storage alive for this library's own work, and is counted.
+class OwnStorage {
+ public:
+  explicit OwnStorage(c10::Storage storage);
+  ~OwnStorage();
+  OwnStorage(OwnStorage&&) noexcept = default;
+  OwnStorage& operator=(OwnStorage&&) = delete;
+
+ private:
+  c10::Storage storage_;
+};
+
+// A 1-d uint8 tensor over the first `nbytes` bytes of a CPU tensor's memory, with a storage of its own that
+// keeps the tensor's as an OwnStorage does: planned steps work through these.
+at::Tensor own_view_of(const at::Tensor& tensor, std::int64_t nbytes);
+
+// How many hold each of these tensors' storages besides the tensor and OwnStorages.
+std::vector<std::int64_t> other_holders(const std::vector<at::Tensor>& tensors);
 
 // Bytes of the pages under `tensor` that are in memory.
 std::int64_t touched_bytes(const at::Tensor& tensor);

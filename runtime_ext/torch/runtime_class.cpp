@@ -311,6 +311,8 @@ struct TorchEngine : torch::CustomClassHolder, OpRunner {
 TORCH_LIBRARY(disco_accel, m) {
   m.def("map_arena", &map_arena);
   m.def("carve", &carve);
+  m.def("own_view_of", &own_view_of);
+  m.def("other_holders", &other_holders);
   m.def("touched_bytes", &touched_bytes);
   m.def("is_arena", [](const at::Tensor& tensor) { return in_planned_range(tensor.const_data_ptr()); });
   m.def("engine_numbers", &engine_numbers);

@@ -95,8 +95,8 @@ std::uint64_t sample_of(const at::Tensor& tensor) {
 WatchedTensors::WatchedTensors(std::vector<at::Tensor> tensors) : tensors_(std::move(tensors)) {
   for (const at::Tensor& tensor : tensors_) {
     if (!tensor.device().is_cpu()) throw std::invalid_argument("only tensors on the CPU are watched");
-    seen_.push_back({tensor.const_data_ptr(), version(tensor)});
-    storages_.push_back(tensor.storage());
+    addresses_.push_back(tensor.const_data_ptr());
+    storages_.emplace_back(tensor.storage());
     const auto begin = reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr());
     const std::uintptr_t end = begin + footprint(tensor);
     const std::uintptr_t region = begin == end ? 0 : watched_region(begin, end);
@@ -105,7 +105,10 @@ WatchedTensors::WatchedTensors(std::vector<at::Tensor> tensors) : tensors_(std::
       continue;
     }
     regions_.push_back(region);
-    if (device_may_write(region)) sampled_.push_back(tensor);
+    if (device_may_write(region)) {
+      sampled_.push_back(tensor);
+      versions_.push_back(version(tensor));
+    }
     protect(begin, end);
   }
   std::sort(regions_.begin(), regions_.end());
@@ -143,7 +146,7 @@ void WatchedTensors::written(std::uintptr_t begin, std::uintptr_t end) noexcept 
 
 bool WatchedTensors::moved() const {
   for (std::size_t i = 0; i < tensors_.size(); ++i) {
-    if (tensors_[i].const_data_ptr() != seen_[i].data) return true;
+    if (tensors_[i].const_data_ptr() != addresses_[i]) return true;
   }
   return false;
 }
@@ -151,8 +154,8 @@ bool WatchedTensors::moved() const {
 bool WatchedTensors::begin_check() {
   const std::lock_guard lock(checking_);
   reading_.reset();
-  for (std::size_t i = 0; i < tensors_.size(); ++i) {
-    if (version(tensors_[i]) != seen_[i].version) return true;
+  for (std::size_t i = 0; i < sampled_.size(); ++i) {
+    if (version(sampled_[i]) != versions_[i]) return true;
   }
   if (moved()) return true;
   for (const std::uintptr_t region : regions_) collect_writes(region);

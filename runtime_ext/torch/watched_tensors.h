@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "arena.h"
 #include "content_hash.h"
 #include "write_watch.h"
 
@@ -42,10 +43,6 @@ class WatchedTensors : public torch::CustomClassHolder, private WriteListener {
   std::int64_t address() const { return reinterpret_cast<std::int64_t>(this); }
 
  private:
-  struct Seen {
-    const void* data;
-    std::int64_t version;
-  };
   // Bytes [begin, end) of one page that may hold bytes of others.
   struct Border {
     std::uintptr_t begin, end;
@@ -69,14 +66,17 @@ class WatchedTensors : public torch::CustomClassHolder, private WriteListener {
 
   std::vector<at::Tensor> tensors_;
   // Kept, so that no other memory can appear at the address of a tensor whose storage was replaced.
-  std::vector<c10::Storage> storages_;
-  std::vector<Seen> seen_;
+  std::vector<OwnStorage> storages_;
+  std::vector<const void*> addresses_;
   std::vector<std::uintptr_t> regions_;
   std::vector<Range> whole_pages_;
   std::vector<Border> borders_;
   std::vector<at::Tensor> hashed_;
   std::uint64_t hash_ = 0;
+  // In memory that devices write to, with how often each was written to by PyTorch's count. Of other memory
+  // that count says nothing new: it rises where nothing was written, too, as by set_ to the same storage.
   std::vector<at::Tensor> sampled_;
+  std::vector<std::int64_t> versions_;
   std::uint64_t sample_ = 0;
   // Of the check: a second one that begins before the first has finished replaces its reading with a later
   // one.

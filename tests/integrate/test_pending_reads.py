@@ -114,20 +114,59 @@ def test_what_reads_no_values_leaves_the_update_to_the_plan(pair: Any) -> None:
     assert stats(model)["updates_settled"] == settled
 
 
-def test_memory_that_is_kept_from_before_the_step_is_refused_by_name(pair: Any) -> None:
-    """``parameter.data`` of before, read behind ``step()``: an error that says what to do, then the updated values."""
+KEPT: dict[str, Callable[[torch.nn.Module], Any]] = {
+    "data": lambda model: model.lm_head.weight.data,
+    "array": lambda model: model.lm_head.weight.detach().numpy(),
+    "state": lambda model: model.state_dict()["lm_head.weight"],
+    "storage": lambda model: model.lm_head.weight.untyped_storage(),
+    "view": lambda model: memoryview(model.lm_head.weight.detach().numpy()),
+}
+
+
+@pytest.mark.parametrize("way", KEPT)
+def test_weights_that_something_else_holds_too_are_updated_at_once(
+    pair: Any, way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was made before ``step()`` reads memory past all fences; later updates are the plan's again."""
     model, ours, eager, theirs = pair
-    kept = model.lm_head.weight.data
-    for each, optimizer in ((model, ours), (eager, theirs)):
-        each(**random_batch(seed=9)).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    if torch.ops.disco_accel.can_refuse_data_access():
-        with pytest.raises(RuntimeError, match=r"update: deferred: .* call disco_accel.settle\(model\) first"):
-            kept.norm()
-    assert torch.equal(model.lm_head.weight, eager.lm_head.weight)
-    assert torch.equal(kept, eager.lm_head.weight)
-    assert all(map(torch.equal, train(model, ours, steps=1), train(eager, theirs, steps=1)))
+    kept, planned = KEPT[way](model), stats(model)["updates_planned"]
+    for step in range(2):
+        for each, optimizer in ((model, ours), (eager, theirs)):
+            each(**random_batch(seed=9 + step)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        bytes_now = bytes(kept) if not isinstance(kept, torch.Tensor) else bytes(kept.numpy())
+        assert bytes_now == eager.lm_head.weight.detach().numpy().tobytes()
+    assert stats(model)["updates_planned"] == planned
+    del kept
+    assert all(map(torch.equal, train(model, ours, steps=2), train(eager, theirs, steps=2)))
+    assert stats(model)["updates_planned"] > planned
+    assert_same(model, ours, eager, theirs)
+
+
+def test_a_thread_that_reads_all_the_time_keeps_nobody_and_changes_nothing(pair: Any) -> None:
+    """Also while the next forward begins, which does the update that it waits for. A read that had begun as ``step()``
+    ran may be refused."""
+    model, ours, eager, theirs = pair
+    norms: list[torch.Tensor] = []
+    over = threading.Event()
+
+    def read() -> None:
+        while not over.is_set():
+            try:
+                norms.append(model.lm_head.weight.norm())
+            except RuntimeError as error:
+                assert "settle(model)" in str(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        losses = train(model, ours, steps=3)
+    finally:
+        over.set()
+        thread.join()
+    assert norms and all(map(torch.equal, losses, train(eager, theirs, steps=3)))
+    assert_same(model, ours, eager, theirs)
 
 
 @pytest.mark.parametrize("way", ["unmerge", "unload", "delta"])

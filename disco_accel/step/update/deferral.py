@@ -8,6 +8,7 @@ weights or moments *settles* it first (``pending_reads.py``), and so does the ne
 from __future__ import annotations
 
 import functools
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from disco_accel.native.host_memory import WatchedTensors, expect_rewrite, write
 from disco_accel.step.capture_lock import in_capture
 from disco_accel.step.trained_weights import before_updates
 from disco_accel.step.update.clipping import clip_by, end_clipping_by, held_elsewhere
-from disco_accel.step.update.pending_reads import PendingReads
+from disco_accel.step.update.pending_reads import PendingReads, not_intercepted, reads_of
 from disco_accel.step.update.pending_update import ParameterUpdate, PendingUpdate, parts_of
 from disco_accel.step.update.unscaled_gradients import UnscaledGradients, as_it_lies, forget, put
 
@@ -123,16 +124,19 @@ class Deferral:
 
     @contextmanager
     def taking(self) -> Iterator[None]:
-        """Around code that reads weights and moments as they are and may do the pending update; under the lock."""
-        self.reads.lift()
+        """Around code that reads weights and moments as they are and may do the pending update; under the lock.
+        Other threads wait for its end."""
+        if self.reads.opened_here():
+            yield
+            return
+        self.reads.open()
         try:
             yield
         finally:
-            self._fence()
-
-    def _fence(self) -> None:
-        if self.pending is not None:
-            self.reads.fence(tensor for part in self.pending.parts for tensor in part.changed)
+            if self.pending is None:
+                self.reads.lift()
+            else:
+                self.reads.close()
 
     def checked(self) -> PendingUpdate | None:
         """The pending update, whose weights are about to be written. Raises as ``settle``."""
@@ -190,7 +194,12 @@ class Deferral:
 
     def updates(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether ``optimizer`` has weights of this model."""
-        return any(self._on_host(p) for group in optimizer.param_groups for p in group["params"])
+        return any(self._has(p) for group in optimizer.param_groups for p in group["params"])
+
+    def _has(self, parameter: torch.Tensor) -> bool:
+        # To ask where it lies would be a read of one whose update is pending.
+        pending = reads_of(parameter)
+        return self._on_host(parameter) if pending is None else pending is self.reads
 
     def before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
         """``optimizer.step()`` is about to run."""
@@ -209,6 +218,8 @@ class Deferral:
             if self._ready is not None and not closure:
                 self._ready(optimizer)
             parts = "its step() is given a closure" if closure else parts_of(optimizer, self._on_host)
+            if parts and not isinstance(parts, str):
+                parts = self._fenced(parts)
             self.deferring = not isinstance(parts, str)
             if isinstance(parts, str):
                 self.show_gradients()
@@ -220,11 +231,27 @@ class Deferral:
                 return
             self._hook(optimizer)
             self._updating = weakref.ref(optimizer)
-            torch._foreach_add_([part.steps for part in parts], 1)
-            self._put_off(parts)
+            with not_intercepted():
+                torch._foreach_add_([part.steps for part in parts], 1)
+                self._put_off(parts)
+            self.reads.close()
             self._gradients = [(part.parameter, part.gradient) for part in parts]
             for parameter, _ in self._gradients:
                 put(parameter, None)
+
+    def _fenced(self, parts: tuple[ParameterUpdate, ...]) -> tuple[ParameterUpdate, ...] | str:
+        """``parts``, whose tensors this thread alone may read; or why their update cannot be put off."""
+        kept = [(part.parameter, tensor) for part in parts for tensor in (*part.changed, part.steps)]
+        held = self.reads.fence(tensor for _, tensor in kept)
+        if held < 0:
+            return parts
+        self.reads.lift()
+        model, parameter = self._model(), kept[held][0]
+        names = () if model is None else (name for name, p in model.named_parameters() if p is parameter)
+        return (
+            f"something else holds the memory of {next(iter(names), 'a parameter')} or of its moments, as .data, a "
+            "state_dict or a NumPy array that was kept does, and may read it at any time"
+        )
 
     def _put_off(self, parts: Sequence[ParameterUpdate]) -> None:
         self.pending = PendingUpdate.of(parts)
@@ -285,8 +312,6 @@ class Deferral:
         """``optimizer.step()`` has run."""
         for parameter, gradient in self._gradients:
             put(parameter, gradient)
-        if self._gradients:
-            self._fence()
         self._gradients.clear()
 
     def _hook(self, optimizer: torch.optim.Optimizer) -> None:
@@ -333,6 +358,17 @@ def _hook_all_optimizers() -> None:
     before_updates.append(_settle_before)
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
+
+
+def _before_fork() -> None:
+    # The child would find its copy of the pages written to, and has not the threads that update.
+    for deferral in list(_deferring):
+        if not deferral.reads.opened_here():
+            deferral.reads.settle()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork)
 
 
 def _settle_before(optimizer: torch.optim.Optimizer) -> None:

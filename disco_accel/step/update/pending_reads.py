@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from disco_accel.native.extension import load_extension
+from disco_accel.native.host_memory import first_held_elsewhere
 from disco_accel.step.capture_lock import in_capture
 from disco_accel.step.dynamo import not_compiled
 
@@ -23,6 +24,12 @@ _REFUSED = (
     "(by parameter.data kept from before optimizer.step(), or by an extension): call disco_accel.settle(model) first, "
     "or use update: step"
 )
+
+_LOOK_AGAIN = 0.01
+"""Seconds."""
+
+not_intercepted: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
+"""Around code of ours that may read pending tensors and calls nobody else's."""
 
 _T: Any = torch.Tensor
 _PROPERTIES = (
@@ -37,11 +44,7 @@ _METHODS = (
 _WITHOUT_VALUES = frozenset(
     [
         *(getattr(_T, name).__get__ for name in _PROPERTIES.split()),
-        *(
-            getattr(getattr(_T, name), do)
-            for name in ("grad", "_grad", "requires_grad")
-            for do in ("__get__", "__set__")
-        ),
+        *(getattr(getattr(_T, name), do) for name in _WRITABLE for do in ("__get__", "__set__")),
         _T.grad.__delete__,
         *(getattr(_T, name) for name in _METHODS.split()),
     ]
@@ -62,26 +65,37 @@ class PendingReads:
         self._owner: int | None = None
         """The thread that does the update, which reads the tensors as they are."""
 
-    def fence(self, tensors: Iterable[torch.Tensor]) -> None:
-        """From now on the first reader of one of ``tensors`` settles."""
-        self.lift()
-        self._tensors = list(tensors)
-        load_extension()
-        torch.ops.disco_accel.refuse_data_access(self._tensors, _REFUSED)
+    def fence(self, tensors: Iterable[torch.Tensor]) -> int:
+        """From ``close`` on the first reader of one of ``tensors`` settles. Until then this thread alone may read.
+
+        Returns which of them is the first whose memory something else holds, which reads past the fences, or -1.
+        """
+        self._owner, self._tensors = threading.get_ident(), list(tensors)
         for tensor in self._tensors:
             tensor.__class__ = self._class_of(type(tensor))
+        # Behind the first fence nobody gets hold of their memory unnoticed.
+        with not_intercepted():
+            return first_held_elsewhere(self._tensors)
 
     def open(self) -> None:
         """Let this thread read and write the tensors; functions of PyTorch in other threads wait for ``lift``."""
         if self._tensors:
             self._owner = threading.get_ident()
-            torch.ops.disco_accel.allow_data_access(self._tensors)
+            with not_intercepted():
+                torch.ops.disco_accel.allow_data_access(self._tensors)
+
+    def close(self) -> None:
+        """Readers of this thread settle too."""
+        with not_intercepted():
+            torch.ops.disco_accel.refuse_data_access(self._tensors, _REFUSED)
+        self._owner = None
 
     def lift(self) -> None:
         """The update is done, or lost: the tensors are ordinary ones."""
         self.open()
         for tensor in self._tensors:
-            tensor.__class__ = type(tensor).__base__  # type: ignore[assignment]
+            if issubclass(type(tensor), _Pending):
+                tensor.__class__ = type(tensor).__base__  # type: ignore[assignment]
         self._tensors, self._owner = [], None
 
     def _class_of(self, base: type) -> type:
@@ -90,15 +104,23 @@ class PendingReads:
             self._classes[base] = type(base.__name__, (_Pending, base), {"__module__": base.__module__, "reads": self})
         return self._classes[base]
 
-    def passes(self) -> bool:
-        """Whether the calling thread may read the tensors as they are."""
-        return self._owner == threading.get_ident() or in_capture()
+    def opened_here(self) -> bool:
+        """Whether the calling thread is the one that may read the tensors as they are."""
+        return self._owner == threading.get_ident()
 
     def settle(self) -> None:
         """Raises as ``Deferral.settle``."""
-        # Behind the lock: the thread that does the update now is done with it then.
-        with self._lock, torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
-            self._settle()
+        # Behind the lock: the thread that does the update now is done with it then. That thread may wait for this one
+        # once it is done, to trace the model when this one's forward has ended.
+        while not self._lock.acquire(timeout=_LOOK_AGAIN):
+            if not self._tensors:
+                return
+        try:
+            with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
+                self._settle()
+        finally:
+            self.lift()
+            self._lock.release()
 
 
 class _Pending:
@@ -120,9 +142,17 @@ class _Pending:
         return _read(func, types, args, kwargs or {})
 
 
+def reads_of(tensor: torch.Tensor) -> PendingReads | None:
+    """Who watches over reads of ``tensor``, if its update is pending."""
+    kind = type(tensor)
+    return kind.reads if issubclass(kind, _Pending) else None
+
+
 @not_compiled
 def _read(func: Callable[..., Any], types: Iterable[type], args: Any, kwargs: dict[str, Any]) -> Any:
-    waiting = [kind.reads for kind in types if issubclass(kind, _Pending) and not kind.reads.passes()]
+    waiting = [
+        kind.reads for kind in types if issubclass(kind, _Pending) and not (kind.reads.opened_here() or in_capture())
+    ]
     for reads in waiting:
         reads.settle()
     if waiting:

@@ -134,15 +134,15 @@ class PendingUpdate:
                 continue
             what = next(name for name, a, b in zip(_NAMES, then, now, strict=False) if a != b)
             raise ExecutionError(
-                f"update: deferred: a {what} of shape {list(part.parameter.shape)} was changed in place after "
-                "optimizer.step() and before the next forward, when its update runs: use "
-                "zero_grad(set_to_none=True), or update: step"
+                f"update: deferred: the {what} of a parameter of shape {list(part.parameter.shape)} was changed in "
+                "place after optimizer.step() and before the next forward, when its update runs: call "
+                "disco_accel.settle(model) before, clear gradients by zero_grad(set_to_none=True), or use update: step"
             )
 
     def run(self) -> None:
         """Do it now. Raises ExecutionError as ``check``."""
         self.check()
-        with torch.no_grad():
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for part in self.parts:
                 part.run()
 
@@ -172,13 +172,14 @@ def _first_of_each(objects: Sequence[object]) -> tuple[int, ...]:
 
 _PACKAGE = __name__.split(".", 1)[0] + "."
 
-_NAMES = ("parameter", "gradient", "count of steps", "exp_avg", "exp_avg_sq", "master")
+_NAMES = ("value", "gradient", "count of steps", "exp_avg", "exp_avg_sq", "master")
 
 
 def _versions(parts: Sequence[ParameterUpdate]) -> tuple[tuple[int, ...], ...]:
-    return tuple(
-        tuple(t._version for t in (part.parameter, part.gradient, part.steps, *part.changed[1:])) for part in parts
-    )
+    with torch._C.DisableTorchFunctionSubclass():
+        return tuple(
+            tuple(t._version for t in (part.parameter, part.gradient, part.steps, *part.changed[1:])) for part in parts
+        )
 
 
 def parts_of(

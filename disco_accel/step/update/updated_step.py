@@ -83,7 +83,8 @@ class StepWithUpdate(CompiledStep):
 
 
 def _addresses(tensors: Changed) -> tuple[int, ...]:
-    return tuple(tensor.data_ptr() for tensor in tensors)
+    with torch._C.DisableTorchFunctionSubclass():
+        return tuple(tensor.data_ptr() for tensor in tensors)
 
 
 def step_with_update(
