@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -83,9 +83,13 @@ class Placement:
         """As ``StreamedEager.visitors``; empty where nothing visits."""
         return {} if self._streamed is None else self._streamed.visitors
 
-    def visiting(self) -> AbstractContextManager[None]:
-        """As ``StreamedEager.visiting``; nothing where nothing visits."""
-        return contextlib.nullcontext() if self._streamed is None else self._streamed.visiting()
+    @contextlib.contextmanager
+    def visiting(self) -> Iterator[None]:
+        """Around a forward of the model's own: as ``StreamedEager.visiting`` where tensors visit a device."""
+        model = self._model()
+        assert model is not None
+        with kept_order(model), contextlib.nullcontext() if self._streamed is None else self._streamed.visiting():
+            yield
 
     def batch(self, arguments: Any) -> Any:
         """As ``StreamedEager.batch``; as they are where nothing visits."""
@@ -324,3 +328,23 @@ def apply_to_trainable(
                     changed_data = fn(tensor.data)
                     tensor.data = changed_data.cpu() if trained_on_host else changed_data
     return model
+
+
+@contextlib.contextmanager
+def kept_order(model: torch.nn.Module) -> Iterator[None]:
+    """Parameters and buffers are in the same order in their tables at the end of a forward as before it.
+
+    A forward that takes one out and puts it back, as parametrisation does (PEFT's ``target_parameters``), puts it at
+    the end. Steps that plans run have no such effect, so that a forward beside them must not either.
+    """
+    tables: list[dict[str, Any]] = [t for m in model.modules() for t in (m._parameters, m._buffers) if len(t) > 1]
+    orders = [list(table) for table in tables]
+    try:
+        yield
+    finally:
+        for table, order in zip(tables, orders, strict=True):
+            now = list(table)
+            if now != order and sorted(now) == sorted(order):
+                for name in order:
+                    # Past the methods of a table that a device's visitors are read from.
+                    dict.__setitem__(table, name, dict.pop(table, name))
