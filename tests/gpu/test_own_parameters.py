@@ -67,5 +67,6 @@ def test_they_are_trained_on_the_host(device: torch.device, update: str) -> None
     figures = stats(model)
     assert figures["steps_eager"] == 0 and figures["steps_compiled"] == 5
     if update == "deferred":
-        # Moments are made in the first update; evaluation has settled another, and so has the state.
-        assert (figures["updates_planned"], figures["updates_settled"]) == (2, 2)
+        # Moments are made in the first update; a capture (logits are a habit by then), the evaluation and the state
+        # have settled others.
+        assert (figures["updates_planned"], figures["updates_settled"]) == (1, 3)
