@@ -49,8 +49,7 @@ bool HostMemory::partly_pinned(const void* begin, std::size_t bytes) const {
   const auto* first = static_cast<const char*>(begin);
   const std::lock_guard lock(mutex_);
   for (const auto& [other, size] : pinned_) {
-    if (first < other + size && other < first + bytes)
-      return first < other || first + bytes > other + size;
+    if (first < other + size && other < first + bytes) return first < other || first + bytes > other + size;
   }
   return false;
 }
