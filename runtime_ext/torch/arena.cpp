@@ -7,8 +7,8 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <iterator>
 #include <limits>
-#include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -64,19 +64,42 @@ at::Tensor bytes_over(c10::DataPtr data, std::int64_t nbytes) {
   return tensor;
 }
 
-// How many OwnStorages there are of each storage.
-struct Counts {
+using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+
+// What holds storages for this library's own work.
+struct OwnHolders {
   std::mutex mutex;
-  std::unordered_map<const c10::StorageImpl*, std::int64_t> of;
+  std::unordered_map<const c10::StorageImpl*, std::int64_t> storages;
+  std::unordered_multimap<const c10::StorageImpl*, WeakTensor> views;
+  std::size_t looked_through = 0;
 };
 
 // Never destroyed: tensors may be freed after static objects are.
-Counts& counts() {
-  static auto* the = new Counts;
+OwnHolders& own_holders() {
+  static auto* the = new OwnHolders;
   return *the;
 }
 
-void drop_own(void* context) { delete static_cast<OwnStorage*>(context); }
+// Views that live, of all that were made over a storage; others are forgotten. Under the mutex. One that
+// lives keeps the storage, so that no other can have its address.
+std::int64_t live_views(OwnHolders& own, const c10::StorageImpl* storage) {
+  std::int64_t live = 0;
+  const auto [first, last] = own.views.equal_range(storage);
+  for (auto entry = first; entry != last;) {
+    const bool dead = entry->second.expired();
+    live += dead ? 0 : 1;
+    entry = dead ? own.views.erase(entry) : std::next(entry);
+  }
+  return live;
+}
+
+void forget_dead_views(OwnHolders& own) {
+  if (own.views.size() < 2 * own.looked_through + 64) return;
+  for (auto entry = own.views.begin(); entry != own.views.end();) {
+    entry = entry->second.expired() ? own.views.erase(entry) : std::next(entry);
+  }
+  own.looked_through = own.views.size();
+}
 
 [[noreturn]] void no_memory(std::int64_t nbytes) {
   throw std::runtime_error("cannot map " + std::to_string(nbytes) +
@@ -119,33 +142,43 @@ at::Tensor carve(const at::Tensor& base, std::int64_t offset, std::int64_t nbyte
 }
 
 OwnStorage::OwnStorage(c10::Storage storage) : storage_(std::move(storage)) {
-  const std::lock_guard lock(counts().mutex);
-  ++counts().of[storage_.unsafeGetStorageImpl()];
+  const std::lock_guard lock(own_holders().mutex);
+  ++own_holders().storages[storage_.unsafeGetStorageImpl()];
 }
 
 OwnStorage::~OwnStorage() {
   if (!storage_) return;
-  const std::lock_guard lock(counts().mutex);
-  const auto entry = counts().of.find(storage_.unsafeGetStorageImpl());
-  if (--entry->second == 0) counts().of.erase(entry);
+  OwnHolders& own = own_holders();
+  const std::lock_guard lock(own.mutex);
+  const auto entry = own.storages.find(storage_.unsafeGetStorageImpl());
+  if (--entry->second == 0) own.storages.erase(entry);
 }
 
 at::Tensor own_view_of(const at::Tensor& tensor, std::int64_t nbytes) {
   if (!tensor.device().is_cpu()) throw std::invalid_argument("own_view_of needs a tensor on the CPU");
-  void* data = tensor.data_ptr();
-  auto* own = new OwnStorage(tensor.storage());
-  return bytes_over(c10::DataPtr(data, own, &drop_own, c10::DeviceType::CPU), nbytes);
+  at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(tensor.storage()),
+                                                             c10::DispatchKeySet(c10::DispatchKey::CPU),
+                                                             c10::scalarTypeToTypeMeta(c10::kByte));
+  view.unsafeGetTensorImpl()->set_storage_offset(tensor.storage_offset() * tensor.element_size());
+  view.unsafeGetTensorImpl()->set_sizes_contiguous({nbytes});
+  OwnHolders& own = own_holders();
+  const std::lock_guard lock(own.mutex);
+  forget_dead_views(own);
+  own.views.emplace(tensor.storage().unsafeGetStorageImpl(), WeakTensor(view.getIntrusivePtr()));
+  return view;
 }
 
 std::vector<std::int64_t> other_holders(const std::vector<at::Tensor>& tensors) {
   std::vector<std::int64_t> found;
   found.reserve(tensors.size());
-  const std::lock_guard lock(counts().mutex);
+  OwnHolders& own = own_holders();
+  const std::lock_guard lock(own.mutex);
   for (const at::Tensor& tensor : tensors) {
-    const c10::Storage& storage = tensor.storage();
-    const auto entry = counts().of.find(storage.unsafeGetStorageImpl());
-    const std::int64_t own = entry == counts().of.end() ? 0 : entry->second;
-    found.push_back(static_cast<std::int64_t>(storage.use_count()) - 1 - own);
+    const c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
+    const auto entry = own.storages.find(storage);
+    const std::int64_t held = entry == own.storages.end() ? 0 : entry->second;
+    const auto uses = static_cast<std::int64_t>(tensor.storage().use_count());
+    found.push_back(uses - 1 - held - live_views(own, storage));
   }
   return found;
 }

@@ -30,11 +30,11 @@ class OwnStorage {
   c10::Storage storage_;
 };
 
-// A 1-d uint8 tensor over the first `nbytes` bytes of a CPU tensor's memory, with a storage of its own that
-// keeps the tensor's as an OwnStorage does: planned steps work through these.
+// A 1-d uint8 tensor over the first `nbytes` bytes of a CPU tensor's memory and in its storage, for this
+// library's own work: planned steps work through these.
 at::Tensor own_view_of(const at::Tensor& tensor, std::int64_t nbytes);
 
-// How many hold each of these tensors' storages besides the tensor and OwnStorages.
+// How many hold each of these tensors' storages besides the tensor, tensors of own_view_of and OwnStorages.
 std::vector<std::int64_t> other_holders(const std::vector<at::Tensor>& tensors);
 
 // Bytes of the pages under `tensor` that are in memory.
