@@ -56,10 +56,10 @@ class BudgetTooSmall(PlanError, RuntimeError):
     ) -> None:
         # Rounded up, so that the short form works too when it is copied into a budget.
         short = f"{-(-needed * 100 // (1 << 20)) / 100:.2f}MiB"
-        why = f": {parts}" if parts else ""
+        why = f" It takes {parts}" if parts else ""
         super().__init__(
-            f"{what} needs at least {needed} bytes ({short}) of device memory, but is given {given}{why}; it "
-            "would run out of memory."
+            f"{what} needs at least {needed} bytes ({short}) of device memory, but is given {given} and would run out "
+            f"of memory.{why}"
         )
         self.needed = needed
         self.given = given

@@ -109,7 +109,8 @@ def test_the_readme_has_four_rows_of_the_first_step(tmp_path: Path) -> None:
         ("RuntimeError: Error building extension 'dc': [1/7] c++ -MMD", "does not build here"),
         ("torch.OutOfMemoryError: CUDA out of memory. Tried", "out of memory"),
         (
-            "the plan needs at least 22544384 bytes (21.50MiB) of device memory, but is given 9",
+            "the plan needs at least 22544384 bytes (21.50MiB) of device memory, but is given 9 and would run out of "
+            "memory.",
             "needs at least 21.50MiB",
         ),
         ("ValueError: a | b", "cannot run (ValueError)"),
