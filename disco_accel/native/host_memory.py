@@ -216,23 +216,26 @@ def first_held_elsewhere(tensors: Sequence[torch.Tensor]) -> int:
     """Which of these host tensors is the first whose memory something else holds too, or -1: another tensor over it, a
     NumPy array, a storage. Tensors of ``bytes_of`` and ``WatchedTensors`` do not count; who has an address alone is not
     known."""
-    for place, others in enumerate(torch.ops.disco_accel.other_holders(list(tensors))):
-        # An object of Python's for the storage may be left of somebody who has asked for it once.
-        if others and _holders(tensors[place]) != _usual_holders():
+    others = torch.ops.disco_accel.other_holders(list(tensors))
+    # An object of Python's for the storage may be left of somebody who has asked for it once.
+    asked = [place for place, count in enumerate(others) if count]
+    for place, holders in zip(asked, _holders([tensors[place] for place in asked]), strict=True):
+        if holders != _usual_holders():
             return place
     return -1
 
 
-def _holders(tensor: torch.Tensor) -> tuple[int, int]:
-    """Of the tensor's storage: all other holders, and Python's references to the object that stands for it."""
-    storage = tensor.untyped_storage()
-    return torch.ops.disco_accel.other_holders([tensor])[0], sys.getrefcount(storage)
+def _holders(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
+    """Of each tensor's storage: all other holders, and Python's references to the object that stands for it."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    others = torch.ops.disco_accel.other_holders(tensors)
+    return [(others[i], sys.getrefcount(storages[i])) for i in range(len(storages))]
 
 
 @functools.cache
 def _usual_holders() -> tuple[int, int]:
     # Another PyTorch may count otherwise, so it is asked: for a tensor that nobody else has.
-    return _holders(torch.zeros(1, device="cpu"))
+    return _holders([torch.zeros(1, device="cpu")])[0]
 
 
 class WatchedTensors:
