@@ -1,14 +1,18 @@
-"""The bound of any plan for a step that has run, from the time that its kernels took."""
+"""The plans of a step that has run: the bound of any of them, and the end of their making."""
 
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Mapping
+
+import torch
 
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.plan.bound import bound_of
 from disco_accel.simulate.simulator import Machine
 from disco_accel.step.compiled_step import CompiledStep
+from disco_accel.step.session import find_state
 
 
 def kernel_seconds(step: CompiledStep, run: Callable[[], object]) -> dict[int, float]:
@@ -28,3 +32,11 @@ def any_plan_of(step: CompiledStep, seconds: Mapping[int, float], machine: Machi
         for v in step.graph.vertices
     )
     return bound_of(dataclasses.replace(step.graph, vertices=vertices), machine).bound
+
+
+def wait_for_plans(model: torch.nn.Module) -> None:
+    """Wait until no plan of ``model``, which is prepared, is being made beside its steps."""
+    state = find_state(model)
+    assert state is not None, "the model is prepared"
+    while not state.budgets.maker.idle:
+        time.sleep(0.05)

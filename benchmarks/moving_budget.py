@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.any_plan import wait_for_plans
 from benchmarks.provenance import provenance
 from disco_accel import DiscoConfig, prepare, restore, set_memory_budget, stats
 from disco_accel.sizes import format_size, parse_size
@@ -111,20 +112,12 @@ def work() -> None:
             elif command == "budget":
                 set_memory_budget(training.model, given[0])
             elif command == "settled":
-                answer = _settled(training.model)
+                answer = wait_for_plans(training.model)
             elif command == "bits":
                 answer = training.bits()
             elif command == "stats":
                 answer = {k: v for k, v in stats(training.model).items() if k.startswith(("budget_", "last_move"))}
         print(json.dumps(answer), flush=True)
-
-
-def _settled(model: torch.nn.Module) -> None:
-    """Wait until no plan is being made."""
-    state = find_state(model)
-    assert state is not None
-    while not state.budgets.maker.idle:
-        time.sleep(0.05)
 
 
 class Worker:
@@ -219,7 +212,7 @@ def shrinking(steps: int) -> list[float]:
         )
         training, watch = Training(0, config), FileLedger(ledger)
         training.steps(3, DEPTH)
-        _settled(training.model)
+        wait_for_plans(training.model)
         worker = Shrinker(watch, parse_size(TOTAL), parse_size(TOTAL) // 3)
         for number in range(steps):
             training.steps(2, DEPTH)
@@ -277,7 +270,7 @@ def beside_planning(steps: int) -> tuple[list[float], list[float]]:
         while not state.budgets.maker.idle and count < 50:
             beside += training.steps(1, DEPTH)
             count += 1
-        _settled(training.model)
+        wait_for_plans(training.model)
     restore(training.model)
     return alone, beside
 

@@ -24,6 +24,7 @@ PRESETS: Mapping[str, Shape] = {
     "small": llama(512, 1408, 8, 8, 8, 4096),
     "77m": llama(768, 2048, 10, 12, 12, 4096),
     "1b": llama(2048, 5632, 22, 32, 4, 32000),
+    "1.5b": llama(1536, 8960, 28, 12, 2, 151936),
     "7b": llama(4096, 11008, 32, 32, 32, 32000),
     "8b": llama(4096, 14336, 32, 32, 8, 128256),
     "13b": llama(5120, 13824, 40, 40, 40, 32000),
@@ -32,7 +33,7 @@ PRESETS: Mapping[str, Shape] = {
     "65b": llama(8192, 22016, 80, 64, 64, 32000),
     "70b": llama(8192, 28672, 80, 64, 8, 32000),
 }
-"""1b: TinyLlama; 7b, 13b, 70b: Llama 2; 65b: the first Llama; 8b: Llama 3; 14b, 32b: the sizes of Qwen2.5."""
+"""1b: TinyLlama; 7b, 13b, 70b: Llama 2; 65b: the first Llama; 8b: Llama 3; 1.5b, 14b, 32b: the sizes of Qwen2.5."""
 
 
 def frozen_bytes(shape: Shape, itemsize: int) -> int:

@@ -8,23 +8,24 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.models import SMALL, arena_llama, batch_for, with_adapter
+from benchmarks.gpu.stage import Run
 from disco_accel.capture.step import capture_step
 from disco_accel.errors import DiscoError
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.graph.traits import FOREIGN
 from disco_accel.integrate.hf.tracing import hf_contexts
 from disco_accel.measure.record import record
-from disco_accel.native.backend import prepare_device, run_device
+from disco_accel.native.backend import prepare_device
 
 _KINDS = ((torch.bfloat16, "sdpa"), (torch.float32, "sdpa"), (torch.float32, "eager"))
 
 
-def measure(device: str, small: bool, stage: str) -> dict[str, Any]:
+def measure(run: Run) -> dict[str, Any]:
     """Ops recorded one by one, so that one that cannot be planned hides no other; their names in ``wrong``."""
-    where = run_device(device)
+    where = run.where
     prepare_device(where)
     figures: dict[str, Any] = {"ops": 0, "allocations": 0, "with_scratch": 0, "native_out": 0, "wrong": []}
-    for dtype, attention in _KINDS[: 1 if small else None]:
+    for dtype, attention in _KINDS[: 1 if run.small else None]:
         base, _ = arena_llama(SMALL, dtype=dtype, attention=attention, source=where)
         model = with_adapter(base, rank=4, checkpointing=True)
         batch = batch_for(SMALL["vocab_size"], 2, 16, where)
@@ -33,7 +34,8 @@ def measure(device: str, small: bool, stage: str) -> dict[str, Any]:
         except DiscoError as error:
             figures["wrong"].append(f"{dtype} {attention}: {error}")
             continue
-        _record_each(captured.graph, device, f"{dtype} {attention}", figures)
+        _record_each(captured.graph, run.device, f"{dtype} {attention}", figures)
+        run.keep(figures)
     return figures
 
 

@@ -11,11 +11,12 @@ import peft
 import torch
 import transformers
 
-from disco_accel.native.backend import prepare_device, run_device, workspace_bytes
+from benchmarks.gpu.stage import Run
+from disco_accel.native.backend import prepare_device, workspace_bytes
 from disco_accel.native.extension import load_extension
 
 
-def measure(device: str, small: bool, stage: str) -> dict[str, Any]:
+def measure(run: Run) -> dict[str, Any]:
     """Versions, and seconds of both builds (near 0 when they were built before)."""
     figures: dict[str, Any] = {
         "python": platform.python_version(),
@@ -27,7 +28,7 @@ def measure(device: str, small: bool, stage: str) -> dict[str, Any]:
     began = time.perf_counter()
     load_extension()
     figures["engine_seconds"] = time.perf_counter() - began
-    where = run_device(device)
+    where = run.where
     if where.type == "cuda":
         properties = torch.cuda.get_device_properties(where)
         figures |= {"gpu": properties.name, "gpu_bytes": properties.total_memory, "cuda": torch.version.cuda}

@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.suite import NOT_HERE
+from benchmarks.gpu.stage import NOT_HERE, Run
 from disco_accel.native.host_memory import HostMemory
 
 _REPEATS = 7
 _CALLS = 500
 
 
-def measure(device: str, small: bool, stage: str) -> dict[str, Any]:
+def measure(run: Run) -> dict[str, Any]:
     """Rates in GB/s, latencies in microseconds. On the host device: the rate of memcpy, with and without huge pages."""
-    nbytes = (64 if small else 1024) << 20
+    nbytes = (64 if run.small else 1024) << 20
     figures: dict[str, Any] = {"bytes": nbytes}
-    if device != "cuda":
+    if run.device != "cuda":
         figures[NOT_HERE] = "pinning, copies both ways, events"
         for huge in (False, True):
             source, target = (_drawn(HostMemory(nbytes, huge_pages=huge)) for _ in range(2))

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.stage import Run
 from disco_accel.execute.executor import EngineOptions, Executor
 from disco_accel.graph.taskgraph import Device, OpCall, OpResult, TaskGraph, TensorArg, TensorSpec, Vertex, VertexKind
 from disco_accel.graph.traits import FOREIGN, FROZEN
 from disco_accel.measure.costs import Measured
-from disco_accel.native.backend import run_device
 from disco_accel.native.cuda_backend import median_seconds
 from disco_accel.native.host_memory import bytes_of
 from disco_accel.step.pipeline import PlannerSettings, replan, with_costs
@@ -39,10 +39,10 @@ def chain(length: int, size: int) -> TaskGraph:
     return TaskGraph("chain", (Device(0, total),), tuple(vertices), {i: call for i in range(2, 2 + length)})
 
 
-def measure(device: str, small: bool, stage: str) -> dict[str, Any]:
+def measure(run: Run) -> dict[str, Any]:
     """For each size: microseconds of one kernel in PyTorch's own chain, and that over the engine's for each K."""
-    where = run_device(device)
-    length, sizes = (20, (16, 64)) if small else (200, (256, 1024, 2048, 3072, 4096))
+    where = run.where
+    length, sizes = (20, (16, 64)) if run.small else (200, (256, 1024, 2048, 3072, 4096))
     figures: dict[str, Any] = {"k": list(_KS)}
     for size in sizes:
         graph = chain(length, size)
@@ -54,13 +54,13 @@ def measure(device: str, small: bool, stage: str) -> dict[str, Any]:
                 x = x @ w
             return x
 
-        step = with_costs(graph, Measured(device))
+        step = with_costs(graph, Measured(run.device))
         plan, records = replan(step.graph, 1 << 30, PlannerSettings("build", "belady")), step.costs.records
         alone = _eager_seconds(eager, where)
         ratios = []
         for k in _KS:
             with Executor(
-                plan, graph.ops, records, clean={1: bytes_of(w)}, options=EngineOptions(device=device, lookahead=k)
+                plan, graph.ops, records, clean={1: bytes_of(w)}, options=EngineOptions(device=run.device, lookahead=k)
             ) as executor:
                 ratios.append(alone / _engine_seconds(executor, x))
                 got = executor.value((1 + length, 0), graph.ops[2].results[0].spec)  # type: ignore[union-attr]
@@ -68,6 +68,7 @@ def measure(device: str, small: bool, stage: str) -> dict[str, Any]:
                     figures["wrong"] = f"size {size}, K {k}: the chain's result is not PyTorch's"
         figures[f"mm_{size}_us"] = alone / length * 1e6
         figures[f"mm_{size}_of_eager_speed"] = ratios
+        run.keep(figures)
     return figures
 
 

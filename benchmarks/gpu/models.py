@@ -18,7 +18,7 @@ from disco_accel.native.host_memory import HostMemory
 from disco_accel.step.placement import keep_arena
 from disco_accel.testing.quantised import Quantise
 
-SMALL, SEVEN_B = PRESETS["tiny"], PRESETS["7b"]
+SMALL = PRESETS["tiny"]
 
 
 def meta_llama(shape: Shape, *, dtype: torch.dtype, attention: str, positions: int = 2048) -> Any:
@@ -90,13 +90,18 @@ def with_adapter(
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
     adapted.config.use_cache = False
     if checkpointing:
-        # Called activation_checkpointing_enable where this name is deprecated; older versions have this one alone.
-        more = {"offload": True} if offload else {}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False}, **more)
+        checkpoint(model, offload=offload)
     adapted.train()
     return adapted
+
+
+def checkpoint(model: Any, *, offload: bool = False) -> None:
+    """Checkpoint the activations of each layer of ``model``, of transformers; ``offload`` as in ``with_adapter``."""
+    # Called activation_checkpointing_enable where this name is deprecated; older versions have this one alone.
+    more = {"offload": True} if offload else {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False}, **more)
 
 
 def batch_for(vocabulary: int, rows: int, length: int, device: torch.device, seed: int = 0) -> dict[str, torch.Tensor]:

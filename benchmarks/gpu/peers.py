@@ -17,6 +17,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.gpu.wheels import unpacked
+
 _ROOT = Path(__file__).resolve().parents[2]
 _ENGINES = (
     "in-memory,disco,zero3-tuned,streamed,accelerate,zero3,checkpoint-offload,deepcompile,compile,axolotl,resident"
@@ -30,31 +32,18 @@ _PROMPT_SHARE = 0.25
 _TINY = ("--shape", "tiny", "--batch", "2", "--tokens", "16", "--rank", "4", "--budgets", "0.9")
 
 
-def install(wheels: Path, folder: Path) -> None:
-    """Unpack the wheels, without their needs and without a network. Raises CalledProcessError when pip refuses one."""
-    files = sorted(str(path) for path in wheels.glob("*.whl"))
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile"]
-    subprocess.run([*pip, "--no-cache-dir", "--target", str(folder), *files], check=True)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; the worse exit status of both, 2 where there are no wheels."""
+    """Command line; the worse exit status of both."""
     parser = argparse.ArgumentParser(prog="make gpu-peers", description=__doc__.split("\n")[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--wheels", type=Path, required=True, help="folder of .whl files")
     parser.add_argument("--engines", default=_ENGINES)
     parser.add_argument("--seconds", type=float, default=540.0, help="for all engines together")
     args = parser.parse_args(argv)
-    if not any(args.wheels.glob("*.whl")):
-        print(f"gpu-peers: WHEELS: {args.wheels} has no .whl files; pip wheel makes them, see docs/benchmarks.md")
-        return 2
     out = Path(os.environ.get("OUT") or "out/gpu")
-    with tempfile.TemporaryDirectory() as folder:
-        install(args.wheels, Path(folder))
-        search = os.pathsep.join([str(_ROOT), folder, os.environ.get("PYTHONPATH", "")])
-        environment = {**os.environ, "PYTHONPATH": search}
-        runs = commands(args.device, args.engines, args.seconds, out)
-        return max(subprocess.run(run, cwd=_ROOT, env=environment, check=False).returncode for run in runs)
+    runs = commands(args.device, args.engines, args.seconds, out)
+    with tempfile.TemporaryDirectory() as folder, unpacked(args.wheels, Path(folder)):
+        return max(subprocess.run(run, cwd=_ROOT, check=False).returncode for run in runs)
 
 
 def commands(device: str, engines: str, seconds: float, out: Path) -> list[list[str]]:

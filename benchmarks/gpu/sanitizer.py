@@ -8,16 +8,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.suite import NOT_HERE
+from benchmarks.gpu.stage import NOT_HERE, Run
 
 _TOOLS = ("compute-sanitizer", "/usr/local/cuda/bin/compute-sanitizer")
 
 
-def measure(device: str, small: bool, stage: str) -> dict[str, Any]:
+def measure(run: Run) -> dict[str, Any]:
     """Memcheck's last lines; ``wrong`` when it found an error."""
     tool = next((found for name in _TOOLS if (found := shutil.which(name))), None)
-    if device != "cuda" or tool is None:
-        return {NOT_HERE: "no compute-sanitizer" if device == "cuda" else "no kernels to watch"}
+    if run.device != "cuda" or tool is None:
+        return {NOT_HERE: "no compute-sanitizer" if run.device == "cuda" else "no kernels to watch"}
     step = Path(__file__).with_name("small_step.py")
     command = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, str(step)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

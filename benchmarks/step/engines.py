@@ -24,6 +24,8 @@ from disco_accel.step.session import current_step
 from disco_accel.step.streamed_eager import StreamedEager
 
 LEARNING_RATE = 1e-4
+REFERENCE = "in-memory"
+"""The engine that others are compared with."""
 _RATE_BYTES = 512 << 20
 
 
@@ -31,7 +33,8 @@ _RATE_BYTES = 512 << 20
 class Job:
     """What one process measures. ``rank`` of the adapter, 0 for a prompt; ``budget`` in bytes, None for engines that
     know none; ``bandwidth`` in bytes/s, of a link of the host device; ``folder`` receives the first step's gradients,
-    or what the first prompt left; ``quant``: the frozen weights' form, one of ``benchmarks.quantised``."""
+    or what the first prompt left; ``quant``: the frozen weights' form, one of ``benchmarks.quantised``;
+    ``cache``: the folder of plans and passed self-checks, None for neither."""
 
     engine: str
     shape: Mapping[str, int]
@@ -45,6 +48,7 @@ class Job:
     planner: str
     folder: str
     quant: str = PLAIN
+    cache: str | None = None
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -62,7 +66,7 @@ class Job:
             planner=self.planner,
             link_bandwidth=self.bandwidth if cpu else None,
             compute_threads=1 if cpu else None,
-            plan_cache=None,
+            plan_cache=self.cache,
         )
 
     @property
@@ -281,7 +285,7 @@ class Resident(Planned):
 
 
 ENGINES: Mapping[str, type[Engine]] = {
-    "in-memory": InMemory,
+    REFERENCE: InMemory,
     "resident": Resident,
     "disco": Planned,
     "fixed-order": FixedOrder,

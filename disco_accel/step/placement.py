@@ -161,6 +161,9 @@ class Placement:
         if to_copy:
             room = HostMemory.room_for(to_copy)
             self._arenas.append(HostMemory(room, replaced=own_bytes(), gpu=self._device))
+            if backend_of(self._device).separate_memory:
+                # First, so that weights that are on a GPU come down at the link's speed.
+                self._arenas[-1].pin(self._device)
             for tensor in to_copy:
                 self._move_with(views, tensor, self._arenas[-1].adopt(tensor.data))
         if outside_arenas:

@@ -32,7 +32,10 @@ def bnb_4bit(quant_type: str = "nf4", nested: bool = False) -> Quantise:
 
         bias = layer.bias is not None
         options = {"compress_statistics": nested, "quant_type": quant_type}
-        made = Linear4bit(layer.in_features, layer.out_features, bias, layer.weight.dtype, **options)
+        # Weights of its own, which it would draw on one core, never exist.
+        made = Linear4bit(
+            layer.in_features, layer.out_features, bias, layer.weight.dtype, device=torch.device("meta"), **options
+        )
         made.weight = Params4bit(layer.weight.data, requires_grad=False, module=made, **options)
         if bias:
             made.bias = layer.bias
@@ -53,7 +56,8 @@ def bnb_int8(threshold: float = 6.0) -> Quantise:
         from bitsandbytes.nn import Int8Params, Linear8bitLt
 
         bias = layer.bias is not None
-        made = Linear8bitLt(layer.in_features, layer.out_features, bias, has_fp16_weights=False, threshold=threshold)
+        kind = {"has_fp16_weights": False, "threshold": threshold, "device": torch.device("meta")}
+        made = Linear8bitLt(layer.in_features, layer.out_features, bias, **kind)
         made.weight = Int8Params(layer.weight.data, requires_grad=False, has_fp16_weights=False)
         if bias:
             made.bias = layer.bias

@@ -6,12 +6,11 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks import report
 from benchmarks.gpu import suite as gpu
-from benchmarks.gpu.qlora import without_reference
 from benchmarks.quantised import folder_of
 from disco_accel.errors import ConfigError
 from tests import forkserver
@@ -27,74 +26,113 @@ def _installed(form: str) -> bool:
     return True
 
 
-def test_all_stages_run_on_the_host_device(tmp_path: Path) -> None:
+def test_all_measurements_run_on_the_host_device(tmp_path: Path) -> None:
     """What needs CUDA says so; the rest measures, and nothing is wrong."""
-    served = forkserver.start()
-    command = [str(served / "python"), "-m", "benchmarks.gpu", "--device", "cpu", "--small"]
-    environment = {**os.environ, "OUT": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=400, check=False)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    stages = json.loads((tmp_path / "gpu.json").read_text())["stages"]
-    assert {name: found["status"] for name, found in stages.items()} == {
-        "self_check": "ok",
+    found = _run(tmp_path, "build", "8b", "70b", "lookahead", "link", "sanitizer")
+    statuses = {name: stage["status"] for name, stage in found.items()}
+    packed = "ok" if _installed("nf4") else "skipped"
+    assert statuses == {
         "build": "ok",
-        "allocator": "ok",
-        "link": "skipped",
-        "step_8x1024": "ok",
-        "step_1x2048": "ok",
-        "prefill_1x1024": "ok",
-        "qlora_1x1024": "ok" if _installed("nf4") else "skipped",
-        "tests": "ok",
+        "8b_eager": "ok",
+        "8b_no_checkpointing": "ok",
+        "8b_ours_72GiB": "ok",
+        "8b_ours_24GiB": "ok",
+        "8b_ours_8GiB": "ok",
+        "8b_eager_again": "ok",
+        "8b_prompt": "ok",
+        "8b_evaluation": "ok",
+        "8b_checkpoint_offload": "skipped",
+        "70b_eager": packed,
+        "70b_ours_22GiB": packed,
         "lookahead": "ok",
+        "link": "skipped",
         "sanitizer": "skipped",
     }
-    steps = 3 if _installed("nf4") else 2
-    assert report.section(tmp_path).count("| eager in memory") == steps, "each step's result is one for the README"
-    assert stages["allocator"]["figures"]["ops"] > 50
-    checked = stages["self_check"]["figures"]
-    assert next(iter(stages)) == "self_check", "whoever sees it fail need not read on"
+    rows = {name: stage["figures"] for name, stage in found.items()}
+    trained = [name for name in rows if "losses" in rows[name]]
+    assert len(trained) >= 6 and {rows[name]["verdict"] for name in trained} == {"bits"}
+    assert rows["8b_prompt"]["ours_8GiB"]["verdict"] == "bits"
+    loaded = [rows[f"8b_ours_{budget}"]["reload_bytes"] for budget in ("72GiB", "24GiB", "8GiB")]
+    assert loaded[0] == 0 < loaded[1] < loaded[2], "one capture, three budgets"
+    assert ["capture" in rows[f"8b_ours_{b}"]["compile_seconds"] for b in ("72GiB", "24GiB", "8GiB")] == [
+        True,
+        False,
+        False,
+    ]
+    assert list(tmp_path.glob("8b-?.safetensors")), "gradients stay for processes that come later"
+
+
+def test_the_checks_run_on_the_host_device(tmp_path: Path) -> None:
+    found = _run(tmp_path, "check")
+    assert {name: stage["status"] for name, stage in found.items()} == dict.fromkeys(
+        ("build", "self_check", "tests", "allocator"), "ok"
+    )
+    assert found["allocator"]["figures"]["ops"] > 50
+    checked = found["self_check"]["figures"]
     assert checked["compared"] == "bits" and checked["plan"]["offloads"] > 0 and checked["plan"]["reloads"] > 0
-    step, prompt = (stages[name]["figures"] for name in ("step_8x1024", "prefill_1x1024"))
-    assert [figures["verdict"] for figures in step.values() if isinstance(figures, dict)] == ["bits", "bits"]
-    assert [figures["apart"] for figures in prompt.values() if isinstance(figures, dict)] == [0.0]
-    assert "mm_64_of_eager_speed = [" in done.stdout, "the table shows the figures"
 
 
-def test_a_device_that_does_not_hold_all_weights_has_figures_of_ours_alone() -> None:
-    """That eager in memory needs more is no fault; that a plan is not made, is one."""
-    blank = {"budget": None, "seconds": [], "ours": False, "equal": False}
-    eager = {**blank, "engine": "in-memory", "error": "OutOfMemoryError: CUDA out of memory."}
-    ours = {**blank, "engine": "disco", "error": "BudgetTooSmall: planted", "ours": True, "budget": 22 << 30}
-    figures = without_reference({"batch": 1, "tokens": 16, "rows": [ours, eager]})
-    assert figures["in-memory"] == "out of memory" and figures["wrong"] == ["disco 22GiB: BudgetTooSmall: planted"]
+def _run(out: Path, *only: str) -> dict[str, Any]:
+    served = forkserver.start()
+    command = [str(served / "python"), "-m", "benchmarks.gpu", "--device", "cpu", "--small", "--only", *only]
+    environment = {**os.environ, "OUT": str(out), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=400, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    stages: dict[str, Any] = json.loads((out / "gpu.json").read_text())["stages"]
+    assert all(name in done.stdout for name in stages), "the table shows them"
+    return stages
+
+
+def test_the_stages_of_either_visit_fit_its_time() -> None:
+    """By their estimates; the most valuable ones come first, so that what is cut off is worth least."""
+    for only, seconds in ((["check"], 150), ([], 600)):
+        assert sum(stage.estimate for stage in gpu._chosen(only)) <= seconds
+    assert all(stage.estimate <= stage.limit for stage in gpu.STAGES)
+    assert [s.name for s in gpu._chosen(["check"])] == ["build", "self_check", "tests", "allocator"]
 
 
 def test_a_stage_that_fails_or_hangs_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its last words are printed, the others run, and the table has all of them."""
+    """Its last words and its figures stay, those behind it run in a new process, and what has no time is left out."""
     module = tmp_path / "gpu_planted.py"
     module.write_text(
-        "import time\n"
-        "def measure(device, small, stage):\n"
-        "    print('last words of', stage)\n"
-        "    if stage == 'fails': raise ValueError('planted')\n"
-        "    if stage == 'hangs': time.sleep(3600)\n"
-        "    return {'wrong': ['planted']} if stage == 'wrong' else {'figure': 1.5}\n"
+        "import os, time\n"
+        "def measure(run):\n"
+        "    print('last words of', run.stage)\n"
+        "    run.keep({'process': os.getpid()})\n"
+        "    if run.stage == 'fails': raise ValueError('planted')\n"
+        "    if run.stage == 'hangs': time.sleep(3600)\n"
+        "    found = {'process': os.getpid()}\n"
+        "    return found | ({'wrong': ['planted']} if run.stage == 'wrong' else {})\n"
+    )
+    names = ("works", "fails", "wrong", "hangs", "last", "long")
+    stages = tuple(
+        gpu.Stage(n, "one", "gpu_planted", 900 if n == "long" else 1, 4 if n == "hangs" else 500) for n in names
     )
     driver = tmp_path / "driver.py"
     driver.write_text(
         "import sys, benchmarks\n"
         f"benchmarks.__path__.append({str(tmp_path)!r})\n"
         "from benchmarks.gpu import suite as gpu\n"
-        "gpu.STAGES = tuple(gpu.Stage(n, 'gpu_planted', 5) for n in ('fails', 'hangs', 'wrong', 'works'))\n"
+        f"gpu.STAGES = tuple(gpu.Stage(n, 'one', 'gpu_planted', 1, 5) for n in {names!r})\n"
         "raise SystemExit(gpu.main(sys.argv[1:]))\n"
-    )
-    stages = tuple(
-        gpu.Stage(n, "gpu_planted", 3 if n == "hangs" else 500) for n in ("fails", "hangs", "wrong", "works")
     )
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setattr(gpu, "COMMAND", (str(driver),))
-    outcomes = gpu.run_all(stages, "cpu", True, tmp_path)
-    assert [o.status for o in outcomes] == ["failed", "timeout", "failed", "ok"]
-    assert "last words of fails" in outcomes[0].words and "planted" in outcomes[0].words
-    assert outcomes[3].figures == {"figure": 1.5}
-    assert gpu.table(outcomes).count("\n") >= 4
+    outcomes = gpu.run_all(stages[:-1], "cpu", True, tmp_path, 500) + gpu.run_all(
+        stages[-1:], "cpu", False, tmp_path, 9
+    )
+    assert {o.stage: o.status for o in outcomes} == {
+        "works": "ok",
+        "fails": "failed",
+        "wrong": "failed",
+        "hangs": "timeout",
+        "last": "ok",
+        "long": "left out",
+    }
+    by_name = {o.stage: o for o in outcomes}
+    assert "last words of fails" in by_name["fails"].words and "planted" in by_name["fails"].words
+    assert by_name["wrong"].words == "['planted']"
+    process = {name: outcome.figures.get("process") for name, outcome in by_name.items()}
+    assert process["works"] == process["fails"] != process["wrong"] == process["hangs"] != process["last"]
+    assert gpu.table(outcomes).count("\n") >= 6
+    assert set(json.loads((tmp_path / "gpu.json").read_text())) > {"stages", "machine", "date"}

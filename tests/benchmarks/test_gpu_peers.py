@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 
 from benchmarks.gpu import peers as gpu_peers
+from benchmarks.gpu.wheels import unpacked
 from benchmarks.prefill import peers as prefill_peers
 from benchmarks.step import suite as step
 
 
-def test_a_folder_without_wheels_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu_peers.main(["--wheels", str(tmp_path)]) == 2
-    assert "WHEELS" in capsys.readouterr().out
+def test_a_folder_without_wheels_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="WHEELS: .* has no .whl files"):
+        gpu_peers.main(["--wheels", str(tmp_path)])
 
 
 def test_wheels_are_unpacked_into_the_folder_without_their_needs(tmp_path: Path) -> None:
@@ -26,8 +30,11 @@ def test_wheels_are_unpacked_into_the_folder_without_their_needs(tmp_path: Path)
         wheel.writestr("planted-1.0.dist-info/METADATA", about)
         wheel.writestr("planted-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr("planted-1.0.dist-info/RECORD", "planted.py,,\n")
-    gpu_peers.install(wheels, folder)
+    before = os.environ.get("PYTHONPATH")
+    with unpacked(wheels, folder):
+        seen = subprocess.run([sys.executable, "-c", "import planted; print(planted.VALUE)"], capture_output=True)
     assert (folder / "planted.py").read_text() == "VALUE = 1\n"
+    assert seen.stdout == b"1\n" and os.environ.get("PYTHONPATH") == before
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -1,0 +1,58 @@
+"""Stage ``*_zero3``: DeepSpeed's ZeRO-3 with ``offload_param``, tuned, on the same model, adapter and batch."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.stage import NOT_HERE, Run
+from benchmarks.gpu.subject import ROUNDS, case_of, references_in
+from benchmarks.shapes import PRESETS
+from benchmarks.step.engines import Job
+from benchmarks.step.suite import measure as measured
+from benchmarks.step.table import first_gradients
+from disco_accel.selfcheck.eager_spread import compare
+
+_FACTS = ("build_seconds", "used", "reserved", "host", "h2d", "d2h")
+_LIMIT = 600.0
+"""Seconds for any one answer; the stage's own limit is lower."""
+
+
+def measure(run: Run) -> dict[str, Any]:
+    """Its row, in a process of its own whose log stays in the stage's folder; gradients beside those of eager."""
+    if find_spec("deepspeed") is None:
+        return {NOT_HERE: "deepspeed is not installed; WHEELS names a folder with its wheel"}
+    case, folder = case_of(run), run.folder / run.stage
+    folder.mkdir(exist_ok=True)
+    job = Job(
+        engine="zero3-tuned",
+        shape=dict(PRESETS[case.shape]),
+        batch=case.batch,
+        tokens=case.tokens,
+        dtype="bfloat16",
+        rank=4 if run.small else 16,
+        device=run.device,
+        budget=None,
+        bandwidth=None,
+        planner="timed",
+        folder=str(folder),
+    )
+    (worker,) = measured([job], 2 if run.small else ROUNDS, apart=True, limit=_LIMIT)
+    if worker.error is not None:
+        return {"error": worker.error}
+    seconds = worker.seconds
+    row: dict[str, Any] = {
+        "seconds": median(seconds),
+        "spread": max(seconds) - min(seconds),
+        "tokens_per_second": case.batch * case.tokens / median(seconds),
+        "losses": worker.losses,
+        **{name: worker.facts[name] for name in _FACTS if name in worker.facts},
+    }
+    if references := references_in(run.folder, case):
+        loss = torch.tensor(worker.losses[0], dtype=torch.float64)
+        outcome = {"loss": loss, **first_gradients(folder)[0]}
+        row["verdict"] = compare(outcome, references).words
+    return row
