@@ -11,11 +11,11 @@ import torch
 
 from benchmarks.gpu.models import batch_for
 from benchmarks.gpu.stage import Run
-from benchmarks.gpu.subject import ROUNDS, Subject, case_of, subject_of, synchronize
+from benchmarks.gpu.subject import ROUNDS, Subject, case_of, flash_attention, subject_of, synchronize
 from benchmarks.prefill.engines import outputs_of, read_eagerly
 from benchmarks.shapes import PRESETS
 from disco_accel import DiscoConfig, prefill, restore, stats
-from disco_accel.selfcheck.eager_spread import compare, eager_runs
+from disco_accel.selfcheck.agreement import RUNS, agreement
 from disco_accel.step.session import current_step, find_state
 
 _ROWS, _TOKENS = 8, 1024
@@ -45,7 +45,8 @@ def _measured(run: Run, subject: Subject, ids: torch.Tensor) -> dict[str, Any]:
     def eager() -> dict[str, torch.Tensor]:
         return outputs_of(read_eagerly(model, ids))
 
-    references = list(eager_runs(lambda: _on_host(eager())))
+    with flash_attention():
+        references = [_on_host(eager()) for _ in range(RUNS)]
     figures: dict[str, Any] = {"eager": _timed(eager, run.where)}
     run.keep(figures)
     subject.release()
@@ -62,14 +63,14 @@ def _measured(run: Run, subject: Subject, ids: torch.Tensor) -> dict[str, Any]:
 
     got = _on_host(ours())
     figures["ours_8GiB"] = {"first_seconds": time.perf_counter() - began} | _timed(ours, run.where)
-    counted, compared = stats(model), compare(got, references)
+    counted, compared = stats(model), agreement(got, references)
     figures["ours_8GiB"] |= {
         "h2d_gb_s": counted["reload_bytes"] / figures["ours_8GiB"]["seconds"] * 1e-9,
         "reload_bytes": counted["reload_bytes"],
         "peak_bytes": counted["peak_bytes"],
-        "verdict": compared.words,
+        "verdict": str(compared),
     }
-    wrong = [] if compared.equal else [compared.words]
+    wrong = [str(compared)] if compared.wrong else []
     if counted["fallbacks"]:
         wrong.append(f"ran in eager mode: {counted['fallbacks']}")
     if counted["peak_bytes"] > counted["budget"]["total"]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,7 +19,7 @@ from benchmarks.gpu.stage import Run
 from benchmarks.quantised import PLAIN, quantise_of
 from benchmarks.shapes import PRESETS
 from benchmarks.step.engines import LEARNING_RATE
-from disco_accel.selfcheck.eager_spread import Tensors, eager_runs
+from disco_accel.selfcheck.agreement import RUNS, Agreement, Tensors, agreement
 
 ROUNDS = 5
 """Timed steps of each engine, after those that warm up."""
@@ -26,7 +27,7 @@ ROUNDS = 5
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Case:
-    """A shape by its name, rows and tokens of the batch, and the form of the frozen weights. ``name``: of its stages."""
+    """A shape, the batch's rows and tokens, the form of the frozen weights. Its stages' names begin with ``name``."""
 
     name: str
     shape: str
@@ -92,9 +93,14 @@ class Subject:
     def refer(self, folder: Path) -> None:
         """Others are compared with eager's first steps from now on, also by other processes: with as many of them as
         the comparison asks for."""
-        self.references = list(eager_runs(self.first_step))
+        with flash_attention():
+            self.references = [self.first_step() for _ in range(RUNS)]
         for number, reference in enumerate(self.references):
             save_file(dict(reference), folder / f"{self.case.name}-{number}.safetensors")
+
+    def agreement(self, outcome: Tensors) -> Agreement:
+        """What ``first_step`` returned beside eager's; everything agrees where eager did not run."""
+        return agreement(outcome, self.references or [outcome], outputs=("loss",))
 
     def train(self, rounds: int = ROUNDS) -> dict[str, Any]:
         """``seconds`` of each timed step of a training from the adapter as it was drawn, and the ``losses`` of all."""
@@ -129,6 +135,17 @@ class Subject:
         self.reset()
         if self.where.type == "cuda":
             torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def flash_attention() -> Iterator[None]:
+    """Eager with the attention that plans have (docs/cuda.md, Choices), not with cuDNN's, which rounds otherwise."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 @functools.cache

@@ -14,7 +14,6 @@ from benchmarks.quantised import folder_of
 from benchmarks.step.engines import link_rates
 from disco_accel import DiscoConfig, prepare, restore, set_memory_budget, stats
 from disco_accel.errors import ConfigError
-from disco_accel.selfcheck.eager_spread import compare
 from disco_accel.simulate.simulator import Link, Machine
 from disco_accel.sizes import format_size
 from disco_accel.step.session import current_step, find_state
@@ -59,7 +58,7 @@ def _eager(run: Run, subject: Subject, what: str) -> dict[str, Any]:
         if what == "eager":
             subject.refer(run.folder)
         row = subject.train()
-        row |= {"first_step_seconds": first, "verdict": compare(outcome, subject.references).words}
+        row |= {"first_step_seconds": first, "verdict": str(subject.agreement(outcome))}
     finally:
         checkpoint(subject.base)
     return row
@@ -81,13 +80,13 @@ def _ours(run: Run, subject: Subject, budget: str) -> dict[str, Any]:
     # A plan that was made beside the first step takes its place now.
     outcomes = (first, subject.first_step())
     row["plans_seconds"] = time.perf_counter() - began
-    compared = [compare(outcome, subject.references) for outcome in outcomes]
-    row |= {"verdict": compared[-1].words} | subject.train()
+    compared = [subject.agreement(outcome) for outcome in outcomes]
+    row |= {"verdict": str(compared[-1])} | subject.train()
     counted = stats(model)
     kept = ("peak_bytes", "reload_bytes", "offload_bytes", "resident_weight_bytes", "kernels", "compile_seconds")
     row |= {name: counted[name] for name in kept}
     row["h2d_gb_s"] = counted["reload_bytes"] / row["seconds"] * 1e-9
-    wrong = [f"{budget}: {found.words}" for found in compared if not found.equal]
+    wrong = [f"{budget}: {found}" for found in compared if found.wrong]
     if counted["steps_eager"]:
         wrong.append(f"steps ran in eager mode: {counted['fallbacks']}")
     if isinstance(limit := counted["budget"]["total"], int) and counted["peak_bytes"] > limit:

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,10 +21,9 @@ from safetensors.torch import save_file
 
 from benchmarks.link_trace import link_bytes
 from benchmarks.quantised import PLAIN
-from benchmarks.step.engines import ENGINES, REFERENCE, Engine, Job
+from benchmarks.step.engines import ENGINES, Engine, Job
 from benchmarks.step.peers import PEERS
 from disco_accel.capture.parts import frozen_parts
-from disco_accel.selfcheck.eager_spread import eager_runs
 
 _FOLDERS = re.compile(r"(?:(?<=-I)|(?<![\w.]))/(?:[\w.+-]+/)+")
 
@@ -54,28 +53,15 @@ class Session:
         spent = time.perf_counter() - began
         gradients = self.engine.gradients() if first else {}
         if first:
-            self._save(gradients)
+            save_file(
+                {n: g.contiguous() for n, g in gradients.items()}, Path(self.job.folder) / "gradients.safetensors"
+            )
         began = time.perf_counter()
         self.engine.update()
         self._synchronize()
         self.steps += 1
         answer = {"loss": loss, "seconds": spent + time.perf_counter() - began}
         return answer | ({"gradients": len(gradients), "trainable": self._trainable()} if first else {})
-
-    def _save(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """To the job's folder; of the engine that others are compared with as many runs as that takes."""
-        kept: Iterable[Mapping[str, torch.Tensor]] = [gradients]
-        if self.job.engine == REFERENCE:
-            kept = eager_runs(self._again, gradients)
-        for number, run in enumerate(kept):
-            tensors = {n: g.contiguous() for n, g in run.items()}
-            save_file(tensors, Path(self.job.folder) / f"gradients-{number}.safetensors")
-
-    def _again(self) -> dict[str, torch.Tensor]:
-        for parameter in self.engine.trainable.values():
-            parameter.grad = None
-        self.engine.backward()
-        return self.engine.gradients()
 
     def mark(self) -> dict[str, Any]:
         """Forget the peaks so far."""

@@ -14,9 +14,7 @@ from disco_accel import DiscoConfig, prepare, stats
 from disco_accel.config.settings import split_yaml
 from disco_accel.errors import ConfigError, StepsDiffer
 from disco_accel.execute.executor import Executor
-from disco_accel.native.backend import backend_of
-from disco_accel.selfcheck.eager_spread import distance
-from disco_accel.step.step_comparison import Comparison
+from disco_accel.step.step_comparison import distance
 from disco_accel.step.verify_steps import StepVerifier
 from disco_accel.testing.models import random_batch, tiny_lora
 
@@ -139,52 +137,13 @@ def test_a_wrong_loss_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         model(**random_batch()).loss.backward()
 
 
-@pytest.mark.parametrize("fault", [False, True])
-def test_where_eager_does_not_repeat_its_bits_its_spread_is_allowed(
-    fault: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As where kernels of a GPU add in any order: noise in every gradient of every run, planned or not."""
-    noise = torch.Generator().manual_seed(0)
-
-    def noisy(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor + 1e-3 * tensor.norm() / tensor.numel() ** 0.5 * torch.randn(tensor.shape, generator=noise)
-
-    model, runs = prepare(model_of(), config(1)), []
-    leave, unplanned = Executor.leave, Comparison._unplanned
-
-    def noisy_leave(self: Executor, group: int) -> list[torch.Tensor]:
-        copies = leave(self, group)
-        if len(copies) > 1 and fault:
-            copies[0].mul_(1.01)
-        return [noisy(copy) for copy in copies] if len(copies) > 1 else copies
-
-    def noisy_unplanned(self: Comparison, *of: Any) -> dict[str, torch.Tensor]:
-        runs.append(of)
-        return {n: noisy(t) if n.startswith("gradient") else t for n, t in unplanned(self, *of).items()}
-
-    monkeypatch.setattr(Executor, "leave", noisy_leave)
-    monkeypatch.setattr(Comparison, "_unplanned", noisy_unplanned)
-    monkeypatch.setattr(type(backend_of(torch.device("cpu"))), "reorders_sums", True)
-    with caplog.at_level(logging.INFO, "disco_accel"):
-        loss = model(**random_batch()).loss
-        if fault:
-            with pytest.raises(
-                StepsDiffer, match=r"is 0.0\d+ of its norm apart .*no more than eager runs from each other"
-            ):
-                loss.backward()
-        else:
-            loss.backward()
-            assert "agree to 0.001" in caplog.text
-    assert len(runs) == 3
-
-
 def test_a_gradient_too_many_or_too_few_is_found() -> None:
     one = torch.ones(3)
     assert distance(one, None) == float("inf")
     assert distance(one, one.double()) == float("inf")
     assert distance(one, torch.full((3,), torch.nan)) == float("inf")
     assert distance(torch.full((3,), torch.nan), torch.full((3,), torch.nan)) == 0.0
-    assert 0 < distance(torch.zeros(3), -torch.zeros(3)) < 1e-100
+    assert 0 < distance(torch.zeros(3), -torch.zeros(3)) < 1e-200
     assert distance(one, one * 1.5) == pytest.approx(0.5)
 
 
