@@ -90,8 +90,10 @@ def agreement(
     names = list(dict.fromkeys([*first, *ours]))
     unlike = {name for name in names if not _alike(first.get(name), ours.get(name))}
     distances = {name: math.inf if name in unlike else distance(first[name], ours[name]) for name in names}
+    if unlike:
+        return Agreement(1, distances, {name: 0.0 if name in unlike else math.inf for name in names})
     once = Agreement(1, distances, dict.fromkeys(names, allowance))
-    if unlike or not once.wrong:
+    if not once.wrong:
         return once
     # The host keeps them: the device's memory has been promised to others.
     runs = [_kept(first)]
@@ -142,7 +144,7 @@ def distance(expected: torch.Tensor, got: torch.Tensor | None) -> float:
 
 
 def _over(gap: float, scale: float) -> float:
-    return gap and gap / max(scale, 1e-300)
+    return gap if gap <= _SIGNS else gap / max(scale, 1e-300)
 
 
 def _alike(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:

@@ -10,7 +10,7 @@ import torch
 from disco_accel.selfcheck.agreement import Agreement, agreement, distance
 
 Run = dict[str, torch.Tensor]
-TENSORS = 300
+TENSORS = 100
 
 
 class Noisy:
@@ -62,7 +62,7 @@ def test_one_run_of_eager_is_enough_where_bits_agree_and_two_where_eager_repeats
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_further_run_of_eager_agrees_and_takes_three(dtype: torch.dtype) -> None:
-    for seed in range(20):
+    for seed in range(4):
         step = Noisy(seed, dtype=dtype)
         found = judged(step, step.run())
         assert agrees(found) and not found.bits and found.runs == 3 and step.drawn == 4, found.wrong
@@ -72,7 +72,7 @@ def test_a_further_run_of_eager_agrees_and_takes_three(dtype: torch.dtype) -> No
 @pytest.mark.parametrize("elements", [1, 4, 64])
 def test_tensors_of_a_few_elements_agree_too(elements: int) -> None:
     refused = 0
-    for seed in range(20):
+    for seed in range(4):
         step = Noisy(seed, elements)
         refused += not agrees(judged(step, step.run()))
     assert refused == 0
@@ -114,7 +114,7 @@ def _a_little_everywhere(run: Run) -> Run:
     """In no tensor twice the noise."""
     step = Noisy(3)
     _, other = step.run(), step.run()
-    return {n: t + (t - other[n]) for n, t in run.items()}
+    return {n: t + 0.7 * (t - other[n]) for n, t in run.items()}
 
 
 FAULTS = (_a_little_everywhere, _stale, _loss, _everywhere, _in_one, _missing, _wider, _not_a_number, _too_many)
@@ -131,9 +131,9 @@ def test_faults_in_a_noisy_step_are_found(fault: Callable[[Run], Run]) -> None:
 
 def test_an_allowance_is_added_to_what_eager_is_apart_from_itself() -> None:
     step = Noisy(4)
-    ours = {n: t * 1.001 for n, t in step.run().items()}
+    ours = {n: t * 1.02 for n, t in step.run().items()}
     assert not agrees(agreement(ours, step.eager()))
-    assert agrees(agreement(ours, step.eager(), allowance=2e-3))
+    assert agrees(agreement(ours, step.eager(), allowance=2e-2))
     assert agreement(ours, step.eager(), allowance=0.5).runs == 1
     run = step.run()
     assert list(agreement(run | {"7": run["7"] * 1.1}, iter([run, run]), allowance=0.05).wrong) == ["7"]
