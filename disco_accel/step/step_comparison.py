@@ -20,9 +20,9 @@ from disco_accel.capture.autocast import AutocastState, autocast_region, autocas
 from disco_accel.capture.checkpointing import never_reentrant
 from disco_accel.capture.returned_fields import field_at
 from disco_accel.errors import StepsDiffer
-from disco_accel.graph.op_traits import op_traits
 from disco_accel.graph.taskgraph import tensor_args
 from disco_accel.native.backend import backend_of
+from disco_accel.selfcheck.agreement import RUNS, Agreement, agreement
 from disco_accel.step.compiled_step import CompiledStep, shared_weights
 from disco_accel.step.fitted_batch import FittedBatch
 from disco_accel.step.inner_forwards import own_forward_runs
@@ -31,7 +31,7 @@ from disco_accel.step.saved_on_host import saved_on_host
 from disco_accel.step.session import Session
 
 _FINE, _COARSE = 1e-4, 2e-2
-"""Tolerated distance as a part of the norm, in fp32 and in 16 bits."""
+"""Tolerated distance as a part of the norm of a plan that rounds otherwise by design, in fp32 and in 16 bits."""
 _COARSE_SUMS = 0.1
 """In 16 bits, where devices round their parts of each sum: as far as one device's gradients are from exact ones."""
 
@@ -73,40 +73,26 @@ class Comparison:
             # Both at once might not fit the budget.
             self.state.unload()
             planned = {**values, **{f"gradient of {name}": g for name, g in gradients.items()}}
-            tolerance = self._tolerance()
-            expected = self._unplanned(tuple(values), tangent)
-            apart = {n: distance(t, planned.get(n)) for n, t in expected.items()}
-            apart |= {name: float("inf") for name in planned.keys() - expected.keys()}
-            wrong = {name: far for name, far in apart.items() if not far <= tolerance}
-            if wrong and not tolerance and backend_of(self._device).reorders_sums:
-                # An op that this file does not know may add in any order: then plain PyTorch differs from itself.
-                repeated = self._unplanned(tuple(values), tangent)
-                if any(distance(t, repeated.get(n)) for n, t in expected.items()):
-                    tolerance = self._rounding()
-                    wrong = {name: far for name, far in apart.items() if not far <= tolerance}
-            if wrong:
-                raise StepsDiffer(self._message(wrong, len(apart), tolerance))
+            eager = (self._unplanned(tuple(values), tangent) for _ in range(RUNS))
+            found = agreement(planned, eager, outputs=values, allowance=self._allowance())
+            if found.wrong:
+                raise StepsDiffer(self._message(found))
             spent = time.perf_counter() - began
-            verifier.agreed(self.state.messages.name, spent, max(apart.values(), default=0.0), len(gradients))
+            verifier.agreed(self.state.messages.name, spent, found, len(gradients))
 
     @property
     def _device(self) -> torch.device:
         return self.state.device
 
-    def _tolerance(self) -> float:
-        """0: the same bits."""
-        names = {call.name for call in self.step.graph.ops.values()}
-        unordered = backend_of(self._device).reorders_sums and any(op_traits(name).unordered_on_gpu for name in names)
+    def _allowance(self) -> float:
+        """How far the plan is from eager by design; 0: not at all."""
         # Libraries leave out the mask of a part that has no padding; the plan has one for all parts or for none.
         masked = self.step.parts > 1 and self.fitted.batch.get("attention_mask") is not None
         # Devices that share weights add up in an order of their own, and so do chunks; products of one row are other
         # routines than those of many.
         in_parts = shared_weights(self.step.captured) or self.step.chunked_kernels
-        if not unordered and not masked and not in_parts:
+        if not masked and not in_parts:
             return 0.0
-        return self._rounding()
-
-    def _rounding(self) -> float:
         dtypes = {argument.spec.dtype for call in self.step.graph.ops.values() for argument in tensor_args(call.args)}
         if not dtypes & {"bfloat16", "float16"}:
             return _FINE
@@ -154,9 +140,17 @@ class Comparison:
         gradients = {f"gradient of {n}": g for n, g in zip(parameters, by_parameter, strict=True) if g is not None}
         return {name: value.detach() for name, value in values.items()} | gradients
 
-    def _message(self, wrong: Mapping[str, float], compared: int, tolerance: float) -> str:
-        first = next(iter(wrong))
-        asked = f"at most {tolerance:g}" if tolerance else "the same bits"
+    def _message(self, found: Agreement) -> str:
+        wrong, compared = found.wrong, len(found.distances)
+        first = max(wrong, key=lambda name: wrong[name])
+        limit = found.limits[first]
+        asked = f"at most {limit:.3g}" if limit else "the same bits"
+        if wrong[first] <= limit:
+            asked = "that of eager runs from each other"
+            if found.middle is not None:
+                asked += f" (it is {found.middle:.3g} times as large in the middle one)"
+        if found.spread:
+            asked += f", {found.runs} eager runs being up to {found.spread:.3g} from each other,"
         more = (
             f" (and {len(wrong) - 1} more of {compared} compared)" if len(wrong) > 1 else f" (of {compared} compared)"
         )
@@ -166,23 +160,6 @@ class Comparison:
             "from it. This is a fault of the plan, the engine or the device (disco-accel doctor --selftest looks at "
             "the last two); please report it with this message. enabled: false trains without plans"
         )
-
-
-def distance(expected: torch.Tensor, got: torch.Tensor | None) -> float:
-    """The norm of the difference as a part of the norm; 0 for the same bits, infinite where no distance makes sense."""
-    if got is None or (expected.shape, expected.dtype, expected.device) != (got.shape, got.dtype, got.device):
-        return float("inf")
-    a, b = expected.detach(), got.detach()
-    if torch.equal(_bytes(a), _bytes(b)):
-        return 0.0
-    a, b = a.double(), b.double()
-    relative = float((a - b).norm() / a.norm().clamp_min(1e-300))
-    # Zeros of two signs are no distance apart, and yet not the same bits.
-    return float("inf") if relative != relative else max(relative, 1e-300)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 @contextmanager

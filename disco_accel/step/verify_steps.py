@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+from disco_accel.selfcheck.agreement import Agreement
+
 logger = logging.getLogger("disco_accel")
 
 
@@ -14,21 +16,25 @@ class StepVerifier:
         self._wanted = wanted
         self._done = 0
         self._seconds = 0.0
-        self._widest = 0.0
+        self._farthest: Agreement | None = None
 
     @property
     def active(self) -> bool:
         """Whether the next step is compared."""
         return self._done < self._wanted
 
-    def agreed(self, name: str, seconds: float, apart: float, gradients: int) -> None:
-        """One step more was compared: its gradients are at most ``apart`` from the unplanned ones."""
+    def agreed(self, name: str, seconds: float, found: Agreement, gradients: int) -> None:
+        """One step more was compared, and ``found`` to agree with unplanned ones."""
         self._done += 1
         self._seconds += seconds
-        self._widest = max(self._widest, apart)
+        if self._farthest is None or found.farthest > self._farthest.farthest:
+            self._farthest = found
         if self.active:
             return
-        how = "bit for bit" if self._widest == 0 else f"to {self._widest:.2g} of the norm"
+        widest = self._farthest
+        how = "bit for bit" if widest.bits else f"to {widest.farthest:.2g} of the norm"
+        if widest.spread:
+            how += f" (eager runs to {widest.spread:.2g} with each other)"
         steps = "step" if self._done == 1 else f"{self._done} steps"
         logger.info(
             "%s: verify_steps: the first planned %s and the same without a plan agree %s, loss and %d gradients; "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from disco_accel import DiscoConfig, prepare, stats
 from disco_accel.config.settings import split_yaml
 from disco_accel.errors import ConfigError, StepsDiffer
 from disco_accel.execute.executor import Executor
-from disco_accel.step.step_comparison import distance
+from disco_accel.selfcheck.agreement import distance
+from disco_accel.step.step_comparison import Comparison
 from disco_accel.step.verify_steps import StepVerifier
 from disco_accel.testing.models import random_batch, tiny_lora
 
@@ -172,3 +174,98 @@ def test_the_key_takes_whole_numbers_from_0_on(given: Any, tmp_path: Path) -> No
     assert read is not None and (read.verify_steps, read.self_check) == (3, "off")
     with pytest.raises(ConfigError, match=r"verify_steps: .*whole number of at least 0"):
         DiscoConfig(verify_steps=given)
+
+
+NOISE = torch.Generator().manual_seed(0)
+"""Another than the step's."""
+
+
+@torch.library.custom_op("disco_verify_steps::unordered", mutates_args=())
+def unordered(gradient: torch.Tensor, size: float) -> torch.Tensor:
+    """As a backward that adds up in any order: no two calls have the same bits."""
+    return gradient * (1 + size * torch.randn(gradient.shape, generator=NOISE))
+
+
+@unordered.register_fake
+def _(gradient: torch.Tensor, size: float) -> torch.Tensor:
+    return torch.empty_like(gradient)
+
+
+class Unordered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, size: float) -> torch.Tensor:
+        ctx.size = size
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return unordered(gradients[0], ctx.size), None
+
+
+class Stack(torch.nn.Module):
+    """The last layer's gradients repeat their bits, the other ones' do not if there is noise; dropout draws."""
+
+    def __init__(self, noise: float) -> None:
+        super().__init__()
+        self.noise = noise
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(24, 24) for _ in range(6))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers[:-1]:
+            rows = torch.nn.functional.dropout(layer(rows).tanh(), 0.1)
+        loss: torch.Tensor = self.layers[-1](Unordered.apply(rows, self.noise)).square().mean()
+        return loss
+
+
+@pytest.fixture
+def eager_runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many there were in each comparison."""
+    runs: list[int] = []
+    compare, once = Comparison.__call__, Comparison._unplanned
+
+    def compared(self: Comparison, *given: Any) -> None:
+        runs.append(0)
+        compare(self, *given)
+
+    def counted(self: Comparison, *given: Any) -> dict[str, torch.Tensor]:
+        runs[-1] += 1
+        return once(self, *given)
+
+    monkeypatch.setattr(Comparison, "__call__", compared)
+    monkeypatch.setattr(Comparison, "_unplanned", counted)
+    return runs
+
+
+@pytest.mark.parametrize(("noise", "runs"), [(0.0, [1, 1]), (1e-2, [3, 3])], ids=["without noise", "with noise"])
+def test_where_eager_does_not_repeat_its_bits_three_runs_of_it_say_how_near_is_near(
+    noise: float, runs: list[int], eager_runs: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One run of eager is enough where bits agree; random numbers are those of one run."""
+    states = []
+    with caplog.at_level(logging.INFO, "disco_accel"):
+        for model in (Stack(noise), prepare(Stack(noise), config(2, memory="1MiB", on_unsupported="error"))):
+            torch.manual_seed(1)
+            for _ in range(3):
+                model(torch.randn(8, 24)).backward()
+            states.append(torch.get_rng_state())
+    assert eager_runs == runs and torch.equal(*states)
+    told = r"agree to 0\.0\S+ of the norm \(eager runs to 0\.0\S+ with each other\)" if noise else "agree bit for bit"
+    assert re.search(told, caplog.text)
+
+
+def test_a_fault_is_found_in_the_noise(monkeypatch: pytest.MonkeyPatch, eager_runs: list[int]) -> None:
+    """A gradient that is a tenth too large where two runs of eager are about a hundredth apart."""
+    model = prepare(Stack(1e-2), config(1, memory="1MiB"))
+    real = Executor.leave
+
+    def leave(self: Executor, group: int) -> list[torch.Tensor]:
+        copies = real(self, group)
+        if len(copies) > 1:
+            copies[0].mul_(1.1)
+        return copies
+
+    monkeypatch.setattr(Executor, "leave", leave)
+    with pytest.raises(StepsDiffer, match=r"layers.0.weight is 0\.\d+ of its norm apart \(of 13.* 3 eager runs being"):
+        model(torch.randn(8, 24)).backward()
+    assert eager_runs == [3] and all(p.grad is None for p in model.parameters())
