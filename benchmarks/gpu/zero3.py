@@ -53,6 +53,9 @@ def measure(run: Run) -> dict[str, Any]:
     }
     if references := references_in(run.folder, case):
         loss = torch.tensor(worker.losses[0], dtype=torch.float64)
-        outcome = {"loss": loss, **load_file(folder / "gradients.safetensors")}
+        gradients = load_file(folder / "gradients.safetensors")
+        # DeepSpeed hands them out in float32.
+        kinds = {name: tensor.dtype for name, tensor in references[0].items()}
+        outcome = {"loss": loss, **{n: g.to(kinds.get(n, g.dtype)) for n, g in gradients.items()}}
         row["verdict"] = str(agreement(outcome, references, outputs=("loss",)))
     return row

@@ -17,7 +17,7 @@ from benchmarks.step import suite as step
 
 
 def test_a_folder_without_wheels_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="WHEELS: .* has no .whl files"):
+    with pytest.raises(SystemExit, match=r"WHEELS: .* has no .whl files"):
         gpu_peers.main(["--wheels", str(tmp_path)])
 
 
