@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks import devices, simulated, simulated_full, simulated_quant, store, store_offload, store_policies
 from benchmarks.full import table as full_table
+from benchmarks.gpu import table as gpu_table
 from benchmarks.optimizer import suite as optimizer
 from benchmarks.planner import why
 from benchmarks.prefill import peers as prefill_peers
@@ -43,8 +44,6 @@ _QUIET = 2.5
 
 def section(folder: Path) -> str:
     """Everything between the markers: a table for each file of results in ``folder``, GPUs first.
-
-    ``gpu.json``, the stages of ``make gpu``, has none of its own: the steps in it have files of theirs.
 
     Raises:
         ConfigError: a file is no result of a benchmark, or claims a device of which it does not say the machine.
@@ -77,7 +76,7 @@ def summary(folder: Path) -> str:
 
 
 def _results(folder: Path) -> list[dict[str, Any]]:
-    found = [_read(path) for path in sorted(folder.glob("*.json")) if path.name != "gpu.json"]
+    found = [_read(path) for path in sorted(folder.glob("*.json"))]
     return sorted(found, key=lambda result: (_place(result), result["date"], result["command"]))
 
 
@@ -129,6 +128,10 @@ def _step_title(result: Mapping[str, Any]) -> str:
     if result["bandwidth"] is not None:
         parts.append(f"link {result['bandwidth'] / 1e9:g} GB/s each way")
     return ", ".join(parts)
+
+
+def _gpu(result: Mapping[str, Any]) -> tuple[str, str]:
+    return f"On a GPU: {result['machine'].partition(',')[0]}", gpu_table.table(result)
 
 
 def _full(result: Mapping[str, Any]) -> tuple[str, str]:
@@ -202,6 +205,7 @@ def _store_offload(result: Mapping[str, Any]) -> tuple[str, str]:
 
 TABLES: Mapping[str, Callable[[Mapping[str, Any]], tuple[str, str]]] = {
     "step": _step,
+    "gpu": _gpu,
     "full": _full,
     "devices": _devices,
     "prefill": _prefill,

@@ -175,8 +175,8 @@ def run_all(stages: Sequence[Stage], device: str, small: bool, out: Path, second
         outcomes += found
         over = {outcome.stage for outcome in found}
         left = [stage for stage in left if stage.name not in over]
-        content = {**head, "device": device, "small": small, "stages": {o.stage: _as_dict(o) for o in outcomes}}
-        write(out / "gpu.json", content)
+        rows = [_as_dict(outcome) for outcome in outcomes]
+        write(out / "gpu.json", {"benchmark": "gpu", **head, "device": device, "small": small, "rows": rows})
         if found[0].status not in ("ok", "skipped") and found[0].stage == "build":
             print("what cannot be built measures nothing", flush=True)
             break
@@ -185,6 +185,7 @@ def run_all(stages: Sequence[Stage], device: str, small: bool, out: Path, second
 
 def _as_dict(outcome: Outcome) -> dict[str, Any]:
     return {
+        "stage": outcome.stage,
         "status": outcome.status,
         "seconds": round(outcome.seconds, 2),
         "figures": outcome.figures,

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu import suite as gpu
+from benchmarks.gpu.table import table
 from benchmarks.quantised import folder_of
 from disco_accel.errors import ConfigError
 from tests import forkserver
@@ -78,8 +79,12 @@ def _run(out: Path, *only: str) -> dict[str, Any]:
     environment = {**os.environ, "OUT": str(out), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=400, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    stages: dict[str, Any] = json.loads((out / "gpu.json").read_text())["stages"]
+    result = json.loads((out / "gpu.json").read_text())
+    stages = {row["stage"]: row for row in result["rows"]}
     assert all(name in done.stdout for name in stages), "the table shows them"
+    for case in ("8b", "70b"):
+        engines = [name for name in stages if name.startswith(case) and name not in ("8b_prompt", "8b_evaluation")]
+        assert sum(line.startswith("| ") for line in table(result).splitlines()) >= len(engines)
     return stages
 
 
@@ -135,4 +140,4 @@ def test_a_stage_that_fails_or_hangs_hides_no_other(tmp_path: Path, monkeypatch:
     process = {name: outcome.figures.get("process") for name, outcome in by_name.items()}
     assert process["works"] == process["fails"] != process["wrong"] == process["hangs"] != process["last"]
     assert gpu.table(outcomes).count("\n") >= 6
-    assert set(json.loads((tmp_path / "gpu.json").read_text())) > {"stages", "machine", "date"}
+    assert set(json.loads((tmp_path / "gpu.json").read_text())) > {"rows", "machine", "date"}
