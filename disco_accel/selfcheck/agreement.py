@@ -100,7 +100,7 @@ def agreement(
     del first
     for run in islice(taken, RUNS - 1):
         runs.append(_kept(run))
-        if len(runs) == 2 and _same_bits(*runs, names):
+        if len(runs) == 2 and _same_bits(runs[0], runs[1], names):
             break
     return _against(ours, runs, names, outputs, allowance)
 
