@@ -281,13 +281,16 @@ SHORT_HEADER = "| LoRA step | s | tokens/s | device memory | equal to eager |\n|
 
 
 def short_table(result: Mapping[str, Any]) -> str:
-    """Markdown: the four rows of ``SHORT`` and of each the columns that need no explanation."""
-    rows = {row["engine"]: row for row in reversed(result["rows"])}
+    """Markdown: the first row of each of ``SHORT`` that ran, and the columns that need no explanation."""
+    ran_last = sorted(reversed(result["rows"]), key=lambda row: row["error"] is None)
+    rows = {row["engine"]: row for row in ran_last}
     return "\n".join([SHORT_HEADER, *(_short_line(rows[name], result) for name in SHORT if name in rows)])
 
 
 def _short_line(row: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     title = TITLES[row["engine"]]
+    if row["budget"] is not None and len({r["budget"] for r in result["rows"]} - {None}) > 1:
+        title += f", {format_size(row['budget'])}"
     if row["error"] is not None:
         return f"| {title} | — | — | — | {cell_text(row['error'])} |"
     # On the host device the engines without an arena have no device but the process's own memory.

@@ -63,7 +63,7 @@ def expect(wanted: torch.Tensor, got: torch.Tensor, what: str) -> None:
 def test_losses_and_gradients_are_eagers(
     device: torch.device, dtype: torch.dtype, attention: str, checkpointing: bool
 ) -> None:
-    """The same kernels give the same bits; flash attention's backward adds in any order, so that eager says how near."""
+    """The same kernels give the same bits; flash attention's backward adds in any order: eager says how near."""
     batch = batch_for(SMALL["vocab_size"], 2, 16, device)
     eager = lora(device, dtype, attention, checkpointing).to(device)
     planned = tight(lora(device, dtype, attention, checkpointing), batch, device)
@@ -76,7 +76,7 @@ def test_losses_and_gradients_are_eagers(
         with cudnn_attention_off(device):
             found = agreement(run(planned), (run(eager) for _ in range(RUNS)), outputs=("loss",))
         assert not found.wrong, f"{found}: {found.wrong}"
-        assert found.bits or device.type == "cuda" and attention == "sdpa"
+        assert found.bits or (device.type == "cuda" and attention == "sdpa")
     figures = stats(planned)
     assert figures["steps_eager"] == 0 and figures["steps_compiled"] >= 3
     assert figures["reload_bytes"] > 0, "the budget is tight: weights move"
