@@ -14,6 +14,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks import devices, simulated, simulated_full, simulated_quant, store, store_offload, store_policies
@@ -32,8 +33,9 @@ from disco_accel.sizes import format_size
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- results -->", "<!-- end of results -->"
-NOT_ON_GPU = "No GPU has run this yet: every figure below is from the host device or from simulation, and says which."
-NOT_ON_GPU_SHORT = "No GPU has run this yet; these are of the host device."
+NOT_ON_GPU = "No GPU has run this: every figure below is from the host device or from simulation, and says which."
+SHORT_BEGIN, SHORT_END = "<!-- on a GPU -->", "<!-- end of on a GPU -->"
+NOT_ON_GPU_SHORT = "No GPU has run this; these are of the host device."
 CARDS = (
     "a LoRA step of rank 16 on all projections, activations checkpointed, at the speeds of an RTX 4090 behind 25 GB/s "
     "each way. For each card: the step over that of a card that held all, and the bytes loaded each step"
@@ -65,7 +67,8 @@ def summary(folder: Path) -> str:
     steps = [r for r in results if r["benchmark"] == "step" and r.get("quant", [PLAIN]) == [PLAIN]]
     parts = [] if steps and _place(steps[0]) == 0 else [NOT_ON_GPU_SHORT]
     if steps:
-        parts += [f"{_step_title(steps[0])}; {_origin(steps[0])}.", step_table.short_table(steps[0])]
+        note = f" {steps[0]['note']}".replace("](", "](docs/") if "note" in steps[0] else ""
+        parts += [f"{_step_title(steps[0])}; {_origin(steps[0])}.{note}", step_table.short_table(steps[0])]
     for result in results:
         if result["benchmark"] == "simulated-quant":
             parts += [
@@ -73,6 +76,42 @@ def summary(folder: Path) -> str:
                 simulated_quant.short_table(result),
             ]
     return "\n\n".join(parts)
+
+
+GPU_HEADER = "| LoRA step | eager in memory | disco | within | GPU, date |\n|" + "---|" * 5
+
+
+def first_screen(folder: Path) -> str:
+    """The README's first table: a line for each step and budget that a GPU has run, beside eager in memory there.
+
+    Raises:
+        ConfigError: as ``section``.
+    """
+    found = [result for result in _results(folder) if _place(result) == 0 and result["benchmark"] == "step"]
+    lines = [line for result in found for line in _gpu_lines(result)]
+    return "\n".join([GPU_HEADER, *lines]) if lines else NOT_ON_GPU_SHORT
+
+
+def _gpu_lines(result: Mapping[str, Any]) -> list[str]:
+    """Steps of each form of the weights from a plan within a budget; who could not run is in docs/benchmarks.md."""
+    lines = []
+    ran = [row for row in result["rows"] if row["error"] is None]
+    card = result["machine"].split(",")[0]
+    for row in ran:
+        if row["engine"] != "disco":
+            continue
+        form = row.get("quant", PLAIN)
+        eager = next((r for r in ran if r["engine"] == "in-memory" and r.get("quant", PLAIN) == form), None)
+        what = f"{result['shape']['name']} {result['dtype'] if form == PLAIN else form}"
+        cells = [
+            f"{what}, {result['batch']} x {result['tokens']}",
+            "—" if eager is None else f"{median(eager['seconds']):.3g} s, {format_size(eager['used'])}",
+            f"{median(row['seconds']):.3g} s, {format_size(row['used'])}",
+            format_size(row["budget"]),
+            f"{card}, {result['date']}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
 
 
 def _results(folder: Path) -> list[dict[str, Any]]:
@@ -104,7 +143,8 @@ def _read(path: Path) -> dict[str, Any]:
 def _table(result: Mapping[str, Any]) -> str:
     title, body = TABLES[result["benchmark"]](result)
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    return f"**{title}**\n\n{body}\n\n{_origin(result)}; `{result['command']}`; {versions}."
+    note = f" {result['note']}" if "note" in result else ""
+    return f"**{title}**\n\n{body}\n\n{_origin(result)}; `{result['command']}`; {versions}.{note}"
 
 
 def _origin(result: Mapping[str, Any]) -> str:
@@ -222,15 +262,20 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], tuple[str, str]]] = {
 }
 
 
-def put(text: str, made: str, page: str) -> str:
+def put(text: str, made: str, page: str, begin: str = BEGIN, end: str = END) -> str:
     """``text`` of ``page`` with ``made`` between its markers. ConfigError where they are not there once, in order."""
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise ConfigError(f"{page}: the lines '{BEGIN}' and '{END}' must be there once each, in this order")
-    head, rest = text.split(BEGIN)
-    return f"{head}{BEGIN}\n{made}\n{END}{rest.split(END)[1]}"
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise ConfigError(f"{page}: the lines '{begin}' and '{end}' must be there once each, in this order")
+    head, rest = text.split(begin)
+    return f"{head}{begin}\n{made}\n{end}{rest.split(end)[1]}"
 
 
-PAGES: Mapping[str, Callable[[Path], str]] = {"README.md": summary, "docs/benchmarks.md": section}
+PARTS: Sequence[tuple[str, Callable[[Path], str], str, str]] = (
+    ("README.md", first_screen, SHORT_BEGIN, SHORT_END),
+    ("README.md", summary, BEGIN, END),
+    ("docs/benchmarks.md", section, BEGIN, END),
+)
+"""Page, what makes its part, and the lines around that."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -239,9 +284,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is not up to date")
     args = parser.parse_args(argv)
     stale = False
-    for page, make in PAGES.items():
+    for page, make, begin, end in PARTS:
         before = (ROOT / page).read_text()
-        after = put(before, make(ROOT / "benchmarks" / "results"), page)
+        after = put(before, make(ROOT / "benchmarks" / "results"), page, begin, end)
         stale |= before != after
         if not args.check:
             write_atomically(ROOT / page, after.encode())

@@ -20,6 +20,11 @@ from benchmarks.step.engines import Job
 
 COMMAND: tuple[str, ...] = ("-m", "benchmarks.step.worker")
 """What each process runs unless told otherwise, after the interpreter and before the job."""
+REFERENCE = "in-memory"
+"""The engine that all others are compared with."""
+FIRST_STEPS = ("gradients.safetensors", "gradients-2.safetensors", "gradients-3.safetensors")
+"""In a job's folder: loss and gradients of its first step; of the reference also of one or two more from the same
+state, the third where the second has other bits."""
 _ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.compare import same_bits
 from benchmarks.quantised import PLAIN
-from benchmarks.step.process import Worker
+from benchmarks.step.process import FIRST_STEPS, REFERENCE, Worker
 from benchmarks.subjects import Times
+from disco_accel.selfcheck.agreement import agreement
 from disco_accel.sizes import format_size
 
 TITLES = {
@@ -35,7 +35,7 @@ TITLES = {
     "axolotl": "axolotl layer_offloading",
 }
 TOLERANCE = {"float32": (1e-5, 1e-3), "bfloat16": (2e-2, 5e-2)}
-"""Of losses and of the first step's gradients, relative. Ours must have eager's bits on the CPU."""
+"""Of losses and of others' gradients in the first step, relative. Ours must agree with eager (``agreement``)."""
 FALL = {"float32": 1e-3, "bfloat16": 0.02}
 """Of what the loss has fallen, added to its tolerance: optimizers that round otherwise take slightly other ways, and
 one that does not train is off by all of it."""
@@ -80,8 +80,8 @@ OURS = frozenset({"resident", "disco", "fixed-order", "k0"})
 
 def judge(workers: Sequence[Worker], dtype: str, ours: Collection[str] = OURS) -> list[Verdict]:
     """Compare each worker with the one in memory that has weights of the same form. Their folders must still be
-    there. Engines in ``ours`` must have its bits on the CPU."""
-    references = {w.job.quant: w for w in workers if w.job.engine == "in-memory" and w.error is None}
+    there. The first step of engines in ``ours`` must agree with its own, and on the CPU all losses have its bits."""
+    references = {w.job.quant: w for w in workers if w.job.engine == REFERENCE and w.error is None}
     return [_verdict(worker, references.get(worker.job.quant), dtype, ours) for worker in workers]
 
 
@@ -96,16 +96,26 @@ def _verdict(worker: Worker, reference: Worker | None, dtype: str, ours: Collect
     if trainable != reference.facts["trainable"]:
         return Verdict(False, f"no: trains {trainable['elements']} elements")
     losses = max(abs(a - b) / abs(b) for a, b in zip(worker.losses, reference.losses, strict=True))
-    mine, theirs = (load_file(Path(w.job.folder) / "gradients.safetensors") for w in (worker, reference))
-    if mine.keys() != theirs.keys():
+    mine, *eager = (run for w in (worker, reference) for run in _first_steps(w))
+    if mine.keys() != eager[0].keys():
         return Verdict(False, "no: other parameters have gradients")
-    if losses == 0 and all(same_bits(mine[name], theirs[name]) for name in mine):
+    found = agreement(mine, eager, outputs=("loss",))
+    if losses == 0 and found.bits:
         return Verdict(True, "bits")
-    gradients = max(relative(mine[name], theirs[name]) for name in mine)
-    exact = worker.job.device == "cpu" and worker.job.engine in ours
-    close = _close(worker.losses, reference.losses, dtype) and gradients <= TOLERANCE[dtype][1]
-    equal = close and not exact
-    return Verdict(equal, f"{'to' if equal else 'no:'} {losses:.0e}, gradients {gradients:.0e}")
+    gradients = max(relative(mine[name], eager[0][name]) for name in mine)
+    close = _close(worker.losses, reference.losses, dtype)
+    if worker.job.engine not in ours:
+        equal, own = close and gradients <= TOLERANCE[dtype][1], ""
+    else:
+        exact = worker.job.device == "cpu" and not found.spread
+        equal = not found.wrong and (losses == 0 if exact else close)
+        own = f", eager's own {found.spread:.0e}" if found.spread else ""
+    return Verdict(equal, f"{'to' if equal else 'no:'} {losses:.0e}, gradients {gradients:.0e}{own}")
+
+
+def _first_steps(worker: Worker) -> list[dict[str, torch.Tensor]]:
+    paths = [Path(worker.job.folder) / name for name in FIRST_STEPS]
+    return [load_file(path) for path in paths if path.exists()]
 
 
 def _close(mine: Sequence[float], theirs: Sequence[float], dtype: str) -> bool:
@@ -271,13 +281,16 @@ SHORT_HEADER = "| LoRA step | s | tokens/s | device memory | equal to eager |\n|
 
 
 def short_table(result: Mapping[str, Any]) -> str:
-    """Markdown: the four rows of ``SHORT`` and of each the columns that need no explanation."""
-    rows = {row["engine"]: row for row in reversed(result["rows"])}
+    """Markdown: the first row of each of ``SHORT`` that ran, and the columns that need no explanation."""
+    ran_last = sorted(reversed(result["rows"]), key=lambda row: row["error"] is None)
+    rows = {row["engine"]: row for row in ran_last}
     return "\n".join([SHORT_HEADER, *(_short_line(rows[name], result) for name in SHORT if name in rows)])
 
 
 def _short_line(row: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     title = TITLES[row["engine"]]
+    if row["budget"] is not None and len({r["budget"] for r in result["rows"]} - {None}) > 1:
+        title += f", {format_size(row['budget'])}"
     if row["error"] is not None:
         return f"| {title} | — | — | — | {cell_text(row['error'])} |"
     # On the host device the engines without an arena have no device but the process's own memory.

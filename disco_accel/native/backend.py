@@ -33,10 +33,6 @@ class Backend(Protocol):
         """Whether tensors outside of plans take whole blocks of an allocator, so that budgets count those."""
 
     @property
-    def reorders_sums(self) -> bool:
-        """Whether some kernels add in an order that differs from run to run (``OpTraits.unordered_on_gpu``)."""
-
-    @property
     def needs_self_check(self) -> bool:
         """Whether its drivers and kernels are not part of this package and PyTorch, so that they are tried first."""
 

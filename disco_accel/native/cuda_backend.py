@@ -42,7 +42,6 @@ class CudaBackend:
     device: torch.device
     separate_memory = True
     allocates_in_blocks = True
-    reorders_sums = True
     needs_self_check = True
     has_streams = True
     has_cudnn = True

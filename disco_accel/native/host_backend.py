@@ -40,7 +40,6 @@ class HostBackend:
     device: torch.device
     separate_memory = False
     allocates_in_blocks = False
-    reorders_sums = False
     needs_self_check = False
     has_streams = False
     has_cudnn = False

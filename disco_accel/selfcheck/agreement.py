@@ -120,7 +120,7 @@ def _against(
         spread[name] = math.inf if len(there) < len(drawn) else max(gaps, default=0.0)
     widest = max(spread.values(), default=0.0)
     noisy = [name for name in names if _SIGNS < spread[name] < math.inf]
-    repeated = outputs if widest else names
+    repeated = [name for name in outputs if name in spread] if widest else names
     exact = () if any(spread[name] for name in repeated) else repeated
     seen = [spread[name] for name in noisy]
     limits = {n: allowance + (0.0 if n in exact else _limit(spread[n], ours[n], seen)) for n in names}

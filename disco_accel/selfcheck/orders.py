@@ -16,7 +16,7 @@ import torch
 from disco_accel.native.backend import backend_of
 from disco_accel.selfcheck.outcome import Difference, compare
 from disco_accel.selfcheck.subject import batch_of
-from disco_accel.selfcheck.trial import Trial, expected_of, one, trained_of
+from disco_accel.selfcheck.trial import EagerRuns, Trial, one, trained_of
 
 LEAST_DELAY, MOST_DELAY = 0.03, 0.3
 """Seconds. A delay is as long as a step of the subject takes, within these."""
@@ -67,18 +67,18 @@ def _cycles(device: torch.device, stream: torch.cuda.Stream, wanted: float) -> i
     return min(int(_PROBE_CYCLES * wanted / seconds), _MOST_CYCLES)
 
 
-def orders(trial: Trial, caller: Caller, tolerance: float) -> list[Difference]:
+def orders(trial: Trial, caller: Caller) -> list[Difference]:
     """What differs, over all cases of ``CASES``."""
     device, subject = caller.device, trial.subject
     batches: list[Tensors] = [batch_of(seed, device) for seed in (1, 2)]
-    expected = [expected_of(subject, batch, seed) for seed, batch in enumerate(batches)]
+    eager = [EagerRuns(subject, batch, seed) for seed, batch in enumerate(batches)]
     differences: list[Difference] = []
     for name, case in CASES.items():
         caller.synchronize()
         results = case(trial, caller, batches, trained_of(subject))
         caller.synchronize()
-        for wanted, got in zip(expected, results, strict=False):
-            differences += compare(name, wanted, got, tolerance)
+        for runs, got in zip(eager, results, strict=False):
+            differences += compare(name, runs, got)
     return differences
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from disco_accel.selfcheck.agreement import Tensors, agreement, distance
 
 _SHOWN = 4
 
@@ -56,44 +58,44 @@ class Outcome:
         }
 
 
-def compare(
-    part: str, expected: Mapping[str, torch.Tensor], got: Mapping[str, torch.Tensor], tolerance: float = 0.0
-) -> list[Difference]:
-    """A difference for each tensor of ``expected``, by name, that ``got`` has not.
-
-    ``tolerance``: of the norm of their difference, as a part of the norm; 0 = the same bits.
-    """
+def compare(part: str, eager: Iterable[Tensors], got: Tensors) -> list[Difference]:
+    """A difference for each tensor of ``got``, by name, that does not agree with ``eager``'s runs, made as needed."""
+    runs: list[Tensors] = []
+    found = agreement(got, _noted(eager, runs), outputs=("loss",))
+    beside = f" of plain PyTorch's, which is up to {found.spread:.3g} from itself" if found.spread else ""
     differences = []
-    for name, wanted in expected.items():
-        came = got.get(name)
-        apart = "nothing came" if came is None else _apart(wanted, came, tolerance)
-        if apart:
-            shown = "nothing" if came is None else _first(came)
-            differences.append(Difference(part, name, _first(wanted), shown, apart))
+    for name in found.wrong:
+        wanted, came = runs[0].get(name), got.get(name)
+        apart = _apart(wanted, came)
+        differences.append(Difference(part, name, _first(wanted), _first(came), apart + beside))
     return differences
 
 
-def _apart(expected: torch.Tensor, got: torch.Tensor, tolerance: float) -> str:
-    """How far two fp32 tensors are apart, in words; "" where they are equal."""
+def _noted(eager: Iterable[Tensors], runs: list[Tensors]) -> Iterator[Tensors]:
+    for run in eager:
+        runs.append(run)
+        yield run
+
+
+def _apart(expected: torch.Tensor | None, got: torch.Tensor | None) -> str:
+    """How far two fp32 tensors that are not equal are apart, in words."""
+    if expected is None or got is None:
+        return "nothing came" if got is None else "nothing was to come"
     if (expected.shape, expected.dtype, expected.device) != (got.shape, got.dtype, got.device):
         return f"{tuple(got.shape)} of {got.dtype} on {got.device} instead of {tuple(expected.shape)} of " + (
             f"{expected.dtype} on {expected.device}"
         )
     wrong = int((_bits(expected) != _bits(got)).sum())
-    if not wrong:
-        return ""
-    distance = float((expected.double() - got.double()).norm() / expected.double().norm().clamp_min(1e-300))
-    # Not a number is no distance.
-    if distance <= tolerance:
-        return ""
-    return f"{wrong} of {expected.numel()} elements differ in their bits, by {distance:.3g} of the norm"
+    return f"{wrong} of {expected.numel()} elements differ in their bits, by {distance(expected, got):.3g} of the norm"
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().view(torch.int32)
 
 
-def _first(tensor: torch.Tensor) -> str:
+def _first(tensor: torch.Tensor | None) -> str:
     """The first elements, and how many there are."""
+    if tensor is None:
+        return "nothing"
     values = tensor.detach().reshape(-1)[:_SHOWN].tolist()
     return f"{values} of {tensor.numel()}" if tensor.numel() > _SHOWN else str(values)

@@ -11,6 +11,7 @@ import torch
 from disco_accel.capture.captured_step import InputSource
 from disco_accel.execute.executor import EngineOptions
 from disco_accel.native.backend import backend_of
+from disco_accel.selfcheck.agreement import RUNS
 from disco_accel.selfcheck.subject import Results, Subject, eager_step, seed_generator
 
 
@@ -72,9 +73,22 @@ def trained_of(subject: Subject) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in subject.model.trained().items()}
 
 
-def expected_of(subject: Subject, batch: Mapping[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
-    """What plain PyTorch computes on the same device, by name."""
-    return eager_step(subject.eager, batch, subject.device, seed).by_name()
+class EagerRuns:
+    """Runs of plain PyTorch on the same device, each from the generator's state after ``seed``. They are made when they
+    are asked for, and kept."""
+
+    def __init__(self, subject: Subject, batch: Mapping[str, torch.Tensor], seed: int) -> None:
+        self._subject, self._batch, self._seed = subject, batch, seed
+        self._made = [self._run()]
+
+    def __iter__(self) -> Iterator[Mapping[str, torch.Tensor]]:
+        for number in range(RUNS):
+            if number == len(self._made):
+                self._made.append(self._run())
+            yield self._made[number]
+
+    def _run(self) -> dict[str, torch.Tensor]:
+        return eager_step(self._subject.eager, self._batch, self._subject.device, self._seed).by_name()
 
 
 @contextmanager

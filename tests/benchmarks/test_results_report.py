@@ -102,6 +102,26 @@ def test_the_readme_has_four_rows_of_the_first_step(tmp_path: Path) -> None:
     assert table[-1].endswith("| needs a GPU |")
 
 
+def test_the_first_screen_has_each_budget_that_a_gpu_has_run_beside_eager(tmp_path: Path) -> None:
+    timed = {"seconds": [0.5, 0.5], "tokens_per_second": 4.0, "used": 1 << 20, "verdict": "bits", "error": None}
+    rows = [
+        {"engine": "in-memory", "budget": None, **timed},
+        {"engine": "disco", "budget": 1 << 19, "error": "BudgetTooSmall: planted"},
+        {"engine": "disco", "budget": 1 << 21, **timed, "seconds": [0.25]},
+        {"engine": "disco", "budget": 1 << 22, **timed},
+    ]
+    assert report.first_screen(tmp_path) == report.NOT_ON_GPU_SHORT
+    gpu = STEP | {"device": "cuda", "machine": "Some GPU, CUDA 13", "rows": rows, "note": "[here](a.md)."}
+    (tmp_path / "b.json").write_text(json.dumps(gpu))
+    (tmp_path / "a.json").write_text(json.dumps(STEP))
+    assert report.first_screen(tmp_path).splitlines()[2:] == [
+        "| tiny float32, 1 x 8 | 0.5 s, 1MiB | 0.25 s, 1MiB | 2MiB | Some GPU, 2026-01-02 |",
+        "| tiny float32, 1 x 8 | 0.5 s, 1MiB | 0.5 s, 1MiB | 4MiB | Some GPU, 2026-01-02 |",
+    ]
+    short = report.summary(tmp_path)
+    assert "| disco, 2MiB | 0.25" in short and "planted" not in short and "[here](docs/a.md)." in short
+
+
 @pytest.mark.parametrize(
     ("error", "words"),
     [

@@ -17,9 +17,9 @@ from benchmarks.shapes import PRESETS, frozen_bytes
 from benchmarks.step import process as step_process
 from benchmarks.step import suite as step
 from benchmarks.step.engines import Job
-from benchmarks.step.process import Worker
+from benchmarks.step.process import FIRST_STEPS, Worker
 from benchmarks.step.table import HEADER, TITLES, judge, line, ratios
-from benchmarks.step.worker import first_line
+from benchmarks.step.worker import Session, first_line
 from disco_accel.cli.main import main as cli
 from disco_accel.errors import ConfigError
 
@@ -145,6 +145,45 @@ def test_unequal_work_is_noticed(tmp_path: Path) -> None:
     assert [v.equal for v in verdicts] == [True, True, False, True, False, False, False, True, False]
     assert verdicts[1].words == "bits" and verdicts[2].words.startswith("no: 0e+00, gradients 1e-07")
     assert "8 elements" in verdicts[6].words
+
+
+def test_where_eager_does_not_repeat_its_bits_ours_must_be_as_near(tmp_path: Path) -> None:
+    """As with flash attention's backward: three first steps of eager, and rounding of others as before."""
+    workers = [
+        _finished(tmp_path / "0", "in-memory"),
+        _finished(tmp_path / "1", "disco", gradient=1.015),
+        _finished(tmp_path / "2", "disco", gradient=1.06),
+        _finished(tmp_path / "3", "zero3", gradient=1.06),
+    ]
+    for name, gradient in zip(FIRST_STEPS[1:], (1.01, 0.99), strict=True):
+        save_file({"a": torch.full((4,), gradient)}, tmp_path / "0" / name)
+    verdicts = judge(workers, "bfloat16")
+    assert [v.equal for v in verdicts] == [True, True, False, False]
+    assert verdicts[1].words == "to 0e+00, gradients 1e-02, eager's own 2e-02"
+
+
+@pytest.mark.parametrize(("engine", "noise", "files"), [("in-memory", 0, 2), ("in-memory", 1, 3), ("streamed", 1, 1)])
+def test_the_reference_runs_its_first_step_until_it_is_known_whether_it_repeats_its_bits(
+    engine: str, noise: int, files: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the same weights, with the gradients of one run in the update."""
+    job = dataclasses.replace(JOB, engine=engine, folder=str(tmp_path))
+    plain, session = Session(job), Session(job)
+    real = session.engine.backward
+
+    def noisy() -> float:
+        loss: float = real()
+        for parameter in session.engine.trainable.values():
+            parameter.grad *= 1 + noise * 1e-3 * torch.rand(())
+        return loss
+
+    monkeypatch.setattr(session.engine, "backward", noisy)
+    answer = session.step()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(FIRST_STEPS[:files])
+    assert answer["loss"] == plain.engine.backward() and answer["gradients"] == len(session.engine.trainable)
+    plain.engine.update()
+    for a, b in zip(plain.engine.trainable.values(), session.engine.trainable.values(), strict=True):
+        assert torch.allclose(a, b, rtol=1e-2, atol=2e-5 if noise else 0)
 
 
 def test_a_row_that_could_not_run_says_why_and_has_no_figures() -> None:

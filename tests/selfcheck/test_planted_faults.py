@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +14,10 @@ from disco_accel.execute.executor import EngineOptions, Executor
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.selfcheck import orders, self_check
+from disco_accel.selfcheck import trial as trial_module
 from disco_accel.selfcheck.outcome import Outcome
 from disco_accel.selfcheck.self_check import check
-from disco_accel.selfcheck.subject import Subject, make_subject
+from disco_accel.selfcheck.subject import Results, Subject, make_subject
 from disco_accel.selfcheck.trial import Trial
 
 CPU = torch.device("cpu")
@@ -147,10 +148,10 @@ def test_each_case_of_the_order_compares_what_it_ran(
     caller = orders.Caller.on(CPU)
     with Trial(subject, EngineOptions()) as trial:
         monkeypatch.setattr(orders, "CASES", {case: orders.CASES[case]})
-        assert orders.orders(trial, caller, 0.0) == []
+        assert orders.orders(trial, caller) == []
         real = trial.gradients
         monkeypatch.setattr(trial, "gradients", lambda: {n: g + 1 for n, g in real().items()})
-        found = orders.orders(trial, caller, 0.0)
+        found = orders.orders(trial, caller)
     assert {d.part for d in found} == {case} and len(found) >= 12
 
 
@@ -162,3 +163,25 @@ def test_a_plan_that_moves_nothing_is_no_subject(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(module, "_TINY", 64 << 20)
     with pytest.raises(PlanError, match="moves nothing"):
         make_subject(CPU)
+
+
+def test_a_device_that_does_not_repeat_its_bits_passes_and_is_still_watched(
+    monkeypatch: pytest.MonkeyPatch, subject: Subject
+) -> None:
+    """Noise of 1e-3 in plain PyTorch's gradients and in the plan's: a tenth too much is found."""
+    real, gradients, noise = trial_module.eager_step, Trial.gradients, torch.Generator().manual_seed(0)
+
+    def noisy(found: Mapping[str, torch.Tensor], more: float = 0.0) -> dict[str, torch.Tensor]:
+        return {n: g * (1 + more + 1e-3 * torch.randn(g.shape, generator=noise)) for n, g in found.items()}
+
+    def eager(*given: Any) -> Results:
+        step = real(*given)
+        return Results(step.loss, noisy(step.gradients))
+
+    monkeypatch.setattr(trial_module, "eager_step", eager)
+    monkeypatch.setattr(Trial, "gradients", lambda self: noisy(gradients(self)))
+    found = outcome_with(subject)
+    assert found.passed and found.figures["compared"] == "up to the distance of its own runs", found.differences
+    monkeypatch.setattr(Trial, "gradients", lambda self: noisy(gradients(self), 0.1))
+    found = outcome_with(subject)
+    assert not found.passed and "up to 0.001" in found.differences[0].apart
