@@ -11,10 +11,11 @@ import torch
 
 from benchmarks.gpu.models import batch_for
 from benchmarks.gpu.stage import Run
-from benchmarks.gpu.subject import ROUNDS, Subject, case_of, flash_attention, subject_of, synchronize
+from benchmarks.gpu.subject import ROUNDS, Subject, case_of, subject_of, synchronize
 from benchmarks.prefill.engines import outputs_of, read_eagerly
 from benchmarks.shapes import PRESETS
 from disco_accel import DiscoConfig, prefill, restore, stats
+from disco_accel.capture.attention import cudnn_attention_off
 from disco_accel.selfcheck.agreement import RUNS, agreement
 from disco_accel.step.session import current_step, find_state
 
@@ -45,7 +46,7 @@ def _measured(run: Run, subject: Subject, ids: torch.Tensor) -> dict[str, Any]:
     def eager() -> dict[str, torch.Tensor]:
         return outputs_of(read_eagerly(model, ids))
 
-    with flash_attention():
+    with cudnn_attention_off(run.where):
         references = [_on_host(eager()) for _ in range(RUNS)]
     figures: dict[str, Any] = {"eager": _timed(eager, run.where)}
     run.keep(figures)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,6 +18,7 @@ from benchmarks.gpu.stage import Run
 from benchmarks.quantised import PLAIN, quantise_of
 from benchmarks.shapes import PRESETS
 from benchmarks.step.engines import LEARNING_RATE
+from disco_accel.capture.attention import cudnn_attention_off
 from disco_accel.selfcheck.agreement import RUNS, Agreement, Tensors, agreement
 
 ROUNDS = 5
@@ -93,7 +93,8 @@ class Subject:
     def refer(self, folder: Path) -> None:
         """Others are compared with eager's first steps from now on, also by other processes: with as many of them as
         the comparison asks for."""
-        with flash_attention():
+        # As in plans: cuDNN's attention rounds otherwise.
+        with cudnn_attention_off(self.where):
             self.references = [self.first_step() for _ in range(RUNS)]
         for number, reference in enumerate(self.references):
             save_file(dict(reference), folder / f"{self.case.name}-{number}.safetensors")
@@ -135,17 +136,6 @@ class Subject:
         self.reset()
         if self.where.type == "cuda":
             torch.cuda.empty_cache()
-
-
-@contextlib.contextmanager
-def flash_attention() -> Iterator[None]:
-    """Eager with the attention that plans have (docs/cuda.md, Choices), not with cuDNN's, which rounds otherwise."""
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 @functools.cache

@@ -6,13 +6,13 @@ from importlib.util import find_spec
 from statistics import median
 from typing import Any
 
-import torch
 from safetensors.torch import load_file
 
 from benchmarks.gpu.stage import NOT_HERE, Run
 from benchmarks.gpu.subject import ROUNDS, case_of, references_in
 from benchmarks.shapes import PRESETS
 from benchmarks.step.engines import Job
+from benchmarks.step.process import FIRST_STEPS
 from benchmarks.step.suite import measure as measured
 from disco_accel.selfcheck.agreement import agreement
 
@@ -52,10 +52,8 @@ def measure(run: Run) -> dict[str, Any]:
         **{name: worker.facts[name] for name in _FACTS if name in worker.facts},
     }
     if references := references_in(run.folder, case):
-        loss = torch.tensor(worker.losses[0], dtype=torch.float64)
-        gradients = load_file(folder / "gradients.safetensors")
-        # DeepSpeed hands them out in float32.
+        # DeepSpeed hands out gradients in float32.
         kinds = {name: tensor.dtype for name, tensor in references[0].items()}
-        outcome = {"loss": loss, **{n: g.to(kinds.get(n, g.dtype)) for n, g in gradients.items()}}
+        outcome = {n: t.to(kinds.get(n, t.dtype)) for n, t in load_file(folder / FIRST_STEPS[0]).items()}
         row["verdict"] = str(agreement(outcome, references, outputs=("loss",)))
     return row
