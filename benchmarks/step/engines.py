@@ -24,8 +24,6 @@ from disco_accel.step.session import current_step
 from disco_accel.step.streamed_eager import StreamedEager
 
 LEARNING_RATE = 1e-4
-REFERENCE = "in-memory"
-"""The engine that others are compared with."""
 _RATE_BYTES = 512 << 20
 
 
@@ -285,7 +283,7 @@ class Resident(Planned):
 
 
 ENGINES: Mapping[str, type[Engine]] = {
-    REFERENCE: InMemory,
+    "in-memory": InMemory,
     "resident": Resident,
     "disco": Planned,
     "fixed-order": FixedOrder,
