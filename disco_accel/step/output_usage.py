@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,34 +49,58 @@ class OutputUsage:
             self.differentiated = name
             self.usual |= self.read_in_step
 
-    def without_reads(self, batch: Mapping[str, Any]) -> bool:
-        """From now on return what is differentiated alone; whether more was returned."""
-        more = len(self.outputs(batch)) > 1
-        self.returns_reads = self.returns_reads and not more
-        return more
+    def for_another(self, batch: Mapping[str, Any]) -> OutputUsage:
+        """The guess for steps of another key, from what was done with the last one of this."""
+        return OutputUsage(self.differentiated, usual=frozenset(self.read_in_step).union(self.outputs(batch)[1:]))
+
+    def returns_less(self) -> bool:
+        """No plan can be made that returns so much: return less from now on. Whether there was more to return."""
+        often = {name for name, times in self.read.items() if times >= HABIT} - {self.differentiated}
+        if self.returns_reads and self.usual - often - {self.differentiated}:
+            self.usual = frozenset()
+        elif self.returns_reads and often:
+            self.returns_reads = False
+        else:
+            return False
+        return True
 
 
 class UsageByStep:
     """What the user does with the outputs of steps of each key."""
 
-    def __init__(self) -> None:
+    def __init__(self, usual: Callable[[Mapping[str, Any]], Outputs]) -> None:
+        """``usual``: what is likely to be done with the outputs of the first step of a kind; () if nothing is known."""
+        self._usual = usual
         self._by_key: dict[StepKey, OutputUsage] = {}
         self._last: dict[Hashable, OutputUsage] = {}
+        self._used: dict[Hashable, set[str]] = {}
         self.usual_field: str | None = None
         """What is differentiated of outputs without loss and logits."""
 
     def of(self, key: StepKey, batch: Mapping[str, Any]) -> OutputUsage:
         """The usage of steps of ``key``, one of which begins; at first what was done with the last one of its kind."""
-        # Lengths in numbers make no other kind of call, as those in shapes make none.
-        call = tuple((n, v if v is None or isinstance(v, (bool, str)) else type(v)) for n, v in batch.items())
+        call = _call(batch)
+        self._used[call] = self.used(batch)
         kinds: tuple[Hashable, ...] = ((call, key.state), call)
         usage = self._by_key.get(key)
         if usage is None:
             last = next((self._last[kind] for kind in kinds if kind in self._last), None)
-            usage = self._by_key[key] = OutputUsage(self.usual_field if batch.get("labels") is None else None)
-            if last is not None:
-                usage.differentiated = last.differentiated or usage.differentiated
-                usage.usual = last.read_in_step.union(last.outputs(batch)[1:])
+            usage = self._by_key[key] = self._first(batch) if last is None else last.for_another(batch)
         usage.read_in_step = set()
         self._last.update(dict.fromkeys(kinds, usage))
         return usage
+
+    def used(self, batch: Mapping[str, Any]) -> set[str]:
+        """All fields that steps of this kind were used for."""
+        call = _call(batch)
+        last = self._last.get(call)
+        return self._used.get(call, set()) | (set() if last is None else last.read_in_step.union(last.outputs(batch)))
+
+    def _first(self, batch: Mapping[str, Any]) -> OutputUsage:
+        first, *others = self._usual(batch) or (self.usual_field if batch.get("labels") is None else None,)
+        return OutputUsage(first, usual=frozenset(filter(None, others)))
+
+
+def _call(batch: Mapping[str, Any]) -> Hashable:
+    """The kind of a call: lengths make no other one, be they those of tensors or numbers."""
+    return tuple((n, v if v is None or isinstance(v, (bool, str)) else type(v)) for n, v in batch.items())

@@ -62,14 +62,14 @@ def _compiled(
 def planned_for(
     state: Session, model: torch.nn.Module, fitted: FittedBatch, usage: OutputUsage, key: StepKey | None = None
 ) -> CompiledStep:
-    """The plan of this step for its ``usage``; of what is differentiated alone, where none returns what is read, too.
+    """The plan of this step for its ``usage``, less what is only read where no plan can be made that returns it, too.
 
     Raises as ``Session.compiled``.
     """
-    try:
-        return state.compiled(model, fitted, usage.outputs(fitted.batch), key)
-    except (BudgetTooSmall, CaptureError) as error:
-        waits = isinstance(error, BudgetTooSmall) and state.budgets.may_wait(error)
-        if waits or met_shortage(error) or not usage.without_reads(fitted.batch):
-            raise
-    return state.compiled(model, fitted, usage.outputs(fitted.batch), key)
+    while True:
+        try:
+            return state.compiled(model, fitted, usage.outputs(fitted.batch), key)
+        except (BudgetTooSmall, CaptureError) as error:
+            waits = isinstance(error, BudgetTooSmall) and state.budgets.may_wait(error)
+            if waits or met_shortage(error) or not usage.returns_less():
+                raise

@@ -143,7 +143,9 @@ class Rerun:
             lambda: self.state.compiled(self.model, self.fitted, outputs, differentiated=len(tangents)),
         )
 
-    def _run(self, tangents: Mapping[str, torch.Tensor], planned: Callable[[], CompiledStep]) -> dict[str, torch.Tensor]:
+    def _run(
+        self, tangents: Mapping[str, torch.Tensor], planned: Callable[[], CompiledStep]
+    ) -> dict[str, torch.Tensor]:
         changed = self._changed()
         if changed is not None:
             raise ExecutionError(

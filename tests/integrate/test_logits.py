@@ -150,6 +150,47 @@ def test_a_new_length_is_captured_once_for_what_the_last_one_was_used_for() -> N
     assert step is not None and [o.name for o in step.captured.outputs] == ["logits", "loss"]
 
 
+_METRICS = ("entropy", "is_top1", "label_mask")
+
+
+def _fused(metrics: tuple[str, ...]) -> Any:
+    """A model with the head of TRL's trainers, which returns ``metrics`` beside ``log_probs``."""
+    model: Any = tiny_lora()
+    base = model.get_base_model()
+    own = base.forward
+
+    def forward(fused_lm_head: bool = False, labels: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        assert fused_lm_head and labels is not None
+        logits, targets = own(**kwargs).logits[:, :-1].float().log_softmax(-1), labels[:, 1:]
+        log_probs = logits.gather(-1, targets[..., None])[..., 0]
+        fields = {
+            "entropy": -(logits.exp() * logits).sum(-1),
+            "is_top1": logits.argmax(-1) == targets,
+            "label_mask": targets != -100,
+        }
+        return ModelOutput(loss=-log_probs.mean(), log_probs=log_probs, **{name: fields[name] for name in metrics})
+
+    base.forward = forward
+    return model
+
+
+@pytest.mark.parametrize("metrics", [_METRICS, _METRICS[:1], ()], ids=["SFT", "GRPO", "DPO"])
+def test_losses_of_trl_are_captured_once_a_length(metrics: tuple[str, ...]) -> None:
+    def loss_of(model: Any, length: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        batch = {name: tensor[:, :length] for name, tensor in random_batch().items()}
+        output = model(**batch, fused_lm_head=True)
+        return -output.log_probs.sum() / 7, [output[name].detach() for name in metrics]
+
+    model, eager = prepare(_fused(metrics), config()), _fused(metrics)
+    lengths = (6, 7, 8)
+    for length in lengths:
+        (loss, read), (expected, expected_read) = (loss_of(m, length) for m in (model, eager))
+        assert all(map(torch.equal, read, expected_read))
+        for got, wanted in zip(_gradients(model, loss), _gradients(eager, expected), strict=True):
+            assert torch.equal(got, wanted)
+    assert stats(model)["plans"] == len(lengths) and stats(model)["steps_eager"] == 0
+
+
 def test_a_length_that_is_used_otherwise_is_followed() -> None:
     """Another gradient, none, no read: eager's bits, and the next length begins with what was done last."""
     model, eager = prepare(tiny_lora(), config(buckets="off")), tiny_lora()

@@ -50,9 +50,10 @@ class StepOutput(_NotByItsFields, ModelOutput):
             reader = reader or getattr(value, _READER, None)
         for value in values.values():
             setattr(value, _READER, reader)
-        for name in values if reader is not None else ():
-            # Its first reader is met by ``__getattr__``.
-            del self.__dict__[name]
+        for name in values:
+            if reader is not None and not hasattr(type(self), name):
+                # Its first reader is met by ``__getattr__``.
+                del self.__dict__[name]
         self.__dict__[_READER] = reader
 
     def __getattr__(self, name: str) -> Any:
@@ -66,7 +67,7 @@ class StepOutput(_NotByItsFields, ModelOutput):
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, str):
-            return getattr(self, key)
+            return self.get(key) if key in self.keys() and hasattr(type(self), key) else getattr(self, key)
         if key == 0 and "loss" in self.keys():
             return self.loss
         # Only what is asked for is read: a field that the plan does not have costs a forward.
