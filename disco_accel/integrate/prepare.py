@@ -65,7 +65,7 @@ def _forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _padded_or_not(state: Session, model: torch.nn.Module, batch: Mapping[str, Any]) -> StepOutput | torch.Tensor:
-    fitted = _shared_out(state, model, state.frontend.fit(model, batch))
+    fitted = _shared_out(state, model, state.frontend.fit(model, batch, state.usage.used(batch)))
     try:
         return _planned(state, model, fitted)
     except BudgetTooSmall as error:

@@ -10,6 +10,9 @@ import torch
 
 from disco_accel.errors import ExecutionError
 
+CUT = frozenset(("loss", "logits", "hidden_states", "attentions"))
+"""Fields of a model's output that padding can be taken out of."""
+
 
 def part_of(tensor: torch.Tensor, number: int, parts: int) -> torch.Tensor:
     """Rows of ``tensor``: part ``number`` of as many of the same size."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -10,6 +10,7 @@ import torch
 
 from disco_accel.step.fitted_batch import FittedBatch
 from disco_accel.step.observer import Observer
+from disco_accel.step.output_usage import Outputs
 from disco_accel.step.step_stats import RunCounts
 
 ContextFactory = Callable[[], AbstractContextManager[Any]]
@@ -22,14 +23,17 @@ class Frontend(Protocol):
     def contexts(self, model: torch.nn.Module, batch: Mapping[str, Any]) -> Sequence[ContextFactory]:
         """What the trace of a training step runs in. Raises CaptureError for what cannot be planned."""
 
-    def fit(self, model: torch.nn.Module, batch: Mapping[str, Any]) -> FittedBatch:
-        """``batch``, padded where that saves plans and changes nothing."""
+    def fit(self, model: torch.nn.Module, batch: Mapping[str, Any], used: Collection[str]) -> FittedBatch:
+        """``batch``, padded where that saves plans and changes nothing in the fields that are ``used``."""
 
     def give_up(self, fitted: FittedBatch, batch: Mapping[str, Any]) -> FittedBatch:
         """``batch`` as it is: ``fitted`` does not fit the budget."""
 
     def in_parts(self, model: torch.nn.Module, fitted: FittedBatch, count: int) -> FittedBatch | str:
         """``fitted`` in ``count`` parts, with all that makes its loss the sum of theirs; or why not, in words."""
+
+    def usual_outputs(self, batch: Mapping[str, Any]) -> Outputs:
+        """What is likely to be done with the outputs of such a step; () if nothing is known."""
 
     def tensor_plan(self, model: torch.nn.Module, count: int) -> Mapping[str, int]:
         """Which weights ``count`` devices share: name → the dimension that is cut. Raises CaptureError."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from disco_accel.capture.returned_fields import NoSuchOutput
-from disco_accel.errors import CaptureError
+from disco_accel.errors import BudgetTooSmall, CaptureError
+from disco_accel.shortage import met_shortage
 from disco_accel.step.capture_remedies import advised
 from disco_accel.step.compiled_step import CompiledStep
 from disco_accel.step.fitted_batch import FittedBatch
@@ -43,16 +44,32 @@ def _compiled(
     state: Session, model: torch.nn.Module, fitted: FittedBatch, usage: OutputUsage, key: StepKey
 ) -> CompiledStep:
     try:
-        return state.compiled(model, fitted, usage.outputs(fitted.batch), key)
+        return planned_for(state, model, fitted, usage, key)
     except NoSuchOutput as error:
         first, before = error, usage.differentiated
     for name in first.fields:
         usage.differentiated = name
         try:
-            step = state.compiled(model, fitted, usage.outputs(fitted.batch), key)
+            step = planned_for(state, model, fitted, usage, key)
         except NoSuchOutput:
             continue
         state.usage.usual_field = name
         return step
     usage.differentiated = before
     raise first
+
+
+def planned_for(
+    state: Session, model: torch.nn.Module, fitted: FittedBatch, usage: OutputUsage, key: StepKey | None = None
+) -> CompiledStep:
+    """The plan of this step for its ``usage``, less what is only read where no plan can be made that returns it, too.
+
+    Raises as ``Session.compiled``.
+    """
+    while True:
+        try:
+            return state.compiled(model, fitted, usage.outputs(fitted.batch), key)
+        except (BudgetTooSmall, CaptureError) as error:
+            waits = isinstance(error, BudgetTooSmall) and state.budgets.may_wait(error)
+            if waits or met_shortage(error) or not usage.returns_less():
+                raise

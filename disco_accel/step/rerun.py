@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -26,8 +26,9 @@ from disco_accel.step.late_gradient import with_gradients
 from disco_accel.step.observer import Fallback
 from disco_accel.step.one_backward import OneForward
 from disco_accel.step.output_fields import leaves, with_leaves
-from disco_accel.step.output_usage import HABIT, Outputs, OutputUsage
+from disco_accel.step.output_usage import HABIT, OutputUsage
 from disco_accel.step.pending import PendingStep, externals_of
+from disco_accel.step.planned_field import planned_for
 from disco_accel.step.rng_state import generator_from
 from disco_accel.step.step_key import StepKey, step_key
 
@@ -80,6 +81,10 @@ class Rerun:
             self.usage.fields = tuple(output.keys()) if isinstance(output, Mapping) else ()
         return self.usage.fields
 
+    def returned(self, name: str) -> None:
+        """Field ``name``, which the step returned, is read."""
+        self.usage.read_in_step.add(name)
+
     def _eager_output(self, name: str) -> Any:
         if self.eager_output is None:
             self._check_readable(name)
@@ -97,7 +102,7 @@ class Rerun:
         value = getattr(self._eager_output(name), name)
         if not isinstance(value, torch.Tensor):
             return self._differentiable_inside(name, value)
-        self.usage.read[name] += 1
+        self.usage.was_read(name)
         if self.usage.read[name] == HABIT:
             logger.info("the model's %s are read: steps are planned with them from now on", name)
         return self.differentiable(name, value)
@@ -123,8 +128,8 @@ class Rerun:
         """Runs the step that differentiates ``name``, from this forward's inputs."""
         if self.usage.differentiated != name:
             logger.info("%s: a gradient is asked for; steps are planned for it from now on", name)
-        self.usage.differentiated = name
-        return self._run(tangents, self.usage.outputs(self.batch))
+        self.usage.differentiates(name)
+        return self._run(tangents, functools.partial(planned_for, self.state, self.model, self.fitted, self.usage))
 
     def _gradients_of(self, tangents: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Runs the step that differentiates all of ``tangents``, from this forward's inputs."""
@@ -132,9 +137,15 @@ class Rerun:
         # A loss is alone where it is the first.
         tangents = dict(sorted(tangents.items(), key=lambda item: item[0] == "loss"))
         # Where random numbers are drawn, the step goes on to the end of the forward, to draw all of them.
-        return self._run(tangents, (*tangents, *((last,) if self.step.draws and last not in tangents else ())))
+        outputs = (*tangents, *((last,) if self.step.draws and last not in tangents else ()))
+        return self._run(
+            tangents,
+            lambda: self.state.compiled(self.model, self.fitted, outputs, differentiated=len(tangents)),
+        )
 
-    def _run(self, tangents: Mapping[str, torch.Tensor], outputs: Outputs) -> dict[str, torch.Tensor]:
+    def _run(
+        self, tangents: Mapping[str, torch.Tensor], planned: Callable[[], CompiledStep]
+    ) -> dict[str, torch.Tensor]:
         changed = self._changed()
         if changed is not None:
             raise ExecutionError(
@@ -144,7 +155,7 @@ class Rerun:
         with self.state.lock:
             try:
                 with torch.enable_grad(), self._autocast_of_forward():
-                    step = self._compiled(outputs, len(tangents))
+                    step = self._followed(planned)
             except CaptureError as error:
                 if str(error).startswith(UNREACHED):
                     return {}
@@ -155,10 +166,10 @@ class Rerun:
             pending.generator, pending.inputs = self.generator, self.inputs
             return pending.backward(tangents)
 
-    def _compiled(self, outputs: Outputs, differentiated: int) -> CompiledStep:
+    def _followed(self, planned: Callable[[], CompiledStep]) -> CompiledStep:
         while True:
             try:
-                return self.state.compiled(self.model, self.fitted, outputs, differentiated=differentiated)
+                return planned()
             except GrantWithdrawn:
                 self.state.budgets.follow()
 

@@ -107,7 +107,7 @@ class Session(PlanMemory):
         self._refused: dict[PlanKey, str] = {}
         self.effects = Effects()
         self.last_fallback = LastFallback()
-        self.usage = UsageByStep()
+        self.usage = UsageByStep(frontend.usual_outputs)
         self.gate = Gate()
         self._said: set[str] = set()
         self.frozen_for_prefill: list[torch.nn.Parameter] | None = None

@@ -176,6 +176,25 @@ def test_other_fields_are_cut_or_refused() -> None:
         _ = got.past_key_values
 
 
+def test_a_field_that_padding_stays_in_is_read_of_every_length() -> None:
+    """As scripts that add a field to a causal model's output do: once it is read, no batch is padded any more."""
+    eager, planned = _small(), _small()
+    for model in (eager, planned):
+        base: Any = model.get_base_model()  # type: ignore[operator]
+
+        def forward(own: Any = base.forward, **kwargs: Any) -> Any:
+            output = own(**kwargs)
+            output["means"] = output.logits.mean(-1)
+            return output
+
+        base.forward = forward
+    prepare(planned, config("auto"))
+    for length in (17, 18, 19, 20):
+        got, expected = planned(**full(length)), eager(**full(length))
+        assert torch.equal(got.means, expected.means) and torch.equal(got.loss, expected.loss)
+    assert stats(planned)["plans"] == 4 and stats(planned)["buckets"]["padded_steps"] == 0
+
+
 def test_the_budget_counts_the_copy_without_padding() -> None:
     planned = prepare(tiny_lora(), config())
     batch = {"input_ids": full(19)["input_ids"]}

@@ -125,6 +125,115 @@ def test_logits_that_are_read_again_and_again_are_planned() -> None:
     assert step is not None and [o.name for o in step.captured.outputs] == ["loss", "logits"]
 
 
+def _own_loss(model: Any, length: int) -> torch.Tensor:
+    """As TRL's trainers: a loss of the script's own beside labels, and metrics of other fields."""
+    batch = {name: tensor[:, :length] for name, tensor in random_batch().items()}
+    output = model(**batch)
+    weight = 1 + 0 * output.loss.detach()
+    return weight * output.logits.float().square().mean()
+
+
+def _gradients(model: Any, loss: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def test_a_new_length_is_captured_once_for_what_the_last_one_was_used_for() -> None:
+    model, eager = prepare(tiny_lora(), config(buckets="off")), tiny_lora()
+    for seen, length in enumerate((6, 7, 8, 6, 7, 8, 6, 7)):
+        for got, expected in zip(*(_gradients(m, _own_loss(m, length)) for m in (model, eager)), strict=True):
+            assert torch.equal(got, expected)
+        # The first forward cannot know what its outputs are for.
+        assert stats(model)["plans"] == min(seen, 2) + 2
+    step = current_step(model)
+    assert step is not None and [o.name for o in step.captured.outputs] == ["logits", "loss"]
+
+
+_METRICS = ("entropy", "is_top1", "label_mask")
+
+
+def _fused(metrics: tuple[str, ...]) -> Any:
+    """A model with the head of TRL's trainers, which returns ``metrics`` beside ``log_probs``."""
+    model: Any = tiny_lora()
+    base = model.get_base_model()
+    own = base.forward
+
+    def forward(fused_lm_head: bool = False, labels: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        assert fused_lm_head and labels is not None
+        logits, targets = own(**kwargs).logits[:, :-1].float().log_softmax(-1), labels[:, 1:]
+        log_probs = logits.gather(-1, targets[..., None])[..., 0]
+        fields = {
+            "entropy": -(logits.exp() * logits).sum(-1),
+            "is_top1": logits.argmax(-1) == targets,
+            "label_mask": targets != -100,
+        }
+        return ModelOutput(loss=-log_probs.mean(), log_probs=log_probs, **{name: fields[name] for name in metrics})
+
+    base.forward = forward
+    return model
+
+
+@pytest.mark.parametrize("metrics", [_METRICS, _METRICS[:1], ()], ids=["SFT", "GRPO", "DPO"])
+def test_losses_of_trl_are_captured_once_a_length(metrics: tuple[str, ...]) -> None:
+    def loss_of(model: Any, length: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        batch = {name: tensor[:, :length] for name, tensor in random_batch().items()}
+        output = model(**batch, fused_lm_head=True)
+        return -output.log_probs.sum() / 7, [output[name].detach() for name in metrics]
+
+    model, eager = prepare(_fused(metrics), config()), _fused(metrics)
+    lengths = (6, 7, 8)
+    for length in lengths:
+        (loss, read), (expected, expected_read) = (loss_of(m, length) for m in (model, eager))
+        assert all(map(torch.equal, read, expected_read))
+        for got, wanted in zip(_gradients(model, loss), _gradients(eager, expected), strict=True):
+            assert torch.equal(got, wanted)
+    assert stats(model)["plans"] == len(lengths) and stats(model)["steps_eager"] == 0
+
+
+def test_a_length_that_is_used_otherwise_is_followed() -> None:
+    """Another gradient, none, no read: eager's bits, and the next length begins with what was done last."""
+    model, eager = prepare(tiny_lora(), config(buckets="off")), tiny_lora()
+
+    def of_loss(model: Any, length: int) -> torch.Tensor:
+        loss: torch.Tensor = model(**{n: t[:, :length] for n, t in random_batch().items()}).loss
+        return loss
+
+    def unused(model: Any, length: int) -> torch.Tensor:
+        of_loss(model, length)
+        return of_loss(model, length)
+
+    plans = []
+    for length, loss_of in ((6, _own_loss), (7, of_loss), (8, unused), (7, _own_loss), (6, of_loss), (5, of_loss)):
+        for got, expected in zip(*(_gradients(m, loss_of(m, length)) for m in (model, eager)), strict=True):
+            assert torch.equal(got, expected)
+        plans.append(stats(model)["plans"])
+    assert plans == [2, 4, 5, 5, 6, 7]
+
+
+def test_what_is_read_is_no_reason_to_refuse_a_step_that_fits() -> None:
+    """Logits that were returned at one length may not fit at another: they are made again there when they are read."""
+    model, eager = prepare(tiny_lora(), config(buckets="off")), tiny_lora()
+
+    def both(model: Any, rows: int) -> torch.Tensor:
+        output = model(**{name: tensor.repeat(rows, 1) for name, tensor in random_batch().items()})
+        loss: torch.Tensor = output.loss + 0 * output.logits.detach().mean()
+        return loss
+
+    both(model, 8).backward()
+    step = current_step(model)
+    assert step is not None and [o.name for o in step.captured.outputs] == ["loss"]
+    tight = prepare(tiny_lora(), config(8192, buckets="off"))
+    with pytest.raises(BudgetTooSmall) as caught:
+        tight(**{name: tensor.repeat(8, 1) for name, tensor in random_batch().items()})
+    restore(tight)
+    model = prepare(tiny_lora(), config(caught.value.needed, buckets="off"))
+    for rows in (1, 2, 8, 8, 8):
+        for got, expected in zip(*(_gradients(m, both(m, rows)) for m in (model, eager)), strict=True):
+            assert torch.equal(got, expected)
+    assert stats(model)["steps_eager"] == 0
+
+
 def test_the_budget_counts_logits() -> None:
     """The user's copy and its gradient lie outside the arena, inside the budget."""
     model = prepare(tiny_lora(), config())

@@ -7,7 +7,7 @@ In a causal model no token sees what stands to its right, so padding there chang
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from disco_accel.step.arguments import base_model
-from disco_accel.step.fitted_batch import FittedBatch
+from disco_accel.step.fitted_batch import CUT, FittedBatch
 from disco_accel.step.step_key import batch_facts, state_number
 
 logger = logging.getLogger("disco_accel")
@@ -47,8 +47,9 @@ class Buckets:
         self._obstacle: tuple[int, str | None] = (-1, None)
         self._steps = self._tokens = self._padding = 0
 
-    def fit(self, model: torch.nn.Module, batch: Mapping[str, Any]) -> FittedBatch:
-        """``batch`` padded to its bucket, or as it is; why, where that may surprise, is logged once."""
+    def fit(self, model: torch.nn.Module, batch: Mapping[str, Any], used: Collection[str] = ()) -> FittedBatch:
+        """``batch`` padded to its bucket, or as it is; why, where that may surprise, is logged once. ``used``: the
+        fields of its output that somebody may want without padding."""
         ids = batch.get("input_ids")
         if self._setting == "off" or not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.numel() == 0:
             return FittedBatch(batch)
@@ -58,6 +59,8 @@ class Buckets:
         if target == length or (rows, target) in self._too_large:
             return FittedBatch(batch)
         reason = self._model_obstacle(model) or _batch_obstacle(model, batch, target)
+        if reason is None and not CUT.issuperset(used):
+            reason = f"{min(set(used) - CUT)}: read of steps like it, and padding could not be taken out of it"
         if reason is not None:
             self._say(f"this batch gets a plan for its own length, {length}: {reason}")
             return FittedBatch(batch)

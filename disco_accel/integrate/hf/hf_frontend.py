@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -16,8 +16,11 @@ from disco_accel.step.compiled_step import CompiledStep
 from disco_accel.step.fitted_batch import FittedBatch
 from disco_accel.step.frontend import ContextFactory
 from disco_accel.step.observer import Observer
+from disco_accel.step.output_usage import Outputs
 from disco_accel.step.session import find_state
 from disco_accel.step.step_stats import RunCounts
+
+_FUSED_HEAD = ("log_probs", "entropy", "is_top1", "label_mask")
 
 
 class HuggingFace:
@@ -31,9 +34,9 @@ class HuggingFace:
         """As ``training_contexts``."""
         return training_contexts(model, batch)
 
-    def fit(self, model: torch.nn.Module, batch: Mapping[str, Any]) -> FittedBatch:
+    def fit(self, model: torch.nn.Module, batch: Mapping[str, Any], used: Collection[str]) -> FittedBatch:
         """``batch`` padded to its bucket, or as it is."""
-        return self.buckets.fit(model, batch)
+        return self.buckets.fit(model, batch, used)
 
     def give_up(self, fitted: FittedBatch, batch: Mapping[str, Any]) -> FittedBatch:
         """``batch`` as it is: its bucket does not fit the budget."""
@@ -42,6 +45,10 @@ class HuggingFace:
     def in_parts(self, model: torch.nn.Module, fitted: FittedBatch, count: int) -> FittedBatch | str:
         """As ``batch_parts.in_parts``."""
         return in_parts(model, fitted, count)
+
+    def usual_outputs(self, batch: Mapping[str, Any]) -> Outputs:
+        """Those of the head that TRL's trainers put in the place of a model's own, which has no logits."""
+        return _FUSED_HEAD if batch.get("fused_lm_head") is True else ()
 
     def tensor_plan(self, model: torch.nn.Module, count: int) -> dict[str, int]:
         """As ``tensor_plan.tensor_plan``."""

@@ -12,13 +12,16 @@ from transformers.utils.generic import ModelOutput
 
 
 class Reader(Protocol):
-    """Finds what a step was not planned to return."""
+    """Finds what a step was not planned to return, and is told what is read of the rest."""
 
     def __call__(self, name: str) -> Any:
         """A field by its name. Raises AttributeError if there is none."""
 
     def fields(self) -> tuple[str, ...]:
         """The names of all fields, in their order; none where the model returns something that has none."""
+
+    def returned(self, name: str) -> None:
+        """A field that the step was planned to return is read."""
 
 
 _READER = "_disco_reader"
@@ -47,18 +50,24 @@ class StepOutput(_NotByItsFields, ModelOutput):
             reader = reader or getattr(value, _READER, None)
         for value in values.values():
             setattr(value, _READER, reader)
+        for name in values:
+            if reader is not None and not hasattr(type(self), name):
+                # Its first reader is met by ``__getattr__``.
+                del self.__dict__[name]
         self.__dict__[_READER] = reader
 
     def __getattr__(self, name: str) -> Any:
         reader = self.__dict__.get(_READER)
         if name.startswith("__") or reader is None:
             raise AttributeError(name)
-        self.__dict__[name] = value = reader(name)
+        if name in self.keys():
+            reader.returned(name)
+        self.__dict__[name] = value = self.get(name) if name in self.keys() else reader(name)
         return value
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, str):
-            return self.get(key) if key in self.keys() else getattr(self, key)
+            return self.get(key) if key in self.keys() and hasattr(type(self), key) else getattr(self, key)
         if key == 0 and "loss" in self.keys():
             return self.loss
         # Only what is asked for is read: a field that the plan does not have costs a forward.
