@@ -77,22 +77,31 @@ def with_adapter(
 
     ``offload``: transformers keeps what is saved for the recomputation in host memory (5.17 and newer).
     """
-    generator = torch.Generator().manual_seed(seed)
-    lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", lora_dropout=dropout)
-    adapted: Any = get_peft_model(model, lora, autocast_adapter_dtype=False)
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_" in name:
-                scale = 0.02 if "lora_B" in name else parameter.shape[1] ** -0.5
-                # PEFT makes it float32 on packed weights.
-                parameter.data = parameter.data.to(model.dtype)
-                # On the host: generators of other devices draw other numbers.
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+    adapted: Any = get_peft_model(model, lora_config(rank, dropout), autocast_adapter_dtype=False)
+    draw_adapter(adapted, model.dtype, seed)
     adapted.config.use_cache = False
     if checkpointing:
         checkpoint(model, offload=offload)
     adapted.train()
     return adapted
+
+
+def lora_config(rank: int, dropout: float = 0.0) -> LoraConfig:
+    """LoRA on all projections."""
+    return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", lora_dropout=dropout)
+
+
+def draw_adapter(adapted: Any, dtype: torch.dtype, seed: int = 0) -> None:
+    """Give the adapter of ``adapted`` its values in ``dtype``, the same wherever the base lies."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                scale = 0.02 if "lora_B" in name else parameter.shape[1] ** -0.5
+                # PEFT makes it float32 on packed weights.
+                parameter.data = parameter.data.to(dtype)
+                # On the host: generators of other devices draw other numbers.
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
 
 
 def checkpoint(model: Any, *, offload: bool = False) -> None:

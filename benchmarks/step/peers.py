@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from benchmarks.step.engines import Engine
+from benchmarks.step.soup import SoupStreaming
 
 
 class AccelerateHooks(Engine):
@@ -134,4 +135,5 @@ PEERS: Mapping[str, type[Engine]] = {
     "zero3-tuned": ZeroThreeTuned,
     "deepcompile": DeepCompile,
     "axolotl": LayerOffload,
+    "soup": SoupStreaming,
 }

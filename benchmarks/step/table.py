@@ -33,6 +33,7 @@ TITLES = {
     "zero3-tuned": "ZeRO-3 offload_param, tuned",
     "deepcompile": "DeepCompile offload_parameters",
     "axolotl": "axolotl layer_offloading",
+    "soup": "Soup layer streaming",
 }
 TOLERANCE = {"float32": (1e-5, 1e-3), "bfloat16": (2e-2, 5e-2)}
 """Of losses and of others' gradients in the first step, relative. Ours must agree with eager (``agreement``)."""
