@@ -21,7 +21,7 @@ _LIMIT = 600.0
 def measure(run: Run) -> dict[str, Any]:
     """A row of each, in processes of their own whose logs stay in the stage's folder."""
     shape, rows, tokens = ("tiny", 2, 16) if run.small else ("1.5b", 4, 1024)
-    budget = run.budget("4GiB", 1 << 21)
+    budget = run.budget("12GiB", 1 << 21)
     figures: dict[str, Any] = {"batch": rows, "tokens": tokens}
     workers = []
     for engine in ("in-memory", "host-deferred"):

@@ -19,6 +19,7 @@ _TITLES = {
     "checkpoint_offload": "transformers checkpoint offload",
     "compile": "torch.compile, activations checkpointed",
     "zero3": "ZeRO-3 offload_param, tuned",
+    "soup": "Soup layer streaming",
 }
 HEADER = (
     "| engine | s per step | tokens/s | device used | to device, GB/s | lower bound / step | first step, s "
