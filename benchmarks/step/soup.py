@@ -35,8 +35,11 @@ class SoupStreaming(Engine):
 
     def build(self) -> Any:
         from soup_cli.utils.layer_shard import shard_checkpoint
-        from soup_cli.utils.layer_stream_runtime import build_meta_skeleton, build_streamed_model
-        from soup_cli.utils.layer_stream_runtime import quantised_layer_suffixes
+        from soup_cli.utils.layer_stream_runtime import (
+            build_meta_skeleton,
+            build_streamed_model,
+            quantised_layer_suffixes,
+        )
 
         job, device = self.job, str(self.where)
         checkpoint, shards = Path(job.folder) / "checkpoint", Path(job.folder) / "shards"
