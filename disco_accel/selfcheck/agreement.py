@@ -100,7 +100,7 @@ def agreement(
     del first
     for run in islice(taken, RUNS - 1):
         runs.append(_kept(run))
-        if len(runs) == 2 and _same_bits(runs[0], runs[1], names):
+        if len(runs) == 2 and _same_bits(runs[0], runs[1]):
             break
     return _against(ours, runs, names, outputs, allowance)
 
@@ -155,8 +155,8 @@ def _kept(run: Tensors) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().cpu() for name, tensor in run.items()}
 
 
-def _same_bits(a: Tensors, b: Tensors, names: Collection[str]) -> bool:
-    return a.keys() == b.keys() and all(_equal(a[name], b[name]) for name in names if name in a)
+def _same_bits(a: Tensors, b: Tensors) -> bool:
+    return a.keys() == b.keys() and all(_equal(a[name], b[name]) for name in a)
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
