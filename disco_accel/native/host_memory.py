@@ -165,12 +165,16 @@ class HostMemory:
         The result needs no gradient and keeps the arena alive. Raises ExecutionError when the arena is full or the
         tensor has no bits (``meta``).
         """
-        if tensor.is_meta:
-            raise ExecutionError("only tensors with bits can move into host memory, this one is on meta; load it first")
-        moved = self.allocate(tensor.shape, tensor.dtype, tensor.stride())
+        moved = self.place_for(tensor)
         with torch.no_grad():
             moved.copy_(tensor)
         return moved
+
+    def place_for(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What ``adopt`` returns, with any content."""
+        if tensor.is_meta:
+            raise ExecutionError("only tensors with bits can move into host memory, this one is on meta; load it first")
+        return self.allocate(tensor.shape, tensor.dtype, tensor.stride())
 
 
 def room_for_cuts(nbytes: int) -> int:

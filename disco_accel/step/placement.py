@@ -160,12 +160,16 @@ class Placement:
         to_copy = self._share(outside_arenas, views)
         if to_copy:
             room = HostMemory.room_for(to_copy)
-            self._arenas.append(HostMemory(room, replaced=own_bytes(), gpu=self._device))
+            memory = HostMemory(room, replaced=own_bytes(), gpu=self._device)
+            self._arenas.append(memory)
+            places = [memory.place_for(tensor.data) for tensor in to_copy]
             if backend_of(self._device).separate_memory:
-                # First, so that weights that are on a GPU come down at the link's speed.
-                self._arenas[-1].pin(self._device)
-            for tensor in to_copy:
-                self._move_with(views, tensor, self._arenas[-1].adopt(tensor.data))
+                # Before the copies, so that weights that are on a GPU come down at the link's speed.
+                memory.pin(self._device)
+            for tensor, place in zip(to_copy, places, strict=True):
+                with torch.no_grad():
+                    place.copy_(tensor.data)
+                self._move_with(views, tensor, place)
         if outside_arenas:
             give_back_freed()
         if backend_of(self._device).separate_memory:
