@@ -33,7 +33,7 @@ from benchmarks.simulated_quant import CARD
 from disco_accel.capture.captured_step import CapturedStep, InputSource
 from disco_accel.capture.leaving_gradients import leaving_by
 from disco_accel.errors import BudgetTooSmall
-from disco_accel.execute.final_location import final_residence
+from disco_accel.execute.final_location import FinalResidences
 from disco_accel.execute.planned_states import planned_states
 from disco_accel.graph.check import largest_need
 from disco_accel.graph.files import write_atomically
@@ -362,7 +362,8 @@ def _leaving(plan: MemGraph, captured: CapturedStep) -> tuple[list[int], list[in
     without those that the plan takes to their place."""
     states, done = planned_states(plan), leaving_by(captured.graph)
     left = [gradient.ref for gradient in captured.gradients if gradient.ref not in done]
-    places = [final_residence(plan, ref, states) for ref in left]
+    final = FinalResidences(plan, states)
+    places = [final.of(ref) for ref in left]
     on_device = [place.size for place in places if place.device is not None]
     return on_device, [place.size for place in places if place.device is None]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,7 +25,7 @@ from disco_accel.execute.engine_options import (
     engine_settings,
     first_device,
 )
-from disco_accel.execute.final_location import Residence, final_residence
+from disco_accel.execute.final_location import FinalResidences
 from disco_accel.execute.program import Lowering, Memory, external_dtypes
 from disco_accel.execute.state_homes import StateHomes, homes_of
 from disco_accel.execute.vertex_names import Describer, Unfinished
@@ -155,10 +156,13 @@ class Executor:
             raise ExecutionError(f"the plan cannot be run: {error}") from error
         self._expect_externals(tables.externals, external_dtypes(memgraph, ops), specs or {})
         self._values: dict[tuple[Ref, TensorSpec], torch.Tensor] = {}
-        self._where: dict[Ref, Residence] = {}
         self._running = False
         self._gate_open = False
         _loaded.add(self)
+
+    @functools.cached_property
+    def _final(self) -> FinalResidences:
+        return FinalResidences(self._graph, self._planned_states)
 
     @property
     def running(self) -> bool:
@@ -263,8 +267,7 @@ class Executor:
         """
         cached = self._values.get((ref, spec))
         if cached is None:
-            where = self._where.get(ref) or final_residence(self._graph, ref, self._planned_states)
-            self._where[ref] = where
+            where = self._final.of(ref)
             if where.home is not None:
                 cached = self._states.view(where.home, spec)
             else:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from disco_accel.errors import ExecutionError
@@ -23,58 +26,85 @@ class Residence:
     home: int | None = None
 
 
-def final_residence(graph: MemGraph, ref: Ref, states: PlannedStates) -> Residence:
-    """The place that still holds ``ref`` at the end: on the device if one does, else at home or in the host arena; at
-    home first of what a kernel has written there.
+class FinalResidences:
+    """The places that still hold values at the end of a step of ``graph``.
 
-    Any valid execution ends with the same contents, so the serial order tells. Raises ExecutionError when the plan
-    keeps no copy.
+    Any valid execution ends with the same contents, so the serial order tells: from its end backwards, a place holds
+    its value if no later vertex writes to its bytes. One pass finds that for all values.
     """
-    order = {v.id: i for i, v in enumerate(graph.vertices)}
-    offloads = [v for v in graph.vertices if v.kind is VertexKind.OFFLOAD and v.inputs[0] == ref]
-    stored = {v.id for v in offloads}
-    size = graph.vertices[order[ref[0]]].sizes[ref[1]]
-    reloads = [v for v in graph.vertices if v.kind is VertexKind.RELOAD and v.sizes[0] == size]
-    copies = [(v.id, 0) for v in reloads if v.inputs[0][0] in stored]
-    if ref in states.state:
-        copies = [(v.id, 0) for v in reloads if _holds(states, (v.id, 0), ref)]
-    if ref in states.written and states.at_home[states.state[ref]] == ref:
-        return _home(graph, ref, states, order)
-    for place in (ref, *reversed(copies)):
-        slot = graph.slots.get(place)
-        if slot is not None and not _overwritten(graph, place, order):
-            return Residence(slot.device, slot.addr, slot.size)
-    state = states.state.get(ref)
-    if state is not None and states.at_home[state] == ref:
-        return _home(graph, ref, states, order)
-    for offload in offloads:
-        offset = graph.host_offsets.get(offload.id)
-        if offset is not None and not _host_overwritten(graph, offload, offset, order):
-            return Residence(None, offset, offload.sizes[0])
-    raise ExecutionError(f"value {ref[1]} of vertex {ref[0]} is not kept by the plan")
+
+    def __init__(self, graph: MemGraph, states: PlannedStates) -> None:
+        self._graph, self._states = graph, states
+        self._vertices = {vertex.id: vertex for vertex in graph.vertices}
+        self._offloads = defaultdict[Ref, list[Vertex]](list)
+        self._reloads = defaultdict[Ref, list[Vertex]](list)
+        offloaded = {v.id: v.inputs[0] for v in graph.vertices if v.kind is VertexKind.OFFLOAD}
+        for vertex in graph.vertices:
+            if vertex.kind is VertexKind.OFFLOAD:
+                self._offloads[vertex.inputs[0]].append(vertex)
+            elif vertex.kind is VertexKind.RELOAD:
+                # A state's version may come from its home, and keeps its name through any number of copies.
+                version = states.version.get((vertex.id, 0), offloaded.get(vertex.inputs[0][0]))
+                if version is not None:
+                    self._reloads[version].append(vertex)
+        self._find_last_writes()
+
+    def _find_last_writes(self) -> None:
+        """Fill ``_kept`` with values whose slots are not written to after them, ``_stored`` with such offloads."""
+        self._kept, self._stored = set[Ref](), set[int]()
+        written, host = defaultdict[int, _Written](_Written), _Written()
+        for vertex in reversed(self._graph.vertices):
+            refs = [(vertex.id, k) for k in range(len(vertex.sizes))]
+            slots = [(ref, slot) for ref in refs if (slot := self._graph.slots.get(ref)) is not None]
+            self._kept.update(
+                ref for ref, slot in slots if not written[slot.device].reaches(slot.addr, slot.addr + slot.size)
+            )
+            # What is there when a step begins is no write.
+            if vertex.kind is not VertexKind.INPUT:
+                for _, slot in slots:
+                    written[slot.device].add(slot.addr, slot.addr + slot.size)
+            offset = self._graph.host_offsets.get(vertex.id)
+            if offset is not None:
+                if not host.reaches(offset, offset + vertex.sizes[0]):
+                    self._stored.add(vertex.id)
+                host.add(offset, offset + vertex.sizes[0])
+
+    def of(self, ref: Ref) -> Residence:
+        """The place that still holds ``ref`` at the end: on the device if one does, else at home or in the host arena;
+        at home first of what a kernel has written there. Raises ExecutionError when the plan keeps no copy."""
+        states, size = self._states, self._vertices[ref[0]].sizes[ref[1]]
+        state = states.state.get(ref)
+        home = None if state is None or states.at_home[state] != ref else Residence(None, 0, size, state)
+        if home is not None and ref in states.written:
+            return home
+        copies: Sequence[Vertex] = self._reloads.get(ref, ())
+        for place in (ref, *((v.id, 0) for v in reversed(copies) if v.sizes[0] == size)):
+            slot = self._graph.slots.get(place)
+            if slot is not None and place in self._kept:
+                return Residence(slot.device, slot.addr, slot.size)
+        if home is not None:
+            return home
+        for offload in self._offloads.get(ref, ()):
+            if offload.id in self._stored:
+                return Residence(None, self._graph.host_offsets[offload.id], offload.sizes[0])
+        raise ExecutionError(f"value {ref[1]} of vertex {ref[0]} is not kept by the plan")
 
 
-def _home(graph: MemGraph, ref: Ref, states: PlannedStates, order: dict[int, int]) -> Residence:
-    return Residence(None, 0, graph.vertices[order[ref[0]]].sizes[ref[1]], states.state[ref])
+class _Written:
+    """Bytes as sorted ranges that neither touch nor overlap."""
 
+    def __init__(self) -> None:
+        self._begins: list[int] = []
+        self._ends: list[int] = []
 
-def _holds(states: PlannedStates, copy: Ref, version: Ref) -> bool:
-    return states.version.get(copy) == version
+    def reaches(self, begin: int, end: int) -> bool:
+        """Whether some of the bytes from ``begin`` to ``end`` are among them."""
+        at = bisect_right(self._ends, begin)
+        return at < len(self._begins) and self._begins[at] < end
 
-
-def _overwritten(graph: MemGraph, place: Ref, order: dict[int, int]) -> bool:
-    mine = graph.slots[place]
-    return any(
-        order[other[0]] > order[place[0]]
-        and graph.vertices[order[other[0]]].kind is not VertexKind.INPUT
-        and slot.addr < mine.addr + mine.size
-        and mine.addr < slot.addr + slot.size
-        for other, slot in graph.slots.items()
-        if slot.device == mine.device
-    )
-
-
-def _host_overwritten(graph: MemGraph, offload: Vertex, offset: int, order: dict[int, int]) -> bool:
-    end = offset + offload.sizes[0]
-    later = [v for v in graph.vertices if order[v.id] > order[offload.id] and v.id in graph.host_offsets]
-    return any(graph.host_offsets[v.id] < end and offset < graph.host_offsets[v.id] + v.sizes[0] for v in later)
+    def add(self, begin: int, end: int) -> None:
+        """The bytes from ``begin`` to ``end`` too."""
+        low, high = bisect_left(self._ends, begin), bisect_right(self._begins, end)
+        if low < high:
+            begin, end = min(begin, self._begins[low]), max(end, self._ends[high - 1])
+        self._begins[low:high], self._ends[low:high] = [begin], [end]
