@@ -44,9 +44,9 @@ class FinalResidences:
                 self._offloads[vertex.inputs[0]].append(vertex)
             elif vertex.kind is VertexKind.RELOAD:
                 # A state's version may come from its home, and keeps its name through any number of copies.
-                version = states.version.get((vertex.id, 0), offloaded.get(vertex.inputs[0][0]))
-                if version is not None:
-                    self._reloads[version].append(vertex)
+                copied = states.version.get((vertex.id, 0)), offloaded.get(vertex.inputs[0][0])
+                for value in dict.fromkeys(ref for ref in copied if ref is not None):
+                    self._reloads[value].append(vertex)
         self._find_last_writes()
 
     def _find_last_writes(self) -> None:
