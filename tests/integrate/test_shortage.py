@@ -149,7 +149,7 @@ def test_a_model_whose_weights_do_not_fit_is_left_whole(monkeypatch: pytest.Monk
     """``prepare`` raises a typed error, the model still runs, and preparing it later works."""
     expected = gradients(tiny_lora(layers=1, hidden=32))
     model: Any = tiny_lora(layers=1, hidden=32)
-    for where, name in ((placement.HostMemory, "adopt"), (host_memory, "host_arena")):
+    for where, name in ((placement.HostMemory, "place_for"), (host_memory, "host_arena")):
         with failing(monkeypatch, where, name, RuntimeError(CPU)), pytest.raises(DiscoError, match="frozen weights"):
             prepare(model, config())
         assert stats(model) == {}
