@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import sys
 import types
 import weakref
@@ -60,6 +61,8 @@ def _library() -> ctypes.PyDLL:
     library.disco_watch_first_change.restype = ctypes.c_int64
     library.disco_code_log_start.argtypes = [ctypes.py_object]
     library.disco_code_log_start.restype = None
+    library.disco_code_log_collecting.argtypes = [ctypes.c_int]
+    library.disco_code_log_collecting.restype = None
     library.disco_code_log_stop.argtypes = []
     library.disco_code_log_stop.restype = None
     library.disco_same_layouts.argtypes = [ctypes.c_int64]
@@ -106,7 +109,8 @@ ExecutedCode = list[tuple[types.CodeType, dict[str, Any], bool]]
 def executed_code() -> Iterator[ExecutedCode]:
     """The Python code that this thread begins to run inside; filled at the end.
 
-    Stays empty where another profiler is active, which would be cut off.
+    Without the code of garbage collections, which happen anywhere: finalizers of unrelated objects, callbacks. Stays
+    empty where another profiler is active, which would be cut off.
     """
     executed: ExecutedCode = []
     if sys.getprofile() is not None:
@@ -114,11 +118,26 @@ def executed_code() -> Iterator[ExecutedCode]:
         return
     entries: list[Any] = []
     library = _library()
+
+    def collection_begins(phase: str, _info: object) -> None:
+        if phase == "start":
+            library.disco_code_log_collecting(1)
+
+    def collection_ends(phase: str, _info: object) -> None:
+        if phase == "stop":
+            library.disco_code_log_collecting(0)
+
+    # Around the callbacks of others.
+    gc.callbacks.insert(0, collection_begins)
+    gc.callbacks.append(collection_ends)
     library.disco_code_log_start(entries)
     try:
         yield executed
     finally:
         library.disco_code_log_stop()
+        for callback in (collection_begins, collection_ends):
+            if callback in gc.callbacks:
+                gc.callbacks.remove(callback)
         executed.extend(zip(entries[::3], entries[1::3], entries[2::3], strict=True))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import types
 from collections.abc import Hashable, Mapping
@@ -109,9 +108,7 @@ class ModelState:
         anew when they return.
         """
         # PyTorch's tracer runs code, too, other code each time; it reads no attributes but those that all modules have.
-        # The garbage collector's callbacks run wherever it happens to run.
-        collectors = {getattr(callback, "__code__", None) for callback in gc.callbacks}
-        executed = [e for e in executed if not (is_foundation(e[0], e[1]) or is_pure(e[0]) or e[0] in collectors)]
+        executed = [e for e in executed if not (is_foundation(e[0], e[1]) or is_pure(e[0]))]
         names, unknown = names_read(executed), self._ran and self._names is None
         before = self._names, len(self._code)
         self._names = None if names is None or unknown else names | (self._names or frozenset())

@@ -123,13 +123,14 @@ Watch& watch_at(std::int64_t address) { return *reinterpret_cast<Watch*>(address
 struct CodeLog {
   std::array<std::unordered_set<PyObject*>, 2> seen;  // outside of backwards, and in them
   PyObject* entries = nullptr;
+  bool collecting = false;
 };
 
 thread_local CodeLog code_log;
 
 int note_call(PyObject* /*argument*/, PyObject* frame, int what, PyObject* /*value*/) {
   constexpr int kCall = 0;
-  if (what != kCall || code_log.entries == nullptr) return 0;
+  if (what != kCall || code_log.entries == nullptr || code_log.collecting) return 0;
   PyObject* code = PyFrame_GetCode(frame);
   int failed = 0;
   // The list keeps each code alive, so that no two can have the same address.
@@ -189,6 +190,10 @@ void disco_code_log_start(PyObject* entries) {
   for (auto& seen : code_log.seen) seen.clear();
   PyEval_SetProfile(note_call, nullptr);
 }
+
+// Whether this thread collects garbage now: what collections run, finalizers above all, is no code of the
+// thread's.
+void disco_code_log_collecting(int collecting) { code_log.collecting = collecting != 0; }
 
 void disco_code_log_stop() {
   PyEval_SetProfile(nullptr, nullptr);

@@ -265,21 +265,35 @@ def test_what_a_forward_prints_is_told_once(caplog: pytest.LogCaptureFixture) ->
     assert "talking" in line and "test_side_effects.py:" in line
 
 
-def test_callbacks_of_the_garbage_collector_are_no_part_of_a_forward() -> None:
-    """They run wherever a collection happens to, and most count something."""
+def test_what_garbage_collections_run_is_no_part_of_a_forward() -> None:
+    """They happen anywhere: what their callbacks count and what finalizers of unrelated objects read does not matter."""
 
     def collected(_phase: str, _info: Any) -> None:
         global CALLS
         CALLS += 1
 
+    class Garbage:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            finalized.append(getattr(self, "calls", 0))
+
     def collecting(_model: Any, x: torch.Tensor) -> torch.Tensor:
         gc.collect()
         return x
 
+    finalized: list[int] = []
     gc.callbacks.append(collected)
     try:
-        model = prepare(Net(collecting), ERROR)
-        _train(model, 3)
+        model: Any = prepare(Net(collecting), ERROR)
+        for step in range(3):
+            model.calls = step
+            gc.disable()
+            Garbage()
+            _train(model, 1)
     finally:
+        gc.enable()
         gc.callbacks.remove(collected)
+    assert finalized
     assert stats(model)["plans"] == 1
