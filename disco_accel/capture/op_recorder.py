@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import (
     autograd_would_have_decomposed,
 )
 
+from disco_accel.capture.fake_results import FakeResults, Result
 from disco_accel.capture.trace_log import NodeInfo, TraceLog, note
 from disco_accel.errors import CaptureError
 
@@ -36,6 +37,32 @@ _DEVICE_OF = torch.ops.prim.device.default
 _LIFT = torch.ops.aten.lift_fresh.default
 _LIFTED = torch.ops.aten.lift_fresh_copy.default
 _IS_TRUE = torch.ops.aten.is_nonzero.default
+
+
+_UNREAD = -1
+_NUMBERS = frozenset(
+    (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+)
+
+
+@dataclass(slots=True)
+class _Known:
+    """A tensor that has a node. Weakly, since autograd frees what it saved as it would without a trace.
+
+    ``layout``: as of ``FakeResults.layout``, or ``_UNREAD``.
+    """
+
+    tensor: weakref.ref[torch.Tensor]
+    node: fx.Node
+    layout: int = _UNREAD
+
+
+@dataclass(slots=True)
+class _Call:
+    """What the recorder reads of a call's arguments: their tensors, and what a result may depend on in them."""
+
+    tensors: list[torch.Tensor]
+    key: list[Any]
 
 
 @dataclass(frozen=True)
@@ -83,8 +110,9 @@ class _Recorder(TorchDispatchMode):
         self.constants: dict[str, torch.Tensor] = {}
         self._log = log
         self._graph = log.graph
-        self._nodes: dict[int, tuple[weakref.ref[torch.Tensor], fx.Node]] = {}
-        """By identity of the tensor; weakly, since autograd frees what it saved as it would without a trace."""
+        self._known: dict[int, _Known] = {}
+        """By identity of the tensor."""
+        self._results = FakeResults()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -92,13 +120,13 @@ class _Recorder(TorchDispatchMode):
         return False
 
     def add_placeholder(self, tensor: torch.Tensor) -> None:
-        node = self._graph.create_node("placeholder", f"arg{len(self._nodes)}")
-        node.meta["val"] = tensor.detach()
+        node = self._graph.create_node("placeholder", f"arg{len(self._known)}")
+        node.meta["val"] = _twin(tensor)
         self._remember(tensor, node)
 
     def end(self, returned: Sequence[torch.Tensor | None]) -> None:
         """The graph is complete and returns the nodes of ``returned``."""
-        self._graph.output([None if tensor is None else self._node_of(tensor) for tensor in returned])
+        self._graph.output([None if tensor is None else self._find(tensor).node for tensor in returned])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -121,51 +149,103 @@ class _Recorder(TorchDispatchMode):
             # Fake tensors know the value of some constants; of anything else this raises.
             return func(*args, **kwargs)
         recorded = _LIFTED if func is _LIFT else func
-        nodes = self._argument(args), {name: self._argument(value) for name, value in kwargs.items()}
+        read = _Call([], [])
+        nodes = self._read(args, read), {name: self._read(value, read, name) for name, value in kwargs.items()}
         info = self._log.info()
-        made = func(*args, **kwargs)
-        node = self._graph.create_node("call_function", recorded, *nodes)
-        self._keep(node, made, info)
+        made, twins, layouts = self._call(func, args, kwargs, read)
+        self._keep(self._add(recorded, *nodes), made, twins, layouts, info)
         return made
 
-    def _keep(self, node: fx.Node, made: Any, info: NodeInfo) -> None:
-        note(node, info)
-        if isinstance(made, torch.Tensor):
-            node.meta["val"] = snapshot_fake(made)
-            self._remember(made, node)
-        elif isinstance(made, (tuple, list)):
-            twins = []
-            for index, item in enumerate(made):
-                twin = item
-                if isinstance(item, (torch.Tensor, tuple, list)):
-                    part = self._graph.create_node("call_function", operator.getitem, (node, index))
-                    self._keep(part, item, info)
-                    twin = part.meta["val"]
-                twins.append(twin)
-            node.meta["val"] = type(made)(twins)
+    def _call(self, func: OpOverload, args: Any, kwargs: Any, read: _Call) -> tuple[Any, Any, Any]:
+        """What the call returns, the same again for ``meta["val"]``, and its layouts."""
+        key = None if 0 in read.key else self._results.key(func, read.key)
+        result = None if key is None else self._results.find(key)
+        if isinstance(result, Result):
+            return *result.again(read.tensors), result.layout
+        if result is not None:
+            pairs = [(None, None) if item is None else item.again(read.tensors) for item in result]
+            made, twins = zip(*pairs, strict=True)
+            return made, twins, [0 if item is None else item.layout for item in result]
+        made = func(*args, **kwargs)
+        if key is not None:
+            self._results.keep(key, read.tensors, made)
+        elif func._schema.is_mutable:
+            self._read_again(read.tensors)
+        return made, _snapshots(made), None
 
-    def _argument(self, value: Any) -> Any:
+    def _read_again(self, tensors: list[torch.Tensor]) -> None:
+        """Of tensors that an op may have changed in place, and where it changed how one lies, of all."""
+        for tensor in tensors:
+            known = self._find(tensor)
+            before, known.layout = known.layout, self._results.layout(tensor)
+            if before != known.layout:
+                for other in self._known.values():
+                    other.layout = _UNREAD
+                return
+
+    def _keep(self, node: fx.Node, made: Any, twins: Any, layouts: Any, info: NodeInfo) -> None:
+        note(node, info)
+        node.meta["val"] = twins
+        if isinstance(made, torch.Tensor):
+            self._known[id(made)] = _Known(weakref.ref(made), node, _UNREAD if layouts is None else layouts)
+        elif isinstance(made, (tuple, list)):
+            for index, item in enumerate(made):
+                if isinstance(item, (torch.Tensor, tuple, list)):
+                    part = self._add(operator.getitem, (node, index), {})
+                    self._keep(part, item, twins[index], None if layouts is None else layouts[index], info)
+
+    def _add(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        node = self._graph.create_node("call_function", target, name=_name_of(target))
+        # Given to create_node, they would be searched for symbolic numbers, of which there are none.
+        node.args = args
+        if kwargs:
+            node.kwargs = kwargs
+        return node
+
+    def _read(self, value: Any, call: _Call, name: str = "") -> Any:
+        """``value`` with nodes in the place of tensors; what it is made of is added to ``call``."""
         if isinstance(value, torch.Tensor):
-            return self._node_of(value)
+            known = self._find(value)
+            if known.layout == _UNREAD:
+                known.layout = self._results.layout(value)
+            call.tensors.append(value)
+            if name:
+                call.key.append(name)
+            call.key.append(-known.layout if value.requires_grad else known.layout)
+            return known.node
         if isinstance(value, (tuple, list)):
-            items = [self._argument(item) for item in value]
+            call.key.append((name, len(value)))
+            items = [self._read(item, call) for item in value]
             return items if isinstance(value, list) else tuple(items)
+        call.key.append((name, type(value), value) if type(value) in _NUMBERS else 0)
         return value
 
-    def _node_of(self, tensor: torch.Tensor) -> fx.Node:
-        known = self._nodes.get(id(tensor))
-        if known is not None and known[0]() is tensor:
-            return known[1]
+    def _find(self, tensor: torch.Tensor) -> _Known:
+        known = self._known.get(id(tensor))
+        if known is not None and known.tensor() is tensor:
+            return known
         kind = "_param_constant" if isinstance(tensor, torch.nn.Parameter) else "_tensor_constant"
         name = f"{kind}{sum(key.startswith(kind) for key in self.constants)}"
         self.constants[name] = tensor
         node = self._graph.create_node("get_attr", name)
         node.meta["val"] = _twin(tensor)
-        self._remember(tensor, node)
-        return node
+        return self._remember(tensor, node)
 
-    def _remember(self, tensor: torch.Tensor, node: fx.Node) -> None:
-        self._nodes[id(tensor)] = weakref.ref(tensor), node
+    def _remember(self, tensor: torch.Tensor, node: fx.Node) -> _Known:
+        known = self._known[id(tensor)] = _Known(weakref.ref(tensor), node)
+        return known
+
+
+def _snapshots(made: Any) -> Any:
+    """``made`` with other tensors of the same memory in it."""
+    if isinstance(made, torch.Tensor):
+        return snapshot_fake(made)
+    return type(made)(map(_snapshots, made)) if isinstance(made, (tuple, list)) else made
+
+
+@functools.cache
+def _name_of(target: Callable[..., Any]) -> str:
+    return target.__name__.replace(".", "_")
 
 
 @functools.cache

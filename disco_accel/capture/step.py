@@ -166,8 +166,12 @@ def capture_step(
     twins = _Twins.of(mode, model, kwargs, device)
     step = _Step(model, forward if forward is not None else model.forward, autocast_state(), outputs, differentiated)
     call = twins.caller(step, model, kwargs)
-    with _tracing(model, mode, contexts, device) as log:
-        tangents = _tangents(lambda: call(*twins.arguments, []), outputs[0], device, log)
+    if outputs[0] == "loss":
+        with mode:
+            tangents = _tangents_of_loss(device)
+    else:
+        with _tracing(model, mode, contexts, device) as log:
+            tangents = _tangents(lambda: call(*twins.arguments, []), device, log)
     with _tracing(model, mode, contexts, device) as log:
         trace = _trace(call, (*twins.arguments, tangents), log)
     names = [outputs[0]] * len(tangents) if outputs[0] == "loss" else outputs[:differentiated]
@@ -312,16 +316,15 @@ def _tracing(
         yield log
 
 
-def _tangents(
-    forward: Callable[[], list[torch.Tensor | None]], output: str, device: torch.device, log: TraceLog
-) -> list[torch.Tensor]:
-    """What may be the gradients of what ``forward`` returns, the first of it being ``output``.
+def _tangents_of_loss(device: torch.device) -> list[torch.Tensor]:
+    """What may be the gradient of a loss: it has no dimensions, and its dtype is known once the forward is traced."""
+    return [torch.empty((), dtype=dtype, device=device) for dtype in REAL_DTYPES]
 
-    A loss has no dimensions, so there is one for each dtype: which one is known once the forward is traced. The shapes
-    of anything else take a forward more to find out.
-    """
-    if output == "loss":
-        return [torch.empty((), dtype=dtype, device=device) for dtype in REAL_DTYPES]
+
+def _tangents(
+    forward: Callable[[], list[torch.Tensor | None]], device: torch.device, log: TraceLog
+) -> list[torch.Tensor]:
+    """The gradients of what ``forward`` returns: their shapes take a forward more to find out."""
     with torch.no_grad(), _errors_named(log):
         values = [value for value in forward() if value is not None]
     return [torch.empty(value.shape, dtype=value.dtype, device=device) for value in values]
@@ -380,11 +383,12 @@ def _lower(
 ) -> CapturedStep:
     refuse_cudnn_attention(trace.graph)
     drawing = random_sites(trace.graph, log)
-    trace.graph.eliminate_dead_code(is_impure_node=_must_stay)
+    _remove_unread(trace.graph)
     constants = bind()
     traced = rewrite(TracedStep(trace.graph, sources, drawing, log.output_grads))
     graph, sites = traced.graph, traced.sites
-    graph.eliminate_dead_code(is_impure_node=_must_stay)
+    if graph is not trace.graph:
+        _remove_unread(graph)
     source_of = dict(zip(graph.find_nodes(op="placeholder"), sources, strict=True))
     low = Lowering(device=str(where))
     bindings: list[InputBinding] = []
@@ -429,6 +433,13 @@ def _lower(
     applied: list[AppliedPass] = []
     task = run_passes(TaskGraph(name, (device,), tuple(low.vertices), low.ops), passes, applied)
     return CapturedStep(task, tuple(bindings), outputs, gradients, constants, passes=tuple(applied))
+
+
+def _remove_unread(graph: fx.Graph) -> None:
+    """Remove nodes whose results nobody reads, as ``eliminate_dead_code`` does, without its check of the graph."""
+    for node in reversed(graph.nodes):
+        if not node.users and not _must_stay(node):
+            graph.erase_node(node)
 
 
 def _must_stay(node: fx.Node) -> bool:

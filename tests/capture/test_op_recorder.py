@@ -69,7 +69,29 @@ def _batched(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.vmap(lambda row: row @ weight)(x)
 
 
+def _alike(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Calls that differ from an earlier one in what is easily overlooked."""
+    y, counts = x @ weight, torch.ones(3, 4, dtype=torch.int64)
+    made = [counts * 2, counts * 2.0, counts * 2, counts * True]
+    made += [y.sum(0), y.sum(0, dtype=torch.float64), y.sum(0)]
+    torch.set_default_dtype(torch.float64)
+    made.append(counts / 2)
+    torch.set_default_dtype(torch.float32)
+    made.append(counts / 2)
+    plain = y.detach()
+    for turned in (plain.clone(), plain.clone().t_(), plain.clone().t_().unsqueeze_(1)):
+        view = turned[1:]
+        made += [turned.sum(0), view.sum(0), view.contiguous().sum(0)]
+        turned.transpose_(0, -1)
+        made += [turned.sum(0), view.sum(0), turned[1:].sum(0), *turned.sort(0), turned[1:].max(0).values]
+    made += [torch.clamp(y, min=y.sum(0)), torch.clamp(y, max=y.sum(0)), y.real.sum(), y.expand(2, 3, 4).sum(0)]
+    table = torch.zeros(8)
+    made += [table.sum(), table.resize_(4, 2).sum(0), table.sum(0), y.detach().sum(0), y.data.sum(0)]
+    return torch.stack([tensor.sum().to(y.dtype) for tensor in made])
+
+
 _WORK = (
+    _alike,
     _views_and_lists,
     _in_place,
     _many_results,

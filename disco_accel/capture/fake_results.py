@@ -1,0 +1,134 @@
+"""What ops make of fake tensors, remembered for the length of a trace: it depends on how the arguments lie, no more.
+
+PyTorch's fake tensors have such a memory too. It reads anew all there is to know of each argument, and takes twenty
+times as long to find the answer as to make a tensor from it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import extract_tensor_metadata
+
+_NOT_BY_LAYOUT = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view))
+_FAKE: Any = torch._C._TorchDispatchModeKey.FAKE
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A tensor that an op returned, to be made again: a new one, or a view of argument tensor ``view_of``.
+
+    ``layout``: as of ``FakeResults.layout``. ``attributes``: those of the Python object.
+    """
+
+    layout: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    attributes: dict[str, Any]
+    view_of: int | None
+
+    def again(self, tensors: Sequence[torch.Tensor]) -> tuple[FakeTensor, FakeTensor]:
+        """The result for arguments ``tensors``, and a second tensor of the same memory."""
+        with torch._C._DisableTorchDispatch():
+            if self.view_of is None:
+                below = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+            else:
+                storage: Any = tensors[self.view_of].untyped_storage()
+                below = torch.empty(0, dtype=self.dtype, device="meta")
+                below.set_(storage, self.offset, self.shape, self.stride)
+            return self._wrapped(below), self._wrapped(below)
+
+    def _wrapped(self, below: torch.Tensor) -> FakeTensor:
+        made: Any = torch.Tensor._make_subclass(
+            FakeTensor, below, False, dispatch_device=True, device_for_backend_keys=self.device
+        )
+        if self.attributes["fake_mode"]._allow_unsafe_data_ptr_access:
+            torch._C._set_warn_deprecated_on_mutable_data_ptr(made)
+        else:
+            torch._C._set_throw_on_mutable_data_ptr(made)
+        made.__dict__.update(self.attributes)
+        return made  # type: ignore[no-any-return]
+
+
+class FakeResults:
+    """Results of the ops of a trace under the fake mode that is on when this is made, by what they depend on."""
+
+    def __init__(self) -> None:
+        mode: Any = torch._C._get_dispatch_mode(_FAKE)
+        plain = type(mode) is FakeTensorMode and mode.shape_env is None and not mode.propagate_real_tensors
+        self._mode: Any = mode if plain else None
+        self._layouts: dict[tuple[Any, ...], int] = {}
+        self._results: dict[tuple[Any, ...], Result | tuple[Result | None, ...] | None] = {}
+
+    def layout(self, tensor: torch.Tensor) -> int:
+        """A number for all that an op's result may depend on in a tensor without values; 0 for any other tensor."""
+        known: Any = tensor
+        if type(tensor) is not FakeTensor or known.fake_mode is not self._mode or known.constant is not None:
+            return 0
+        if tensor.layout is not torch.strided:
+            return 0
+        data = extract_tensor_metadata(tensor)
+        place = data.dtype, tuple(data.shape), tuple(data.stride), data.device, data.storage_offset, data.storage_bytes
+        flags = data.is_quantized, data.is_conj, data.is_neg, data.is_inference
+        return self._layouts.setdefault((*place, *flags), len(self._layouts) + 1)
+
+    def key(self, func: OpOverload, arguments: list[Any]) -> tuple[Any, ...] | None:
+        """What the result of ``func`` depends on: ``arguments`` has the layout of each tensor, and each number with
+        its type. None: on more than that."""
+        mode: Any = torch._C._get_dispatch_mode(_FAKE)
+        if mode is not self._mode or not _by_layout(func):
+            return None
+        default: Any = torch._C._get_default_device()
+        return func, torch.get_default_dtype(), default, torch.is_inference_mode_enabled(), *arguments
+
+    def find(self, key: tuple[Any, ...]) -> Result | tuple[Result | None, ...] | None:
+        """What the call with ``key`` returned before; None if it can't be made again."""
+        return self._results.get(key)
+
+    def keep(self, key: tuple[Any, ...], tensors: Sequence[torch.Tensor], returned: Any) -> None:
+        """Remember what the call with ``key`` returned for argument tensors ``tensors``."""
+        if key not in self._results:
+            self._results[key] = self._read(tensors, returned)
+
+    def _read(self, tensors: Sequence[torch.Tensor], returned: Any) -> Result | tuple[Result | None, ...] | None:
+        if isinstance(returned, torch.Tensor):
+            return self._read_one(tensors, returned)
+        if type(returned) is not tuple or not all(item is None or isinstance(item, torch.Tensor) for item in returned):
+            return None
+        results = [None if item is None else self._read_one(tensors, item) for item in returned]
+        made = [item.untyped_storage()._cdata for item in returned if item is not None]
+        # Results that share a new storage would each get one of their own.
+        complete = sum(result is not None for result in results) == len(made) == len(set(made))
+        return tuple(results) if complete else None
+
+    def _read_one(self, tensors: Sequence[torch.Tensor], made: Any) -> Result | None:
+        layout = self.layout(made)
+        if not layout or made.requires_grad or any(made is tensor for tensor in tensors):
+            return None
+        storage = made.untyped_storage()._cdata
+        shared = [i for i, tensor in enumerate(tensors) if tensor.untyped_storage()._cdata == storage]
+        if len(shared) > 1:
+            return None
+        place = tuple(made.shape), made.stride(), int(made.storage_offset()), made.dtype, made.fake_device
+        result = Result(layout, *place, dict(made.__dict__), shared[0] if shared else None)
+        again, _ = result.again(tensors)
+        same_keys = torch._C._dispatch_key_set(again) == torch._C._dispatch_key_set(made)
+        return result if same_keys and self.layout(again) == layout and again.__dict__ == made.__dict__ else None
+
+
+@functools.cache
+def _by_layout(func: OpOverload) -> bool:
+    """Whether the result of ``func`` depends on nothing but how its arguments lie."""
+    if func._schema.is_mutable or not _NOT_BY_LAYOUT.isdisjoint(func.tags) or "lift" in func._schema.name:
+        return False
+    # Whoever registers ops of his own may register rules for fake tensors that do anything.
+    return bool(torch._library.utils.is_builtin(func))
