@@ -14,6 +14,10 @@ _ROUNDING = 22 << 20
 """Bytes: blocks of up to 1 MiB share pieces of 2 MiB, those of up to 10 MiB pieces of 20 MiB, others are whole pieces
 (c10/core/AllocatorConfig.h). One piece of each kind is only partly used."""
 
+_SLACK = 256
+"""Bytes outside an arena that several steps share are rounded up to this part of the budget: a batch that is some bytes
+larger than all before leaves the other steps' plans as they are."""
+
 _ROUNDING_SHARE = 64
 """No more than this part of the budget is set aside for it: one of less than 1.4 GiB may be exceeded by the rest."""
 
@@ -76,40 +80,52 @@ def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 @dataclass(frozen=True, slots=True)
 class BudgetBytes:
     """What a budget of ``total`` bytes is for, besides the arena, in bytes: trained weights on the device, the batch,
-    and ``outputs``."""
+    and ``outputs``. ``others``: the most that another step with the same arena has on the device outside of it."""
 
     total: int
     adapters: int
     batch: int
     outputs: int = 0
+    others: int = 0
 
     def split(self, workspaces: int = 0, *, in_blocks: bool = False) -> Budget:
         """As ``BudgetFacts.split``."""
+        whole = self._of(self.total, workspaces, in_blocks)
+        if self.others <= whole.outside:
+            return whole
+        granule = max(1, self.total // _SLACK)
+        arena = self.total - -(-self.others // granule) * granule
+        # Of a smaller budget less is set aside for rounding.
+        more = max(0, self._of(whole.outside + arena, workspaces, in_blocks).arena - arena)
+        return self._of(min(self.total, whole.outside + arena - more), workspaces, in_blocks)
+
+    def _of(self, total: int, workspaces: int, in_blocks: bool) -> Budget:
         # Workspaces are whole pieces.
-        rounding = min(_ROUNDING, -(-max(0, self.total - workspaces) // _ROUNDING_SHARE)) if in_blocks else 0
+        rounding = min(_ROUNDING, -(-max(0, total - workspaces) // _ROUNDING_SHARE)) if in_blocks else 0
         adapters = self.adapters
-        return Budget(self.total, adapters, adapters, 2 * adapters, self.batch, workspaces, self.outputs, rounding)
+        return Budget(total, adapters, adapters, 2 * adapters, self.batch, workspaces, self.outputs, rounding)
 
 
 @dataclass(frozen=True)
 class BudgetFacts:
     """What a budget of ``total`` bytes is for, besides the arena: ``trainable`` parameters, the ``batch``, and so many
-    bytes of ``outputs``."""
+    bytes of ``outputs``; ``others`` as of ``BudgetBytes``."""
 
     total: int
     trainable: Sequence[torch.Tensor]
     batch: Mapping[str, torch.Tensor]
     outputs: int = 0
+    others: int = 0
 
     def split(self, workspaces: int = 0, *, in_blocks: bool = False) -> Budget:
-        """The parts of ``total``. ``in_blocks``: the device's memory comes from PyTorch's caching allocator."""
+        """The parts of ``total``, or of less where the arena is one that ``others`` leave too. ``in_blocks``: the
+        device's memory comes from PyTorch's caching allocator."""
         return self.in_bytes().split(workspaces, in_blocks=in_blocks)
 
     def in_bytes(self) -> BudgetBytes:
         """The same without the tensors."""
-        return BudgetBytes(
-            self.total, _storage_bytes(self.trainable), _storage_bytes(self.batch.values()), self.outputs
-        )
+        trained, batch = _storage_bytes(self.trainable), _storage_bytes(self.batch.values())
+        return BudgetBytes(self.total, trained, batch, self.outputs, self.others)
 
 
 def leaving_bytes(captured: CapturedStep) -> dict[str, int]:

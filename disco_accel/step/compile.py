@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from disco_accel.capture.fake_inputs import batch_tensors
 from disco_accel.capture.parts import named_parts
 from disco_accel.capture.step import Forward, capture_forward, capture_step
 from disco_accel.decompose.micro_batches import StepOnParts
+from disco_accel.errors import BudgetTooSmall
 from disco_accel.execute.executor import EngineOptions
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.graph.traits import FOREIGN, Traits
@@ -42,6 +43,7 @@ logger = logging.getLogger("disco_accel")
 class CompileOptions:
     """How a step is planned and run; ``memory`` is the whole device budget, ``host_memory`` the host's, in bytes.
 
+    ``others``: as of ``BudgetBytes``; a step that does not fit beside them gets an arena of its own.
     ``plan_seconds``: time for the search, None = as much work as the graph is worth. ``plan_cache``: folder for plans
     of earlier runs; None = always plan. ``say``: told of each stage as it begins.
     ``captured`` is called when the trace is over. ``trained``: as in ``capture_step``. ``gather`` puts host tensors
@@ -68,6 +70,7 @@ class CompileOptions:
     shard_memory: ShardMemory | None = None
     chunks: Chunks = 1
     below: float = float("inf")
+    others: int = 0
 
 
 class NotFaster(Exception):
@@ -174,15 +177,22 @@ def _compile(
     trainable = [p for p in model.parameters() if p.requires_grad]
     # The host's optimizer has them, their gradients and its state there.
     on_device = [] if options.trained.host_has_it else trainable
-    facts = BudgetFacts(options.memory, on_device, batch, outputs)
+    # Chunks round otherwise: whether there are any must not hang by the steps before.
+    others = options.others if options.chunks == 1 else 0
+    facts = BudgetFacts(options.memory, on_device, batch, outputs, others)
     settings = PlannerSettings(options.planner, options.policy, machine, options.plan_seconds)
     store, device = plan_store(options.plan_cache, engine), run_device(engine.device)
     peers = options.devices > 1 and _copies_straight(engine, options.devices)
-    made = plan_in_chunks(
-        StepToPlan(
-            whole, sharing, costs, facts, settings, options.chunks, device, store=store, say=options.say, peers=peers
-        )
+    to_plan = StepToPlan(
+        whole, sharing, costs, facts, settings, options.chunks, device, store=store, say=options.say, peers=peers
     )
+    alone = replace(facts, others=0)
+    try:
+        made = plan_in_chunks(to_plan)
+    except BudgetTooSmall:
+        if not facts.others:
+            raise
+        made = plan_in_chunks(replace(to_plan, facts=alone))
     captured, planned = made.captured, made.planned
     used = len({vertex.device for vertex in planned.graph.vertices if vertex.kind is VertexKind.KERNEL})
     if used < options.devices:
@@ -210,7 +220,7 @@ def _compile(
         planned.cache_use,
         shards=options.shard_memory,
         chunked_kernels=0 if made.chunks is None else made.chunks.kernels,
-        recipe=PlanRecipe(made.costed, facts.in_bytes(), settings, store),
+        recipe=PlanRecipe(made.costed, alone.in_bytes(), settings, store),
     )
     return step
 

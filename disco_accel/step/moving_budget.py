@@ -38,10 +38,6 @@ QUICK_SECONDS = 1.0
 SHORT_POLL_SECONDS = 0.002
 """The same where less than a step is waited for."""
 
-_SLACK = 256
-"""Bytes outside an arena that several steps share are rounded up to this part of the budget: a batch that is some bytes
-larger than all before leaves the other steps' plans as they are."""
-
 PATIENCE_SECONDS = 600.0
 """How long a step waits for a grant that is large enough, before it is an error."""
 
@@ -77,7 +73,8 @@ class MovingBudget:
         self.last_move_seconds = 0.0
         self.patience = PATIENCE_SECONDS
         self._outside, self._target, self._least, self._wish = 0, 0, 1, most
-        self._largest_outside = 0
+        self.largest_outside = 0
+        """Bytes outside the arena, of the step that has most there."""
         self._families: dict[Hashable, PlanFamily] = {}
         self._of_recipe: dict[int, tuple[Hashable, PlanFamily]] = {}
         self._recent: deque[PlanFamily] = deque(maxlen=RECENT_STEPS)
@@ -158,7 +155,7 @@ class MovingBudget:
     def keep(self, key: Hashable, step: CompiledStep, *, found_again: bool) -> None:
         """``step`` is the first plan under ``key``, by which it is ``found_again``."""
         family = PlanFamily(step, self._host_memory)
-        self._largest_outside = max(self._largest_outside, step.budget.outside)
+        self.largest_outside = max(self.largest_outside, step.budget.outside)
         self._of_recipe[id(step.recipe)] = key, family
         if found_again:
             self._families[key] = family
@@ -229,16 +226,9 @@ class MovingBudget:
 
     def _beside_others(self, family: PlanFamily) -> int:
         """The budget of a plan of ``family`` whose arena any other step may use too, with all that it has outside."""
-        if family.outside == self._largest_outside:
-            return self.total
-        key = self.total, self._largest_outside
+        key = self.total, self.largest_outside
         if family.beside is None or family.beside[0] != key:
-            outside = family.recipe.budget(self.total).outside
-            granule = max(1, self.total // _SLACK)
-            arena = self.total - -(-self._largest_outside // granule) * granule
-            # Of a smaller budget less is set aside for rounding.
-            more = max(0, family.recipe.budget(outside + arena).arena - arena)
-            family.beside = key, min(self.total, outside + arena - more)
+            family.beside = key, family.recipe.budget(*key).total
         return family.beside[1]
 
     def _enter(self, key: Hashable, family: PlanFamily, member: Member) -> None:

@@ -31,7 +31,7 @@ class PlanRecipe:
         facts = replace(self.facts, total=total)
         return plan_step(self.costed, facts, settings, store=self.store, elsewhere=elsewhere)
 
-    def budget(self, total: int) -> Budget:
-        """The parts of ``total`` bytes."""
+    def budget(self, total: int, others: int = 0) -> Budget:
+        """The parts of ``total`` bytes, with ``others`` as of ``BudgetBytes``."""
         costs = self.costed.costs
-        return replace(self.facts, total=total).split(costs.workspaces, in_blocks=costs.in_blocks)
+        return replace(self.facts, total=total, others=others).split(costs.workspaces, in_blocks=costs.in_blocks)

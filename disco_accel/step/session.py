@@ -257,6 +257,7 @@ class Session(PlanMemory):
             self.say_once(self.config.without_effect)
         return CompileOptions(
             memory=self.budgets.total,
+            others=self.budgets.largest_outside,
             host_memory=self.settings.host_memory,
             planner=self.config.planner,
             policy=self.config.policy,

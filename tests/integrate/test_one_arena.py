@@ -93,3 +93,13 @@ def test_no_step_takes_more_than_the_budget(case: str, more: float) -> None:
     assert figures["steps_compiled"] == 12
     if more > 1:
         assert len(set(arenas[-4:])) == 1
+
+
+def test_a_step_with_less_outside_is_planned_once() -> None:
+    """Its first plan already leaves what the steps before it have outside of the arena that they share."""
+    model = prepare(family_lora("llama"), _config(16 << 20))
+    for tokens in (24, 16, 12, 24, 16, 12):
+        model(**random_batch(length=tokens)).loss.backward()
+    state = find_state(model)
+    assert state is not None
+    assert [len(family.totals()) for family in state.budgets.families()] == [1, 1, 1]

@@ -266,7 +266,7 @@ def test_what_a_forward_prints_is_told_once(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_what_garbage_collections_run_is_no_part_of_a_forward() -> None:
-    """They happen anywhere: what their callbacks count and what finalizers of unrelated objects read does not matter."""
+    """They happen anywhere: what callbacks count and finalizers of unrelated objects read does not matter."""
 
     def collected(_phase: str, _info: Any) -> None:
         global CALLS
