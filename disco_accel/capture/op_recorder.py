@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import (
     autograd_would_have_decomposed,
 )
 
-from disco_accel.capture.fake_results import FakeResults, Result
+from disco_accel.capture.result_memory import FakeResults, Result
 from disco_accel.capture.trace_log import NodeInfo, TraceLog, note
 from disco_accel.errors import CaptureError
 
@@ -161,9 +161,9 @@ class _Recorder(TorchDispatchMode):
         key = None if 0 in read.key else self._results.key(func, read.key)
         result = None if key is None else self._results.find(key)
         if isinstance(result, Result):
-            return *result.again(read.tensors), result.layout
+            return *self._results.again(result, read.tensors), result.layout
         if result is not None:
-            pairs = [(None, None) if item is None else item.again(read.tensors) for item in result]
+            pairs = [(None, None) if item is None else self._results.again(item, read.tensors) for item in result]
             made, twins = zip(*pairs, strict=True)
             return made, twins, [0 if item is None else item.layout for item in result]
         made = func(*args, **kwargs)

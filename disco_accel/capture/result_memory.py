@@ -1,4 +1,4 @@
-"""What ops make of fake tensors, remembered for the length of a trace: it depends on how the arguments lie, no more.
+"""What ops make of fake tensors, remembered from trace to trace: it depends on how the arguments lie, no more.
 
 PyTorch's fake tensors have such a memory too. It reads anew all there is to know of each argument, and takes twenty
 times as long to find the answer as to make a tensor from it.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch._ops import OpOverload
@@ -24,7 +24,7 @@ _FAKE: Any = torch._C._TorchDispatchModeKey.FAKE
 class Result:
     """A tensor that an op returned, to be made again: a new one, or a view of argument tensor ``view_of``.
 
-    ``layout``: as of ``FakeResults.layout``. ``attributes``: those of the Python object.
+    ``layout``: as of ``FakeResults.layout``. ``attributes``: those of the Python object, without its mode.
     """
 
     layout: int
@@ -36,8 +36,8 @@ class Result:
     attributes: dict[str, Any]
     view_of: int | None
 
-    def again(self, tensors: Sequence[torch.Tensor]) -> tuple[FakeTensor, FakeTensor]:
-        """The result for arguments ``tensors``, and a second tensor of the same memory."""
+    def again(self, tensors: Sequence[torch.Tensor], mode: FakeTensorMode) -> tuple[FakeTensor, FakeTensor]:
+        """The result for arguments ``tensors`` under ``mode``, and a second tensor of the same memory."""
         with torch._C._DisableTorchDispatch():
             if self.view_of is None:
                 below = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
@@ -45,29 +45,40 @@ class Result:
                 storage: Any = tensors[self.view_of].untyped_storage()
                 below = torch.empty(0, dtype=self.dtype, device="meta")
                 below.set_(storage, self.offset, self.shape, self.stride)
-            return self._wrapped(below), self._wrapped(below)
+            return self._wrapped(below, mode), self._wrapped(below, mode)
 
-    def _wrapped(self, below: torch.Tensor) -> FakeTensor:
+    def _wrapped(self, below: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
         made: Any = torch.Tensor._make_subclass(
             FakeTensor, below, False, dispatch_device=True, device_for_backend_keys=self.device
         )
-        if self.attributes["fake_mode"]._allow_unsafe_data_ptr_access:
+        if mode._allow_unsafe_data_ptr_access:
             torch._C._set_warn_deprecated_on_mutable_data_ptr(made)
         else:
             torch._C._set_throw_on_mutable_data_ptr(made)
-        made.__dict__.update(self.attributes)
+        made.__dict__.update(self.attributes, fake_mode=mode)
         return made  # type: ignore[no-any-return]
+
+
+_MOST = 50_000
+"""Results that are kept: ten models of 80 layers in two lengths each, some ten MiB."""
 
 
 class FakeResults:
     """Results of the ops of a trace under the fake mode that is on when this is made, by what they depend on."""
 
+    _layouts: ClassVar[dict[tuple[Any, ...], int]] = {}
+    _results: ClassVar[dict[tuple[Any, ...], Result | tuple[Result | None, ...] | None]] = {}
+    """Of all traces, one of which runs at a time."""
+
     def __init__(self) -> None:
         mode: Any = torch._C._get_dispatch_mode(_FAKE)
         plain = type(mode) is FakeTensorMode and mode.shape_env is None and not mode.propagate_real_tensors
         self._mode: Any = mode if plain else None
-        self._layouts: dict[tuple[Any, ...], int] = {}
-        self._results: dict[tuple[Any, ...], Result | tuple[Result | None, ...] | None] = {}
+        self._settings = (mode.allow_fallback_kernels, mode.static_shapes) if plain else ()
+        if len(self._results) > _MOST:
+            # No trace knows a number of a layout now.
+            self._results.clear()
+            self._layouts.clear()
 
     def layout(self, tensor: torch.Tensor) -> int:
         """A number for all that an op's result may depend on in a tensor without values; 0 for any other tensor."""
@@ -88,7 +99,12 @@ class FakeResults:
         if mode is not self._mode or not _by_layout(func):
             return None
         default: Any = torch._C._get_default_device()
-        return func, torch.get_default_dtype(), default, torch.is_inference_mode_enabled(), *arguments
+        inference = torch.is_inference_mode_enabled()
+        return func, self._settings, torch.get_default_dtype(), default, inference, *arguments
+
+    def again(self, result: Result, tensors: Sequence[torch.Tensor]) -> tuple[FakeTensor, FakeTensor]:
+        """As ``Result.again``, in this trace."""
+        return result.again(tensors, self._mode)
 
     def find(self, key: tuple[Any, ...]) -> Result | tuple[Result | None, ...] | None:
         """What the call with ``key`` returned before; None if it can't be made again."""
@@ -119,8 +135,9 @@ class FakeResults:
         if len(shared) > 1:
             return None
         place = tuple(made.shape), made.stride(), int(made.storage_offset()), made.dtype, made.fake_device
-        result = Result(layout, *place, dict(made.__dict__), shared[0] if shared else None)
-        again, _ = result.again(tensors)
+        attributes = {name: value for name, value in made.__dict__.items() if name != "fake_mode"}
+        result = Result(layout, *place, attributes, shared[0] if shared else None)
+        again, _ = self.again(result, tensors)
         same_keys = torch._C._dispatch_key_set(again) == torch._C._dispatch_key_set(made)
         return result if same_keys and self.layout(again) == layout and again.__dict__ == made.__dict__ else None
 
