@@ -18,6 +18,7 @@ from disco_accel.config.settings import DiscoConfig, shared_weights_folder
 from disco_accel.errors import BudgetTooSmall, CaptureError
 from disco_accel.execute.engine_options import threads_beside
 from disco_accel.execute.executor import EngineOptions
+from disco_accel.gc_pause import collector_paused
 from disco_accel.graph.traits import FOREIGN, RENEWED
 from disco_accel.native.backend import backend_of, release_workspaces, run_device
 from disco_accel.native.out_of_memory import typed_out_of_memory
@@ -217,7 +218,12 @@ class Session(PlanMemory):
             watched = functools.partial(self.effects.of_trace, model)
             options = self._compile_options((watched, *contexts()))
             # In this order: whoever waits for forwards of other threads must not hold what those may wait for.
-            with typed_out_of_memory("preparing the step"), self.messages.making(what) as stage, ExitStack() as gates:
+            with (
+                collector_paused(),
+                typed_out_of_memory("preparing the step"),
+                self.messages.making(what) as stage,
+                ExitStack() as gates,
+            ):
                 for gate in self.gates():
                     gates.enter_context(gate.tracing())
                 with capturing(), self.effects.of_capture():

@@ -99,6 +99,8 @@ class ModelState:
 
     def snapshot(self, model: torch.nn.Module) -> PythonState:
         """The whole state now, also what no forward was seen to read."""
+        if self._last is not None and self._names is None and self._last.same():
+            return self._last
         return PythonState(model, None, self._code.items())
 
     def ran(self, model: torch.nn.Module, executed: ExecutedCode, *, changed: bool) -> None:

@@ -43,6 +43,8 @@ MAX_CONTAINERS = 200_000
 _UNREAD_CONTAINERS = 20_000
 """Of these and twenty for each module, all are looked at before it is known which a forward reads: a second or two."""
 
+_SIMPLE = (*PLAIN, *ATOMS)
+_PLAIN_TYPES = frozenset(PLAIN)
 _COLLECTIONS = (set, collections.deque, bytearray, array.array)
 _REPORTERS = (
     *("aim", "clearml", "comet_ml", "coverage", "dvclive", "mlflow", "neptune", "rich", "sentry_sdk", "swanlab"),
@@ -149,7 +151,7 @@ class Walk:
 
     def describe(self, value: Any, where: str) -> str:
         """The value's share of the digest; containers that it leads to are queued."""
-        if isinstance(value, (*PLAIN, *ATOMS)):
+        if type(value) in _PLAIN_TYPES or isinstance(value, _SIMPLE):
             return plain_text(value)
         known = self._memo.get(id(value))
         if known is not None:
@@ -225,9 +227,15 @@ class Walk:
     def _entry(self, container: Container, key: Any, value: Any) -> str:
         if value is ABSENT:
             return "absent"
+        # Most entries are plain or were met before: no name is made for those.
+        if type(value) in _PLAIN_TYPES:
+            return plain_text(value)
+        known = self._memo.get(id(value))
+        if known is not None:
+            return known
         owner, where = container.owner, below(container, key)
         of_module = container.kind is Kind.ATTRIBUTES and isinstance(owner, torch.nn.Module)
-        if of_module and key in HOOKS and id(value) not in self._memo:
+        if of_module and key in HOOKS:
             return self._describe_hooks(owner, key, value, where)
         return self.describe(value, where)
 
@@ -258,6 +266,9 @@ class Walk:
         """Hooks in their order, each with how it is called; their numbers, which count all hooks ever made, are left
         out."""
         self._memo.setdefault(id(table), f"@{len(self._memo)}")
+        if not table:
+            self.containers.append(Container(Kind.DICT, table, where, [], ""))
+            return "hooks()"
         flags = [vars(module).get(f"{key}{how}", {}) for how in ("_with_kwargs", "_always_called")]
         container = Container(Kind.DICT, table, where, [], "")
         container.snapshot = content_of(container)
@@ -337,7 +348,7 @@ def _registry(namespace: dict[str, Any], value: Any) -> bool:
     """Whether ``value`` is an object of a module of Python's own, where other programs register import hooks, handlers,
     traces: no state of a model, and a way to the state of everything else. Functions, classes and plain values of such
     modules count."""
-    if isinstance(value, (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type, *PLAIN, *ATOMS)):
+    if isinstance(value, (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type, *_SIMPLE)):
         return False
     return is_standard(str(namespace.get("__name__"))) and not _is_generator(value)
 
