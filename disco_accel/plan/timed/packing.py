@@ -116,6 +116,11 @@ ORDERS: tuple[_Key, ...] = (
 """Orders in which buffers get offsets, most promising first; buffers that are always live precede the others."""
 
 
+_LOW_ENOUGH = 200
+"""The lowest packing is looked for down to this part above the bytes that are live at once. For the last 0.2 % of 22
+layers 120 more rounds took half of the time for planning a step that fits."""
+
+
 @dataclass(frozen=True, slots=True)
 class Packed:
     """``height``: the bytes taken; ``offsets``: of each buffer; ``order``: in which the buffers got them; ``tried``:
@@ -149,7 +154,9 @@ def pack(
         if best.height <= limit:
             break
     assert best is not None
-    limit = limit or _live_peak(buffers)
+    if not limit:
+        peak = _live_peak(buffers)
+        limit = peak + peak // _LOW_ENOUGH
     # Rounds go on from the best order, then once more if that is a hair's breadth above the limit. Where ranges have to
     # lie side by side they begin anew, with the longest lived first: these are in the way of the others.
     many = order is None and len(buffers) >= longest_first_from
