@@ -164,8 +164,8 @@ def halves_round_alike(captured: CapturedStep, step: StepInChunks) -> bool:
 
 
 def test_without_sums_the_bits_are_those_of_the_whole_step() -> None:
-    """Only the loss of two rows adds up two halves, which may round it; no gradient is made of it. They have the bits of
-    the whole step where a library's kernel for half of the rows rounds as the one for all."""
+    """Only the loss of two rows adds up two halves, which may round it; no gradient is made of it. Those have the bits
+    of the whole step where a library's kernel for half of the rows rounds as the one for all."""
     captured, inputs = captured_lora("llama", 2, 32)
     step = in_chunks(captured, 2, 20000, CPU)
     assert step.kernels > 100 and step.sums == 1
