@@ -27,6 +27,8 @@ def _installed(form: str) -> bool:
     return True
 
 
+# A minute; on emulated CUDA these stages run too.
+@pytest.mark.long
 def test_all_measurements_run_on_the_host_device(tmp_path: Path) -> None:
     """What needs CUDA says so; the rest measures, and nothing is wrong."""
     found = _run(tmp_path, "build", "8b", "70b", "lookahead", "link", "sanitizer")
