@@ -6,13 +6,15 @@ Without optimum-quanto's float8 and int4, which it packs anew on a GPU, by ``qua
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
 
 from disco_accel import DiscoConfig, prepare, restore, stats
-from disco_accel.capture.parts import frozen_parts
+from disco_accel.capture.parts import frozen_parts, states_replaced
 from disco_accel.errors import CaptureError
 from disco_accel.testing.models import family_lora, random_batch
 from disco_accel.testing.quantised import FORMS, Quantise, bnb_int8
@@ -42,11 +44,22 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
+@pytest.fixture
+def moved() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
 @pytest.mark.parametrize("form", HERE)
-def test_packed_weights_train_and_evaluate_as_in_eager_mode(form: str) -> None:
+def test_packed_weights_train_and_evaluate_as_in_eager_mode(form: str, moved: ExitStack) -> None:
     """Steps under the least budget, dispatched at random, and under one that holds all; evaluation, whose weights visit
     the device module by module, between them. Weights are on the host afterwards, with the bits that they had."""
     model, eager = model_of(HERE[form]), model_of(HERE[form]).to(CUDA)
+    # ``to`` leaves what hqq and bitsandbytes' 8 bits keep beside their weights where it was.
+    for weight in eager.parameters():
+        beside = {name: value.to(CUDA) for name, value in vars(weight).items() if isinstance(value, torch.Tensor)}
+        vars(weight).update(beside)
+    moved.enter_context(states_replaced(eager, lambda leaf: leaf.to(CUDA)))
     packed = {name: part.clone() for name, part in frozen_parts(model).items()}
 
     def assert_step(seed: int) -> None:
