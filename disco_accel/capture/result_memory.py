@@ -7,6 +7,7 @@ times as long to find the answer as to make a tensor from it.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -63,22 +64,30 @@ _MOST = 50_000
 """Results that are kept: ten models of 80 layers in two lengths each, some ten MiB."""
 
 
+class _Memory:
+    """``layouts``: what is known of a tensor → a number of its own, also where two threads ask at once. ``results``:
+    what a call depends on → what it returned."""
+
+    def __init__(self) -> None:
+        self.layouts: dict[tuple[Any, ...], int] = {}
+        self.results: dict[tuple[Any, ...], Result | tuple[Result | None, ...] | None] = {}
+        self.numbers = itertools.count(1)
+
+
 class FakeResults:
     """Results of the ops of a trace under the fake mode that is on when this is made, by what they depend on."""
 
-    _layouts: ClassVar[dict[tuple[Any, ...], int]] = {}
-    _results: ClassVar[dict[tuple[Any, ...], Result | tuple[Result | None, ...] | None]] = {}
-    """Of all traces, one of which runs at a time."""
+    _of_all_traces: ClassVar[_Memory] = _Memory()
 
     def __init__(self) -> None:
         mode: Any = torch._C._get_dispatch_mode(_FAKE)
         plain = type(mode) is FakeTensorMode and mode.shape_env is None and not mode.propagate_real_tensors
         self._mode: Any = mode if plain else None
         self._settings = (mode.allow_fallback_kernels, mode.static_shapes) if plain else ()
-        if len(self._results) > _MOST:
-            # No trace knows a number of a layout now.
-            self._results.clear()
-            self._layouts.clear()
+        if len(self._of_all_traces.results) > _MOST:
+            # A trace under way keeps the one that its numbers are of.
+            FakeResults._of_all_traces = _Memory()
+        self._memory = self._of_all_traces
 
     def layout(self, tensor: torch.Tensor) -> int:
         """A number for all that an op's result may depend on in a tensor without values; 0 for any other tensor."""
@@ -90,7 +99,7 @@ class FakeResults:
         data = extract_tensor_metadata(tensor)
         place = data.dtype, tuple(data.shape), tuple(data.stride), data.device, data.storage_offset, data.storage_bytes
         flags = data.is_quantized, data.is_conj, data.is_neg, data.is_inference
-        return self._layouts.setdefault((*place, *flags), len(self._layouts) + 1)
+        return self._memory.layouts.setdefault((*place, *flags), next(self._memory.numbers))
 
     def key(self, func: OpOverload, arguments: list[Any]) -> tuple[Any, ...] | None:
         """What the result of ``func`` depends on: ``arguments`` has the layout of each tensor, and each number with
@@ -108,12 +117,12 @@ class FakeResults:
 
     def find(self, key: tuple[Any, ...]) -> Result | tuple[Result | None, ...] | None:
         """What the call with ``key`` returned before; None if it can't be made again."""
-        return self._results.get(key)
+        return self._memory.results.get(key)
 
     def keep(self, key: tuple[Any, ...], tensors: Sequence[torch.Tensor], returned: Any) -> None:
         """Remember what the call with ``key`` returned for argument tensors ``tensors``."""
-        if key not in self._results:
-            self._results[key] = self._read(tensors, returned)
+        if key not in self._memory.results:
+            self._memory.results[key] = self._read(tensors, returned)
 
     def _read(self, tensors: Sequence[torch.Tensor], returned: Any) -> Result | tuple[Result | None, ...] | None:
         if isinstance(returned, torch.Tensor):

@@ -14,8 +14,10 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
+from disco_accel.capture import result_memory
 from disco_accel.capture.constants import tracing_mode
 from disco_accel.capture.op_recorder import Trace, record_ops
+from disco_accel.capture.result_memory import FakeResults
 from disco_accel.capture.step import capture_forward
 from disco_accel.capture.storages import tensor_spec, tensors_of
 from disco_accel.capture.trace_log import TraceLog
@@ -154,6 +156,20 @@ def test_the_ops_are_those_that_make_fx_traces(work: Work) -> None:
     traced = _ops(_traced(work, lambda call, tensors: make_fx(call, tracing_mode="real")(tensors)).graph)
     assert recorded == traced
     assert len(recorded) > 5
+
+
+@pytest.mark.parametrize("work", _WORK)
+def test_a_second_trace_finds_the_results_of_the_first(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the same ops under a mode of its own, and makes no result anew that the first could keep. A trace after all
+    results were forgotten has the same ops, too."""
+    first = _ops(_traced(work, _recorded).graph)
+    kept: list[Any] = []
+    monkeypatch.setattr(FakeResults, "keep", lambda self, key, tensors, returned: kept.append((key[0], returned)))
+    assert _ops(_traced(work, _recorded).graph) == first
+    assert [op for op, returned in kept if isinstance(returned, torch.Tensor)] == []
+    monkeypatch.undo()
+    monkeypatch.setattr(result_memory, "_MOST", -1)
+    assert _ops(_traced(work, _recorded).graph) == first
 
 
 class _Doubling(TorchDispatchMode):
