@@ -160,8 +160,8 @@ def test_the_ops_are_those_that_make_fx_traces(work: Work) -> None:
 
 @pytest.mark.parametrize("work", _WORK)
 def test_a_second_trace_finds_the_results_of_the_first(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has the same ops under a mode of its own, and makes no result anew that the first could keep. A trace after all
-    results were forgotten has the same ops, too."""
+    """It has the same ops under a mode of its own, and makes no result anew that the first could keep. A trace after
+    all results were forgotten has the same ops, too."""
     first = _ops(_traced(work, _recorded).graph)
     kept: list[Any] = []
     monkeypatch.setattr(FakeResults, "keep", lambda self, key, tensors, returned: kept.append((key[0], returned)))
