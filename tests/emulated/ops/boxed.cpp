@@ -196,6 +196,8 @@ void call_op_at_once(const c10::OperatorHandle& op, Stack* stack) {
     if (writes(schema, i) && arguments[i].isTensor()) written.push_back(arguments[i].toTensor());
   }
   Stack results = host_arguments(schema, arguments, false);
+  // As in ``compute``.
+  const Stack held = results;
   {
     const c10::InferenceMode inference;
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &results);

@@ -20,6 +20,9 @@ void compute(Job& job) {
     job.body(job);
     return;
   }
+  // A kernel with several outputs returns references to them, and the arguments are dropped before those are
+  // read: somebody else has to hold these tensors (seen with PyTorch 2.11).
+  const Stack held = job.arguments;
   job.op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &job.arguments);
   std::size_t next = 0;
   for (const c10::IValue& value : job.arguments) {
