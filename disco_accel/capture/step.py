@@ -26,11 +26,12 @@ from disco_accel.capture.lower import InputFlags, Lowering, hold_back, lower_ops
 from disco_accel.capture.op_recorder import Trace, record_ops
 from disco_accel.capture.parts import named_parts, place, rebuilt, states_replaced
 from disco_accel.capture.returned_fields import REAL_DTYPES, NoSuchOutput, loss_of, tensor_of
-from disco_accel.capture.rng import chain_draws, draws, random_sites, user_generator
+from disco_accel.capture.rng import chain_draws, random_sites, user_generator
 from disco_accel.capture.storages import storage_key, tensor_spec
 from disco_accel.capture.thread_tables import own_tables
 from disco_accel.capture.trace_log import TraceLog, active_log, logging_trace
 from disco_accel.capture.traced_step import Rewrite, TracedStep
+from disco_accel.capture.unread_nodes import remove_unread
 from disco_accel.capture.waiting_modules import modules_wait
 from disco_accel.errors import CaptureError
 from disco_accel.graph.op_traits import op_traits
@@ -383,12 +384,12 @@ def _lower(
 ) -> CapturedStep:
     refuse_cudnn_attention(trace.graph)
     drawing = random_sites(trace.graph, log)
-    _remove_unread(trace.graph)
+    remove_unread(trace.graph)
     constants = bind()
     traced = rewrite(TracedStep(trace.graph, sources, drawing, log.output_grads))
     graph, sites = traced.graph, traced.sites
     if graph is not trace.graph:
-        _remove_unread(graph)
+        remove_unread(graph)
     source_of = dict(zip(graph.find_nodes(op="placeholder"), sources, strict=True))
     low = Lowering(device=str(where))
     bindings: list[InputBinding] = []
@@ -433,20 +434,6 @@ def _lower(
     applied: list[AppliedPass] = []
     task = run_passes(TaskGraph(name, (device,), tuple(low.vertices), low.ops), passes, applied)
     return CapturedStep(task, tuple(bindings), outputs, gradients, constants, passes=tuple(applied))
-
-
-def _remove_unread(graph: fx.Graph) -> None:
-    """Remove nodes whose results nobody reads, as ``eliminate_dead_code`` does, without its check of the graph."""
-    for node in reversed(graph.nodes):
-        if not node.users and not _must_stay(node):
-            graph.erase_node(node)
-
-
-def _must_stay(node: fx.Node) -> bool:
-    if node.op in ("placeholder", "output"):
-        return True
-    # Eager draws the numbers that nobody reads too.
-    return draws(node) or (isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable)
 
 
 def _value(low: Lowering, name: str, node: fx.Node) -> ValueBinding:

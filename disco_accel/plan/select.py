@@ -10,7 +10,7 @@ from typing import Protocol
 
 from disco_accel.errors import BudgetTooSmall, ConfigError, PlanError
 from disco_accel.gc_pause import collector_paused
-from disco_accel.graph.check import called, check_taskgraph, largest_need
+from disco_accel.graph.check import called, check_taskgraph
 from disco_accel.graph.home_uses import host_devices
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.order import serial_order
@@ -25,7 +25,12 @@ from disco_accel.graph.values import (
 )
 from disco_accel.plan.buildmemgraph.builder import build
 from disco_accel.plan.buildmemgraph.eviction import AUTO, Policy, policy_named
-from disco_accel.plan.buildmemgraph.min_memory import Attempt, first_fitting, smallest_feasible_memory
+from disco_accel.plan.buildmemgraph.min_memory import (
+    Attempt,
+    first_fitting,
+    has_ample_memory,
+    smallest_feasible_memory,
+)
 from disco_accel.plan.buildmemgraph.residents import Residents, first_choices, improve, plain_choices
 from disco_accel.plan.buildmemgraph.sim_malloc import Repairs
 from disco_accel.plan.candidates import Candidates
@@ -51,10 +56,6 @@ at most so many times what it takes with memory for everything."""
 _SLACK = 0.3
 """Share of the memory that look-ahead leaves free where devices work side by side: with it, what one of them writes
 seldom has to wait for another."""
-
-_AMPLE = 4
-"""A memory of so many times what the largest kernel needs is enough for BUILDMEMGRAPH. To ask it takes a third of the
-planning of 80 layers that do not fit."""
 
 _PATIENCE = 10.0
 """How often kernels could copy their outputs to the host and back where only the memory of a plan counts."""
@@ -259,7 +260,7 @@ def plan_timed(
     if not_offloaded or _beyond_build(graph) is not None:
         return _plan_timed_alone(graph, cyclic, machine, work, applied, not_offloaded)
     attempts = partial(_attempts, lookahead=lookahead)
-    if not _has_ample_memory(graph) and first_fitting(graph, policy, cyclic, attempts) is None:
+    if not has_ample_memory(graph) and first_fitting(graph, policy, cyclic, attempts) is None:
         raise _too_small(graph, policy, cyclic, lookahead, work)
     orders = OrderChoices.of(graph, machine)
     enough = _NEAR * orders.fastest if orders.passes else _GOOD * _compute(graph, machine)
@@ -282,12 +283,6 @@ def plan_timed(
         return plan_build(graph, policy, cyclic, lookahead, machine, work=work, applied=applied)
     _note_orders(graph, plans, applied)
     return plans.best
-
-
-def _has_ample_memory(graph: TaskGraph) -> bool:
-    """Whether each device has so much more than any of its kernels needs that BUILDMEMGRAPH need not be asked."""
-    devices = [device for device in graph.devices if not device.host]
-    return all(_AMPLE * largest_need(graph, device.id)[0] <= device.memory for device in devices)
 
 
 def fits(graph: TaskGraph) -> bool:

@@ -26,7 +26,7 @@ import torch
 RUNS = 3
 """Of eager at most."""
 MARGIN = 2.0
-"""Times eager's largest own distance in a tensor. With ``MIDDLE`` it refused none of 300 steps of eager's."""
+"""Times eager's largest own distance in a tensor. With ``MIDDLE`` it refused none of 300 simulated steps."""
 MIDDLE = 1.25
 """Times eager's own distance, in the middle tensor: an error in all tensors shows below ``MARGIN``."""
 FEW = 16
