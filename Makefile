@@ -50,10 +50,10 @@ test: setup  ## set-up, lint and all tests; the last line is pytest's
 
 # Most of lint is one process: the other core compiles meanwhile.
 deepspeed-op: $(INSTALLED)
-	@$(PY) -m tests.deepspeed_op >/dev/null
+	@$(PY) -m tests.support.deepspeed_op >/dev/null
 
 quanto-op: $(INSTALLED)
-	@PYTHONPATH=$(CURDIR)/$(VENV)/quantised $(PY) -m tests.quanto_op >/dev/null
+	@PYTHONPATH=$(CURDIR)/$(VENV)/quantised $(PY) -m tests.support.quanto_op >/dev/null
 
 breadth: setup  ## what `make test` leaves out: the other cases of tests/sampled.txt and long tests
 	@$(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder --instafail -m "long"
@@ -67,7 +67,7 @@ sanitize: setup  ## 10^4 random programs plain and under sanitizers, 10^3 steps 
 	@$(PY) -m pytest -s tests/runtime_ext/test_core.py tests/execute/test_soak.py tests/execute/test_devices.py
 
 fuzz: setup  ## 10^5 damaged files against the command line; half an hour on one core
-	@$(PY) -m disco_accel.testing.fuzz --count 100000 --keep out/fuzz
+	@$(PY) -m tests.cli.fuzz --count 100000 --keep out/fuzz
 
 # One process; about half an hour for 10^5 graphs.
 safety: export OMP_NUM_THREADS := 1

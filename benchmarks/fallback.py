@@ -16,7 +16,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from disco_accel import DiscoConfig, prepare, stats
-from disco_accel.testing.models import random_batch, tiny_lora
+from tests.support.models import random_batch, tiny_lora
 
 
 def seconds(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> float:

@@ -1,6 +1,6 @@
 """Times of one training step, taken in turn: eager, planned, the same plan one vertex after another, and all resident.
 
-    export LD_PRELOAD=$(python -m disco_accel.native.malloc_watch)
+    export LD_PRELOAD=$(python -m tests.support.malloc_watch)
     python -m benchmarks.interleaved configs/lora_demo.yaml --config configs/disco.yaml --rounds 5 -o out/step
 
 Prints one JSON object: a list of seconds for each variant, the sizes of the plan, and what the engine counted. With
@@ -24,11 +24,11 @@ from benchmarks.training import Workload, load_workload
 from disco_accel import prepare, stats
 from disco_accel.config.settings import DiscoConfig
 from disco_accel.execute.executor import Event, Executor
-from disco_accel.native import malloc_watch
 from disco_accel.observe.report import write_report
 from disco_accel.plan.summary import link_bytes
 from disco_accel.sizes import parse_size
 from disco_accel.step.compiled_step import CompiledStep
+from tests.support import malloc_watch
 
 
 def synchronous_twin(step: CompiledStep) -> Executor:
@@ -150,7 +150,7 @@ def main(argv: list[str] | None = None) -> int:
         config = dataclasses.replace(config, memory_budget=parse_size(args.budget))
     if not malloc_watch.active():
         parser.error(
-            "run it as LD_PRELOAD=$(python -m disco_accel.native.malloc_watch) python -m benchmarks.interleaved ..."
+            "run it as LD_PRELOAD=$(python -m tests.support.malloc_watch) python -m benchmarks.interleaved ..."
         )
     variants = Variants(args.recipe, config)
     result = measure(variants, args.rounds)

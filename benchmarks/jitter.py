@@ -21,8 +21,8 @@ from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.graph.values import host_copy_exists
 from disco_accel.plan import Machine, make_plan
-from disco_accel.testing.tensor_parallel import PrefillShape, tensor_parallel_prefill
 from disco_accel.verify.static import verify
+from tests.support.graphs.tensor_parallel import PrefillShape, tensor_parallel_prefill
 
 _SHARE = 0.4
 """Memory of each device over what its weights take."""

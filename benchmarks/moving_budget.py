@@ -29,7 +29,7 @@ from disco_accel import DiscoConfig, prepare, restore, set_memory_budget, stats
 from disco_accel.sizes import format_size, parse_size
 from disco_accel.step.grant_source import use_grants
 from disco_accel.step.session import find_state
-from disco_accel.testing.file_ledger import FileLedger
+from tests.support.file_ledger import FileLedger
 
 WIDTH, DEPTH, SHALLOW = 256, 24, 2
 """Weights of 256 KiB, 6 MiB in all."""

@@ -14,7 +14,7 @@ import torch
 from benchmarks.shapes import Shape, frozen_bytes
 from disco_accel.errors import ConfigError
 from disco_accel.measure.quantised_estimate import PackedForm, PackedWeight
-from disco_accel.testing.quantised import Quantise, bnb_4bit, bnb_int8, torchao
+from tests.support.quantised import Quantise, bnb_4bit, bnb_int8, torchao
 
 APART = Path(sys.prefix) / "quantised"
 """Where ``make setup`` puts the libraries, not on the path: PEFT imports them wherever it finds them."""

@@ -29,15 +29,15 @@ from disco_accel.plan import POLICIES, make_plan
 from disco_accel.plan.buildmemgraph.builder import build
 from disco_accel.plan.buildmemgraph.residents import Residents
 from disco_accel.plan.infeasible import Infeasible
-from disco_accel.testing.faults import FAULTS, Fault
-from disco_accel.testing.plans import tight_plans
-from disco_accel.testing.range_faults import RANGE_FAULTS, ranged_plan, ranged_plans
-from disco_accel.testing.renewed_plans import RENEWED_FAULTS, RENEWED_SHAPES, has_renewed, renewed_plans
-from disco_accel.testing.state_faults import STATE_FAULTS
-from disco_accel.testing.state_plans import TIMED_SHAPES, state_plans
-from disco_accel.testing.strategies import Shape, held, random_taskgraph, with_room, with_working_sets, working_set
-from disco_accel.verify.adversary import run_reference
 from disco_accel.verify.static import verify
+from tests.support.faults.faults import FAULTS, Fault
+from tests.support.faults.range_faults import RANGE_FAULTS, ranged_plan, ranged_plans
+from tests.support.faults.state_faults import STATE_FAULTS
+from tests.support.graphs.strategies import Shape, held, random_taskgraph, with_room, with_working_sets, working_set
+from tests.support.oracles.adversary import run_reference
+from tests.support.plans.plans import tight_plans
+from tests.support.plans.renewed_plans import RENEWED_FAULTS, RENEWED_SHAPES, has_renewed, renewed_plans
+from tests.support.plans.state_plans import TIMED_SHAPES, state_plans
 
 Plans = Callable[[int, int], list[tuple[TaskGraph, MemGraph]]]
 """So many plans of random graphs, from a first seed on."""

@@ -28,9 +28,9 @@ from disco_accel.graph.values import host_copy_exists
 from disco_accel.plan import make_plan
 from disco_accel.plan.common.transitive_reduction import remove_implied_edges
 from disco_accel.sizes import format_size, parse_size
-from disco_accel.testing.lora_graph import LoraShape, lora_graph
-from disco_accel.testing.tensor_parallel import PrefillShape, layers_for, tensor_parallel_prefill
 from disco_accel.verify.static import verify
+from tests.support.graphs.lora_graph import LoraShape, lora_graph
+from tests.support.graphs.tensor_parallel import PrefillShape, layers_for, tensor_parallel_prefill
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = (10_000, 30_000, 100_000, 300_000, 1_000_000)

@@ -30,7 +30,7 @@ from disco_accel.sizes import format_size
 from disco_accel.store.client import Store
 from disco_accel.store.offload import offload
 from disco_accel.store.saved_activations import saved_activations
-from disco_accel.testing.models import tiny_lora
+from tests.support.models import tiny_lora
 
 SHAPE = {"layers": 6, "hidden": 256, "vocabulary": 512, "max_position_embeddings": 512}
 BATCH, LENGTH = 2, 256

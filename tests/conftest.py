@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import deepspeed_op
+from tests.support import deepspeed_op
 
 ROOT = Path(__file__).resolve().parents[1]
 LONG = (

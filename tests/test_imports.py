@@ -30,8 +30,6 @@ TORCH_FREE = (
     "sizes",
     "store.figures",
     "store.server",
-    "testing.faults",
-    "testing.strategies",
     "threads",
     "verify",
     "version",
@@ -40,7 +38,7 @@ TORCH_FREE = (
 TORCH_WHEN_ASKED = ("config.device_choice",)
 
 HUGGING_FACE = ("accelerate", "deepspeed", "peft", "transformers")
-MAY_USE_HUGGING_FACE = ("disco_accel.integrate", "disco_accel.testing", "recipes", "benchmarks")
+MAY_USE_HUGGING_FACE = ("disco_accel.integrate", "recipes", "benchmarks")
 
 # Each part of the pipeline and what it may import of ours, from the first stage to the last. The modules at the top are
 # open to all, and import nothing but each other.
@@ -144,7 +142,6 @@ def test_torch_free_modules_import_no_torch() -> None:
 def test_the_torch_free_part_loads_without_torch() -> None:
     """Also what those modules import in turn: torch is made unimportable, and all of them must load."""
     there = [name_of(p) for p in CODE if within(name_of(p).removeprefix("disco_accel."), TORCH_FREE)]
-    there = [name for name in there if not name.startswith("disco_accel.testing")]
     assert "disco_accel.config.settings" in there and "disco_accel.graph.taskgraph" in there
     program = f"import sys\nsys.modules['torch'] = None\nfor name in {there!r}:\n    __import__(name)\n"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=500, cwd=ROOT)

@@ -25,7 +25,7 @@ from benchmarks.demo.report import BudgetRun, Check, first_comparison, limits, p
 from benchmarks.running import announce, run
 from disco_accel.config.settings import DiscoConfig
 from disco_accel.graph.files import write_atomically
-from disco_accel.native import malloc_watch
+from tests.support import malloc_watch
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = "configs/lora_demo.yaml"

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.shapes import PRESETS, Shape
 from disco_accel.native.host_memory import HostMemory
 from disco_accel.step.placement import keep_arena
-from disco_accel.testing.quantised import Quantise
+from tests.support.quantised import Quantise
 
 SMALL = PRESETS["tiny"]
 

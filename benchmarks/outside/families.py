@@ -16,7 +16,7 @@ from peft import LoraConfig, get_peft_model
 from test_training_mixin import TrainingTesterMixin
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from disco_accel.testing.models import TEN_FAMILIES
+from tests.support.models import TEN_FAMILIES
 
 _SIZES = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 99, "max_position_embeddings": 128}
 

@@ -12,7 +12,7 @@ from disco_accel.graph.files import read_taskgraph
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex
 from disco_accel.graph.values import overwrites
 from disco_accel.sizes import parse_size
-from disco_accel.testing.lora_graph import LoraShape, prefill_graph
+from tests.support.graphs.lora_graph import LoraShape, prefill_graph
 
 GRAPHS = Path(__file__).resolve().parents[2] / "tests" / "data" / "graphs"
 

@@ -22,11 +22,11 @@ from disco_accel.graph.memgraph import MemGraph
 from disco_accel.plan import make_plan
 from disco_accel.plan.bound import Bound, bound_of
 from disco_accel.simulate.simulator import Link, Machine, Simulator
-from disco_accel.testing.renewed_plans import RENEWED_SHAPES
-from disco_accel.testing.state_plans import TIMED_SHAPES
-from disco_accel.testing.strategies import Shape, random_taskgraph, with_room
-from disco_accel.testing.weight_chains import tight_chain
 from disco_accel.verify.static import verify
+from tests.support.graphs.strategies import Shape, random_taskgraph, with_room
+from tests.support.graphs.weight_chains import tight_chain
+from tests.support.plans.renewed_plans import RENEWED_SHAPES
+from tests.support.plans.state_plans import TIMED_SHAPES
 
 PARTS = tuple(field.name for field in fields(Bound) if field.name != "lp_reload_bytes")
 SHAPES = (

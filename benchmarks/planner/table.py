@@ -35,8 +35,8 @@ from disco_accel.plan.summary import copied_bytes
 from disco_accel.plan.timed.requirements import requirements_of
 from disco_accel.simulate.simulator import Link, Machine, simulate
 from disco_accel.sizes import format_size, parse_size
-from disco_accel.testing.lora_graph import LoraShape, lora_graph, prefill_graph
 from disco_accel.verify.static import verify
+from tests.support.graphs.lora_graph import LoraShape, lora_graph, prefill_graph
 
 ROOT = Path(__file__).resolve().parents[2]
 GRAPHS = ROOT / "tests" / "data" / "graphs"

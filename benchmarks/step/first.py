@@ -18,7 +18,7 @@ import torch
 
 from disco_accel import DiscoConfig, prepare
 from disco_accel.step.session import find_state
-from disco_accel.testing.models import random_batch, tiny_lora
+from tests.support.models import random_batch, tiny_lora
 
 
 def first_steps(layers: int, budget: str, lengths: Sequence[int]) -> Iterator[dict[str, float]]:

@@ -1,1 +1,1 @@
-"""The judges of a plan (no code of the planner's): a static one, and an adversary that runs it in the worst order."""
+"""The static judge of a plan, without code of the planner's."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import forkserver
+from tests.support import forkserver
 
 ROOT = Path(__file__).resolve().parents[2]
 

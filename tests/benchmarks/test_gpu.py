@@ -14,7 +14,7 @@ from benchmarks.gpu import suite as gpu
 from benchmarks.gpu.table import table
 from benchmarks.quantised import folder_of
 from disco_accel.errors import ConfigError
-from tests import forkserver
+from tests.support import forkserver
 
 ROOT = Path(gpu.__file__).resolve().parents[2]
 

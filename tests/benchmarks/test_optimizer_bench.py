@@ -21,7 +21,7 @@ from benchmarks.provenance import provenance
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.graph.values import lasting_versions
 from disco_accel.plan.update_estimate import estimated
-from disco_accel.verify.adversary import run_reference
+from tests.support.oracles.adversary import run_reference
 
 LAYERS = {**STUDY.model.shape, "num_hidden_layers": 4}
 SMALL = replace(STUDY, model=Model(shape=LAYERS), machine=replace(STUDY.machine, memory=16 << 30))

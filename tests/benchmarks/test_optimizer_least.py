@@ -18,8 +18,8 @@ from benchmarks.optimizer.timing import Mix, first_mix, neighbours, options_of
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.graph.values import lasting_versions
 from disco_accel.plan import make_plan
-from disco_accel.verify.adversary import run_reference
 from disco_accel.verify.static import verify
+from tests.support.oracles.adversary import run_reference
 
 LAYERS = {**STUDY.model.shape, "num_hidden_layers": 4}
 KERNELS = 2 * (STUDY.measured.forward + STUDY.measured.backward)

@@ -7,9 +7,9 @@ import os
 import pytest
 
 from benchmarks.safety import KINDS, Result, hunt, plant
-from disco_accel.testing.faults import FAULTS, RUN_FAULTS
-from disco_accel.testing.renewed_plans import RENEWED_FAULTS
-from disco_accel.testing.state_faults import STATE_FAULTS, STATE_RUN_FAULTS
+from tests.support.faults.faults import FAULTS, RUN_FAULTS
+from tests.support.faults.state_faults import STATE_FAULTS, STATE_RUN_FAULTS
+from tests.support.plans.renewed_plans import RENEWED_FAULTS
 
 GRAPHS = int(os.environ.get("DISCO_SAFETY_GRAPHS", "1200"))
 

@@ -11,7 +11,7 @@ from benchmarks.shapes import PRESETS
 from benchmarks.simulated_jitter import Subject, in_order, row, subjects
 from disco_accel.plan import make_plan
 from disco_accel.simulate.simulator import Machine, Simulator
-from disco_accel.testing.strategies import Shape, random_taskgraph, with_room
+from tests.support.graphs.strategies import Shape, random_taskgraph, with_room
 
 
 def test_a_fixed_order_is_kept_by_every_lane_and_costs_nothing_undisturbed() -> None:

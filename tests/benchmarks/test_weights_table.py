@@ -8,7 +8,7 @@ import pytest
 
 from disco_accel.cli.main import main
 from disco_accel.graph.files import write_taskgraph
-from disco_accel.testing.lora_graph import LoraShape, lora_graph, prefill_graph
+from tests.support.graphs.lora_graph import LoraShape, lora_graph, prefill_graph
 
 
 def test_layers_as_residents_are_compared_with_both_planners(

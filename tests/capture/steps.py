@@ -14,8 +14,8 @@ from disco_accel.capture.fake_inputs import batch_tensors
 from disco_accel.capture.step import capture_step
 from disco_accel.graph.taskgraph import Ref, TaskGraph, VertexKind
 from disco_accel.integrate.hf.tracing import hf_contexts
-from disco_accel.testing.interpret import interpret, view
-from disco_accel.testing.models import random_batch, tiny_lora
+from tests.support.interpret import interpret, view
+from tests.support.models import random_batch, tiny_lora
 
 Values = tuple[torch.Tensor, dict[str, torch.Tensor]]
 """Loss, and the gradient of each trainable parameter by name."""

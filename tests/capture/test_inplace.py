@@ -8,8 +8,8 @@ import torch
 from disco_accel.capture.step import capture_step
 from disco_accel.graph.op_traits import OP_TRAITS, Overwrite
 from disco_accel.graph.taskgraph import VertexKind
-from disco_accel.testing.interpret import interpret, view
 from tests.capture.steps import Case, assert_same_bits, capture, feeds, run_eager
+from tests.support.interpret import interpret, view
 
 BF16, FP32 = torch.bfloat16, torch.float32
 CASES = [

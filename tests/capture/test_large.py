@@ -9,9 +9,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from disco_accel.graph.values import host_copy_exists
-from disco_accel.testing.interpret import serial_peak
-from disco_accel.testing.models import PROJECTIONS
 from tests.capture.steps import assert_well_formed, capture
+from tests.support.interpret import serial_peak
+from tests.support.models import PROJECTIONS
 
 
 def _on_meta(layers: int) -> torch.nn.Module:

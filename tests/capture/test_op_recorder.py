@@ -22,8 +22,8 @@ from disco_accel.capture.step import capture_forward
 from disco_accel.capture.storages import tensor_spec, tensors_of
 from disco_accel.capture.trace_log import TraceLog
 from disco_accel.errors import CaptureError
-from disco_accel.testing.interpret import interpret, view
 from tests.capture.steps import feeds
+from tests.support.interpret import interpret, view
 
 Work = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _TABLE = torch.arange(12.0).reshape(3, 4)[1:]

@@ -10,9 +10,9 @@ import torch
 from disco_accel.errors import CaptureError
 from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.graph.values import arrives_at_gate
-from disco_accel.testing.interpret import serial_peak
-from disco_accel.testing.models import random_batch, tiny_lora
 from tests.capture.steps import assert_same_bits, capture, run_captured, run_eager
+from tests.support.interpret import serial_peak
+from tests.support.models import random_batch, tiny_lora
 
 LAYERS = 4
 

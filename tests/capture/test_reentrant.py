@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from disco_accel.capture.checkpointing import marked_below, never_reentrant
 from disco_accel.capture.step import capture_step
 from disco_accel.errors import CaptureError
-from disco_accel.testing.models import family_lora, random_batch
 from tests.capture.steps import Values, assert_same_bits, capture, run_captured, run_eager
+from tests.support.models import family_lora, random_batch
 
 
 def from_layers(checkpointing: Callable[..., Any]) -> Callable[..., Any]:

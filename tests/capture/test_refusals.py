@@ -10,8 +10,8 @@ from torch import nn
 
 from disco_accel.capture.step import capture_step
 from disco_accel.errors import CaptureError
-from disco_accel.testing.models import random_batch, tiny_lora
 from tests.capture.steps import assert_same_bits, capture, run_captured
+from tests.support.models import random_batch, tiny_lora
 
 
 class Branch(nn.Module):

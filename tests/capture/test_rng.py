@@ -16,8 +16,8 @@ from disco_accel.capture.captured_step import CapturedStep
 from disco_accel.capture.checkpointing import checkpointed
 from disco_accel.capture.step import capture_step
 from disco_accel.errors import CaptureError
-from disco_accel.testing.models import family_lora, random_batch
 from tests.capture.steps import assert_same_bits, assert_well_formed, capture, run_captured, run_eager
+from tests.support.models import family_lora, random_batch
 
 
 def ancestors(step: CapturedStep, vertex: int) -> set[int]:

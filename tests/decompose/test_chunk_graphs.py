@@ -17,8 +17,8 @@ from disco_accel.decompose.chunks.in_chunks import StepInChunks, in_chunks
 from disco_accel.graph.check import check_taskgraph
 from disco_accel.graph.taskgraph import TensorSpec, tensor_args
 from disco_accel.integrate.hf.tracing import hf_contexts
-from disco_accel.testing.interpret import interpret, view
-from disco_accel.testing.models import family_lora, random_batch
+from tests.support.interpret import interpret, view
+from tests.support.models import family_lora, random_batch
 
 CPU = torch.device("cpu")
 

@@ -19,10 +19,10 @@ from disco_accel.graph.traits import FROZEN, RENEWED, Traits
 from disco_accel.graph.values import never_changes
 from disco_accel.plan import make_plan
 from disco_accel.simulate.machine import Link, Machine
-from disco_accel.testing.strategies import Shape, random_taskgraph, with_room
-from disco_accel.verify.adversary import run_reference
 from disco_accel.verify.static import verify
 from tests.decompose.test_spread import randomly
+from tests.support.graphs.strategies import Shape, random_taskgraph, with_room
+from tests.support.oracles.adversary import run_reference
 
 FAST = Machine(h2d=Link(1e9, 0.0), d2h=Link(1e9, 0.0), p2p=Link(8e9, 0.0))
 SLOW = replace(FAST, p2p=Link(5e8, 0.0))

@@ -20,8 +20,8 @@ from disco_accel.graph.values import changes_over_steps
 from disco_accel.integrate.hf.tensor_plan import tensor_plan
 from disco_accel.integrate.hf.tracing import hf_contexts
 from disco_accel.step.shard_memory import part_of_weight
-from disco_accel.testing.interpret import interpret, view
-from disco_accel.testing.models import family_lora, random_batch
+from tests.support.interpret import interpret, view
+from tests.support.models import family_lora, random_batch
 
 HIDDEN, TOKENS, RANK = 32, 32, 4
 

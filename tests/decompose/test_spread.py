@@ -16,9 +16,9 @@ from disco_accel.graph.traits import FROZEN, STATE
 from disco_accel.graph.values import changes_over_steps, host_copy_exists, is_handed_out
 from disco_accel.plan import make_plan
 from disco_accel.simulate.simulator import simulate
-from disco_accel.testing.strategies import Shape, random_taskgraph, with_room
-from disco_accel.verify.adversary import run_reference
 from disco_accel.verify.static import verify
+from tests.support.graphs.strategies import Shape, random_taskgraph, with_room
+from tests.support.oracles.adversary import run_reference
 
 
 def handed_out(graph: TaskGraph) -> list[Ref]:

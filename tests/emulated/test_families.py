@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from disco_accel import prefill, stats
-from disco_accel.testing.models import TEN_FAMILIES, family_lora, random_batch
 from tests.emulated.models import CUDA, assert_same, assert_steady, least, step
+from tests.support.models import TEN_FAMILIES, family_lora, random_batch
 
 
 def batch(seed: int, length: int = 20) -> dict[str, torch.Tensor]:

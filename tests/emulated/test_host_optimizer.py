@@ -15,9 +15,9 @@ from disco_accel.native.arena import is_arena
 from disco_accel.native.backend import workspace_bytes
 from disco_accel.step.session import current_step, find_state
 from disco_accel.step.update import update_choice
-from disco_accel.testing.models import family_full, random_batch
 from tests.emulated import device
 from tests.emulated.models import CUDA, assert_same, step
+from tests.support.models import family_full, random_batch
 
 RATE = 2.0**-7
 """The same number in float32, in which a GPU's kernel takes it."""

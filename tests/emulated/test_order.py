@@ -13,9 +13,9 @@ import torch
 
 from benchmarks.gpu.models import SMALL, arena_llama, batch_for, with_adapter
 from disco_accel import restore, stats
-from disco_accel.testing.models import random_batch, tiny_lora
 from tests.emulated import device
 from tests.emulated.models import CUDA, assert_same, assert_steady, least, step
+from tests.support.models import random_batch, tiny_lora
 
 HOST = torch.device("cpu")
 

@@ -16,9 +16,9 @@ import torch
 from disco_accel import DiscoConfig, prepare, restore, stats
 from disco_accel.capture.parts import frozen_parts, states_replaced
 from disco_accel.errors import CaptureError
-from disco_accel.testing.models import family_lora, random_batch
-from disco_accel.testing.quantised import FORMS, Quantise, bnb_int8
 from tests.emulated.models import CUDA, assert_same, assert_steady, least, step
+from tests.support.models import family_lora, random_batch
+from tests.support.quantised import FORMS, Quantise, bnb_int8
 
 FAMILY, SIZES = "llama", {"hidden_size": 128, "intermediate_size": 256}
 HERE: dict[str, Quantise] = {

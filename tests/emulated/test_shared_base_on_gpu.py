@@ -11,8 +11,8 @@ import torch
 from disco_accel import DiscoConfig, prepare, stats
 from disco_accel.native.backend import workspace_bytes
 from disco_accel.step.session import find_state
-from disco_accel.testing.models import random_batch, tiny_lora
 from tests.emulated.models import CUDA, assert_same, step
+from tests.support.models import random_batch, tiny_lora
 
 
 def test_two_models_read_one_copy_and_a_write_is_the_writers_alone(

@@ -12,10 +12,10 @@ import torch
 
 from disco_accel.errors import ConfigError, StoreError
 from disco_accel.store.client import Store
-from disco_accel.testing.models import random_batch, tiny_lora
 from tests.emulated.models import CUDA, assert_same, step
 from tests.emulated.stores import gpu_store
 from tests.store.serving import nothing_left, serving
+from tests.support.models import random_batch, tiny_lora
 
 SMALL = 1 << 10
 STEPS = 3

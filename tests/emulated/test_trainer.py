@@ -12,8 +12,8 @@ from transformers import Trainer, TrainingArguments
 
 from disco_accel import DiscoCallback, DiscoConfig, stats
 from disco_accel.native.backend import workspace_bytes
-from disco_accel.testing.models import tiny_lora
 from tests.emulated.models import CUDA
+from tests.support.models import tiny_lora
 
 VOCABULARY, ROWS = 96, 24
 

@@ -19,7 +19,6 @@ from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import OpCall, TaskGraph, VertexKind
 from disco_accel.measure.record import OpRecord, apply, record
 from disco_accel.plan import make_plan
-from disco_accel.testing.interrupts import interrupt_when_waiting
 from tests.execute import samples
 from tests.execute.programs import (
     Builder,
@@ -32,6 +31,7 @@ from tests.execute.programs import (
     step,
     step_in_two,
 )
+from tests.support.interrupts import interrupt_when_waiting
 
 SCHEDULES = [
     EngineOptions(),

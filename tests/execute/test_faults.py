@@ -15,10 +15,10 @@ from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.graph.values import host_copy_exists
 from disco_accel.plan import make_plan
-from disco_accel.testing.engine_faults import failing, kernels
 from tests.execute import samples
 from tests.execute.device_programs import RELOAD, DeviceBuilder, reloading_plan
 from tests.execute.programs import Builder, assert_bits, build, bump_plan, executor_of, measured, step
+from tests.support.engine_faults import failing, kernels
 
 
 def _tight(graph: TaskGraph) -> MemGraph:

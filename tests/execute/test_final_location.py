@@ -13,8 +13,8 @@ from disco_accel.execute.planned_states import PlannedStates
 from disco_accel.graph.memgraph import MemGraph, Slot
 from disco_accel.graph.taskgraph import Ref, VertexKind
 from disco_accel.plan import make_plan
-from disco_accel.testing.lora_graph import LoraShape, lora_graph
-from disco_accel.testing.plans import tight_plans
+from tests.support.graphs.lora_graph import LoraShape, lora_graph
+from tests.support.plans.plans import tight_plans
 
 Byte = tuple[int | None, int]
 """Of the arena of a device, or of the host's (None)."""

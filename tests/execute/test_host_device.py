@@ -14,10 +14,10 @@ from disco_accel.graph.home_uses import HomeUses
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.native.arena import host_arena
 from disco_accel.plan import make_plan
-from disco_accel.testing.engine_faults import failing, kernels
 from disco_accel.verify.static import verify
 from tests.execute.host_programs import FORMS, HOST, LAYERS, HostBuilder, HostRun
 from tests.execute.programs import assert_bits, measured, step
+from tests.support.engine_faults import failing, kernels
 
 SCHEDULES = {
     "priority": EngineOptions(),

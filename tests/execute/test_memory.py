@@ -12,10 +12,10 @@ from safetensors.torch import save
 
 from disco_accel.errors import ExecutionError
 from disco_accel.graph.taskgraph import TensorSpec
-from disco_accel.native import malloc_watch
 from disco_accel.native.arena import alias, host_arena, touched_bytes
 from disco_accel.native.extension import load_extension
 from disco_accel.native.host_memory import ALIGNMENT, HostMemory, bytes_of
+from tests.support import malloc_watch
 
 
 def _run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -122,7 +122,7 @@ def test_onednn_scratch_goes_through_the_decorator() -> None:
 
 _WATCHED = """
 import torch
-from disco_accel.native import malloc_watch
+from tests.support import malloc_watch
 from tests.execute import samples
 from tests.execute.programs import build, executor_of, step
 
@@ -154,7 +154,7 @@ print("watched")
 
 _WATCHED_TEAM = """
 import torch
-from disco_accel.native import malloc_watch
+from tests.support import malloc_watch
 from disco_accel.execute.executor import EngineOptions
 from tests.execute import samples
 from tests.execute.programs import build, executor_of, step_in_two

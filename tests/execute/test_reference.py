@@ -11,9 +11,9 @@ from disco_accel.errors import Stalled, VerifyError
 from disco_accel.graph.memgraph import MemGraph, Slot
 from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.traits import FROZEN, LATE_FOREIGN
-from disco_accel.testing.faults import FAULTS
-from disco_accel.testing.plans import tight_plans
-from disco_accel.verify.adversary import run_reference
+from tests.support.faults.faults import FAULTS
+from tests.support.oracles.adversary import run_reference
+from tests.support.plans.plans import tight_plans
 
 PLANS = tight_plans(120, first_seed=10_000)
 

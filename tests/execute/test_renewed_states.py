@@ -13,11 +13,11 @@ from disco_accel.execute.executor import EngineOptions, Executor
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.graph.values import outlives_step
-from disco_accel.testing.engine_faults import failing
 from disco_accel.verify.static import verify
 from tests.execute.programs import build, measured, step, step_in_two
 from tests.execute.state_plans import Trained, plan_of, training, weights_of
 from tests.execute.test_renewed import SCHEDULES, STEPS, planned
+from tests.support.engine_faults import failing
 
 LAYERS = 5
 

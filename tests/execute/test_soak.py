@@ -20,7 +20,7 @@ from disco_accel.native.arena import device_arena
 from disco_accel.step.compile import CompileOptions, compile_step
 from disco_accel.step.compiled_step import CompiledStep
 from disco_accel.step.fitted_batch import FittedBatch
-from disco_accel.testing.models import random_batch, tiny_lora
+from tests.support.models import random_batch, tiny_lora
 
 STEPS = int(os.environ.get("DISCO_SOAK_STEPS", "100"))
 PER_EXECUTOR = 4

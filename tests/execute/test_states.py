@@ -18,9 +18,9 @@ from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.native.arena import device_arena
 from disco_accel.native.host_memory import bytes_of
 from disco_accel.plan import make_plan
-from disco_accel.testing.engine_faults import failing, kernels
 from tests.execute.programs import build, bump_plan, measured, step, step_in_two
 from tests.execute.state_plans import PLANS, Planner, Trained, adam, plan_of, training, weights_of
+from tests.support.engine_faults import failing, kernels
 
 STEPS = 5
 SCHEDULES = {

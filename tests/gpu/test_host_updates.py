@@ -10,10 +10,10 @@ import torch
 from disco_accel.errors import ExecutionError, StatesTorn
 from disco_accel.execute.executor import EngineOptions, Executor
 from disco_accel.plan import make_plan
-from disco_accel.testing.engine_faults import failing, kernels
 from disco_accel.verify.static import verify
 from tests.execute.host_programs import FORMS, HOST, Homes, HostBuilder, HostRun
 from tests.execute.programs import assert_bits, measured, step
+from tests.support.engine_faults import failing, kernels
 
 STEPS = 4
 

@@ -1,17 +1,5 @@
-"""One intra-op thread on both sides of a comparison: sums split over threads differ in their last bits."""
+"""Losses and gradients are compared bit for bit."""
 
-from __future__ import annotations
+from tests.support.one_thread import one_thread
 
-from collections.abc import Iterator
-
-import pytest
-import torch
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Restore the thread count afterwards."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+__all__ = ["one_thread"]

@@ -11,7 +11,7 @@ from disco_accel import DiscoConfig, prepare
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.step.session import find_state
 from disco_accel.step.update.updated_step import StepWithUpdate
-from disco_accel.testing.models import family_full, random_batch
+from tests.support.models import family_full, random_batch
 
 STEPS, ACCUMULATED = 5, 2
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from disco_accel import DiscoConfig, prepare, settle
-from disco_accel.testing.models import random_batch
+from tests.support.models import random_batch
 
 Optimizer = torch.optim.Optimizer
 UPDATES = ("step", "deferred")

@@ -8,8 +8,8 @@ from accelerate import Accelerator
 
 from disco_accel import DiscoConfig, DiscoPlugin, stats
 from disco_accel.errors import ConfigError
-from disco_accel.testing.models import tiny_lora
 from tests.integrate.twins import SMALL, batch
+from tests.support.models import tiny_lora
 
 KEYS = {"memory_budget": "64MiB", "device": "cpu", "planner": "build", "plan_cache": None}
 

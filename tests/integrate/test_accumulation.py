@@ -18,9 +18,9 @@ from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.step.gradients import accumulating_step
 from disco_accel.step.gradients.accumulating_step import AccumulatingStep
 from disco_accel.step.session import Session, find_state
-from disco_accel.testing.engine_faults import failing, kernels
-from disco_accel.testing.models import family_full, random_batch
 from disco_accel.verify.static import verify
+from tests.support.engine_faults import failing, kernels
+from tests.support.models import family_full, random_batch
 
 ROWS, WIDTH = 24, 32
 

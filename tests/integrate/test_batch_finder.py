@@ -8,7 +8,7 @@ from accelerate.utils import find_executable_batch_size
 from disco_accel import DiscoConfig, prepare, restore
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.shortage import met_shortage
-from disco_accel.testing.models import random_batch, tiny_lora
+from tests.support.models import random_batch, tiny_lora
 
 
 def gradients(model: torch.nn.Module, rows: int) -> list[torch.Tensor]:

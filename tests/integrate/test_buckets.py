@@ -17,8 +17,8 @@ from disco_accel import DiscoConfig, prepare, restore, stats
 from disco_accel.errors import BudgetTooSmall, ExecutionError
 from disco_accel.integrate.hf.buckets import next_length
 from disco_accel.step.session import current_step
-from disco_accel.testing.models import family_lora, random_batch, tiny_lora
 from tests.integrate.generators import gradients
+from tests.support.models import family_lora, random_batch, tiny_lora
 
 Batch = dict[str, Any]
 BUCKETS = (24, 40)

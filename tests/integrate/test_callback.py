@@ -10,7 +10,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from disco_accel import DiscoCallback, DiscoConfig, stats
-from disco_accel.testing.models import random_batch, tiny_lora
+from tests.support.models import random_batch, tiny_lora
 
 
 class _Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):

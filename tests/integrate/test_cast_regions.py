@@ -13,8 +13,8 @@ from accelerate import Accelerator
 from disco_accel import prepare, stats
 from disco_accel.capture.autocast import cast_generation, outside_autocast
 from disco_accel.errors import CaptureError, ExecutionError
-from disco_accel.testing.models import tiny_lora
 from tests.integrate.twins import SMALL, batch, config
+from tests.support.models import tiny_lora
 
 Loop = Callable[[Any, torch.optim.Optimizer], list[torch.Tensor]]
 STALE = "the region spans an update: its casts are stale"

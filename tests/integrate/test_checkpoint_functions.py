@@ -10,8 +10,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from disco_accel import DiscoConfig, prepare, stats
-from disco_accel.testing.models import family_lora, random_batch
 from tests.capture.test_reentrant import from_layers
+from tests.support.models import family_lora, random_batch
 
 FUNCTIONS = {
     "reentrant": functools.partial(checkpoint, use_reentrant=True),

@@ -14,10 +14,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from disco_accel import DiscoConfig, prefill, prepare, stats
 from disco_accel.errors import BudgetTooSmall, ConfigError
 from disco_accel.step.session import current_step
-from disco_accel.testing.models import family_lora
 from tests.integrate.generators import run
 from tests.integrate.test_prefill import assert_same_cache, generated, prompt
 from tests.integrate.test_shared_weights import apart
+from tests.support.models import family_lora
 
 
 def config(budget: int | str, chunks: int | str, **keys: Any) -> DiscoConfig:

@@ -14,8 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from disco_accel import prepare, restore, stats
 from disco_accel.errors import CaptureError
-from disco_accel.testing.models import random_batch
 from tests.integrate.twins import config
+from tests.support.models import random_batch
 
 Use = Callable[[Any], torch.Tensor]
 

@@ -20,8 +20,8 @@ from disco_accel.integrate.launch.exit_status import child_status
 from disco_accel.native.host_memory import HostMemory
 from disco_accel.step.distributed import check_engine, check_same, exclude_from_collectives, include_again
 from disco_accel.step.placement import Placement
-from disco_accel.testing.models import tiny_lora
-from tests import forkserver
+from tests.support import forkserver
+from tests.support.models import tiny_lora
 
 
 def state(kind: DistributedType, **zero: Any) -> Any:
@@ -149,7 +149,7 @@ def test_deepspeed_is_not_imported_by_who_does_not_use_it(tmp_path: Path) -> Non
 import sys
 from accelerate import Accelerator
 from disco_accel import DiscoConfig, DiscoPlugin, prepare, stats
-from disco_accel.testing.models import random_batch, tiny_lora
+from tests.support.models import random_batch, tiny_lora
 accelerator = Accelerator(cpu=True)
 plugin = DiscoPlugin(memory_budget="64MiB", device="cpu", plan_cache=None, planner="build")
 model = plugin.prepare(accelerator, tiny_lora(layers=1, hidden=32, vocabulary=32))

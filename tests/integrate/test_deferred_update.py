@@ -19,8 +19,6 @@ from disco_accel.errors import ConfigError, ExecutionError, StatesTorn
 from disco_accel.native.host_memory import writes_are_watched
 from disco_accel.step.session import find_state
 from disco_accel.step.update import update_pass
-from disco_accel.testing.engine_faults import failing, kernels
-from disco_accel.testing.models import family_full, random_batch
 from tests.integrate.deferred_updates import (
     STEPS,
     adamw,
@@ -32,6 +30,8 @@ from tests.integrate.deferred_updates import (
     train,
     with_update,
 )
+from tests.support.engine_faults import failing, kernels
+from tests.support.models import family_full, random_batch
 
 CASES: tuple[tuple[str, torch.dtype, str, dict[str, Any]], ...] = (
     ("llama", torch.float32, "least", {}),

@@ -22,10 +22,10 @@ from disco_accel.simulate.simulator import Link
 from disco_accel.step.session import find_state
 from disco_accel.step.update import update_choice
 from disco_accel.step.update.update_choice import Updates
-from disco_accel.testing.engine_faults import failing, kernels
-from disco_accel.testing.interrupts import interrupted
-from disco_accel.testing.models import family_full, random_batch
 from tests.integrate.deferred_updates import STEPS, adamw, assert_same, config, train, with_update
+from tests.support.engine_faults import failing, kernels
+from tests.support.interrupts import interrupted
+from tests.support.models import family_full, random_batch
 
 SLOW = {"link_bandwidth": 2e7, "link_latency": 1e-5}
 """A link on which the state of the tiny models takes tens of milliseconds."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests import forkserver
+from tests.support import forkserver
 
 BIN = Path(sys.executable).parent
 SCRIPT = Path(__file__).parent / "scripts" / "processes.py"

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests import forkserver
+from tests.support import forkserver
 
 SCRIPTS = Path(__file__).parent / "scripts"
 BIN = Path(sys.executable).parent
@@ -135,7 +135,7 @@ def test_a_budget_that_is_too_small_says_what_works_and_ends_every_process_with_
 
 
 def test_stock_accelerate_is_untouched_without_our_section(folder: Path) -> None:
-    """As ``import torch`` alone is, in processes of their own: tests/integrate/test_bystanders.py."""
+    """As ``import torch`` alone is, in processes of their own: tests/autoload/test_bystanders.py."""
     (folder / "other.py").write_text(
         "import torch, sys\nprint([m for m in sys.modules if m.startswith('disco_accel.integrate.acc')])\n"
     )

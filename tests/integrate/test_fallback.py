@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from disco_accel import DiscoConfig, prepare, stats
 from disco_accel.errors import CaptureError
-from disco_accel.testing.models import random_batch, tiny_lora
+from tests.support.models import random_batch, tiny_lora
 
 EAGER = DiscoConfig(memory_budget="64MiB", device="cpu", plan_cache=None, on_unsupported="eager")
 ERROR = DiscoConfig(memory_budget="64MiB", device="cpu", plan_cache=None)

@@ -13,8 +13,8 @@ from disco_accel import DiscoConfig, prepare, stats
 from disco_accel.errors import CaptureError, ExecutionError
 from disco_accel.execute.executor import Executor
 from disco_accel.step.session import current_step
-from disco_accel.testing.models import TEN_FAMILIES, family_lora, random_batch
 from tests.integrate.generators import assert_same_step
+from tests.support.models import TEN_FAMILIES, family_lora, random_batch
 
 BF16, FP32 = torch.bfloat16, torch.float32
 MIXTURES = ("mixtral", "qwen3_moe")

@@ -13,8 +13,8 @@ from transformers.utils import ModelOutput
 
 from disco_accel import prepare, stats
 from disco_accel.errors import ExecutionError
-from disco_accel.testing.models import tiny_lora
 from tests.integrate.twins import SMALL, batch, config
+from tests.support.models import tiny_lora
 
 Loss = Callable[[Any], torch.Tensor]
 

@@ -17,8 +17,8 @@ from transformers import Trainer, TrainingArguments, default_data_collator
 
 from disco_accel import DiscoCallback, DiscoConfig, prepare, stats
 from disco_accel.errors import BudgetTooSmall
-from disco_accel.testing.models import family_full, random_batch
 from tests.integrate.fp32_copies import Copies, assert_same
+from tests.support.models import family_full, random_batch
 
 STEPS, ACCUMULATED = 5, 2
 TWICE_LLAMA = 2 * 98944

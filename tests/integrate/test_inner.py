@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from disco_accel import prepare, restore, stats
-from disco_accel.testing.models import tiny_lora
 from tests.integrate.twins import SMALL, assert_same_step, batch, config
+from tests.support.models import tiny_lora
 
 INNER = {
     "base_model": lambda m: m.base_model(**batch()).loss,

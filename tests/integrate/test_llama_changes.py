@@ -14,8 +14,8 @@ from transformers.models.llama import modeling_llama
 
 from disco_accel import prepare, stats
 from disco_accel.errors import CaptureError
-from disco_accel.testing.models import tiny_lora
 from tests.integrate.twins import SMALL, assert_same, batch, config, step
+from tests.support.models import tiny_lora
 
 
 def _inner(model: Any) -> Any:

@@ -12,8 +12,8 @@ import torch
 from transformers import Trainer, TrainingArguments, default_data_collator
 
 from disco_accel import DiscoCallback, prepare, restore, settle
-from disco_accel.testing.models import family_full
 from tests.integrate.fp32_copies import UPDATES, Copies, Net, adamw, config, go_on, pair, train
+from tests.support.models import family_full
 
 
 @pytest.mark.parametrize("update", UPDATES)

@@ -17,8 +17,6 @@ from disco_accel.errors import BudgetTooSmall, ConfigError, ExecutionError
 from disco_accel.step.session import find_state
 from disco_accel.step.update import master_state, pending_update, update_pass
 from disco_accel.step.update.updated_step import StepWithUpdate
-from disco_accel.testing.engine_faults import failing, kernels
-from disco_accel.testing.models import family_full
 from tests.integrate.fp32_copies import (
     UPDATES,
     Copies,
@@ -33,6 +31,8 @@ from tests.integrate.fp32_copies import (
     train,
 )
 from tests.integrate.test_memory_messages import Stack
+from tests.support.engine_faults import failing, kernels
+from tests.support.models import family_full
 
 
 @pytest.mark.parametrize("update", UPDATES)

@@ -16,8 +16,8 @@ from peft import LoHaConfig, LoKrConfig, LoraConfig, get_peft_model
 
 from disco_accel import prepare, restore, stats
 from disco_accel.errors import CaptureError
-from disco_accel.testing.models import tiny_lora
 from tests.integrate.twins import SMALL, assert_same_step, batch, config
+from tests.support.models import tiny_lora
 
 Case = tuple[torch.nn.Module, dict[str, Any]]
 _HEADS = {"num_hidden_layers": 1, "num_attention_heads": 4}

@@ -16,8 +16,8 @@ from disco_accel import DiscoConfig, prepare, restore, stats
 from disco_accel.errors import CaptureError, ConfigError
 from disco_accel.step.pending import externals_of
 from disco_accel.step.session import current_step, find_state
-from disco_accel.testing.models import tiny_lora
 from tests.integrate.twins import SMALL, assert_same, assert_same_step, batch, config, pair, step
+from tests.support.models import tiny_lora
 
 UP = "base_model.model.model.layers.0.mlp.up_proj.base_layer"
 

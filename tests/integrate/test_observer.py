@@ -7,8 +7,8 @@ import dataclasses
 from disco_accel import prepare, stats
 from disco_accel.step.compiled_step import CompiledStep
 from disco_accel.step.observer import Fallback, Observer, observe_all
-from disco_accel.testing.models import tiny_lora
 from tests.integrate.twins import SMALL, batch, config, step
+from tests.support.models import tiny_lora
 
 
 class Heard(Observer):

@@ -22,8 +22,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from disco_accel import prepare, pure, stats
 from disco_accel.errors import CaptureError
 from disco_accel.step.capture_lock import Gate
-from disco_accel.testing.models import random_batch, tiny_lora
 from tests.integrate.twins import SMALL, config
+from tests.support.models import random_batch, tiny_lora
 
 _inside: list[Callable[[], None]] = []
 

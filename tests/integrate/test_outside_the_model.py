@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from disco_accel import DiscoConfig, prepare, stats
-from disco_accel.testing.models import family_full, random_batch
+from tests.support.models import family_full, random_batch
 
 logger = logging.getLogger("tests.outside")
 

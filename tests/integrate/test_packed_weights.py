@@ -12,7 +12,7 @@ from disco_accel.capture.step import capture_step
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.dequantise_again import dequantise_again
 from disco_accel.graph.value_numbering import clones, without
-from disco_accel.testing.packed_linear import PackedLayers
+from tests.support.packed_linear import PackedLayers
 
 STEPS = 5
 

@@ -15,8 +15,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from disco_accel import prepare, restore, stats
-from disco_accel.testing.models import family_full, random_batch
 from tests.integrate.deferred_updates import adamw, assert_same, config, one_layer, prepared, train
+from tests.support.models import family_full, random_batch
 
 Script = Callable[[torch.nn.Module, torch.optim.Optimizer], Any]
 

@@ -13,14 +13,14 @@ import torch
 
 from disco_accel import DiscoConfig, prepare, restore, stats
 from disco_accel.plan import plan_cache as module
-from disco_accel.testing.models import random_batch, tiny_lora
-from tests import forkserver
+from tests.support import forkserver
+from tests.support.models import random_batch, tiny_lora
 
 MEMORY = 500_000
 PROGRAM = """
 import json, sys, torch
 from disco_accel import DiscoConfig, prepare, stats
-from disco_accel.testing.models import random_batch, tiny_lora
+from tests.support.models import random_batch, tiny_lora
 torch.set_num_threads(1)
 folder, planner, layers = sys.argv[1], sys.argv[2], int(sys.argv[3])
 config = DiscoConfig(memory_budget=500_000, device="cpu", planner=planner, plan_cache=folder)

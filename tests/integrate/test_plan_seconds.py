@@ -10,7 +10,7 @@ import torch
 
 from disco_accel import DiscoConfig, prepare, stats
 from disco_accel.errors import ConfigError
-from disco_accel.testing.models import random_batch, tiny_lora
+from tests.support.models import random_batch, tiny_lora
 
 
 def test_a_step_planned_after_the_deadline_has_the_bits_of_eager(caplog: pytest.LogCaptureFixture) -> None:

@@ -16,7 +16,7 @@ import torch
 from disco_accel import DiscoConfig, prepare, restore, stats
 from disco_accel.errors import BudgetTooSmall, ConfigError, ExecutionError
 from disco_accel.step.session import current_step
-from disco_accel.testing.models import random_batch, tiny_lora
+from tests.support.models import random_batch, tiny_lora
 
 AMPLE = 1 << 30
 Run = tuple[list[float], dict[str, torch.Tensor]]

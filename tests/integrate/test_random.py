@@ -18,9 +18,9 @@ from disco_accel.execute.executor import EngineOptions, Executor
 from disco_accel.graph.taskgraph import OpCall
 from disco_accel.step.compiled_step import CompiledStep
 from disco_accel.step.session import current_step
-from disco_accel.testing.models import family_lora, random_batch
 from tests.execute.programs import bump_plan
 from tests.integrate.generators import assert_same, assert_same_step, gradients, run
+from tests.support.models import family_lora, random_batch
 
 Pair = tuple[torch.nn.Module, torch.nn.Module]
 

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from disco_accel.store.client import Store
-from tests import forkserver
-from tests.integrate.moving_budgets import LARGE, SMALL, until
 from tests.integrate.test_distributed import environment
+from tests.step.moving_budgets import LARGE, SMALL, until
 from tests.store.serving import serving
+from tests.support import forkserver
 
 started: list[subprocess.Popen[str]] = []
 

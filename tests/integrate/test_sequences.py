@@ -17,9 +17,9 @@ import torch
 
 from disco_accel import DiscoConfig, prepare, stats
 from disco_accel.errors import CaptureError
-from disco_accel.testing.models import random_batch, tiny_lora
 from tests.integrate.generators import gradients
 from tests.integrate.test_buckets import padded
+from tests.support.models import random_batch, tiny_lora
 
 SEQUENCES = int(os.environ.get("DISCO_SEQUENCES", "10"))
 SEQUENCES_PER_MODEL = 50

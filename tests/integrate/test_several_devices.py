@@ -19,8 +19,8 @@ from disco_accel.step.compile import NotFaster
 from disco_accel.step.compiled_step import shared_weights
 from disco_accel.step.fitted_batch import FittedBatch
 from disco_accel.step.session import current_step, find_state
-from disco_accel.testing.models import TEN_FAMILIES, family_full, family_lora, random_batch
 from tests.integrate.generators import assert_same, assert_same_step, gradients
+from tests.support.models import TEN_FAMILIES, family_full, family_lora, random_batch
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

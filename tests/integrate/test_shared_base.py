@@ -20,8 +20,8 @@ from disco_accel.step import placement as placements
 from disco_accel.step.placement import Placement
 from disco_accel.step.session import find_state
 from disco_accel.step.shared_frozen import FrozenSharing
-from disco_accel.testing.models import tiny_lora
 from tests.integrate.twins import SMALL, assert_same, assert_same_step, batch, config, step
+from tests.support.models import tiny_lora
 
 WEIGHT = "base_model.model.model.layers.0.mlp.up_proj.base_layer.weight"
 NORM = "base_model.model.model.norm.weight"

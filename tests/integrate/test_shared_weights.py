@@ -20,9 +20,9 @@ from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.native.host_memory import without_watching_writes
 from disco_accel.step.compiled_step import CompiledStep, shared_weights
 from disco_accel.step.session import current_step
-from disco_accel.testing.models import family_full, family_lora, random_batch
 from tests.integrate.generators import assert_same, gradients, run
 from tests.integrate.test_several_devices import accumulated, config, kernels_by_device, planned_step, uneven
+from tests.support.models import family_full, family_lora, random_batch
 
 BF16, FP32 = torch.bfloat16, torch.float32
 FINE = 3e-6

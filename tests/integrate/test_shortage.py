@@ -20,8 +20,8 @@ from disco_accel.measure import record
 from disco_accel.native import host_memory
 from disco_accel.shortage import met_shortage
 from disco_accel.step import compiled_step, pipeline, placement, plan_memory
-from disco_accel.testing.models import random_batch, tiny_lora
-from tests import forkserver
+from tests.support import forkserver
+from tests.support.models import random_batch, tiny_lora
 
 CPU = "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
 SHORTAGES: dict[str, BaseException] = {
@@ -172,7 +172,7 @@ import os, resource, torch
 from disco_accel import DiscoConfig, prepare
 from disco_accel.errors import DiscoError
 from disco_accel.native.extension import load_extension
-from disco_accel.testing.models import random_batch, tiny_lora
+from tests.support.models import random_batch, tiny_lora
 
 torch.set_num_threads(1)
 load_extension()

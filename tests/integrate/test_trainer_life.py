@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback, LlamaForCausalLM, Trainer, TrainingArguments, default_data_collator
 
 from disco_accel import DiscoCallback, DiscoConfig, stats
-from disco_accel.testing.models import tiny_lora
+from tests.support.models import tiny_lora
 
 LENGTH, VOCABULARY = 12, 32
 Life = dict[str, Any]

@@ -22,10 +22,10 @@ from disco_accel import prepare, restore
 from disco_accel.errors import DiscoError, ExecutionError
 from disco_accel.native.op_encoding import label
 from disco_accel.step.session import current_step
-from disco_accel.testing.engine_faults import failing, kernels
-from disco_accel.testing.models import tiny_lora
-from tests import forkserver
 from tests.integrate.twins import SMALL, Grads, assert_same, assert_same_step, batch, config, pair, step
+from tests.support import forkserver
+from tests.support.engine_faults import failing, kernels
+from tests.support.models import tiny_lora
 
 
 def test_an_op_that_throws_at_every_vertex() -> None:
@@ -89,8 +89,8 @@ _CTRL_C = """
 import torch
 from disco_accel import prepare
 from disco_accel.errors import BudgetTooSmall
-from disco_accel.testing.interrupts import interrupt_when_waiting, interrupted
-from disco_accel.testing.models import tiny_lora
+from tests.support.interrupts import interrupt_when_waiting, interrupted
+from tests.support.models import tiny_lora
 from tests.integrate.twins import SMALL, assert_same_step, batch, config
 
 shape = SMALL

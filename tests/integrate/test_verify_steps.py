@@ -18,7 +18,7 @@ from disco_accel.execute.executor import Executor
 from disco_accel.selfcheck.agreement import distance
 from disco_accel.step.step_comparison import Comparison
 from disco_accel.step.verify_steps import StepVerifier
-from disco_accel.testing.models import random_batch, tiny_lora
+from tests.support.models import random_batch, tiny_lora
 
 TIGHT = 400_000
 

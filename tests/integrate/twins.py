@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from disco_accel import DiscoConfig, prepare
-from disco_accel.testing.models import random_batch, tiny_lora
+from tests.support.models import random_batch, tiny_lora
 
 SMALL = {"layers": 1, "hidden": 32, "vocabulary": 32}
 Grads = dict[str, torch.Tensor]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import forkserver
 from tests.pages import workspace
+from tests.support import forkserver
 
 ROOT = Path(__file__).resolve().parents[2]
 PRELOAD = (*forkserver.HEAVY, "disco_accel.recipes.lora", "disco_accel.recipes.prefill")

@@ -19,8 +19,8 @@ from disco_accel.plan.marks import Precedence
 from disco_accel.plan.step_program import StepProgram
 from disco_accel.plan.summary import copied_bytes
 from disco_accel.simulate.simulator import Link, Machine, simulate
-from disco_accel.testing.strategies import Shape, random_taskgraph, with_working_sets
-from tests.naive_schedules import random_chain, shortest_step
+from tests.support.graphs.strategies import Shape, random_taskgraph, with_working_sets
+from tests.support.oracles.naive_schedules import random_chain, shortest_step
 
 MACHINE = Machine(h2d=Link(1000.0, 0.0), d2h=Link(1000.0, 0.0))
 

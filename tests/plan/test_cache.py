@@ -23,8 +23,8 @@ from disco_accel.plan import plan_cache as module
 from disco_accel.plan.cache_folder import MARKER
 from disco_accel.plan.plan_cache import PlanCache, plan_fingerprint
 from disco_accel.simulate.simulator import Link
-from disco_accel.testing.range_faults import ranged_plans
 from disco_accel.verify.static import verify
+from tests.support.faults.range_faults import ranged_plans
 
 GRAPHS = Path(__file__).parent.parent / "data" / "graphs"
 ENVIRONMENT = {"torch": "2.13.0", "device": "cpu x86_64"}

@@ -19,8 +19,8 @@ from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.plan import make_plan
 from disco_accel.plan import plan_cache as module
 from disco_accel.plan.plan_cache import PlanCache
-from disco_accel.verify.adversary import run_reference
 from disco_accel.verify.static import verify
+from tests.support.oracles.adversary import run_reference
 
 GRAPHS = Path(__file__).parent.parent / "data" / "graphs"
 KEY = "5" * 64

@@ -15,8 +15,8 @@ from disco_accel.plan.select import inputs_by_use
 from disco_accel.plan.timed.search import build_timed
 from disco_accel.plan.timed.search_settings import TimedSettings
 from disco_accel.simulate.simulator import Machine, simulate
-from disco_accel.verify.adversary import run_reference
 from disco_accel.verify.static import verify
+from tests.support.oracles.adversary import run_reference
 
 GRAPHS = Path(__file__).parent.parent / "data" / "graphs"
 ALL = TimedSettings()

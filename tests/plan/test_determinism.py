@@ -15,18 +15,18 @@ from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.graph.taskgraph import with_memory as with_bytes
 from disco_accel.plan import make_plan
-from disco_accel.testing.lora_graph import LoraShape, lora_graph
-from disco_accel.testing.strategies import random_taskgraph, with_working_sets
-from disco_accel.testing.tensor_parallel import PrefillShape, tensor_parallel_prefill
 from disco_accel.verify.static import verify
+from tests.support.graphs.lora_graph import LoraShape, lora_graph
+from tests.support.graphs.strategies import random_taskgraph, with_working_sets
+from tests.support.graphs.tensor_parallel import PrefillShape, tensor_parallel_prefill
 
 SCRIPT = """
 import hashlib, sys
 from pathlib import Path
 from disco_accel.graph.files import write_memgraph
 from disco_accel.plan import make_plan
-from disco_accel.testing.lora_graph import LoraShape, lora_graph
-from disco_accel.testing.tensor_parallel import PrefillShape, tensor_parallel_prefill
+from tests.support.graphs.lora_graph import LoraShape, lora_graph
+from tests.support.graphs.tensor_parallel import PrefillShape, tensor_parallel_prefill
 small = LoraShape(layers=1, hidden=256, ffn=512, vocabulary=256, tokens=64)
 wide = PrefillShape(layers=1, devices=2, tokens=512)
 graphs = [(lora_graph(small, 1), 600 << 10), (tensor_parallel_prefill(wide, 1), 200 << 20)]

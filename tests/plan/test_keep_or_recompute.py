@@ -23,8 +23,8 @@ from disco_accel.plan.plan_cache import PlanCache, plan_fingerprint
 from disco_accel.plan.search_work import Work
 from disco_accel.simulate.roofline import SPEEDS, with_estimates
 from disco_accel.simulate.simulator import Link, simulate
-from disco_accel.testing.packed_linear import PackedLayers
 from disco_accel.verify.static import verify
+from tests.support.packed_linear import PackedLayers
 
 MACHINE = Machine(h2d=Link(2.5e10, 1e-6), d2h=Link(2.5e10, 1e-6))
 SPEED = replace(SPEEDS["cuda"], half=2e13, memory=1e11, kernel=1e-6)

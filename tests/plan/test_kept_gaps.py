@@ -18,12 +18,12 @@ from disco_accel.plan.timed.search import build_in_ranges, build_timed
 from disco_accel.plan.timed.search_settings import TimedSettings
 from disco_accel.plan.timed.step_buffers import STEP_START, StepRequirements
 from disco_accel.simulate.simulator import Link, Machine
-from disco_accel.testing.renewed_plans import RENEWED_SHAPES
-from disco_accel.testing.state_plans import TIMED_SHAPES
-from disco_accel.testing.strategies import random_taskgraph, with_working_sets
-from disco_accel.testing.weight_chains import tight_chain
-from disco_accel.verify.adversary import run_reference
 from disco_accel.verify.static import verify
+from tests.support.graphs.strategies import random_taskgraph, with_working_sets
+from tests.support.graphs.weight_chains import tight_chain
+from tests.support.oracles.adversary import run_reference
+from tests.support.plans.renewed_plans import RENEWED_SHAPES
+from tests.support.plans.state_plans import TIMED_SHAPES
 
 MACHINE = Machine(h2d=Link(1e9, 0.0), d2h=Link(1e9, 0.0))
 

@@ -15,7 +15,7 @@ from disco_accel.graph.values import arrives_at_gate, handed_out_at_gate
 from disco_accel.plan.lane_bound import lane_bound
 from disco_accel.plan.lane_times import heads, least_span, near_heads
 from disco_accel.simulate.machine import Link, Machine
-from disco_accel.testing.strategies import Shape, random_taskgraph
+from tests.support.graphs.strategies import Shape, random_taskgraph
 
 INPUT, KERNEL, TRANSFER = VertexKind.INPUT, VertexKind.KERNEL, VertexKind.TRANSFER
 

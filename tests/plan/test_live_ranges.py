@@ -11,9 +11,9 @@ from disco_accel.plan.timed.search import build_timed
 from disco_accel.plan.timed.search_settings import TimedSettings
 from disco_accel.plan.timed.step_buffers import Profile
 from disco_accel.simulate.machine import Machine
-from disco_accel.testing.lora_graph import LoraShape, lora_graph
-from disco_accel.verify.adversary import run_reference
 from disco_accel.verify.static import verify
+from tests.support.graphs.lora_graph import LoraShape, lora_graph
+from tests.support.oracles.adversary import run_reference
 
 
 def test_a_step_that_does_not_fit_as_drafted_fits_with_delayed_reloads(monkeypatch: pytest.MonkeyPatch) -> None:

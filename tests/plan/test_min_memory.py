@@ -17,11 +17,11 @@ from disco_accel.plan import make_plan
 from disco_accel.plan.buildmemgraph import min_memory as needed_module
 from disco_accel.plan.buildmemgraph.min_memory import bisect, bisect_down, working_set
 from disco_accel.plan.timed.smallest_memory import climb
-from disco_accel.testing.lora_graph import LoraShape, lora_graph
-from disco_accel.testing.pipeline_graph import PipelineShape, pipeline_graph
-from disco_accel.testing.strategies import random_taskgraph, with_working_sets
-from disco_accel.testing.tensor_parallel import PrefillShape, tensor_parallel_prefill
 from disco_accel.verify.static import verify
+from tests.support.graphs.lora_graph import LoraShape, lora_graph
+from tests.support.graphs.pipeline_graph import PipelineShape, pipeline_graph
+from tests.support.graphs.strategies import random_taskgraph, with_working_sets
+from tests.support.graphs.tensor_parallel import PrefillShape, tensor_parallel_prefill
 
 MIB = 1 << 20
 

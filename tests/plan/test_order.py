@@ -31,10 +31,10 @@ from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.select import inputs_by_use
 from disco_accel.plan.timed.search import build_timed
 from disco_accel.simulate.simulator import Machine, simulate
-from disco_accel.testing.strategies import Shape, random_taskgraph, with_working_sets
-from disco_accel.testing.tensor_parallel import PrefillShape, tensor_parallel_prefill
-from disco_accel.verify.adversary import run_reference
 from disco_accel.verify.static import verify
+from tests.support.graphs.strategies import Shape, random_taskgraph, with_working_sets
+from tests.support.graphs.tensor_parallel import PrefillShape, tensor_parallel_prefill
+from tests.support.oracles.adversary import run_reference
 
 
 def _kernel(id: int, *inputs: int, size: int = 256) -> Vertex:

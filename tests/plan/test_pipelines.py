@@ -16,10 +16,10 @@ from disco_accel.plan.common.streamed_run import streamed_starts
 from disco_accel.plan.lane_bound import lane_bound
 from disco_accel.plan.summary import copied_bytes
 from disco_accel.simulate.simulator import Machine, simulate
-from disco_accel.testing.pipeline_graph import PipelineShape, pipeline_graph
-from disco_accel.testing.tensor_parallel import PrefillShape, tensor_parallel_prefill
-from disco_accel.verify.adversary import run_reference
 from disco_accel.verify.static import verify
+from tests.support.graphs.pipeline_graph import PipelineShape, pipeline_graph
+from tests.support.graphs.tensor_parallel import PrefillShape, tensor_parallel_prefill
+from tests.support.oracles.adversary import run_reference
 
 SHAPES = [(2, 4), (4, 8), (4, 16), (8, 16)]
 

@@ -31,13 +31,13 @@ from disco_accel.plan.bound import bound_of
 from disco_accel.plan.plan_cache import PlanCache, plan_fingerprint
 from disco_accel.plan.summary import summary
 from disco_accel.simulate.simulator import Link, Machine, simulate
-from disco_accel.testing.home_plans import HOME_SHAPES, has_home_writes
-from disco_accel.testing.strategies import random_taskgraph, with_room
-from disco_accel.testing.update_graph import UpdateShape, host_update_graph
-from disco_accel.verify.adversary import run_reference
-from disco_accel.verify.buffers import verify_buffers
 from disco_accel.verify.static import verify
 from tests.observe.traced_step import Event
+from tests.support.graphs.strategies import random_taskgraph, with_room
+from tests.support.graphs.update_graph import UpdateShape, host_update_graph
+from tests.support.oracles.adversary import run_reference
+from tests.support.oracles.buffers import verify_buffers
+from tests.support.plans.home_plans import HOME_SHAPES, has_home_writes
 
 INPUT, KERNEL, TRANSFER, OFFLOAD, RELOAD = VertexKind
 MACHINES = (Machine(), Machine(h2d=Link(2e9, 0.0), d2h=Link(2e9, 0.0)), Machine(compute_streams=2))

@@ -27,11 +27,11 @@ from disco_accel.plan.bound import bound_of
 from disco_accel.plan.plan_cache import PlanCache, plan_fingerprint
 from disco_accel.plan.summary import copied_bytes, resident_bytes, staying
 from disco_accel.simulate.simulator import Link, Machine, simulate
-from disco_accel.testing.lora_graph import LoraShape, lora_graph
-from disco_accel.testing.renewed_plans import RENEWED_SHAPES, has_renewed
-from disco_accel.testing.strategies import random_taskgraph, with_room
-from disco_accel.verify.adversary import run_reference
 from disco_accel.verify.static import verify
+from tests.support.graphs.lora_graph import LoraShape, lora_graph
+from tests.support.graphs.strategies import random_taskgraph, with_room
+from tests.support.oracles.adversary import run_reference
+from tests.support.plans.renewed_plans import RENEWED_SHAPES, has_renewed
 
 MACHINE = Machine(h2d=Link(1000.0, 0.0), d2h=Link(1000.0, 0.0))
 SHAPE = LoraShape(layers=6, hidden=1024, ffn=2816, vocabulary=4096, tokens=2048, flops=4e13)

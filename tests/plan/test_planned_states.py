@@ -24,10 +24,10 @@ from disco_accel.plan.bound import bound_of
 from disco_accel.plan.summary import staying
 from disco_accel.simulate.machine import Link, Machine
 from disco_accel.simulate.simulator import simulate
-from disco_accel.testing.update_graph import UpdateShape, update_graph
-from disco_accel.verify.adversary import run_reference
-from disco_accel.verify.buffers import verify_buffers
 from disco_accel.verify.static import verify
+from tests.support.graphs.update_graph import UpdateShape, update_graph
+from tests.support.oracles.adversary import run_reference
+from tests.support.oracles.buffers import verify_buffers
 
 MIB = 1 << 20
 MACHINE = Machine(h2d=Link(10e9, 5e-6), d2h=Link(10e9, 5e-6))

@@ -18,9 +18,9 @@ from disco_accel.plan.buildmemgraph.eviction import POLICIES
 from disco_accel.plan.buildmemgraph.residents import Residents
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.simulate.simulator import simulate
-from disco_accel.testing.strategies import Shape, random_taskgraph, taskgraphs, with_working_sets
-from disco_accel.verify.adversary import run_reference
 from disco_accel.verify.static import verify
+from tests.support.graphs.strategies import Shape, random_taskgraph, taskgraphs, with_working_sets
+from tests.support.oracles.adversary import run_reference
 
 FACTORS = (1.0, 1.2, 1.5, 2.0, 3.0, 10.0)
 

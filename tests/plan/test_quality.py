@@ -15,8 +15,8 @@ from disco_accel.plan import make_plan
 from disco_accel.plan.buildmemgraph.eviction import POLICIES
 from disco_accel.plan.summary import copied_bytes, resident_bytes, summary
 from disco_accel.simulate.simulator import Link, Machine, lower_bound, simulate
-from disco_accel.testing.lora_graph import LoraShape, lora_graph
 from disco_accel.verify.static import verify
+from tests.support.graphs.lora_graph import LoraShape, lora_graph
 
 GRAPHS = Path(__file__).parent.parent / "data" / "graphs"
 SMALL_STEP = LoraShape(layers=8, hidden=1024, ffn=2816, vocabulary=4096, tokens=1024, flops=2e13)

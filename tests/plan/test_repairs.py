@@ -20,8 +20,8 @@ from disco_accel.plan.buildmemgraph.sim_malloc import Repairs
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.select import plan_build
 from disco_accel.simulate.simulator import Machine
-from disco_accel.testing.strategies import Shape, random_taskgraph, with_working_sets
 from disco_accel.verify.static import verify
+from tests.support.graphs.strategies import Shape, random_taskgraph, with_working_sets
 
 
 def faults(repairs: Repairs, seeds: range) -> Counter[str]:

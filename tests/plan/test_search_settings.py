@@ -23,9 +23,9 @@ from disco_accel.plan.timed.search import build_timed
 from disco_accel.plan.timed.search_settings import TimedSettings
 from disco_accel.plan.timed.step_buffers import StepRequirements
 from disco_accel.simulate.simulator import Link, Machine
-from disco_accel.testing.strategies import Shape, random_taskgraph, with_working_sets
-from disco_accel.verify.adversary import run_reference
 from disco_accel.verify.static import verify
+from tests.support.graphs.strategies import Shape, random_taskgraph, with_working_sets
+from tests.support.oracles.adversary import run_reference
 
 GRAPHS = Path(__file__).parent.parent / "data" / "graphs"
 

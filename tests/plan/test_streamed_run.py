@@ -13,8 +13,8 @@ from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.plan.common import streamed_run
 from disco_accel.plan.common.streamed_run import _StreamedRun, _Weights, streamed_starts
 from disco_accel.simulate.machine import Link, Machine
-from disco_accel.testing.pipeline_graph import PipelineShape, pipeline_graph
-from disco_accel.testing.strategies import Shape, random_taskgraph, with_working_sets
+from tests.support.graphs.pipeline_graph import PipelineShape, pipeline_graph
+from tests.support.graphs.strategies import Shape, random_taskgraph, with_working_sets
 
 SLOW = Machine(h2d=Link(2e3, 1e-3), d2h=Link(2e3, 1e-3), p2p=Link(1e4, 1e-3))
 

@@ -18,8 +18,8 @@ from disco_accel.plan.timed.planner_library import planner_library
 from disco_accel.plan.timed.requirements import requirements_of
 from disco_accel.plan.timed.step_buffers import StepRequirements
 from disco_accel.simulate.simulator import Link, Machine
-from disco_accel.testing.home_plans import HOME_SHAPES
-from disco_accel.testing.strategies import Shape, random_taskgraph, with_room
+from tests.support.graphs.strategies import Shape, random_taskgraph, with_room
+from tests.support.plans.home_plans import HOME_SHAPES
 
 FACTORS = (1.0, 1.2, 1.5, 2.0, 3.0, 10.0)
 

@@ -19,10 +19,10 @@ from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.timed.requirements import requirements_of
 from disco_accel.plan.timed.search import build_timed
 from disco_accel.simulate.simulator import Link, Machine, simulate
-from disco_accel.testing.lora_graph import LoraShape, lora_graph, prefill_graph
-from disco_accel.testing.strategies import Shape, random_taskgraph, with_working_sets
-from disco_accel.verify.adversary import run_reference
 from disco_accel.verify.static import verify
+from tests.support.graphs.lora_graph import LoraShape, lora_graph, prefill_graph
+from tests.support.graphs.strategies import Shape, random_taskgraph, with_working_sets
+from tests.support.oracles.adversary import run_reference
 
 GRAPHS = Path(__file__).parent.parent / "data" / "graphs"
 FACTORS = (1.0, 1.2, 1.5, 2.0, 3.0, 10.0)

@@ -14,7 +14,7 @@ from disco_accel.graph.memgraph import Edge
 from disco_accel.graph.taskgraph import Vertex, VertexKind
 from disco_accel.plan.common import transitive_reduction as module
 from disco_accel.plan.common.transitive_reduction import remove_implied_edges
-from tests.test_verify_order import closure, random_predecessors
+from tests.verify.test_verify_order import closure, random_predecessors
 
 GRAPHS = 150
 

@@ -18,11 +18,11 @@ from disco_accel.graph.values import changes_over_steps, outlives_step
 from disco_accel.plan import make_plan
 from disco_accel.plan.bound import bound_of
 from disco_accel.simulate.simulator import Link, Machine, simulate
-from disco_accel.testing.strategies import Shape, held, random_taskgraph, working_set
-from disco_accel.verify.adversary import run_reference
-from disco_accel.verify.buffers import verify_buffers
 from disco_accel.verify.static import verify
-from tests.naive_judge import is_safe
+from tests.support.graphs.strategies import Shape, held, random_taskgraph, working_set
+from tests.support.oracles.adversary import run_reference
+from tests.support.oracles.buffers import verify_buffers
+from tests.support.oracles.naive_judge import is_safe
 
 GRAPHS = int(os.environ.get("DISCO_SEVERAL_DEVICES", "80"))
 SHAPES = (

@@ -12,9 +12,9 @@ from disco_accel.plan import make_plan
 from disco_accel.plan.update_estimate import estimated, list_schedule
 from disco_accel.plan.update_places import balanced_share, choose, placed, spread, update_places, updates_of
 from disco_accel.simulate.simulator import Link, Machine, lower_bound, simulate
-from disco_accel.testing.update_graph import UpdateShape, update_graph
-from disco_accel.verify.adversary import run_reference
 from disco_accel.verify.static import verify
+from tests.support.graphs.update_graph import UpdateShape, update_graph
+from tests.support.oracles.adversary import run_reference
 
 SHAPE = UpdateShape(layers=12)
 MEMORY = 33 << 20

@@ -16,8 +16,8 @@ from disco_accel.plan.buildmemgraph.builder import build
 from disco_accel.plan.buildmemgraph.eviction import belady
 from disco_accel.plan.timed.requirements import requirements_of
 from disco_accel.simulate.simulator import Machine, simulate
-from disco_accel.testing.lora_graph import LoraShape, lora_graph, prefill_graph
 from disco_accel.verify.static import verify
+from tests.support.graphs.lora_graph import LoraShape, lora_graph, prefill_graph
 
 MIB = 1 << 20
 SHAPE = LoraShape(layers=6, hidden=1024, ffn=2816, vocabulary=4096, tokens=256, flops=2e13)

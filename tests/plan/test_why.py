@@ -21,11 +21,11 @@ from disco_accel.plan.why.ladder import ROWS, explain
 from disco_accel.plan.why.plan_replay import Memory, Relaxation, Replay
 from disco_accel.plan.why.text import as_text
 from disco_accel.simulate.simulator import Link, Machine, simulate
-from disco_accel.testing.range_faults import ranged_plans
-from disco_accel.testing.renewed_plans import RENEWED_SHAPES
-from disco_accel.testing.state_plans import TIMED_SHAPES
-from disco_accel.testing.strategies import Shape, random_taskgraph, with_room
-from disco_accel.testing.weight_chains import tight_chain
+from tests.support.faults.range_faults import ranged_plans
+from tests.support.graphs.strategies import Shape, random_taskgraph, with_room
+from tests.support.graphs.weight_chains import tight_chain
+from tests.support.plans.renewed_plans import RENEWED_SHAPES
+from tests.support.plans.state_plans import TIMED_SHAPES
 
 MACHINE = Machine(h2d=Link(1000.0, 0.0), d2h=Link(1000.0, 0.0))
 SHAPES = (

@@ -21,8 +21,8 @@ from disco_accel.plan.search_work import Work, enough
 from disco_accel.plan.summary import cut_short
 from disco_accel.plan.timed.search_settings import TimedSettings
 from disco_accel.simulate.simulator import simulate
-from disco_accel.testing.lora_graph import LoraShape, lora_graph
 from disco_accel.verify.static import verify
+from tests.support.graphs.lora_graph import LoraShape, lora_graph
 
 GRAPH = Path(__file__).parent.parent / "data" / "graphs" / "lora_small.taskgraph.json"
 TIGHT = 80 << 20

@@ -41,7 +41,7 @@ from disco_accel.integrate.hf.checkpoint import load_into_arena
 from disco_accel.integrate.hf.checkpoint_files import checkpoint_tensors
 from disco_accel.integrate.hf.packed_checkpoint import load_packed
 from disco_accel.native.host_memory import HostMemory
-from disco_accel.testing.models import random_batch
+from tests.support.models import random_batch
 
 FORMS: dict[str, Any] = {
     "NF4": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16),

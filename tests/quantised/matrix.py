@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from disco_accel.testing.quantised import FORMS
 from tests.quantised.children import lines_of
 from tests.quantised.edits import CHANGES
 from tests.quantised.test_bits import check
+from tests.support.quantised import FORMS
 
 FAMILIES = ("llama", "qwen3", "gemma3_text")
 EXPERTS = "bitsandbytes NF4 experts"

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from disco_accel.testing.quantised import FORMS, bnb_experts
+from tests.support.quantised import FORMS, bnb_experts
 
 SIZE = 128
 EXPERTS = "bitsandbytes NF4 experts"

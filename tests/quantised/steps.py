@@ -18,9 +18,9 @@ from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.step.compiled_step import CompiledStep
 from disco_accel.step.session import current_step
-from disco_accel.testing.models import family_lora, random_batch
-from disco_accel.testing.quantised import FORMS, bnb_experts
 from disco_accel.verify.static import verify
+from tests.support.models import family_lora, random_batch
+from tests.support.quantised import FORMS, bnb_experts
 
 STEPS, ACCUMULATE = 2, 2
 torch.set_num_threads(1)

@@ -10,7 +10,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from tests import forkserver
+from tests.support import forkserver
 
 ROOT = Path(__file__).resolve().parents[2]
 KILLS = int(os.environ.get("DISCO_KILLS", "3"))

@@ -21,8 +21,8 @@ from disco_accel.selfcheck import command, first_use, identity, outcome_files, s
 from disco_accel.selfcheck.outcome import Difference, Outcome
 from disco_accel.selfcheck.subject import Subject, make_subject
 from disco_accel.step import device_check
-from disco_accel.testing.models import random_batch, tiny_lora
-from tests import forkserver
+from tests.support import forkserver
+from tests.support.models import random_batch, tiny_lora
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

@@ -21,8 +21,8 @@ from disco_accel.integrate.prepare import prepare, restore
 from disco_accel.store.client import Store
 from disco_accel.store.offloaded_weight import OffloadedWeight
 from disco_accel.store.weight_uses import Weight, WeightUses
-from disco_accel.testing.models import family_lora, tiny_lora
 from tests.store.serving import MIB, command, nothing_left, serving
+from tests.support.models import family_lora, tiny_lora
 
 KIB = 1 << 10
 

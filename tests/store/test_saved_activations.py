@@ -17,8 +17,8 @@ import disco_accel.store.saved_activations as module
 from disco_accel.errors import ConfigError, StoreError, StoreFull, StoreGone
 from disco_accel.store.client import Store
 from disco_accel.store.saved_activations import saved_activations
-from disco_accel.testing.models import tiny_lora
 from tests.store.serving import MIB, command, nothing_left, objects, serving, until
+from tests.support.models import tiny_lora
 
 KIB = 1 << 10
 

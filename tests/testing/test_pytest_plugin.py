@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests import forkserver
+from tests.support import forkserver
 
 ROOT = Path(__file__).resolve().parents[2]
 SUITE = """

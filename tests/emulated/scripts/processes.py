@@ -17,7 +17,7 @@ from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
 
 from disco_accel import DiscoConfig, prepare, stats
 from disco_accel.native.backend import workspace_bytes
-from disco_accel.testing.models import random_batch, tiny_lora
+from tests.support.models import random_batch, tiny_lora
 
 STEPS, ACCUMULATE, VOCABULARY = 3, 2, 32
 

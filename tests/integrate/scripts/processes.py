@@ -22,7 +22,7 @@ from disco_accel import stats
 from disco_accel.errors import ConfigError
 from disco_accel.step.distributed import check_same, exclude_from_collectives, frozen_tensors
 from disco_accel.step.session import find_state
-from disco_accel.testing.models import random_batch, tiny_lora
+from tests.support.models import random_batch, tiny_lora
 
 STEPS, ACCUMULATE = 2, 2
 VOCABULARY, LENGTH = 32, 8

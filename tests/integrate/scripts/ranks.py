@@ -21,8 +21,8 @@ from disco_accel import DiscoConfig, prepare, restore, set_memory_budget, stats
 from disco_accel.plan.planning_process import PlanningProcess
 from disco_accel.step import grant_source, store_grants
 from disco_accel.step.session import find_state
-from disco_accel.testing.file_ledger import FileLedger
-from tests.integrate.moving_budgets import LARGE, SMALL, Layers, answer_here, batch
+from tests.step.moving_budgets import LARGE, SMALL, Layers, answer_here, batch
+from tests.support.file_ledger import FileLedger
 
 FOLDER, MODE, RANK = Path(sys.argv[1]), sys.argv[2], int(os.environ["RANK"])
 STEPS = 8
