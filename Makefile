@@ -73,7 +73,7 @@ fuzz: setup  ## 10^5 damaged files against the command line; half an hour on one
 safety: export OMP_NUM_THREADS := 1
 safety: export PYTHONPATH := $(CURDIR)
 safety: $(INSTALLED)  ## random graphs, budgets and policies against an adversary, and planted faults; SAFETY_GRAPHS=100000
-	@$(PY) -m benchmarks.safety --graphs $(or $(SAFETY_GRAPHS),100000)
+	@$(PY) -m tests.verify.safety --graphs $(or $(SAFETY_GRAPHS),100000)
 
 demo: setup  ## LoRA under half the memory, with and without us, compared bit for bit; three minutes
 	@$(PY) -m benchmarks.demo
@@ -118,7 +118,7 @@ wheel-check: setup  ## the wheel in a fresh environment, as pip installs it: doc
 matrix: export PYTHONPATH := $(CURDIR)
 matrix: setup  ## the engine compiled with every PyTorch from 2.11 to the newest, one table
 	@rm -rf out/matrix
-	@$(PY) -m benchmarks.matrix out/matrix
+	@$(PY) -m benchmarks.versions.matrix out/matrix
 
 # A long run. Needs the package index, and 6 GB at a time where a row has a PyTorch of its own.
 versions: export PYTHONPATH := $(CURDIR)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from benchmarks.compare import Sameness
+from benchmarks.common.compare import Sameness
 from disco_accel.observe.report import table
 from disco_accel.sizes import format_size
 
@@ -82,7 +82,7 @@ def first_comparison(run: BudgetRun) -> str:
 
 
 def ratios(steps: Mapping[str, Any]) -> Ratios:
-    """Medians of what ``benchmarks.interleaved`` measured."""
+    """Medians of what ``benchmarks.demo.interleaved`` measured."""
     seconds = {name: median(values) for name, values in steps["seconds"].items()}
     return Ratios(
         eager=seconds["eager"],

@@ -20,9 +20,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.compare import compare_runs, read_metrics
+from benchmarks.common.compare import compare_runs, read_metrics
 from benchmarks.demo.report import BudgetRun, Check, first_comparison, limits, print_report
-from benchmarks.running import announce, run
+from benchmarks.demo.running import announce, run
 from disco_accel.config.settings import DiscoConfig
 from disco_accel.graph.files import write_atomically
 from tests.support import malloc_watch
@@ -85,7 +85,7 @@ def time_steps(budget_run: BudgetRun, peak: int, rounds: int) -> None:
     arguments = [RECIPE, "--config", CONFIG, "--budget", str(budget_run.budget), "--rounds", str(rounds)]
     if half:
         arguments += ["-o", str(OUT), "--in-memory-peak", str(peak)]
-    budget_run.steps = measure("benchmarks.interleaved", OUT / f"steps-{budget_run.name}.log", *arguments)
+    budget_run.steps = measure("benchmarks.demo.interleaved", OUT / f"steps-{budget_run.name}.log", *arguments)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -99,14 +99,14 @@ def main(argv: list[str] | None = None) -> int:
     began = time.perf_counter()
 
     announce("writing a checkpoint of 77 M parameters")
-    start([sys.executable, "-m", "benchmarks.make_checkpoint", str(OUT / "checkpoint")], OUT / "checkpoint.log")
+    start([sys.executable, "-m", "benchmarks.demo.make_checkpoint", str(OUT / "checkpoint")], OUT / "checkpoint.log")
     announce(f"training without a plan, {args.steps} steps")
     plain = OUT / "lora-plain"
     plain_seconds = train_plain(plain, args.steps)
     # Half first: it needs no figure of the others, so its comparison is there soonest.
     runs = [run_budget("half", half, plain, args.steps)] if "half" in args.budgets else []
     announce("measuring the memory of a step without a plan, and the least budget")
-    memory = measure("benchmarks.probe", OUT / "probe.log", RECIPE, "--config", CONFIG)
+    memory = measure("benchmarks.demo.probe", OUT / "probe.log", RECIPE, "--config", CONFIG)
     budgets = {"least": memory["least_budget"], "all": memory["all_budget"]}
     runs += [run_budget(name, budgets[name], plain, args.steps) for name in args.budgets if name != "half"]
     for budget_run in runs:

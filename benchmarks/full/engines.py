@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from benchmarks.any_plan import any_plan_of, kernel_seconds
+from benchmarks.common.any_plan import any_plan_of, kernel_seconds
 from benchmarks.gpu.models import draw_weights, meta_llama
 from benchmarks.step.engines import LEARNING_RATE, Engine, Job
 from benchmarks.step.peers import ZeroThree

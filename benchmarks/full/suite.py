@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.common.provenance import provenance
+from benchmarks.common.shapes import frozen_bytes
 from benchmarks.full.engines import ENGINES, Planned, Resident
 from benchmarks.full.table import judge_whole, rows_of_whole, table
 from benchmarks.full.worker import COMMAND
-from benchmarks.provenance import provenance
-from benchmarks.shapes import frozen_bytes
 from benchmarks.step.engines import Job
 from benchmarks.step.options import add_run, count, names_of, save
 from benchmarks.step.suite import add_shape, measure, shape_of

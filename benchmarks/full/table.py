@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from benchmarks.common.subjects import Times
 from benchmarks.step.process import Worker
 from benchmarks.step.table import Row, Verdict, cell_text, judge, rows_of, size_cell
-from benchmarks.subjects import Times
 
 TITLES = {
     "in-memory": "eager in memory",

@@ -5,11 +5,11 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
+from benchmarks.common.shapes import PRESETS
 from benchmarks.full.suite import WARM
 from benchmarks.full.table import judge_whole
 from benchmarks.full.worker import COMMAND
 from benchmarks.gpu.stage import Run
-from benchmarks.shapes import PRESETS
 from benchmarks.step.engines import Job
 from benchmarks.step.suite import measure as measured
 

@@ -13,7 +13,7 @@ from accelerate import init_empty_weights
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.shapes import PRESETS, Shape
+from benchmarks.common.shapes import PRESETS, Shape
 from disco_accel.native.host_memory import HostMemory
 from disco_accel.step.placement import keep_arena
 from tests.support.quantised import Quantise

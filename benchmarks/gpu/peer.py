@@ -8,9 +8,9 @@ from typing import Any
 
 from safetensors.torch import load_file
 
+from benchmarks.common.shapes import PRESETS
 from benchmarks.gpu.stage import NOT_HERE, Run
 from benchmarks.gpu.subject import ROUNDS, case_of, references_in
-from benchmarks.shapes import PRESETS
 from benchmarks.step.engines import Job
 from benchmarks.step.process import FIRST_STEPS
 from benchmarks.step.suite import measure as measured

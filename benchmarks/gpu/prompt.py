@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.common.shapes import PRESETS
 from benchmarks.gpu.models import batch_for
 from benchmarks.gpu.stage import Run
 from benchmarks.gpu.subject import ROUNDS, Subject, case_of, subject_of, synchronize
 from benchmarks.prefill.engines import outputs_of, read_eagerly
-from benchmarks.shapes import PRESETS
 from disco_accel import DiscoConfig, prefill, restore, stats
 from disco_accel.capture.attention import cudnn_attention_off
 from disco_accel.selfcheck.agreement import RUNS, agreement

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.common.quantised import PLAIN, quantise_of
+from benchmarks.common.shapes import PRESETS
 from benchmarks.gpu.models import batch_for, draw_weights, meta_llama, with_adapter
 from benchmarks.gpu.stage import Run
-from benchmarks.quantised import PLAIN, quantise_of
-from benchmarks.shapes import PRESETS
 from benchmarks.step.engines import LEARNING_RATE
 from disco_accel.capture.attention import cudnn_attention_off
 from disco_accel.selfcheck.agreement import RUNS, Agreement, Tensors, agreement

@@ -28,9 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.provenance import provenance
 from benchmarks.gpu.stage import NOT_HERE, Run, Stage, begun_file, figures_file, write
 from benchmarks.gpu.wheels import unpacked
-from benchmarks.provenance import provenance
 
 COMMAND = ("-m", "benchmarks.gpu")
 """What each process runs, after the interpreter."""

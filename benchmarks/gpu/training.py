@@ -6,11 +6,11 @@ import sys
 import time
 from typing import Any
 
-from benchmarks.any_plan import any_plan_of, kernel_seconds, wait_for_plans
+from benchmarks.common.any_plan import any_plan_of, kernel_seconds, wait_for_plans
+from benchmarks.common.quantised import folder_of
 from benchmarks.gpu.models import checkpoint
 from benchmarks.gpu.stage import NOT_HERE, Run
 from benchmarks.gpu.subject import Subject, case_of, subject_of
-from benchmarks.quantised import folder_of
 from benchmarks.step.engines import link_rates
 from disco_accel import DiscoConfig, prepare, restore, set_memory_budget, stats
 from disco_accel.errors import ConfigError

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from benchmarks.common.provenance import provenance
 from benchmarks.optimizer.least import least_seconds
 from benchmarks.optimizer.ours import BEST, PLACES, SCHEDULES
 from benchmarks.optimizer.pictures import draw
@@ -21,7 +22,6 @@ from benchmarks.optimizer.study import STUDY
 from benchmarks.optimizer.study_schedule import deviations, simulated_phases, study_schedule
 from benchmarks.optimizer.suite import HEADER, Row, line, our_row, shared, study_rows
 from benchmarks.optimizer.trace import Trace, trace
-from benchmarks.provenance import provenance
 from disco_accel.graph.files import write_atomically
 
 DEVICE = "simulated: H100 with 80 GB behind 55 GB/s each way"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from benchmarks.shapes import PRESETS, Shape, frozen_bytes
+from benchmarks.common.shapes import PRESETS, Shape, frozen_bytes
 from disco_accel.simulate.machine import Link, Machine
 
 WEIGHT, GRADIENT, STATE = 2, 2, 12
@@ -17,7 +17,7 @@ WEIGHT, GRADIENT, STATE = 2, 2, 12
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A decoder and the batch of one micro-batch. ``shape``: as in ``benchmarks.shapes``.
+    """A decoder and the batch of one micro-batch. ``shape``: as in ``benchmarks.common.shapes``.
 
     Assumed: of the models of 13 billion parameters, Llama 2's shape. Its checkpoints are one hidden state a layer.
     """

@@ -69,21 +69,21 @@ def _test_graph(name: str) -> TaskGraph:
 
 
 def _captured_lora(name: str) -> TaskGraph:
-    from benchmarks.captures import STEPS, lora_step
+    from benchmarks.planner.captures import STEPS, lora_step
 
     return lora_step(STEPS[name])
 
 
 def _captured_prefill(name: str) -> TaskGraph:
-    from benchmarks.captures import PREFILLS, prefill
+    from benchmarks.planner.captures import PREFILLS, prefill
 
     return prefill(PREFILLS[name])
 
 
 def _large_vocabulary() -> TaskGraph:
     """A prefill of the shape of Llama 3.2 1B with an output layer of its own: two weights of 501 MiB, others of 32."""
-    from benchmarks.captures import Workload, prefill
-    from benchmarks.shapes import llama
+    from benchmarks.common.shapes import llama
+    from benchmarks.planner.captures import Workload, prefill
 
     return prefill(Workload(llama(2048, 8192, 16, 32, 8, 128256), 1, 512))
 

@@ -78,7 +78,7 @@ def graphs(files: Sequence[str], captured: bool = False) -> Iterator[TaskGraph]:
     for file in files:
         yield replace(read_taskgraph(file), name=Path(file).name.split(".")[0])
     if captured:
-        from benchmarks.captures import captures
+        from benchmarks.planner.captures import captures
 
         yield from captures()
     elif not files:

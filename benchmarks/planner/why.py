@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.provenance import provenance
 from benchmarks.planner.why_cases import ROOT, why_cases
-from benchmarks.provenance import provenance
 from disco_accel.graph.files import read_memgraph, write_atomically
 from disco_accel.graph.passes import arena_of
 from disco_accel.plan import make_plan

@@ -70,7 +70,7 @@ def _test_graph(name: str) -> TaskGraph:
 
 
 def _captured(name: str) -> TaskGraph:
-    from benchmarks.captures import PREFILLS, STEPS, lora_step, prefill
+    from benchmarks.planner.captures import PREFILLS, STEPS, lora_step, prefill
 
     return lora_step(STEPS[name]) if name in STEPS else prefill(PREFILLS[name])
 

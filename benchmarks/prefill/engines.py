@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from benchmarks.any_plan import any_plan_of, kernel_seconds
+from benchmarks.common.any_plan import any_plan_of, kernel_seconds
 from benchmarks.gpu.models import arena_llama, batch_for, draw_weights, meta_llama
 from benchmarks.step.engines import Job, link_rates
 from benchmarks.step.peers import one_process

@@ -23,17 +23,17 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.compare import same_bits
+from benchmarks.common.compare import same_bits
+from benchmarks.common.provenance import provenance
+from benchmarks.common.shapes import PRESETS, frozen_bytes
+from benchmarks.common.subjects import Times
 from benchmarks.prefill.engines import READERS, TITLES
 from benchmarks.prefill.worker import COMMAND
-from benchmarks.provenance import provenance
-from benchmarks.shapes import PRESETS, frozen_bytes
 from benchmarks.step.engines import Job
 from benchmarks.step.options import add_run, count, names_of, save
 from benchmarks.step.process import Worker
 from benchmarks.step.suite import measure
 from benchmarks.step.table import Verdict, cell_text, rate_cell, relative, size_cell
-from benchmarks.subjects import Times
 from disco_accel.sizes import format_size, parse_size
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}

@@ -25,18 +25,18 @@ from typing import Any
 
 import torch
 
-from benchmarks.compare import same_bits
-from benchmarks.engine import Differs, any_plan_seconds, cell, in_turn, link_seconds
+from benchmarks.common.compare import same_bits
+from benchmarks.common.provenance import provenance
+from benchmarks.common.resident_plan import resident_plan
+from benchmarks.common.shapes import Shape
+from benchmarks.common.subjects import Times
+from benchmarks.engine.suite import Differs, any_plan_seconds, cell, in_turn, link_seconds
 from benchmarks.gpu.models import batch_for, draw_weights, meta_llama
 from benchmarks.prefill.engines import PEERS, TITLES, outputs_of, read_eagerly
 from benchmarks.prefill.peers import Peers, peer_cell
-from benchmarks.provenance import provenance
-from benchmarks.resident_plan import resident_plan
-from benchmarks.shapes import Shape
 from benchmarks.step.engines import Job
 from benchmarks.step.options import count, names_of
 from benchmarks.step.table import cell_text
-from benchmarks.subjects import Times
 from disco_accel import prefill, stats
 from disco_accel.config.settings import DiscoConfig
 from disco_accel.errors import BudgetTooSmall

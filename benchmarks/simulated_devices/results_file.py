@@ -10,7 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from benchmarks.provenance import provenance
+from benchmarks.common.provenance import provenance
 from benchmarks.simulated_devices.cells import SPEEDS, Cell, cell_of
 from benchmarks.simulated_devices.rows import Row
 from disco_accel.errors import ConfigError

@@ -11,8 +11,8 @@ from signal import ITIMER_REAL, SIGALRM, setitimer, signal
 from types import FrameType
 from typing import Any
 
-from benchmarks.captures import Workload, lora_outline, prompt_outline
-from benchmarks.shapes import PRESETS
+from benchmarks.common.shapes import PRESETS
+from benchmarks.planner.captures import Workload, lora_outline, prompt_outline
 from benchmarks.simulated_devices.cells import MEMORY, SPEEDS, Cell, Kind
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.files import fingerprint

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from benchmarks.shapes import PRESETS
+from benchmarks.common.shapes import PRESETS
 from benchmarks.simulated_devices.cells import DEVICES, LENGTHS, MEMORY, SPEEDS, Cell, Kind, grid
 from benchmarks.simulated_devices.results_file import COMMAND, ResultsFile
 from benchmarks.simulated_devices.rows import OutOfTime, Row, Say, at_most, bound_again, row

@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from benchmarks.any_plan import any_plan_of, kernel_seconds
+from benchmarks.common.any_plan import any_plan_of, kernel_seconds
+from benchmarks.common.quantised import PLAIN, quantise_of
 from benchmarks.gpu.link import rate
 from benchmarks.gpu.models import arena_llama, batch_for, draw_weights, meta_llama, with_adapter
-from benchmarks.quantised import PLAIN, quantise_of
 from disco_accel import DiscoConfig, prepare, stats
 from disco_accel.capture.parts import frozen_parts
 from disco_accel.native.backend import run_device
@@ -31,7 +31,7 @@ _RATE_BYTES = 512 << 20
 class Job:
     """What one process measures. ``rank`` of the adapter, 0 for a prompt; ``budget`` in bytes, None for engines that
     know none; ``bandwidth`` in bytes/s, of a link of the host device; ``folder`` receives the first step's gradients,
-    or what the first prompt left; ``quant``: the frozen weights' form, one of ``benchmarks.quantised``;
+    or what the first prompt left; ``quant``: the frozen weights' form, one of ``benchmarks.common.quantised``;
     ``cache``: the folder of plans and passed self-checks, None for neither."""
 
     engine: str

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.quantised import folder_of
+from benchmarks.common.quantised import folder_of
 from benchmarks.step.engines import Job
 
 COMMAND: tuple[str, ...] = ("-m", "benchmarks.step.worker")

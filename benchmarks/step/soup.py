@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.common.quantised import PLAIN
 from benchmarks.gpu.models import draw_adapter, draw_weights, lora_config, meta_llama
-from benchmarks.quantised import PLAIN
 from benchmarks.step.engines import Engine, Job
 from disco_accel.errors import ConfigError
 

@@ -27,9 +27,9 @@ from typing import Any
 
 import torch
 
-from benchmarks import quantised
-from benchmarks.provenance import provenance
-from benchmarks.shapes import PRESETS, Shape
+from benchmarks.common import quantised
+from benchmarks.common.provenance import provenance
+from benchmarks.common.shapes import PRESETS, Shape
 from benchmarks.step.engines import ENGINES, Job, Planned, Resident
 from benchmarks.step.options import add_run, count, names_of, save
 from benchmarks.step.peers import PEERS

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.quantised import PLAIN
+from benchmarks.common.quantised import PLAIN
+from benchmarks.common.subjects import Times
 from benchmarks.step.process import FIRST_STEPS, REFERENCE, Worker
-from benchmarks.subjects import Times
 from disco_accel.selfcheck.agreement import agreement
 from disco_accel.sizes import format_size
 

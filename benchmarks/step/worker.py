@@ -20,9 +20,9 @@ from typing import Any, TextIO
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.link_trace import link_bytes
-from benchmarks.quantised import PLAIN
+from benchmarks.common.quantised import PLAIN
 from benchmarks.step.engines import ENGINES, Engine, Job
+from benchmarks.step.link_trace import link_bytes
 from benchmarks.step.peers import PEERS
 from benchmarks.step.process import FIRST_STEPS, REFERENCE
 from disco_accel.capture.attention import cudnn_attention_off

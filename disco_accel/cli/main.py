@@ -151,19 +151,20 @@ def _train(options: argparse.Namespace) -> int:
     return train(options.rest)
 
 
-BENCHMARKS = (
-    "devices",
-    "engine",
-    "full",
-    "optimizer",
-    "planner",
-    "policies",
-    "prefill",
-    "scale",
-    "step",
-    "store",
-    "weights",
-)
+BENCHMARKS = {
+    "devices": "devices",
+    "engine": "engine",
+    "full": "full",
+    "optimizer": "optimizer",
+    "planner": "planner",
+    "policies": "planner.policies",
+    "prefill": "prefill",
+    "scale": "planner.scale",
+    "step": "step",
+    "store": "store",
+    "weights": "planner.weights",
+}
+"""Name of a benchmark → its module, or its folder with a ``__main__``, in ``benchmarks``."""
 
 
 def _bench(options: argparse.Namespace) -> int:
@@ -171,9 +172,11 @@ def _bench(options: argparse.Namespace) -> int:
     if name not in BENCHMARKS:
         raise ConfigError(f"bench: '{name}' is not a benchmark; there are {', '.join(BENCHMARKS)}")
     checkout = Path(__file__).resolve().parents[2]
-    folder = checkout / "benchmarks"
-    module = f"benchmarks.{name}.__main__" if (folder / name).is_dir() else f"benchmarks.{name}"
-    if not (folder / name).is_dir() and not (folder / f"{name}.py").is_file():
+    module = f"benchmarks.{BENCHMARKS[name]}"
+    path = checkout.joinpath(*module.split("."))
+    if path.is_dir():
+        module += ".__main__"
+    elif not path.with_suffix(".py").is_file():
         raise ConfigError(
             "bench: benchmarks are in the repository, not in the package; in a checkout of it run make setup, "
             f"then .venv/bin/disco-accel bench {name}"

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from disco_accel.store.stored_object import Span, StoredObject
 
 _KEPT = 4
-"""Objects. A LoRA step of a tiny Llama (``benchmarks.store_offload``) stores 103 objects with 1, 85 with 2 to 8, 79
+"""Objects. A LoRA step of a tiny Llama (``benchmarks.store.offload``) stores 103 objects with 1, 85 with 2 to 8, 79
 with 16, which would take 16 from the device."""
 _SHARE = 0.25
 """Of the store's device, that they may take, or one alone."""

@@ -1,6 +1,6 @@
 // What disturbed links cost dynamic dispatch, and a fixed order. Runs a plan whose kernels take their time
 // but compute nothing, so that a few cores show many devices. Usage: bench_jitter PLAN jitter steps, where
-// benchmarks/jitter.py writes PLAN
+// benchmarks/engine/jitter.py writes PLAN
 #include <algorithm>
 #include <array>
 #include <cstdio>

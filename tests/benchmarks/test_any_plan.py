@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.any_plan import any_plan_of, kernel_seconds
-from benchmarks.engine import any_plan_seconds
-from benchmarks.subjects import Pair, Shape
+from benchmarks.common.any_plan import any_plan_of, kernel_seconds
+from benchmarks.common.subjects import Pair, Shape
+from benchmarks.engine.suite import any_plan_seconds
 from disco_accel import DiscoConfig
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.simulate.simulator import Link, Machine

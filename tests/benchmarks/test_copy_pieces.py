@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import copy_pieces
+from benchmarks.planner import copy_pieces
 from benchmarks.planner.why_cases import why_cases
 from disco_accel.plan import make_plan
 from disco_accel.simulate.simulator import Machine, simulate

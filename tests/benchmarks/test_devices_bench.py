@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import devices, report
+from benchmarks.devices import suite as devices
+from benchmarks.report import pages as report
 from disco_accel.cli.main import BENCHMARKS
 
 pytestmark = pytest.mark.usefixtures("forked")

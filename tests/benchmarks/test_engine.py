@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import engine
-from benchmarks.subjects import Shape, Times
+from benchmarks.common.subjects import Shape, Times
+from benchmarks.engine import suite as engine
 from disco_accel.cli.main import main
 
 TINY = Shape(hidden=64, layers=3, tokens=8, vocabulary=64)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import report
+from benchmarks.common.shapes import PRESETS
 from benchmarks.full import suite as full
 from benchmarks.full.engines import ENGINES
 from benchmarks.full.table import HEADER, OURS, TITLES, judge_whole, table
-from benchmarks.shapes import PRESETS
+from benchmarks.report import pages as report
 from benchmarks.step.engines import Job
 from benchmarks.step.process import Worker
 from benchmarks.step.table import Verdict

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.common.quantised import folder_of
 from benchmarks.gpu import suite as gpu
 from benchmarks.gpu.table import table
-from benchmarks.quantised import folder_of
 from disco_accel.errors import ConfigError
 from tests.support import forkserver
 

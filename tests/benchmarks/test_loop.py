@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import loop
+from benchmarks.engine import loop
 
 
 def test_rows_have_the_time_of_a_kernel_and_the_step_over_kernels_own() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.matrix import OLDEST, newest_patches, requirement
+from benchmarks.versions.matrix import OLDEST, newest_patches, requirement
 
 METADATA = """Metadata-Version: 2.1
 Name: torch

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import report
+from benchmarks.common.provenance import provenance
 from benchmarks.optimizer.__main__ import DEVICE, main
 from benchmarks.optimizer.ours import Schedule, builder, planned
 from benchmarks.optimizer.pictures import draw
@@ -17,7 +17,7 @@ from benchmarks.optimizer.study import GRADIENT, STUDY, WEIGHT, Model
 from benchmarks.optimizer.study_schedule import study_schedule
 from benchmarks.optimizer.suite import HEADER, line, our_row, shared, study_rows, table
 from benchmarks.optimizer.trace import FROM_DEVICE, TO_DEVICE, copies_by_phase, held_bytes, link_rates, trace
-from benchmarks.provenance import provenance
+from benchmarks.report import pages as report
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.graph.values import lasting_versions
 from disco_accel.plan.update_estimate import estimated

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.common.shapes import PRESETS
 from benchmarks.optimizer.step_graph import UPDATE, StepOptions, kernels_named, pieces_of, step_graph
 from benchmarks.optimizer.study import GRADIENT, STUDY, Model, Study
 from benchmarks.optimizer.study_schedule import Phases, deviations, simulated_phases, study_schedule
-from benchmarks.shapes import PRESETS
 from disco_accel.graph.check import check_taskgraph
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.graph.values import lasting_versions

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.engine import Differs
+from benchmarks.engine.suite import Differs
 from benchmarks.prefill.suite import PromptPair, PromptShape, main
-from benchmarks.report import section
+from benchmarks.report.pages import section
 from disco_accel.cli.main import main as cli
 
 pytestmark = pytest.mark.usefixtures("forked")

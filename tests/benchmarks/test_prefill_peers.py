@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.common.shapes import PRESETS
 from benchmarks.prefill import peers as prefill_peers
 from benchmarks.prefill import suite as prefill
 from benchmarks.prefill.engines import READERS, TITLES
 from benchmarks.prefill.peers import Peers, peer_cell, verdict_of
 from benchmarks.prefill.worker import COMMAND
-from benchmarks.report import section
-from benchmarks.shapes import PRESETS
+from benchmarks.report.pages import section
 from benchmarks.step.engines import Job
 from benchmarks.step.process import Worker
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import report
+from benchmarks.report import pages as report
 from benchmarks.step.table import SHORT, TITLES, cell_text
 from disco_accel.errors import ConfigError
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import report
+from benchmarks.report import pages as report
 from benchmarks.simulated_devices import rows as rows_module
 from benchmarks.simulated_devices import suite, tables
 from benchmarks.simulated_devices.cells import MEMORY, Cell, Kind, grid

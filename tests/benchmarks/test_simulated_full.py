@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import report
-from benchmarks.simulated_full import DESKTOP, LEAST, Cell, Mode, Row, rows, table, write
+from benchmarks.report import pages as report
+from benchmarks.simulated.full import DESKTOP, LEAST, Cell, Mode, Row, rows, table, write
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from benchmarks import simulated_jitter
-from benchmarks.shapes import PRESETS
-from benchmarks.simulated_jitter import Subject, in_order, row, subjects
+from benchmarks.common.shapes import PRESETS
+from benchmarks.simulated import jitter as simulated_jitter
+from benchmarks.simulated.jitter import Subject, in_order, row, subjects
 from disco_accel.plan import make_plan
 from disco_accel.simulate.simulator import Machine, Simulator
 from tests.support.graphs.strategies import Shape, random_taskgraph, with_room

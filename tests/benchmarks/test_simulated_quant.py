@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import report, simulated_quant
-from benchmarks.simulated import Cell, rows
-from benchmarks.simulated_quant import BUDGETS, CARD, line, short_table, write
+from benchmarks.report import pages as report
+from benchmarks.simulated import quant as simulated_quant
+from benchmarks.simulated.lora import Cell, rows
+from benchmarks.simulated.quant import BUDGETS, CARD, line, short_table, write
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from benchmarks.simulated import H200, Cell, Row, line, rows
+from benchmarks.simulated.lora import H200, Cell, Row, line, rows
 
 
 @pytest.fixture(scope="module")

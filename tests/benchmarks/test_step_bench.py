@@ -10,13 +10,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks import quantised, report
+from benchmarks.common import quantised
+from benchmarks.common.shapes import PRESETS, frozen_bytes
 from benchmarks.gpu.models import meta_llama
-from benchmarks.link_trace import copied
-from benchmarks.shapes import PRESETS, frozen_bytes
+from benchmarks.report import pages as report
 from benchmarks.step import process as step_process
 from benchmarks.step import suite as step
 from benchmarks.step.engines import Job
+from benchmarks.step.link_trace import copied
 from benchmarks.step.process import FIRST_STEPS, Worker
 from benchmarks.step.table import HEADER, TITLES, judge, line, ratios
 from benchmarks.step.worker import Session, first_line

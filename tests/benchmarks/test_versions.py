@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from benchmarks.versions import LIBRARIES, OWN, ROOT, ROWS, TESTS, TOOLS, Outcome, Row, outcome, pinned_tools
+from benchmarks.versions.suite import LIBRARIES, OWN, ROOT, ROWS, TESTS, TOOLS, Outcome, Row, outcome, pinned_tools
 
 OUTPUT = """E   assert 3 failed, 2 passed in the text of a failure
 FAILED tests/test_a.py::test_b - 1 failed in 0.1s

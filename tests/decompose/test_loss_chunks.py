@@ -8,8 +8,8 @@ from functools import lru_cache
 import pytest
 import torch
 
-from benchmarks.captures import Workload, lora_outline
-from benchmarks.shapes import llama
+from benchmarks.common.shapes import llama
+from benchmarks.planner.captures import Workload, lora_outline
 from disco_accel.measure.costs import Estimated
 from disco_accel.recipes.outline import Outline
 from disco_accel.simulate.roofline import Speed

@@ -54,7 +54,7 @@ def _of_ours(command: str, words: list[str]) -> str | None:
         names = [word for word in words[1:2] if re.fullmatch(r"[a-z]+", word)]
         if names and names[0] not in main.BENCHMARKS:
             return f"{command}: no benchmark {names[0]}"
-        return _of_module(command, f"benchmarks.{names[0]}", words[2:]) if names else None
+        return _of_module(command, f"benchmarks.{main.BENCHMARKS[names[0]]}", words[2:]) if names else None
     if known[words[0]].arguments is None:
         return None
     printed = io.StringIO()

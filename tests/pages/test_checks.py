@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.running import Progress, last_line, run
+from benchmarks.demo.running import Progress, last_line, run
 from tests.pages.blocks import blocks_of, fault, inline_commands
 from tests.pages.commands import command_fault, commands_of
 

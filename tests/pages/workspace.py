@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.make_checkpoint import Shape, write_checkpoint
+from benchmarks.demo.make_checkpoint import Shape, write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = "Pages are for readers, and what a page says to type has to work when it is typed. " * 60

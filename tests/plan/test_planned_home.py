@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.planner.chain import chain_of
 from disco_accel.cli.main import main
 from disco_accel.errors import BudgetTooSmall, ConfigError, GraphFileError, PlanError
 from disco_accel.graph.check import check_taskgraph
@@ -26,7 +27,6 @@ from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind, w
 from disco_accel.graph.traits import FROZEN, STATE
 from disco_accel.observe.timeline import stays
 from disco_accel.plan import make_plan
-from disco_accel.plan.beaumont.chain import chain_of
 from disco_accel.plan.bound import bound_of
 from disco_accel.plan.plan_cache import PlanCache, plan_fingerprint
 from disco_accel.plan.summary import summary

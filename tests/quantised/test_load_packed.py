@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.make_checkpoint import Shape, write_checkpoint
+from benchmarks.demo.make_checkpoint import Shape, write_checkpoint
 from tests.quantised.children import environment, lines_of
 
 # Small weights and many: bitsandbytes takes some 25 bytes a number while it packs one.

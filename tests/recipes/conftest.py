@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.make_checkpoint import Shape, write_checkpoint
+from benchmarks.demo.make_checkpoint import Shape, write_checkpoint
 
 SHAPE = Shape(
     hidden_size=64,

@@ -10,7 +10,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from benchmarks.compare import compare_runs
+from benchmarks.common.compare import compare_runs
 from disco_accel.recipes.lora import main
 from disco_accel.sizes import parse_size
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.compare import compare_runs, same_bits
+from benchmarks.common.compare import compare_runs, same_bits
 from benchmarks.demo import suite as demo
 from benchmarks.demo.report import BudgetRun, first_comparison, limits, print_report, ratios
 

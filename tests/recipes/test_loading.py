@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from benchmarks.make_checkpoint import Shape, write_checkpoint
+from benchmarks.demo.make_checkpoint import Shape, write_checkpoint
 from disco_accel import DiscoConfig, prepare, restore
 from disco_accel.errors import ConfigError
 from disco_accel.integrate.hf.checkpoint import load_into_arena

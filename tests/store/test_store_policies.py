@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.store_policies import MIB, Simulation, uses
+from benchmarks.store.policies import MIB, Simulation, uses
 from disco_accel.errors import ConfigError
 from disco_accel.store.policies import POLICIES, Candidate, policy_of, victims, wait
 

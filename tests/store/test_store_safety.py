@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import store_attacks
+from benchmarks.store import attacks as store_attacks
 from disco_accel.errors import ConfigError, StoreError, StoreGone
 from disco_accel.store import place
 from disco_accel.store.client import Store
@@ -210,7 +210,7 @@ def test_the_end_of_a_process_counts_though_its_child_keeps_the_socket(tmp_path:
 
 
 def test_damaged_messages_are_refused_and_nothing_grows() -> None:
-    """A seeded sample of ``benchmarks.store_attacks``."""
+    """A seeded sample of ``benchmarks.store.attacks``."""
     found = store_attacks.mutated_messages(3000, random.Random(1))
     assert found.refused > 500 and found.taken > 100 and found.cut_off == 0
     assert found.descriptors_grown <= 0 and found.memory_left == 0

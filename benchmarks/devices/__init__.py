@@ -1,0 +1,1 @@
+"""Steps on several host devices beside the ideal."""

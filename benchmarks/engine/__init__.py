@@ -1,0 +1,1 @@
+"""The engine's overhead and overlap, on plans and on programs of its core."""

@@ -1,0 +1,1 @@
+"""Several processes on one machine: moving budgets, shared weights, the machine's own limits."""

@@ -1,0 +1,1 @@
+"""The tables of docs/benchmarks.md and the README's."""

@@ -1,0 +1,1 @@
+"""Training steps of large shapes, in simulated time."""

@@ -1,0 +1,1 @@
+"""A tensor store: its speed, its policies, training with it, attacks on it."""

@@ -1,0 +1,1 @@
+"""Other versions of PyTorch, of Hugging Face's libraries and of DeepSpeed."""
