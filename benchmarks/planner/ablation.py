@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from disco_accel.graph.check import check_taskgraph
 from disco_accel.graph.taskgraph import TaskGraph, with_memory
-from disco_accel.plan.bound import bound_of
+from disco_accel.plan.bound.lower_bound import bound_of
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.search_work import Work
 from disco_accel.plan.select import inputs_by_use

@@ -1,7 +1,7 @@
 """Which swappable buffers stay on the device between two uses, as the step program would have it.
 
-The program over time (``plan/step_program.py``), in the serial order, says which part of each value a shortest step
-keeps through each gap between two uses. A draft holds these from use to use instead of giving up whatever is used
+The program over time (``plan/bound/step_program.py``), in the serial order, says which part of each value a shortest
+step keeps through each gap between two uses. A draft holds these from use to use instead of giving up whatever is used
 furthest ahead: where the memory is fullest, around the loss, the two differ.
 """
 
@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from disco_accel.graph.taskgraph import Ref
-from disco_accel.plan.device_facts import DeviceFacts
-from disco_accel.plan.marks import Precedence
-from disco_accel.plan.step_program import StepProgram, gaps
+from disco_accel.plan.bound.device_facts import DeviceFacts
+from disco_accel.plan.bound.ordered_starts import Precedence
+from disco_accel.plan.bound.step_program import StepProgram, gaps
 from disco_accel.plan.timed.step_buffers import STEP_START, StepRequirements
 from disco_accel.simulate.machine import Machine
 
