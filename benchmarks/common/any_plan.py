@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from disco_accel.graph.taskgraph import VertexKind
-from disco_accel.plan.bound import bound_of
+from disco_accel.plan.bound.lower_bound import bound_of
 from disco_accel.simulate.simulator import Machine
 from disco_accel.step.compiled_step import CompiledStep
 from disco_accel.step.session import find_state

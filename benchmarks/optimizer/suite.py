@@ -11,7 +11,7 @@ from benchmarks.optimizer.ours import Planned, Schedule, planned
 from benchmarks.optimizer.study import GRADIENT, WEIGHT, Study
 from benchmarks.optimizer.study_schedule import simulated_phases
 from disco_accel.graph.taskgraph import VertexKind
-from disco_accel.plan.bound import bound_of
+from disco_accel.plan.bound.lower_bound import bound_of
 from disco_accel.plan.summary import copied_bytes
 
 SHARED = 0.45

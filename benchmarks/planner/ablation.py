@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from disco_accel.graph.check import check_taskgraph
 from disco_accel.graph.taskgraph import TaskGraph, with_memory
-from disco_accel.plan.bound import bound_of
+from disco_accel.plan.bound.lower_bound import bound_of
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.search_work import Work
 from disco_accel.plan.select import inputs_by_use
@@ -26,7 +26,7 @@ from disco_accel.verify.static import verify
 ALL = TimedSettings()
 
 WITHOUT: Mapping[str, TimedSettings] = {
-    "min_gap_ratios": replace(ALL, min_gap_ratios=(None,), gap_ratios_changed=()),
+    "min_gap_ratios": replace(ALL, min_gap_ratios=(None,)),
     "resident_shares": replace(ALL, resident_shares=ALL.resident_shares[:1]),
     "share_step": replace(ALL, share_step=0.0),
     "outliers_permanent": replace(ALL, outliers_permanent=False),
@@ -42,9 +42,6 @@ WITHOUT: Mapping[str, TimedSettings] = {
     "range_shares": replace(ALL, range_shares=()),
     "wide_range_shares": replace(ALL, wide_range_shares=()),
     "large_range_shares": replace(ALL, large_range_shares=()),
-    "change_choices_up_to": replace(ALL, change_choices_up_to=0),
-    "reserves_changed": replace(ALL, reserves_changed=()),
-    "gap_ratios_changed": replace(ALL, gap_ratios_changed=()),
     "retry_bonus": replace(ALL, retry_bonus=0.0),
     "cut_penalty": replace(ALL, cut_penalty=0.0),
     "repacking_rounds": replace(ALL, repacking_rounds=0),

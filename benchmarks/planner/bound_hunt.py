@@ -20,7 +20,7 @@ from disco_accel.errors import BudgetTooSmall, ConfigError, PlanError
 from disco_accel.graph.carried_values import taskgraph_of
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.plan import make_plan
-from disco_accel.plan.bound import Bound, bound_of
+from disco_accel.plan.bound.lower_bound import Bound, bound_of
 from disco_accel.simulate.simulator import Link, Machine, Simulator
 from disco_accel.verify.static import verify
 from tests.support.graphs.strategies import Shape, random_taskgraph, with_room

@@ -24,7 +24,7 @@ from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.files import read_taskgraph, write_atomically
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind, with_memory
 from disco_accel.plan import POLICIES, make_plan
-from disco_accel.plan.bound import bound_of
+from disco_accel.plan.bound.lower_bound import bound_of
 from disco_accel.plan.summary import copied_bytes
 from disco_accel.simulate.simulator import Link, Machine, simulate
 from disco_accel.sizes import format_size

@@ -30,7 +30,7 @@ from disco_accel.graph.files import read_taskgraph, write_atomically
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind, with_memory
 from disco_accel.graph.values import host_copy_exists
 from disco_accel.plan import make_plan
-from disco_accel.plan.bound import Bound, bound_of
+from disco_accel.plan.bound.lower_bound import Bound, bound_of
 from disco_accel.plan.summary import copied_bytes
 from disco_accel.plan.timed.requirements import requirements_of
 from disco_accel.simulate.simulator import Link, Machine, simulate

@@ -24,7 +24,7 @@ from disco_accel.observe.report import table
 from disco_accel.plan import make_plan
 from disco_accel.plan.beaumont.selection import Instance, Layer
 from disco_accel.plan.beaumont.solve import solve
-from disco_accel.plan.bound import bound_of
+from disco_accel.plan.bound.lower_bound import bound_of
 from disco_accel.plan.buildmemgraph.builder import build
 from disco_accel.plan.buildmemgraph.eviction import policy_named
 from disco_accel.plan.infeasible import Infeasible

@@ -20,8 +20,8 @@ from benchmarks.planner.why_cases import ROOT, why_cases
 from disco_accel.graph.files import read_memgraph, write_atomically
 from disco_accel.graph.passes import arena_of
 from disco_accel.plan import make_plan
-from disco_accel.plan.why.ladder import explain
-from disco_accel.plan.why.text import as_json, as_text
+from disco_accel.plan.bound.ladder import explain
+from disco_accel.plan.bound.why_text import as_json, as_text
 from disco_accel.simulate.simulator import Machine
 from disco_accel.sizes import format_size, parse_size
 from disco_accel.verify.static import verify
@@ -36,7 +36,7 @@ SHORT = {
     "whole_values": "whole values",
     "kernel_order": "kernel order",
 }
-"""Columns, each a row of ``disco_accel.plan.why.ladder.ROWS``."""
+"""Columns, each a row of ``disco_accel.plan.bound.ladder.ROWS``."""
 
 
 def rows(only: Sequence[str] = (), plans: Path | None = None) -> Iterator[dict[str, Any]]:

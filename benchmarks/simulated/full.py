@@ -42,7 +42,7 @@ from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph, tensor_args
 from disco_accel.measure.costs import Estimated
 from disco_accel.measure.record import OpRecord
-from disco_accel.plan.bound import bound_of
+from disco_accel.plan.bound.lower_bound import bound_of
 from disco_accel.plan.summary import link_bytes
 from disco_accel.recipes.outline import Outline
 from disco_accel.simulate.roofline import Speed

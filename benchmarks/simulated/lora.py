@@ -23,7 +23,7 @@ from disco_accel.graph.files import write_atomically
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.measure.costs import Estimated
-from disco_accel.plan.bound import bound_of
+from disco_accel.plan.bound.lower_bound import bound_of
 from disco_accel.plan.summary import copied_bytes
 from disco_accel.recipes.outline import Outline
 from disco_accel.simulate.roofline import Speed

@@ -19,7 +19,7 @@ from disco_accel.graph.files import fingerprint
 from disco_accel.graph.passes import arena_of, run_passes
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.measure.costs import Estimated
-from disco_accel.plan.bound import Bound, bound_of
+from disco_accel.plan.bound.lower_bound import Bound, bound_of
 from disco_accel.plan.summary import copied_bytes
 from disco_accel.recipes.outline import Outline
 from disco_accel.simulate.simulator import Simulator

@@ -26,7 +26,7 @@ def bound_arguments(parser: argparse.ArgumentParser) -> None:
 
 def bound(options: argparse.Namespace) -> int:
     """Print the bound as one JSON line, or with ``--why`` a sentence and tables (``--json``: one JSON line)."""
-    from disco_accel.plan.bound import bound_of
+    from disco_accel.plan.bound.lower_bound import bound_of
     from disco_accel.simulate.machine_file import read_machine
 
     machine = None if options.machine is None else read_machine(options.machine)
@@ -58,8 +58,8 @@ def _why(options: argparse.Namespace, machine: Machine | None) -> int:
     from disco_accel.graph.carried_values import taskgraph_of
     from disco_accel.graph.check import check_taskgraph
     from disco_accel.graph.files import read_memgraph, read_taskgraph
-    from disco_accel.plan.why.ladder import explain
-    from disco_accel.plan.why.text import as_json, as_text
+    from disco_accel.plan.bound.ladder import explain
+    from disco_accel.plan.bound.why_text import as_json, as_text
     from disco_accel.verify.static import verify
 
     if options.memory is not None:

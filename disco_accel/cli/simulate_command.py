@@ -29,7 +29,7 @@ def simulate(options: argparse.Namespace) -> int:
     from disco_accel.graph.carried_values import taskgraph_of
     from disco_accel.graph.check import called, check_taskgraph, largest_need
     from disco_accel.graph.files import read_memgraph
-    from disco_accel.plan.bound import bound_of
+    from disco_accel.plan.bound.lower_bound import bound_of
     from disco_accel.simulate.machine_file import read_machine
 
     jitter = _share(options.jitter)

@@ -18,7 +18,7 @@ from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.graph.values import host_copy_exists, outlives_step
 from disco_accel.observe.report import table
 from disco_accel.observe.timeline import write_chrome_trace
-from disco_accel.plan.bound import bound_of
+from disco_accel.plan.bound.lower_bound import bound_of
 from disco_accel.plan.summary import copied_bytes, peak_bytes, staying
 from disco_accel.simulate.simulator import Machine, simulate
 from disco_accel.sizes import format_size

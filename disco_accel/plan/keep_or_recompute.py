@@ -19,7 +19,7 @@ from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.passes import AppliedPass, GraphPass, run_passes
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.graph.value_numbering import Clone, clones, kept, without
-from disco_accel.plan.clone_row import in_a_row, kept_bytes_of
+from disco_accel.plan.duplicates import kept_bytes_of, ordered_duplicates
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.search_work import Work, enough
 from disco_accel.plan.select import INPUTS_BY_USE
@@ -77,7 +77,7 @@ def decide(
     found = clones(graph)
     if not found:
         return make(graph, work, applied, ())
-    return _Choice(graph, in_a_row(graph, found, machine), make, machine, work, applied, planner).run()
+    return _Choice(graph, ordered_duplicates(graph, found, machine), make, machine, work, applied, planner).run()
 
 
 def keep_dequantised(left_out: Sequence[Clone]) -> GraphPass:

@@ -10,7 +10,7 @@ from disco_accel.graph.home_uses import host_devices
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.graph.values import host_copy_exists
-from disco_accel.plan.bound import bound_of
+from disco_accel.plan.bound.lower_bound import bound_of
 from disco_accel.plan.search_work import Work
 from disco_accel.simulate.machine import copy_kind
 from disco_accel.simulate.simulator import Machine, lower_bound, simulate

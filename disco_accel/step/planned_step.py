@@ -19,7 +19,7 @@ from disco_accel.graph.check import largest_need
 from disco_accel.graph.passes import run_passes
 from disco_accel.measure.costs import Costs
 from disco_accel.plan import Machine
-from disco_accel.plan.dips import bound_without_dips, usual_need
+from disco_accel.plan.bound.peak_kernel_cost import bound_without_peaks, usual_need
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.simulate.simulator import simulate
 from disco_accel.step import pipeline
@@ -147,7 +147,7 @@ def _shorter(step: StepToPlan, whole: StepWithPlan) -> StepWithPlan:
     if step.settings.plan_seconds is not None:
         return whole
     graph, seconds = whole.planned.graph, _seconds(whole, step)
-    least = bound_without_dips(graph, step.machine)
+    least = bound_without_peaks(graph, step.machine)
     if least > _WORTH_MORE * seconds:
         return whole
     step.say(f"the largest kernels make a step up to {seconds / least - 1:.0%} longer, trying chunks of them")

@@ -1,6 +1,6 @@
-// A step simulated in time with a counter of bytes: the loop of disco_accel/plan/timed/swap_schedule.py and
-// byte_counter.py, which say what it does and why, as a library without PyTorch. Both give the same schedule,
-// to the last bit of its seconds: sums and maxima alone, in the same order.
+// A step simulated in time with a counter of bytes, as a library without PyTorch; disco_accel/plan/timed/
+// swap_schedule.py says what it does and why. tests/plan/naive_swaps.py gives the same schedule, to the last
+// bit of its seconds: sums and maxima alone, in the same order.
 
 #include <algorithm>
 #include <cstddef>

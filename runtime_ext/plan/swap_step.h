@@ -1,4 +1,4 @@
-// A step, what it costs, and what is asked of it, as disco_accel/plan/timed/compiled_swaps.py hands them
+// A step, what it costs, and what is asked of it, as disco_accel/plan/timed/swap_schedule.py hands them
 // over.
 
 #pragma once

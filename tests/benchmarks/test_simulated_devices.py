@@ -20,7 +20,7 @@ from benchmarks.simulated_devices.cells import MEMORY, Cell, Kind, grid
 from benchmarks.simulated_devices.results_file import ResultsFile, planner_commit
 from benchmarks.simulated_devices.rows import Row, at_most, row
 from disco_accel.errors import ConfigError
-from disco_accel.plan.bound import Bound
+from disco_accel.plan.bound.lower_bound import Bound
 from disco_accel.sizes import format_size
 
 TINY = [

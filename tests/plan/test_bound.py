@@ -13,10 +13,10 @@ from disco_accel.graph.carried_values import taskgraph_of
 from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.traits import BROUGHT, FROZEN, LATE
 from disco_accel.plan import make_plan
-from disco_accel.plan.bound import bound_of
-from disco_accel.plan.device_facts import DeviceFacts
-from disco_accel.plan.marks import Precedence
-from disco_accel.plan.step_program import StepProgram
+from disco_accel.plan.bound.device_facts import DeviceFacts
+from disco_accel.plan.bound.lower_bound import bound_of
+from disco_accel.plan.bound.ordered_starts import Precedence
+from disco_accel.plan.bound.step_program import StepProgram
 from disco_accel.plan.summary import copied_bytes
 from disco_accel.simulate.simulator import Link, Machine, simulate
 from tests.support.graphs.strategies import Shape, random_taskgraph, with_working_sets
@@ -115,7 +115,7 @@ def test_small_values_count() -> None:
 
 
 def test_a_large_kernel_is_a_mark_beside_a_larger_one() -> None:
-    """Two large kernels side by side among a thousand small ones: the program in 16 marks says what it says in all."""
+    """Two large kernels side by side among a thousand small ones: the program in 16 starts says what it says in all."""
     sizes = [990_000 if i in (501, 502) else 100_000 if i in (500, 503) else 100 for i in range(1000)]
     inputs = [Vertex(i, VertexKind.INPUT, 0, "w", sizes=(size,), traits=FROZEN) for i, size in enumerate(sizes)]
     kernels = [Vertex(1000, VertexKind.KERNEL, 0, "k", ((0, 0),), (0,), 0.4)]
@@ -123,7 +123,7 @@ def test_a_large_kernel_is_a_mark_beside_a_larger_one() -> None:
         kernels.append(Vertex(1000 + i, VertexKind.KERNEL, 0, "k", ((i, 0), (999 + i, 0)), (0,), 0.4))
     graph = TaskGraph("pair", (Device(0, 1_000_000, 1),), (*inputs, *kernels))
     facts, precedence = DeviceFacts(graph, MACHINE, 0, 1_000_000), Precedence.of(graph, MACHINE, frozenset())
-    few, all_of_them = (StepProgram(facts, precedence, marks).seconds() for marks in (16, 5000))
+    few, all_of_them = (StepProgram(facts, precedence, most).seconds() for most in (16, 5000))
     assert few > 2000 and few == pytest.approx(all_of_them, rel=0.01)
 
 

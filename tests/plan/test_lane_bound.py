@@ -12,8 +12,8 @@ from disco_accel.graph.check import check_taskgraph, dependencies
 from disco_accel.graph.taskgraph import Device, Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.traits import LATE
 from disco_accel.graph.values import arrives_at_gate, handed_out_at_gate
-from disco_accel.plan.lane_bound import lane_bound
-from disco_accel.plan.lane_times import heads, least_span, near_heads
+from disco_accel.plan.bound.lane_bound import lane_bound
+from disco_accel.plan.bound.lane_times import heads, least_span, near_heads
 from disco_accel.simulate.machine import Link, Machine
 from tests.support.graphs.strategies import Shape, random_taskgraph
 

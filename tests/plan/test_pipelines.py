@@ -10,10 +10,10 @@ from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.order import serial_order
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.plan import make_plan
-from disco_accel.plan.bound import bound_of
+from disco_accel.plan.bound.lane_bound import lane_bound
+from disco_accel.plan.bound.lower_bound import bound_of
 from disco_accel.plan.common.order_choices import OrderChoices
 from disco_accel.plan.common.streamed_run import streamed_starts
-from disco_accel.plan.lane_bound import lane_bound
 from disco_accel.plan.summary import copied_bytes
 from disco_accel.simulate.simulator import Machine, simulate
 from disco_accel.verify.static import verify

@@ -27,7 +27,8 @@ from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind, w
 from disco_accel.graph.traits import FROZEN, STATE
 from disco_accel.observe.timeline import stays
 from disco_accel.plan import make_plan
-from disco_accel.plan.bound import bound_of
+from disco_accel.plan.beaumont.chain import chain_of
+from disco_accel.plan.bound.lower_bound import bound_of
 from disco_accel.plan.plan_cache import PlanCache, plan_fingerprint
 from disco_accel.plan.summary import summary
 from disco_accel.simulate.simulator import Link, Machine, simulate

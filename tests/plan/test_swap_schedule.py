@@ -1,4 +1,4 @@
-"""Swaps scheduled by the compiled library: event by event, and to the last bit of the seconds, those of Python."""
+"""Swaps are scheduled, event by event and to the last bit of the seconds, as a naive scheduler in Python does."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from disco_accel.errors import PlanError
 from disco_accel.graph.passes import run_passes
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.select import INPUTS_BY_USE
-from disco_accel.plan.timed import compiled_swaps, requirements
-from disco_accel.plan.timed.compiled_swaps import buffers_at_boundary, schedule_step
-from disco_accel.plan.timed.planner_library import planner_library
+from disco_accel.plan.timed import requirements
 from disco_accel.plan.timed.requirements import requirements_of
 from disco_accel.plan.timed.step_buffers import StepRequirements
+from disco_accel.plan.timed.swap_schedule import SwapSchedule, buffers_at_boundary, schedule_step
 from disco_accel.simulate.simulator import Link, Machine
+from tests.plan.naive_swaps import resident_at_boundary, schedule_swaps
 from tests.support.graphs.strategies import Shape, random_taskgraph, with_room
 from tests.support.plans.home_plans import HOME_SHAPES
 
@@ -43,20 +43,21 @@ def case(rng: random.Random) -> tuple[StepRequirements, Machine, dict[str, Any]]
     return requirements, machine, {"permanent": permanent, "prefetch_horizon": horizon, "kept": kept}
 
 
-def outcome(requirements: StepRequirements, machine: Machine, given: dict[str, Any]) -> Any:
+def outcome(
+    requirements: StepRequirements, machine: Machine, given: dict[str, Any], at_boundary: Any, schedule: Any
+) -> Any:
+    """The buffers at the boundary and the schedule, or the position where memory is short."""
     capacity = {device.id: device.memory for device in requirements.graph.devices}
     for i in given["permanent"]:
         capacity[requirements.swappable[i].device] -= requirements.swappable[i].block
     try:
-        there = buffers_at_boundary(requirements, machine, capacity, **given)
-        there, schedule = there, schedule_step(requirements, machine, capacity, at_start=there, at_end=there, **given)
+        there = at_boundary(requirements, machine, capacity, **given)
+        return there, schedule(requirements, machine, capacity, at_start=there, at_end=there, **given)
     except Infeasible as infeasible:
         return infeasible.args
-    return there, schedule
 
 
-def test_compiled_and_not_compiled_schedule_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert planner_library() is not None, "tests need a C++ compiler"
+def test_schedules_are_those_of_the_naive_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requirements, "_LARGE_INPUT", 1 << 30)
     scheduled = reloaded = at_home = changed = inputs = 0
     for seed in range(500):
@@ -64,11 +65,9 @@ def test_compiled_and_not_compiled_schedule_the_same(monkeypatch: pytest.MonkeyP
             drawn = case(random.Random(seed))
         except (Infeasible, PlanError):
             continue
-        compiled = outcome(*drawn)
-        with monkeypatch.context() as patched:
-            patched.setattr(compiled_swaps, "planner_library", lambda: None)
-            assert outcome(*drawn) == compiled
-        if isinstance(compiled[-1], compiled_swaps.SwapSchedule):
+        compiled = outcome(*drawn, buffers_at_boundary, schedule_step)
+        assert outcome(*drawn, resident_at_boundary, schedule_swaps) == compiled
+        if isinstance(compiled[-1], SwapSchedule):
             scheduled, reloaded = scheduled + 1, reloaded + compiled[-1].reloaded
             at_home, changed = at_home + bool(drawn[0].read_before), changed + bool(drawn[0].changed)
             inputs += -1 in drawn[0].made

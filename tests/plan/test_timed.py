@@ -14,7 +14,7 @@ from disco_accel.graph.files import read_taskgraph
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind, with_at_least
 from disco_accel.graph.values import host_copy_exists
 from disco_accel.plan import make_plan
-from disco_accel.plan.bound import bound_of
+from disco_accel.plan.bound.lower_bound import bound_of
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.timed.requirements import requirements_of
 from disco_accel.plan.timed.search import build_timed

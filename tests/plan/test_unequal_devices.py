@@ -16,7 +16,7 @@ from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import Device, TaskGraph, with_memory
 from disco_accel.graph.values import changes_over_steps, outlives_step
 from disco_accel.plan import make_plan
-from disco_accel.plan.bound import bound_of
+from disco_accel.plan.bound.lower_bound import bound_of
 from disco_accel.simulate.simulator import Link, Machine, simulate
 from disco_accel.verify.static import verify
 from tests.support.graphs.strategies import Shape, held, random_taskgraph, working_set

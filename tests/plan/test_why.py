@@ -17,9 +17,9 @@ from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.traits import FROZEN
 from disco_accel.plan import make_plan
-from disco_accel.plan.why.ladder import ROWS, explain
-from disco_accel.plan.why.plan_replay import Memory, Relaxation, Replay
-from disco_accel.plan.why.text import as_text
+from disco_accel.plan.bound.ladder import ROWS, explain
+from disco_accel.plan.bound.plan_replay import Memory, Relaxation, Replay
+from disco_accel.plan.bound.why_text import as_text
 from disco_accel.simulate.simulator import Link, Machine, simulate
 from tests.support.faults.range_faults import ranged_plans
 from tests.support.graphs.strategies import Shape, random_taskgraph, with_room

@@ -16,7 +16,7 @@ from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.graph.values import arrives_at_gate, host_copy_exists
 from disco_accel.plan import make_plan
-from disco_accel.plan.bound import bound_of
+from disco_accel.plan.bound.lower_bound import bound_of
 from disco_accel.simulate.machine import Link, Machine
 from disco_accel.simulate.machine_file import machine_from_json, read_machine
 from disco_accel.simulate.simulator import DISPATCHES, Simulator, lower_bound, simulate

@@ -10,10 +10,9 @@ import numpy as np
 from disco_accel.graph.taskgraph import Ref
 from disco_accel.graph.values import may_leave
 from disco_accel.plan.buildmemgraph.residents import SMALL
-from disco_accel.plan.timed.compiled_swaps import buffers_at_boundary, schedule_step
 from disco_accel.plan.timed.kept_gaps import Kept
 from disco_accel.plan.timed.step_buffers import Profile, StepRequirements
-from disco_accel.plan.timed.swap_schedule import SwapSchedule
+from disco_accel.plan.timed.swap_schedule import SwapSchedule, buffers_at_boundary, schedule_step
 from disco_accel.simulate.simulator import Machine
 
 

@@ -1,19 +1,19 @@
 """Which swappable buffers stay on the device between two uses, as the step program would have it.
 
-The program over time (``plan/step_program.py``), in the serial order, says which part of each value a shortest step
-keeps through each gap between two uses. A draft holds these from use to use instead of giving up whatever is used
+The program over time (``plan/bound/step_program.py``), in the serial order, says which part of each value a shortest
+step keeps through each gap between two uses. A draft holds these from use to use instead of giving up whatever is used
 furthest ahead: where the memory is fullest, around the loss, the two differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from disco_accel.graph.taskgraph import Ref
-from disco_accel.plan.device_facts import DeviceFacts
-from disco_accel.plan.marks import Precedence
-from disco_accel.plan.step_program import StepProgram, gaps
+from disco_accel.plan.bound.device_facts import DeviceFacts
+from disco_accel.plan.bound.ordered_starts import Precedence
+from disco_accel.plan.bound.step_program import StepProgram, gaps
 from disco_accel.plan.timed.step_buffers import STEP_START, StepRequirements
 from disco_accel.simulate.machine import Machine
 
@@ -24,9 +24,6 @@ time before its first."""
 _LOAD_COST = 1e-3
 """Of equally long steps the one that loads least; it may be longer by a thousandth of what it loads."""
 
-_MOST = 0.5
-"""A value of which the program keeps so much may be kept as a whole."""
-
 
 @dataclass(frozen=True, slots=True)
 class KeptGaps:
@@ -36,23 +33,11 @@ class KeptGaps:
     kept: Kept
 
 
-@dataclass(frozen=True, slots=True)
-class SolvedProgram:
-    """The program of a step in its serial order: its ``seconds``, and which parts it keeps, by value and gap."""
-
-    facts: DeviceFacts
-    seconds: float
-    parts: Mapping[tuple[int, int], float]
-
-
 def kept_gaps(requirements: StepRequirements, machine: Machine, memory: int) -> KeptGaps | None:
-    """Return what a shortest step within ``memory`` bytes keeps (None: there are several devices, or no answer)."""
-    solved = solved_program(requirements, machine, memory)
-    return None if solved is None else KeptGaps(solved.seconds, kept_by(solved, requirements, memory))
+    """Return what a shortest step within ``memory`` bytes keeps (None: there are several devices, or no answer).
 
-
-def solved_program(requirements: StepRequirements, machine: Machine, memory: int) -> SolvedProgram | None:
-    """Return the solution for any requirements in this order, with the same bytes withheld (None: as above)."""
+    Of a value in ranges as many from its begin on are kept as the program keeps of it, of a whole one all or nothing.
+    """
     graph = requirements.graph
     if len(graph.devices) > 1:
         return None
@@ -63,27 +48,20 @@ def solved_program(requirements: StepRequirements, machine: Machine, memory: int
     before = [[position - 1] if position else [] for position in every]
     in_order = Precedence([*before, []], [*every, requirements.end], [*requirements.seconds, 0.0])
     solved = StepProgram(facts, in_order).kept_parts(_LOAD_COST)
-    return None if solved is None else SolvedProgram(facts, *solved)
+    if solved is None:
+        return None
+    seconds, parts = solved
+    return KeptGaps(seconds, _that_fit(_each_gap(requirements, facts, parts), requirements, memory))
 
 
-def kept_by(
-    program: SolvedProgram, requirements: StepRequirements, memory: int, *, whole_from: int | None = None
-) -> Kept:
-    """Return which buffers of ``requirements`` the program keeps through which gaps, within ``memory`` bytes.
-
-    Of a value in ranges as many from its begin on are kept as the program keeps of it, of a whole one all or nothing.
-    """
+def _that_fit(every: Iterable[_Gap], requirements: StepRequirements, memory: int) -> Kept:
     device = requirements.graph.devices[0].id
     room = memory - requirements.pinned_bytes[device] - requirements.unevictable_bytes[device]
     for buffer in requirements.swappable:
         for use in buffer.uses:
             room[use] -= buffer.block
     kept: dict[int, set[int]] = {}
-
-    def key(gap: _Gap) -> tuple[float, ...]:
-        return (-gap.part, -gap.of_bytes, gap.buffer, gap.begin)
-
-    for gap in sorted(_each_gap(requirements, program, whole_from), key=key):
+    for gap in sorted(every, key=lambda gap: (-gap.part, gap.buffer, gap.begin)):
         block = requirements.swappable[gap.buffer].block
         through = room[gap.begin + 1 : gap.end], room[: gap.until]
         if gap.part > 0 and all(int(each.min(initial=block)) >= block for each in through):
@@ -98,48 +76,44 @@ def kept_by(
 @dataclass(frozen=True, slots=True)
 class _Gap:
     """The gap of a buffer behind position ``begin``, before position ``end``; one ``around`` the step's boundary goes
-    on before position ``until``. ``part``: of its bytes, what the program keeps; ``of_bytes``: of the value, if it
-    is to be kept as a whole before others."""
+    on before position ``until``. ``part``: of its bytes, what the program keeps."""
 
     buffer: int
     begin: int
     end: int
     part: float
-    of_bytes: int
     around: bool = False
     until: int = 0
 
 
-def _each_gap(requirements: StepRequirements, program: SolvedProgram, whole_from: int | None) -> Iterator[_Gap]:
+def _each_gap(
+    requirements: StepRequirements, facts: DeviceFacts, parts: Mapping[tuple[int, int], float]
+) -> Iterator[_Gap]:
     ranges: dict[Ref, list[int]] = {}
     for i, buffer in enumerate(requirements.swappable):
         ranges.setdefault(buffer.ref, []).append(i)
     for ref, indices in ranges.items():
-        value = program.facts.values.get(ref)
+        value = facts.values.get(ref)
         if value is None or not value.uses:
             continue
-        of_gaps = [program.parts.get((id(value), number), 1.0) for number, _ in enumerate(gaps(value))]
+        of_gaps = [parts.get((id(value), number), 1.0) for number, _ in enumerate(gaps(value))]
         in_all = sum(requirements.swappable[i].size for i in indices)
-        first = whole_from is not None and in_all >= whole_from
-        if first:
-            of_gaps = [1.0 if part >= _MOST else part for part in of_gaps]
-        of_bytes = in_all if first else 0
         for i in indices:
             buffer = requirements.swappable[i]
             # The ranges at the begin of a value are those that stay.
             shares = [min(1.0, max(0.0, (part * in_all - buffer.begin) / buffer.size)) for part in of_gaps]
             if buffer.starts_on_host:
                 for begin, end, part in zip(buffer.uses, buffer.uses[1:], shares, strict=False):
-                    yield _Gap(i, begin, end, part, of_bytes)
+                    yield _Gap(i, begin, end, part)
                 if len(shares) == len(buffer.uses):
-                    yield _Gap(i, buffer.uses[-1], requirements.end + 1, shares[-1], of_bytes, True, buffer.uses[0])
+                    yield _Gap(i, buffer.uses[-1], requirements.end + 1, shares[-1], True, buffer.uses[0])
                 continue
             if len(shares) < len(buffer.uses):
                 continue
             # An activation may leave from ``evictable_from`` on, and readers before that are not among its uses.
             stops = [buffer.evictable_from - 1, *buffer.uses]
             for begin, end, part in zip(stops[:-1], buffer.uses, shares[len(shares) - len(buffer.uses) :], strict=True):
-                yield _Gap(i, begin, end, part, of_bytes)
+                yield _Gap(i, begin, end, part)
 
 
 def in_two_steps(kept: Kept, end: int) -> Kept:

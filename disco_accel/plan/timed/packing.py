@@ -16,7 +16,6 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 
@@ -67,7 +66,6 @@ class Buffer:
         return max(part.ticks for part in self.parts)
 
 
-_Offsets = np.ndarray[tuple[int], np.dtype[np.int64]]
 _Key = Callable[["Buffer"], tuple[float, ...]]
 
 _FEW = 1000
@@ -92,16 +90,10 @@ _WITHIN_GIVEN_ORDER = 1.03
 _ALMOST = 1.005
 """Within so many times the memory it is worth as many rounds again."""
 
-_QUARTERS = 4
-"""Round by round, buffers count as too high from no quarter, one, two, three quarters of the overflow on."""
-
 
 def _by_size(power: float) -> _Key:
     """The largest first, in bytes times a power of the lifespan."""
     return lambda buffer: (-buffer.size * float(buffer.ticks) ** power, -buffer.ticks, buffer.begin)
-
-
-_NO_GAP = 1 << 62
 
 
 ORDERS: tuple[_Key, ...] = (
@@ -145,7 +137,7 @@ def pack(
     some of them in several parts, are packed by lifespan too."""
     best: Packed | None = None
     tried = 0
-    packer = packer_of(buffers)
+    packer = Packer(buffers)
     for candidate in _orders(buffers, limit) if order is None else (order,):
         packed = packer.pack(candidate, limit, 0)
         tried += packed.tried
@@ -193,27 +185,11 @@ def _longest_first(buffers: Sequence[Buffer]) -> list[int]:
     return sorted(range(len(buffers)), key=lambda i: (-buffers[i].ticks, -buffers[i].size))
 
 
-class Packer(Protocol):
-    """Gives buffers offsets."""
+class Packer:
+    """Gives ``buffers`` offsets (``runtime_ext/plan/place.cpp``). Raises ExtensionError where it cannot be built."""
 
-    def pack(self, order: Sequence[int], limit: int, rounds: int) -> Packed:
-        """Pack the buffers in ``order``; while the height is above ``limit``, and at most ``rounds`` times, once more
-        with those first that lie too high. Return the lowest packing."""
-        ...
-
-
-def packer_of(buffers: Sequence[Buffer]) -> Packer:
-    """Return the compiled packer of ``buffers``, or the one in Python where there is no compiler. Both give the same
-    offsets."""
-    library = planner_library()
-    return PythonPacker(buffers) if library is None else CompiledPacker(buffers, library)
-
-
-class CompiledPacker:
-    """``runtime_ext/plan/place.cpp``."""
-
-    def __init__(self, buffers: Sequence[Buffer], library: ctypes.CDLL) -> None:
-        self._library = library
+    def __init__(self, buffers: Sequence[Buffer]) -> None:
+        self._library = planner_library()
         parts = [part for buffer in buffers for part in buffer.parts]
         self._first = np.cumsum([0, *(len(buffer.parts) for buffer in buffers)], dtype=np.int64)
         """The number of each buffer's first part, and of all parts."""
@@ -221,7 +197,8 @@ class CompiledPacker:
         self._lifespans = np.array([_two(part.lifespans) for part in parts], np.int64).reshape(-1, 4)
 
     def pack(self, order: Sequence[int], limit: int, rounds: int) -> Packed:
-        """See ``Packer``."""
+        """Pack the buffers in ``order``; while the height is above ``limit``, and at most ``rounds`` times, once more
+        with those first that lie too high. Return the lowest packing."""
         tried = ctypes.c_int32()
         # The library works on a copy: it leaves the best order there.
         best_order, offsets = np.array(order, np.int32), np.zeros(len(order), np.int64)
@@ -241,32 +218,6 @@ def _two(lifespans: tuple[tuple[int, int], ...]) -> tuple[int, int, int, int]:
     return begin, end, *(second[0] if second else (0, 0))
 
 
-class PythonPacker:
-    """The same without a compiler."""
-
-    def __init__(self, buffers: Sequence[Buffer]) -> None:
-        self._buffers = buffers
-
-    def pack(self, order: Sequence[int], limit: int, rounds: int) -> Packed:
-        """See ``Packer``."""
-        best: Packed | None = None
-        current = list(order)
-        for turn in range(rounds + 1):
-            height, offsets = _best_fit(self._buffers, current)
-            if best is None or height < best.height:
-                best = Packed(height, offsets, current, turn + 1)
-            best = replace(best, tried=turn + 1)
-            if height <= limit:
-                break
-            # The next order depends on this one alone: with one and the same threshold rounds go in circles.
-            threshold = limit + (height - limit) * (turn % _QUARTERS) // _QUARTERS
-            tops = [offset + buffer.size for offset, buffer in zip(offsets, self._buffers, strict=True)]
-            # Stable: among those that lie too high, and among the others, the order stays as it was.
-            current = sorted(current, key=lambda i: tops[i] <= threshold)
-        assert best is not None
-        return best
-
-
 def _live_peak(buffers: Sequence[Buffer]) -> int:
     """Return the most bytes that are live at any time."""
     parts = (part for buffer in buffers for part in buffer.parts)
@@ -276,55 +227,3 @@ def _live_peak(buffers: Sequence[Buffer]) -> int:
     np.add.at(change, table[:, 0], table[:, 2])
     np.subtract.at(change, table[:, 1], table[:, 2])
     return int(change.cumsum().max(initial=0))
-
-
-def _best_fit(buffers: Sequence[Buffer], order: Sequence[int]) -> tuple[int, list[int]]:
-    """Return the height and the offsets when buffers are packed in ``order``, each into its smallest gap."""
-    offsets = [0] * len(buffers)
-    height = 0
-    # Invariant: the first ``count`` columns are the lifespans packed so far, sorted by offset. Rows: where each begins
-    # and ends in bytes, and in ticks.
-    packed = np.zeros((4, 2 * sum(len(buffer.parts) for buffer in buffers)), np.int64)
-    lows, highs, begins, ends = packed
-    count = 0
-    for i in order:
-        # Offsets that would put a part over a neighbour: from ``taken[0]`` up to, not including, ``taken[1]``.
-        taken = []
-        # What takes no bytes is in nobody's way, and lies at the bottom.
-        parts = [part for part in buffers[i].parts if part.size]
-        if not parts:
-            continue
-        for part in parts:
-            (begin, end), *second = part.lifespans
-            live = (begins[:count] < end) & (ends[:count] > begin)
-            for begin, end in second:
-                live |= (begins[:count] < end) & (ends[:count] > begin)
-            neighbours = live.nonzero()[0]
-            taken.append((lows[neighbours] - part.offset - part.size, highs[neighbours] - part.offset))
-        offset = _smallest_gap(*(np.concatenate(side) for side in zip(*taken, strict=True)), sort=len(taken) > 1)
-        offsets[i] = offset
-        height = max(height, offset + buffers[i].size)
-        for part in parts:
-            at = int(lows[:count].searchsorted(offset + part.offset))
-            wide = len(part.lifespans)
-            packed[:, at + wide : count + wide] = packed[:, at:count]
-            for begin, end in part.lifespans:
-                packed[:, at] = offset + part.offset, offset + part.offset + part.size, begin, end
-                at += 1
-            count += wide
-    return height, offsets
-
-
-def _smallest_gap(below: _Offsets, above: _Offsets, *, sort: bool) -> int:
-    """Return the lowest offset of the smallest gap between offsets that are taken, or above them all."""
-    if sort:
-        order = below.argsort(kind="stable")
-        below, above = below[order], above[order]
-    # What is taken may overlap, so a gap begins above the highest of all that begin below it.
-    tops = np.zeros(len(above) + 1, np.int64)
-    np.maximum.accumulate(above, out=tops[1:])
-    np.maximum(tops, 0, out=tops)
-    gaps = below - tops[:-1]
-    gaps[gaps < 0] = _NO_GAP
-    smallest = int(gaps.argmin()) if len(gaps) else -1
-    return int(tops[smallest] if smallest >= 0 and gaps[smallest] < _NO_GAP else tops[-1])

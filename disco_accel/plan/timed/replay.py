@@ -18,14 +18,9 @@ def live_ranges_of(
     permanent: Sequence[int],
     at_start: Sequence[int],
     cyclic: bool,
-    *,
-    ends_early: bool = False,
 ) -> LiveRanges:
-    """Return the live ranges of ``schedule``, still without offsets; ``permanent`` buffers never leave.
-
-    ``ends_early``: an activation's bytes are free where its offload should have ended, not where others wanted them."""
+    """Return the live ranges of ``schedule``, still without offsets; ``permanent`` buffers never leave."""
     replay = _Replay(requirements, schedule, permanent, at_start, cyclic)
-    replay.ends_early = ends_early
     replay.run()
     runs = (event is SwapEvent.RUN for event, _ in schedule.events)
     positions = [0, *accumulate(runs, initial=0)]
@@ -54,7 +49,6 @@ class _Replay:
     ) -> None:
         self.requirements = requirements
         self.cyclic = cyclic
-        self.ends_early = False
         self.resident = (*permanent, *at_start)
         self.buffers = requirements.swappable
         self.events = schedule.events
@@ -105,7 +99,7 @@ class _Replay:
                 live = self.current.pop(subject)
                 if self._was_made_here(live, subject):
                     # Its bytes are not free before its offload has ended.
-                    live.end = max(live.end, self._freed(subject, ticks, tick))
+                    live.end = max(live.end, tick)
             elif event is SwapEvent.OFFLOAD and tick in self.needed_offloads:
                 self._offload(subject)
         for index, live in self.current.items():
@@ -141,13 +135,6 @@ class _Replay:
             elif event is not SwapEvent.EVICT:
                 before = None
         return merged
-
-    def _freed(self, index: int, ticks: Mapping[int, int], evicted: int) -> int:
-        """Return when the bytes of a buffer that was made here, and that is ``evicted``, are free."""
-        buffer = self.buffers[index]
-        if not self.ends_early or buffer.starts_on_host:
-            return evicted
-        return min(evicted, ticks.get(buffer.evictable_from, evicted))
 
     def _add_pinned(self, ticks: Mapping[int, int]) -> None:
         for pinned in self.requirements.pinned:

@@ -15,7 +15,6 @@ from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.search_work import DRAFTED, FINISHED, PLACED, REPLAYED, SOLVED, Work
-from disco_accel.plan.timed.changed_choices import ChoiceDrafter, change_choices
 from disco_accel.plan.timed.draft_queue import DraftQueue
 from disco_accel.plan.timed.drafts import (
     Choice,
@@ -67,7 +66,6 @@ def build_timed(
         search.run()
         search.assign_offsets()
     search.run_in_ranges()
-    search.change_choices()
     return search.result()
 
 
@@ -130,7 +128,6 @@ class _Search:
         self.graph = graph
         self.settings = settings
         self.work = work
-        self.spent_before = work.spent
         self.machine = machine
         self.cyclic = cyclic
         self.capacity = {device.id: device.memory // device.alignment * device.alignment for device in graph.devices}
@@ -155,9 +152,6 @@ class _Search:
         self.queue = DraftQueue(settings, self.capacity, self.floor)
         self.plan: MemGraph | None = None
         self.makespan = float("inf")
-        self.plan_draft: Draft | None = None
-        self.fastest_drafts: dict[int | None, Draft] = {}
-        """By ``range_bytes``."""
 
     def over(self, share: float = 1.0) -> bool:
         """Whether the search has had ``share`` of its work, or of the user's time."""
@@ -209,7 +203,7 @@ class _Search:
         The plan so far stays unless one of these is faster: ranges that have to lie side by side are harder to place,
         so that a search with them from the start may find nothing that fits."""
         memory = max(self.draft_capacity.values())
-        whole, best = self.drafted, self.best()
+        best = self.best()
         small = len(self.graph.vertices) <= self.settings.descend_in_ranges_up_to
         shares = self.settings.range_shares if small else self.settings.large_range_shares
         if len(self.graph.vertices) <= self.settings.wide_ranges_up_to:
@@ -233,21 +227,6 @@ class _Search:
             if not small:
                 self.work.part += self.settings.work_in_ranges
             self.assign_offsets()
-        self.drafted = self.drafted or whole
-
-    def change_choices(self) -> None:
-        """Change what the best drafts hold on to, if the graph is small enough, and has one device."""
-        large = len(self.graph.vertices) > self.settings.change_choices_up_to
-        if large or self.makespan <= self.floor or len(self.capacity) > 1:
-            return
-        drafter = ChoiceDrafter(self.graph, self.machine, self.cyclic, self.settings, self.work, self._keep_if_faster)
-        for ratio in self.settings.gap_ratios_changed:
-            for range_bytes in {kind[-1]: None for kind in self.kinds.made}:
-                self.kinds.get(False, ratio, range_bytes)
-        ratios = {None, self.settings.min_gap_ratios[-1], *self.settings.gap_ratios_changed}
-        kinds = [needs for (_, ratio, _), needs in self.kinds.made.items() if needs is not None and ratio in ratios]
-        drafts = [*self.fastest_drafts.values(), *([self.plan_draft] if self.plan_draft else [])]
-        change_choices(drafter, drafts, kinds, self.work.spent - self.spent_before)
 
     def _refine_share(self) -> None:
         """Look around the best share; the step is halved where neither neighbour is faster, so this ends."""
@@ -294,13 +273,13 @@ class _Search:
         if over:
             self.queue.push(draft, (live, over))
         else:
-            self._keep_if_faster(live.plan(self.cyclic), draft)
+            self._keep_if_faster(live.plan(self.cyclic))
 
     def _delay_prefetches(self, draft: Draft, live: LiveRanges, over: dict[int, Profile]) -> None:
         """Delay reloads; draft again where that does not help, or costs time."""
         tried, still_over = live.tried, live.delay_prefetches(self.capacity)
         self._count_offsets(live.tried - tried)
-        seconds = float("inf") if still_over else self._keep_if_faster(live.plan(self.cyclic), draft)
+        seconds = float("inf") if still_over else self._keep_if_faster(live.plan(self.cyclic))
         if seconds > self.settings.late * draft.schedule.seconds:
             self._redraft(draft, still_over or over)
 
@@ -308,12 +287,12 @@ class _Search:
         self.offsets_tried += tried
         self.work.add(PLACED, tried)
 
-    def _keep_if_faster(self, plan: MemGraph, draft: Draft) -> float:
+    def _keep_if_faster(self, plan: MemGraph) -> float:
         """Keep the plan if it is the fastest so far; return its seconds."""
         self.work.add(FINISHED, len(plan.vertices))
         makespan = simulate(plan, self.machine).makespan
         if makespan < self.makespan:
-            self.plan, self.makespan, self.plan_draft = plan, makespan, draft
+            self.plan, self.makespan = plan, makespan
         return makespan
 
     def _waits_for_link(self, draft: Draft) -> bool:
@@ -350,9 +329,6 @@ class _Search:
         except Infeasible:
             return None
         draft = replace(draft, retries=retries)
-        before = self.fastest_drafts.setdefault(self.range_bytes, draft)
-        if draft.schedule.seconds < before.schedule.seconds:
-            self.fastest_drafts[self.range_bytes] = draft
         equally_fast = self.schedules.setdefault(draft.schedule.seconds, [])
         if draft.schedule.events not in equally_fast:
             equally_fast.append(draft.schedule.events)

@@ -97,22 +97,6 @@ class TimedSettings:
     """How much more, as a part of what is enough for the graph. Offsets of ranges take some redrafts: the step of a
     Qwen3-14B in 6 GiB goes from 1.055 to 1.041 of the bound, and from 1.055 to 1.055 without."""
 
-    change_choices_up_to: int = 2000
-    """Vertices of a graph, on one device, of which single choices of the best drafts are changed behind all else
-    (``local_search.py``); 0: never."""
-
-    choices_changed: int = 2
-    """How many drafts a local search goes on from, the best ones."""
-
-    reserves_changed: tuple[float, ...] = (0.005, 0.01, 0.02)
-    """Shares of the memory in reserve in further drafts to go on from: what a draft leaves free, offsets may take."""
-
-    gap_ratios_changed: tuple[float, ...] = (0.5,)
-    """As ``min_gap_ratios``, for drafts to go on from alone: they may offload more."""
-
-    work_in_changes: float = 1.0
-    """How much work changes may take, as a part of what the search has taken before."""
-
     retry_bonus: float = 0.02
     """How much sooner, as a share of its seconds, a draft gets offsets for each redraft that it has been through."""
 

@@ -1,32 +1,29 @@
-"""When each swappable buffer is on the device: a step simulated in time.
+"""When each swappable buffer is on the device: a step simulated in time (``runtime_ext/plan/swap.cpp``).
 
 Kernels run in serial order. An idle link prefetches the missing buffer with the nearest next use, if from now to that
 use the pinned bytes, the buffers promised to readers until then and this one fit together. Buffers that are promised to
 nobody stay as long as no bytes are missing; the one with the furthest next use is evicted first. A buffer that is to be
 kept through a gap (``kept_gaps.py``) has its bytes reserved from the start.
-
-``compiled_swaps.py`` gives the same schedules in a fraction of the time; what changes here changes there too.
 """
 
 from __future__ import annotations
 
+import ctypes
 import enum
-from bisect import bisect_right
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
-from disco_accel.graph.check import dependencies
-from disco_accel.graph.home_uses import host_devices
-from disco_accel.graph.taskgraph import VertexKind
+import numpy as np
+
 from disco_accel.plan.infeasible import Infeasible
-from disco_accel.plan.timed.byte_counter import NEVER, ByteCounter, ResidencyState
-from disco_accel.plan.timed.kept_gaps import Kept
-from disco_accel.plan.timed.step_buffers import STEP_START, Profile, StepRequirements
-from disco_accel.simulate.machine import copy_kind
+from disco_accel.plan.timed.kept_gaps import Kept, in_two_steps
+from disco_accel.plan.timed.planner_library import planner_library
+from disco_accel.plan.timed.step_buffers import Profile, StepRequirements
+from disco_accel.plan.timed.swap_tables import Floats, Ints, Lists, SwapTables
 from disco_accel.simulate.simulator import Machine
 
-_ALWAYS = float("inf")
+_Int = ctypes.c_int64
+_Array = ctypes.c_void_p
 
 
 class SwapEvent(enum.IntEnum):
@@ -41,367 +38,200 @@ class SwapEvent(enum.IntEnum):
 
 @dataclass(slots=True)
 class SwapSchedule:
-    """``events`` in an order that respects all waits; ``seconds`` of the step; ``reloaded`` bytes.
-
-    ``at_boundary``: of the buffers that may be resident, those that are on the device, or on their way, when the
-    position asked for is reached."""
+    """``events`` in an order that respects all waits; ``seconds`` of the step; ``reloaded`` bytes."""
 
     events: list[tuple[SwapEvent, int]] = field(default_factory=list)
     seconds: float = 0.0
     reloaded: int = 0
-    at_boundary: list[int] = field(default_factory=list)
 
 
-def schedule_swaps(
+class _Lists(ctypes.Structure):
+    _fields_ = [("first", _Array), ("items", _Array)]
+
+
+class _Items(ctypes.Structure):
+    _fields_ = [("count", _Int), ("items", _Array)]
+
+
+_BY_POSITION = ("vertex", "device", "kind")
+_LISTS = ("waits", "touched", "reads", "read_before", "made", "changed", "written")
+_BY_BUFFER = ("home", "block", "size", "evictable_from", "begin", "starts_on_host", "may_be_resident", "survives")
+_COSTS = ("seconds", "starts", "load", "offload")
+_GIVEN = ("at_start", "at_end", "permanent", "kept")
+
+
+class _Step(ctypes.Structure):
+    _fields_ = [
+        *((name, _Int) for name in ("positions", "vertices", "devices", "buffers")),
+        *((name, _Array) for name in _BY_POSITION),
+        ("inputs", _Items),
+        *((name, _Lists) for name in _LISTS),
+        *((name, _Array) for name in _BY_BUFFER),
+        ("uses", _Lists),
+    ]
+
+
+class _Costs(ctypes.Structure):
+    _fields_ = [*((name, _Array) for name in _COSTS), ("load_latency", ctypes.c_double)]
+
+
+class _Question(ctypes.Structure):
+    _fields_ = [
+        *((name, _Array) for name in ("capacity", "pinned", "unpromised")),
+        *((name, _Items) for name in _GIVEN),
+        ("boundary", _Int),
+        ("prefetch_horizon", ctypes.c_double),
+        ("repeats", _Int),
+    ]
+
+
+class _Answer(ctypes.Structure):
+    _fields_ = [
+        ("infeasible", _Int),
+        ("seconds", ctypes.c_double),
+        *((name, _Int) for name in ("reloaded", "room", "events", "at_boundary")),
+        ("event", _Array),
+        ("boundary", _Array),
+    ]
+
+
+def schedule_step(
     requirements: StepRequirements,
     machine: Machine,
     capacity: Mapping[int, int],
     *,
     at_start: Sequence[int] = (),
     at_end: Sequence[int] = (),
-    permanent: Iterable[int] = (),
-    boundary: int | None = None,
-    prefetch_horizon: float = _ALWAYS,
+    permanent: Sequence[int] = (),
+    prefetch_horizon: float = float("inf"),
     repeats: bool = True,
     kept: Kept | None = None,
 ) -> SwapSchedule:
     """Return a schedule of ``requirements`` within ``capacity`` bytes by device.
 
     ``at_start``: buffers that are on the device at the start; ``at_end``: those that have to be there at the end, in
-    order of importance; ``permanent``: those that never leave, whose bytes are not part of the capacity. ``boundary``:
-    the position at which ``at_boundary`` is noted. ``prefetch_horizon``: nothing is evicted for a reader more seconds
-    of compute ahead. ``repeats``: a next step starts with what is on the device, so that changed buffers which never
-    leave need no write-back. ``kept``: buffers that stay between two uses, where that leaves what every reader in
-    between needs. Raises Infeasible.
+    order of importance; ``permanent``: those that never leave, whose bytes are not part of the capacity.
+    ``prefetch_horizon``: nothing is evicted for a reader more seconds of compute ahead. ``repeats``: a next step starts
+    with what is on the device, so that changed buffers which never leave need no write-back. ``kept``: buffers that
+    stay between two uses, where that leaves what every reader in between needs. Raises Infeasible, or ExtensionError
+    where the library cannot be built.
     """
-    scheduler = _SwapScheduler(requirements, machine, capacity, at_start, at_end, permanent, prefetch_horizon)
-    scheduler.repeats = repeats
-    scheduler.boundary = boundary
-    scheduler.reserve(kept or {}, frozenset(at_start))
-    return scheduler.run()
+    memory = capacity, requirements.pinned_bytes, requirements.unevictable_bytes
+    call = _Call(_tables(requirements, machine, capacity), machine.h2d.latency, *memory)
+    given = at_start, at_end, permanent, _in_pairs(kept or {})
+    events = call.run(given, None, prefetch_horizon, repeats)
+    return SwapSchedule(_events(events, call.tables.devices), call.answer.seconds, call.answer.reloaded)
 
 
-class _DeviceState:
-    """One device: its memory, when its link and its compute are free, and its buffers in order of use."""
-
-    def __init__(
-        self, device: int, memory: ByteCounter, unpromised: Profile, uses: list[tuple[int, int]], starts: list[float]
-    ) -> None:
-        self.device = device
-        self.memory = memory
-        self.unpromised = unpromised
-        """Bytes by position that are neither pinned nor promised to a reader."""
-        self.uses = uses
-        """(Position, buffer), ascending; those before ``next_use`` are provided for."""
-        self.deferred: list[int] = []
-        """Buffers that are promised to readers and loaded once the step that these belong to starts."""
-        self.starts = starts
-        """Seconds of compute before each position."""
-        self.next_use = 0
-        self.short_at = 0
-        """A position at which the last use that had to wait found too few bytes: ``unpromised`` never grows."""
-        self.position = -1
-        self.running = -1
-        """The position whose vertex ran last and is not released yet, or -1."""
-        self.link_free = 0.0
-        self.compute_free = 0.0
+def buffers_at_boundary(
+    requirements: StepRequirements,
+    machine: Machine,
+    capacity: Mapping[int, int],
+    *,
+    permanent: Sequence[int],
+    prefetch_horizon: float,
+    kept: Kept,
+) -> list[int]:
+    """Return the buffers that are on the device in the middle of two steps in a row, or on their way, by next use. The
+    arguments are as of ``schedule_step``. Raises as that does."""
+    end = requirements.end
+    twice = "twice", machine, tuple(capacity)
+    if twice not in requirements.derived:
+        requirements.derived[twice] = _tables(requirements, machine, capacity).twice()
+    memory = (bytes_twice(each, end) for each in (requirements.pinned_bytes, requirements.unevictable_bytes))
+    call = _Call(requirements.derived[twice], machine.h2d.latency, capacity, *memory)
+    given = (), (), permanent, _in_pairs(in_two_steps(kept, end))
+    call.run(given, end, prefetch_horizon, True)
+    there: list[int] = call.at_boundary[: call.answer.at_boundary].tolist()
+    return there
 
 
-class _SwapScheduler:
+def bytes_twice(profiles: Mapping[int, Profile], end: int) -> dict[int, Profile]:
+    """Return bytes by device and position of two steps of ``end`` positions, with those of the second's end."""
+    return {device: np.concatenate([profile[:end], profile]) for device, profile in profiles.items()}
+
+
+def _tables(requirements: StepRequirements, machine: Machine, devices: Iterable[int]) -> SwapTables:
+    once = "once", machine, tuple(devices)
+    if once not in requirements.derived:
+        requirements.derived[once] = SwapTables.of(requirements, machine, tuple(devices))
+    tables: SwapTables = requirements.derived[once]
+    return tables
+
+
+def _in_pairs(kept: Kept) -> list[int]:
+    return [each for i, positions in kept.items() for last in sorted(positions) for each in (i, last)]
+
+
+class _Call:
+    """What the library gets, with the arrays that this points to, and its ``answer``."""
+
     def __init__(
         self,
-        requirements: StepRequirements,
-        machine: Machine,
+        tables: SwapTables,
+        load_latency: float,
         capacity: Mapping[int, int],
-        at_start: Sequence[int],
-        at_end: Sequence[int],
-        permanent: Iterable[int],
-        prefetch_horizon: float,
+        pinned: Mapping[int, Profile],
+        unevictable: Mapping[int, Profile],
     ) -> None:
-        self.requirements = requirements
-        self.buffers = requirements.swappable
-        self.machine = machine
-        self.prefetch_horizon = prefetch_horizon
-        self.boundary: int | None = None
-        self.repeats = True
-        self.reserved: dict[tuple[int, int], int] = {}
-        """By buffer, and the position behind which it stays: its next use, up to which its bytes are reserved."""
-        self.schedule = SwapSchedule()
-        self.permanent = frozenset(permanent)
-        uses = [[] if i in self.permanent else list(buffer.uses) for i, buffer in enumerate(self.buffers)]
-        for i in at_end:
-            uses[i].append(requirements.end)
-        self.state = ResidencyState(self.buffers, uses)
-        for i in self.permanent:
-            self.state.resident[i] = True
-        self.arrival = [0.0] * len(self.buffers)
-        self.evictable_at: dict[int, list[int]] = {}
-        """By position: the activations that may leave from there on."""
-        for i, buffer in enumerate(self.buffers):
-            if not buffer.starts_on_host:
-                self.evictable_at.setdefault(buffer.evictable_from, []).append(i)
-        self.devices = {device: self._device(device, memory, at_end) for device, memory in capacity.items()}
-        for i in at_start:
-            self.state.resident[i] = True
-            self._memory(i).add_at_start(i)
-        self.hosts = host_devices(requirements.graph.devices)
-        self.d2h_free = dict.fromkeys(capacity, 0.0)
-        self.p2p_free = dict.fromkeys(capacity, 0.0)
-        self.ready: dict[int, float] = {}
-        """By vertex: the second at which its outputs are written."""
+        self.tables = tables
+        self.capacity = np.array([capacity[device] for device in tables.devices], np.int64)
+        self.pinned = _rows(pinned, tables)
+        self.unpromised = self.capacity[:, None] - self.pinned - _rows(unevictable, tables)
+        self.at_boundary = np.empty(len(tables.home), np.int64)
+        self.answer = _Answer(boundary=_at(self.at_boundary))
+        lists = {name: _lists(getattr(tables, name)) for name in (*_LISTS, "uses")}
+        arrays = {name: _at(getattr(tables, name)) for name in (*_BY_POSITION, *_BY_BUFFER)}
+        counts = len(tables.vertex), tables.vertices, len(tables.devices), len(tables.home)
+        inputs = _Items(len(tables.inputs), _at(tables.inputs))
+        self.step = _Step(*counts, inputs=inputs, **arrays, **lists)
+        self.costs = _Costs(**{name: _at(getattr(tables, name)) for name in _COSTS}, load_latency=load_latency)
 
-    def _device(self, device: int, capacity: int, at_end: Sequence[int]) -> _DeviceState:
-        requirements, state = self.requirements, self.state
-        pinned_bytes = requirements.pinned_bytes[device]
-        memory = ByteCounter(state, pinned_bytes, capacity, self._evict)
-        unpromised = capacity - pinned_bytes - requirements.unevictable_bytes[device]
-        compute = [
-            seconds if vertex.device == device and vertex.kind is VertexKind.KERNEL else 0.0
-            for vertex, seconds in zip(requirements.order, requirements.seconds, strict=True)
-        ]
-        rank = {buffer: order for order, buffer in enumerate(at_end)}
-        uses = [
-            (use, rank.get(i, 0) if use == requirements.end else 0, i)
-            for i, buffer in enumerate(self.buffers)
-            if buffer.device == device
-            for use in state.uses[i]
-        ]
-        in_order = [(use, i) for use, _, i in sorted(uses)]
-        return _DeviceState(device, memory, unpromised, in_order, [0.0, *accumulate(compute)])
+    def run(
+        self,
+        given: tuple[Sequence[int], ...],
+        boundary: int | None,
+        prefetch_horizon: float,
+        repeats: bool,
+    ) -> Ints:
+        """Return the events, two numbers each. Raises Infeasible."""
+        arrays = [np.array(each, np.int64) for each in given]
+        items = {
+            name: _Items(len(array) // (2 if name == "kept" else 1), _at(array))
+            for name, array in zip(_GIVEN, arrays, strict=True)
+        }
+        memory = {name: _at(getattr(self, name)) for name in ("capacity", "pinned", "unpromised")}
+        position = -1 if boundary is None else boundary
+        question = _Question(**memory, **items, boundary=position, prefetch_horizon=prefetch_horizon, repeats=repeats)
+        tables, at_start, at_end = self.tables, *arrays[:2]
+        # A use is loaded at most once, and what is loaded, made or there at the start evicted or offloaded once.
+        made = len(tables.inputs) + len(tables.made.items)
+        come = len(tables.uses.items) + len(at_end) + made + len(tables.changed.items) + len(at_start)
+        most = len(tables.vertex) + len(tables.touched.items) + len(self.capacity) + 2 * come
+        events = np.empty((most, 2), np.int64)
+        self.answer.room, self.answer.event = most, _at(events)
+        planner_library().disco_swaps(*(ctypes.byref(each) for each in (self.step, self.costs, question, self.answer)))
+        if self.answer.infeasible >= 0:
+            raise Infeasible(self.answer.infeasible)
+        assert self.answer.events <= most
+        return events[: self.answer.events]
 
-    def _memory(self, buffer: int) -> ByteCounter:
-        return self.devices[self.buffers[buffer].device].memory
 
-    def run(self) -> SwapSchedule:
-        """Run all positions in order, then bring back the buffers that the next step starts with."""
-        end = self.requirements.end
-        for buffer in self.requirements.made.get(STEP_START, ()):
-            self._allocate_output(self.devices[self.buffers[buffer].device], buffer, 0.0)
-            self._offload(buffer, 0.0)
-        for position in range(end):
-            if position == self.boundary:
-                self.schedule.at_boundary = self._at_boundary()
-            self._execute(position)
-        for device in self.devices.values():
-            self._release_reads(device)
-            self._advance(device, end)
-            device.compute_free = device.memory.advance(end, device.compute_free)
-            self._provide_now(device)
-        self.schedule.seconds = max([self.schedule.seconds, *self.d2h_free.values()])
-        return self.schedule
+def _rows(profiles: Mapping[int, Profile], tables: SwapTables) -> Ints:
+    return np.stack([profiles[device] for device in tables.devices])
 
-    def _at_boundary(self) -> list[int]:
-        clean = [i for i, buffer in enumerate(self.buffers) if buffer.may_be_resident and i not in self.permanent]
-        return sorted((i for i in clean if self.state.resident[i]), key=self.state.next_use)
 
-    def _execute(self, position: int) -> None:
-        requirements = self.requirements
-        vertex = requirements.order[position]
-        device = self.devices[vertex.device]
-        touched = [self.devices[id] for id in requirements.devices[position]]
-        begin = 0.0
-        for source in dependencies(vertex):
-            begin = max(begin, self.ready.get(source, 0.0))
-        for each in touched:
-            self._release_reads(each)
-            self._advance(each, position)
-            begin = max(begin, each.memory.advance(position, begin))
-            self._load_deferred(each)
-            self._provide_now(each)
-        for buffer in (*requirements.reads[position], *requirements.read_before.get(position, ())):
-            begin = max(begin, self.arrival[buffer])
-        transfer = vertex.kind is VertexKind.TRANSFER
-        sender = touched[0].device
-        kind = copy_kind(vertex, sender, self.hosts)
-        begin = max(begin, self._link_free(kind, sender, device) if transfer else device.compute_free)
-        for buffer in requirements.made.get(position, ()):
-            begin = self._allocate_output(device, buffer, begin)
-        # Until the vertex starts, its inputs and outputs have their bytes and the link is free: prefetch meanwhile.
-        if not transfer:
-            self._prefetch(device, begin)
-        self.schedule.events.append((SwapEvent.RUN, position))
-        end = begin + requirements.seconds[position]
-        self.ready[vertex.id] = end
-        self.schedule.seconds = max(self.schedule.seconds, end)
-        for each in touched:
-            each.running = position
-        if not transfer:
-            device.compute_free = end
-        elif kind is VertexKind.RELOAD:
-            device.link_free = end
-        else:
-            (self.d2h_free if kind is VertexKind.OFFLOAD else self.p2p_free)[sender] = end
-        for buffer in requirements.written.get(position, ()):
-            self.state.on_host_at[buffer] = end
-        for buffer in requirements.made.get(position, ()):
-            self._offload(buffer, end)
-        for buffer in requirements.changed.get(position, ()):
-            # The host's copy is out of date from here on; one that never leaves is not read there again.
-            if buffer not in self.permanent or not self.repeats:
-                self._offload(buffer, end)
-        self._prefetch(device, device.compute_free)
+def _events(events: Ints, devices: Sequence[int]) -> list[tuple[SwapEvent, int]]:
+    kinds, subjects = events.T
+    released = kinds == SwapEvent.RELEASE
+    subjects[released] = np.array(devices, np.int64)[subjects[released]]
+    return list(zip(map(tuple(SwapEvent).__getitem__, kinds.tolist()), subjects.tolist(), strict=True))
 
-    def _link_free(self, kind: VertexKind, sender: int, receiver: _DeviceState) -> float:
-        """When the link that a transfer takes is free."""
-        if kind is VertexKind.RELOAD:
-            return receiver.link_free
-        return (self.d2h_free if kind is VertexKind.OFFLOAD else self.p2p_free)[sender]
 
-    def _allocate_output(self, device: _DeviceState, buffer: int, begin: float) -> float:
-        """Take the bytes of an activation that the vertex at hand produces; return when the vertex may start."""
-        activation = self.buffers[buffer]
-        free = device.memory.allocate(buffer, begin)
-        self.state.resident[buffer] = True
-        self.state.held_until[buffer] = max(self.state.held_until[buffer], activation.evictable_from - 1)
-        return free
+def _lists(lists: Lists) -> _Lists:
+    return _Lists(_at(lists.first), _at(lists.items))
 
-    def _offload(self, buffer: int, ready: float) -> None:
-        device, link = self.buffers[buffer].device, self.machine.d2h
-        seconds = link.seconds(self.buffers[buffer].size, device)
-        self.d2h_free[device] = max(self.d2h_free[device], ready) + seconds
-        self.state.on_host_at[buffer] = self.d2h_free[device]
-        self.schedule.events.append((SwapEvent.OFFLOAD, buffer))
 
-    def _release_reads(self, device: _DeviceState) -> None:
-        """The device's last vertex has ended: the buffers it read are idle unless a later reader holds them."""
-        last = device.running
-        if last < 0:
-            return
-        self.schedule.events.append((SwapEvent.RELEASE, device.device))
-        for index in self.requirements.reads[last]:
-            buffer = self.buffers[index]
-            if buffer.device != device.device or index in self.permanent or last < buffer.evictable_from:
-                continue
-            while self.state.next_use(index) <= last:
-                self.state.uses_done[index] += 1
-            if self.state.held_until[index] <= last and not self._stays(index):
-                self._release(device, index)
-        device.running = -1
-
-    def reserve(self, kept: Kept, at_start: Collection[int]) -> None:
-        """Reserve the bytes of buffers that stay between two uses, so that nothing else is promised them; where they do
-        not fit beside what is reserved already, the buffer may leave."""
-        for index, positions in kept.items():
-            uses, block = self.state.uses[index], self.buffers[index].block
-            unpromised = self.devices[self.buffers[index].device].unpromised
-            for last in sorted(positions):
-                number = bisect_right(uses, last)
-                if number == len(uses) or (last == STEP_START and index not in at_start):
-                    continue
-                if int(unpromised[last + 1 : uses[number] + 1].min()) >= block:
-                    unpromised[last + 1 : uses[number] + 1] -= block
-                    self.reserved[index, last] = uses[number]
-
-    def _stays(self, index: int) -> bool:
-        """Hold the buffer up to its next use if its bytes are reserved from where it is held no longer."""
-        use = self.reserved.get((index, self.state.held_until[index]))
-        if use is not None:
-            self.state.held_until[index] = use
-        return use is not None
-
-    def _release(self, device: _DeviceState, index: int) -> None:
-        """Make the buffer idle, or evict it at once where nobody reads it again and the user does not keep it."""
-        buffer = self.buffers[index]
-        done = self.state.next_use(index) == NEVER and not buffer.may_be_resident
-        if done and not self.requirements.outlives(buffer):
-            self._evict(index)
-        else:
-            device.memory.release(index)
-
-    def _evict(self, buffer: int) -> None:
-        self.state.resident[buffer] = False
-        self._memory(buffer).free(buffer)
-        self.schedule.events.append((SwapEvent.EVICT, buffer))
-
-    def _advance(self, device: _DeviceState, position: int) -> None:
-        """Move to ``position``: activations that become evictable on the way are idle unless a reader holds them."""
-        for reached in range(device.position + 1, position + 1):
-            for buffer in self.evictable_at.get(reached, ()):
-                idle = self.buffers[buffer].device == device.device and self.state.held_until[buffer] < reached
-                if idle and not self._stays(buffer):
-                    self._release(device, buffer)
-        device.position = position
-
-    def _load_deferred(self, device: _DeviceState) -> None:
-        """Load what was promised before its step had started, or before it was written at home, as soon as that has."""
-        ready = [index for index in device.deferred if self.buffers[index].evictable_from <= device.position]
-        if ready:
-            for index in ready:
-                begin = max(device.link_free, self.state.on_host_at[index], device.compute_free)
-                self._reload(device, index, device.memory.allocate(index, begin))
-            device.deferred = [index for index in device.deferred if not self.state.resident[index]]
-
-    def _provide_now(self, device: _DeviceState) -> None:
-        """Reload or hold every buffer that the position at hand reads. Raises Infeasible."""
-        while device.next_use < len(device.uses) and device.uses[device.next_use][0] <= device.position:
-            if not self._want(device, _ALWAYS):
-                raise Infeasible(device.position)
-
-    def _prefetch(self, device: _DeviceState, until: float) -> None:
-        """Use the link for coming readers until the given second."""
-        while device.next_use < len(device.uses) and self._want(device, until):
-            pass
-        device.link_free = max(device.link_free, until)
-
-    def _want(self, device: _DeviceState, until: float) -> bool:
-        """Provide for the next use: hold its buffer or reload it; False if it has to wait, and all later ones with it.
-
-        Invariant: ``unpromised`` is at no position below zero, so whatever is promised up to a use stays on the device
-        beside the pinned bytes, and no eviction ever hits a promised buffer. Uses are provided for in order of
-        position: a later one that overtook might take the bytes without which an earlier one cannot be served.
-        """
-        use, index = device.uses[device.next_use]
-        buffer = self.buffers[index]
-        held = self.state.held_until[index]
-        if held >= use or use < device.position or (self.state.resident[index] and self._stays(index)):
-            device.next_use += 1
-            return True
-        resident = self.state.resident[index]
-        too_early = device.position < buffer.evictable_from
-        # Up to ``held``, and up to where an activation is evictable, its bytes are counted already.
-        begin = max(device.position, buffer.evictable_from, held + 1)
-        if begin <= device.short_at <= use and device.unpromised[device.short_at] < buffer.block:
-            return False
-        fewest = begin + int(device.unpromised[begin : use + 1].argmin())
-        if device.unpromised[fewest] < buffer.block:
-            device.short_at = fewest
-            return False
-        if not resident and too_early and buffer.starts_on_host and held < 0:
-            device.deferred.append(index)
-        if not resident and not too_early:
-            if device.link_free >= until:
-                return False
-            far = device.starts[use] - device.starts[device.position] > self.prefetch_horizon
-            if far and not device.memory.fits(buffer.block):
-                # An eviction for a far reader trades a buffer that is there for one that is needed little sooner, again
-                # and again, and the link is busy with that when it matters.
-                return False
-            start = max(device.link_free, self.state.on_host_at[index])
-            self._reload(device, index, device.memory.allocate(index, start))
-        device.unpromised[begin : use + 1] -= buffer.block
-        self.state.held_until[index] = use
-        device.next_use += 1
-        return True
-
-    def _continues(self, buffer: int) -> bool:
-        """Whether one copy brings the buffer with the one that was loaded last, behind which it lies in its value."""
-        if not self.buffers[buffer].begin:
-            return False
-        for event, subject in reversed(self.schedule.events):
-            if event is SwapEvent.RELOAD:
-                return subject == buffer - 1 and self.buffers[subject].begin < self.buffers[buffer].begin
-            if event is not SwapEvent.EVICT:
-                return False
-        return False
-
-    def _reload(self, device: _DeviceState, buffer: int, begin: float) -> None:
-        size, link = self.buffers[buffer].size, self.machine.h2d
-        seconds = link.seconds(size, device.device)
-        if begin <= device.link_free and self._continues(buffer):
-            seconds -= link.latency
-        device.link_free = begin + seconds
-        self.arrival[buffer] = device.link_free
-        self.schedule.seconds = max(self.schedule.seconds, device.link_free)
-        self.state.resident[buffer] = True
-        self.schedule.reloaded += size
-        self.schedule.events.append((SwapEvent.RELOAD, buffer))
+def _at(array: Ints | Floats) -> ctypes.c_void_p:
+    assert array.flags.c_contiguous
+    return ctypes.c_void_p(array.ctypes.data)

@@ -154,7 +154,8 @@ class SwapTables:
         return np.cumsum(np.pad(self.compute, ((0, 0), (1, 0))), axis=1)
 
     def twice(self) -> SwapTables:
-        """Return those of the step twice in a row, as ``two_steps`` has it."""
+        """Return those of the step twice in a row. Buffers that may be resident are shared; the others of the second
+        step are listed last."""
         count, end = len(self.home), len(self.vertex)
         own = np.flatnonzero(self.may_be_resident == 0)
         second = np.arange(count)

@@ -16,13 +16,13 @@ from disco_accel.errors import ConfigError
 from disco_accel.graph.carried_values import taskgraph_of
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import VertexKind
-from disco_accel.plan.bound import Bound, bound_of, bound_within_memory
-from disco_accel.plan.dips import bound_without_dips
+from disco_accel.plan.bound.link_time import LinkTime, link_times
+from disco_accel.plan.bound.lower_bound import Bound, bound_of, bound_within_memory
+from disco_accel.plan.bound.peak_kernel_cost import bound_without_peaks
+from disco_accel.plan.bound.plan_replay import Relaxation, Replay, without_latency
+from disco_accel.plan.bound.program_of_plan import ProgramOfPlan, one_stream
+from disco_accel.plan.bound.waits import Wait, waits_for_copies
 from disco_accel.plan.summary import copied_bytes
-from disco_accel.plan.why.link_time import LinkTime, link_times
-from disco_accel.plan.why.plan_replay import Relaxation, Replay, without_latency
-from disco_accel.plan.why.program_of_plan import ProgramOfPlan, one_stream
-from disco_accel.plan.why.waits import Wait, waits_for_copies
 from disco_accel.simulate.machine import Machine
 from disco_accel.simulate.simulator import simulate
 
@@ -131,7 +131,7 @@ def explain(plan: MemGraph, machine: Machine | None = None, *, search: float = _
         links=link_times(plan, machine, run),
         waits=waits[:longest],
         waited=waited,
-        dip=max(0.0, bound.bound - bound_without_dips(graph, machine)),
+        dip=max(0.0, bound.bound - bound_without_peaks(graph, machine)),
     )
 
 

@@ -1,4 +1,4 @@
-"""The step program (``plan/step_program.py``) of a plan as it ran: its kernels in their order, what it kept."""
+"""The step program (``plan/bound/step_program.py``) of a plan as it ran: its kernels in their order, what it kept."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.order import serial_order
 from disco_accel.graph.taskgraph import Ref, VertexKind
 from disco_accel.graph.values import overwrites
-from disco_accel.plan.device_facts import DeviceFacts, Value
-from disco_accel.plan.marks import Precedence
-from disco_accel.plan.step_program import StepProgram, gaps
-from disco_accel.plan.why.plan_storages import at_the_end
+from disco_accel.plan.bound.device_facts import DeviceFacts, Value
+from disco_accel.plan.bound.ordered_starts import Precedence
+from disco_accel.plan.bound.plan_storages import at_the_end
+from disco_accel.plan.bound.step_program import StepProgram, gaps
 from disco_accel.simulate.machine import Machine
 
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from disco_accel.graph.taskgraph import VertexKind
-from disco_accel.plan.device_facts import DeviceFacts
+from disco_accel.plan.bound.device_facts import DeviceFacts
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import VertexKind
-from disco_accel.plan.why.plan_storages import Storage, storages_of
+from disco_accel.plan.bound.plan_storages import Storage, storages_of
 from disco_accel.simulate.machine import Machine
 from disco_accel.simulate.simulator import Simulation, Simulator
 

@@ -15,11 +15,11 @@ from disco_accel.graph.home_uses import HomeUses, host_devices
 from disco_accel.graph.order import serial_order
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind, with_memory
 from disco_accel.graph.values import arrives_at_gate, handed_out_at_gate
-from disco_accel.plan.device_facts import DeviceFacts, outputs_of
-from disco_accel.plan.lane_bound import lane_bound
-from disco_accel.plan.least_copies import least_copies, least_loads
-from disco_accel.plan.marks import Precedence
-from disco_accel.plan.step_program import StepProgram
+from disco_accel.plan.bound.device_facts import DeviceFacts, outputs_of
+from disco_accel.plan.bound.lane_bound import lane_bound
+from disco_accel.plan.bound.least_copies import least_copies, least_loads
+from disco_accel.plan.bound.ordered_starts import Precedence
+from disco_accel.plan.bound.step_program import StepProgram
 from disco_accel.simulate.machine import copy_kind
 from disco_accel.simulate.simulator import Machine
 

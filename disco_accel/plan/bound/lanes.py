@@ -11,7 +11,7 @@ from disco_accel.graph.home_uses import host_devices
 from disco_accel.graph.order import serial_order
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.graph.values import arrives_at_gate, handed_out_at_gate
-from disco_accel.plan.lane_times import heads, least_span, near_heads
+from disco_accel.plan.bound.lane_times import heads, least_span, near_heads
 from disco_accel.simulate.machine import Machine, copy_kind
 
 

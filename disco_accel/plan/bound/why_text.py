@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from disco_accel.plan.why.ladder import ROWS, Why
-from disco_accel.plan.why.link_time import IDLE
+from disco_accel.plan.bound.ladder import ROWS, Why
+from disco_accel.plan.bound.link_time import IDLE
 from disco_accel.sizes import format_size
 
 

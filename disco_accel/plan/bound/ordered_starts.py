@@ -52,7 +52,7 @@ class Precedence:
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
+class OrderedStarts:
     """Rows of a table over time: row 0 is the start of a step, the last one its end, in between start ``chain``'s
     positions, one a row.
 
@@ -79,9 +79,9 @@ class Marks:
         return np.where(self.row > 0, self.row, self.ended)
 
     @classmethod
-    def of(cls, precedence: Precedence, weight: Sequence[float], most: int) -> Marks:
-        """Return at most ``most`` marks on the heaviest chain, which is cut in parts of equal weight: the heaviest
-        vertex of each is one. So a vertex that weighs as much as a part is a mark itself, whatever lies beside it."""
+    def of(cls, precedence: Precedence, weight: Sequence[float], most: int) -> OrderedStarts:
+        """Return at most ``most`` starts on the heaviest chain, which is cut in parts of equal weight: the heaviest
+        vertex of each is one. So a vertex that weighs as much as a part is one itself, whatever lies beside it."""
         before, order = precedence.before, precedence.order
         behind: list[list[int]] = [[] for _ in before]
         for at, sources in enumerate(before):

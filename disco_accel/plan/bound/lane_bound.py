@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from disco_accel.graph.home_uses import host_devices
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
-from disco_accel.plan.lanes import Lanes
+from disco_accel.plan.bound.lanes import Lanes
 from disco_accel.simulate.machine import Machine
 
 _AHEAD = 2

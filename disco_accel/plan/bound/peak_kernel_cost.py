@@ -6,16 +6,16 @@ import numpy as np
 
 from disco_accel.graph.home_uses import host_devices
 from disco_accel.graph.taskgraph import TaskGraph
-from disco_accel.plan.device_facts import DeviceFacts
-from disco_accel.plan.least_copies import least_loads
-from disco_accel.plan.marks import Precedence
-from disco_accel.plan.step_program import StepProgram
+from disco_accel.plan.bound.device_facts import DeviceFacts
+from disco_accel.plan.bound.least_copies import least_loads
+from disco_accel.plan.bound.ordered_starts import Precedence
+from disco_accel.plan.bound.step_program import StepProgram
 from disco_accel.simulate.machine import Machine
 
 _SHARE = 0.99
 
 
-def bound_without_dips(graph: TaskGraph, machine: Machine) -> float:
+def bound_without_peaks(graph: TaskGraph, machine: Machine) -> float:
     """Return the bound of ``graph`` if no kernel took more bytes than the largest but one in a hundred: about what
     running the loss in chunks would leave."""
     precedence = Precedence.of(graph, machine, host_devices(graph.devices))

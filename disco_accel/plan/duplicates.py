@@ -17,7 +17,7 @@ from disco_accel.plan.timed.step_buffers import Profile, StepRequirements
 from disco_accel.simulate.machine import Machine
 
 
-def in_a_row(graph: TaskGraph, found: Sequence[Clone], machine: Machine) -> tuple[list[Clone], int]:
+def ordered_duplicates(graph: TaskGraph, found: Sequence[Clone], machine: Machine) -> tuple[list[Clone], int]:
     """Return the clones, those of kernels behind the gate first, each kind by the seconds that a value would be kept
     longer; and the number of the first kind."""
     behind = after_gate(graph.vertices)

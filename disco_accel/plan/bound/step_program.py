@@ -1,14 +1,14 @@
 """How long a step on one device takes at least, as a linear program over time.
 
 A plan is let off everything but this. A stream runs kernels, a link loads bytes, each at its own rate, from the start
-of one kernel of a chain to that of the next (``marks.py``). When a kernel starts, its inputs have come; and until it
-has ended its inputs, its outputs, what is kept for later readers and what has been loaded ahead fit the memory. Parts
-of values may be kept, and copies may be of any size and in any order; what lies between two readers of a value is a
-gap, through which some of its bytes are kept and the others loaded again. The step is a ring: what was loaded ahead at
-its end is there at its start.
+of one kernel of a chain to that of the next (``ordered_starts.py``). When a kernel starts, its inputs have come; and
+until it has ended its inputs, its outputs, what is kept for later readers and what has been loaded ahead fit the
+memory. Parts of values may be kept, and copies may be of any size and in any order; what lies between two readers of a
+value is a gap, through which some of its bytes are kept and the others loaded again. The step is a ring: what was
+loaded ahead at its end is there at its start.
 
 What the host renews between two steps is loaded in each, from its start on. Where one vertex may run before or after a
-mark, its inputs and outputs take no memory there. Offloads take no time.
+start, its inputs and outputs take no memory there. Offloads take no time.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from itertools import pairwise
 
 import numpy as np
 
-from disco_accel.plan.device_facts import DeviceFacts, Value
-from disco_accel.plan.marks import Marks, Precedence
-from disco_accel.plan.step_table import Demands, Keeps, Span, StepTable
+from disco_accel.plan.bound.device_facts import DeviceFacts, Value
+from disco_accel.plan.bound.ordered_starts import OrderedStarts, Precedence
+from disco_accel.plan.bound.step_table import Demands, Keeps, Span, StepTable
 
-MOST_MARKS = 512
-"""In Qwen3-30B-A3B's step at 44 GiB, of 16,237 vertices, 256 and 1024 marks give the same seconds, 128 0.7 % less."""
+MOST_STARTS = 512
+"""In Qwen3-30B-A3B's step at 44 GiB, of 16,237 vertices, 256 and 1024 starts give the same seconds, 128 0.7 % less."""
 
 
 class StepProgram:
     """The program of one device."""
 
-    def __init__(self, facts: DeviceFacts, precedence: Precedence, most_marks: int = MOST_MARKS) -> None:
+    def __init__(self, facts: DeviceFacts, precedence: Precedence, most_starts: int = MOST_STARTS) -> None:
         self.facts = facts
         needed = np.append(facts.needed, 0)
         weight = needed / max(1, needed.sum()) + 1.0 / len(needed)
-        self.marks = Marks.of(precedence, weight.tolist(), most_marks)
+        self.starts = OrderedStarts.of(precedence, weight.tolist(), most_starts)
         self.spans: dict[Span, list[tuple[Value, int]]] = defaultdict(list)
         """The gaps of each: a value, and which of its gaps, by its number in ``gaps``."""
         # As lists: each is looked at element by element, for every gap of every value.
         self.ended, self.ahead, self.read_by = (
-            rows.tolist() for rows in (self.marks.ended, self.marks.ahead, self.marks.read_by)
+            rows.tolist() for rows in (self.starts.ended, self.starts.ahead, self.starts.read_by)
         )
-        self.renewed, self.always = Demands(self.marks.rows), Demands(self.marks.rows)
+        self.renewed, self.always = Demands(self.starts.rows), Demands(self.starts.rows)
         for value in facts.each_value:
             self._take(value)
 
@@ -71,7 +71,7 @@ class StepProgram:
         """Return the least seconds of a step. ``keeps``: the part of a value that is kept through its gap of a number
         (None: whatever the program finds). ``whole_above``: values of as many bytes or more are kept whole or not at
         all, as far as a search of ``limit`` seconds says."""
-        table = StepTable(self.facts, self.marks, self.spans, self.renewed, self.always, keeps)
+        table = StepTable(self.facts, self.starts, self.spans, self.renewed, self.always, keeps)
         if whole_above is None:
             return table.seconds()
         table.in_whole_values(whole_above)
@@ -81,7 +81,7 @@ class StepProgram:
         """Return the seconds of a shortest step, and by the identity of a value and the number of a gap which part of
         the value is kept through it; ``load_cost`` as of ``StepTable``, so the seconds hold up to that. None: the
         solver has no answer."""
-        table = StepTable(self.facts, self.marks, self.spans, self.renewed, self.always, None, load_cost)
+        table = StepTable(self.facts, self.starts, self.spans, self.renewed, self.always, None, load_cost)
         if (solved := table.kept_bytes()) is None:
             return None
         parts: dict[tuple[int, int], float] = {}

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from disco_accel.plan.device_facts import DeviceFacts, Value
-from disco_accel.plan.linear_program import Index, Program
-from disco_accel.plan.marks import Marks
+from disco_accel.plan.bound.device_facts import DeviceFacts, Value
+from disco_accel.plan.bound.linear_program import Index, Program
+from disco_accel.plan.bound.ordered_starts import OrderedStarts
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +59,20 @@ Keeps = Callable[[Value, int], float]
 
 
 class StepTable:
-    """The program of one step on one device, with variables by the rows of ``marks``. ``load_cost``: what a second of
+    """The program of one step on one device, with variables by the rows of ``starts``. ``load_cost``: what a second of
     loading costs beside what a second of the step does, for the choice among steps that are equally long."""
 
     def __init__(
         self,
         facts: DeviceFacts,
-        marks: Marks,
+        starts: OrderedStarts,
         spans: Mapping[Span, Sequence[tuple[Value, int]]],
         renewed: Demands,
         always: Demands,
         keeps: Keeps | None,
         load_cost: float = 0.0,
     ) -> None:
-        self.facts, self.marks, self.spans, self.load_cost = facts, marks, spans, load_cost
+        self.facts, self.starts, self.spans, self.load_cost = facts, starts, spans, load_cost
         self.renewed, self.always, self.keeps = renewed, always, keeps
         self.unit = facts.memory / facts.loads.bandwidth
         self.latency = facts.loads.latency / self.unit
@@ -110,7 +110,7 @@ class StepTable:
         return np.array(every, np.float64) / self.facts.memory
 
     def _add_variables(self) -> None:
-        program, rows, in_all = self.program, self.marks.rows, self.loaded_in_all
+        program, rows, in_all = self.program, self.starts.rows, self.loaded_in_all
         low, high = np.zeros(len(self.spans)), self.sizes
         if (keeps := self.keeps) is not None:
             low = high = self._of_gaps(lambda value, number: value.size * keeps(value, number))
@@ -118,7 +118,7 @@ class StepTable:
         renewed = self.renewed.total / self.facts.memory
         copies = sum(map(len, self.spans.values())) + self.always.copies + self.renewed.copies
         # One load after the other, each when its kernel asks, is feasible.
-        longest = float(self.compute.sum()) + float(self.marks.chain_seconds.sum()) / self.unit
+        longest = float(self.compute.sum()) + float(self.starts.chain_seconds.sum()) / self.unit
         longest += in_all + renewed + copies * self.latency
         is_last = np.arange(rows) == rows - 1
         later = (np.arange(rows) > 0).astype(np.float64)
@@ -135,20 +135,20 @@ class StepTable:
 
     def _compute_done(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return what the stream has done at each row at least and at most."""
-        marks, end = self.marks, self.facts.end
-        rows = marks.rows
-        least = np.cumsum(np.bincount(marks.ended[:end], self.compute, rows))
+        starts, end = self.starts, self.facts.end
+        rows = starts.rows
+        least = np.cumsum(np.bincount(starts.ended[:end], self.compute, rows))
         # The kernel of a row has not begun there.
-        begun = np.where(marks.row[:end] > 0, marks.row[:end], marks.ahead[:end]) + 1
+        begun = np.where(starts.row[:end] > 0, starts.row[:end], starts.ahead[:end]) + 1
         most = np.cumsum(np.bincount(np.minimum(begun, rows - 1), self.compute, rows)).astype(np.float64)
         most[-1] = least[-1]
         return np.minimum(least, most), most
 
     def _pass_time(self) -> None:
         """From row to row: seconds of the chain, of the stream, and of the link during and behind each kernel."""
-        program, marks, last = self.program, self.marks, self.marks.rows - 1
-        own = marks.own_seconds / self.unit
-        chain, work = program.require(last, marks.chain_seconds / self.unit), program.require(last, 0.0)
+        program, starts, last = self.program, self.starts, self.starts.rows - 1
+        own = starts.own_seconds / self.unit
+        chain, work = program.require(last, starts.chain_seconds / self.unit), program.require(last, 0.0)
         during, behind = program.require(last, -own), program.require(last, own)
         _growth(program, chain, self.time, 1.0)
         _growth(program, work, self.time, float(self.facts.streams))
@@ -166,7 +166,7 @@ class StepTable:
     def _demand_bytes(self) -> None:
         """``held``: what is kept through each row; ``due`` and ``gone``: what has to be loaded by a row, or is no
         longer ahead there."""
-        program, rows, memory = self.program, self.marks.rows, self.facts.memory
+        program, rows, memory = self.program, self.starts.rows, self.facts.memory
         begin, end, by, until = (
             np.array([getattr(span, name) for span in self.spans], np.int64) for name in ("begin", "end", "by", "until")
         )
@@ -189,17 +189,17 @@ class StepTable:
 
     def _fill_memory(self) -> None:
         """When a kernel ends, its own bytes, what is kept and what was loaded ahead fit."""
-        program, marks, facts = self.program, self.marks, self.facts
-        ahead = program.require(marks.rows, 0.0)
+        program, starts, facts = self.program, self.starts, self.facts
+        ahead = program.require(starts.rows, 0.0)
         for variables, entry in ((self.ahead, 1.0), (self.gone, 1.0), (self.loaded_then, -1.0), (self.at_start, -1.0)):
             program.put(ahead, variables, entry)
-        fresh = program.require(marks.rows, -np.cumsum(self.renewed.until) / facts.memory)
+        fresh = program.require(starts.rows, -np.cumsum(self.renewed.until) / facts.memory)
         program.put(fresh, self.ahead_fresh, 1.0)
         program.put(fresh, self.fresh_then, -1.0)
-        needed = np.zeros(marks.rows)
-        kernels = marks.chain < facts.end
-        needed[1:-1][kernels] = np.minimum(1.0, facts.needed[marks.chain[kernels]] / facts.memory)
-        room = program.require(marks.rows, needed - 1.0)
+        needed = np.zeros(starts.rows)
+        kernels = starts.chain < facts.end
+        needed[1:-1][kernels] = np.minimum(1.0, facts.needed[starts.chain[kernels]] / facts.memory)
+        room = program.require(starts.rows, needed - 1.0)
         for variables in (self.held, self.ahead, self.ahead_fresh):
             program.put(room, variables, -1.0)
 

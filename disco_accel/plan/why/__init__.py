@@ -1,1 +1,0 @@
-"""The distance between a plan and the bound of its graph, as a sum (docs/why.md)."""
