@@ -13,7 +13,7 @@ from disco_accel.capture.leaving_gradients import leaving_by
 from disco_accel.native import cuda_backend
 from disco_accel.native.arena import is_arena
 from disco_accel.native.backend import workspace_bytes
-from disco_accel.step.session import current_step, find_state
+from disco_accel.step.run.session import current_step, find_state
 from disco_accel.step.update import update_choice
 from disco_accel.testing.models import family_full, random_batch
 from tests.emulated import device

@@ -18,8 +18,8 @@ from disco_accel.integrate.accelerate.deepspeed_patch import patch_ds_config
 from disco_accel.integrate.launch import launcher
 from disco_accel.integrate.launch.exit_status import child_status
 from disco_accel.native.host_memory import HostMemory
-from disco_accel.step.distributed import check_engine, check_same, exclude_from_collectives, include_again
-from disco_accel.step.placement import Placement
+from disco_accel.step.placement.distributed import check_engine, check_same, exclude_from_collectives, include_again
+from disco_accel.step.placement.model_placement import Placement
 from disco_accel.testing.models import tiny_lora
 from tests import forkserver
 

@@ -12,11 +12,11 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from disco_accel import stats
-from disco_accel.step.session import find_state
+from disco_accel.step.gradients.wrapped_function import wrap
+from disco_accel.step.run.session import find_state
 from disco_accel.step.update import clipping, master_state, pending_update, update_choice, update_pass
 from disco_accel.step.update.update_pass import Stage
 from disco_accel.step.update.updated_step import StepWithUpdate
-from disco_accel.step.update.wrapped_function import wrap
 from tests.integrate.clipped_pair import LOW, Clip, Pair, as_they_lie, backward, gradients, same, to_low
 from tests.integrate.fp32_copies import adamw
 

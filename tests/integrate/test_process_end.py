@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from disco_accel.native.shared_memory import _Mapping
-from disco_accel.step.pending import PendingStep
+from disco_accel.step.run.pending import PendingStep
 from disco_accel.store.saved_activations import _Stored
 from disco_accel.store.stored_object import StoredObject
 from tests import forkserver
@@ -21,7 +21,7 @@ import os, signal, sys, threading, time
 import torch
 from disco_accel import set_memory_budget
 from disco_accel.plan.planning_process import PlanningProcess
-from disco_accel.step import grant_source
+from disco_accel.step.budget import grant_source
 from tests.integrate import moving_budgets
 from tests.integrate.moving_budgets import LARGE, SMALL, answer_here, batch, session_of, twins
 

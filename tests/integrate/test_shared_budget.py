@@ -15,7 +15,7 @@ import torch
 
 from disco_accel import restore, set_memory_budget, stats
 from disco_accel.errors import BudgetTooSmall, ConfigError
-from disco_accel.step import grant_source
+from disco_accel.step.budget import grant_source
 from disco_accel.testing.file_ledger import FileLedger
 from tests.integrate.moving_budgets import (
     LARGE,

@@ -19,7 +19,9 @@ from disco_accel.execute import executor
 from disco_accel.measure import record
 from disco_accel.native import host_memory
 from disco_accel.shortage import met_shortage
-from disco_accel.step import compiled_step, pipeline, placement, plan_memory
+from disco_accel.step.budget import plan_memory
+from disco_accel.step.compile import compiled_step, pipeline
+from disco_accel.step.placement import model_placement as placement
 from disco_accel.testing.models import random_batch, tiny_lora
 from tests import forkserver
 

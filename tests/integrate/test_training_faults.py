@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from disco_accel import prepare, restore
 from disco_accel.errors import DiscoError, ExecutionError
 from disco_accel.native.op_encoding import label
-from disco_accel.step.session import current_step
+from disco_accel.step.run.session import current_step
 from disco_accel.testing.engine_faults import failing, kernels
 from disco_accel.testing.models import tiny_lora
 from tests import forkserver
@@ -184,7 +184,7 @@ def test_ctrl_c_in_the_making_of_a_step_prints_nothing(monkeypatch: pytest.Monke
         raise KeyboardInterrupt
 
     with monkeypatch.context() as during:
-        during.setattr("disco_accel.step.pending.generator_state", interrupted)
+        during.setattr("disco_accel.step.run.pending.generator_state", interrupted)
         during.setattr(sys, "unraisablehook", unraisable.append)
         with pytest.raises(KeyboardInterrupt):
             model(**batch())

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from disco_accel import restore, settle
 from disco_accel.errors import ExecutionError
-from disco_accel.step.session import find_state
+from disco_accel.step.run.session import find_state
 from tests.integrate.clipped_pair import LOW, Pair, as_bytes, as_they_lie, backward, gradients, same, to_low
 from tests.integrate.fp32_copies import batches
 

@@ -20,7 +20,7 @@ from disco_accel.native.host_backend import HostBackend
 from disco_accel.selfcheck import command, first_use, identity, outcome_files, self_check
 from disco_accel.selfcheck.outcome import Difference, Outcome
 from disco_accel.selfcheck.subject import Subject, make_subject
-from disco_accel.step import device_check
+from disco_accel.step.compile import device_check
 from disco_accel.testing.models import random_batch, tiny_lora
 from tests import forkserver
 

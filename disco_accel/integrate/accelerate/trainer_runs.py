@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from disco_accel.step.session import Session, find_state
+from disco_accel.step.run.session import Session, find_state
 from disco_accel.step.update.deferral import settles
 
 _OURS = ("transformers", "disco_accel")

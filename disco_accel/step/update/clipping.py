@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch.nn.utils import clip_grad
 
+from disco_accel.step.gradients.wrapped_function import wrap
 from disco_accel.step.update.unscaled_gradients import _grad, attribute_is_replaced, owner_of
-from disco_accel.step.update.wrapped_function import wrap
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from disco_accel.errors import ExecutionError, StatesTorn
 from disco_accel.native.host_memory import WatchedTensors, expect_rewrite, writes_are_watched
 from disco_accel.step.capture_lock import in_capture
-from disco_accel.step.trained_weights import before_updates
+from disco_accel.step.placement.trained_weights import before_updates
 from disco_accel.step.update.clipping import clip_by, end_clipping_by, held_elsewhere
 from disco_accel.step.update.pending_reads import PendingReads, not_intercepted, reads_of
 from disco_accel.step.update.pending_update import ParameterUpdate, PendingUpdate, parts_of

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from disco_accel.step.compiled_step import CompiledStep
+from disco_accel.step.compile.compiled_step import CompiledStep
+from disco_accel.step.compile.pipeline import PlannerSettings, PlanStore
 from disco_accel.step.gradients.extended_graph import extended
-from disco_accel.step.pipeline import PlannerSettings, PlanStore
 from disco_accel.step.update.deferral import Deferral
 from disco_accel.step.update.pending_update import PendingUpdate
 from disco_accel.step.update.updated_step import StepWithUpdate, step_with_update
