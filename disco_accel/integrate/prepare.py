@@ -128,7 +128,7 @@ def _own_forward(state: Session, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         state.casts.own_forward()
         if torch.is_grad_enabled():
             # Its backward may add to gradients.
-            state.updates.show_gradients()
+            state.updates.multiply_clipped()
     args, kwargs = state.placement.batch((args, kwargs))
     with state.gate.eager(), own_forward_runs(), state.placement.visiting():
         return state.original_forward(*args, **kwargs)
@@ -243,7 +243,7 @@ def _follow_optimizers(state: Session, model: torch.nn.Module) -> None:
     if asked == "step" or state.optimizer is OptimizerHome.DEVICE:
         return
     holds, said = (state.placement.holds, state.gradients.holds), state.say_once
-    make = functools.partial(Deferral, model, *holds, state.lock, said, ready, asked, state.norms.forget)
+    make = functools.partial(Deferral, model, *holds, state.lock, said, ready, asked)
     state.updates.defer(make, when_told=asked == "auto")
     if "transformers.trainer" in sys.modules:
         follow_trainers(sys.modules["transformers.trainer"])
@@ -285,7 +285,7 @@ def settle(model: torch.nn.Module) -> None:
     state = find_state(model)
     if state is not None:
         state.updates.settle()
-        state.updates.show_gradients()
+        state.updates.multiply_clipped()
 
 
 def set_memory_budget(model: torch.nn.Module, budget: int | str) -> None:

@@ -124,7 +124,7 @@ class PendingStep:
             # As in eager mode, a backward behind optimizer.step() meets weights that were changed.
             self.state.updates.settle()
             # Autograd adds to gradients as they lie.
-            self.state.updates.show_gradients()
+            self.state.updates.multiply_clipped()
             # A step that still runs has read what it needs, as eager has; one that is run again reads all of it again.
             # Weights on the host are loaded in the backward too.
             reads_weights = not self.running or self.step.trained_on_host

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, MutableMapping
+from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -159,10 +159,14 @@ class PlannedUpdates:
         if self.deferral is not None:
             self.deferral.settle()
 
-    def show_gradients(self) -> None:
-        """See ``Deferral.show_gradients``."""
+    def clip(self, parameters: Sequence[torch.Tensor], coefficient: torch.Tensor) -> list[torch.Tensor]:
+        """See ``Deferral.clip``."""
+        return [*parameters] if self.deferral is None else self.deferral.clip(parameters, coefficient)
+
+    def multiply_clipped(self) -> None:
+        """See ``Deferral.multiply_clipped``."""
         if self.deferral is not None:
-            self.deferral.show_gradients()
+            self.deferral.multiply_clipped()
 
     def taken(self) -> None:
         """See ``Deferral.taken``."""
