@@ -27,10 +27,10 @@ from disco_accel.recipes.corpus import IGNORED
 from disco_accel.recipes.loading import add_adapter
 from disco_accel.recipes.quantised import PackedWeights, asked_form, packable, stored_form, with_packed_weights
 from disco_accel.recipes.settings import LoraRecipe, PrefillRecipe
-from disco_accel.step.budget import Budget, BudgetFacts, leaving_bytes
-from disco_accel.step.fitted_batch import FittedBatch
+from disco_accel.step.compile.budget_parts import Budget, BudgetFacts, leaving_bytes
+from disco_accel.step.compile.fitted_batch import FittedBatch
+from disco_accel.step.compile.several_devices import Sharing, whole_step
 from disco_accel.step.optimizer_home import OptimizerHome, TrainedBytes, home_by_size, update_asked
-from disco_accel.step.several_devices import Sharing, whole_step
 
 _WEIGHTS = (InputSource.FROZEN, InputSource.BUFFER, InputSource.TRAINABLE)
 
@@ -62,7 +62,7 @@ class Outline:
 
     @property
     def whole(self) -> StepOnParts:
-        """The step as ``step/several_devices.py`` takes it."""
+        """The step as ``step/compile/several_devices.py`` takes it."""
         return StepOnParts(self.captured, self.part_of)
 
     @property

@@ -20,7 +20,7 @@ from disco_accel.recipes.corpus import read_prompts
 from disco_accel.recipes.loading import load_adapter, load_base, load_tokenizer, meeting_place
 from disco_accel.recipes.settings import PrefillRecipe, read_prefill_recipe
 from disco_accel.sizes import parse_size
-from disco_accel.step.session import find_state
+from disco_accel.step.run.session import find_state
 
 
 def run(path: str, memory: str | None = None) -> int:

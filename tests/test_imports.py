@@ -6,7 +6,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -63,6 +63,17 @@ MAY_IMPORT = {
     ),
     "integrate": ("config", "graph", "native", "capture", "measure", "execute", "observe", "selfcheck", "step"),
 }
+STEP_OPEN = ("capture_lock", "dynamo", "optimizer_home")
+STEP_MAY_IMPORT = {
+    "state": (),
+    "placement": ("state",),
+    "compile": ("placement",),
+    "gradients": ("placement", "compile"),
+    "update": ("placement", "compile", "gradients"),
+    "budget": ("placement", "compile", "gradients", "update"),
+    "run": ("state", "placement", "compile", "gradients", "update", "budget"),
+}
+"""Rooms of ``step``, and the flat modules there that are open to all of them and import nothing of ``step``."""
 
 DYNAMIC = ("importlib.import_module", "__import__")
 FORBIDDEN_MODULES = ("pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve")
@@ -153,16 +164,36 @@ def test_only_integrate_and_the_recipes_import_hugging_face_libraries() -> None:
     assert not wrong
 
 
+def imported_from_elsewhere(paths: Iterable[Path], house: str, allowed: Iterable[str]) -> list[str]:
+    """Imports of modules of the package ``house`` that are not within its ``allowed`` packages."""
+    allowed = tuple(f"{house}.{name}" for name in allowed)
+    return [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in sorted(paths)
+        for name, line in imported_by(path)
+        if name.startswith(f"{house}.") and is_module(name) and not within(name, allowed)
+    ]
+
+
 @pytest.mark.parametrize("part", MAY_IMPORT)
 def test_a_part_imports_only_what_comes_before_it(part: str) -> None:
-    allowed = tuple(f"disco_accel.{name}" for name in (part, *MAY_IMPORT[part], *OPEN))
-    wrong = [
-        f"{path.relative_to(ROOT)}:{line} imports {name}"
-        for path in sorted((PACKAGE / part).rglob("*.py"))
-        for name, line in imported_by(path)
-        if is_module(name) and not within(name, allowed)
-    ]
-    assert not wrong
+    paths = (PACKAGE / part).rglob("*.py")
+    assert not imported_from_elsewhere(paths, "disco_accel", (part, *MAY_IMPORT[part], *OPEN))
+
+
+@pytest.mark.parametrize("room", STEP_MAY_IMPORT)
+def test_a_room_of_step_imports_only_what_comes_before_it(room: str) -> None:
+    paths = (PACKAGE / "step" / room).rglob("*.py")
+    assert not imported_from_elsewhere(paths, "disco_accel.step", (room, *STEP_MAY_IMPORT[room], *STEP_OPEN))
+
+
+def test_every_module_of_step_is_in_a_room_or_open_to_all_rooms() -> None:
+    folder = PACKAGE / "step"
+    assert {path.parent.name for path in folder.glob("*/__init__.py")} == STEP_MAY_IMPORT.keys()
+    assert {path.stem for path in folder.glob("*.py")} == {"__init__", *STEP_OPEN}
+    assert not imported_from_elsewhere(folder.glob("*.py"), "disco_accel.step", ())
+    order = list(STEP_MAY_IMPORT)
+    assert all(order.index(before) < order.index(room) for room in order for before in STEP_MAY_IMPORT[room])
 
 
 def test_every_part_has_its_place_in_that_order() -> None:

@@ -11,8 +11,8 @@ import torch
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.plan.bound.lower_bound import bound_of
 from disco_accel.simulate.simulator import Machine
-from disco_accel.step.compiled_step import CompiledStep
-from disco_accel.step.session import find_state
+from disco_accel.step.compile.compiled_step import CompiledStep
+from disco_accel.step.run.session import find_state
 
 
 def kernel_seconds(step: CompiledStep, run: Callable[[], object]) -> dict[int, float]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from disco_accel.config.settings import DiscoConfig
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import VertexKind
-from disco_accel.step.compiled_step import CompiledStep
-from disco_accel.step.pipeline import PlannerSettings, replan
+from disco_accel.step.compile.compiled_step import CompiledStep
+from disco_accel.step.compile.pipeline import PlannerSettings, replan
 
 
 def resident_plan(step: CompiledStep, config: DiscoConfig) -> MemGraph:

@@ -19,8 +19,8 @@ from disco_accel import prepare
 from disco_accel.config.settings import DiscoConfig
 from disco_accel.execute.executor import Event, Executor
 from disco_accel.graph.memgraph import MemGraph
-from disco_accel.step.compiled_step import CompiledStep
-from disco_accel.step.session import current_step
+from disco_accel.step.compile.compiled_step import CompiledStep
+from disco_accel.step.run.session import current_step
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from disco_accel.execute.executor import Event, Executor
 from disco_accel.observe.report import write_report
 from disco_accel.plan.summary import link_bytes
 from disco_accel.sizes import parse_size
-from disco_accel.step.compiled_step import CompiledStep
+from disco_accel.step.compile.compiled_step import CompiledStep
 from tests.support import malloc_watch
 
 

@@ -21,8 +21,8 @@ from disco_accel import prepare
 from disco_accel.config.settings import DiscoConfig
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.native.extension import load_extension
-from disco_accel.step.compiled_step import CompiledStep
-from disco_accel.step.pipeline import PlannerSettings, replan
+from disco_accel.step.compile.compiled_step import CompiledStep
+from disco_accel.step.compile.pipeline import PlannerSettings, replan
 
 
 def in_memory_peak(workload: Workload, steps: int = 3) -> int:

@@ -12,8 +12,8 @@ from transformers import set_seed
 from disco_accel.recipes.corpus import IGNORED, Blocks, build_blocks
 from disco_accel.recipes.loading import load_model, load_tokenizer
 from disco_accel.recipes.settings import LoraRecipe, read_recipe
-from disco_accel.step.compiled_step import CompiledStep
-from disco_accel.step.session import current_step
+from disco_accel.step.compile.compiled_step import CompiledStep
+from disco_accel.step.run.session import current_step
 
 
 @dataclass

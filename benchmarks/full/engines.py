@@ -23,7 +23,7 @@ from disco_accel.execute.engine_events import Event
 from disco_accel.graph.home_uses import host_devices
 from disco_accel.native.extension import load_extension
 from disco_accel.simulate.simulator import Link, Machine
-from disco_accel.step.session import current_step, find_state
+from disco_accel.step.run.session import current_step, find_state
 from disco_accel.step.update import update_choice
 from disco_accel.step.update.update_choice import Choice, Updates
 

@@ -11,7 +11,7 @@ import torch
 from benchmarks.gpu.stage import Run
 from benchmarks.gpu.subject import ROUNDS, Subject, case_of, subject_of, synchronize
 from disco_accel import DiscoConfig, prepare, restore, stats
-from disco_accel.step.session import find_state
+from disco_accel.step.run.session import find_state
 
 
 def measure(run: Run) -> dict[str, Any]:

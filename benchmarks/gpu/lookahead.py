@@ -16,7 +16,7 @@ from disco_accel.graph.traits import FOREIGN, FROZEN
 from disco_accel.measure.costs import Measured
 from disco_accel.native.cuda_backend import median_seconds
 from disco_accel.native.host_memory import bytes_of
-from disco_accel.step.pipeline import PlannerSettings, replan, with_costs
+from disco_accel.step.compile.pipeline import PlannerSettings, replan, with_costs
 
 _KS = (0, 1, 2, 4, 8)
 _STEPS = 7

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.common.shapes import PRESETS, Shape
 from disco_accel.native.host_memory import HostMemory
-from disco_accel.step.placement import keep_arena
+from disco_accel.step.placement.model_placement import keep_arena
 from tests.support.quantised import Quantise
 
 SMALL = PRESETS["tiny"]

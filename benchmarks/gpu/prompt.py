@@ -17,7 +17,7 @@ from benchmarks.prefill.engines import outputs_of, read_eagerly
 from disco_accel import DiscoConfig, prefill, restore, stats
 from disco_accel.capture.attention import cudnn_attention_off
 from disco_accel.selfcheck.agreement import RUNS, agreement
-from disco_accel.step.session import current_step, find_state
+from disco_accel.step.run.session import current_step, find_state
 
 _ROWS, _TOKENS = 8, 1024
 

@@ -16,7 +16,7 @@ from disco_accel import DiscoConfig, prepare, restore, set_memory_budget, stats
 from disco_accel.errors import ConfigError
 from disco_accel.simulate.simulator import Link, Machine
 from disco_accel.sizes import format_size
-from disco_accel.step.session import current_step, find_state
+from disco_accel.step.run.session import current_step, find_state
 
 _TINY = {"72GiB": 64 << 20, "24GiB": 800_000, "8GiB": 600_000, "22GiB": 400_000}
 """Bytes in the place of a budget with tiny shapes."""

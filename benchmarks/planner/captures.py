@@ -28,8 +28,8 @@ from disco_accel.measure.costs import Estimated
 from disco_accel.recipes.loading import checkpoint_activations
 from disco_accel.recipes.outline import Outline, outline
 from disco_accel.recipes.settings import read_any_recipe
+from disco_accel.step.compile.pipeline import with_costs
 from disco_accel.step.optimizer_home import OptimizerHome
-from disco_accel.step.pipeline import with_costs
 
 
 @dataclass(frozen=True, slots=True)

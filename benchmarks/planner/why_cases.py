@@ -80,7 +80,7 @@ def lora_on_attention(config: Mapping[str, Any], batch: int, tokens: int) -> Tas
     from disco_accel.measure.costs import Estimated
     from disco_accel.recipes.outline import outline
     from disco_accel.recipes.settings import read_any_recipe
-    from disco_accel.step.pipeline import with_costs
+    from disco_accel.step.compile.pipeline import with_costs
 
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))

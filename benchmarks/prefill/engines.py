@@ -19,7 +19,7 @@ from benchmarks.step.engines import Job, link_rates
 from benchmarks.step.peers import one_process
 from disco_accel import prefill, stats
 from disco_accel.simulate.simulator import Link, Machine
-from disco_accel.step.session import current_step
+from disco_accel.step.run.session import current_step
 
 
 def outputs_of(output: Any) -> dict[str, torch.Tensor]:

@@ -45,8 +45,8 @@ from disco_accel.graph.files import write_atomically
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.sizes import format_size, parse_size
-from disco_accel.step.session import current_step
-from disco_accel.step.streamed_eager import StreamedEager
+from disco_accel.step.placement.streamed_eager import StreamedEager
+from disco_accel.step.run.session import current_step
 
 PEERS_SAY = (
     "The peers' weights are in the device's memory already: no link is there to throttle, and theirs costs nothing."

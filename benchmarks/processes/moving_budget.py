@@ -27,8 +27,8 @@ from benchmarks.common.any_plan import wait_for_plans
 from benchmarks.common.provenance import provenance
 from disco_accel import DiscoConfig, prepare, restore, set_memory_budget, stats
 from disco_accel.sizes import format_size, parse_size
-from disco_accel.step.grant_source import use_grants
-from disco_accel.step.session import find_state
+from disco_accel.step.budget.grant_source import use_grants
+from disco_accel.step.run.session import find_state
 from tests.support.file_ledger import FileLedger
 
 WIDTH, DEPTH, SHALLOW = 256, 24, 2

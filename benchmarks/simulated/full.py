@@ -48,8 +48,8 @@ from disco_accel.recipes.outline import Outline
 from disco_accel.simulate.roofline import Speed
 from disco_accel.simulate.simulator import Simulator
 from disco_accel.sizes import format_size, parse_size
+from disco_accel.step.compile.pipeline import CostedStep, PlannerSettings, plan_step, replan, with_costs
 from disco_accel.step.optimizer_home import TrainedBytes
-from disco_accel.step.pipeline import CostedStep, PlannerSettings, plan_step, replan, with_costs
 from disco_accel.step.update.pending_update import AdamSettings, ParameterUpdate
 from disco_accel.step.update.update_choice import Measure, Updates
 

@@ -33,7 +33,7 @@ from disco_accel.graph.values import host_copy_exists
 from disco_accel.measure.costs import Estimated
 from disco_accel.plan import make_plan
 from disco_accel.simulate.simulator import Link, Machine, Simulator
-from disco_accel.step.pipeline import with_costs
+from disco_accel.step.compile.pipeline import with_costs
 from tests.support.graphs.tensor_parallel import PrefillShape, tensor_parallel_prefill
 
 SHAPE = llama(4096, 11008, 8, 32, 32, 32000)

@@ -29,7 +29,7 @@ from disco_accel.recipes.outline import Outline
 from disco_accel.simulate.roofline import Speed
 from disco_accel.simulate.simulator import Link, Machine, Simulator
 from disco_accel.sizes import format_size, parse_size
-from disco_accel.step.pipeline import CostedStep, PlannerSettings, plan_step, with_costs
+from disco_accel.step.compile.pipeline import CostedStep, PlannerSettings, plan_step, with_costs
 
 H200 = Speed(
     name="an H200",

@@ -23,9 +23,9 @@ from disco_accel.plan.bound.lower_bound import Bound, bound_of
 from disco_accel.plan.summary import copied_bytes
 from disco_accel.recipes.outline import Outline
 from disco_accel.simulate.simulator import Simulator
-from disco_accel.step.budget import BudgetFacts
-from disco_accel.step.pipeline import CostedStep, PlannerSettings, plan_step, with_costs
-from disco_accel.step.several_devices import Sharing, on_devices
+from disco_accel.step.compile.budget_parts import BudgetFacts
+from disco_accel.step.compile.pipeline import CostedStep, PlannerSettings, plan_step, with_costs
+from disco_accel.step.compile.several_devices import Sharing, on_devices
 
 _STEPS = 3
 _AS_GOOD = 0.99

@@ -20,8 +20,8 @@ from disco_accel import DiscoConfig, prepare, stats
 from disco_accel.capture.parts import frozen_parts
 from disco_accel.native.backend import run_device
 from disco_accel.simulate.simulator import Link, Machine
-from disco_accel.step.session import current_step
-from disco_accel.step.streamed_eager import StreamedEager
+from disco_accel.step.placement.streamed_eager import StreamedEager
+from disco_accel.step.run.session import current_step
 
 LEARNING_RATE = 1e-4
 _RATE_BYTES = 512 << 20

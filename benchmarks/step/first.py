@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from disco_accel import DiscoConfig, prepare
-from disco_accel.step.session import find_state
+from disco_accel.step.run.session import find_state
 from tests.support.models import random_batch, tiny_lora
 
 

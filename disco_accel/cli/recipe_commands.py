@@ -17,7 +17,7 @@ from disco_accel.measure.quantised_estimate import PackedForm
 if TYPE_CHECKING:
     from disco_accel.config.settings import DiscoConfig
     from disco_accel.measure.costs import Estimated
-    from disco_accel.step.pipeline import CostedStep
+    from disco_accel.step.compile.pipeline import CostedStep
 
 
 def weights_arguments(parser: argparse.ArgumentParser) -> None:
@@ -128,7 +128,7 @@ def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
 def capture(options: argparse.Namespace) -> int:
     """Write the task graph of a recipe's training step, with estimated durations and the scratch that is known."""
     from disco_accel.graph.files import version_needed, write_taskgraph
-    from disco_accel.step.pipeline import with_costs
+    from disco_accel.step.compile.pipeline import with_costs
 
     outlined, costs, _ = _outlined(options)
     step = with_costs(outlined.captured.graph, costs, outlined.captured.passes)
@@ -185,13 +185,13 @@ def _plan(options: argparse.Namespace, parallel: str | None) -> dict[str, Any]:
 
     from disco_accel.observe.forecast import forecast, forecast_text, passes_text, write_forecast
     from disco_accel.simulate.roofline import SPEEDS
-    from disco_accel.step.compiled_step import shared_weights
-    from disco_accel.step.memory_parts import host_memory_parts, require_host_memory
+    from disco_accel.step.compile.compiled_step import shared_weights
+    from disco_accel.step.compile.memory_parts import host_memory_parts, require_host_memory
+    from disco_accel.step.compile.pipeline import PlannerSettings
+    from disco_accel.step.compile.planned_step import StepToPlan, plan_in_chunks
+    from disco_accel.step.compile.several_devices import Sharing
     from disco_accel.step.optimizer_home import TrainedBytes, keeps_masters
-    from disco_accel.step.pipeline import PlannerSettings
-    from disco_accel.step.planned_step import StepToPlan, plan_in_chunks
-    from disco_accel.step.several_devices import Sharing
-    from disco_accel.step.shard_memory import packed_bytes
+    from disco_accel.step.placement.shard_memory import packed_bytes
 
     outlined, costs, config = _outlined(options, parallel)
     facts = outlined.facts(_memory(options, config))

@@ -23,23 +23,23 @@ from disco_accel.integrate.hf.step_output import StepOutput
 from disco_accel.native.backend import run_device
 from disco_accel.native.out_of_memory import typed_out_of_memory
 from disco_accel.shortage import met_shortage
+from disco_accel.step.budget.retry_on_budget_change import in_moving_budget
 from disco_accel.step.capture_lock import in_capture
+from disco_accel.step.compile.fitted_batch import FittedBatch
+from disco_accel.step.compile.refusals import require_known_weights, require_plain_autograd
 from disco_accel.step.dynamo import not_compiled, plain_model
-from disco_accel.step.fitted_batch import FittedBatch
-from disco_accel.step.inner_forwards import InnerForwards, own_forward_runs
-from disco_accel.step.observer import Fallback
 from disco_accel.step.optimizer_home import OptimizerHome, keeps_masters, optimizer_home, update_asked
-from disco_accel.step.pending import run_step
-from disco_accel.step.planned_field import compiled_for_use
-from disco_accel.step.refusals import require_known_weights, require_plain_autograd
-from disco_accel.step.rerun import Rerun
-from disco_accel.step.rng_state import generator_state
-from disco_accel.step.session import STATE, Session, find_state
-from disco_accel.step.step_comparison import Comparison
-from disco_accel.step.step_key import forget_state, step_key
+from disco_accel.step.run.inner_forwards import InnerForwards, own_forward_runs
+from disco_accel.step.run.observer import Fallback
+from disco_accel.step.run.output_field import compiled_for_use
+from disco_accel.step.run.pending import run_step
+from disco_accel.step.run.rerun import Rerun
+from disco_accel.step.run.rng_state import generator_state
+from disco_accel.step.run.session import STATE, Session, find_state
+from disco_accel.step.run.step_comparison import Comparison
+from disco_accel.step.state.step_key import forget_state, step_key
 from disco_accel.step.update.deferral import Deferral
 from disco_accel.step.update.master_weights import MasterWeights
-from disco_accel.step.within_budget import in_moving_budget
 
 logger = logging.getLogger("disco_accel")
 
@@ -128,7 +128,7 @@ def _own_forward(state: Session, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         state.casts.own_forward()
         if torch.is_grad_enabled():
             # Its backward may add to gradients.
-            state.updates.show_gradients()
+            state.updates.multiply_clipped()
     args, kwargs = state.placement.batch((args, kwargs))
     with state.gate.eager(), own_forward_runs(), state.placement.visiting():
         return state.original_forward(*args, **kwargs)
@@ -243,7 +243,7 @@ def _follow_optimizers(state: Session, model: torch.nn.Module) -> None:
     if asked == "step" or state.optimizer is OptimizerHome.DEVICE:
         return
     holds, said = (state.placement.holds, state.gradients.holds), state.say_once
-    make = functools.partial(Deferral, model, *holds, state.lock, said, ready, asked, state.norms.forget)
+    make = functools.partial(Deferral, model, *holds, state.lock, said, ready, asked)
     state.updates.defer(make, when_told=asked == "auto")
     if "transformers.trainer" in sys.modules:
         follow_trainers(sys.modules["transformers.trainer"])
@@ -285,7 +285,7 @@ def settle(model: torch.nn.Module) -> None:
     state = find_state(model)
     if state is not None:
         state.updates.settle()
-        state.updates.show_gradients()
+        state.updates.multiply_clipped()
 
 
 def set_memory_budget(model: torch.nn.Module, budget: int | str) -> None:

@@ -55,6 +55,12 @@ def show_messages(quiet: bool = False) -> None:
         ours.setLevel(handler.own_level)
 
 
+def say(text: str) -> None:
+    """One line for the user, of one process of a run."""
+    level = logging.INFO if first_process() else logging.DEBUG
+    logging.getLogger("disco_accel").log(level, "%s", text)
+
+
 def say_everywhere(text: str) -> None:
     """One line for the user in whichever process of a run it is said: by those that speak for themselves, or for those
     of their machine."""

@@ -53,7 +53,7 @@ def compiled_parts(model: torch.nn.Module) -> list[str]:
 
 def _compiled_in_place(module: torch.nn.Module) -> bool:
     call = getattr(module, "_compiled_call_impl", None)
-    # ``step/inner_forwards.py`` has calls of its own there.
+    # ``step/run/inner_forwards.py`` has calls of its own there.
     return call is not None and not getattr(call, "_disco", False)
 
 

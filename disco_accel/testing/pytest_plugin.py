@@ -27,9 +27,9 @@ from disco_accel.config.settings import DiscoConfig
 from disco_accel.errors import ConfigError
 from disco_accel.integrate.launch import import_hook
 from disco_accel.integrate.prepare import prepare
-from disco_accel.step.compiled_step import CompiledStep
-from disco_accel.step.observer import Fallback, Observer, observe_all
-from disco_accel.step.session import find_state
+from disco_accel.step.compile.compiled_step import CompiledStep
+from disco_accel.step.run.observer import Fallback, Observer, observe_all
+from disco_accel.step.run.session import find_state
 
 
 @dataclass

@@ -14,10 +14,10 @@ from disco_accel.measure.costs import Estimated
 from disco_accel.recipes.outline import Outline
 from disco_accel.simulate.roofline import Speed
 from disco_accel.simulate.simulator import Link, Machine, simulate
-from disco_accel.step import planned_step
-from disco_accel.step.pipeline import PlannerSettings
-from disco_accel.step.planned_step import Chunks, StepToPlan, StepWithPlan, plan_in_chunks
-from disco_accel.step.several_devices import Sharing
+from disco_accel.step.compile import planned_step
+from disco_accel.step.compile.pipeline import PlannerSettings
+from disco_accel.step.compile.planned_step import Chunks, StepToPlan, StepWithPlan, plan_in_chunks
+from disco_accel.step.compile.several_devices import Sharing
 from disco_accel.verify.static import verify
 
 SPEED = Speed(name="one", half=2e13, single=2e13, memory=1e12, kernel=1e-6, machine=Machine())

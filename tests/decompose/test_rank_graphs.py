@@ -19,7 +19,7 @@ from disco_accel.graph.taskgraph import TensorArg
 from disco_accel.graph.values import changes_over_steps
 from disco_accel.integrate.hf.tensor_plan import tensor_plan
 from disco_accel.integrate.hf.tracing import hf_contexts
-from disco_accel.step.shard_memory import part_of_weight
+from disco_accel.step.placement.shard_memory import part_of_weight
 from tests.support.interpret import interpret, view
 from tests.support.models import family_lora, random_batch
 

@@ -24,7 +24,7 @@ _CLASS = "runtime_ext/torch/runtime_class.cpp"
 _CUDA = "runtime_ext/torch/cuda_side.cpp"
 _DEVICE = "runtime_ext/core/cuda_device.cpp"
 _PEERS = "runtime_ext/core/peer_copies.cpp"
-_GRADIENTS = "disco_accel/step/gradient_memory.py"
+_GRADIENTS = "disco_accel/step/placement/gradient_memory.py"
 _JITTER = {"EMULATED_JITTER_US": 500, "EMULATED_SEED": 1}
 _LATE = {**_JITTER, "EMULATED_LINK_GB_S": 0.01}
 

@@ -18,7 +18,7 @@ from disco_accel import DiscoConfig, prepare
 from disco_accel.errors import DeviceLost, ExecutionError, Stalled
 from disco_accel.execute.executor import EngineOptions, Event
 from disco_accel.native.backend import workspace_bytes
-from disco_accel.step.session import Session, find_state
+from disco_accel.step.run.session import Session, find_state
 from tests.emulated import device
 from tests.emulated.models import CUDA, assert_same, least, step
 from tests.execute.programs import step as plan_step

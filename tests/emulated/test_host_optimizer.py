@@ -13,7 +13,7 @@ from disco_accel.capture.leaving_gradients import leaving_by
 from disco_accel.native import cuda_backend
 from disco_accel.native.arena import is_arena
 from disco_accel.native.backend import workspace_bytes
-from disco_accel.step.session import current_step, find_state
+from disco_accel.step.run.session import current_step, find_state
 from disco_accel.step.update import update_choice
 from tests.emulated import device
 from tests.emulated.models import CUDA, assert_same, step

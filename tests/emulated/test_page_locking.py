@@ -13,7 +13,7 @@ import torch
 from benchmarks.gpu.models import SMALL, arena_llama, batch_for, with_adapter
 from disco_accel import DiscoConfig, prepare, restore, stats
 from disco_accel.native import cuda_backend, host_memory
-from disco_accel.step.session import find_state
+from disco_accel.step.run.session import find_state
 from tests.emulated import device
 from tests.emulated.models import CUDA, assert_same, least, step
 

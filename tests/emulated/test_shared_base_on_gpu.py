@@ -10,7 +10,7 @@ import torch
 
 from disco_accel import DiscoConfig, prepare, stats
 from disco_accel.native.backend import workspace_bytes
-from disco_accel.step.session import find_state
+from disco_accel.step.run.session import find_state
 from tests.emulated.models import CUDA, assert_same, step
 from tests.support.models import random_batch, tiny_lora
 

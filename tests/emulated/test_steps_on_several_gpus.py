@@ -11,7 +11,7 @@ import torch
 from benchmarks.gpu.models import SMALL, arena_llama, batch_for, with_adapter
 from disco_accel import DiscoConfig, prefill, stats
 from disco_accel.errors import ConfigError
-from disco_accel.step.session import STATE
+from disco_accel.step.run.session import STATE
 from tests.emulated import device
 from tests.emulated.models import assert_same, least, step
 

@@ -17,9 +17,9 @@ from disco_accel.errors import BudgetTooSmall
 from disco_accel.execute.executor import EngineOptions, Executor, arena_bytes
 from disco_accel.integrate.hf.tracing import hf_contexts
 from disco_accel.native.arena import device_arena
-from disco_accel.step.compile import CompileOptions, compile_step
-from disco_accel.step.compiled_step import CompiledStep
-from disco_accel.step.fitted_batch import FittedBatch
+from disco_accel.step.compile.compiled_step import CompiledStep
+from disco_accel.step.compile.conductor import CompileOptions, compile_step
+from disco_accel.step.compile.fitted_batch import FittedBatch
 from tests.support.models import random_batch, tiny_lora
 
 STEPS = int(os.environ.get("DISCO_SOAK_STEPS", "100"))

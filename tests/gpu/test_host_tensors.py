@@ -12,7 +12,7 @@ from torch import nn
 from benchmarks.gpu.models import SMALL, batch_for
 from disco_accel import DiscoConfig, prepare, restore, stats
 from disco_accel.errors import CaptureError
-from disco_accel.step.session import find_state
+from disco_accel.step.run.session import find_state
 from tests.gpu.test_steps import expect, lora, roomy, step, tight
 
 

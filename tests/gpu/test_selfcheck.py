@@ -24,7 +24,7 @@ from disco_accel.selfcheck.outcome_files import PassedChecks
 from disco_accel.selfcheck.self_check import check
 from disco_accel.selfcheck.subject import Subject, make_subject
 from disco_accel.selfcheck.trial import Trial
-from disco_accel.step import device_check
+from disco_accel.step.compile import device_check
 
 LINK = 4 << 20
 

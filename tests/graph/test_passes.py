@@ -15,7 +15,7 @@ from disco_accel.graph.files import read_memgraph, read_taskgraph
 from disco_accel.graph.passes import GraphPass, arena_of, changes, run_passes, totals
 from disco_accel.graph.taskgraph import Device, OpCall, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.traits import FOREIGN
-from disco_accel.step import pipeline
+from disco_accel.step.compile import pipeline
 from disco_accel.verify.static import verify
 from tests.cli.test_cli_recipe import write_recipe
 from tests.support.models import random_batch, tiny_lora

@@ -9,6 +9,8 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from disco_accel import DiscoConfig, prepare, settle, stats
+from disco_accel.step.run.session import find_state
+from disco_accel.step.update.clipping import clip_grad_norm
 from tests.integrate.fp32_copies import Copies, Net, adamw, batches
 from tests.integrate.fp32_copies import assert_same as assert_same_masters
 
@@ -22,8 +24,16 @@ def config(**keys: Any) -> DiscoConfig:
     return DiscoConfig(**(ours | keys))
 
 
+def clip_left(model: Any, parameters: Any, max_norm: float = LOW, norm_type: float = 2.0) -> torch.Tensor:
+    """As in a Trainer's run: the product is left to the update of a prepared model."""
+    state = find_state(model)
+    if state is None:
+        return clip_grad_norm_(parameters, max_norm, norm_type)
+    return clip_grad_norm(parameters, max_norm, norm_type, state.updates)
+
+
 def to_low(model: Any) -> torch.Tensor:
-    return clip_grad_norm_(model.parameters(), LOW)
+    return clip_left(model, model.parameters())
 
 
 def same(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor]) -> bool:
@@ -94,12 +104,6 @@ class Pair:
     def deferred(self) -> int:
         """Clippings."""
         return int(stats(self.model)["clips_deferred"])
-
-
-def as_they_lie(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Gradients, past the property."""
-    attribute: Any = torch.Tensor.grad
-    return [attribute.__get__(p).clone() for p in model.parameters()]
 
 
 def gradients(pair: Pair) -> list[list[torch.Tensor]]:

@@ -9,7 +9,7 @@ import torch
 
 from disco_accel import DiscoConfig, prepare
 from disco_accel.errors import BudgetTooSmall
-from disco_accel.step.session import find_state
+from disco_accel.step.run.session import find_state
 from disco_accel.step.update.updated_step import StepWithUpdate
 from tests.support.models import family_full, random_batch
 

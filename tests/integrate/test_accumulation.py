@@ -17,7 +17,7 @@ from disco_accel.errors import ConfigError, ExecutionError
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.step.gradients import accumulating_step
 from disco_accel.step.gradients.accumulating_step import AccumulatingStep
-from disco_accel.step.session import Session, find_state
+from disco_accel.step.run.session import Session, find_state
 from disco_accel.verify.static import verify
 from tests.support.engine_faults import failing, kernels
 from tests.support.models import family_full, random_batch

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from disco_accel import DiscoConfig, prepare, restore, stats
 from disco_accel.errors import BudgetTooSmall, ExecutionError
 from disco_accel.integrate.hf.buckets import next_length
-from disco_accel.step.session import current_step
+from disco_accel.step.run.session import current_step
 from tests.integrate.generators import gradients
 from tests.support.models import family_lora, random_batch, tiny_lora
 

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from disco_accel import DiscoConfig, prefill, prepare, stats
 from disco_accel.errors import BudgetTooSmall, ConfigError
-from disco_accel.step.session import current_step
+from disco_accel.step.run.session import current_step
 from tests.integrate.generators import run
 from tests.integrate.test_prefill import assert_same_cache, generated, prompt
 from tests.integrate.test_shared_weights import apart

@@ -15,7 +15,7 @@ from accelerate.utils import compile_regions
 from transformers import Trainer, TrainingArguments
 
 from disco_accel import DiscoCallback, DiscoPlugin, prepare, restore, stats
-from disco_accel.step.session import find_state
+from disco_accel.step.run.session import find_state
 from tests.integrate.twins import SMALL, assert_same_step, batch, config
 from tests.support.models import tiny_lora
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from disco_accel import stats
-from disco_accel.step.session import find_state
-from disco_accel.step.update import clipping, master_state, pending_update, update_choice, update_pass
+from disco_accel import restore, settle, stats
+from disco_accel.step.gradients.wrapped_function import wrap
+from disco_accel.step.run.session import find_state
+from disco_accel.step.update import master_state, pending_update, update_choice, update_pass
 from disco_accel.step.update.update_pass import Stage
 from disco_accel.step.update.updated_step import StepWithUpdate
-from disco_accel.step.update.wrapped_function import wrap
-from tests.integrate.clipped_pair import LOW, Clip, Pair, as_they_lie, backward, gradients, same, to_low
+from tests.integrate.clipped_pair import LOW, Clip, Pair, backward, clip_left, gradients, same, to_low
 from tests.integrate.fp32_copies import adamw
 
 
@@ -27,19 +26,11 @@ def pair() -> Pair:
     return Pair()
 
 
-@pytest.fixture(autouse=True)
-def _nothing_stays() -> Iterator[None]:
-    yield
-    gc.collect()
-    assert "grad" not in vars(torch.nn.Parameter), "the property is there as long as it is needed"
-
-
 WAYS: tuple[Clip, ...] = (
     to_low,
-    lambda model: clip_grad_norm_(model.parameters(), 1e9),
-    lambda model: clip_grad_norm_(list(model.parameters()), LOW, norm_type=float("inf")),
-    lambda model: clip_grad_norm_(model.parameters(), LOW, norm_type=1, foreach=False),
-    lambda model: clip_grad_norm_((p for p in model.parameters()), LOW, error_if_nonfinite=True),
+    lambda model: clip_left(model, model.parameters(), 1e9),
+    lambda model: clip_left(model, list(model.parameters()), norm_type=float("inf")),
+    lambda model: clip_left(model, (p for p in model.parameters()), norm_type=1),
 )
 
 
@@ -67,22 +58,67 @@ def test_bits_are_eager_ones(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
     pair.assert_same()
 
 
-@pytest.mark.parametrize("norm", [float("inf"), float("nan"), 0.0, 1e-30, 7.0])
-def test_any_norm(pair: Pair, norm: float) -> None:
-    """By the function that takes it."""
-
-    def clip(model: Any) -> None:
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, torch.tensor(norm))
-
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 0.0, 1e-30, 7.0])
+def test_any_norm(pair: Pair, value: float) -> None:
+    """Also the norm alone, where there is no bound."""
     before = pair.deferred
-    pair.go_on(2, clip)
-    assert pair.deferred == before + 2
+    for max_norm in (1.0, float("inf")):
+
+        def clip(model: Any, max_norm: float = max_norm) -> torch.Tensor:
+            for parameter in model.parameters():
+                parameter.grad.fill_(value)
+            return clip_left(model, model.parameters(), max_norm)
+
+        pair.go_on(1, clip)
+    assert pair.deferred == before + 1 + (value != value or value == float("inf"))
+    pair.assert_same()
+
+
+def test_clipping_by_others_multiplies_at_once(pair: Pair) -> None:
+    """PyTorch's own function, whose caller may read gradients behind it."""
+    before = pair.deferred
+    for model, _ in pair.both:
+        backward(model, 60)
+        clip_grad_norm_(model.parameters(), LOW)
+    assert same(*gradients(pair)) and pair.deferred == before
+    for model, optimizer in pair.both:
+        optimizer.step()
+        model.zero_grad()
+    pair.go_on()
+    pair.assert_same()
+
+
+def another_clipping(model: Any) -> None:
+    clip_left(model, model.parameters(), LOW / 2)
+
+
+def another_backward(model: Any) -> None:
+    backward(model, 101)
+
+
+def preparation_ends(model: Any) -> None:
+    if find_state(model) is not None:
+        restore(model)
+
+
+@pytest.mark.parametrize("event", [settle, another_clipping, another_backward, preparation_ends])
+def test_gradients_are_multiplied_before_others_read_or_write_them(pair: Pair, event: Callable[[Any], Any]) -> None:
+    for model, _ in pair.both:
+        backward(model, 100)
+        to_low(model)
+        event(model)
+    for model, _ in pair.both:
+        settle(model)
+    assert same(*gradients(pair))
+    for model, optimizer in pair.both:
+        optimizer.step()
+        model.zero_grad()
     pair.assert_same()
 
 
 @pytest.mark.parametrize("masters", ["script", "fp32"])
 def test_by_hand(monkeypatch: pytest.MonkeyPatch, masters: str) -> None:
-    """Where no plan does the update, pieces are multiplied too, and the gradients stay as they lie."""
+    """Where no plan does the update, pieces are multiplied too, and behind it the gradients that are still there."""
     for module in (pending_update, master_state):
         monkeypatch.setattr(module, "PIECE_BY_HAND", 128)
     pair = Pair(torch.bfloat16, master_weights=masters)
@@ -90,17 +126,12 @@ def test_by_hand(monkeypatch: pytest.MonkeyPatch, masters: str) -> None:
         backward(model, 10)
         to_low(model)
         optimizer.step()
-    lie = as_they_lie(pair.model)
-    settle_update(pair.model)
-    assert same(lie, as_they_lie(pair.model)) and not same(lie, as_they_lie(pair.eager))
-    assert same(*gradients(pair))
+    before, _ = gradients(pair)
+    pair.model.state_dict()
+    after, expected = gradients(pair)
+    assert same(after, expected) and not same(before, expected)
     pair.go_on(2)
     pair.assert_same()
-
-
-def settle_update(model: torch.nn.Module) -> None:
-    """What looks at weights, not at gradients."""
-    model.state_dict()
 
 
 def test_an_update_may_be_done_twice(pair: Pair) -> None:
@@ -115,39 +146,10 @@ def test_an_update_may_be_done_twice(pair: Pair) -> None:
     pair.assert_same()
 
 
-def some(model: Any) -> None:
-    """Twice of some, of one, of the rest; none of a bias."""
-    clip_grad_norm_(model.first.parameters(), LOW)
-    clip_grad_norm_([model.first.weight, model.norm.weight], LOW)
-    clip_grad_norm_(model.last.weight, LOW)
-
-
 def test_some_of_the_parameters_may_be_clipped(pair: Pair) -> None:
-    """Each group by a norm of its own, also of parameters of two models at once and of one that is there twice."""
-    pair.go_on(2, some)
+    """Others are not."""
+    pair.go_on(2, lambda model: clip_left(model, model.first.parameters()))
     pair.assert_same()
-
-    def repeated(model: Any) -> None:
-        clip_grad_norm_([model.first.weight, *model.parameters()], LOW)
-
-    before = pair.deferred
-    pair.go_on(1, repeated)
-    assert pair.deferred == before
-    other = Pair()
-    for step in range(70, 72):
-        norms = []
-        for each in range(2):
-            models = (pair.model, other.model) if not each else (pair.eager, other.eager)
-            for model in models:
-                backward(model, step)
-            norms.append(clip_grad_norm_([p for model in models for p in model.parameters()], LOW))
-        for both in (pair, other):
-            for model, optimizer in both.both:
-                optimizer.step()
-                model.zero_grad()
-        assert same(norms[:1], norms[1:])
-    for both in (pair, other):
-        both.assert_same()
 
 
 def with_closure(_: Any, optimizer: Any) -> None:
@@ -220,30 +222,6 @@ def test_only_functions_that_are_known_are_wrapped() -> None:
     assert not wrap(kept, "clip", names, lambda function: function) and kept.clip is clip
     assert wrap(kept, "clip", names, passing, aliases=[(kept, "alias"), (kept, "missing")])
     assert kept.clip is kept.alias is not clip and kept.clip.__wrapped__ is clip
-
-    def divides(parameters: Any, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None) -> None:
-        for parameter in parameters:
-            parameter.grad.div_(torch.clamp(total_norm / max_norm, min=1.0))
-
-    assert clipping._noting(divides) is divides
-
-
-def test_compiled_clipping_is_as_ever(pair: Pair) -> None:
-    """Whoever compiles the call compiles PyTorch's own function."""
-    compiled = torch.compile(lambda parameters: clip_grad_norm_(parameters, LOW), backend="eager")
-    pair.go_on(2, lambda model: compiled(list(model.parameters())))
-    read = torch.compile(lambda parameters: [p.grad * 2 for p in parameters], backend="eager")
-    for _ in range(2):
-        seen = []
-        for model, optimizer in pair.both:
-            backward(model, 140)
-            to_low(model)
-            seen.append(read(list(model.parameters())))
-            optimizer.step()
-            model.zero_grad()
-        assert same(*seen)
-    pair.go_on(1)
-    pair.assert_same()
 
 
 def test_another_optimizer_has_rates_of_its_own(pair: Pair) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments, default_data_collator
+from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
 from disco_accel import DiscoCallback, stats
 from tests.integrate.deferred_updates import adamw, config, one_layer, prepared, train
@@ -62,26 +62,28 @@ def rows(count: int) -> list[dict[str, list[int]]]:
     return [{"input_ids": row, "attention_mask": [1] * 12, "labels": row} for row in ids]
 
 
+def arguments_for(folder: Path, steps: int, **keys: Any) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=steps,
+        logging_steps=1,
+        learning_rate=1e-2,
+        optim="adamw_torch_fused",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        **keys,
+    )
+
+
 def life(folder: Path, planned: bool) -> tuple[torch.nn.Module, list[Any]]:
     """A Trainer that saves and evaluates in the middle, and another that goes on from there."""
     log: list[Any] = []
     for steps, resume in ((3, None), (6, str(folder / "checkpoint-3"))):
         model: Any = one_layer()
-        arguments = TrainingArguments(
-            output_dir=str(folder),
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=2,
-            max_steps=steps,
-            save_steps=3,
-            eval_strategy="steps",
-            eval_steps=2,
-            logging_steps=1,
-            learning_rate=1e-2,
-            optim="adamw_torch_fused",
-            report_to=[],
-            disable_tqdm=True,
-            use_cpu=True,
-        )
+        arguments = arguments_for(folder, steps, save_steps=3, eval_strategy="steps", eval_steps=2)
         data = {"train_dataset": rows(24), "eval_dataset": rows(4), "data_collator": default_data_collator}
         ours = [DiscoCallback(config())] if planned else []
         trainer = Trainer(model=model, args=arguments, callbacks=ours, **data)
@@ -102,3 +104,53 @@ def test_a_trainer_saves_evaluates_and_resumes(tmp_path: Path) -> None:
     assert log == expected
     for (name, ours), theirs in zip(model.named_parameters(), eager.parameters(), strict=True):
         assert torch.equal(ours, theirs), name
+
+
+class Gradients(TrainerCallback):
+    """Of somebody else: reads gradients between clipping and update."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def on_pre_optimizer_step(self, *args: Any, model: torch.nn.Module, **kwargs: Any) -> None:
+        self.seen += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+class Adding(Trainer):
+    """Adds the callback behind the clipping of the fourth step."""
+
+    late: Gradients
+
+    def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
+        norm = super()._clip_grad_norm(model)
+        if self.state.global_step == 3:
+            self.add_callback(self.late)
+        return norm
+
+
+Adding.__module__ = "transformers.trainer"
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_callbacks_of_others_find_clipped_gradients(tmp_path: Path, late: bool) -> None:
+    """Also one that comes when clipping has left its product to the update already."""
+    seen = []
+    for planned in (True, False):
+        model: Any = one_layer()
+        reader = Gradients()
+        callbacks: list[Any] = [DiscoCallback(config())] if planned else []
+        cls = Adding if late else Trainer
+        trainer = cls(
+            model=model,
+            args=arguments_for(tmp_path, 5, save_strategy="no"),
+            callbacks=callbacks if late else [*callbacks, reader],
+            train_dataset=rows(24),
+            data_collator=default_data_collator,
+        )
+        if isinstance(trainer, Adding):
+            trainer.late = reader
+        trainer.train()
+        seen.append([*reader.seen, *model.parameters()])
+        if planned:
+            assert bool(stats(model)["clips_deferred"]) is late
+    assert len(seen[0]) > len(list(model.parameters())) and all(map(torch.equal, *seen))

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from disco_accel import prepare, settle, stats
 from disco_accel.errors import ConfigError, ExecutionError, StatesTorn
 from disco_accel.native.host_memory import writes_are_watched
-from disco_accel.step.session import find_state
+from disco_accel.step.run.session import find_state
 from disco_accel.step.update import update_pass
 from tests.integrate.deferred_updates import (
     STEPS,

@@ -19,7 +19,7 @@ from disco_accel.native.engine_class import make_engine
 from disco_accel.native.engine_numbers import VertexFlag
 from disco_accel.plan import Machine
 from disco_accel.simulate.simulator import Link
-from disco_accel.step.session import find_state
+from disco_accel.step.run.session import find_state
 from disco_accel.step.update import update_choice
 from disco_accel.step.update.update_choice import Updates
 from tests.integrate.deferred_updates import STEPS, adamw, assert_same, config, train, with_update

@@ -12,7 +12,7 @@ import torch
 from disco_accel import DiscoConfig, prepare, stats
 from disco_accel.errors import CaptureError, ExecutionError
 from disco_accel.execute.executor import Executor
-from disco_accel.step.session import current_step
+from disco_accel.step.run.session import current_step
 from tests.integrate.generators import assert_same_step
 from tests.support.models import TEN_FAMILIES, family_lora, random_batch
 

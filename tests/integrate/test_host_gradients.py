@@ -15,8 +15,8 @@ from disco_accel import DiscoConfig, prepare, restore, stats
 from disco_accel.errors import ConfigError, ExecutionError
 from disco_accel.native.arena import is_arena
 from disco_accel.sizes import format_size
-from disco_accel.step.gradient_memory import GradientMemory
-from disco_accel.step.session import find_state
+from disco_accel.step.placement.gradient_memory import GradientMemory
+from disco_accel.step.run.session import find_state
 
 WIDTH, ROWS = 32, 24
 

@@ -17,8 +17,8 @@ from disco_accel.errors import BudgetTooSmall, ExecutionError
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.plan import make_plan
-from disco_accel.step.compiled_step import CompiledStep
-from disco_accel.step.session import Session, current_step, find_state
+from disco_accel.step.compile.compiled_step import CompiledStep
+from disco_accel.step.run.session import Session, current_step, find_state
 from tests.support.engine_faults import failing, kernels
 from tests.support.models import family_full, random_batch
 

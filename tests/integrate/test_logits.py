@@ -12,7 +12,7 @@ from transformers.utils import ModelOutput
 
 from disco_accel import DiscoConfig, prepare, pure, restore, stats
 from disco_accel.errors import BudgetTooSmall, ExecutionError
-from disco_accel.step.session import current_step
+from disco_accel.step.run.session import current_step
 from tests.support.models import random_batch, tiny_lora
 
 Loss = Callable[[Any, int], torch.Tensor]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from disco_accel import prepare, settle, stats
 from disco_accel.errors import BudgetTooSmall, ConfigError, ExecutionError
-from disco_accel.step.session import find_state
+from disco_accel.step.run.session import find_state
 from disco_accel.step.update import master_state, pending_update, update_pass
 from disco_accel.step.update.updated_step import StepWithUpdate
 from tests.integrate.fp32_copies import (

@@ -14,8 +14,8 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 
 from disco_accel import DiscoConfig, prepare, restore, stats
 from disco_accel.errors import CaptureError, ConfigError
-from disco_accel.step.pending import externals_of
-from disco_accel.step.session import current_step, find_state
+from disco_accel.step.run.pending import externals_of
+from disco_accel.step.run.session import current_step, find_state
 from tests.integrate.twins import SMALL, assert_same, assert_same_step, batch, config, pair, step
 from tests.support.models import tiny_lora
 

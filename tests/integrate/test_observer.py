@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from disco_accel import prepare, stats
-from disco_accel.step.compiled_step import CompiledStep
-from disco_accel.step.observer import Fallback, Observer, observe_all
+from disco_accel.step.compile.compiled_step import CompiledStep
+from disco_accel.step.run.observer import Fallback, Observer, observe_all
 from tests.integrate.twins import SMALL, batch, config, step
 from tests.support.models import tiny_lora
 

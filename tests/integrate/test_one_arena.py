@@ -12,7 +12,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from disco_accel import DiscoConfig, prepare, stats
 from disco_accel.errors import BudgetTooSmall
-from disco_accel.step.session import find_state
+from disco_accel.step.run.session import find_state
 from tests.support.models import family_lora, random_batch
 
 Steps = Callable[[torch.nn.Module], Iterator[None]]

@@ -15,7 +15,7 @@ import torch
 
 from disco_accel import DiscoConfig, prepare, restore, stats
 from disco_accel.errors import BudgetTooSmall, ConfigError, ExecutionError
-from disco_accel.step.session import current_step
+from disco_accel.step.run.session import current_step
 from tests.support.models import random_batch, tiny_lora
 
 AMPLE = 1 << 30

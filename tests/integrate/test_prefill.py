@@ -14,7 +14,7 @@ from disco_accel.errors import BudgetTooSmall, CaptureError, ConfigError, Execut
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.integrate.hf.kv_cache import fill
 from disco_accel.plan.summary import resident_bytes
-from disco_accel.step.session import current_step
+from disco_accel.step.run.session import current_step
 from tests.support.models import TEN_FAMILIES, family_lora, random_batch, tiny_lora
 
 SMALL = {"layers": 2, "hidden": 32, "vocabulary": 96}

@@ -11,19 +11,12 @@ from typing import Any
 import pytest
 
 from disco_accel.native.shared_memory import _Mapping
-from disco_accel.step.pending import PendingStep
+from disco_accel.step.run.pending import PendingStep
 from disco_accel.store.saved_activations import _Stored
 from disco_accel.store.stored_object import StoredObject
 from tests.support import forkserver
 
 _SCRIPT = """
-import os, signal, sys, threading, time
-import torch
-from disco_accel import set_memory_budget
-from disco_accel.plan.planning_process import PlanningProcess
-from disco_accel.step import grant_source
-from tests.step import moving_budgets
-from tests.step.moving_budgets import LARGE, SMALL, answer_here, batch, session_of, twins
 
 torch.set_num_threads(1)
 moving_budgets.LAYERS = 2

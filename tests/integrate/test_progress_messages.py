@@ -19,8 +19,8 @@ from disco_accel import DiscoCallback, prefill, prepare, stats
 from disco_accel.errors import CaptureError
 from disco_accel.integrate.accelerate.trainer_speed import KEY
 from disco_accel.observe.log_to_stderr import show_messages
-from disco_accel.step import progress_messages, session
-from disco_accel.step.session import find_state
+from disco_accel.step.run import progress_messages, session
+from disco_accel.step.run.session import find_state
 from tests.integrate.twins import SMALL, batch, config
 from tests.support.models import tiny_lora
 

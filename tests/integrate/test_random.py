@@ -16,8 +16,8 @@ from disco_accel.capture.captured_step import InputSource
 from disco_accel.errors import ExecutionError
 from disco_accel.execute.executor import EngineOptions, Executor
 from disco_accel.graph.taskgraph import OpCall
-from disco_accel.step.compiled_step import CompiledStep
-from disco_accel.step.session import current_step
+from disco_accel.step.compile.compiled_step import CompiledStep
+from disco_accel.step.run.session import current_step
 from tests.execute.programs import bump_plan
 from tests.integrate.generators import assert_same, assert_same_step, gradients, run
 from tests.support.models import family_lora, random_batch

@@ -15,10 +15,10 @@ from disco_accel import DiscoConfig, prepare, stats
 from disco_accel.errors import BudgetTooSmall, ConfigError
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.graph.values import host_copy_exists
-from disco_accel.step.compile import NotFaster
-from disco_accel.step.compiled_step import shared_weights
-from disco_accel.step.fitted_batch import FittedBatch
-from disco_accel.step.session import current_step, find_state
+from disco_accel.step.compile.compiled_step import shared_weights
+from disco_accel.step.compile.conductor import NotFaster
+from disco_accel.step.compile.fitted_batch import FittedBatch
+from disco_accel.step.run.session import current_step, find_state
 from tests.integrate.generators import assert_same, assert_same_step, gradients
 from tests.support.models import TEN_FAMILIES, family_full, family_lora, random_batch
 

@@ -19,7 +19,7 @@ from disco_accel.native import file_keys
 from disco_accel.native.file_arena import FileArena
 from disco_accel.native.file_keys import key_of_file
 from disco_accel.native.rendezvous import Rendezvous
-from disco_accel.step.session import find_state
+from disco_accel.step.run.session import find_state
 from tests.integrate.twins import SMALL, config
 from tests.support.models import tiny_lora
 

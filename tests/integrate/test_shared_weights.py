@@ -18,8 +18,8 @@ from disco_accel.decompose.tensor.ranks import on_ranks
 from disco_accel.errors import CaptureError, ConfigError, ExecutionError
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.native.host_memory import without_watching_writes
-from disco_accel.step.compiled_step import CompiledStep, shared_weights
-from disco_accel.step.session import current_step
+from disco_accel.step.compile.compiled_step import CompiledStep, shared_weights
+from disco_accel.step.run.session import current_step
 from tests.integrate.generators import assert_same, gradients, run
 from tests.integrate.test_several_devices import accumulated, config, kernels_by_device, planned_step, uneven
 from tests.support.models import family_full, family_lora, random_batch
@@ -129,7 +129,7 @@ def run_as(
 def test_sums_in_slices_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """As for what is large: each device adds up a slice, and sends it to the others."""
     whole = run(prepare(model_for(4), tensor(4)), random_batch())
-    monkeypatch.setattr("disco_accel.step.several_devices.on_ranks", functools.partial(on_ranks, in_slices=64))
+    monkeypatch.setattr("disco_accel.step.compile.several_devices.on_ranks", functools.partial(on_ranks, in_slices=64))
     planned = prepare(model_for(4), tensor(4))
     for _ in range(2):
         assert_same(run(planned, random_batch()), whole)

@@ -19,7 +19,9 @@ from disco_accel.execute import executor
 from disco_accel.measure import record
 from disco_accel.native import host_memory
 from disco_accel.shortage import met_shortage
-from disco_accel.step import compiled_step, pipeline, placement, plan_memory
+from disco_accel.step.budget import plan_memory
+from disco_accel.step.compile import compiled_step, pipeline
+from disco_accel.step.placement import model_placement as placement
 from tests.support import forkserver
 from tests.support.models import random_batch, tiny_lora
 
@@ -168,11 +170,6 @@ def test_causes_are_looked_at_and_rings_of_them_end() -> None:
 
 
 LIMITED = """
-import os, resource, torch
-from disco_accel import DiscoConfig, prepare
-from disco_accel.errors import DiscoError
-from disco_accel.native.extension import load_extension
-from tests.support.models import random_batch, tiny_lora
 
 torch.set_num_threads(1)
 load_extension()

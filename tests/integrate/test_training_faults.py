@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from disco_accel import prepare, restore
 from disco_accel.errors import DiscoError, ExecutionError
 from disco_accel.native.op_encoding import label
-from disco_accel.step.session import current_step
+from disco_accel.step.run.session import current_step
 from tests.integrate.twins import SMALL, Grads, assert_same, assert_same_step, batch, config, pair, step
 from tests.support import forkserver
 from tests.support.engine_faults import failing, kernels
@@ -86,12 +86,6 @@ def test_a_tangent_that_is_late_by_100_ms() -> None:
 
 
 _CTRL_C = """
-import torch
-from disco_accel import prepare
-from disco_accel.errors import BudgetTooSmall
-from tests.support.interrupts import interrupt_when_waiting, interrupted
-from tests.support.models import tiny_lora
-from tests.integrate.twins import SMALL, assert_same_step, batch, config
 
 shape = SMALL
 torch.set_num_threads(1)
@@ -139,11 +133,6 @@ def test_ctrl_c_in_forward_and_backward(tmp_path: Path) -> None:
 
 
 _FORK = """
-import os, signal, sys, time
-import torch
-from disco_accel import prepare, restore
-from disco_accel.errors import ExecutionError
-from tests.integrate.twins import assert_same_step, batch, config, pair, step
 
 torch.set_num_threads(1)
 model, eager = pair()
@@ -184,7 +173,7 @@ def test_ctrl_c_in_the_making_of_a_step_prints_nothing(monkeypatch: pytest.Monke
         raise KeyboardInterrupt
 
     with monkeypatch.context() as during:
-        during.setattr("disco_accel.step.pending.generator_state", interrupted)
+        during.setattr("disco_accel.step.run.pending.generator_state", interrupted)
         during.setattr(sys, "unraisablehook", unraisable.append)
         with pytest.raises(KeyboardInterrupt):
             model(**batch())

@@ -15,7 +15,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments, default_da
 
 from disco_accel import DiscoCallback, DiscoConfig, prepare, stats
 from disco_accel.errors import ConfigError
-from disco_accel.step.session import find_state
+from disco_accel.step.run.session import find_state
 from tests.support.models import family_full, random_batch
 
 STEPS = 5

@@ -16,8 +16,8 @@ from disco_accel.config.settings import split_yaml
 from disco_accel.errors import ConfigError, StepsDiffer
 from disco_accel.execute.executor import Executor
 from disco_accel.selfcheck.agreement import distance
-from disco_accel.step.step_comparison import Comparison
-from disco_accel.step.verify_steps import StepVerifier
+from disco_accel.step.run.step_comparison import Comparison
+from disco_accel.step.run.verify_steps import StepVerifier
 from tests.support.models import random_batch, tiny_lora
 
 TIGHT = 400_000

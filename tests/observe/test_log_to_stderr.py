@@ -6,8 +6,7 @@ import logging
 
 import pytest
 
-from disco_accel.observe.log_to_stderr import say_everywhere, show_messages
-from disco_accel.step.progress_messages import say
+from disco_accel.observe.log_to_stderr import say, say_everywhere, show_messages
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from disco_accel.plan.beaumont.chain import chain_of
 
 from benchmarks.planner.chain import chain_of
 from disco_accel.errors import BudgetTooSmall, ConfigError, GraphFileError, PlanError
@@ -23,7 +24,6 @@ from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind, w
 from disco_accel.graph.traits import FOREIGN, FROZEN, RENEWED
 from disco_accel.graph.values import outlives_step
 from disco_accel.plan import make_plan
-from disco_accel.plan.beaumont.chain import chain_of
 from disco_accel.plan.bound.lower_bound import bound_of
 from disco_accel.plan.plan_cache import PlanCache, plan_fingerprint
 from disco_accel.plan.summary import copied_bytes, resident_bytes, staying

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from disco_accel import DiscoConfig, prepare, stats
 from disco_accel.errors import ConfigError
-from disco_accel.step.distributed import check_same, exclude_from_collectives, frozen_tensors, include_again
+from disco_accel.step.placement.distributed import check_same, exclude_from_collectives, frozen_tensors, include_again
 from tests.quantised.edits import linear, scale
 from tests.quantised.small import small_model, tokens
 

@@ -16,8 +16,8 @@ from disco_accel.capture.captured_step import InputSource
 from disco_accel.capture.parts import frozen_parts
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.taskgraph import VertexKind
-from disco_accel.step.compiled_step import CompiledStep
-from disco_accel.step.session import current_step
+from disco_accel.step.compile.compiled_step import CompiledStep
+from disco_accel.step.run.session import current_step
 from disco_accel.verify.static import verify
 from tests.support.models import family_lora, random_batch
 from tests.support.quantised import FORMS, bnb_experts

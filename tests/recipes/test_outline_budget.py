@@ -19,7 +19,7 @@ from disco_accel.integrate.hf.tracing import hf_contexts
 from disco_accel.measure.costs import Estimated
 from disco_accel.recipes.lora import main as train
 from disco_accel.recipes.outline import Outline
-from disco_accel.step.pipeline import PlannerSettings, plan_step, with_costs
+from disco_accel.step.compile.pipeline import PlannerSettings, plan_step, with_costs
 from tests.support.models import TEN_FAMILIES, family_lora, random_batch
 
 KINDS = list(itertools.product((torch.float32, torch.bfloat16), (False, True)))

@@ -23,7 +23,7 @@ from disco_accel.measure.quantised_estimate import PackedForm, PackedWeight
 from disco_accel.recipes.lora import main as train
 from disco_accel.recipes.outline import Outline, outline
 from disco_accel.recipes.settings import LoraRecipe, parse_recipe, read_prefill_recipe
-from disco_accel.step.pipeline import PlannerSettings, plan_step, with_costs
+from disco_accel.step.compile.pipeline import PlannerSettings, plan_step, with_costs
 
 FORMS = list(PackedForm)
 

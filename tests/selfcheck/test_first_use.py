@@ -20,7 +20,7 @@ from disco_accel.native.host_backend import HostBackend
 from disco_accel.selfcheck import command, first_use, identity, outcome_files, self_check
 from disco_accel.selfcheck.outcome import Difference, Outcome
 from disco_accel.selfcheck.subject import Subject, make_subject
-from disco_accel.step import device_check
+from disco_accel.step.compile import device_check
 from tests.support import forkserver
 from tests.support.models import random_batch, tiny_lora
 
@@ -269,9 +269,7 @@ def test_a_folder_that_cannot_be_written_is_told_and_training_goes_on(
 
 
 PROGRAM = """
-import sys, torch
 torch.set_num_threads(1)
-from disco_accel.selfcheck import first_use
 first_use.require_passed(torch.device("cpu"), sys.argv[1], link_bytes=1 << 20)
 print("passed")
 """

@@ -13,7 +13,7 @@ import torch
 from disco_accel import DiscoConfig, prepare
 from disco_accel.plan import planning_process
 from disco_accel.plan.planning_process import PlanningProcess
-from disco_accel.step.session import Session, find_state
+from disco_accel.step.run.session import Session, find_state
 
 WIDTH, LAYERS = 128, 6
 LARGE, SMALL = 1 << 20, 300 << 10

@@ -12,7 +12,7 @@ from disco_accel.errors import VerifyError
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph, with_memory
 from disco_accel.plan import make_plan
-from disco_accel.step import pipeline
+from disco_accel.step.compile import pipeline
 from tests.support.models import random_batch, tiny_lora
 
 CONFIG = DiscoConfig(memory_budget=500_000, device="cpu", plan_cache=None)

@@ -13,7 +13,7 @@ import torch
 from disco_accel import DiscoConfig, prefill, prepare, restore, set_memory_budget, stats
 from disco_accel.errors import BudgetTooSmall, ConfigError, ExecutionError
 from disco_accel.plan import planning_process
-from disco_accel.step import grant_source
+from disco_accel.step.budget import grant_source
 from disco_accel.step.update.updated_step import StepWithUpdate
 from tests.step.moving_budgets import (
     LARGE,

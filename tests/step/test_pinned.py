@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from disco_accel.native.host_memory import WatchedTensors, without_watching_writes
-from disco_accel.step.pinned_tensors import PinnedTensors
+from disco_accel.step.placement.pinned_tensors import PinnedTensors
 
 CPU = torch.device("cpu")
 

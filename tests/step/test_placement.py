@@ -10,8 +10,8 @@ import torch
 
 from disco_accel.errors import ConfigError
 from disco_accel.native.host_memory import HostMemory
-from disco_accel.step.placement import Placement, apply_to_trainable
-from disco_accel.step.streamed_eager import StreamedEager, visitor_of
+from disco_accel.step.placement.model_placement import Placement, apply_to_trainable
+from disco_accel.step.placement.streamed_eager import StreamedEager, visitor_of
 from tests.support.models import random_batch, tiny_lora
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from disco_accel.errors import ExecutionError
-from disco_accel.step.compiled_step import CompiledStep
-from disco_accel.step.input_snapshot import _NormSnapshot
-from disco_accel.step.observer import Observer, observe_all
+from disco_accel.step.compile.compiled_step import CompiledStep
+from disco_accel.step.run.observer import Observer, observe_all
+from disco_accel.step.state.input_snapshot import _NormSnapshot
 from tests.integrate.twins import batch, pair
 
 Change = Callable[[Any, dict[str, torch.Tensor]], object]

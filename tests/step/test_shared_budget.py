@@ -15,19 +15,8 @@ import torch
 
 from disco_accel import restore, set_memory_budget, stats
 from disco_accel.errors import BudgetTooSmall, ConfigError
-from disco_accel.step import grant_source
-from tests.step.moving_budgets import (
-    LARGE,
-    SMALL,
-    arena,
-    assert_same,
-    batch,
-    both,
-    plan_here,
-    session_of,
-    twins,
-    until,
-)
+from disco_accel.step.budget import grant_source
+from tests.step.moving_budgets import LARGE, SMALL, arena, assert_same, batch, both, plan_here, session_of, twins, until
 from tests.support.file_ledger import FileLedger
 
 

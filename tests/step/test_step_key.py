@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from disco_accel.errors import CaptureError
-from disco_accel.step.step_key import batch_facts, step_key
+from disco_accel.step.state.step_key import batch_facts, step_key
 from tests.support.models import random_batch, tiny_lora
 
 Batch = dict[str, Any]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from disco_accel.errors import BudgetTooSmall, StoreGone
-from disco_accel.step import store_grants
+from disco_accel.step.budget import store_grants
 from disco_accel.store.client import Store
 from tests.step.moving_budgets import LARGE, SMALL, arena, batch, both, plan_here, session_of, twins, until
 from tests.store.serving import serving

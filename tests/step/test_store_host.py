@@ -11,7 +11,7 @@ import torch
 
 from disco_accel import restore, stats
 from disco_accel.errors import ConfigError, ExecutionError, StoreFull, StoreGone
-from disco_accel.step import host_claims
+from disco_accel.step.budget import host_claims
 from disco_accel.store.client import Store
 from tests.step.moving_budgets import LARGE, Layers, assert_same, batch, session_of, twins, until
 from tests.store.serving import MIB, filled, in_child, serving

@@ -12,8 +12,8 @@ from disco_accel.config.settings import DiscoConfig
 from disco_accel.integrate.accelerate.dynamo_setting import leave_to_plans
 from disco_accel.integrate.accelerate.trainer_runs import follow_trainers
 from disco_accel.integrate.prepare import prepare, settle
-from disco_accel.step.distributed import check_engine, config_under
-from disco_accel.step.session import find_state
+from disco_accel.step.placement.distributed import check_engine, config_under
+from disco_accel.step.run.session import find_state
 
 
 class DiscoCallback(TrainerCallback):

@@ -102,8 +102,8 @@ def prepare_for_training(model: torch.nn.Module, config: configuration.DiscoConf
     """
     from disco_accel.integrate import prepare
     from disco_accel.integrate.accelerate.dynamo_setting import leave_to_plans
-    from disco_accel.step.distributed import check_engine, config_under
-    from disco_accel.step.session import find_state
+    from disco_accel.step.placement.distributed import check_engine, config_under
+    from disco_accel.step.run.session import find_state
 
     trainable = [p.requires_grad for p in model.parameters()]
     if not any(trainable):

@@ -1,5 +1,6 @@
 """What ``update: auto`` means in a run of transformers' Trainer: updates are put off where no code of others runs
-between ``optimizer.step()`` and the next forward, since it may read parameters.
+between ``optimizer.step()`` and the next forward, since it may read parameters. There clipping leaves its product to
+such updates, too.
 
 Looked at before each event of a Trainer's callbacks: one that is added in the middle of training finds its weights
 updated when it is called first.
@@ -14,13 +15,17 @@ from typing import Any
 
 import torch
 
-from disco_accel.step.session import Session, find_state
+from disco_accel.step.run.session import Session, find_state
+from disco_accel.step.update.clipping import clip_grad_norm
 from disco_accel.step.update.deferral import settles
 
 _OURS = ("transformers", "disco_accel")
 """Packages whose trainers and callbacks read no parameter between a step and the next forward."""
 _TRL = ("SFTTrainer", "DPOTrainer", "RewardTrainer")
 """Those of trl's; others hand weights to engines that generate."""
+
+_PLAIN_GRADIENTS = ("NO", "MULTI_CPU", "MULTI_GPU")
+"""Of accelerate's ``DistributedType``: gradients are plain tensors, whole in each process."""
 
 _running: list[Any] = []
 """Trainers whose ``train()`` has begun and not ended, in this order."""
@@ -33,6 +38,7 @@ def follow_trainers(module: ModuleType) -> None:
     if hasattr(cls.train, "_disco"):
         return
     train, call_event = cls.train, handler.call_event
+    _clip_in_updates(module.Accelerator)
 
     @functools.wraps(train)
     def train_followed(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -56,15 +62,35 @@ def follow_trainers(module: ModuleType) -> None:
     cls.train, handler.call_event = train_followed, call_decided
 
 
+def _clip_in_updates(cls: Any) -> None:
+    """From now on the ``Accelerator`` of a Trainer leaves the product of clipping to updates that are put off."""
+    clip = cls.clip_grad_norm_
+
+    @functools.wraps(clip)
+    def clip_grad_norm_(self: Any, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        trainer = next((t for t in reversed(_running) if t.accelerator is self), None)
+        state = None if trainer is None else _state(trainer)
+        plain = self.distributed_type.value in _PLAIN_GRADIENTS and self.scaler is None
+        if state is None or state.updates.deferral is None or not plain or next(_reasons(trainer), None) is not None:
+            return clip(self, parameters, max_norm, norm_type)
+        return clip_grad_norm(parameters, max_norm, norm_type, state.updates)
+
+    cls.clip_grad_norm_ = clip_grad_norm_
+
+
 def _state(trainer: Any) -> Session | None:
     return find_state(trainer.model) if isinstance(trainer.model, torch.nn.Module) else None
 
 
 def _decide(trainer: Any) -> None:
     state = _state(trainer)
-    if state is None or not state.updates.told:
+    if state is None:
         return
     reason = next(_reasons(trainer), None)
+    if reason is not None:
+        state.updates.multiply_clipped()
+    if not state.updates.told:
+        return
     if reason is not None:
         state.say_once(
             f"update: auto is step here: {reason} may read weights behind optimizer.step(); if it does not, update: "
@@ -82,6 +108,7 @@ def _end(trainer: Any, error: BaseException | None = None) -> None:
     try:
         state.updates.put_off(False)
         state.updates.settle()
+        state.updates.multiply_clipped()
     except Exception as other:
         if error is None:
             raise

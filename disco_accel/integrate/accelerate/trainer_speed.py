@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from disco_accel.step.session import Session
+    from disco_accel.step.run.session import Session
 
 KEY = "disco_planning_seconds"
 _RUNTIME = "train_runtime"

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from disco_accel.step.arguments import base_model
-from disco_accel.step.fitted_batch import FittedBatch
+from disco_accel.step.compile.fitted_batch import FittedBatch
+from disco_accel.step.run.arguments import base_model
 
 _BY_ROWS = frozenset(
     ("input_ids", "labels", "attention_mask", "position_ids", "token_type_ids", "inputs_embeds", "shift_labels")

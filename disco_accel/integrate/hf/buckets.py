@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from disco_accel.step.arguments import base_model
-from disco_accel.step.fitted_batch import CUT, FittedBatch
-from disco_accel.step.step_key import batch_facts, state_number
+from disco_accel.step.compile.fitted_batch import CUT, FittedBatch
+from disco_accel.step.run.arguments import base_model
+from disco_accel.step.state.step_key import batch_facts, state_number
 
 logger = logging.getLogger("disco_accel")
 

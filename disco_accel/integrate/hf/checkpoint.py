@@ -19,7 +19,7 @@ from disco_accel.integrate.hf.safetensors_file import StoredTensor, conversion_b
 from disco_accel.integrate.hf.shared_checkpoint import read_shared
 from disco_accel.native.host_memory import HostMemory
 from disco_accel.native.rendezvous import NotSharedError
-from disco_accel.step.placement import keep_arena
+from disco_accel.step.placement.model_placement import keep_arena
 
 logger = logging.getLogger("disco_accel")
 

@@ -14,12 +14,12 @@ import torch
 
 from disco_accel.errors import CaptureError
 from disco_accel.integrate.hf.planned_prefill import planned_forward
-from disco_accel.step.arguments import base_model
-from disco_accel.step.observer import Fallback
+from disco_accel.step.run.arguments import base_model
+from disco_accel.step.run.observer import Fallback
 from disco_accel.step.state.containers import OWN_MARK
 
 if TYPE_CHECKING:
-    from disco_accel.step.session import Session
+    from disco_accel.step.run.session import Session
 
 logger = logging.getLogger("disco_accel")
 

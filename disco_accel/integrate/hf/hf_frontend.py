@@ -12,13 +12,13 @@ from disco_accel.integrate.hf.batch_parts import in_parts
 from disco_accel.integrate.hf.buckets import Buckets
 from disco_accel.integrate.hf.tensor_plan import tensor_plan
 from disco_accel.integrate.hf.tracing import training_contexts
-from disco_accel.step.compiled_step import CompiledStep
-from disco_accel.step.fitted_batch import FittedBatch
-from disco_accel.step.frontend import ContextFactory
-from disco_accel.step.observer import Observer
-from disco_accel.step.output_usage import Outputs
-from disco_accel.step.session import find_state
-from disco_accel.step.step_stats import RunCounts
+from disco_accel.step.compile.compiled_step import CompiledStep
+from disco_accel.step.compile.fitted_batch import FittedBatch
+from disco_accel.step.run.frontend import ContextFactory
+from disco_accel.step.run.observer import Observer
+from disco_accel.step.run.output_usage import Outputs
+from disco_accel.step.run.session import find_state
+from disco_accel.step.run.step_stats import RunCounts
 
 _FUSED_HEAD = ("log_probs", "entropy", "is_top1", "label_mask")
 

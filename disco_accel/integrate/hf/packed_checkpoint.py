@@ -24,7 +24,7 @@ from disco_accel.integrate.hf.packed_sizes import room_when_packed
 from disco_accel.integrate.hf.safetensors_file import LazyTensor, StoredTensor
 from disco_accel.integrate.hf.unmapped_files import files_read_unmapped
 from disco_accel.native.host_memory import ALIGNMENT, HostMemory
-from disco_accel.step.placement import keep_arena
+from disco_accel.step.placement.model_placement import keep_arena
 
 _PACKAGES = {"bitsandbytes": "bitsandbytes", "torchao": "torchao", "quanto": "optimum-quanto"}
 """transformers' ``quant_method`` → what pip calls the library, for the forms that are loaded here."""

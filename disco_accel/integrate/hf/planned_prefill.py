@@ -16,20 +16,20 @@ from disco_accel.capture.first_forward import run_first_forward_changes
 from disco_accel.errors import CaptureError
 from disco_accel.integrate.hf.kv_cache import TracedCache, check_cache, fill, past_of, room_to_fill, windows_of
 from disco_accel.integrate.hf.tracing import hf_contexts
-from disco_accel.step.budget import leaving_bytes
-from disco_accel.step.compile import CompileOptions, compile_forward
-from disco_accel.step.compiled_step import CompiledStep
-from disco_accel.step.pending import externals_of
-from disco_accel.step.progress_messages import batch_text
-from disco_accel.step.rng_state import generator_from, generator_state, kept_on_failure
+from disco_accel.step.budget.retry_on_budget_change import in_moving_budget
+from disco_accel.step.compile.budget_parts import leaving_bytes
+from disco_accel.step.compile.compiled_step import CompiledStep
+from disco_accel.step.compile.conductor import CompileOptions, compile_forward
+from disco_accel.step.run.pending import externals_of
+from disco_accel.step.run.progress_messages import batch_text
+from disco_accel.step.run.rng_state import generator_from, generator_state, kept_on_failure
 from disco_accel.step.state.containers import OWN_MARK
-from disco_accel.step.step_key import step_key
-from disco_accel.step.within_budget import in_moving_budget
+from disco_accel.step.state.step_key import step_key
 
 if TYPE_CHECKING:
     from disco_accel.capture.captured_step import CapturedStep, InputBinding
     from disco_accel.capture.step import Forward
-    from disco_accel.step.session import Session
+    from disco_accel.step.run.session import Session
 
 _KIND = "prefill"
 _CACHE = ("past", "windows", "length")

@@ -17,7 +17,7 @@ from disco_accel.integrate.hf.generate_prefill import generating_model, own_forw
 from disco_accel.integrate.hf.kv_cache import check_cache
 from disco_accel.integrate.hf.planned_prefill import planned_forward
 from disco_accel.integrate.prepare import prepare_frozen, restore
-from disco_accel.step.session import Session, find_state
+from disco_accel.step.run.session import Session, find_state
 
 logger = logging.getLogger("disco_accel")
 

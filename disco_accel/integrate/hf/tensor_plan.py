@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from disco_accel.errors import CaptureError
-from disco_accel.step.arguments import base_model
+from disco_accel.step.run.arguments import base_model
 
 _FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text")
 _COLWISE = ("colwise", "colwise_rep", "colwise_gather_output")

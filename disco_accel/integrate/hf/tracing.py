@@ -14,10 +14,15 @@ from transformers import masking_utils
 from disco_accel.capture.checkpointing import marked_below, traced
 from disco_accel.capture.thread_patches import patched
 from disco_accel.errors import CaptureError
+from disco_accel.step.compile.refusals import (
+    require_fixed_forward,
+    require_live_adapter,
+    require_own_weights,
+    require_scales,
+)
 from disco_accel.step.dynamo import compiled_parts_traced
-from disco_accel.step.frontend import ContextFactory
-from disco_accel.step.refusals import require_fixed_forward, require_live_adapter, require_own_weights, require_scales
-from disco_accel.step.step_key import BatchFacts, batch_facts
+from disco_accel.step.run.frontend import ContextFactory
+from disco_accel.step.state.step_key import BatchFacts, batch_facts
 
 
 def hf_contexts(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> list[ContextFactory]:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from disco_accel.graph.taskgraph import Ref
-from disco_accel.step.compiled_step import CompiledStep
-from disco_accel.step.gradient_memory import GradientMemory, GradientPlaces
+from disco_accel.step.compile.compiled_step import CompiledStep
+from disco_accel.step.compile.pipeline import PlannerSettings, PlanStore, replan_if_it_fits
 from disco_accel.step.gradients.extended_graph import extended, leaving_specs
-from disco_accel.step.pipeline import PlannerSettings, PlanStore, replan_if_it_fits
+from disco_accel.step.placement.gradient_memory import GradientMemory, GradientPlaces
 
 
 @dataclass(eq=False, kw_only=True)

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from disco_accel.step.compiled_step import CompiledStep
-from disco_accel.step.gradient_memory import GradientMemory
+from disco_accel.step.compile.compiled_step import CompiledStep
+from disco_accel.step.compile.pipeline import PlannerSettings, PlanStore
 from disco_accel.step.gradients.accumulating_step import (
     AccumulatingStep,
     AloneInBackward,
@@ -18,7 +18,7 @@ from disco_accel.step.gradients.accumulating_step import (
     adds_to_all,
     sums_so_far,
 )
-from disco_accel.step.pipeline import PlannerSettings, PlanStore
+from disco_accel.step.placement.gradient_memory import GradientMemory
 
 Making = Callable[[], AbstractContextManager[Callable[[str], None]]]
 """Around the making of a plan: gives whom to tell of its stages."""

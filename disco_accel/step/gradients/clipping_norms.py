@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grad
 
 from disco_accel.step.gradients.gradient_norms import GradientNorms
 from disco_accel.step.gradients.norm_pass import NORM_TYPE
-from disco_accel.step.update.wrapped_function import wrap
+from disco_accel.step.gradients.wrapped_function import wrap
 
 _known: weakref.WeakSet[GradientNorms] = weakref.WeakSet()
 

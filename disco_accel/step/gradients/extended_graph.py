@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from disco_accel.graph.passes import run_passes
 from disco_accel.graph.taskgraph import TaskGraph, TensorSpec
 from disco_accel.measure.record import OpRecord, measurements, record
-from disco_accel.step.compiled_step import CompiledStep, PlannedNorms
+from disco_accel.step.compile.compiled_step import CompiledStep, PlannedNorms
 from disco_accel.step.gradients.accumulation_pass import with_accumulation
 from disco_accel.step.gradients.norm_pass import with_norms
 

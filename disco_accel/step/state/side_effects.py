@@ -23,7 +23,7 @@ from disco_accel.native.change_watch import ABSENT, ANYTHING, ExecutedCode, Kind
 from disco_accel.step.state.code_names import global_names, is_foundation, is_library
 from disco_accel.step.state.containers import TABLES, Change, Container
 from disco_accel.step.state.pure import is_pure
-from disco_accel.step.step_key import model_state
+from disco_accel.step.state.step_key import model_state
 
 logger = logging.getLogger("disco_accel")
 

@@ -1,142 +1,71 @@
-"""PyTorch's clipping of gradients by their norm, whose product is left to the update of the weights where it can be."""
+"""Clipping by norm whose product is left to the update of the weights.
+
+Between the clipping and the update the gradients lie unclipped, so that this is for runs in which no other code reads
+them there: ``integrate/accelerate/trainer_runs.py`` knows which these are.
+"""
 
 from __future__ import annotations
 
-import functools
-import sys
-import weakref
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.nn.utils import clip_grad
 
-from disco_accel.step.update.unscaled_gradients import _grad, attribute_is_replaced, owner_of
-from disco_accel.step.update.wrapped_function import wrap
+from disco_accel.native.host_memory import expect_rewrite
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-class Clipper(Protocol):
-    """What one model's gradients are clipped by."""
+class Updates(Protocol):
+    """Those of one model."""
 
-    def clip(
-        self, parameters: Sequence[torch.Tensor], coefficient: torch.Tensor, known: Mapping[int, int]
-    ) -> list[torch.Tensor]:
-        """Note ``coefficient`` for the gradients of ``parameters`` that nobody can look at but by ``.grad``; returns
-        the parameters whose gradients are to be multiplied now. ``known``: by id of a gradient, how often the function
-        that clips refers to it."""
+    def clip(self, parameters: Sequence[torch.Tensor], coefficient: torch.Tensor) -> list[torch.Tensor]:
+        """Leave the product of gradients with ``coefficient``, of no dimension, to the next update; returns the
+        parameters whose gradients are to be multiplied now."""
 
-
-_clippers: weakref.WeakSet[Any] = weakref.WeakSet()
+    def multiply_clipped(self) -> None:
+        """Multiply the gradients whose product has been left to the update."""
 
 
-def clip_by(clipper: Clipper) -> None:
-    """From now on, as long as it lives."""
-    _clippers.add(clipper)
-    _install()
+def clip_grad_norm(
+    parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, updates: Updates
+) -> torch.Tensor:
+    """As ``torch.nn.utils.clip_grad_norm_``, with the product of gradients left to ``updates`` where these take it."""
+    utils: Any = torch.nn.utils
+    updates.multiply_clipped()
+    rest = list(parameters)
+    total: torch.Tensor = utils.get_total_norm([p.grad for p in rest if p.grad is not None], norm_type)
+    if max_norm == float("inf") and bool(total.isfinite()):
+        # The coefficient is 1.
+        return total
+    if type(total) is torch.Tensor and total.is_cpu and not total.dim() and total.dtype in _DTYPES:
+        with torch.no_grad():
+            rest = updates.clip(rest, torch.clamp(float(max_norm) / (total + 1e-6), max=1.0))
+    if rest:
+        utils.clip_grads_with_norm_(rest, max_norm, total)
+    return total
 
 
-def end_clipping_by(clipper: Clipper) -> None:
-    """From now on PyTorch multiplies."""
-    _clippers.discard(clipper)
+class ClippedGradients:
+    """Gradients of one model that are still to be multiplied by the coefficient of their clipping."""
 
+    def __init__(self) -> None:
+        self._noted: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        """Parameter, gradient, coefficient of no dimension."""
 
-def held_elsewhere(parameter: torch.Tensor, known: int) -> bool:
-    """Whether somebody refers to the gradient of ``parameter``, or to its memory, by another way than ``.grad``:
-    ``known`` references are none of theirs."""
-    references, *others = _references(parameter)
-    usual, *of_others = _usual_references()
-    return references - known != usual or others != of_others
+    def note(self, parameters: Iterable[torch.Tensor], coefficient: torch.Tensor) -> None:
+        """The gradients of ``parameters`` are to be multiplied by ``coefficient``."""
+        self._noted += [(p, p.grad, coefficient) for p in parameters if p.grad is not None]
 
+    def coefficients(self) -> dict[int, torch.Tensor]:
+        """By id of a gradient."""
+        return {id(gradient): coefficient for _, gradient, coefficient in self._noted}
 
-def _references(parameter: torch.Tensor) -> tuple[int, ...]:
-    """To the gradient: Python's, weak ones and PyTorch's; to its storage: PyTorch's and Python's."""
-    gradient: Any = _grad.__get__(parameter)
-    storage: Any = gradient.untyped_storage()
-    uses = int(gradient._use_count()), int(torch._C._storage_Use_Count(storage._cdata))
-    return sys.getrefcount(gradient), weakref.getweakrefcount(gradient), *uses, sys.getrefcount(storage)
-
-
-@functools.cache
-def _usual_references() -> tuple[int, ...]:
-    fresh = torch.nn.Parameter(torch.zeros(1, device="cpu"))
-    fresh.grad = torch.zeros(1, device="cpu")
-    return _references(fresh)
-
-
-def coefficient_of(max_norm: float, total_norm: torch.Tensor) -> torch.Tensor:
-    """What PyTorch multiplies gradients by."""
-    return torch.clamp(float(max_norm) / (total_norm + 1e-6), max=1.0)
-
-
-@functools.cache
-def _install() -> None:
-    wrap(
-        clip_grad,
-        "_clip_grads_with_norm_",
-        ("parameters", "max_norm", "total_norm", "foreach"),
-        _noting,
-        aliases=((torch.nn.utils, "clip_grads_with_norm_"),),
-    )
-
-
-def _noting(clip: Callable[..., None]) -> Callable[..., None]:
-    with torch.inference_mode(False):
-        if not _multiplies_by_coefficient(clip):
-            return clip
-    norms_and_clips = getattr(clip_grad.clip_grad_norm_, "__wrapped__", clip_grad.clip_grad_norm_).__code__
-
-    def clip_grads_with_norm_(parameters: Any, max_norm: Any, total_norm: Any, foreach: bool | None = None) -> None:
-        if torch.compiler.is_compiling():
-            return clip(parameters, max_norm, total_norm, foreach)
-        caller = sys._getframe(1)
-        known = Counter(map(id, caller.f_locals.get("grads", ()) if caller.f_code is norms_and_clips else ()))
-        rest = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        with torch.inference_mode(False), torch.no_grad():
-            rest = _note(rest, max_norm, total_norm, known)
-        return clip(rest, max_norm, total_norm, foreach) if rest else None
-
-    return clip_grads_with_norm_
-
-
-def _note(
-    parameters: list[torch.Tensor], max_norm: Any, total_norm: Any, known: Mapping[int, int]
-) -> list[torch.Tensor]:
-    """Those whose gradients are to be multiplied now."""
-    for parameter in parameters:
-        owner = owner_of(parameter)
-        if owner is not None:
-            owner.show()
-    clippers = list(_clippers)
-    if (
-        not clippers
-        or attribute_is_replaced()
-        or type(total_norm) is not torch.Tensor
-        or not total_norm.is_cpu
-        or total_norm.dim()
-    ):
-        return parameters
-    coefficient = coefficient_of(max_norm, total_norm.detach())
-    # A gradient that is there twice is multiplied twice.
-    if coefficient.dtype not in _DTYPES or len(set(map(id, parameters))) < len(parameters):
-        return parameters
-    for clipper in clippers:
-        parameters = clipper.clip(parameters, coefficient, known)
-    return parameters
-
-
-def _multiplies_by_coefficient(clip: Callable[..., None]) -> bool:
-    """Whether this version of PyTorch does as ``coefficient_of`` says."""
-    for dtype in (torch.float32, torch.bfloat16):
-        for norm in (0.3, 1.7, 1e30, float("inf"), float("nan")):
-            parameter = torch.nn.Parameter(torch.zeros(8, dtype=dtype, device="cpu"))
-            gradient = torch.linspace(-2, 3, 8, device="cpu").to(dtype)
-            total = torch.tensor(norm, dtype=dtype, device="cpu")
-            parameter.grad = gradient.clone()
-            clip([parameter], 1.0, total, None)
-            expected = gradient * coefficient_of(1.0, total)
-            if not torch.equal(parameter.grad.view(torch.uint8), expected.view(torch.uint8)):
-                return False
-    return True
+    def multiply(self) -> None:
+        """Multiply those that their parameters still have, as PyTorch does; forget all."""
+        noted = [(g, c) for parameter, g, c in self._noted if parameter.grad is g]
+        self._noted.clear()
+        expect_rewrite([gradient for gradient, _ in noted])
+        with torch.no_grad():
+            for gradient, coefficient in noted:
+                gradient.mul_(coefficient)

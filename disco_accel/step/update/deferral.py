@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,11 +21,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from disco_accel.errors import ExecutionError, StatesTorn
 from disco_accel.native.host_memory import WatchedTensors, expect_rewrite, writes_are_watched
 from disco_accel.step.capture_lock import in_capture
-from disco_accel.step.trained_weights import before_updates
-from disco_accel.step.update.clipping import clip_by, end_clipping_by, held_elsewhere
+from disco_accel.step.placement.trained_weights import before_updates
+from disco_accel.step.update.clipping import ClippedGradients
 from disco_accel.step.update.pending_reads import PendingReads, not_intercepted, reads_of
 from disco_accel.step.update.pending_update import ParameterUpdate, PendingUpdate, parts_of
-from disco_accel.step.update.unscaled_gradients import UnscaledGradients, as_it_lies, forget, put
 
 _TORN = (
     "update: deferred: a forward ended in the middle of the update of the step before: some weights have it and others "
@@ -51,11 +50,8 @@ class Deferral:
         say: Callable[[str], None],
         ready: Callable[[torch.optim.Optimizer], object] | None = None,
         asked: str = "deferred",
-        before_clip: Callable[[], object] = lambda: None,
     ) -> None:
-        """``ready`` makes an optimizer's state what its next update needs. ``asked``: ``update`` in the config.
-        ``before_clip`` lets go of gradients that are about to be clipped."""
-        self._before_clip = before_clip
+        """``ready`` makes an optimizer's state what its next update needs. ``asked``: ``update`` in the config."""
         self._on_host, self._watchable, self._lock, self._say = on_host, watchable, lock, say
         self._ready, self._asked = ready, asked
         self.paused = False
@@ -76,8 +72,7 @@ class Deferral:
         """The parameters and gradients of the pending update, which nobody may write to."""
         self._updating: weakref.ref[torch.optim.Optimizer] | None = None
         """Whose update is pending, or was the last to be."""
-        self.unscaled = UnscaledGradients(lock, weakref.WeakMethod(self._show))
-        weakref.finalize(self, self.unscaled.multiply_apart).atexit = False
+        self._clipped = ClippedGradients()
         self._expected: frozenset[int] = frozenset()
         """Ids of parameters whose next update is put off if it is as the last one was."""
         self.clips = 0
@@ -86,7 +81,7 @@ class Deferral:
         """Whether an update has changed some weights, will not change the rest, and none were loaded since."""
         self._torn_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Those whose moments such an update has left, and that have not loaded any since."""
-        settle, loads, shows = _Hook(self), _Hook(self, loads=True), _Hook(self, shows=True)
+        settle, loads = _Hook(self), _Hook(self, loads=True)
         self._model = weakref.ref(model)
         for module in model.modules():
             # Weights that an update has left torn are not saved.
@@ -95,9 +90,8 @@ class Deferral:
             # The model's own forward settles where it does not run from a plan.
             own = module is not model and any(p.requires_grad for p in module.parameters(recurse=False))
             if own:
-                self._handles.append(module.register_forward_pre_hook(shows))
+                self._handles.append(module.register_forward_pre_hook(settle))
         _deferring.add(self)
-        clip_by(self)
         _hook_all_optimizers()
 
     def settle(self) -> None:
@@ -118,6 +112,7 @@ class Deferral:
                 if pending is not None:
                     self.pending = None
                     pending.run()
+                    self._clipped.multiply()
                     self.by_hand += 1
             finally:
                 self.reads.lift()
@@ -163,6 +158,7 @@ class Deferral:
     def taken(self) -> None:
         """A plan has done the update that is pending."""
         self.pending = None
+        self._clipped.multiply()
         self.planned += 1
 
     def torn(self) -> None:
@@ -185,12 +181,11 @@ class Deferral:
     def remove(self) -> None:
         """Settle, and put nothing off any more."""
         _deferring.discard(self)
-        end_clipping_by(self)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self.settle()
-        self.show_gradients()
+        self.multiply_clipped()
 
     def updates(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether ``optimizer`` has weights of this model."""
@@ -213,21 +208,23 @@ class Deferral:
             self._expected = frozenset()
             if self.paused:
                 self.deferring = False
-                self.show_gradients()
+                self._clipped.multiply()
                 return
             if self._ready is not None and not closure:
                 self._ready(optimizer)
             parts = "its step() is given a closure" if closure else parts_of(optimizer, self._on_host)
             if parts and not isinstance(parts, str):
+                coefficients = self._clipped.coefficients()
+                parts = tuple(replace(part, coefficient=coefficients.get(id(part.gradient))) for part in parts)
                 parts = self._fenced(parts)
             self.deferring = not isinstance(parts, str)
             if isinstance(parts, str):
-                self.show_gradients()
+                self._clipped.multiply()
                 self._say(f"update: {self._asked} defers nothing: {parts}; optimizer.step() updates as it is called")
                 return
             self._expected = frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
             if not parts:
-                self.show_gradients()
+                self._clipped.multiply()
                 return
             self._hook(optimizer)
             self._updating = weakref.ref(optimizer)
@@ -237,7 +234,7 @@ class Deferral:
             self.reads.close()
             self._gradients = [(part.parameter, part.gradient) for part in parts]
             for parameter, _ in self._gradients:
-                put(parameter, None)
+                parameter.grad = None
 
     def _fenced(self, parts: tuple[ParameterUpdate, ...]) -> tuple[ParameterUpdate, ...] | str:
         """``parts``, whose tensors this thread alone may read; or why their update cannot be put off."""
@@ -261,57 +258,29 @@ class Deferral:
             expect_rewrite(gradients)
             self._watch = WatchedTensors([*(part.parameter for part in parts), *gradients])
 
-    def clip(
-        self, parameters: Sequence[torch.Tensor], coefficient: torch.Tensor, known: Mapping[int, int]
-    ) -> list[torch.Tensor]:
-        """See ``clipping.Clipper``."""
+    def clip(self, parameters: Sequence[torch.Tensor], coefficient: torch.Tensor) -> list[torch.Tensor]:
+        """Leave the product of gradients with ``coefficient``, of no dimension, to the next update; returns the
+        parameters whose next update is not expected to be put off, and those of gradients in other memory than ours."""
         with self._lock:
-            if not self._expected.isdisjoint(map(id, parameters)):
-                self._before_clip()
-            noted: list[torch.Tensor] = []
-            for parameter in parameters:
-                if id(parameter) not in self._expected or type(parameter) is not torch.nn.Parameter:
-                    continue
-                gradient, _ = as_it_lies(parameter)
-                if gradient is None or type(gradient) is not torch.Tensor or not self._on_host(parameter):
-                    continue
-                if self._watchable(gradient) and not gradient.requires_grad:
-                    self.unscaled.note(parameter, gradient, coefficient)
-                    noted.append(parameter)
-            # From now on readers multiply; whoever has read before shows up here. The note has one reference itself.
-            gradient = None
-            held = [p for p in noted if held_elsewhere(p, 1 + known.get(id(as_it_lies(p)[0]), 0))]
-            for parameter in held:
-                forget(parameter)
-            self.clips += len(held) < len(noted)
-            left = {id(p) for p in noted} - {id(p) for p in held}
+            if self.pending is not None:
+                self.settle()
+            left = {id(p) for p in parameters if id(p) in self._expected and self._on_host(p) and self._is_ours(p.grad)}
+            self._clipped.note((p for p in parameters if id(p) in left), coefficient)
+            self.clips += bool(left)
             return [p for p in parameters if id(p) not in left]
 
-    def show_gradients(self) -> None:
-        """Multiply the gradients whose product clipping has left to the update.
+    def _is_ours(self, gradient: torch.Tensor | None) -> bool:
+        return gradient is not None and not gradient.requires_grad and self._watchable(gradient)
 
-        Raises:
-            ExecutionError: they were changed since; as ``settle``, where they are those of a pending update.
-        """
+    def multiply_clipped(self) -> None:
+        """Multiply the gradients whose product clipping has left to the update."""
         with self._lock:
-            self._show()
-            self.unscaled.require_whole()
-
-    def _show(self) -> None:
-        noted = {id(note.gradient) for note in self.unscaled.notes()}
-        parts = () if self.pending is None else self.pending.parts
-        if not any(part.coefficient is not None and id(part.gradient) in noted for part in parts):
-            self.unscaled.multiply()
-            return
-        with self.taking():
-            self.checked()
-            done = self.unscaled.multiply()
-            self._put_off([replace(part, coefficient=None) if id(part.gradient) in done else part for part in parts])
+            self._clipped.multiply()
 
     def after_step(self) -> None:
         """``optimizer.step()`` has run."""
         for parameter, gradient in self._gradients:
-            put(parameter, gradient)
+            parameter.grad = gradient
         self._gradients.clear()
 
     def _hook(self, optimizer: torch.optim.Optimizer) -> None:
@@ -324,11 +293,10 @@ class Deferral:
 class _Hook:
     """A hook that settles; that of a copied or stored module does nothing."""
 
-    def __init__(self, deferral: Deferral | None = None, *, loads: bool = False, shows: bool = False) -> None:
-        """``loads``: the call that it hooks loads weights or moments. ``shows``: it may be followed by a backward that
-        adds to gradients."""
+    def __init__(self, deferral: Deferral | None = None, *, loads: bool = False) -> None:
+        """``loads``: the call that it hooks loads weights or moments."""
         self._deferral = None if deferral is None else weakref.ref(deferral)
-        self._loads, self._shows = loads, shows
+        self._loads = loads
 
     def __call__(self, owner: Any = None, *_: Any, **__: Any) -> None:
         deferral = None if self._deferral is None else self._deferral()
@@ -338,8 +306,6 @@ class _Hook:
             deferral.loads(owner)
         else:
             deferral.settle()
-            if self._shows:
-                deferral.show_gradients()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
         return _Hook()

@@ -19,7 +19,6 @@ from disco_accel.errors import ConfigError
 from disco_accel.step.optimizer_home import ROUNDED
 from disco_accel.step.update.master_state import Loading, follow, give_up, keep
 from disco_accel.step.update.pending_update import MASTER, OwnHook, ParameterUpdate, part_of, settings_of, why_not
-from disco_accel.step.update.unscaled_gradients import as_it_lies, put
 
 logger = logging.getLogger("disco_accel")
 
@@ -84,11 +83,11 @@ class MasterWeights:
             follow(parts, self._say, run=True)
             for part in parts:
                 self._gradients.append((part.parameter, part.gradient))
-                put(part.parameter, None)
+                part.parameter.grad = None
 
     def _parts(self, optimizer: torch.optim.Optimizer) -> list[ParameterUpdate]:
         """Those of the weights with masters, whose state is made where it is missing."""
-        if not any(as_it_lies(p)[0] is not None for p in self.of(optimizer)):
+        if not any(p.grad is not None for p in self.of(optimizer)):
             return []
         reason, weights, parts = why_not(optimizer), self.weights(), []
         if reason is not None:
@@ -96,7 +95,7 @@ class MasterWeights:
         for group in optimizer.param_groups:
             settings, lr = settings_of(group)
             for parameter in group["params"]:
-                if id(parameter) not in weights or as_it_lies(parameter)[0] is None or not parameter.numel():
+                if id(parameter) not in weights or parameter.grad is None or not parameter.numel():
                     continue
                 if not parameter.is_contiguous() or not parameter.is_cpu:
                     raise _refusal(f"a parameter of shape {list(parameter.shape)} is no contiguous CPU tensor")
@@ -110,7 +109,7 @@ class MasterWeights:
     def after_step(self) -> None:
         """``optimizer.step()`` has run."""
         for parameter, gradient in self._gradients:
-            put(parameter, gradient)
+            parameter.grad = gradient
         self._gradients.clear()
 
 

@@ -13,7 +13,6 @@ import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from disco_accel.errors import ExecutionError
-from disco_accel.step.update.unscaled_gradients import as_it_lies
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +202,7 @@ def parts_of(
     for group in optimizer.param_groups:
         settings, lr = settings_of(group)
         for parameter in group["params"]:
-            if as_it_lies(parameter)[0] is None or not parameter.numel():
+            if parameter.grad is None or not parameter.numel():
                 continue
             if not on_host(parameter):
                 return f"it also updates a parameter of shape {list(parameter.shape)}, which the plan does not load"
@@ -261,10 +260,10 @@ def part_of(
     parameter: torch.Tensor, state: dict[str, Any], lr: torch.Tensor, settings: AdamSettings
 ) -> ParameterUpdate | str:
     """The part of ``parameter``, which has a gradient, with its ``state``; or why it cannot be done by hand."""
-    (gradient, coefficient), master = as_it_lies(parameter), state.get(MASTER)
+    gradient, master = parameter.grad, state.get(MASTER)
     assert gradient is not None
     moments, steps = (state["exp_avg"], state["exp_avg_sq"]), state["step"]
-    part = ParameterUpdate(parameter, gradient, *moments, steps, lr, settings, master, coefficient)
+    part = ParameterUpdate(parameter, gradient, *moments, steps, lr, settings, master)
     kept = parameter.dtype if master is None else torch.float32
     expected = (parameter.dtype, parameter.dtype, *(kept for _ in part.changed[1:]))
     for tensor, dtype in zip(part.tensors, expected, strict=True):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, MutableMapping
+from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
-from disco_accel.step.compiled_step import CompiledStep
+from disco_accel.step.compile.compiled_step import CompiledStep
+from disco_accel.step.compile.pipeline import PlannerSettings, PlanStore
 from disco_accel.step.gradients.extended_graph import extended
-from disco_accel.step.pipeline import PlannerSettings, PlanStore
 from disco_accel.step.update.deferral import Deferral
 from disco_accel.step.update.pending_update import PendingUpdate
 from disco_accel.step.update.updated_step import StepWithUpdate, step_with_update
@@ -159,10 +159,14 @@ class PlannedUpdates:
         if self.deferral is not None:
             self.deferral.settle()
 
-    def show_gradients(self) -> None:
-        """See ``Deferral.show_gradients``."""
+    def clip(self, parameters: Sequence[torch.Tensor], coefficient: torch.Tensor) -> list[torch.Tensor]:
+        """See ``Deferral.clip``."""
+        return [*parameters] if self.deferral is None else self.deferral.clip(parameters, coefficient)
+
+    def multiply_clipped(self) -> None:
+        """See ``Deferral.multiply_clipped``."""
         if self.deferral is not None:
-            self.deferral.show_gradients()
+            self.deferral.multiply_clipped()
 
     def taken(self) -> None:
         """See ``Deferral.taken``."""

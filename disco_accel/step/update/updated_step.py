@@ -18,9 +18,9 @@ from disco_accel.measure.record import measurements
 from disco_accel.native.host_memory import bytes_of
 from disco_accel.plan import Machine
 from disco_accel.simulate.simulator import simulate
-from disco_accel.step.compiled_step import CompiledStep
+from disco_accel.step.compile.compiled_step import CompiledStep
+from disco_accel.step.compile.pipeline import PlannerSettings, PlanStore, replan_if_it_fits
 from disco_accel.step.gradients.extended_graph import ExtendedGraph
-from disco_accel.step.pipeline import PlannerSettings, PlanStore, replan_if_it_fits
 from disco_accel.step.update.pending_update import Changed, PendingUpdate
 from disco_accel.step.update.update_choice import Updates
 from disco_accel.step.update.update_pass import UpdatedStep

@@ -20,8 +20,8 @@ from transformers import Trainer, TrainingArguments, default_data_collator
 
 from disco_accel import stats
 from disco_accel.errors import ConfigError
-from disco_accel.step.distributed import check_same, exclude_from_collectives, frozen_tensors
-from disco_accel.step.session import find_state
+from disco_accel.step.placement.distributed import check_same, exclude_from_collectives, frozen_tensors
+from disco_accel.step.run.session import find_state
 from tests.support.models import random_batch, tiny_lora
 
 STEPS, ACCUMULATE = 2, 2

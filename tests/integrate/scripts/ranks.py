@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from disco_accel import DiscoConfig, prepare, restore, set_memory_budget, stats
 from disco_accel.plan.planning_process import PlanningProcess
-from disco_accel.step import grant_source, store_grants
-from disco_accel.step.session import find_state
+from disco_accel.step.budget import grant_source, store_grants
+from disco_accel.step.run.session import find_state
 from tests.step.moving_budgets import LARGE, SMALL, Layers, answer_here, batch
 from tests.support.file_ledger import FileLedger
 

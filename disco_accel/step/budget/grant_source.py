@@ -1,0 +1,76 @@
+"""Where a budget comes from that moves while a model trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Protocol
+
+from disco_accel.step.budget.store_grants import StoreGrants
+
+
+class GrantSource(Protocol):
+    """Says how many bytes of the device, or of each of its devices, one job may hold. Called from several threads."""
+
+    def granted(self) -> int:
+        """Bytes that the job may hold now. Asked at the beginning of each step and between them: costs no message."""
+        ...
+
+    def most(self) -> int | None:
+        """The most that there is for all jobs together; None: not known, or without a limit. May take a message."""
+        ...
+
+    def want(self, least: int, wish: int) -> None:
+        """From now on the job cannot run with less than ``least`` bytes, and is no faster with more than ``wish``."""
+        ...
+
+    def hold(self, nbytes: int) -> None:
+        """The job has come down to ``nbytes``, or is about to take so many. Returns when they are counted: what
+        ``granted`` says then is for a job that holds them."""
+        ...
+
+
+class GivenBudget:
+    """A budget that the user sets: ``nbytes`` may be set again, in any thread, and holds from the next step on."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+    def granted(self) -> int:
+        """As it was set last."""
+        return self.nbytes
+
+    def most(self) -> None:
+        """The user decides."""
+
+    def want(self, least: int, wish: int) -> None:
+        """Nobody decides by it."""
+
+    def hold(self, nbytes: int) -> None:
+        """Nobody waits for it."""
+
+
+class GrantWithdrawn(Exception):
+    """A grant shrank between the choice of a plan and the allocation of its memory: choose again."""
+
+
+class GrantRising(GrantWithdrawn):
+    """More has been asked for, and may come soon: with it the step is ``seconds`` shorter."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(seconds)
+        self.seconds = seconds
+
+
+_source: Callable[[], GrantSource] | None = None
+
+
+def use_grants(source: Callable[[], GrantSource] | None) -> None:
+    """Models with ``memory_budget: shared`` ask ``source()`` from now on, one each; None: the store."""
+    global _source
+    _source = source
+
+
+def shared_grants(devices: Collection[int], run: int) -> GrantSource:
+    """For one model with ``memory_budget: shared``, whose steps run on ``devices``, by their numbers on the machine, in
+    one of the processes of ``run``, as in ``Store.wanted``. Raises StoreGone where no store listens."""
+    return StoreGrants(devices, run) if _source is None else _source()

@@ -1,0 +1,250 @@
+"""The plans of one captured step for several budgets: which of them to run, and which are worth making."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+from disco_accel.errors import BudgetTooSmall
+from disco_accel.execute.executor import arena_bytes
+from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.passes import arena_of, run_passes
+from disco_accel.plan import Machine
+from disco_accel.plan.infeasible import Infeasible
+from disco_accel.plan.planning_process import PlanningProcess
+from disco_accel.plan.search_work import Work
+from disco_accel.simulate.simulator import simulate
+from disco_accel.step.compile.compiled_step import CompiledStep
+from disco_accel.step.compile.memory_parts import require_host_memory
+from disco_accel.step.compile.pipeline import replan
+from disco_accel.step.compile.plan_recipe import PlanRecipe
+from disco_accel.step.gradients.accumulating_step import AccumulatingStep
+from disco_accel.step.update.updated_step import StepWithUpdate, home_by_gate
+
+MOST = 8
+"""Plans of one step that are kept. A tiny Llama between its least and all of its memory has no more than five whose
+times differ by ``_APART``."""
+
+_AS_FAST = 1.005
+"""Of plans that take at most so many times the seconds of the fastest, the one for least memory runs."""
+
+_APART = 1.05
+"""A budget between two others gets a plan of its own where their plans differ by more than this in simulated time."""
+
+_NARROW = 0.05
+"""No plan is made for a budget that is nearer to its neighbours than this part of the largest."""
+
+Kind = tuple[Hashable, ...]
+"""What a step does beside the plain one: its key in the table of plans without the plain step's identity."""
+
+MoreThanPlain = AccumulatingStep | StepWithUpdate
+
+
+@dataclass
+class Member:
+    """``plain``: the step's plan for one budget, of ``seconds`` in simulated time; ``more``: plans in the same arena
+    that also add up gradients, or update weights."""
+
+    plain: CompiledStep
+    seconds: float
+    more: dict[Kind, MoreThanPlain] = field(default_factory=dict)
+    without: set[Kind] = field(default_factory=set)
+    """Kinds that were tried."""
+    entered: int = -1
+    """How many of ``more`` the session's table of plans has."""
+
+
+class PlanFamily:
+    """All that is known of one captured step's plans. ``least``: bytes of the smallest budget with a plan; ``wish``:
+    of the smallest with which it is fastest; None where not known. One thread adds while another chooses."""
+
+    def __init__(self, first: CompiledStep, host_memory: int) -> None:
+        """``first``: the plan that was made at capture. ``host_memory``: bytes that training may take on the host."""
+        assert first.recipe is not None
+        self.recipe: PlanRecipe = first.recipe
+        self.outside = first.budget.outside
+        """Bytes that the step has on the device outside of its arena."""
+        self.beside: tuple[tuple[int, int], int] | None = None
+        """The budget of a plan that shares its arena, for a whole budget and bytes outside of others' arenas."""
+        self.least: int | None = None
+        self.wish: int | None = None
+        self.kinds: dict[Kind, MoreThanPlain] = {}
+        """One step of each kind that was run."""
+        self.dropped: list[CompiledStep] = []
+        """Plain steps that are not kept any more."""
+        self.settled: set[int] = set()
+        """Budgets that a thorough search has been through."""
+        self._host_memory, self._first, self._lock = host_memory, first, threading.Lock()
+        self._members: dict[int, Member] = {}
+        self._chosen: tuple[int, Member] | None = None
+        self.add(first)
+        self.settled.add(first.budget.total)
+
+    def fitting(self, total: int) -> Member | None:
+        """The plan to run within ``total`` bytes: the fastest, or one as fast that takes less. None: none fits."""
+        chosen = self._chosen
+        if chosen is not None and chosen[0] == total:
+            return chosen[1]
+        with self._lock:
+            fit = [self._members[each] for each in sorted(self._members) if each <= total]
+            if not fit:
+                return None
+            enough = _AS_FAST * min(member.seconds for member in fit)
+            best = next(member for member in fit if member.seconds <= enough)
+            self._chosen = total, best
+            return best
+
+    def add(self, plain: CompiledStep) -> Member:
+        """Keep ``plain``, unless one for the same budget is as fast; returns the one that is kept."""
+        took = simulate(plain.plan, self.recipe.settings.machine or Machine()).makespan
+        total = plain.budget.total
+        with self._lock:
+            before = self._members.get(total)
+            if before is not None and before.seconds <= took:
+                return before
+            if before is not None:
+                self.dropped.append(before.plain)
+            self._members[total] = member = Member(plain, took)
+            used = self._chosen
+            self._chosen = None
+            keep = {min(self._members), max(self._members), total, used[1].plain.budget.total if used else total}
+            for other in [each for each in self._members if each not in keep][: max(0, len(self._members) - MOST)]:
+                self.dropped.append(self._members.pop(other).plain)
+                self.settled.discard(other)
+        return member
+
+    def totals(self) -> list[int]:
+        """Budgets that have a plan, in order."""
+        with self._lock:
+            return sorted(self._members)
+
+    def members(self) -> list[Member]:
+        """The plans, by budget."""
+        with self._lock:
+            return [self._members[total] for total in sorted(self._members)]
+
+    def make(self, total: int, seconds: float | None = None, elsewhere: PlanningProcess | None = None) -> Member:
+        """Plan the step for ``total`` bytes and keep it. ``seconds``: of a search that somebody waits for, which gives
+        the other kinds their plans too; ``elsewhere``: what makes one that nobody waits for.
+
+        Raises:
+            BudgetTooSmall: with ``needed`` and ``given`` as whole budgets.
+            ConfigError: host memory is too small for what is offloaded then.
+        """
+        if self.least is not None and total < self.least:
+            raise BudgetTooSmall(self.least, total, "memory_budget: the step")
+        try:
+            planned = self.recipe.planned(total, seconds=seconds, elsewhere=elsewhere)
+        except BudgetTooSmall as error:
+            self.least = error.needed
+            raise
+        first = self._first
+        require_host_memory(self._host_memory, planned.graph, planned.plan.host_memory, copies=first.captured.copies)
+        plain = replace(
+            first,
+            graph=planned.graph,
+            plan=planned.plan,
+            records=planned.costs.records,
+            budget=planned.budget,
+            seconds=planned.seconds,
+            plan_cache=planned.cache_use,
+            loaded=None,
+            groups=(-1, -1),
+        )
+        if seconds is None:
+            self.settled.add(total)
+        member = self.add(plain)
+        if seconds is not None:
+            for kind in list(self.kinds):
+                self.make_more(member, kind, seconds)
+        return member
+
+    def make_more(
+        self, member: Member, kind: Kind, seconds: float | None = None, elsewhere: PlanningProcess | None = None
+    ) -> None:
+        """Plan a step of ``kind`` in the arena of ``member``, if there is one."""
+        sample = self.kinds[kind]
+        plain = member.plain
+        arena = _arena(sample) - _arena(sample.plain) + _arena(plain)
+        plan = _planned(sample, arena, self.recipe, seconds, elsewhere)
+        if plan is None or plain.host_bytes(plan) > self._host_memory:
+            return
+        graph = run_passes(sample.graph, [arena_of(arena)])
+        new: dict[str, Any] = {
+            "graph": graph,
+            "plan": plan,
+            "plain": plain,
+            "budget": plain.budget,
+            "clean": plain.clean,
+        }
+        new |= {"loaded": None, "groups": (-1, -1)}
+        if isinstance(sample, StepWithUpdate):
+            if not home_by_gate(plan):
+                return
+            new["updated"] = replace(sample.updated, graph=graph)
+        member.more[kind] = replace(sample, **new)
+
+    def find_limits(self, most: int, elsewhere: PlanningProcess) -> None:
+        """Find ``least`` and ``wish``, of at most ``most`` bytes, and plans for both. Searches for seconds."""
+        if self.least is None:
+            try:
+                self.recipe.planned(1, elsewhere=elsewhere)
+            except BudgetTooSmall as error:
+                self.least = error.needed
+        if self.least is not None and self.least not in self.settled:
+            self.make(self.least, elsewhere=elsewhere)
+        graph = self.recipe.costed.graph
+        align = max(device.alignment for device in graph.devices)
+        everything = sum(-(-size // align) * align for vertex in graph.vertices for size in vertex.sizes)
+        budget = self.recipe.budget(most)
+        plan = self.recipe.planned(min(most, budget.total_for(everything)), elsewhere=elsewhere).plan
+        used = max(arena_bytes(plan, device.id) for device in plan.devices if not device.host)
+        self.wish = min(most, budget.total_for(used))
+        if self.wish not in self.settled:
+            self.make(self.wish, elsewhere=elsewhere)
+
+    def next_total(self) -> int | None:
+        """The budget between ``least`` and ``wish`` whose plan tells most; None: none is worth making."""
+        members = self.members()
+        if len(members) >= MOST or self.wish is None:
+            return None
+        best: tuple[float, int] | None = None
+        for low, high in pairwise(members):
+            below, above = low.plain.budget.total, high.plain.budget.total
+            middle = (below + above) // 2
+            gain = low.seconds / max(high.seconds, 1e-12)
+            wide = above - below > 2 * _NARROW * self.wish and middle not in self.settled
+            if wide and gain > _APART and (best is None or gain > best[0]):
+                best = gain, middle
+        return None if best is None else best[1]
+
+    def worth(self, total: int) -> int | None:
+        """The budget, at most ``total``, that should have a plan of its own, given what is kept; None: none."""
+        total = total if self.wish is None else min(total, self.wish)
+        if total in self.settled or (self.least is not None and total < self.least):
+            return None
+        low = [m for m in self.members() if m.plain.budget.total <= total]
+        high = [m for m in self.members() if m.plain.budget.total > total]
+        if not low or low[-1].plain.budget.total not in self.settled:
+            return total
+        near = total - low[-1].plain.budget.total <= _NARROW * total / 2
+        as_fast = bool(high) and min(m.seconds for m in low) <= _AS_FAST * min(m.seconds for m in high)
+        return None if near or as_fast else total
+
+
+def _arena(step: CompiledStep) -> int:
+    return next(device.memory for device in step.graph.devices if not device.host)
+
+
+def _planned(
+    sample: MoreThanPlain, arena: int, recipe: PlanRecipe, seconds: float | None, elsewhere: PlanningProcess | None
+) -> MemGraph | None:
+    limit = recipe.settings.plan_seconds if seconds is None else seconds
+    try:
+        work = Work(limit, names_needed=False)
+        return replan(sample.graph, arena, replace(recipe.settings, plan_seconds=limit), recipe.store, work, elsewhere)
+    except (BudgetTooSmall, Infeasible):
+        return None

@@ -1,0 +1,358 @@
+"""One captured step with its plan and its executor: the object behind each key of the plan table."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from disco_accel.capture.captured_step import CapturedStep, InputBinding, InputSource
+from disco_accel.capture.constants import live_constant
+from disco_accel.capture.leaving_gradients import leaving_by
+from disco_accel.capture.parts import beside_weights, named_parts, settle_states
+from disco_accel.errors import CaptureError
+from disco_accel.execute.executor import EngineOptions, Executor
+from disco_accel.graph.memgraph import MemGraph
+from disco_accel.graph.op_traits import op_traits
+from disco_accel.graph.taskgraph import Ref, TaskGraph, TensorArg, TensorSpec, VertexKind
+from disco_accel.graph.values import host_copy_exists
+from disco_accel.measure.record import OpRecord
+from disco_accel.native.host_memory import bytes_of
+from disco_accel.plan.plan_cache import PlanCacheUse
+from disco_accel.plan.summary import link_bytes, staying_bytes
+from disco_accel.sizes import format_size
+from disco_accel.step.compile.budget_parts import Budget
+from disco_accel.step.compile.memory_parts import host_memory_parts
+from disco_accel.step.compile.plan_recipe import PlanRecipe
+from disco_accel.step.optimizer_home import TrainedBytes
+from disco_accel.step.placement.gradient_memory import GradientMemory, GradientPlaces, LeavingGradient
+from disco_accel.step.placement.shard_memory import ShardMemory
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedNorms:
+    """Norms of what leaves for ``.grad`` of the parameters ``names``, one behind the other in the kept value ``ref``,
+    laid out as ``spec``."""
+
+    names: tuple[str, ...]
+    ref: Ref
+    spec: TensorSpec
+
+
+@dataclass(eq=False)
+class CompiledStep:
+    """A verified plan and what runs it. ``seconds`` holds the time each stage of making it took.
+
+    ``records`` and ``clean`` are what executors are made from, so that benchmarks can run the same plan otherwise.
+    """
+
+    captured: CapturedStep
+    graph: TaskGraph
+    plan: MemGraph
+    records: Mapping[int, OpRecord]
+    clean: Mapping[int, torch.Tensor]
+    budget: Budget
+    engine: EngineOptions
+    seconds: dict[str, float] = field(default_factory=dict)
+    plan_cache: PlanCacheUse = PlanCacheUse.OFF
+    loaded: Executor | None = None
+    groups: tuple[int, int] = (-1, -1)
+    """Of the executor that runs: ``captured.outputs``, and ``captured.gradients`` that stay on the device, in order."""
+    norms: PlannedNorms | None = None
+    """Of its gradients, if the plan makes them."""
+    shards: ShardMemory | None = None
+    """Of weights that devices share."""
+    chunked_kernels: int = 0
+    """Kernels that run in chunks: sums and products of parts may round otherwise than in one piece."""
+    parameters: dict[str, torch.nn.Parameter] | None = None
+    """The model's trainable parameters by name, looked up at the first run."""
+    recipe: PlanRecipe | None = None
+    """For plans of the same step within other budgets, which share it."""
+
+    @property
+    def executor(self) -> Executor:
+        """The executor that ``load`` made."""
+        assert self.loaded is not None
+        return self.loaded
+
+    def load(self, arenas: Mapping[int, torch.Tensor]) -> None:
+        """Make the executor, in arenas by device that other plans' executors may share."""
+        start = time.perf_counter()
+        self.use(self.make_executor(self.engine, arenas=arenas))
+        self.seconds["load"] = time.perf_counter() - start
+
+    def use(self, executor: Executor) -> Executor | None:
+        """Run on ``executor`` from now on; returns the one before."""
+        before, self.loaded = self.loaded, executor
+        on_device = () if self.trained_on_host else self.captured.gradients
+        outputs, gradients = (
+            [(value.ref, value.spec) for value in values] for values in (self.captured.outputs, on_device)
+        )
+        self.groups = executor.add_leaving(outputs), executor.add_leaving(gradients)
+        return before
+
+    def make_executor(
+        self, options: EngineOptions, *, arenas: Mapping[int, torch.Tensor] | None = None, plan: MemGraph | None = None
+    ) -> Executor:
+        """An executor of this step's plan, or of another plan of the same graph; the caller closes it."""
+        bindings = self.captured.bindings
+        return Executor(
+            plan or self.plan,
+            self.graph.ops,
+            self.records,
+            clean=self.clean,
+            options=options,
+            arena=arenas,
+            names={b.vertex: b.name for b in bindings},
+            specs={b.vertex: b.spec for b in bindings},
+        )
+
+    @functools.cached_property
+    def leaving(self) -> tuple[LeavingGradient, ...]:
+        """``captured.gradients``, as they leave where trained weights are on the host."""
+        return tuple(LeavingGradient.of(g.name, g.spec) for g in self.captured.gradients)
+
+    @functools.cached_property
+    def transfers(self) -> Mapping[Ref, int]:
+        """Gradient → the transfer that takes it to the user's memory."""
+        return leaving_by(self.graph)
+
+    def gradient_places(self, memory: GradientMemory) -> GradientPlaces:
+        """Memory for ``captured.gradients`` of the step that waits at its gate, in their order; none for those that
+        have no copy in their own layout. Empty where trained weights are on the device.
+
+        Raises:
+            ConfigError: ``host_memory`` is too small for gradients that are held beside these.
+        """
+        return memory.places(self.leaving, self.bytes_beside_gradients) if self.trained_on_host else []
+
+    def transferred(self, places: GradientPlaces) -> dict[int, torch.Tensor]:
+        """By transfer of the plan: the memory that it takes a gradient to."""
+        refs = [gradient.ref for gradient in self.captured.gradients]
+        found = zip(refs, places, strict=True) if places else ()
+        return {self.transfers[ref]: place for ref, place in found if place is not None and ref in self.transfers}
+
+    def gradients(self, memory: GradientMemory, places: GradientPlaces) -> list[torch.Tensor]:
+        """``captured.gradients`` as the last step left them, where the trained weights are; on the host they are
+        complete, in ``places``."""
+        if not self.trained_on_host:
+            return self.executor.leave(self.groups[1])
+        done: dict[str, torch.Tensor] = {}
+        left: dict[str, tuple[torch.Tensor | None, torch.Tensor]] = {}
+        for gradient, place in zip(self.captured.gradients, places, strict=True):
+            if place is not None and gradient.ref in self.transfers:
+                done[gradient.name] = place
+            else:
+                left[gradient.name] = place, self.executor.value(gradient.ref, gradient.spec)
+        if left:
+            done |= zip(left, memory.fill(list(left.values())), strict=True)
+        return [done[gradient.name] for gradient in self.captured.gradients]
+
+    def gradient_norms(self) -> dict[str, torch.Tensor]:
+        """By name: norms of gradients that the last step has made, on the host."""
+        if self.norms is None:
+            return {}
+        values = self.executor.value(self.norms.ref, self.norms.spec).to("cpu", copy=True)
+        return dict(zip(self.norms.names, values.unbind(), strict=True))
+
+    def settle(self) -> None:
+        """Wait for the end of a forward whose outputs have left already; a step that waits at its gate stays there."""
+        if self.loaded is not None and self.loaded.running and not self.captured.gradients:
+            self.loaded.wait_end()
+
+    def unload(self) -> None:
+        """Free the executor; ``load`` makes another one."""
+        if self.loaded is not None:
+            self.loaded.close()
+            self.loaded = None
+
+    @functools.cached_property
+    def compute_seconds(self) -> float:
+        """Sum of the durations of the busiest device's kernels, each measured alone."""
+        seconds: dict[int, float] = {}
+        for vertex in self.plan.vertices:
+            if vertex.id in self.records:
+                seconds[vertex.device] = seconds.get(vertex.device, 0.0) + self.records[vertex.id].seconds
+        return max((seconds.get(device.id, 0.0) for device in self.plan.devices if not device.host), default=0.0)
+
+    def copy_bytes(self, kind: VertexKind) -> int:
+        """Bytes that OFFLOAD or RELOAD vertices move in one step."""
+        return sum(sum(v.sizes) for v in self.plan.vertices if v.kind is kind)
+
+    def bound_seconds(self, bandwidth: float | None) -> float:
+        """The step cannot be shorter: max(compute, busier direction of the link)."""
+        if bandwidth is None:
+            return self.compute_seconds
+        devices = (device.id for device in self.plan.devices if not device.host)
+        return max(self.compute_seconds, *(max(link_bytes(self.plan, device)) / bandwidth for device in devices))
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of frozen weights that never leave the arena; others of a step's start make room and come back."""
+        return staying_bytes(self.plan)
+
+    @functools.cached_property
+    def externals(self) -> tuple[InputBinding, ...]:
+        """Inputs that a forward is given: the batch, and trained weights that live on the device."""
+        on_device = () if self.trained_on_host else (InputSource.TRAINABLE,)
+        return tuple(self.vertices_of(*on_device, InputSource.BATCH))
+
+    @functools.cached_property
+    def parts(self) -> int:
+        """How many parts of a batch the step works on one by one, and adds up."""
+        return max((binding.parts for binding in self.vertices_of(InputSource.BATCH)), default=1)
+
+    @functools.cached_property
+    def trained_on_host(self) -> bool:
+        """Whether the step loads trained weights from the host, where their optimizer changes them."""
+        return bool(_trained_on_host(self.captured))
+
+    @functools.cached_property
+    def trained_bytes(self) -> int:
+        """Bytes of the trained weights that the step loads from the host."""
+        copies = self.captured.copies
+        return sum(self.clean[b.vertex].numel() for b in _trained_on_host(self.captured) if b.vertex not in copies)
+
+    def host_bytes(self, plan: MemGraph) -> int:
+        """Bytes of host memory that ``plan``, with the inputs of this step, takes."""
+        return sum(host_memory_parts(self.graph, plan.host_memory, copies=self.captured.copies).values())
+
+    @property
+    def bytes_beside_gradients(self) -> int:
+        """Bytes of host memory: weights, moments of those that are trained there, offloaded values."""
+        copies = self.captured.copies
+        weights = sum(tensor.numel() for vertex, tensor in self.clean.items() if vertex not in copies)
+        return weights + TrainedBytes(self.trained_bytes, 0).moments + self.plan.host_memory
+
+    @functools.cached_property
+    def draws(self) -> bool:
+        """Whether the step takes random numbers from the user's generator."""
+        return any(call.rng is not None for call in self.graph.ops.values())
+
+    @functools.cached_property
+    def row_limits(self) -> dict[str, int]:
+        """Name of a tensor of the batch → rows of the smallest table that it looks things up in, as token ids do."""
+        names = {b.vertex: b.name for b in self.vertices_of(InputSource.BATCH)}
+        limits: dict[str, int] = {}
+        for vertex in self.graph.vertices:
+            call = self.graph.ops.get(vertex.id)
+            if call is None or not op_traits(call.name).row_lookup:
+                continue
+            table, indices = call.args[:2]
+            if isinstance(table, TensorArg) and isinstance(indices, TensorArg):
+                name, rows = names.get(vertex.inputs[indices.input][0]), table.spec.shape[0]
+                if name is not None:
+                    limits[name] = min(rows, limits.get(name, rows))
+        return limits
+
+    def frozen_of(self, model: torch.nn.Module) -> list[torch.Tensor]:
+        """The frozen weights and buffers of ``model`` that the step reads, and constants that lie on the host.
+
+        Raises:
+            CaptureError: a constant has another layout than when the step was captured.
+        """
+        settle_states(model)
+        named = {part.name: part.tensor for part in named_parts(model, remove_duplicate=False)}
+        return [named[b.name] for b in self.vertices_of(InputSource.FROZEN, InputSource.BUFFER)] + [
+            live_constant(self.captured, b) for b in self._host_constants
+        ]
+
+    def watched_of(self, model: torch.nn.Module) -> list[torch.Tensor]:
+        """All that the step loads from the host: ``frozen_of`` and tensors that a forward reads from elsewhere, such as
+        plain attributes, or other views of a weight's bytes."""
+        others = [*self.captured.constants.values(), *beside_weights(model)]
+        # Several devices may load one.
+        watched = {id(tensor): tensor for tensor in self.frozen_of(model)}
+        watched |= {id(tensor): tensor for tensor in others if tensor.is_cpu and id(tensor) not in watched}
+        return list(watched.values())
+
+    def trained_moved(self, model: torch.nn.Module) -> bool:
+        """Whether a trained weight lies elsewhere than where the plan loads it from."""
+        if not self.trained_on_host:
+            return False
+        named = self.parameters or dict(model.named_parameters())
+        bindings = self.vertices_of(InputSource.TRAINABLE)
+        with torch._C.DisableTorchFunctionSubclass():
+            return any(self.clean[b.vertex].data_ptr() != named[b.name].data_ptr() for b in bindings)
+
+    def moved(self, frozen: Sequence[torch.Tensor]) -> bool:
+        """Whether a tensor of ``frozen_of`` the model lies elsewhere than where the plan loads it from."""
+        bindings = [*self.vertices_of(InputSource.FROZEN, InputSource.BUFFER), *self._host_constants]
+        return any(self._elsewhere(b, tensor) for b, tensor in zip(bindings, frozen, strict=True))
+
+    def _elsewhere(self, binding: InputBinding, tensor: torch.Tensor) -> bool:
+        place = self.clean[binding.vertex].data_ptr()
+        if binding.parts > 1:
+            assert self.shards is not None
+            return self.shards.moved(binding, tensor, place)
+        return tensor.data_ptr() != place
+
+    @functools.cached_property
+    def _host_constants(self) -> tuple[InputBinding, ...]:
+        constants = self.captured.constants
+        return tuple(b for b in self.vertices_of(InputSource.CONSTANT) if constants[b.name].is_cpu)
+
+    def follow(self, model: torch.nn.Module) -> None:
+        """Load weights and buffers from where they lie now; ``load`` makes the executor that does so."""
+        self.unload()
+        self.clean = host_bytes(model, self.captured, self.shards)
+
+    def vertices_of(self, *sources: InputSource) -> list[InputBinding]:
+        """Inputs of the captured step by what they hold."""
+        return [b for b in self.captured.bindings if b.source in sources]
+
+
+def host_bytes(
+    model: torch.nn.Module, captured: CapturedStep, shards: ShardMemory | None = None
+) -> dict[int, torch.Tensor]:
+    """INPUT vertex → its bytes on the host, for everything the plan may drop and load again. ``shards`` has those of
+    parts of weights."""
+    named = {part.name: part.tensor for part in named_parts(model, remove_duplicate=False)}
+    host_bytes = {}
+    trained = _trained_on_host(captured)
+    cut = shared_weights(captured)
+    if shards is not None:
+        shards.keep([binding for binding in cut if binding.name in named], named)
+    for binding in captured.bindings:
+        if binding.source is InputSource.CONSTANT:
+            # One on a device has no elements.
+            host_bytes[binding.vertex] = bytes_of(live_constant(captured, binding).detach().cpu())
+        elif binding.source in (InputSource.FROZEN, InputSource.BUFFER) or binding in trained:
+            if binding.name not in named:
+                raise CaptureError(f"{binding.name}: captured as a {binding.source}, but the model no longer has it")
+            weight = named[binding.name].detach()
+            if shards is not None and binding in cut:
+                host_bytes[binding.vertex] = shards.bytes_of(binding, weight)
+            else:
+                host_bytes[binding.vertex] = bytes_of(weight)
+    return host_bytes
+
+
+def shared_weights(captured: CapturedStep) -> list[InputBinding]:
+    """Inputs that are parts of a weight."""
+    sources = InputSource.FROZEN, InputSource.BUFFER
+    return [binding for binding in captured.bindings if binding.parts > 1 and binding.source in sources]
+
+
+def _trained_on_host(captured: CapturedStep) -> list[InputBinding]:
+    """Inputs that hold trained weights of which the host has the bytes."""
+    on_host = {v.id for v in captured.graph.vertices if host_copy_exists(v)}
+    return [b for b in captured.bindings if b.source is InputSource.TRAINABLE and b.vertex in on_host]
+
+
+def describe(step: CompiledStep) -> str:
+    """One line for the user: what was captured and what the plan does."""
+    kernels = sum(v.kind is VertexKind.KERNEL for v in step.graph.vertices)
+    bound = {binding.vertex for binding in step.captured.bindings}
+    weights = sum(sum(v.sizes) for v in step.graph.vertices if host_copy_exists(v) and v.id in bound)
+    loaded, saved = link_bytes(step.plan)
+    which = "weights" if step.trained_on_host else "frozen weights"
+    return (
+        f"captured {kernels} kernels; budget {format_size(step.budget.total)} "
+        f"(arena {format_size(step.budget.arena)}); {format_size(step.resident_bytes)} of "
+        f"{format_size(weights)} {which} stay resident, "
+        f"{format_size(loaded)} reloaded and {format_size(saved)} offloaded each step"
+    )

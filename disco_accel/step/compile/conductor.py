@@ -1,0 +1,266 @@
+"""A prepared model's step on its way into the plan table: captured, planned, bound to the host's bytes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from disco_accel.capture.captured_step import CapturedStep
+from disco_accel.capture.fake_inputs import batch_tensors
+from disco_accel.capture.parts import named_parts
+from disco_accel.capture.step import Forward, capture_forward, capture_step
+from disco_accel.decompose.micro_batches import StepOnParts
+from disco_accel.errors import BudgetTooSmall
+from disco_accel.execute.executor import EngineOptions
+from disco_accel.graph.taskgraph import VertexKind
+from disco_accel.graph.traits import FOREIGN, Traits
+from disco_accel.measure.costs import Measured
+from disco_accel.native.backend import backend_of, run_device
+from disco_accel.plan import Machine
+from disco_accel.plan.plan_cache import PlanCache
+from disco_accel.simulate.simulator import Link, simulate
+from disco_accel.sizes import format_size
+from disco_accel.step.compile.budget_parts import BudgetFacts, leaving_bytes, outputs_bytes
+from disco_accel.step.compile.compiled_step import CompiledStep, host_bytes, shared_weights
+from disco_accel.step.compile.fitted_batch import FittedBatch
+from disco_accel.step.compile.memory_parts import require_host_memory
+from disco_accel.step.compile.pipeline import PlannerSettings, PlanStore
+from disco_accel.step.compile.plan_recipe import PlanRecipe
+from disco_accel.step.compile.planned_step import Chunks, StepToPlan, plan_in_chunks
+from disco_accel.step.compile.several_devices import Sharing, whole_step
+from disco_accel.step.placement.shard_memory import ShardMemory, packed_bytes
+from disco_accel.version import __version__
+
+logger = logging.getLogger("disco_accel")
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """How a step is planned and run; ``memory`` is the whole device budget, ``host_memory`` the host's, in bytes.
+
+    ``others``: as of ``BudgetBytes``; a step that does not fit beside them gets an arena of its own.
+    ``plan_seconds``: time for the search, None = as much work as the graph is worth. ``plan_cache``: folder for plans
+    of earlier runs; None = always plan. ``say``: told of each stage as it begins.
+    ``captured`` is called when the trace is over. ``trained``: as in ``capture_step``. ``gather`` puts host tensors
+    that a step loads, and that no attribute holds, where it loads them from fast. ``devices`` share the step, each
+    with ``memory``. ``shards``: name of a weight → the dimension that is cut, if each device gets a part of it;
+    ``shard_memory`` has these parts. ``chunks``: as in ``StepToPlan``. ``below``: seconds of a step in simulated time
+    that a plan must be faster than.
+    """
+
+    memory: int
+    host_memory: int
+    planner: str
+    policy: str
+    engine: EngineOptions
+    plan_seconds: float | None = None
+    plan_cache: str | None = None
+    contexts: Sequence[Callable[[], Any]] = ()
+    say: Callable[[str], None] = lambda _: None
+    captured: Callable[[], None] = lambda: None
+    trained: Traits = FOREIGN
+    gather: Callable[[Iterable[torch.Tensor]], None] = lambda _: None
+    devices: int = 1
+    shards: Mapping[str, int] | None = None
+    shard_memory: ShardMemory | None = None
+    chunks: Chunks = 1
+    below: float = float("inf")
+    others: int = 0
+
+
+class NotFaster(Exception):
+    """A step has a plan, which nobody wants: it takes ``seconds`` in simulated time."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(seconds)
+        self.seconds = seconds
+
+
+def compile_step(
+    model: torch.nn.Module,
+    fitted: FittedBatch,
+    *,
+    forward: Callable[..., Any],
+    options: CompileOptions,
+    outputs: Sequence[str] = ("loss",),
+    differentiated: int = 1,
+    cut: bool = False,
+) -> CompiledStep:
+    """Capture, record, plan and verify one training step of ``model`` for batches shaped like ``fitted``.
+
+    ``outputs``, ``differentiated``: as in ``capture_step``. ``cut``: the user gets outputs without padding, in
+    copies of their own.
+
+    Raises:
+        CaptureError: an op or module cannot be captured.
+        BudgetTooSmall: with ``needed`` and ``given`` as whole budgets, not arenas.
+        NotFaster: as ``options`` ask for.
+    """
+    began = time.perf_counter()
+    device, sharing = run_device(options.engine.device), _sharing(options, fitted)
+    captured = capture_step(
+        model,
+        fitted.part(0),
+        forward=forward,
+        contexts=options.contexts,
+        device=device,
+        outputs=outputs,
+        differentiated=differentiated,
+        trained=options.trained,
+        rewrite=sharing.of_one,
+    )
+    options.captured()
+    whole = whole_step(captured, sharing)
+    tensors = {k: v for k, v in fitted.batch.items() if isinstance(v, torch.Tensor)}
+    leaving = (1 + cut) * outputs_bytes(whole.captured)
+    return _compile(model, whole, sharing, tensors, leaving, options, began)
+
+
+def _sharing(options: CompileOptions, fitted: FittedBatch) -> Sharing:
+    """How devices share the step on ``fitted``."""
+    parallel = fitted.parallel if options.shards is None else "tensor"
+    return Sharing(options.devices, parallel, fitted.parts, fitted.divided, options.shards or {})
+
+
+def compile_forward(
+    model: torch.nn.Module,
+    kwargs: Mapping[str, Any],
+    *,
+    forward: Forward,
+    options: CompileOptions,
+    beside: Callable[[CapturedStep], int],
+    outside: Callable[[str], bool],
+) -> CompiledStep:
+    """As ``compile_step``, for what ``forward`` returns without gradients.
+
+    What ``outside`` names is written to memory of the caller's, as in ``capture_forward``. ``beside``: bytes of the
+    budget that the caller needs for itself, besides the batch, that memory and a copy of each other output.
+
+    Raises:
+        CaptureError: an op or module cannot be captured.
+        BudgetTooSmall: with ``needed`` and ``given`` as whole budgets, not arenas.
+    """
+    began = time.perf_counter()
+    device, sharing = run_device(options.engine.device), _sharing(options, FittedBatch(kwargs))
+    captured = capture_forward(
+        model,
+        kwargs,
+        forward=forward,
+        contexts=options.contexts,
+        device=device,
+        outside=outside,
+        rewrite=sharing.of_one,
+    )
+    options.captured()
+    outputs = sum(leaving_bytes(captured).values()) + beside(captured)
+    return _compile(model, whole_step(captured, sharing), sharing, batch_tensors(kwargs), outputs, options, began)
+
+
+def _compile(
+    model: torch.nn.Module,
+    whole: StepOnParts,
+    sharing: Sharing,
+    batch: Mapping[str, torch.Tensor],
+    outputs: int,
+    options: CompileOptions,
+    began: float,
+) -> CompiledStep:
+    """The rest of ``compile_step``; ``outputs``: bytes outside the arena for what leaves it."""
+    seconds = {"capture": time.perf_counter() - began}
+    engine, machine = options.engine, machine_of(options.engine)
+    costs = Measured(engine.device, engine.compute_threads, engine.compute_streams)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    # The host's optimizer has them, their gradients and its state there.
+    on_device = [] if options.trained.host_has_it else trainable
+    # Chunks round otherwise: whether there are any must not hang by the steps before.
+    others = options.others if options.chunks == 1 else 0
+    facts = BudgetFacts(options.memory, on_device, batch, outputs, others)
+    settings = PlannerSettings(options.planner, options.policy, machine, options.plan_seconds)
+    store, device = plan_store(options.plan_cache, engine), run_device(engine.device)
+    peers = options.devices > 1 and _copies_straight(engine, options.devices)
+    to_plan = StepToPlan(
+        whole, sharing, costs, facts, settings, options.chunks, device, store=store, say=options.say, peers=peers
+    )
+    alone = replace(facts, others=0)
+    try:
+        made = plan_in_chunks(to_plan)
+    except BudgetTooSmall:
+        if not facts.others:
+            raise
+        made = plan_in_chunks(replace(to_plan, facts=alone))
+    captured, planned = made.captured, made.planned
+    used = len({vertex.device for vertex in planned.graph.vertices if vertex.kind is VertexKind.KERNEL})
+    if used < options.devices:
+        logger.warning("devices: %d of %d have kernels: the step has no more layers", used, options.devices)
+    if options.below < float("inf"):
+        took = simulate(planned.plan, machine or Machine()).makespan
+        if took >= options.below:
+            raise NotFaster(took)
+    for note in planned.notes:
+        logger.warning("%s", note)
+    options.gather(captured.constants.values())
+    packed = _packed_bytes(model, captured, options)
+    offloaded = planned.plan.host_memory
+    require_host_memory(options.host_memory, planned.graph, offloaded, copies=captured.copies, packed=packed)
+    clean = host_bytes(model, captured, options.shard_memory)
+    step = CompiledStep(
+        captured,
+        planned.graph,
+        planned.plan,
+        planned.costs.records,
+        clean,
+        planned.budget,
+        engine,
+        seconds | planned.seconds,
+        planned.cache_use,
+        shards=options.shard_memory,
+        chunked_kernels=0 if made.chunks is None else made.chunks.kernels,
+        recipe=PlanRecipe(made.costed, alone.in_bytes(), settings, store),
+    )
+    return step
+
+
+def _copies_straight(engine: EngineOptions, count: int) -> bool:
+    backend = backend_of(run_device(engine.device))
+    return backend.copies_straight(backend.others(engine.devices, count))
+
+
+def _packed_bytes(model: torch.nn.Module, captured: CapturedStep, options: CompileOptions) -> int:
+    """Bytes of host memory for copies of parts of weights."""
+    cut = shared_weights(captured)
+    if options.shard_memory is None or not cut:
+        return 0
+    weights = {part.name: part.tensor for part in named_parts(model, remove_duplicate=False)}
+    packed = packed_bytes(cut, weights)
+    options.say(f"packing columns of weights for each device, {format_size(packed)} more of host memory")
+    return packed
+
+
+def plan_store(folder: str | None, engine: EngineOptions) -> PlanStore | None:
+    """Plans of earlier runs in ``folder``, of what runs as ``engine`` says; None without a folder."""
+    return None if folder is None else PlanStore(PlanCache(folder), _environment(engine))
+
+
+def _environment(engine: EngineOptions) -> dict[str, str]:
+    """What a stored plan depends on beside its graph and the planner."""
+    device = run_device(engine.device)
+    return {
+        "torch": torch.__version__,
+        "disco_accel": __version__,
+        "device": f"{device.type} {backend_of(device).hardware()}",
+        "threads": str(engine.compute_threads or torch.get_num_threads()),
+        "streams": str(engine.compute_streams),
+    }
+
+
+def machine_of(engine: EngineOptions) -> Machine | None:
+    """The machine that plans are compared on: the throttled link where there is one, else the planner's own."""
+    if engine.link_bandwidth is None:
+        return None
+    link = Link(engine.link_bandwidth, engine.link_latency)
+    return Machine(h2d=link, d2h=link, p2p=link)

@@ -1,0 +1,99 @@
+"""Forwards of a module inside a prepared model, called past it: they run without a plan, are counted and told once."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from disco_accel.step.capture_lock import in_capture
+from disco_accel.step.dynamo import not_compiled
+from disco_accel.step.run.observer import Fallback
+
+if TYPE_CHECKING:
+    from disco_accel.step.run.session import Session
+
+_CALL = "_compiled_call_impl"
+"""What ``Module.__call__`` takes in place of ``_call_impl`` where it is set, as ``Module.compile`` does: no hook that
+tracing sees, and neither copied nor pickled with the module."""
+_HALF = 0.5
+_thread = threading.local()
+
+
+@contextmanager
+def own_forward_runs() -> Iterator[None]:
+    """Around a forward that runs without a plan and is accounted for: calls inside it are its own."""
+    before = getattr(_thread, "inside", False)
+    _thread.inside = True
+    try:
+        yield
+    finally:
+        _thread.inside = before
+
+
+class InnerForwards:
+    """Watches those modules of a model that hold most of it."""
+
+    def __init__(self, state: Session, model: torch.nn.Module) -> None:
+        self._watched: list[tuple[weakref.ref[torch.nn.Module], Any, Any]] = []
+        reference = weakref.ref(state)
+        for name, module in inner_models(model):
+            before = module.__dict__.get(_CALL)
+            module.__dict__[_CALL] = call = _watch(reference, name, module, before)
+            self._watched.append((weakref.ref(module), call, before))
+
+    def remove(self) -> None:
+        """The modules' own calls again; one that the user has compiled since stays so."""
+        for reference, call, before in self._watched:
+            module = reference()
+            if module is not None and module.__dict__.get(_CALL) is call:
+                module.__dict__[_CALL] = before
+        self._watched.clear()
+
+
+def _watch(
+    state: weakref.ref[Session], name: str, module: torch.nn.Module, before: Callable[..., Any] | None
+) -> Callable[..., Any]:
+    original = before or module._call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or in_capture() or getattr(_thread, "inside", False):
+            return original(*args, **kwargs)
+        _count(state, name)
+        with own_forward_runs():
+            return original(*args, **kwargs)
+
+    # One that ``Module.compile`` has put there is still compiled.
+    call._disco = before is None  # type: ignore[attr-defined]
+    return call
+
+
+@not_compiled
+def _count(reference: weakref.ref[Session], name: str) -> None:
+    state = reference()
+    if state is None:
+        return
+    reason = (
+        f"{name}: called itself, past the model that is prepared, so that it runs without a plan and outside the "
+        "memory budget; call the prepared model, or prepare this module in its place"
+    )
+    state.observers.on_fallback(Fallback.INNER_FORWARD, reason)
+    state.say_once(reason)
+
+
+def inner_models(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Modules below ``model``, by name, that hold at least half of its parameters: what a user may take for it."""
+    whole = sum(p.numel() for p in model.parameters())
+    todo = [("", model)]
+    while todo:
+        above, module = todo.pop()
+        for child_name, child in module.named_children():
+            name = f"{above}.{child_name}" if above else child_name
+            most = sum(p.numel() for p in child.parameters()) >= _HALF * whole
+            if most and not isinstance(child, (torch.nn.ModuleList, torch.nn.Sequential)):
+                yield name, child
+                todo.append((name, child))
