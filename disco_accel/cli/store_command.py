@@ -25,7 +25,7 @@ _RATE = re.compile(r"(.*?)\s*/\s*s")
 
 def store_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``disco-accel store``."""
-    from disco_accel.store.policies import DEFAULT, POLICIES
+    from disco_accel.eviction import STORE_DEFAULT, STORE_POLICIES
 
     kinds = parser.add_subparsers(dest="kind", metavar="serve|stats|run", required=True)
     serve = kinds.add_parser("serve", help="hold tensors for the processes of this user, until Ctrl-C")
@@ -39,8 +39,8 @@ def store_arguments(parser: argparse.ArgumentParser) -> None:
     serve.add_argument("--device-kind", choices=("host", "cuda"), default="host", help=kinds_of_device)
     quotas = "the most that each client gets, or each of that label; may be given again (default: no limit)"
     serve.add_argument("--quota", metavar="[LABEL=]SIZE", action="append", default=[], help=quotas)
-    policies = f"which objects leave first: {', '.join(POLICIES)} (default: {DEFAULT})"
-    serve.add_argument("--policy", metavar="NAME", default=DEFAULT, help=policies)
+    policies = f"which objects leave first: {', '.join(STORE_POLICIES)} (default: {STORE_DEFAULT})"
+    serve.add_argument("--policy", metavar="NAME", default=STORE_DEFAULT, help=policies)
     serve.add_argument("--link-bandwidth", metavar="RATE", help="of the device's link: 20GB/s (default: no limit)")
     run.add_argument("--wait", metavar="SECONDS", help="that an allocation without room waits (default: 2)")
     run.add_argument("program", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the program and its arguments")

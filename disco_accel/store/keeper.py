@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Callable
 
 from disco_accel.errors import ExecutionError, StoreError, StoreFull
+from disco_accel.eviction import Policy
 from disco_accel.store.copy_lanes import Lanes
 from disco_accel.store.messages import Opcode, Tier
 from disco_accel.store.movements import Movements
 from disco_accel.store.objects import Holder, Move, Object, Waiter
-from disco_accel.store.policies import Policy, wait
 from disco_accel.store.room import Limits, Room
 from disco_accel.store.tiers import new_file
 
@@ -78,7 +78,7 @@ class Keeper:
     def get(self, item: Object, waiter: Waiter) -> None:
         """A lease on ``item`` for ``waiter``, at once if it is there."""
         now = self._clock()
-        item.used(now)
+        item.uses.used(now)
         self.counts.gets += 1
         loading = item.move is not None and item.move.load
         if item.file is not None and not loading:
@@ -105,7 +105,7 @@ class Keeper:
         else:
             del holder.leases[item]
         item.leases -= count
-        item.last_use = self._clock()
+        item.uses.last_use = self._clock()
         self.room.classify(item)
         if item.gone:
             self._moves.dispose(item)
@@ -119,8 +119,8 @@ class Keeper:
             assert item.file is not None
             if not self._tier.seal(item.file):
                 return False
-            item.final, item.last_use = True, now
-        item.next_use = None if seconds is None else now + seconds
+            item.final, item.uses.last_use = True, now
+        item.uses.next_use = None if seconds is None else now + seconds
         self.room.classify(item)
         self._moves.schedule(item)
         self._settle()
@@ -165,7 +165,7 @@ class Keeper:
         now = self._clock()
         while (id := self._moves.due.take(now)) is not None:
             item = self.objects.get(id)
-            if item is not None and item.device_file is None and item.move is None and item.next_use is not None:
+            if item is not None and item.device_file is None and item.move is None and item.uses.next_use is not None:
                 self._prefetch(item, now)
         if self._queue:
             self._settle()
@@ -251,7 +251,7 @@ class Keeper:
 
     def _later_than(self, item: Object) -> float | None:
         """Of a prefetch nobody waits for yet: only objects that are used later may leave for it."""
-        return None if item.waiters else wait(item.candidate(0.0), self._clock())
+        return None if item.waiters else item.uses.wait(self._clock())
 
     def _may_come(self, item: Object) -> bool:
         """Whether room for ``item`` is on its way."""
@@ -270,7 +270,7 @@ class Keeper:
         except ExecutionError as error:
             self._refuse(item, StoreFull(str(error)))
             return
-        item.device_file, item.arrived = file, self._clock()
+        item.device_file, item.uses.arrived = file, self._clock()
         self.room.device_used += item.room
         if item.host_file is None:
             self._answer_all(item)
@@ -329,12 +329,8 @@ class Keeper:
     def _prefetch(self, item: Object, now: float) -> None:
         self.room.regrant()
         missing = item.room - self.room.device_free
-        if (
-            missing <= 0
-            or self._moves.evict(missing, wait(item.candidate(0.0), now))
-            or self._moves.leaving() >= missing
-        ):
+        if missing <= 0 or self._moves.evict(missing, item.uses.wait(now)) or self._moves.leaving() >= missing:
             item.prefetching = True
             self._enqueue(item)
-        elif item.next_use is not None and now < item.next_use:
+        elif item.uses.next_use is not None and now < item.uses.next_use:
             self._moves.due.add(now + _RETRY, item.id, self.objects, len(self.objects))

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from disco_accel.errors import ExecutionError
-from disco_accel.store.busy_share import BusyShare
+from disco_accel.eviction import Candidate, Policy
 from disco_accel.store.copy_lanes import Lanes
 from disco_accel.store.due_times import DueTimes
 from disco_accel.store.messages import Tier
 from disco_accel.store.objects import Move, Object
-from disco_accel.store.policies import LEAD, Candidate, Policy, victims, wait
 from disco_accel.store.room import Room
 from disco_accel.store.tiers import new_file
+from disco_accel.store.victims import LEAD, BusyShare, victims
 
 _SPARE = 0.25
 """Part of the device that is kept free or clean where the host has room, so that an object that is brought back need
@@ -60,10 +60,16 @@ class Movements:
         free = [item for item in self.moving.values() if not item.leases and not item.waiters]
         return sum(item.room for item in free if item.move is not None and item.move.load is load)
 
-    def _candidates(self, pool: Iterable[Object], now: float) -> list[Candidate]:
+    def _candidates(self, pool: Iterable[Object], now: float) -> dict[int, Candidate]:
+        """``pool`` for the policy, by their ids."""
         seconds, queued = self.lanes.tier.seconds, self.lanes.queued[True]
         busy, queue = self._link_busy.at(now), seconds(queued) if queued else 0.0
-        return [item.candidate(seconds(item.nbytes), busy, queue) for item in pool]
+        made = {}
+        for item in pool:
+            fetch = seconds(item.nbytes)
+            save = 0.0 if item.host_file is not None else fetch
+            made[item.id] = item.uses.candidate(item.room, now, fetch, save, busy, queue)
+        return made
 
     def leaving(self) -> int:
         """Bytes of objects that can leave the device once they are saved."""
@@ -95,13 +101,13 @@ class Movements:
             return False
         pool: Iterable[Object] = self.room.idle.values()
         if later_than is not None:
-            pool = [item for item in pool if wait(item.candidate(0.0), now) > later_than]
+            pool = [item for item in pool if item.uses.wait(now) > later_than]
             if sum(item.room for item in pool) < nbytes:
                 return False
         candidates = self._candidates(pool, now)
         dropped = False
-        for victim in victims(self._policy, candidates, nbytes, now):
-            item = self._objects[victim.id]
+        for id in victims(self._policy, candidates, nbytes):
+            item = self._objects[id]
             if item.host_file is not None:
                 self.drop(item)
                 self.counts.evicted += 1
@@ -113,9 +119,10 @@ class Movements:
         if nbytes <= 0:
             return dropped
         # Host memory is full: those that have a copy there already can leave nevertheless.
-        clean = [c for c in candidates if c.id in self.room.idle and self._objects[c.id].host_file is not None]
-        for victim in victims(self._policy, clean, nbytes, now):
-            self.drop(self._objects[victim.id])
+        idle = self.room.idle
+        clean = {id: c for id, c in candidates.items() if id in idle and idle[id].host_file is not None}
+        for id in victims(self._policy, clean, nbytes):
+            self.drop(self._objects[id])
             self.counts.evicted += 1
             dropped = True
         return dropped
@@ -181,9 +188,9 @@ class Movements:
 
     def schedule(self, item: Object) -> None:
         """Note when an evicted object whose next use was announced has to start on its way back."""
-        if item.next_use is not None and item.tier is Tier.DEVICE and item.device_file is None:
+        if item.uses.next_use is not None and item.tier is Tier.DEVICE and item.device_file is None:
             queued = self.lanes.tier.seconds(self.lanes.queued[True])
-            start = item.next_use - LEAD * (self.lanes.tier.seconds(item.nbytes) + queued)
+            start = item.uses.next_use - LEAD * (self.lanes.tier.seconds(item.nbytes) + queued)
             self.due.add(max(start, self._clock()), item.id, self._objects, len(self._objects))
 
     def save_ahead(self) -> None:
@@ -196,5 +203,5 @@ class Movements:
         now = self._clock()
         dirty = [o for o in room.idle.values() if o.host_file is None and o.room <= room.host_free]
         if dirty:
-            best = max(self._candidates(dirty, now), key=lambda candidate: self._policy(candidate, now))
-            self.save(self._objects[best.id])
+            candidates = self._candidates(dirty, now)
+            self.save(self._objects[max(candidates, key=lambda id: self._policy(candidates[id]))])

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from disco_accel.store.messages import Opcode, Tier
-from disco_accel.store.policies import Candidate
+from disco_accel.store.victims import UseHistory
 
 
 @dataclass(eq=False, slots=True)
@@ -79,8 +79,7 @@ class Object:
     dtype: int
     nbytes: int
     room: int
-    arrived: float
-    last_use: float
+    uses: UseHistory
     final: bool = False
     gone: bool = False
     device_file: int | None = None
@@ -89,8 +88,6 @@ class Object:
     leases: int = 0
     waiters: list[Waiter] = field(default_factory=list)
     prefetching: bool = False
-    next_use: float | None = None
-    interval: float | None = None
 
     @property
     def file(self) -> int | None:
@@ -102,18 +99,6 @@ class Object:
         """Whether it is on the device and could leave."""
         resident = self.tier is Tier.DEVICE and self.device_file is not None
         return resident and self.final and not self.leases and self.move is None and not self.waiters
-
-    def used(self, now: float) -> None:
-        """Note a use: its history and an announcement that has come true."""
-        since = now - self.last_use
-        self.interval = since if self.interval is None else (self.interval + since) / 2
-        self.last_use, self.next_use = now, None
-
-    def candidate(self, seconds: float, link_busy: float = 0.0, link_queue: float = 0.0) -> Candidate:
-        """What policies know of it; ``seconds``: of a copy."""
-        save = 0.0 if self.host_file is not None else seconds
-        times = (self.arrived, self.last_use, seconds, save, self.next_use, self.interval)
-        return Candidate(self.id, self.room, *times, link_busy, link_queue)
 
 
 def room_of(nbytes: int, grain: int = mmap.PAGESIZE) -> int:

@@ -23,6 +23,7 @@ from disco_accel.store.messages import (
 )
 from disco_accel.store.objects import Holder, Object, Waiter, room_of
 from disco_accel.store.tiers import DeviceTier
+from disco_accel.store.victims import UseHistory
 
 _MAX_FIGURE = (1 << 63) - 1
 # Of Python 3.11, each member of an enumeration that is looked up by its class takes a call.
@@ -123,8 +124,7 @@ class Desk:
             nbytes=nbytes,
             # An empty one takes a descriptor of the store all the same.
             room=room_of(max(1, nbytes), grain),
-            arrived=now,
-            last_use=now,
+            uses=UseHistory(arrived=now, last_use=now),
         )
         self.keeper.add(item, Waiter(holder, request.number, request.opcode, now))
 

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from disco_accel.errors import DeviceLost, ExecutionError, StoreError, StoreFull
+from disco_accel.eviction import store_policy_named
 from disco_accel.store import place
 from disco_accel.store.copy_lanes import Lanes
 from disco_accel.store.grant_page import BEAT_SECONDS, GrantPage
 from disco_accel.store.keeper import Keeper
 from disco_accel.store.messages import MAX_DIMENSIONS, REQUEST, SILENT, Malformed, Opcode, Reply, Status, parse_request
 from disco_accel.store.objects import Holder, Object, Waiter
-from disco_accel.store.policies import policy_of
 from disco_accel.store.requests import Desk
 from disco_accel.store.room import Limits
 from disco_accel.store.tiers import DeviceTier, SharedMemoryTier
@@ -65,7 +65,7 @@ class Server:
         tier: DeviceTier | None = None,
     ) -> None:
         """``tier``: of the device; None: shared memory behind a link of ``link_bandwidth`` bytes/s."""
-        chosen = policy_of(policy)
+        chosen = store_policy_named(policy)
         self.path = path
         self._listener, self._lock = place.listen(path)
         self._wake_in, self._wake_out = socket.socketpair()
