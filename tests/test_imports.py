@@ -29,8 +29,9 @@ TORCH_FREE = (
     "shortage",
     "simulate",
     "sizes",
-    "store.figures",
+    "store.connection",
     "store.server",
+    "store.store_command",
     "testing.faults",
     "testing.strategies",
     "threads",
@@ -75,9 +76,9 @@ READS_ENVIRONMENT = {
     "disco_accel.config.machine_devices": "which GPUs a process sees, and where the processes of a run meet",
     "disco_accel.config.hf_environment": "a switch of transformers' loader",
     "disco_accel.native.extension": "the compiler's",
-    "disco_accel.store.preload": "that of the programs that it starts",
+    "disco_accel.store.store_command": "that of the programs that it starts",
     "disco_accel.store.cuda_tier": "whether the first visible GPU is the machine's first",
-    "disco_accel.store.place": "where a store listens, the folder of a user's sockets",
+    "disco_accel.store.socket_path": "where a store listens, the folder of a user's sockets",
     "disco_accel.native.plain_library": "the compiler's, where libraries are kept, whether to build them",
 }
 """Module → whose variables it reads or sets."""

@@ -20,12 +20,12 @@ from disco_accel.native.out_of_memory import typed_out_of_memory
 from disco_accel.step.compiled_step import CompiledStep
 from disco_accel.step.gradient_memory import GradientMemory
 from disco_accel.step.grant_source import GrantWithdrawn
-from disco_accel.step.host_claims import HostClaims, Piece
 from disco_accel.step.moving_budget import MovingBudget
 from disco_accel.step.placement import Placement
 from disco_accel.step.shard_memory import ShardMemory
 from disco_accel.step.update.planned_updates import PlannedUpdates
 from disco_accel.step.update.updated_step import StepWithUpdate
+from disco_accel.store.shared_budgets import HostClaims, Piece
 
 PlanKey = tuple[Hashable, ...]
 """All that a plan depends on."""

@@ -40,7 +40,6 @@ from disco_accel.step.gradients.accumulation import Accumulation
 from disco_accel.step.gradients.clipping_norms import norms_for_clipping
 from disco_accel.step.gradients.gradient_norms import GradientNorms
 from disco_accel.step.grant_source import GivenBudget, shared_grants
-from disco_accel.step.host_claims import HostClaims
 from disco_accel.step.last_fallback import LastFallback
 from disco_accel.step.memory_parts import require_host_memory
 from disco_accel.step.moving_budget import MovingBudget
@@ -66,6 +65,7 @@ from disco_accel.step.step_key import StepKey, model_state, step_key
 from disco_accel.step.step_stats import RunCounts, plan_figures
 from disco_accel.step.update.planned_updates import PlannedUpdates
 from disco_accel.step.verify_steps import StepVerifier
+from disco_accel.store.shared_budgets import HostClaims
 
 logger = logging.getLogger("disco_accel")
 

@@ -1,4 +1,4 @@
-"""What a store knows of its objects and of the clients that hold them."""
+"""The objects of a store and the clients that hold them, as data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from disco_accel.store.victims import UseHistory
 
 
 @dataclass(eq=False, slots=True)
-class Holder:
+class Client:
     """A client, as far as memory goes. ``label``: what it calls itself, "" for nothing. ``held``: what it has taken of
     its grant. ``first_class``: bytes of each device that its process holds apart from the store. ``devices``: those
     that its budget is of, as much on each. ``run``: a number that it has in common with processes that it waits for in
@@ -57,7 +57,7 @@ class Move:
 class Waiter(NamedTuple):
     """A request that is answered when its object is there."""
 
-    holder: Holder
+    client: Client
     number: int
     opcode: Opcode
     since: float
@@ -67,18 +67,19 @@ class Waiter(NamedTuple):
 class Object:
     """One tensor. ``final``: it was put. ``gone``: its name is free, and its memory is once nobody has a lease.
 
-    ``room``: its bytes in whole pages, or in the device's grains. ``device_file``, ``host_file``: its memory in each
-    tier, None where it has none; an object of the host tier lives in its ``host_file``. One with both is clean: its
-    device memory can be dropped. While it moves, ``move`` has both files, of which the target is not the object's yet.
+    ``footprint``: its bytes in whole pages, or in the device's grains. ``device_file``, ``host_file``: its memory in
+    each tier, None where it has none; an object of the host tier lives in its ``host_file``. One with both is clean:
+    its device memory can be dropped. While it moves, ``move`` has both files, of which the target is not the object's
+    yet.
     """
 
     id: int
-    owner: Holder
+    owner: Client
     tier: Tier
     shape: tuple[int, ...]
     dtype: int
     nbytes: int
-    room: int
+    footprint: int
     uses: UseHistory
     final: bool = False
     gone: bool = False
@@ -101,6 +102,6 @@ class Object:
         return resident and self.final and not self.leases and self.move is None and not self.waiters
 
 
-def room_of(nbytes: int, grain: int = mmap.PAGESIZE) -> int:
+def footprint_of(nbytes: int, grain: int = mmap.PAGESIZE) -> int:
     """``nbytes`` in whole pages, or in whole multiples of ``grain``."""
     return -(-nbytes // grain) * grain
