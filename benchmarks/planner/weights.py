@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 from benchmarks.planner.chain import chain_of, residents_of
 from disco_accel.errors import ConfigError, PlanError
+from disco_accel.eviction import policy_named
 from disco_accel.graph.check import check_taskgraph
 from disco_accel.graph.files import read_taskgraph
 from disco_accel.graph.taskgraph import TaskGraph, with_memory
@@ -26,7 +27,6 @@ from disco_accel.plan.beaumont.selection import Instance, Layer
 from disco_accel.plan.beaumont.solve import solve
 from disco_accel.plan.bound.lower_bound import bound_of
 from disco_accel.plan.buildmemgraph.builder import build
-from disco_accel.plan.buildmemgraph.eviction import policy_named
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.simulate.simulator import Link, Machine, simulate
 from disco_accel.sizes import format_size, parse_size

@@ -29,7 +29,7 @@ import torch
 from disco_accel.errors import DiscoError, StoreError, StoreGone
 from disco_accel.store.client import Store
 from disco_accel.store.connection import receive
-from disco_accel.store.messages import REPLY, REQUEST, Opcode, Request, Status, Tier, parse_reply, words_of
+from disco_accel.store.messages import REPLY, REQUEST, Opcode, ReplyStatus, Request, Tier, parse_reply, words_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = ("--host", "24MiB", "--device", "8MiB")
@@ -179,7 +179,7 @@ def _read_all(raw: socket.socket, found: Damaged, names: list[int]) -> None:
         reply = parse_reply(data)
         if reply.number == 0xFFFFFFFF:
             return
-        if reply.status is Status.OK:
+        if reply.status is ReplyStatus.OK:
             found.taken += 1
             if reply.object and reply.object not in names:
                 names.append(reply.object)

@@ -24,12 +24,12 @@ import torch
 from benchmarks.common.compare import same_bits
 from benchmarks.common.provenance import provenance
 from benchmarks.store.suite import serve
-from disco_accel.cli.store_command import parse_rate
 from disco_accel.graph.files import write_atomically
 from disco_accel.sizes import format_size
 from disco_accel.store.client import Store
 from disco_accel.store.offload import offload
 from disco_accel.store.saved_activations import saved_activations
+from disco_accel.store.store_command import parse_rate
 from tests.support.models import tiny_lora
 
 SHAPE = {"layers": 6, "hidden": 256, "vocabulary": 512, "max_position_embeddings": 512}

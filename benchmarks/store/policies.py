@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.provenance import provenance
+from disco_accel.eviction import STORE_POLICIES, Candidate, Policy
 from disco_accel.graph.files import write_atomically
-from disco_accel.store.busy_share import BusyShare
-from disco_accel.store.policies import LEAD, POLICIES, Candidate, Policy, victims, wait
+from disco_accel.store.victims import LEAD, BusyShare, UseHistory, victims
 
 MIB = 1 << 20
 LATENCY = 1e-4
@@ -74,11 +74,9 @@ class Simulation:
     link: float = 0.0
     """When it is free."""
     busy: BusyShare = field(default_factory=BusyShare)
-    arrived: dict[int, float] = field(default_factory=dict)
+    objects: dict[int, UseHistory] = field(default_factory=dict)
     ready: dict[int, float] = field(default_factory=dict)
-    last: dict[int, float] = field(default_factory=dict)
-    interval: dict[int, float] = field(default_factory=dict)
-    announced: dict[int, float] = field(default_factory=dict)
+    """Of those on the device: when they came."""
     due: list[tuple[float, int]] = field(default_factory=list)
 
     def run(self, sequence: Sequence[Use]) -> dict[str, float]:
@@ -100,28 +98,28 @@ class Simulation:
 
     def _use(self, use: Use, after: float | None) -> None:
         now, id = use.time, use.id
-        created = id not in self.last
-        if not created:
-            since = now - self.last[id]
-            self.interval[id] = (self.interval.get(id, since) + since) / 2
-        self.last[id] = now
-        self.announced.pop(id, None)
-        if id not in self.arrived:
+        created = id not in self.objects
+        if created:
+            self.objects[id] = UseHistory(now, now)
+        else:
+            self.objects[id].used(now)
+        if id not in self.ready:
             self._make_room(self._candidates(now), self._missing(id), now)
             self._arrive(id, now, now if created else self._load(id, now))
         self.hits += self.ready[id] <= now
         self.stalled += max(0.0, self.ready[id] - now)
         if use.announced and after is not None:
-            self.announced[id] = after
+            self.objects[id].next_use = after
 
     def _bring_ahead(self, now: float, id: int) -> None:
         """``id``, if only objects that are used later have to leave for it."""
-        if id in self.arrived or id not in self.announced:
+        announced = self.objects[id].next_use
+        if id in self.ready or announced is None:
             return
-        away = self.announced[id] - now
-        later = [candidate for candidate in self._candidates(now) if wait(candidate, now) > away]
+        away = announced - now
+        later = {other: candidate for other, candidate in self._candidates(now).items() if candidate.wait > away}
         missing = self._missing(id)
-        if sum(candidate.nbytes for candidate in later) >= missing:
+        if sum(candidate.nbytes for candidate in later.values()) >= missing:
             self._make_room(later, missing, now)
             self._arrive(id, now, self._load(id, now))
         elif away > 0:
@@ -130,24 +128,22 @@ class Simulation:
     def _missing(self, id: int) -> int:
         return self.sizes[id] - (self.room - self.used)
 
-    def _candidates(self, now: float) -> list[Candidate]:
+    def _candidates(self, now: float) -> dict[int, Candidate]:
         queue, busy = max(0.0, self.link - now), self.busy.at(now)
-        return [
-            Candidate(
-                *(n, self.sizes[n], came, self.last[n], self._seconds(n), 0.0),
-                *(self.announced.get(n), self.interval.get(n), busy, queue),
-            )
-            for n, came in self.arrived.items()
-            if self.ready[n] <= now
-        ]
+        return {
+            id: self.objects[id].candidate(self.sizes[id], now, self._seconds(id), 0.0, busy, queue)
+            for id, ready in self.ready.items()
+            if ready <= now
+        }
 
-    def _make_room(self, candidates: Sequence[Candidate], missing: int, now: float) -> None:
-        for victim in victims(self.policy, candidates, missing, now):
-            del self.arrived[victim.id]
-            self.used -= victim.nbytes
-            if victim.id in self.announced:
-                lead = LEAD * (self._seconds(victim.id) + max(0.0, self.link - now))
-                heapq.heappush(self.due, (max(now, self.announced[victim.id] - lead), victim.id))
+    def _make_room(self, candidates: Mapping[int, Candidate], missing: int, now: float) -> None:
+        for id in victims(self.policy, candidates, missing):
+            del self.ready[id]
+            self.used -= self.sizes[id]
+            announced = self.objects[id].next_use
+            if announced is not None:
+                lead = LEAD * (self._seconds(id) + max(0.0, self.link - now))
+                heapq.heappush(self.due, (max(now, announced - lead), id))
 
     def _load(self, id: int, now: float) -> float:
         """When it has come over the link."""
@@ -158,7 +154,7 @@ class Simulation:
         return self.link
 
     def _arrive(self, id: int, now: float, ready: float) -> None:
-        self.arrived[id], self.ready[id] = now, ready
+        self.objects[id].arrived, self.ready[id] = now, ready
         self.used += self.sizes[id]
 
     def _seconds(self, id: int) -> float:
@@ -169,12 +165,12 @@ def policies(seeds: int, seconds: float) -> list[dict[str, Any]]:
     """Each policy on the same sequences: medians over seeds, and the range of the stalls."""
     rows = []
     for bandwidth, share in SETTINGS:
-        found: dict[str, list[dict[str, float]]] = {name: [] for name in POLICIES}
+        found: dict[str, list[dict[str, float]]] = {name: [] for name in STORE_POLICIES}
         for seed in range(seeds):
             rng = random.Random(seed)
             sizes = [int(MIB * 64 ** rng.random()) for _ in range(60)]
             sequence = uses(rng, share, sizes, seconds)
-            for name, policy in POLICIES.items():
+            for name, policy in STORE_POLICIES.items():
                 found[name].append(Simulation(policy, sizes, sum(sizes) // 2, bandwidth).run(sequence))
         for name, runs in found.items():
             middle = {key: statistics.median(run[key] for run in runs) for key in runs[0]}

@@ -23,9 +23,9 @@ import torch
 
 from benchmarks.common.provenance import provenance
 from benchmarks.store.policies import MIB, uses
+from disco_accel.eviction import STORE_POLICIES
 from disco_accel.graph.files import write_atomically
 from disco_accel.store.client import Store
-from disco_accel.store.policies import POLICIES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -124,7 +124,7 @@ def real(seconds: float) -> list[dict[str, Any]]:
     nexts: dict[int, list[float]] = {}
     for use in sequence:
         nexts.setdefault(use.id, []).append(use.time)
-    for name in POLICIES:
+    for name in STORE_POLICIES:
         with tempfile.TemporaryDirectory(prefix="disco-store-") as folder:
             options = ("--host", "1GiB", "--device", f"{sum(sizes) // 2}B", "--link-bandwidth", "625000000B/s")
             process, store = serve(Path(folder), *options, "--policy", name)

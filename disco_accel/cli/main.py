@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from disco_accel.cli import bound_command, convert_command, recipe_commands, simulate_command, store_command
+from disco_accel.cli import bound_command, convert_command, recipe_commands, simulate_command
 from disco_accel.errors import BudgetTooSmall, ConfigError, DiscoError, VerifyError
 from disco_accel.sizes import parse_size
+from disco_accel.store import store_command
 
 if TYPE_CHECKING:
     from disco_accel.graph.taskgraph import TaskGraph

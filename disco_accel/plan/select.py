@@ -9,6 +9,7 @@ from functools import partial
 from typing import Protocol
 
 from disco_accel.errors import BudgetTooSmall, ConfigError, PlanError
+from disco_accel.eviction import AUTO, Policy, policy_named
 from disco_accel.gc_pause import collector_paused
 from disco_accel.graph.check import called, check_taskgraph
 from disco_accel.graph.home_uses import host_devices
@@ -24,7 +25,6 @@ from disco_accel.graph.values import (
     outlives_step,
 )
 from disco_accel.plan.buildmemgraph.builder import build
-from disco_accel.plan.buildmemgraph.eviction import AUTO, Policy, policy_named
 from disco_accel.plan.buildmemgraph.min_memory import (
     Attempt,
     first_fitting,

@@ -16,12 +16,12 @@ import torch
 
 from disco_accel.errors import ConfigError, StoreError, StoreFull, StoreGone
 from disco_accel.native.shared_memory import lay_over, map_file
-from disco_accel.store import offload, place, saved_activations
-from disco_accel.store.connection import Channel
+from disco_accel.store import offload, saved_activations
+from disco_accel.store.connection import Channel, ask_figures, ask_page
 from disco_accel.store.cuda_objects import CudaObjects
-from disco_accel.store.figures import DEVICE_PAGE, ask_figures, ask_page
 from disco_accel.store.grant_page import GrantView
 from disco_accel.store.messages import (
+    DEVICE_PAGE,
     DTYPES,
     MAX_AMOUNT,
     MAX_DEVICES,
@@ -36,7 +36,8 @@ from disco_accel.store.messages import (
     nbytes_of,
     words_of,
 )
-from disco_accel.store.objects import room_of
+from disco_accel.store.objects import footprint_of
+from disco_accel.store.socket_path import client_label, socket_path
 from disco_accel.store.tiers import DeviceKind
 
 TIMEOUT = 300.0
@@ -82,8 +83,8 @@ class Store:
             StoreGone: none listens there.
             StoreError, ConfigError: it, or the folder of its socket, is not this user's own, or there is no such label.
         """
-        name = place.label(label)
-        channel = Channel(place.socket_path(path), timeout)
+        name = client_label(label)
+        channel = Channel(socket_path(path), timeout)
         if name:
             try:
                 channel.ask(Request(Opcode.LABEL, shape=words_of(name)))
@@ -349,10 +350,10 @@ class Store:
                 memory = self._gpu.map(file, nbytes, writes=bool(reply.amount), freed=release)
                 return memory if reply.amount else memory[:nbytes].view(_TORCH[reply.dtype])
             if reply.amount:
-                return map_file(file, room_of(nbytes), shared_writes=True, freed=release)
+                return map_file(file, footprint_of(nbytes), shared_writes=True, freed=release)
             dtype = _TORCH[reply.dtype]
             return map_file(
-                *(file, room_of(nbytes)),
+                *(file, footprint_of(nbytes)),
                 shared_writes=False,
                 freed=release,
                 dtype=dtype,

@@ -13,10 +13,22 @@ import time
 import weakref
 from collections import deque
 from pathlib import Path
+from typing import Any
 
 from disco_accel.errors import StoreError, StoreFull, StoreGone
-from disco_accel.store import place
-from disco_accel.store.messages import REPLY, Malformed, Opcode, Reply, Request, Status, parse_reply
+from disco_accel.store.messages import (
+    CLIENT_FIGURES,
+    FIGURES,
+    REPLY,
+    STATS_PAGES,
+    Malformed,
+    Opcode,
+    Reply,
+    ReplyStatus,
+    Request,
+    parse_reply,
+)
+from disco_accel.store.socket_path import connect
 
 # Numbers, not flags of an enumeration: combining those takes microseconds of each message.
 _AT_ONCE = int(socket.MSG_NOSIGNAL) | int(socket.MSG_DONTWAIT)
@@ -38,7 +50,7 @@ class Channel:
         """Connect. ``timeout``: seconds after which a store that does not answer counts as gone."""
         self.path = path
         self._timeout = timeout
-        self._socket = place.connect(path, timeout)
+        self._socket = connect(path, timeout)
         # Of the operating system, not Python's: that one would make sends wait too.
         whole = int(timeout)
         limit = struct.pack("ll", whole, int((timeout - whole) * 1e6))
@@ -84,11 +96,11 @@ class Channel:
             raise
         finally:
             self._send_told()
-        if reply.status is Status.OK:
+        if reply.status is ReplyStatus.OK:
             return reply, file
         if file is not None:
             os.close(file)
-        raise (StoreFull if reply.status is Status.FULL else StoreError)(f"store: {reply.text}")
+        raise (StoreFull if reply.status is ReplyStatus.FULL else StoreError)(f"store: {reply.text}")
 
     def tell(self, request: Request) -> None:
         """Send ``request`` soon, without an error: where the store is gone, it needs not be told."""
@@ -232,8 +244,35 @@ class Channel:
         """Nobody waits for ``reply``, of a request that an exception ended: give back what it brought."""
         if file is not None:
             os.close(file)
-        if opcode in _GIVES_BACK and reply.status is Status.OK:
+        if opcode in _GIVES_BACK and reply.status is ReplyStatus.OK:
             self.tell(Request(_GIVES_BACK[opcode], object=reply.object))
+
+
+def ask_page(channel: Channel, page: int) -> dict[str, int]:
+    """The figures of one page about the store, by name. Raises StoreGone."""
+    figures = channel.ask(Request(Opcode.STATS, amount=page))[0].figures
+    return {name: value for name, value in zip(FIGURES[page], figures, strict=True) if name}
+
+
+def ask_figures(channel: Channel) -> dict[str, Any]:
+    """All figures of the store, and under ``clients`` those of each client. Raises StoreGone."""
+    found: dict[str, Any] = {}
+    pages = 0
+    for page, names in enumerate(FIGURES):
+        reply = channel.ask(Request(Opcode.STATS, amount=page))[0]
+        pages = reply.amount
+        found |= {name: value for name, value in zip(names, reply.figures, strict=True) if name}
+    clients: list[dict[str, Any]] = []
+    for page in range(STATS_PAGES, pages):
+        try:
+            reply = channel.ask(Request(Opcode.STATS, amount=page))[0]
+        except StoreError:
+            # One has ended meanwhile.
+            channel.check()
+            break
+        named = {"label": reply.text} if reply.text else {}
+        clients.append(dict(zip(CLIENT_FIGURES, reply.figures, strict=True)) | named)
+    return found | {"clients": clients}
 
 
 def receive(connection: socket.socket, size: int, flags: int = 0) -> tuple[bytes, list[int]]:

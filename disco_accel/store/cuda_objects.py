@@ -23,7 +23,7 @@ import torch
 from disco_accel.errors import DeviceLost, ExecutionError, StoreError
 from disco_accel.native.cuda_driver import cuda_driver
 from disco_accel.native.cuda_shared_memory import CudaMapping, imported
-from disco_accel.store.objects import room_of
+from disco_accel.store.objects import footprint_of
 from disco_accel.threads import start_thread
 
 _DRAIN_SECONDS = 30.0
@@ -104,7 +104,7 @@ class CudaObjects:
         _refuse_capture()
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8, device=self.device)
-        mapping = imported(self.device.index, file, room_of(nbytes, self._grain), writes=writes)
+        mapping = imported(self.device.index, file, footprint_of(nbytes, self._grain), writes=writes)
         exposed = _Exposed(mapping)
         try:
             made: torch.Tensor = torch.as_tensor(exposed, device=self.device)

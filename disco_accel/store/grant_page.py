@@ -1,7 +1,7 @@
 """A page of memory that the store writes and one client reads: its budget, without a message.
 
-Four 8-byte little-endian words: the granted bytes; how often they have changed; when the store last looked, in
-nanoseconds of CLOCK_MONOTONIC; the store's process id. Each is written whole.
+Two 8-byte little-endian words, each written whole: the granted bytes; the time at which the store last looked, in
+nanoseconds of CLOCK_MONOTONIC.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 
 from disco_accel.native.shared_memory import WHOLE, Seal, add_seals, create_file
 
-GRANT, CHANGES, SEEN, STORE = range(4)
+GRANT, SEEN = range(2)
 """Places of the words."""
 BEAT_SECONDS = 0.25
 """The store renews ``SEEN`` that often."""
@@ -28,21 +28,18 @@ class GrantPage:
         self._memory = mmap.mmap(self.file, mmap.PAGESIZE)
         add_seals(self.file, WHOLE | Seal.FUTURE_WRITE | Seal.SEALS)
         self._words = memoryview(self._memory).cast("q")
-        self._words[STORE] = os.getpid()
         self.beat()
 
     def write(self, grant: int) -> None:
         """The client has ``grant`` bytes from now on."""
-        if self._words[GRANT] != grant:
-            self._words[GRANT] = grant
-            self._words[CHANGES] += 1
+        self._words[GRANT] = grant
 
     def beat(self) -> None:
         """The store is there."""
         self._words[SEEN] = time.monotonic_ns()
 
     def close(self) -> None:
-        """Let go of the page; the client's mapping stays as it is."""
+        """Free the page; the client's mapping stays as it is."""
         self._words.release()
         self._memory.close()
         os.close(self.file)
@@ -60,11 +57,6 @@ class GrantView:
     def grant(self) -> int:
         """Bytes that the client may hold now."""
         return self._words[GRANT]
-
-    @property
-    def changes(self) -> int:
-        """How often the grant has changed."""
-        return self._words[CHANGES]
 
     @property
     def silent(self) -> bool:

@@ -75,7 +75,7 @@ SILENT = (Opcode.RELEASE, Opcode.HELD, Opcode.FIRST_CLASS)
 """Opcodes that have no reply, unless they are malformed. Looked up by identity: hashing one takes a call of Python."""
 
 
-class Status(IntEnum):
+class ReplyStatus(IntEnum):
     """How a request ended."""
 
     OK = 0
@@ -97,6 +97,24 @@ DTYPES: tuple[tuple[str, int], ...] = (
     *(("float8_e4m3fn", 1), ("float8_e5m2", 1), ("uint16", 2), ("uint32", 4), ("uint64", 8)),
 )
 """Name in torch and bytes of each element type; its place is its number on the wire. New ones go to the end."""
+
+
+FIGURES: tuple[tuple[str, ...], ...] = (
+    (
+        *("host_bytes", "host_used", "device_bytes", "device_used", "device_idle"),
+        *("first_class", "budgets", "waited_for"),
+    ),
+    ("gets", "hits", "fetched", "prefetched", "evicted", "dropped", "malformed", "clients"),
+    ("saved_bytes", "loaded_bytes", "stalled_microseconds", "objects", "link_bandwidth", "jobs", "quota", ""),
+    ("device_kind", "device_grain", "device_id_low", "device_id_high", "", "", "", ""),
+)
+"""Names of the figures on each page, in their order. ``quota``: of the client that asks; 0: none."""
+CLIENT_FIGURES = ("pid", "objects", "bytes", "leases", "grant", "held", "first_class", "least")
+"""Names of the figures on a client's page."""
+STATS_PAGES = len(FIGURES)
+"""Pages of figures about the store; one for each client follows."""
+DEVICE_PAGE = 3
+"""The page of figures about the device."""
 
 
 class Malformed(StoreError):
@@ -130,7 +148,7 @@ class Request(NamedTuple):
 class Reply(NamedTuple):
     """One reply. ``figures``: those of ``STATS``, or the shape of an object in its first ``dimensions`` places."""
 
-    status: Status
+    status: ReplyStatus
     number: int
     amount: int = 0
     object: int = 0
@@ -177,7 +195,7 @@ def parse_request(data: bytes) -> Request:
 
 _LABEL = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 _PADDING, _NO_BYTES = slice(34, 40), b"\0" * 6
-_STATUSES = tuple(Status)
+_STATUSES = tuple(ReplyStatus)
 
 
 class _Use(NamedTuple):
@@ -292,7 +310,7 @@ def parse_reply(data: bytes) -> Reply:
     version, status, device, number, amount, name, dtype, dimensions, *figures, text = REPLY.unpack(data)
     if version != VERSION:
         raise Malformed(f"the store speaks version {version} of messages, this client {VERSION}: start it anew")
-    if status >= len(Status) or dtype >= len(DTYPES) or dimensions > MAX_DIMENSIONS:
+    if status >= len(ReplyStatus) or dtype >= len(DTYPES) or dimensions > MAX_DIMENSIONS:
         raise Malformed(f"a reply of status {status}, element type {dtype}, {dimensions} dimensions")
     words = text.rstrip(b"\0").decode(errors="replace") if text[0] else ""
     return Reply(_STATUSES[status], number, amount, name, device, dtype, dimensions, tuple(figures), words)

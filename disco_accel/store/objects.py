@@ -1,4 +1,4 @@
-"""What a store knows of its objects and of the clients that hold them."""
+"""The objects of a store and the clients that hold them, as data."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from disco_accel.store.messages import Opcode, Tier
-from disco_accel.store.policies import Candidate
+from disco_accel.store.victims import UseHistory
 
 
 @dataclass(eq=False, slots=True)
-class Holder:
+class Client:
     """A client, as far as memory goes. ``label``: what it calls itself, "" for nothing. ``held``: what it has taken of
     its grant. ``first_class``: bytes of each device that its process holds apart from the store. ``devices``: those
     that its budget is of, as much on each. ``run``: a number that it has in common with processes that it waits for in
@@ -57,7 +57,7 @@ class Move:
 class Waiter(NamedTuple):
     """A request that is answered when its object is there."""
 
-    holder: Holder
+    client: Client
     number: int
     opcode: Opcode
     since: float
@@ -67,20 +67,20 @@ class Waiter(NamedTuple):
 class Object:
     """One tensor. ``final``: it was put. ``gone``: its name is free, and its memory is once nobody has a lease.
 
-    ``room``: its bytes in whole pages, or in the device's grains. ``device_file``, ``host_file``: its memory in each
-    tier, None where it has none; an object of the host tier lives in its ``host_file``. One with both is clean: its
-    device memory can be dropped. While it moves, ``move`` has both files, of which the target is not the object's yet.
+    ``footprint``: its bytes in whole pages, or in the device's grains. ``device_file``, ``host_file``: its memory in
+    each tier, None where it has none; an object of the host tier lives in its ``host_file``. One with both is clean:
+    its device memory can be dropped. While it moves, ``move`` has both files, of which the target is not the object's
+    yet.
     """
 
     id: int
-    owner: Holder
+    owner: Client
     tier: Tier
     shape: tuple[int, ...]
     dtype: int
     nbytes: int
-    room: int
-    arrived: float
-    last_use: float
+    footprint: int
+    uses: UseHistory
     final: bool = False
     gone: bool = False
     device_file: int | None = None
@@ -89,8 +89,6 @@ class Object:
     leases: int = 0
     waiters: list[Waiter] = field(default_factory=list)
     prefetching: bool = False
-    next_use: float | None = None
-    interval: float | None = None
 
     @property
     def file(self) -> int | None:
@@ -103,19 +101,7 @@ class Object:
         resident = self.tier is Tier.DEVICE and self.device_file is not None
         return resident and self.final and not self.leases and self.move is None and not self.waiters
 
-    def used(self, now: float) -> None:
-        """Note a use: its history and an announcement that has come true."""
-        since = now - self.last_use
-        self.interval = since if self.interval is None else (self.interval + since) / 2
-        self.last_use, self.next_use = now, None
 
-    def candidate(self, seconds: float, link_busy: float = 0.0, link_queue: float = 0.0) -> Candidate:
-        """What policies know of it; ``seconds``: of a copy."""
-        save = 0.0 if self.host_file is not None else seconds
-        times = (self.arrived, self.last_use, seconds, save, self.next_use, self.interval)
-        return Candidate(self.id, self.room, *times, link_busy, link_queue)
-
-
-def room_of(nbytes: int, grain: int = mmap.PAGESIZE) -> int:
+def footprint_of(nbytes: int, grain: int = mmap.PAGESIZE) -> int:
     """``nbytes`` in whole pages, or in whole multiples of ``grain``."""
     return -(-nbytes // grain) * grain

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from disco_accel.store.stored_object import Span, StoredObject
+from disco_accel.store.stored_object import ByteSpan, StoredObject
 
 _KEPT = 4
 """Objects. A LoRA step of a tiny Llama (``benchmarks.store.offload``) stores 103 objects with 1, 85 with 2 to 8, 79
@@ -27,7 +27,7 @@ class _Recent:
 
     object: weakref.ref[StoredObject]
     storage: StorageWeakRef | None = None
-    span: Span | None = None
+    span: ByteSpan | None = None
 
 
 class RecentObjects:
@@ -38,7 +38,7 @@ class RecentObjects:
         self._lock = threading.Lock()
         self._most = int(_SHARE * device_bytes)
 
-    def stored(self, tensor: torch.Tensor, span: Span, item: StoredObject, memory: torch.Tensor) -> None:
+    def stored(self, tensor: torch.Tensor, span: ByteSpan, item: StoredObject, memory: torch.Tensor) -> None:
         """``item`` has the bytes ``span`` of ``tensor``'s storage, in ``memory``."""
         self._add(_Recent(weakref.ref(item), StorageWeakRef(tensor.untyped_storage()), span), item, memory)
 
@@ -46,7 +46,7 @@ class RecentObjects:
         """``item`` came back, in ``memory``, and is used again."""
         self._add(_Recent(weakref.ref(item)), item, memory)
 
-    def find(self, tensor: torch.Tensor, span: Span) -> tuple[StoredObject, Span] | None:
+    def find(self, tensor: torch.Tensor, span: ByteSpan) -> tuple[StoredObject, ByteSpan] | None:
         """An object with the bytes ``span`` of ``tensor``'s storage as they are now, and the bytes that it has.
 
         They are compared: ``.data`` and NumPy write to a storage and leave its version as it was.

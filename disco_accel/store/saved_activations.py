@@ -12,9 +12,17 @@ from contextlib import contextmanager
 import torch
 
 from disco_accel.errors import ConfigError, StoreError, StoreFull
-from disco_accel.store.object_store import ObjectStore
 from disco_accel.store.recent_objects import RecentObjects
-from disco_accel.store.stored_object import Freer, Layout, StoredObject, extent, freer_of, span_of, store_bytes
+from disco_accel.store.stored_object import (
+    Freer,
+    Layout,
+    ObjectStore,
+    StoredObject,
+    extent,
+    freer_of,
+    span_of,
+    store_bytes,
+)
 from disco_accel.store.use_order import UseOrder
 
 MIN_BYTES = 1 << 20

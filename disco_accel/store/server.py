@@ -14,23 +14,31 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from disco_accel.errors import DeviceLost, ExecutionError, StoreError, StoreFull
-from disco_accel.store import place
-from disco_accel.store.copy_lanes import Lanes
+from disco_accel.eviction import store_policy_named
+from disco_accel.store.capacity_ledger import Limits
 from disco_accel.store.grant_page import BEAT_SECONDS, GrantPage
-from disco_accel.store.keeper import Keeper
-from disco_accel.store.messages import MAX_DIMENSIONS, REQUEST, SILENT, Malformed, Opcode, Reply, Status, parse_request
-from disco_accel.store.objects import Holder, Object, Waiter
-from disco_accel.store.policies import policy_of
-from disco_accel.store.requests import Desk
-from disco_accel.store.room import Limits
-from disco_accel.store.tiers import DeviceTier, SharedMemoryTier
+from disco_accel.store.messages import (
+    MAX_DIMENSIONS,
+    REQUEST,
+    SILENT,
+    Malformed,
+    Opcode,
+    Reply,
+    ReplyStatus,
+    parse_request,
+)
+from disco_accel.store.object_manager import ObjectManager
+from disco_accel.store.objects import Client, Object, Waiter
+from disco_accel.store.request_handler import RequestHandler
+from disco_accel.store.socket_path import listen, peer_of
+from disco_accel.store.tiers import CopyLanes, DeviceTier, SharedMemoryTier
 
 _OUTBOX = 64
 """Replies that wait for a client that does not read; with more it is cut off."""
 # Numbers, not members of an enumeration, which Python's socket module would convert at each message.
 _SOL_SOCKET, _SCM_RIGHTS = int(socket.SOL_SOCKET), int(socket.SCM_RIGHTS)
 _NO_FIGURES = (0,) * MAX_DIMENSIONS
-_OK, _GET, _WANT = Status.OK, Opcode.GET, Opcode.WANT
+_OK, _GET, _WANT = ReplyStatus.OK, Opcode.GET, Opcode.WANT
 _IN_A_ROW = 16
 """Requests that one client gets done before others have their turn."""
 
@@ -42,7 +50,7 @@ class Connection:
     own."""
 
     socket: socket.socket
-    holder: Holder
+    client: Client
     process: int | None
     outbox: deque[tuple[bytes, int | None]] = field(default_factory=deque)
     page: GrantPage | None = None
@@ -65,19 +73,19 @@ class Server:
         tier: DeviceTier | None = None,
     ) -> None:
         """``tier``: of the device; None: shared memory behind a link of ``link_bandwidth`` bytes/s."""
-        chosen = policy_of(policy)
+        chosen = store_policy_named(policy)
         self.path = path
-        self._listener, self._lock = place.listen(path)
+        self._listener, self._lock = listen(path)
         self._wake_in, self._wake_out = socket.socketpair()
         for end in (self._wake_in, self._wake_out):
             end.setblocking(False)
         self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        self._lanes = Lanes(tier or SharedMemoryTier(link_bandwidth), self._wake)
-        self.keeper = Keeper(limits, chosen, self._lanes, self._answer)
-        self._desk = Desk(self.keeper, self._lanes.tier, link_bandwidth)
-        self._connections: dict[Holder, Connection] = {}
-        self._dying: list[Connection] = []
-        self._pages: dict[Holder, GrantPage] = {}
+        self._lanes = CopyLanes(tier or SharedMemoryTier(link_bandwidth), self._wake)
+        self.manager = ObjectManager(limits, chosen, self._lanes, self._answer)
+        self._handler = RequestHandler(self.manager, self._lanes.tier, link_bandwidth)
+        self._connections: dict[Client, Connection] = {}
+        self._ended: list[Connection] = []
+        self._pages: dict[Client, GrantPage] = {}
         self._beaten = 0.0
         self._stopping = False
         self._selector = selectors.DefaultSelector()
@@ -89,15 +97,15 @@ class Server:
         try:
             while not self._stopping:
                 # What is due is done before the loop sleeps, and what it leads to is written to the pages.
-                until = self.keeper.tick()
+                until = self.manager.tick()
                 self._write_pages()
-                self._bury()
+                self._close_ended()
                 if self._pages:
                     until = BEAT_SECONDS if until is None else min(until, BEAT_SECONDS)
                 for key, events in self._selector.select(until):
                     key.data(events)
-                    if self._dying:
-                        self._bury()
+                    if self._ended:
+                        self._close_ended()
         finally:
             self._close()
 
@@ -115,7 +123,7 @@ class Server:
         with contextlib.suppress(BlockingIOError):
             while self._wake_out.recv(4096):
                 pass
-        self.keeper.moves_ended()
+        self.manager.transfers_ended()
 
     def _register(self, file: socket.socket | int, call: Callable[[int], None]) -> None:
         self._selector.register(file, selectors.EVENT_READ, call)
@@ -132,17 +140,17 @@ class Server:
                 self._listener.accept()[0].close()
             self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
             return
-        pid, user, _group = place.peer_of(made)
+        pid, user, _group = peer_of(made)
         process = _watch(pid) if user == os.getuid() else None
         if process is None:
             made.close()
             return
         made.setblocking(False)
-        connection = Connection(made, Holder(pid), process)
-        self._connections[connection.holder] = connection
-        self.keeper.holders[connection.holder] = None
+        connection = Connection(made, Client(pid), process)
+        self._connections[connection.client] = connection
+        self.manager.clients[connection.client] = None
         self._register(made, lambda events: self._ready(connection, events))
-        self._register(process, lambda events: self._condemn(connection))
+        self._register(process, lambda events: self._mark_ended(connection))
 
     def _ready(self, connection: Connection, events: int) -> None:
         if events & selectors.EVENT_WRITE:
@@ -162,15 +170,15 @@ class Server:
         except OSError:
             data = b""
         if not data:
-            self._condemn(connection)
+            self._mark_ended(connection)
             return False
         try:
             request = parse_request(data)
         except Malformed as error:
-            self._desk.malformed += 1
-            self._send(connection, Reply(Status.MALFORMED, error.number, text=str(error)), None)
+            self._handler.malformed += 1
+            self._send(connection, Reply(ReplyStatus.MALFORMED, error.number, text=str(error)), None)
             return False
-        reply = self._desk.take(connection.holder, request, time.monotonic())
+        reply = self._handler.handle(connection.client, request, time.monotonic())
         if request.opcode in SILENT:
             if self._pages:
                 self._write_pages()
@@ -184,17 +192,17 @@ class Server:
     def _send_page(self, connection: Connection, reply: Reply) -> None:
         if connection.page is None:
             try:
-                connection.page = self._pages[connection.holder] = GrantPage()
+                connection.page = self._pages[connection.client] = GrantPage()
             except ExecutionError as error:
-                self._send(connection, Reply(Status.REFUSED, reply.number, text=str(error)), None)
+                self._send(connection, Reply(ReplyStatus.REFUSED, reply.number, text=str(error)), None)
                 return
         self._write_pages()
         self._send(connection, reply, connection.page.file)
 
     def _write_pages(self) -> None:
         """Budgets as they are now; and, each quarter of a second, that the store is there."""
-        for holder, page in self._pages.items():
-            page.write(holder.grant)
+        for client, page in self._pages.items():
+            page.write(client.grant)
         now = time.monotonic()
         if now - self._beaten > BEAT_SECONDS / 2:
             self._beaten = now
@@ -202,12 +210,12 @@ class Server:
                 page.beat()
 
     def _answer(self, waiter: Waiter, item: Object, refusal: StoreError | None) -> None:
-        """The keeper's answer to a request that may have waited."""
-        connection = self._connections.get(waiter.holder)
+        """The manager's answer to a request that may have waited."""
+        connection = self._connections.get(waiter.client)
         if connection is None or connection.dead:
             return
         if refusal is not None:
-            status = Status.FULL if isinstance(refusal, StoreFull) else Status.REFUSED
+            status = ReplyStatus.FULL if isinstance(refusal, StoreFull) else ReplyStatus.REFUSED
             self._send(connection, Reply(status, waiter.number, text=str(refusal)), None)
             return
         shape = item.shape
@@ -222,13 +230,13 @@ class Server:
         if not connection.outbox and self._sent(connection, data, file):
             return
         if connection.dead or len(connection.outbox) >= _OUTBOX:
-            self._condemn(connection)
+            self._mark_ended(connection)
             return
         try:
             # The object may be gone, and its descriptor's number another's, by the time that there is room.
             connection.outbox.append((data, None if file is None else os.dup(file)))
         except OSError:
-            self._condemn(connection)
+            self._mark_ended(connection)
             return
         self._listen_for(connection, selectors.EVENT_READ | selectors.EVENT_WRITE)
 
@@ -242,7 +250,7 @@ class Server:
         except BlockingIOError:
             return False
         except OSError:
-            self._condemn(connection)
+            self._mark_ended(connection)
             return False
         return True
 
@@ -259,15 +267,15 @@ class Server:
         if key.events != events:
             self._selector.modify(connection.socket, events, key.data)
 
-    def _condemn(self, connection: Connection) -> None:
+    def _mark_ended(self, connection: Connection) -> None:
         """End ``connection`` before the loop goes on; not at once, where callers still use it."""
         if not connection.dead:
             connection.dead = True
-            self._dying.append(connection)
+            self._ended.append(connection)
 
-    def _bury(self) -> None:
-        while self._dying:
-            connection = self._dying.pop()
+    def _close_ended(self) -> None:
+        while self._ended:
+            connection = self._ended.pop()
             self._selector.unregister(connection.socket)
             connection.socket.close()
             if connection.process is not None:
@@ -277,21 +285,21 @@ class Server:
                 if file is not None:
                     os.close(file)
             connection.outbox.clear()
-            del self._connections[connection.holder]
-            page = self._pages.pop(connection.holder, None)
+            del self._connections[connection.client]
+            page = self._pages.pop(connection.client, None)
             if page is not None:
                 page.close()
-            self.keeper.end(connection.holder)
+            self.manager.end(connection.client)
 
     def _close(self) -> None:
         for connection in list(self._connections.values()):
-            self._condemn(connection)
-        self._bury()
+            self._mark_ended(connection)
+        self._close_ended()
         self._lanes.close()
         # Memory of a device that is lost goes with the process.
         with contextlib.suppress(DeviceLost):
-            self.keeper.moves_ended()
-            self.keeper.close()
+            self.manager.transfers_ended()
+            self.manager.close()
         self._selector.close()
         with contextlib.suppress(OSError):
             os.unlink(self.path)

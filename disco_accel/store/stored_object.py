@@ -5,19 +5,46 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
+from typing import Any, Protocol
 
 import torch
 
 from disco_accel.errors import StoreError
-from disco_accel.store.object_store import ObjectStore
 from disco_accel.threads import start_thread
 
 _ALIGNMENT = {"cpu": 64, "cuda": 512}
 """Bytes of PyTorch's allocations. A tensor keeps its place relative to it: kernels may sum in another order where
 their operands are aligned otherwise."""
+
+
+class ObjectStore(Protocol):
+    """The part of ``Store`` that offloaded weights and saved activations use; its docstrings hold."""
+
+    @property
+    def device(self) -> torch.device:
+        """Of tensors of the device tier."""
+
+    def create(self, shape: Sequence[int], dtype: torch.dtype, device: str = "host") -> int:
+        """A new object."""
+
+    def get(self, id: int) -> torch.Tensor:
+        """Its tensor."""
+
+    def put(self, id: int, next_use: float | None = None) -> None:
+        """Its content is final, and its next use so many seconds away."""
+
+    def free(self, id: int) -> None:
+        """It is no more."""
+
+    def prefetch(self, id: int) -> None:
+        """It is used soon."""
+
+    def stats(self) -> dict[str, Any]:
+        """Its figures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +70,13 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ByteSpan:
     """The bytes ``begin`` to ``end`` of a storage in which a tensor lies, from an aligned one on."""
 
     begin: int
     end: int
 
-    def holds(self, other: Span) -> bool:
+    def holds(self, other: ByteSpan) -> bool:
         """Whether ``other`` lies inside."""
         return self.begin <= other.begin and other.end <= self.end
 
@@ -70,11 +97,11 @@ def extent(tensor: torch.Tensor) -> int:
     return 1 + sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride(), strict=True))
 
 
-def span_of(tensor: torch.Tensor) -> Span:
+def span_of(tensor: torch.Tensor) -> ByteSpan:
     """The bytes in which ``tensor`` lies: less than its own where it is expanded, more where it has gaps."""
     begin = int(tensor.storage_offset()) * tensor.itemsize
     aligned = _ALIGNMENT[tensor.device.type]
-    return Span(begin // aligned * aligned, begin + extent(tensor) * tensor.itemsize)
+    return ByteSpan(begin // aligned * aligned, begin + extent(tensor) * tensor.itemsize)
 
 
 class StoredObject:

@@ -1,10 +1,19 @@
-"""When and in which order tensors were used in the last step, to say when they are used in this one."""
+"""The times and the order in which tensors were used in one step, to announce their uses in the next: of saved
+activations (``UseOrder``) and of offloaded weights (``WeightUses``)."""
 
 from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+from disco_accel.store.stored_object import Layout, StoredObject
 
 AHEAD = 4
 """Uses for which a tensor is asked back ahead of its own. Announced times alone bring back one after another, each for
 its own use: where the link is behind, later ones begin too late."""
+_MOST = 1 << 16
+"""Uses after which a step counts as ended: nobody calls the module whose forward would begin the next."""
 
 
 class UseOrder:
@@ -42,3 +51,66 @@ class UseOrder:
             place = self._places.get(number)
             return [] if place is None else self._last_order[place + 1 : place + 1 + AHEAD]
         return list(range(number - 1, max(-1, number - 1 - AHEAD), -1))
+
+
+@dataclass(eq=False, slots=True)
+class Weight:
+    """A weight in a store. ``name``: of the parameter. ``last``: its last use, as its step's gaps, the place of the
+    use there, and its time."""
+
+    name: str
+    item: StoredObject
+    layout: Layout
+    last: tuple[list[float | None], int, float] | None = None
+
+
+@dataclass(slots=True)
+class _Step:
+    """The weights used in a step in their order, and the seconds until each was used again, in this step or later."""
+
+    weights: list[Weight] = field(default_factory=list)
+    gaps: list[float | None] = field(default_factory=list)
+
+
+class WeightUses:
+    """The uses of a module's weights, from one forward of the module to the next. Thread safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._now, self._before = _Step(), _Step()
+
+    def begin_step(self) -> None:
+        """The module's forward begins."""
+        with self._lock:
+            self._turn()
+
+    def forget(self) -> None:
+        """Let go of all weights."""
+        with self._lock:
+            self._now, self._before = _Step(), _Step()
+
+    def _turn(self) -> None:
+        if self._now.weights:
+            self._now, self._before = _Step(), self._now
+
+    def use(self, weight: Weight) -> tuple[float | None, list[Weight]]:
+        """``weight`` is used now. Returns the seconds until it is used again, None if that is not known, and weights to
+        ask back now, which are used soon."""
+        with self._lock:
+            now = time.monotonic()
+            if len(self._now.weights) >= _MOST:
+                self._turn()
+            place = len(self._now.weights)
+            if weight.last is not None:
+                gaps, there, then = weight.last
+                gaps[there] = now - then
+            self._now.weights.append(weight)
+            self._now.gaps.append(None)
+            weight.last = (self._now.gaps, place, now)
+            before = self._before.weights
+            if place >= len(before) or before[place] is not weight:
+                return None, []
+            # At the end of a step come those of the begin of the next. Nearer ones were asked back before.
+            first = place + 1 if place == 0 else place + AHEAD
+            soon = [before[n % len(before)] for n in range(first, place + AHEAD + 1)]
+            return self._before.gaps[place], [w for w in dict.fromkeys(soon) if w is not weight]

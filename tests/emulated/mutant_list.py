@@ -32,7 +32,7 @@ _LATE = {**_JITTER, "EMULATED_LINK_GB_S": 0.01}
 _STORE = "tests/emulated/test_store_on_gpu.py::"
 _STORE_IN_ORDER = (_STORE + "test_an_object_of_one_process_is_read_by_another_in_order",)
 _EVICTED = (_STORE + "test_evicted_objects_come_back_with_their_bits",)
-_LANE = "disco_accel/store/cuda_lane.py"
+_LANE = "disco_accel/store/cuda_tier.py"
 _SLOW = {**_JITTER, "EMULATED_LINK_GB_S": 0.1}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,18 +9,24 @@ import pytest
 from disco_accel.cli.main import main
 from disco_accel.config.settings import DiscoConfig
 from disco_accel.errors import ConfigError
+from disco_accel.eviction import AUTO, POLICIES, Candidate, policy_named
 from disco_accel.plan.buildmemgraph import residents
-from disco_accel.plan.buildmemgraph.eviction import AUTO, POLICIES, Candidate, policy_named
+from disco_accel.plan.buildmemgraph.sim_malloc import copies_cost
 
 MIB = 1 << 20
-BASE = Candidate(size=MIB, made_at=10, last_use=20, next_use=60, now=40, clean=True)
+NOW = 40
 GRAPH = Path(__file__).parent.parent / "data" / "graphs" / "lora_small.taskgraph.json"
+
+
+def copied(size: int = MIB, arrived: int = 10, last_use: int = 20, next_use: int = 60, clean: bool = True) -> Candidate:
+    """A copy of a value as the planner ranks it."""
+    return Candidate(size, arrived, last_use, NOW, next_use - NOW, copies_cost(size, clean))
 
 
 @pytest.mark.parametrize(
     ("name", "sooner"),
     [
-        ("fifo", {"made_at": 5}),
+        ("fifo", {"arrived": 5}),
         ("lru", {"last_use": 15}),
         ("belady", {"next_use": 70}),
         ("size_aware", {"size": 2 * MIB}),
@@ -34,22 +39,22 @@ GRAPH = Path(__file__).parent.parent / "data" / "graphs" / "lora_small.taskgraph
 )
 def test_who_goes_first(name: str, sooner: dict[str, int]) -> None:
     policy = POLICIES[name]
-    assert policy(replace(BASE, **sooner)) > policy(BASE)
+    assert policy(copied(**sooner)) > policy(copied())
 
 
 @pytest.mark.parametrize("name", ["latency_aware", "cost"])
 def test_what_the_host_has_is_cheaper_to_evict(name: str) -> None:
-    assert POLICIES[name](BASE) == pytest.approx(2 * POLICIES[name](replace(BASE, clean=False)))
+    assert POLICIES[name](copied()) == pytest.approx(2 * POLICIES[name](copied(clean=False)))
 
 
 @pytest.mark.parametrize("name", ["fifo", "lru", "belady", "size_aware"])
 def test_the_others_do_not_ask_what_the_host_has(name: str) -> None:
-    assert POLICIES[name](BASE) == POLICIES[name](replace(BASE, clean=False))
+    assert POLICIES[name](copied()) == POLICIES[name](copied(clean=False))
 
 
 def test_policies_that_look_at_size_and_time_disagree() -> None:
     """A large value needed soon, a small one needed late: freed room against copies that are in time."""
-    large, small = replace(BASE, size=64 * MIB, next_use=45), replace(BASE, size=MIB, next_use=70)
+    large, small = copied(size=64 * MIB, next_use=45), copied(size=MIB, next_use=70)
     assert POLICIES["size_aware"](large) > POLICIES["size_aware"](small)
     assert POLICIES["latency_aware"](large) < POLICIES["latency_aware"](small)
     assert POLICIES["cost"](large) < POLICIES["cost"](small)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from disco_accel.plan.beaumont.chain import chain_of
 
 from benchmarks.planner.chain import chain_of
 from disco_accel.errors import BudgetTooSmall, ConfigError, GraphFileError, PlanError

@@ -9,12 +9,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from disco_accel.errors import BudgetTooSmall
+from disco_accel.eviction import POLICIES
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph, with_at_least
 from disco_accel.graph.values import host_copy_exists, overwrites
 from disco_accel.plan import make_plan
 from disco_accel.plan.buildmemgraph.builder import build
-from disco_accel.plan.buildmemgraph.eviction import POLICIES
 from disco_accel.plan.buildmemgraph.residents import Residents
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.simulate.simulator import simulate

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from disco_accel.errors import ConfigError
+from disco_accel.eviction import POLICIES
 from disco_accel.graph.files import read_taskgraph
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.graph.values import host_copy_exists
 from disco_accel.plan import make_plan
-from disco_accel.plan.buildmemgraph.eviction import POLICIES
 from disco_accel.plan.summary import copied_bytes, resident_bytes, summary
 from disco_accel.simulate.simulator import Link, Machine, lower_bound, simulate
 from disco_accel.verify.static import verify

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from disco_accel.errors import BudgetTooSmall, VerifyError
+from disco_accel.eviction import POLICIES, belady
 from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.traits import FOREIGN, FROZEN
 from disco_accel.plan.buildmemgraph import builder
 from disco_accel.plan.buildmemgraph.builder import build
-from disco_accel.plan.buildmemgraph.eviction import POLICIES, belady
 from disco_accel.plan.buildmemgraph.sim_malloc import Repairs
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.select import plan_build

@@ -8,12 +8,12 @@ import pytest
 
 from benchmarks.planner.chain import Chain, chain_of, residents_of
 from disco_accel.errors import ConfigError, PlanError
+from disco_accel.eviction import belady
 from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind, with_memory
 from disco_accel.graph.traits import FROZEN
 from disco_accel.plan.beaumont.selection import Gap, select, without_superfluous
 from disco_accel.plan.beaumont.solve import solve
 from disco_accel.plan.buildmemgraph.builder import build
-from disco_accel.plan.buildmemgraph.eviction import belady
 from disco_accel.plan.timed.requirements import requirements_of
 from disco_accel.simulate.simulator import Machine, simulate
 from disco_accel.verify.static import verify

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from disco_accel.errors import BudgetTooSmall, StoreGone
-from disco_accel.step.budget import store_grants
+from disco_accel.store import shared_budgets
 from disco_accel.store.client import Store
 from tests.step.moving_budgets import LARGE, SMALL, arena, batch, both, plan_here, session_of, twins, until
 from tests.store.serving import serving
@@ -19,7 +19,7 @@ from tests.store.serving import serving
 def store_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Models of this process find the store of the test, and plans are made in this process."""
     monkeypatch.setenv("DISCO_STORE", str(tmp_path / "own" / "store"))
-    monkeypatch.setattr(store_grants, "RECONNECT_SECONDS", 0.0)
+    monkeypatch.setattr(shared_budgets, "RECONNECT_SECONDS", 0.0)
     plan_here(monkeypatch)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from disco_accel import restore, stats
 from disco_accel.errors import ConfigError, ExecutionError, StoreFull, StoreGone
-from disco_accel.step.budget import host_claims
+from disco_accel.store import shared_budgets
 from disco_accel.store.client import Store
 from tests.step.moving_budgets import LARGE, Layers, assert_same, batch, session_of, twins, until
 from tests.store.serving import MIB, filled, in_child, serving
@@ -24,8 +24,8 @@ ROWS = 256
 def store_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Models of this process find the store of the test."""
     monkeypatch.setenv("DISCO_STORE", str(tmp_path / "own" / "store"))
-    monkeypatch.setattr(host_claims, "RECONNECT_SECONDS", 0.0)
-    monkeypatch.setattr(host_claims, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(shared_budgets, "RECONNECT_SECONDS", 0.0)
+    monkeypatch.setattr(shared_budgets, "POLL_SECONDS", 0.01)
 
 
 def step(model: torch.nn.Module, eager: torch.nn.Module, seed: int) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
+from disco_accel.store.capacity_ledger import Limits
 from disco_accel.store.client import Store
-from disco_accel.store.room import Limits
 from disco_accel.store.server import Server
 from disco_accel.store.stored_object import freer_of
 

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from disco_accel.native.shared_memory import READ_ONLY, add_seals
-from disco_accel.store.copy_lanes import _MOST_DISCARDED, Lanes
-from disco_accel.store.tiers import SharedMemoryTier, new_file
+from disco_accel.store.tiers import _MOST_DISCARDED, CopyLanes, SharedMemoryTier, new_file
 from tests.store.serving import MIB, open_files, until
 
 NBYTES = 3 * MIB + 12345
@@ -56,8 +55,8 @@ def test_a_file_that_is_too_short_is_an_error_and_a_cancelled_copy_ends(source: 
 def test_files_wait_to_be_closed_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the thread that closes them gets no time, they are closed at once, and none stays open."""
     before, may_close = open_files(), threading.Event()
-    monkeypatch.setattr(Lanes, "_discard", lambda lanes: (may_close.wait(30), _discard(lanes)))
-    lanes = Lanes(SharedMemoryTier(), lambda: None)
+    monkeypatch.setattr(CopyLanes, "_discard", lambda lanes: (may_close.wait(30), _discard(lanes)))
+    lanes = CopyLanes(SharedMemoryTier(), lambda: None)
     for _ in range(6):
         lanes.discard(new_file("test-large", 8), _MOST_DISCARDED // 2)
     assert open_files() == before + 3
@@ -66,4 +65,4 @@ def test_files_wait_to_be_closed_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) 
     lanes.close()
 
 
-_discard = Lanes._discard
+_discard = CopyLanes._discard

@@ -17,8 +17,8 @@ from disco_accel.store.messages import (
     Malformed,
     Opcode,
     Reply,
+    ReplyStatus,
     Request,
-    Status,
     Tier,
     parse_reply,
     parse_request,
@@ -48,7 +48,7 @@ def test_a_c_program_finds_each_field_at_its_offset() -> None:
     assert struct.unpack_from("<BBHIq", data) == (1, 32, 5, 0x01020304, -6)
     data = Request(Opcode.WANT, 1, amount=2, wish=3).pack()
     assert struct.unpack_from("<qQqBB", data, 8) == (2, 0, 3, 0, 0)
-    data = Reply(Status.FULL, 9, 10, 11, 1, 8, 2, (12, 13, 0, 0, 0, 0, 0, 0), "why").pack()
+    data = Reply(ReplyStatus.FULL, 9, 10, 11, 1, 8, 2, (12, 13, 0, 0, 0, 0, 0, 0), "why").pack()
     assert struct.unpack_from("<BBHIqQBB", data) == (1, 3, 1, 9, 10, 11, 8, 2)
     assert struct.unpack_from("<2q", data, 32) == (12, 13)
     assert data[96:99] == b"why"
@@ -60,10 +60,10 @@ def test_every_request_comes_back_as_it_was(opcode: Opcode) -> None:
 
 
 def test_a_reply_comes_back_with_its_text_cut_between_characters() -> None:
-    reply = Reply(Status.REFUSED, 1, text="ä" * MAX_TEXT)
+    reply = Reply(ReplyStatus.REFUSED, 1, text="ä" * MAX_TEXT)
     found = parse_reply(reply.pack())
-    assert found.text == "ä" * (MAX_TEXT // 2) and found.status is Status.REFUSED
-    assert parse_reply(Reply(Status.OK, 2, dimensions=2, figures=(3, 4, 0, 0, 0, 0, 0, 0)).pack()).shape == (3, 4)
+    assert found.text == "ä" * (MAX_TEXT // 2) and found.status is ReplyStatus.REFUSED
+    assert parse_reply(Reply(ReplyStatus.OK, 2, dimensions=2, figures=(3, 4, 0, 0, 0, 0, 0, 0)).pack()).shape == (3, 4)
 
 
 @pytest.mark.parametrize(
@@ -104,14 +104,14 @@ def test_a_changed_byte_is_refused_or_another_valid_request(opcode: Opcode, plac
     assert found.pack() == bytes(data)
 
 
-@pytest.mark.parametrize("data", [b"", b"\1", b"\0" * 104, b"\1" * 105, Reply(Status.OK, 1).pack()])
+@pytest.mark.parametrize("data", [b"", b"\1", b"\0" * 104, b"\1" * 105, Reply(ReplyStatus.OK, 1).pack()])
 def test_other_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(Malformed):
         parse_request(data)
 
 
 def test_replies_are_checked_too() -> None:
-    good = Reply(Status.OK, 1).pack()
+    good = Reply(ReplyStatus.OK, 1).pack()
     for place, value in ((0, 2), (1, 9), (24, 200), (25, 9)):
         with pytest.raises(Malformed):
             parse_reply(good[:place] + bytes([value]) + good[place + 1 :])

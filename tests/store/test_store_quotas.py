@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from disco_accel.cli.store_command import parse_quotas
 from disco_accel.errors import ConfigError, StoreError, StoreFull
 from disco_accel.store.client import Store
 from disco_accel.store.connection import Channel
 from disco_accel.store.messages import Opcode, Request, words_of
+from disco_accel.store.store_command import parse_quotas
 from tests.store.serving import MIB, filled, serving, until
 
 QUOTAS = {"large": 6 * MIB, "small": MIB}

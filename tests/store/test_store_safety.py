@@ -18,9 +18,9 @@ import torch
 
 from benchmarks.store import attacks as store_attacks
 from disco_accel.errors import ConfigError, StoreError, StoreGone
-from disco_accel.store import place
 from disco_accel.store.client import Store
 from disco_accel.store.messages import Opcode, Request
+from disco_accel.store.socket_path import listen, socket_path
 from tests.store.serving import MIB, command, filled, in_child, serving, until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,35 +115,35 @@ def test_folders_that_are_not_ones_own_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for name, says in (("link", "is a link"), ("open", "chmod 700"), ("file", "cannot be made|is a link or a file")):
         with pytest.raises(ConfigError, match=says):
-            place.listen(tmp_path / name / "store")
+            listen(tmp_path / name / "store")
     if os.getuid() == 0:
         (tmp_path / "theirs").mkdir(mode=0o700)
         os.chown(tmp_path / "theirs", NOBODY, NOBODY)
         with pytest.raises(ConfigError, match=f"belongs to user {NOBODY}"):
-            place.listen(tmp_path / "theirs" / "store")
+            listen(tmp_path / "theirs" / "store")
     (real / "store").write_text("precious")
     with pytest.raises(ConfigError, match="no socket: name another"):
-        place.listen(real / "store")
+        listen(real / "store")
     assert (real / "store").read_text() == "precious"
     with pytest.raises(ConfigError, match="longer than"):
-        place.socket_path("x" * 200)
+        socket_path("x" * 200)
 
 
 def test_the_path_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DISCO_STORE", raising=False)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    assert place.socket_path() == tmp_path / "disco_accel" / "store"
+    assert socket_path() == tmp_path / "disco_accel" / "store"
     monkeypatch.delenv("XDG_RUNTIME_DIR")
-    assert place.socket_path() == Path(f"/tmp/disco_accel-{os.getuid()}/store")
+    assert socket_path() == Path(f"/tmp/disco_accel-{os.getuid()}/store")
     monkeypatch.setenv("DISCO_STORE", str(tmp_path / "a"))
-    assert place.socket_path() == tmp_path / "a" and place.socket_path(tmp_path / "b") == tmp_path / "b"
+    assert socket_path() == tmp_path / "a" and socket_path(tmp_path / "b") == tmp_path / "b"
 
 
 def test_a_dead_stores_socket_is_replaced_and_a_live_one_is_not(tmp_path: Path) -> None:
     first = command(tmp_path, "--host", "1MiB", "--device", "1MiB")
     path = tmp_path / "own" / "store"
     with pytest.raises(ConfigError, match="listens at"):
-        place.listen(path)
+        listen(path)
     store = Store.connect(path)
     kept = store.get(filled(store, 5000, 7))
     first.kill()

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from disco_accel.errors import VerifyError
+from disco_accel.eviction import belady
 from disco_accel.graph.files import read_memgraph, read_taskgraph
 from disco_accel.graph.memgraph import MemGraph, Slot
 from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.traits import FROZEN, LATE, LATE_FOREIGN
 from disco_accel.graph.values import host_copy_exists
 from disco_accel.plan.buildmemgraph.builder import build
-from disco_accel.plan.buildmemgraph.eviction import belady
 from disco_accel.plan.buildmemgraph.residents import Residents
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.verify.static import verify

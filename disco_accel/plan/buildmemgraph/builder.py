@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from disco_accel.eviction import Policy
 from disco_accel.graph.memgraph import MemGraph, Slot
 from disco_accel.graph.order import serial_order
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
@@ -23,7 +24,6 @@ from disco_accel.graph.values import (
     may_leave,
     overwrites,
 )
-from disco_accel.plan.buildmemgraph.eviction import Policy
 from disco_accel.plan.buildmemgraph.residents import Residents
 from disco_accel.plan.buildmemgraph.sim_malloc import DeviceMemory, Repairs, release_of
 from disco_accel.plan.common.assemble import assemble

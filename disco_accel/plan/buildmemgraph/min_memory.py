@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
+from disco_accel.eviction import Policy
 from disco_accel.graph.check import largest_need
 from disco_accel.graph.taskgraph import TaskGraph, with_at_least
 from disco_accel.graph.values import is_foreign
 from disco_accel.plan.buildmemgraph.builder import failing_position
-from disco_accel.plan.buildmemgraph.eviction import Policy
 from disco_accel.plan.buildmemgraph.residents import Residents
 from disco_accel.plan.search_work import WALKED, Work
 

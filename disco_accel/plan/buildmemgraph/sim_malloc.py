@@ -6,9 +6,9 @@ import heapq
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from disco_accel.eviction import Candidate, Policy, belady, fifo, lru
 from disco_accel.graph.taskgraph import Device, Ref
 from disco_accel.plan.buildmemgraph.adjacent_victims import Extent, adjacent_victims
-from disco_accel.plan.buildmemgraph.eviction import Candidate, Policy, belady, fifo, lru
 from disco_accel.plan.common.device_copy import DeviceCopy, FreeBlock, ValueState
 from disco_accel.plan.common.free_list import AddressRange, FreeList, Rank
 from disco_accel.plan.common.plan_log import PlanLog
@@ -32,6 +32,9 @@ class Repairs:
     shorten_lookahead: bool = True
     """An infeasible plan is tried again with less look-ahead; if that fails, a budget that suffices is searched for."""
 
+
+COPY_LATENCY_BYTES = 200_000
+"""The fixed cost of a copy in bytes: 10 microseconds at 20 GB/s."""
 
 _STATIC_RANKS = (belady, fifo, lru)
 """Policies whose rank of a copy does not change while the copy is not used."""
@@ -74,10 +77,9 @@ class DeviceMemory:
 
     def rank(self, copy: DeviceCopy) -> float:
         """Return the eviction rank of ``copy``: the larger, the sooner it leaves."""
-        value = copy.value
-        clean = value.host is not None
-        candidate = Candidate(copy.aligned_size, copy.made_at, copy.last_use, value.next_use, self.exec_horizon, clean)
-        return self.policy(candidate)
+        now, size = self.exec_horizon, copy.aligned_size
+        cost = copies_cost(size, clean=copy.value.host is not None)
+        return self.policy(Candidate(size, copy.made_at, copy.last_use, now, copy.value.next_use - now, cost))
 
     def sim_malloc(self, size: int, until_end: bool = False) -> list[FreeBlock]:
         """Allocate an output of the vertex being executed, evicting if need be. Raises Infeasible.
@@ -328,6 +330,11 @@ class DeviceMemory:
         if copy.permanent or copy.value.out:
             return False
         return not (copy.value.ref in self.pinned and self.repairs.spare_inputs)
+
+
+def copies_cost(size: int, clean: bool) -> int:
+    """Return the cost of eviction and reload, in bytes copied: a ``clean`` value, which the host has, once."""
+    return (1 if clean else 2) * (size + COPY_LATENCY_BYTES)
 
 
 def release_of(blocks: list[FreeBlock], repairs: Repairs) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Protocol
 
-from disco_accel.step.budget.store_grants import StoreGrants
+from disco_accel.store.shared_budgets import StoreGrants
 
 
 class GrantSource(Protocol):

@@ -27,7 +27,6 @@ from disco_accel.observe.report import write_report
 from disco_accel.shortage import met_shortage
 from disco_accel.sizes import format_size
 from disco_accel.step.budget.grant_source import GivenBudget, shared_grants
-from disco_accel.step.budget.host_claims import HostClaims
 from disco_accel.step.budget.moving_budget import MovingBudget
 from disco_accel.step.budget.plan_memory import PlanKey, PlanMemory
 from disco_accel.step.capture_lock import Gate, capturing
@@ -66,6 +65,7 @@ from disco_accel.step.run.verify_steps import StepVerifier
 from disco_accel.step.state.side_effects import Effects
 from disco_accel.step.state.step_key import StepKey, model_state, step_key
 from disco_accel.step.update.planned_updates import PlannedUpdates
+from disco_accel.store.shared_budgets import HostClaims
 
 logger = logging.getLogger("disco_accel")
 

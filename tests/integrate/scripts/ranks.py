@@ -19,8 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from disco_accel import DiscoConfig, prepare, restore, set_memory_budget, stats
 from disco_accel.plan.planning_process import PlanningProcess
-from disco_accel.step.budget import grant_source, store_grants
+from disco_accel.step.budget import grant_source
 from disco_accel.step.run.session import find_state
+from disco_accel.store import shared_budgets
 from tests.step.moving_budgets import LARGE, SMALL, Layers, answer_here, batch
 from tests.support.file_ledger import FileLedger
 
@@ -134,7 +135,7 @@ def by_ledger_again(model: torch.nn.Module, step: int) -> None:
 
 
 def store() -> dict[str, Any]:
-    store_grants.RECONNECT_SECONDS = 0.0
+    shared_budgets.RECONNECT_SECONDS = 0.0
     fixed, _ = train(LARGE, lambda *_: None)
     granted, figures = train("shared", with_store)
     return {"bits": [granted == fixed], "planned": figures["steps_compiled"], "held": figures["held_bytes"]}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 
+from disco_accel.eviction import belady
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.graph.values import host_copy_exists
 from disco_accel.plan.buildmemgraph.builder import build
-from disco_accel.plan.buildmemgraph.eviction import belady
 from disco_accel.plan.buildmemgraph.residents import Residents
 from disco_accel.plan.infeasible import Infeasible
 from tests.support.graphs.strategies import Shape, random_taskgraph, with_working_sets

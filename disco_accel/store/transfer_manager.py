@@ -1,23 +1,24 @@
-"""Memory of objects in both tiers: what is copied, dropped and evicted, and when evicted objects start back."""
+"""Memory of objects in both tiers: copies, evictions, and the start of evicted objects on their way back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import heapq
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 
 from disco_accel.errors import ExecutionError
-from disco_accel.store.busy_share import BusyShare
-from disco_accel.store.copy_lanes import Lanes
-from disco_accel.store.due_times import DueTimes
+from disco_accel.eviction import Candidate, Policy
+from disco_accel.store.capacity_ledger import CapacityLedger
 from disco_accel.store.messages import Tier
 from disco_accel.store.objects import Move, Object
-from disco_accel.store.policies import LEAD, Candidate, Policy, victims, wait
-from disco_accel.store.room import Room
-from disco_accel.store.tiers import new_file
+from disco_accel.store.tiers import CopyLanes, new_file
+from disco_accel.store.victims import LEAD, BusyShare, victims
 
 _SPARE = 0.25
 """Part of the device that is kept free or clean where the host has room, so that an object that is brought back need
 not wait for another to be saved."""
+_SLACK = 64
+"""Entries beyond two for each object, before those of objects that were freed or announced anew are thrown away."""
 
 
 @dataclass(slots=True)
@@ -36,14 +37,44 @@ class Counts:
     stalled: float = 0.0
 
 
-class Movements:
-    """The ways of objects between the tiers. ``objects``: those that have a name, by id; the keeper's, which adds to it
-    and takes from it. Not thread safe: only the copies of ``lanes`` run beside."""
+class DueTimes:
+    """Start times of evicted objects on their way back, by their ids, the earliest first. One id may have several; the
+    caller looks whether there is anything left to do for an id."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int]] = []
+
+    def add(self, start: float, id: int, known: Container[int], count: int) -> None:
+        """Object ``id`` starts at ``start``. ``known``: the ``count`` ids that exist; entries of others may be dropped,
+        as their time may never come."""
+        heapq.heappush(self._heap, (start, id))
+        if len(self._heap) > _SLACK + 2 * count:
+            first = {id: start for start, id in sorted(self._heap, reverse=True) if id in known}
+            self._heap = sorted((start, id) for id, start in first.items())
+
+    def take(self, now: float) -> int | None:
+        """The next id that is due; None if none is."""
+        return heapq.heappop(self._heap)[1] if self._heap and self._heap[0][0] <= now else None
+
+    @property
+    def next(self) -> float | None:
+        """When the next is due."""
+        return self._heap[0][0] if self._heap else None
+
+
+class TransferManager:
+    """Copies, evicts and drops objects. ``objects``: those that have a name, by id, as the object manager adds and
+    removes them. Not thread safe: only the copies of ``lanes`` run beside."""
 
     def __init__(
-        self, room: Room, objects: Mapping[int, Object], policy: Policy, lanes: Lanes, clock: Callable[[], float]
+        self,
+        ledger: CapacityLedger,
+        objects: Mapping[int, Object],
+        policy: Policy,
+        lanes: CopyLanes,
+        clock: Callable[[], float],
     ) -> None:
-        self.room = room
+        self.ledger = ledger
         self.lanes = lanes
         self.counts = Counts()
         self.moving: dict[int, Object] = {}
@@ -55,19 +86,28 @@ class Movements:
         """Objects in both tiers, whose host memory can be dropped, the oldest copies first."""
         self._link_busy = BusyShare()
 
-    def unclaimed(self, load: bool) -> int:
-        """Bytes of objects that nobody uses or waits for, on their way to the device or, not ``load``, from it."""
-        free = [item for item in self.moving.values() if not item.leases and not item.waiters]
-        return sum(item.room for item in free if item.move is not None and item.move.load is load)
+    def leaving(self) -> int:
+        """Bytes of objects that nobody uses or waits for, and that leave the device once they are saved."""
+        return self._unclaimed(load=False)
 
-    def _candidates(self, pool: Iterable[Object], now: float) -> list[Candidate]:
+    def arriving(self) -> int:
+        """Bytes of objects that nobody uses or waits for, on their way to the device."""
+        return self._unclaimed(load=True)
+
+    def _unclaimed(self, load: bool) -> int:
+        free = [item for item in self.moving.values() if not item.leases and not item.waiters]
+        return sum(item.footprint for item in free if item.move is not None and item.move.load is load)
+
+    def _candidates(self, pool: Iterable[Object], now: float) -> dict[int, Candidate]:
+        """``pool`` for the policy, by their ids."""
         seconds, queued = self.lanes.tier.seconds, self.lanes.queued[True]
         busy, queue = self._link_busy.at(now), seconds(queued) if queued else 0.0
-        return [item.candidate(seconds(item.nbytes), busy, queue) for item in pool]
-
-    def leaving(self) -> int:
-        """Bytes of objects that can leave the device once they are saved."""
-        return self.unclaimed(False)
+        made = {}
+        for item in pool:
+            fetch = seconds(item.nbytes)
+            save = 0.0 if item.host_file is not None else fetch
+            made[item.id] = item.uses.candidate(item.footprint, now, fetch, save, busy, queue)
+        return made
 
     def start(self, move: Move) -> None:
         """Hand ``move`` to its lane; its object waits for it to end."""
@@ -93,15 +133,15 @@ class Movements:
         now = self._clock()
         if nbytes <= 0:
             return False
-        pool: Iterable[Object] = self.room.idle.values()
+        pool: Iterable[Object] = self.ledger.idle.values()
         if later_than is not None:
-            pool = [item for item in pool if wait(item.candidate(0.0), now) > later_than]
-            if sum(item.room for item in pool) < nbytes:
+            pool = [item for item in pool if item.uses.wait(now) > later_than]
+            if sum(item.footprint for item in pool) < nbytes:
                 return False
         candidates = self._candidates(pool, now)
         dropped = False
-        for victim in victims(self._policy, candidates, nbytes, now):
-            item = self._objects[victim.id]
+        for id in victims(self._policy, candidates, nbytes):
+            item = self._objects[id]
             if item.host_file is not None:
                 self.drop(item)
                 self.counts.evicted += 1
@@ -109,13 +149,14 @@ class Movements:
             elif not self.save(item):
                 continue
             # Of one that is saved first, it counts once it has left.
-            nbytes -= item.room
+            nbytes -= item.footprint
         if nbytes <= 0:
             return dropped
         # Host memory is full: those that have a copy there already can leave nevertheless.
-        clean = [c for c in candidates if c.id in self.room.idle and self._objects[c.id].host_file is not None]
-        for victim in victims(self._policy, clean, nbytes, now):
-            self.drop(self._objects[victim.id])
+        idle = self.ledger.idle
+        clean = {id: c for id, c in candidates.items() if id in idle and idle[id].host_file is not None}
+        for id in victims(self._policy, clean, nbytes):
+            self.drop(self._objects[id])
             self.counts.evicted += 1
             dropped = True
         return dropped
@@ -123,78 +164,77 @@ class Movements:
     def save(self, item: Object) -> bool:
         """Begin to copy ``item`` to host memory, if there is room."""
         assert item.device_file is not None
-        if not self.make_host_room(item.room):
+        if not self.make_host_room(item.footprint):
             return False
         try:
             target = new_file(f"store-{item.id:x}", item.nbytes)
         except ExecutionError:
             return False
-        self.room.host_used += item.room
+        self.ledger.host_used += item.footprint
         self.start(Move(item, False, item.device_file, target))
-        self.room.classify(item)
+        self.ledger.classify(item)
         return True
 
     def make_host_room(self, nbytes: int) -> bool:
         """Drop host copies of objects that are on the device until ``nbytes`` are free."""
-        if self.room.host_free >= nbytes:
+        if self.ledger.host_free >= nbytes:
             return True
-        if self.room.host_free + sum(c.room for c in self.copies.values() if c.idle or c.leases) < nbytes:
+        if self.ledger.host_free + sum(c.footprint for c in self.copies.values() if c.idle or c.leases) < nbytes:
             return False
         for copy in list(self.copies.values()):
-            if self.room.host_free >= nbytes:
+            if self.ledger.host_free >= nbytes:
                 break
             if copy.move is None and copy.host_file is not None:
                 self.lanes.discard(copy.host_file, copy.nbytes)
                 copy.host_file = None
-                self.room.host_used -= copy.room
+                self.ledger.host_used -= copy.footprint
                 del self.copies[copy.id]
-                self.room.classify(copy)
-        return self.room.host_free >= nbytes
+                self.ledger.classify(copy)
+        return self.ledger.host_free >= nbytes
 
     def drop(self, item: Object) -> None:
-        """Let go of device memory whose content the host has too."""
+        """Free device memory whose content the host has too."""
         assert item.device_file is not None
         self.lanes.discard(item.device_file, item.nbytes)
         item.device_file = None
-        self.room.device_used -= item.room
+        self.ledger.device_used -= item.footprint
         self.copies.pop(item.id, None)
         self.counts.dropped += 1
-        self.room.classify(item)
+        self.ledger.classify(item)
         self.schedule(item)
 
     def dispose(self, item: Object) -> None:
-        """Let go of the memory of an object that is gone, unless somebody has a lease or a worker copies it."""
+        """Free the memory of an object that is gone, unless somebody has a lease or a worker copies it."""
         if item.leases or item.move is not None:
             return
         self.copies.pop(item.id, None)
         if item.device_file is not None:
             self.lanes.discard(item.device_file, item.nbytes)
-            self.room.device_used -= item.room
+            self.ledger.device_used -= item.footprint
         if item.host_file is not None:
             self.lanes.discard(item.host_file, item.nbytes)
-            self.room.host_used -= item.room
+            self.ledger.host_used -= item.footprint
         item.device_file = item.host_file = None
         self.alive.pop(item.id, None)
-        self.room.classify(item)
+        self.ledger.classify(item)
         if item.owner.owned.pop(item.id, None) is not None:
-            item.owner.nbytes -= item.room
+            item.owner.nbytes -= item.footprint
 
     def schedule(self, item: Object) -> None:
         """Note when an evicted object whose next use was announced has to start on its way back."""
-        if item.next_use is not None and item.tier is Tier.DEVICE and item.device_file is None:
+        if item.uses.next_use is not None and item.tier is Tier.DEVICE and item.device_file is None:
             queued = self.lanes.tier.seconds(self.lanes.queued[True])
-            start = item.next_use - LEAD * (self.lanes.tier.seconds(item.nbytes) + queued)
+            start = item.uses.next_use - LEAD * (self.lanes.tier.seconds(item.nbytes) + queued)
             self.due.add(max(start, self._clock()), item.id, self._objects, len(self._objects))
 
     def save_ahead(self) -> None:
         """Copy idle objects to host memory while that has room of its own, one at a time."""
-        room = self.room
-        if self.lanes.queued[False] or room.idle_bytes == room.clean_bytes:
+        ledger = self.ledger
+        if self.lanes.queued[False] or ledger.idle_bytes == ledger.clean_bytes:
             return
-        if room.device_free + room.clean_bytes >= _SPARE * room.limits.device:
+        if ledger.device_free + ledger.clean_bytes >= _SPARE * ledger.limits.device:
             return
-        now = self._clock()
-        dirty = [o for o in room.idle.values() if o.host_file is None and o.room <= room.host_free]
+        dirty = [o for o in ledger.idle.values() if o.host_file is None and o.footprint <= ledger.host_free]
         if dirty:
-            best = max(self._candidates(dirty, now), key=lambda candidate: self._policy(candidate, now))
-            self.save(self._objects[best.id])
+            candidates = self._candidates(dirty, self._clock())
+            self.save(self._objects[max(candidates, key=lambda id: self._policy(candidates[id]))])

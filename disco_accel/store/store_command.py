@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import re
 import resource
+import shutil
 import signal
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
-from disco_accel.cli.recipe_commands import say
 from disco_accel.errors import ConfigError
+from disco_accel.eviction import STORE_DEFAULT, STORE_POLICIES
+from disco_accel.native.interposed_library import WAIT_VARIABLE, interposed_library
 from disco_accel.sizes import format_size, parse_size
+from disco_accel.store.messages import is_label
+from disco_accel.store.socket_path import SOCKET_VARIABLE, socket_path
 
 if TYPE_CHECKING:
     from disco_accel.store.cuda_tier import CudaTier
@@ -21,12 +29,12 @@ _SOCKET = (
     "where the store listens (default: $DISCO_STORE, else in $XDG_RUNTIME_DIR/disco_accel or /tmp/disco_accel-UID)"
 )
 _RATE = re.compile(r"(.*?)\s*/\s*s")
+MAX_WAIT = 600.0
+"""Seconds."""
 
 
 def store_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``disco-accel store``."""
-    from disco_accel.store.policies import DEFAULT, POLICIES
-
     kinds = parser.add_subparsers(dest="kind", metavar="serve|stats|run", required=True)
     serve = kinds.add_parser("serve", help="hold tensors for the processes of this user, until Ctrl-C")
     stats = kinds.add_parser("stats", help="figures of a store, as JSON")
@@ -39,8 +47,8 @@ def store_arguments(parser: argparse.ArgumentParser) -> None:
     serve.add_argument("--device-kind", choices=("host", "cuda"), default="host", help=kinds_of_device)
     quotas = "the most that each client gets, or each of that label; may be given again (default: no limit)"
     serve.add_argument("--quota", metavar="[LABEL=]SIZE", action="append", default=[], help=quotas)
-    policies = f"which objects leave first: {', '.join(POLICIES)} (default: {DEFAULT})"
-    serve.add_argument("--policy", metavar="NAME", default=DEFAULT, help=policies)
+    policies = f"which objects leave first: {', '.join(STORE_POLICIES)} (default: {STORE_DEFAULT})"
+    serve.add_argument("--policy", metavar="NAME", default=STORE_DEFAULT, help=policies)
     serve.add_argument("--link-bandwidth", metavar="RATE", help="of the device's link: 20GB/s (default: no limit)")
     run.add_argument("--wait", metavar="SECONDS", help="that an allocation without room waits (default: 2)")
     run.add_argument("program", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the program and its arguments")
@@ -53,8 +61,7 @@ def store(options: argparse.Namespace) -> int:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from disco_accel.store.place import socket_path
-    from disco_accel.store.room import Limits
+    from disco_accel.store.capacity_ledger import Limits
     from disco_accel.store.server import Server
 
     quota, quotas = parse_quotas(options.quota)
@@ -76,7 +83,7 @@ def _serve(options: argparse.Namespace) -> int:
         flush=True,
     )
     server.run()
-    say("store: ended")
+    print("disco-accel: store: ended", file=sys.stderr)
     return 0
 
 
@@ -86,8 +93,6 @@ def parse_quotas(texts: Sequence[str]) -> tuple[int | None, dict[str, int]]:
     Raises:
         ConfigError: one is no such thing, or is given twice.
     """
-    from disco_accel.store.messages import is_label
-
     found: dict[str, int] = {}
     for text in texts:
         label, equals, size = text.rpartition("=")
@@ -119,9 +124,7 @@ def parse_rate(text: str) -> float:
 
 
 def _stats(options: argparse.Namespace) -> int:
-    from disco_accel.store.connection import Channel
-    from disco_accel.store.figures import ask_figures
-    from disco_accel.store.place import socket_path
+    from disco_accel.store.connection import Channel, ask_figures
 
     channel = Channel(socket_path(options.socket), timeout=10.0)
     print(json.dumps(ask_figures(channel), indent=2))
@@ -130,12 +133,52 @@ def _stats(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from disco_accel.store.place import socket_path
-    from disco_accel.store.preload import run_counted
-
     try:
         wait = None if options.wait is None else float(options.wait)
     except ValueError:
         raise ConfigError(f"--wait: {options.wait!r} is not a number of seconds") from None
     words = options.program[1:] if options.program[:1] == ["--"] else options.program
     run_counted(words, socket_path(options.socket), wait)
+
+
+def counted_environment(environment: Mapping[str, str], socket: Path, wait: float | None = None) -> dict[str, str]:
+    """``environment`` in which programs are counted by the store at ``socket``, and what they start in turn.
+
+    ``wait``: seconds that an allocation without room waits for others to make some; None: two, as the library has it.
+
+    Raises:
+        ConfigError: ``wait`` is no such time, or the library's path cannot be preloaded.
+        ExtensionError: the library cannot be built.
+    """
+    if wait is not None and not (math.isfinite(wait) and 0 <= wait <= MAX_WAIT):
+        raise ConfigError(f"--wait: {wait} is not a number of seconds from 0 to {MAX_WAIT:.0f}")
+    library = os.fspath(interposed_library())
+    if re.search(r"[\s:]", library):
+        raise ConfigError(
+            f"{library}: the loader can't be told a path with blanks or colons: set TORCH_EXTENSIONS_DIR to a folder "
+            "without"
+        )
+    others = [path for path in re.split(r"[\s:]+", environment.get("LD_PRELOAD", "")) if path and path != library]
+    counted = {**environment, "LD_PRELOAD": ":".join([library, *others]), SOCKET_VARIABLE: os.fspath(socket)}
+    if wait is not None:
+        counted[WAIT_VARIABLE] = repr(wait)
+    return counted
+
+
+def run_counted(command: Sequence[str], socket: Path, wait: float | None = None) -> NoReturn:
+    """Become the program ``command``, counted by the store at ``socket``.
+
+    Raises:
+        ConfigError: as ``counted_environment``; there is no such program, or it can't be started.
+        ExtensionError: as ``counted_environment``.
+    """
+    if not command:
+        raise ConfigError("store run: no program to run: write it after --, such as: disco-accel store run -- ./train")
+    program = shutil.which(command[0])
+    if program is None:
+        raise ConfigError(f"store run: {command[0]}: no such program: give its path, or a name that is on PATH")
+    counted = counted_environment(os.environ, socket, wait)
+    try:
+        os.execve(program, list(command), counted)
+    except OSError as error:
+        raise ConfigError(f"store run: {program}: cannot be started: {error.strerror}") from error

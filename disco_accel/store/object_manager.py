@@ -1,4 +1,4 @@
-"""The objects of a store: who asks for them, who waits for which, and which get room on the device."""
+"""The objects of a store: requests for them, the requests that wait, and their memory on the device."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from collections import deque
 from collections.abc import Callable
 
 from disco_accel.errors import ExecutionError, StoreError, StoreFull
-from disco_accel.store.copy_lanes import Lanes
+from disco_accel.eviction import Policy
+from disco_accel.store.capacity_ledger import CapacityLedger, Limits
 from disco_accel.store.messages import Opcode, Tier
-from disco_accel.store.movements import Movements
-from disco_accel.store.objects import Holder, Move, Object, Waiter
-from disco_accel.store.policies import Policy, wait
-from disco_accel.store.room import Limits, Room
-from disco_accel.store.tiers import new_file
+from disco_accel.store.objects import Client, Move, Object, Waiter
+from disco_accel.store.tiers import CopyLanes, new_file
+from disco_accel.store.transfer_manager import TransferManager
 
-COMING_DOWN_SECONDS = 30.0
+SHRINK_SECONDS = 30.0
 """A request waits so long for clients that hold more than their budget, whose steps have to end."""
 _LONGEST_WAIT = 3600.0
 """A use may be announced for decades ahead, for which no selector waits."""
@@ -23,7 +22,7 @@ _RETRY = 0.02
 """Seconds until a prefetch that found no room looks again."""
 
 
-class Keeper:
+class ObjectManager:
     """All objects of a store. ``answer(waiter, object, refusal)`` is called when a request's object is there, or
     can't be.
 
@@ -34,20 +33,20 @@ class Keeper:
         self,
         limits: Limits,
         policy: Policy,
-        lanes: Lanes,
+        lanes: CopyLanes,
         answer: Callable[[Waiter, Object, StoreError | None], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.room = Room(limits)
+        self.ledger = CapacityLedger(limits)
         self.objects: dict[int, Object] = {}
-        self.holders: dict[Holder, None] = {}
+        self.clients: dict[Client, None] = {}
         self._answer, self._clock = answer, clock
-        self._moves = Movements(self.room, self.objects, policy, lanes, clock)
-        self.counts, self.alive, self._tier = self._moves.counts, self._moves.alive, lanes.tier
+        self._transfers = TransferManager(self.ledger, self.objects, policy, lanes, clock)
+        self.counts, self.alive, self._tier = self._transfers.counts, self._transfers.alive, lanes.tier
         self._queue: deque[Object] = deque()
         self._settling = self._again = False
 
-    # What clients ask for.
+    # Requests of clients.
 
     def add(self, item: Object, waiter: Waiter) -> None:
         """A new object; ``waiter`` is answered once it has memory.
@@ -55,22 +54,23 @@ class Keeper:
         Raises:
             StoreFull: no room in host memory, or the owner's quota.
         """
-        quota, owner = self.room.limits.quota_of(item.owner), item.owner
-        if quota is not None and owner.nbytes + item.room > quota:
-            raise StoreFull(f"quota: {item.room} bytes wanted, {owner.words} owns {owner.nbytes} of {quota}: free some")
+        quota, owner = self.ledger.limits.quota_of(item.owner), item.owner
+        if quota is not None and owner.nbytes + item.footprint > quota:
+            owned = f"{owner.words} owns {owner.nbytes} of {quota}"
+            raise StoreFull(f"quota: {item.footprint} bytes wanted, {owned}: free some")
         if item.tier is Tier.HOST:
-            if not self._moves.make_host_room(item.room):
-                raise StoreFull(self.room.full("host", item.room, self.holders))
+            if not self._transfers.make_host_room(item.footprint):
+                raise StoreFull(self.ledger.full("host", item.footprint, self.clients))
             item.host_file = new_file(f"store-{item.id:x}", item.nbytes)
-            self.room.host_used += item.room
+            self.ledger.host_used += item.footprint
         self.objects[item.id] = self.alive[item.id] = item
         item.owner.owned[item.id] = item
-        item.owner.nbytes += item.room
+        item.owner.nbytes += item.footprint
         if item.tier is Tier.HOST:
             self._answer(waiter, item, None)
         else:
             item.waiters.append(waiter)
-            if not self._queue and item.room <= self.room.device_free:
+            if not self._queue and item.footprint <= self.ledger.device_free:
                 self._admit(item)
             else:
                 self._enqueue(item)
@@ -78,12 +78,12 @@ class Keeper:
     def get(self, item: Object, waiter: Waiter) -> None:
         """A lease on ``item`` for ``waiter``, at once if it is there."""
         now = self._clock()
-        item.used(now)
+        item.uses.used(now)
         self.counts.gets += 1
         loading = item.move is not None and item.move.load
         if item.file is not None and not loading:
             self.counts.hits += 1
-            self.lease(item, waiter.holder)
+            self.lease(item, waiter.client)
             self._answer(waiter, item, None)
             return
         self.counts.fetched += 1
@@ -91,24 +91,24 @@ class Keeper:
         if not loading:
             self._enqueue(item)
 
-    def lease(self, item: Object, holder: Holder) -> None:
+    def lease(self, item: Object, client: Client) -> None:
         """One lease more."""
         item.leases += 1
-        holder.leases[item] = holder.leases.get(item, 0) + 1
-        self.room.classify(item)
+        client.leases[item] = client.leases.get(item, 0) + 1
+        self.ledger.classify(item)
 
-    def release(self, item: Object, holder: Holder, count: int = 1) -> None:
-        """``count`` leases of ``holder`` less."""
-        left = holder.leases[item] - count
+    def release(self, item: Object, client: Client, count: int = 1) -> None:
+        """``count`` leases of ``client`` less."""
+        left = client.leases[item] - count
         if left:
-            holder.leases[item] = left
+            client.leases[item] = left
         else:
-            del holder.leases[item]
+            del client.leases[item]
         item.leases -= count
-        item.last_use = self._clock()
-        self.room.classify(item)
+        item.uses.last_use = self._clock()
+        self.ledger.classify(item)
         if item.gone:
-            self._moves.dispose(item)
+            self._transfers.dispose(item)
         self._settle()
 
     def put(self, item: Object, seconds: float | None) -> bool:
@@ -119,10 +119,10 @@ class Keeper:
             assert item.file is not None
             if not self._tier.seal(item.file):
                 return False
-            item.final, item.last_use = True, now
-        item.next_use = None if seconds is None else now + seconds
-        self.room.classify(item)
-        self._moves.schedule(item)
+            item.final, item.uses.last_use = True, now
+        item.uses.next_use = None if seconds is None else now + seconds
+        self.ledger.classify(item)
+        self._transfers.schedule(item)
         self._settle()
         return True
 
@@ -135,8 +135,8 @@ class Keeper:
         for waiter in item.waiters:
             self._answer(waiter, item, StoreError(f"object {item.id} was freed"))
         item.waiters.clear()
-        self.room.classify(item)
-        self._moves.dispose(item)
+        self.ledger.classify(item)
+        self._transfers.dispose(item)
         self._settle()
 
     def prefetch(self, item: Object) -> None:
@@ -145,43 +145,43 @@ class Keeper:
             self._prefetch(item, self._clock())
             self._settle()
 
-    def end(self, holder: Holder) -> None:
-        """``holder`` is gone: so are its objects, its leases, its requests and its budget."""
-        self.holders.pop(holder, None)
-        self.room.end(holder)
-        for item in list(self._queue) + list(self._moves.moving.values()):
-            item.waiters[:] = [waiter for waiter in item.waiters if waiter.holder is not holder]
-        for item, count in list(holder.leases.items()):
-            self.release(item, holder, count)
-        for item in list(holder.owned.values()):
+    def end(self, client: Client) -> None:
+        """``client`` is gone: so are its objects, its leases, its requests and its budget."""
+        self.clients.pop(client, None)
+        self.ledger.end(client)
+        for item in list(self._queue) + list(self._transfers.moving.values()):
+            item.waiters[:] = [waiter for waiter in item.waiters if waiter.client is not client]
+        for item, count in list(client.leases.items()):
+            self.release(item, client, count)
+        for item in list(client.owned.values()):
             if not item.gone:
                 self.free(item)
         self._settle()
 
-    # What time and workers bring.
+    # Time, and copies that end.
 
     def tick(self) -> float | None:
         """Start the prefetches that are due, and end waits that took too long. Returns the seconds until the next."""
         now = self._clock()
-        while (id := self._moves.due.take(now)) is not None:
+        while (id := self._transfers.due.take(now)) is not None:
             item = self.objects.get(id)
-            if item is not None and item.device_file is None and item.move is None and item.next_use is not None:
+            if item is not None and item.device_file is None and item.move is None and item.uses.next_use is not None:
                 self._prefetch(item, now)
         if self._queue:
             self._settle()
-        times = [] if self._moves.due.next is None else [self._moves.due.next]
+        times = [] if self._transfers.due.next is None else [self._transfers.due.next]
         if self._queue:
             times.append(now + 0.1)
         return min(max(0.0, min(times) - now), _LONGEST_WAIT) if times else None
 
-    def moves_ended(self) -> None:
+    def transfers_ended(self) -> None:
         """Take up the moves that workers have ended."""
-        while (move := self._moves.ended()) is not None:
+        while (move := self._transfers.ended()) is not None:
             item = move.object
             (self._loaded if move.load else self._saved)(item, move)
-            self.room.classify(item)
+            self.ledger.classify(item)
             if item.gone:
-                self._moves.dispose(item)
+                self._transfers.dispose(item)
         self._settle()
 
     def changed(self) -> None:
@@ -189,7 +189,7 @@ class Keeper:
         self._settle()
 
     def close(self) -> None:
-        """Let go of all memory."""
+        """Free all memory."""
         for item in self.alive.values():
             saved = item.move.target if item.move is not None and not item.move.load else None
             for file in (item.device_file, item.host_file, saved):
@@ -202,32 +202,32 @@ class Keeper:
     def _enqueue(self, item: Object) -> None:
         if item not in self._queue:
             self._queue.append(item)
-            self.room.demand += item.room
+            self.ledger.demand += item.footprint
         self._settle()
 
     def _dequeue(self) -> Object:
         item = self._queue.popleft()
-        self.room.demand -= item.room
+        self.ledger.demand -= item.footprint
         return item
 
     def _settle(self) -> None:
-        """Do all that can be done now: give room to those that wait for it, and make it for those that come."""
+        """Give room to the objects that wait for it, and evict for budgets and first-class memory."""
         self._again = True
         if self._settling:
             return
-        if not self._queue and self.room.uncontended:
-            self._moves.save_ahead()
+        if not self._queue and self.ledger.uncontended:
+            self._transfers.save_ahead()
             return
         self._settling = True
         while self._again:
             self._again = False
             self._serve_queue()
-            self.room.regrant()
-            excess = self.room.excess
-            if excess > 0 and self._moves.evict(excess - self._moves.leaving(), None):
-                self.room.regrant()
+            self.ledger.regrant()
+            excess = self.ledger.excess
+            if excess > 0 and self._transfers.evict(excess - self._transfers.leaving(), None):
+                self.ledger.regrant()
         self._settling = False
-        self._moves.save_ahead()
+        self._transfers.save_ahead()
 
     def _serve_queue(self) -> None:
         """Give room to the objects that wait for it, in their order, as far as there is room."""
@@ -236,32 +236,33 @@ class Keeper:
             if item.gone or not (item.waiters or item.prefetching) or item.device_file is not None:
                 self._dequeue()
                 continue
-            self.room.regrant()
-            missing = item.room - self.room.device_free
+            self.ledger.regrant()
+            missing = item.footprint - self.ledger.device_free
             if missing <= 0:
                 self._admit(self._dequeue())
                 continue
-            missing -= self._moves.leaving()
+            missing -= self._transfers.leaving()
             # Nothing leaves for an object that would be refused all the same.
-            hopeless = missing > self.room.idle_bytes + self._moves.unclaimed(True) and not self._comes_down(item)
-            if hopeless or (not self._moves.evict(missing, self._later_than(item)) and not self._may_come(item)):
+            evictable = self.ledger.idle_bytes + self._transfers.arriving()
+            hopeless = missing > evictable and not self._budgets_shrink_for(item)
+            if hopeless or (not self._transfers.evict(missing, self._later_than(item)) and not self._may_come(item)):
                 self._refuse(self._dequeue())
-            elif item.room > self.room.device_free:
+            elif item.footprint > self.ledger.device_free:
                 break
 
     def _later_than(self, item: Object) -> float | None:
         """Of a prefetch nobody waits for yet: only objects that are used later may leave for it."""
-        return None if item.waiters else wait(item.candidate(0.0), self._clock())
+        return None if item.waiters else item.uses.wait(self._clock())
 
     def _may_come(self, item: Object) -> bool:
         """Whether room for ``item`` is on its way."""
-        return self._moves.leaving() > 0 or self._moves.unclaimed(True) > 0 or self._comes_down(item)
+        return self._transfers.leaving() > 0 or self._transfers.arriving() > 0 or self._budgets_shrink_for(item)
 
-    def _comes_down(self, item: Object) -> bool:
+    def _budgets_shrink_for(self, item: Object) -> bool:
         """Whether a client is about to give back memory that ``item`` waits for."""
-        if not item.waiters or not self.room.coming_down:
+        if not item.waiters or not self.ledger.must_shrink:
             return False
-        return self._clock() - item.waiters[0].since < COMING_DOWN_SECONDS
+        return self._clock() - item.waiters[0].since < SHRINK_SECONDS
 
     def _admit(self, item: Object) -> None:
         """``item`` gets memory on the device: new, or filled from the host."""
@@ -270,37 +271,37 @@ class Keeper:
         except ExecutionError as error:
             self._refuse(item, StoreFull(str(error)))
             return
-        item.device_file, item.arrived = file, self._clock()
-        self.room.device_used += item.room
+        item.device_file, item.uses.arrived = file, self._clock()
+        self.ledger.device_used += item.footprint
         if item.host_file is None:
             self._answer_all(item)
         else:
-            self._moves.start(Move(item, True, item.host_file, file))
-        self.room.classify(item)
+            self._transfers.start(Move(item, True, item.host_file, file))
+        self.ledger.classify(item)
 
     def _loaded(self, item: Object, move: Move) -> None:
         if move.error is not None or item.gone:
-            self._moves.drop(item)
+            self._transfers.drop(item)
             why = move.error or "it was freed"
             self._refuse(item, StoreError(f"object {item.id} cannot be brought back: {why}"))
             return
         if not self._tier.seal(move.target):
             raise RuntimeError(f"a file that nobody else has cannot be sealed: object {item.id}")
-        self._moves.copies[item.id] = item
+        self._transfers.copies[item.id] = item
         self.counts.loaded_bytes += item.nbytes
         self.counts.prefetched += item.prefetching and not item.waiters
         self._answer_all(item)
 
     def _saved(self, item: Object, move: Move) -> None:
         if move.error is not None or move.cancelled.is_set():
-            self._moves.lanes.discard(move.target, item.nbytes)
-            self.room.host_used -= item.room
+            self._transfers.lanes.discard(move.target, item.nbytes)
+            self.ledger.host_used -= item.footprint
             return
         item.host_file = move.target
-        self._moves.copies[item.id] = item
+        self._transfers.copies[item.id] = item
         self.counts.saved_bytes += item.nbytes
-        if not item.gone and item.idle and (self._queue or self.room.excess > 0):
-            self._moves.drop(item)
+        if not item.gone and item.idle and (self._queue or self.ledger.excess > 0):
+            self._transfers.drop(item)
             self.counts.evicted += 1
 
     def _answer_all(self, item: Object) -> None:
@@ -310,14 +311,14 @@ class Keeper:
         for waiter in waiters:
             self.counts.stalled += now - waiter.since
             if waiter.opcode is Opcode.GET:
-                self.lease(item, waiter.holder)
+                self.lease(item, waiter.client)
             self._answer(waiter, item, None)
 
     def _refuse(self, item: Object, reason: StoreError | None = None) -> None:
-        """Tell those that wait for ``item``. One that never had memory is gone."""
+        """Refuse the requests that wait for ``item``. One that never had memory is gone."""
         item.prefetching = False
         if reason is None:
-            reason = StoreFull(self.room.full("device", item.room, self.holders))
+            reason = StoreFull(self.ledger.full("device", item.footprint, self.clients))
         waiters, item.waiters = item.waiters, []
         for waiter in waiters:
             self._answer(waiter, item, reason)
@@ -327,14 +328,10 @@ class Keeper:
     # Ahead of time.
 
     def _prefetch(self, item: Object, now: float) -> None:
-        self.room.regrant()
-        missing = item.room - self.room.device_free
-        if (
-            missing <= 0
-            or self._moves.evict(missing, wait(item.candidate(0.0), now))
-            or self._moves.leaving() >= missing
-        ):
+        self.ledger.regrant()
+        missing = item.footprint - self.ledger.device_free
+        if missing <= 0 or self._transfers.evict(missing, item.uses.wait(now)) or self._transfers.leaving() >= missing:
             item.prefetching = True
             self._enqueue(item)
-        elif item.next_use is not None and now < item.next_use:
-            self._moves.due.add(now + _RETRY, item.id, self.objects, len(self.objects))
+        elif item.uses.next_use is not None and now < item.uses.next_use:
+            self._transfers.due.add(now + _RETRY, item.id, self.objects, len(self.objects))

@@ -41,7 +41,7 @@ def socket_path(path: str | os.PathLike[str] | None = None) -> Path:
     return found
 
 
-def label(given: str | None = None) -> str:
+def client_label(given: str | None = None) -> str:
     """``given``, else ``$DISCO_STORE_LABEL``: what this client is called; "" for nothing.
 
     Raises:
