@@ -25,6 +25,7 @@ TORCH_FREE = (
     "native.library_file",
     "native.plain_library",
     "plan",
+    "quantised.forms",
     "shortage",
     "simulate",
     "sizes",
@@ -51,17 +52,20 @@ MAY_IMPORT = {
     "store": ("graph", "native"),
     "plan": ("graph", "native", "simulate", "verify"),
     "config": ("graph", "plan"),
-    "capture": ("graph", "native"),
-    "measure": ("graph", "native", "simulate"),
+    "quantised": ("graph", "native"),
+    "capture": ("graph", "native", "quantised"),
+    "measure": ("graph", "native", "simulate", "quantised"),
     "decompose": ("graph", "native", "simulate", "plan", "capture"),
     "execute": ("graph", "native", "measure"),
     "observe": ("config", "graph", "native", "plan", "simulate"),
     "selfcheck": ("config", "graph", "native", "capture", "measure", "plan", "verify", "execute"),
     "step": (
         *("config", "graph", "native", "capture", "measure", "simulate", "plan", "verify", "execute", "observe"),
-        *("decompose", "selfcheck", "store"),
+        *("decompose", "quantised", "selfcheck", "store"),
     ),
-    "integrate": ("config", "graph", "native", "capture", "measure", "execute", "observe", "selfcheck", "step"),
+    "integrate": (
+        *("config", "graph", "native", "quantised", "capture", "measure", "execute", "observe", "selfcheck", "step"),
+    ),
 }
 
 DYNAMIC = ("importlib.import_module", "__import__")

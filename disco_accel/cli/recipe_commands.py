@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from disco_accel.errors import BudgetTooSmall, CaptureError, ConfigError
 from disco_accel.graph.value_numbering import kept_bytes
 from disco_accel.graph.values import host_copy_exists
-from disco_accel.measure.quantised_estimate import PackedForm
+from disco_accel.quantised.forms import PackedForm
 
 if TYPE_CHECKING:
     from disco_accel.config.settings import DiscoConfig
