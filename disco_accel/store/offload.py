@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from disco_accel.errors import ConfigError, StoreError, StoreFull
+from disco_accel.native.backend import has_backend
 from disco_accel.store.object_store import ObjectStore
 from disco_accel.store.offloaded_weight import OffloadedWeight
 from disco_accel.store.stored_object import freer_of, span_of, store_bytes
@@ -165,9 +166,7 @@ def _check_overlaps(module: torch.nn.Module, moving: set[str]) -> None:
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     # Addresses of host memory and of GPUs are apart.
     plain = {
-        n: t
-        for n, t in tensors.items()
-        if t.device.type in ("cpu", "cuda") and type(t) in (torch.Tensor, torch.nn.Parameter)
+        n: t for n, t in tensors.items() if has_backend(t.device) and type(t) in (torch.Tensor, torch.nn.Parameter)
     }
     spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes, n) for n, t in plain.items() if t.nbytes)
     end, last = 0, ""
