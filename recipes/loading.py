@@ -16,7 +16,7 @@ from disco_accel.config.settings import DiscoConfig, shared_weights_folder
 from disco_accel.errors import ConfigError
 from disco_accel.integrate.hf.checkpoint import load_into_arena
 from disco_accel.observe.log_to_stderr import show_messages
-from disco_accel.recipes.quantised import bitsandbytes_config
+from disco_accel.recipes.quantised import packing_config
 from disco_accel.recipes.settings import LoraRecipe, PrefillRecipe
 
 _INDEX = "model.safetensors.index.json"
@@ -134,7 +134,7 @@ def packing_options(recipe: LoraRecipe | PrefillRecipe, config: Any) -> dict[str
 
     They are packed, and stay, on the host: a plan brings them to its device. Raises ConfigError.
     """
-    made = bitsandbytes_config(recipe, config)
+    made = packing_config(recipe, config)
     if made is None and getattr(config, "quantization_config", None) is None:
         return {}
     return {"device_map": {"": "cpu"}} | ({} if made is None else {"quantization_config": made})

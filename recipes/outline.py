@@ -22,7 +22,7 @@ from disco_accel.integrate.hf.kv_cache import room_to_fill
 from disco_accel.integrate.hf.planned_prefill import outside_arena, prefill_batch, traced_forward
 from disco_accel.integrate.hf.tensor_plan import tensor_plan
 from disco_accel.integrate.hf.tracing import hf_contexts
-from disco_accel.measure.quantised_estimate import PackedForm
+from disco_accel.quantised.forms import PackedForm
 from disco_accel.recipes.corpus import IGNORED
 from disco_accel.recipes.loading import add_adapter
 from disco_accel.recipes.quantised import PackedWeights, asked_form, packable, stored_form, with_packed_weights

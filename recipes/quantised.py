@@ -1,4 +1,4 @@
-"""Packed frozen weights: what a recipe's keys ask of bitsandbytes, and the same for a model without weights."""
+"""Packed frozen weights: the form that a recipe's keys ask for, and the same for a model without weights."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from disco_accel.capture.captured_step import CapturedStep, InputBinding
 from disco_accel.errors import ConfigError
 from disco_accel.graph.passes import run_passes
-from disco_accel.measure.quantised_estimate import PackedForm, PackedWeight, packed, part_vertices
+from disco_accel.measure.quantised_estimate import packed, packed_bytes, part_vertices
+from disco_accel.quantised.forms import PackedForm, PackedWeight
+from disco_accel.quantised.libraries import form_of_config, library_of_form
 from disco_accel.recipes.settings import LoraRecipe, PrefillRecipe
 
 
@@ -52,11 +55,9 @@ def stored_form(config: Any) -> PackedForm | None:
     given = _stored_config(config)
     if given is None:
         return None
-    if given.get("quant_method") == "bitsandbytes" and given.get("load_in_8bit"):
-        return PackedForm.INT8
-    if given.get("quant_method") == "bitsandbytes" and given.get("load_in_4bit"):
-        nested = "-nested" if given.get("bnb_4bit_use_double_quant") else ""
-        return PackedForm(given.get("bnb_4bit_quant_type", "fp4") + nested)
+    form = form_of_config(given)
+    if form is not None:
+        return form
     raise ConfigError(
         f"model_name_or_path: its weights are packed by {given.get('quant_method', 'an unknown library')}, whose sizes "
         "are not known without them; --quant plans it as if they had another form"
@@ -70,26 +71,25 @@ def _stored_config(config: Any) -> dict[str, Any] | None:
     return dict(given.to_dict())
 
 
-def bitsandbytes_config(recipe: LoraRecipe | PrefillRecipe, config: Any) -> BitsAndBytesConfig | None:
-    """What ``from_pretrained`` is told, as TRL tells it: products are computed in the recipe's ``dtype``.
+def packing_config(recipe: LoraRecipe | PrefillRecipe, config: Any) -> Any:
+    """The ``quantization_config`` that ``from_pretrained`` is told, as TRL tells it: products are computed in the
+    recipe's ``dtype``. None for weights as they are.
 
     Raises:
-        ConfigError: bitsandbytes is not installed.
+        ConfigError: the library that packs is not installed.
     """
     form = asked_form(recipe)
     if form is None:
         return None
-    key = "load_in_4bit" if form.in_four_bits else "load_in_8bit"
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise ConfigError(f"{key}: bitsandbytes packs the weights, and is not installed: pip install bitsandbytes")
-    if not form.in_four_bits:
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_compute_dtype=computed_in(recipe, config),
-        bnb_4bit_quant_type=recipe.bnb_4bit_quant_type,
-        bnb_4bit_use_double_quant=recipe.use_bnb_nested_quant,
-    )
+    library = library_of_form(form)
+    stored = library.forms[form]
+    if importlib.util.find_spec(library.module) is None:
+        key = "load_in_4bit" if form.in_four_bits else "load_in_8bit"
+        raise ConfigError(
+            f"{key}: {library.name} packs the weights, and is not installed: pip install {library.package}"
+        )
+    dtype = {stored.dtype_key: computed_in(recipe, config)} if stored.dtype_key else {}
+    return AutoQuantizationConfig.from_dict({"quant_method": library.quant_method, **stored.asked_by, **dtype})
 
 
 def computed_in(recipe: LoraRecipe | PrefillRecipe, config: Any) -> torch.dtype:
@@ -151,7 +151,5 @@ def with_packed_weights(
     applied = list(captured.passes)
     graph = run_passes(captured.graph, [packed(packing, form)], applied)
     before = {v.id: v.sizes[0] for v in captured.graph.vertices}
-    sizes = PackedWeights(
-        form, len(packing), sum(weight.bytes for weight in packing.values()), sum(before[v] for v in packing)
-    )
+    sizes = PackedWeights(form, len(packing), sum(map(packed_bytes, packing.values())), sum(before[v] for v in packing))
     return replace(captured, graph=graph, bindings=tuple(bindings()), passes=tuple(applied)), sizes

@@ -27,8 +27,8 @@ class LoraRecipe:
     ``max_length`` is in tokens. With ``packing`` documents are joined and cut into blocks of exactly ``max_length``;
     without it each record is cut or padded to ``max_length``. ``adapter_dtype`` is the dtype of the LoRA weights.
     ``save_steps`` 0 saves only at the end. ``num_threads`` is the number of CPU threads of an eager op.
-    ``load_in_4bit`` and ``load_in_8bit`` pack the frozen weights with bitsandbytes, ``use_bnb_nested_quant`` the scales
-    of 4-bit weights as well.
+    ``load_in_4bit`` and ``load_in_8bit`` pack the frozen weights, ``use_bnb_nested_quant`` the scales of 4-bit weights
+    as well.
     """
 
     model_name_or_path: str

@@ -23,9 +23,11 @@ TORCH_FREE = (
     "graph",
     "host_limits",
     "native.cuda_headers",
+    "native.device_types",
     "native.library_file",
     "native.plain_library",
     "plan",
+    "quantised.forms",
     "shortage",
     "simulate",
     "sizes",
@@ -36,8 +38,6 @@ TORCH_FREE = (
     "verify",
     "version",
 )
-# Asks torch what devices there are, inside the functions that resolve a config.
-TORCH_WHEN_ASKED = ("config.device_choice",)
 
 HUGGING_FACE = ("accelerate", "deepspeed", "peft", "transformers")
 MAY_USE_HUGGING_FACE = ("disco_accel.integrate", "recipes", "benchmarks")
@@ -49,21 +49,24 @@ MAY_IMPORT = {
     "graph": (),
     "verify": ("graph",),
     "simulate": ("graph",),
-    "native": ("graph",),
+    "native": ("graph", "simulate"),
     "store": ("graph", "native"),
     "plan": ("graph", "native", "simulate", "verify"),
-    "config": ("graph", "plan"),
-    "capture": ("graph", "native"),
-    "measure": ("graph", "native", "simulate"),
+    "config": ("graph", "native", "plan"),
+    "quantised": ("graph", "native"),
+    "capture": ("graph", "native", "quantised"),
+    "measure": ("graph", "native", "simulate", "quantised"),
     "decompose": ("graph", "native", "simulate", "plan", "capture"),
     "execute": ("graph", "native", "measure"),
     "observe": ("config", "graph", "native", "plan", "simulate"),
     "selfcheck": ("config", "graph", "native", "capture", "measure", "plan", "verify", "execute"),
     "step": (
         *("config", "graph", "native", "capture", "measure", "simulate", "plan", "verify", "execute", "observe"),
-        *("decompose", "selfcheck", "store"),
+        *("decompose", "quantised", "selfcheck", "store"),
     ),
-    "integrate": ("config", "graph", "native", "capture", "measure", "execute", "observe", "selfcheck", "step"),
+    "integrate": (
+        *("config", "graph", "native", "quantised", "capture", "measure", "execute", "observe", "selfcheck", "step"),
+    ),
 }
 STEP_OPEN = ("capture_lock", "dynamo", "optimizer_home")
 STEP_MAY_IMPORT = {
@@ -147,7 +150,7 @@ def test_torch_free_modules_import_no_torch() -> None:
     wrong: list[str] = []
     for path in CODE:
         short = name_of(path).removeprefix("disco_accel.")
-        if within(short, TORCH_FREE) and short not in TORCH_WHEN_ASKED:
+        if within(short, TORCH_FREE):
             wrong += faults(path, ("torch", *HUGGING_FACE))
     assert not wrong
 

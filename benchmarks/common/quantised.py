@@ -13,7 +13,8 @@ import torch
 
 from benchmarks.common.shapes import Shape, frozen_bytes
 from disco_accel.errors import ConfigError
-from disco_accel.measure.quantised_estimate import PackedForm, PackedWeight
+from disco_accel.measure.quantised_estimate import packed_bytes
+from disco_accel.quantised.forms import PackedForm, PackedWeight
 from tests.support.quantised import Quantise, bnb_4bit, bnb_int8, torchao
 
 APART = Path(sys.prefix) / "quantised"
@@ -83,5 +84,5 @@ def weight_bytes(shape: Shape, form: str, dtype: torch.dtype) -> int:
     narrow = hidden // shape["num_attention_heads"] * shape["num_key_value_heads"]
     matrices = [*[(hidden, hidden)] * 2, *[(narrow, hidden)] * 2, *[(ffn, hidden)] * 2, (hidden, ffn)]
     packed = FORMS[form].packed
-    saved = sum(r * c * dtype.itemsize - PackedWeight(packed, r, c, "").bytes for r, c in matrices)
+    saved = sum(r * c * dtype.itemsize - packed_bytes(PackedWeight(packed, r, c, "")) for r, c in matrices)
     return plain - shape["num_hidden_layers"] * saved

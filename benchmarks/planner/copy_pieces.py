@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.planner.why_cases import why_cases
-from disco_accel.execute.engine_options import GPU_COPY_PIECE
 from disco_accel.graph.files import read_memgraph
 from disco_accel.graph.memgraph import MemGraph
+from disco_accel.native.cuda_backend import GPU_COPY_PIECE
 from disco_accel.plan import make_plan
 from disco_accel.simulate.simulator import Machine, Simulator, _Run
 from disco_accel.simulate.step_boundary import CrossStepDependencies

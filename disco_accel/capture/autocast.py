@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from disco_accel.native.backend import DEVICE_TYPES
+from disco_accel.native.device_types import DEVICE_TYPES
 
 
 @dataclass(frozen=True, slots=True)

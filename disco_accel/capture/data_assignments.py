@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch._subclasses import FakeTensor
 
-from disco_accel.capture.parts import place
 from disco_accel.capture.trace_log import active_log
 from disco_accel.errors import CaptureError
+from disco_accel.native.host_memory import place
 
 _DATA: Any = torch.Tensor.data
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses import FakeTensor, FakeTensorMode, fake_impls
+from torch._subclasses import FakeTensorMode, fake_impls
 
 from disco_accel.capture.thread_patches import patched
 from disco_accel.graph.op_traits import OP_TRAITS
 from disco_accel.native.op_encoding import op_overload
+from disco_accel.quantised.libraries import LIBRARIES
 
 
 @contextmanager
@@ -65,20 +65,12 @@ def _grouped_mm(
 
 
 @contextmanager
-def fakes_taken_for_plain() -> Iterator[None]:
-    """optimum-quanto dequantises each input whose type is not ``torch.Tensor`` itself; of a plain tensor's twin that
-    would be a float32 copy, which its own step does not make."""
-
-    def of_fakes(dequantize: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def dequantized(tensor: torch.Tensor) -> torch.Tensor:
-            caller = sys._getframe(2).f_globals.get("__name__", "")
-            if isinstance(tensor, FakeTensor) and not tensor.is_quantized and caller.startswith("optimum.quanto."):
-                return tensor
-            return dequantize(tensor)
-
-        return dequantized
-
-    with patched(torch.Tensor, "dequantize", of_fakes):
+def libraries_patched() -> Iterator[None]:
+    """Methods of tensors are as libraries that pack weights need them over fakes (``QuantLibrary.tensor_patches``)."""
+    with ExitStack() as stack:
+        for library in LIBRARIES:
+            for name, make in library.tensor_patches.items():
+                stack.enter_context(patched(torch.Tensor, name, make))
         yield
 
 

@@ -3,10 +3,9 @@
 Three kinds of places hold them:
 
 - a parameter or buffer that is a plain tensor itself;
-- a traceable wrapper subclass (``__tensor_flatten__``), such as those of torchao and optimum-quanto, whose inner
-  tensors may be wrappers again;
-- an object beside the weight: bitsandbytes' ``QuantState`` (which may hold a second one) and ``MatmulLtState``, the
-  ``meta`` of hqq's layers. Those libraries are recognised by the names of their classes and need not be there.
+- a traceable wrapper subclass (``__tensor_flatten__``), whose inner tensors may be wrappers again;
+- an object beside the weight, such as the ``quant_state`` of four-bit weights. Libraries are recognised by the names of
+  their classes (``quantised/libraries.py``) and need not be there.
 
 All who look at a model's tensors ask here, so that plans, budgets and the watch for changes see the same parts under
 the same names: ``...q_proj.weight.qdata``, ``...q_proj.weight.absmax``.
@@ -14,7 +13,7 @@ the same names: ``...q_proj.weight.qdata``, ``...q_proj.weight.absmax``.
 
 from __future__ import annotations
 
-import sys
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,14 +22,12 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from disco_accel.native.backend import backend_of
+from disco_accel.native.host_memory import place
+from disco_accel.quantised.libraries import LIBRARIES, OWN_STATES, PACKED_PARAMETERS, STATE_TABLES, STATES
+from disco_accel.quantised.library import LostScales
+
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-_PACKED_BESIDE_STATE = frozenset(("Params4bit", "Int8Params"))
-"""Subclasses of Parameter whose own bytes are the packed weight."""
-_STATES = frozenset(("QuantState", "MatmulLtState"))
-"""Classes of objects beside a weight whose tensors belong to it."""
-_4BIT_LAYERS = frozenset(("Linear4bit", "Embedding4bit"))
-_4BIT_PARAMETRISATIONS = frozenset(("Bnb4bitParametrization",))
-_LAYERS_WITH_META = frozenset(("HQQLinear",))
 
 LeafOf = Callable[[torch.Tensor], torch.Tensor]
 """From a plain tensor to the one that stands for it, laid out alike."""
@@ -47,7 +44,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class WeightState:
     """An object beside a weight, called ``name``: entry ``key`` of ``table``, the attributes of a module."""
 
     table: dict[str, Any]
@@ -62,8 +59,8 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def packed_beside_state(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is bitsandbytes' packed weight, a Parameter with scales in objects beside it."""
-    return not _PACKED_BESIDE_STATE.isdisjoint(c.__name__ for c in type(tensor).__mro__)
+    """Whether ``tensor`` is a packed weight, a Parameter with scales in objects beside it."""
+    return not PACKED_PARAMETERS.isdisjoint(c.__name__ for c in type(tensor).__mro__)
 
 
 def has_rule(tensor: torch.Tensor) -> bool:
@@ -110,7 +107,7 @@ def rebuilt(tensor: torch.Tensor, leaf_of: LeafOf) -> torch.Tensor:
 
 
 def _is_state(value: Any) -> bool:
-    return type(value).__name__ in _STATES
+    return type(value).__name__ in STATES
 
 
 def _tensors_in(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -134,12 +131,13 @@ def rebuilt_state(value: Any, leaf_of: LeafOf) -> Any:
     return made
 
 
-def states_of(module: torch.nn.Module, path: str = "") -> Iterator[State]:
+def states_of(module: torch.nn.Module, path: str = "") -> Iterator[WeightState]:
     """Objects with parts of weights among the attributes of ``module`` itself, which is called ``path``."""
+    table = STATE_TABLES.get(type(module).__name__)
     for key, value in module.__dict__.items():
-        if _is_state(value) or (key == "meta" and type(module).__name__ in _LAYERS_WITH_META and value):
-            name = "weight" if key == "state" else key
-            yield State(module.__dict__, key, f"{path}.{name}" if path else name)
+        if _is_state(value) or (key == table and value):
+            name = "weight" if key in OWN_STATES else key
+            yield WeightState(module.__dict__, key, f"{path}.{name}" if path else name)
 
 
 @contextmanager
@@ -156,65 +154,21 @@ def states_replaced(model: torch.nn.Module, leaf_of: LeafOf) -> Iterator[None]:
 
 
 def settle_states(model: torch.nn.Module) -> None:
-    """Do what bitsandbytes' layers do to their weights whenever their forward runs.
-
-    8 bits: scales move from a new weight to the layer's state, and the weight is again the view of the state's bytes
-    that the next forward reads. 4 bits: a weight that has lost its state gets the layer's.
-
-    A plan runs in the place of that forward, so that its layers would stay as they were loaded and later changes of
-    them would mean something else than after eager steps.
-    """
-    for module in model.modules():
-        layer: Any = module
-        weight = module._parameters.get("weight")
-        if weight is None:
-            continue
-        if _is_4bit_layer(module) and state_of(weight) is None and state_of(module) is not None:
-            _of_its_library(module, "fix_4bit_weight_quant_state_from_module")(layer)
-        state: Any = module.__dict__.get("state")
-        if type(state).__name__ != "MatmulLtState" or not packed_beside_state(weight):
-            continue
-        if weight.__dict__.get("CB") is not None:
-            layer.init_8bit_state()
-        packed = vars(state).get("CB")
-        if not state.has_fp16_weights and packed is not None and place(packed) != place(weight):
-            weight.data = packed
+    """Do what the layers of quantisation libraries do to their weights whenever their forward runs."""
+    for library in LIBRARIES:
+        library.settle(model)
 
 
-def _of_its_library(module: torch.nn.Module, name: str) -> Callable[[Any], None]:
-    """The function ``name`` of the library whose layer ``module`` is, or is derived from; one that does nothing where
-    there is none."""
-    defined = (getattr(sys.modules.get(c.__module__), name, None) for c in type(module).__mro__)
-    return next((function for function in defined if function is not None), lambda _: None)
+def run_first_forward_changes(model: torch.nn.Module, device: torch.device, *, gradients: bool) -> None:
+    """Leave such layers as their first forward on ``device`` would: it alone assigns to ``weight.data`` or to
+    ``bias.data``, which no graph can say. ``gradients``: of a training step."""
+    for library in LIBRARIES:
+        library.run_first_forward(model, on_host=not backend_of(device).separate_memory, gradients=gradients)
 
 
-def _is_4bit_layer(module: torch.nn.Module) -> bool:
-    return not _4BIT_LAYERS.isdisjoint(c.__name__ for c in type(module).__mro__)
-
-
-def state_of(owner: Any) -> Any:
-    """The ``quant_state`` of a weight or layer of bitsandbytes', which says how packed bytes are read; None without."""
-    return getattr(owner, "quant_state", None)
-
-
-def without_scales(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, str]]:
-    """Name, weight and missing attribute of bitsandbytes' packed weights that nothing says the scales of."""
-    for path, module in model.named_modules():
-        prefix = f"{path}." if path else ""
-        if type(module).__name__ in _4BIT_PARAMETRISATIONS and state_of(module) is None:
-            above = path.rpartition(".")[0]
-            owner: Any = model.get_submodule(above)
-            yield f"{above}.original", owner.original, "quant_state"
-        weight = module._parameters.get("weight")
-        if weight is None:
-            continue
-        if _is_4bit_layer(module) and state_of(weight) is None and state_of(module) is None:
-            yield f"{prefix}weight", weight, "quant_state"
-        state = module.__dict__.get("state")
-        if type(state).__name__ == "MatmulLtState" and packed_beside_state(weight):
-            holder = weight if weight.__dict__.get("CB") is not None else state
-            if getattr(holder, "CB", None) is not None and getattr(holder, "SCB", None) is None:
-                yield f"{prefix}weight", weight, "SCB"
+def lost_scales(model: torch.nn.Module) -> Iterator[LostScales]:
+    """Packed weights that nothing says the scales of."""
+    return itertools.chain.from_iterable(library.lost_scales(model) for library in LIBRARIES)
 
 
 def named_parts(model: torch.nn.Module, *, remove_duplicate: bool = True) -> Iterator[Part]:
@@ -257,12 +211,6 @@ def beside_weights(model: torch.nn.Module) -> list[torch.Tensor]:
     packed = (p for p in model.parameters() if packed_beside_state(p))
     own = [leaf for parameter in packed for _, leaf in leaves(parameter) if leaf is not parameter]
     return [*own, *(tensor for _, tensor in _beside_weights(model))]
-
-
-def place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for tensors that are the same view of the same bytes."""
-    storage = tensor.untyped_storage()._cdata
-    return storage, tensor.storage_offset(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
 def frozen_parts(model: torch.nn.Module) -> dict[str, torch.Tensor]:

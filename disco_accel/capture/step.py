@@ -20,11 +20,11 @@ from disco_accel.capture.code_location import code_line
 from disco_accel.capture.constants import bind_constants, no_values_read, tracing_mode
 from disco_accel.capture.data_assignments import no_data_assigned
 from disco_accel.capture.fake_inputs import batch_tensors, model_twins, replace_tensors, twin
-from disco_accel.capture.fake_kernels import fake_kernels, fakes_taken_for_plain, quiet
+from disco_accel.capture.fake_kernels import fake_kernels, libraries_patched, quiet
 from disco_accel.capture.leaving_gradients import with_leaving_gradients
 from disco_accel.capture.lower import InputFlags, Lowering, hold_back, lower_ops, mark, used_inputs
 from disco_accel.capture.op_recorder import Trace, record_ops
-from disco_accel.capture.parts import named_parts, place, rebuilt, states_replaced
+from disco_accel.capture.parts import named_parts, rebuilt, states_replaced
 from disco_accel.capture.returned_fields import REAL_DTYPES, NoSuchOutput, loss_of, tensor_of
 from disco_accel.capture.rng import chain_draws, random_sites, user_generator
 from disco_accel.capture.storages import storage_key, tensor_spec
@@ -38,6 +38,7 @@ from disco_accel.graph.op_traits import op_traits
 from disco_accel.graph.passes import AppliedPass, run_passes
 from disco_accel.graph.taskgraph import Device, TaskGraph, VertexKind
 from disco_accel.graph.traits import FOREIGN, FROZEN, LATE_FOREIGN, Traits
+from disco_accel.native.host_memory import place
 from disco_accel.shortage import met_shortage
 
 Contexts = Sequence[Callable[[], AbstractContextManager[Any]]]
@@ -304,7 +305,7 @@ def _tracing(
         stack.enter_context(user_generator())
         stack.enter_context(no_values_read(model))
         stack.enter_context(fake_kernels())
-        stack.enter_context(fakes_taken_for_plain())
+        stack.enter_context(libraries_patched())
         stack.enter_context(no_data_assigned())
         stack.enter_context(without_cudnn_attention(device))
         stack.enter_context(outside_autocast())

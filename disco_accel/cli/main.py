@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from disco_accel.cli import bound_command, convert_command, recipe_commands, simulate_command
 from disco_accel.errors import BudgetTooSmall, ConfigError, DiscoError, VerifyError
+from disco_accel.native.device_types import DEVICE_TYPES
 from disco_accel.sizes import parse_size
 from disco_accel.store import store_command
 
@@ -126,7 +127,7 @@ def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
         "--selftest", action="store_true", help="try small planned steps against plain PyTorch, ten seconds at most"
     )
     parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="of the self-test (default: CUDA if there is)"
+        "--device", choices=("auto", *DEVICE_TYPES), default="auto", help="of the self-test (default: CUDA if there is)"
     )
 
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from disco_accel.errors import BudgetTooSmall, CaptureError, ConfigError
 from disco_accel.graph.value_numbering import kept_bytes
 from disco_accel.graph.values import host_copy_exists
-from disco_accel.measure.quantised_estimate import PackedForm
+from disco_accel.native.device_types import DEVICE_TYPES
+from disco_accel.quantised.forms import PackedForm
 
 if TYPE_CHECKING:
     from disco_accel.config.settings import DiscoConfig
@@ -109,13 +110,14 @@ def say(line: str) -> None:
 
 
 def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
+    kinds = tuple(DEVICE_TYPES)[::-1]
     parser.add_argument(
         "recipe", metavar="RECIPE.yaml", help="a training or a prefill; of the model only its config is read"
     )
     parser.add_argument(
         "--device",
-        choices=("cuda", "cpu"),
-        default="cuda",
+        choices=kinds,
+        default=kinds[0],
         help="whose speed is estimated: cuda is an A100 behind PCIe 4",
     )
     parser.add_argument(
@@ -183,8 +185,8 @@ def _plan(options: argparse.Namespace, parallel: str | None) -> dict[str, Any]:
 
     import torch
 
+    from disco_accel.native.backend import backend_of_kind
     from disco_accel.observe.forecast import forecast, forecast_text, passes_text, write_forecast
-    from disco_accel.simulate.roofline import SPEEDS
     from disco_accel.step.compile.compiled_step import shared_weights
     from disco_accel.step.compile.memory_parts import host_memory_parts, require_host_memory
     from disco_accel.step.compile.pipeline import PlannerSettings
@@ -235,7 +237,7 @@ def _plan(options: argparse.Namespace, parallel: str | None) -> dict[str, Any]:
     more["kept_dequantised_bytes"] = kept_bytes(planned.left_out)
     if options.passes:
         more["passes"] = [each.as_dict() for each in planned.applied]
-    estimated_for = SPEEDS[options.device].name
+    estimated_for = backend_of_kind(options.device).speed.name
     budget, names = planned.budget.as_dict(), outlined.names
     result = forecast(planned.graph, planned.plan, machine, budget, names, estimated_for, step.copies)
     result = replace(result, figures={**result.figures, **more})
@@ -299,12 +301,13 @@ def _outlined(options: argparse.Namespace, parallel: str | None = None) -> tuple
 
 def _machine(device: str, config: DiscoConfig) -> Any:
     """The device's links, or the throttled one that the recipe asks for."""
+    from disco_accel.native.backend import backend_of_kind
     from disco_accel.plan import Machine
-    from disco_accel.simulate.roofline import SPEEDS
     from disco_accel.simulate.simulator import Link
 
-    if device == "cuda" or config.link_bandwidth is None:
-        return SPEEDS[device].machine
+    backend = backend_of_kind(device)
+    if backend.separate_memory or config.link_bandwidth is None:
+        return backend.speed.machine
     link = Link(float(config.link_bandwidth), config.link_latency)
     return Machine(h2d=link, d2h=link, p2p=link)
 

@@ -5,24 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from disco_accel.errors import ConfigError
+from disco_accel.native.device_types import DEVICE_TYPES, HOST
 
 Devices = int | str | tuple[int, ...]
 """The key ``devices``: a number, ``auto``, or indices of GPUs."""
 
 
 def resolve_device(device: str, on_cpu: bool) -> str:
-    """``cpu`` or ``cuda``. ``on_cpu``: a launcher's user asked for the CPU, which ``auto`` follows.
+    """``device``, or the kind that ``auto`` is here. ``on_cpu``: a launcher's user asked for the CPU, which ``auto``
+    follows.
 
     Raises ConfigError for a GPU that is not there.
     """
-    if device == "cpu":
+    if device == HOST.name:
         return device
-    import torch
+    from disco_accel.native.backend import backend_of_kind, first_accelerator
 
-    there = torch.cuda.is_available()
-    if device == "cuda" and not there:
-        raise ConfigError("device: 'cuda' does not work here, torch sees no CUDA device; use cpu or auto")
-    return "cuda" if there and not (device == "auto" and on_cpu) else "cpu"
+    if device == "auto":
+        found = first_accelerator()
+        return HOST.name if found is None or on_cpu else found.device.type
+    if not backend_of_kind(device).is_there():
+        label = DEVICE_TYPES[device].label
+        raise ConfigError(f"device: {device!r} does not work here, torch sees no {label} device; use cpu or auto")
+    return device
 
 
 def count_of(devices: Devices) -> int:
@@ -30,18 +35,19 @@ def count_of(devices: Devices) -> int:
     return len(devices) if isinstance(devices, tuple) else 1 if isinstance(devices, str) else devices
 
 
-def gpus_of(devices: Devices, processes: int) -> tuple[int, ...]:
-    """Indices of the GPUs that ``devices`` names, in a run of so many ``processes`` on this machine. A number of them
-    begins with the current one, and none are named for one.
+def gpus_of(kind: str, devices: Devices, processes: int) -> tuple[int, ...]:
+    """Indices of the GPUs of this ``kind`` that ``devices`` names, in a run of so many ``processes`` on this machine. A
+    number of them begins with the current one, and none are named for one.
 
     Raises ConfigError for a GPU that is not there, and for several GPUs in several processes.
     """
-    import torch
+    from disco_accel.native.backend import backend_of_kind
 
     count = count_of(devices)
     if count == 1 and not isinstance(devices, tuple):
         return ()
-    there = torch.cuda.device_count()
+    backend = backend_of_kind(kind)
+    there = backend.count()
     if count > there or (isinstance(devices, tuple) and max(devices) >= there):
         given = list(devices) if isinstance(devices, tuple) else devices
         raise ConfigError(f"devices: {given} are not there, torch sees {there} GPUs, from 0 on; name some of these")
@@ -52,12 +58,12 @@ def gpus_of(devices: Devices, processes: int) -> tuple[int, ...]:
         )
     if isinstance(devices, tuple):
         return devices
-    current = torch.cuda.current_device()
+    current = backend.current_index()
     return (current, *(index for index in range(there) if index != current))[:count]
 
 
-def smallest_gpu_bytes(gpus: Sequence[int]) -> int:
-    """Memory of the smallest of these GPUs; without any, of the current one."""
-    import torch
+def smallest_gpu_bytes(kind: str, gpus: Sequence[int]) -> int:
+    """Memory of the smallest of these GPUs of this ``kind``; without any, of the current one."""
+    from disco_accel.native.backend import backend_of_kind
 
-    return min(int(torch.cuda.mem_get_info(index)[1]) for index in gpus or (None,))
+    return min(backend_of_kind(kind, index).memory_bytes() for index in gpus or (None,))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from disco_accel.errors import ConfigError
+from disco_accel.native.device_types import DEVICE_TYPES
 
 MOST_CHUNKS = 64
 """Of one kernel: each is a launch of its own, and a copy of a slice where the next kernel is cut otherwise."""
@@ -213,7 +214,7 @@ PARSERS: dict[str, Parser] = {
     "update_on": _one_of("host", "auto", "device"),
     "master_weights": _one_of("auto", "script", "fp32"),
     "share_weights": _flag,
-    "device": _one_of("auto", "cpu", "cuda"),
+    "device": _one_of("auto", *DEVICE_TYPES),
     "devices": _devices,
     "parallel": _one_of("auto", "layers", "batch", "tensor"),
     "micro_batches": _count(1),

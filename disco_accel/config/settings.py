@@ -20,6 +20,7 @@ from disco_accel.config.device_choice import count_of, gpus_of, resolve_device, 
 from disco_accel.config.keys import PARSERS, contradiction, unused_policy
 from disco_accel.errors import ConfigError
 from disco_accel.host_limits import host_limits, own_bytes
+from disco_accel.native.device_types import DEVICE_TYPES
 
 logger = logging.getLogger("disco_accel")
 
@@ -34,7 +35,6 @@ _PREFIX = "DISCO_"
 _MOST_NODES = 1 << 20
 """Of a YAML file, aliases expanded; a file of 1 MiB without any has no more."""
 _GENERATIONS = 4
-_AUTO_SHARE = {"cpu": 0.5, "cuda": 0.9}
 _LOCAL_PROCESSES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
 """As torchrun, DeepSpeed's launcher and two MPIs call the number of processes on this machine."""
 
@@ -213,16 +213,19 @@ class DiscoConfig:
         device = resolve_device(self.device, on_cpu)
         bandwidth = self.link_bandwidth
         assert not isinstance(bandwidth, str)
-        if device == "cuda" and (bandwidth is not None or self.link_latency):
-            raise ConfigError("link_bandwidth and link_latency throttle the host device only; leave them out on cuda")
-        gpus = gpus_of(self.devices, local_processes()) if device == "cuda" else ()
+        kind = DEVICE_TYPES[device]
+        if kind.separate_memory and (bandwidth is not None or self.link_latency):
+            raise ConfigError(
+                f"link_bandwidth and link_latency throttle the host device only; leave them out on {device}"
+            )
+        gpus = gpus_of(device, self.devices, local_processes()) if kind.separate_memory else ()
         devices = len(gpus) or count_of(self.devices)
-        budget = host_memory_bytes() // devices if device == "cpu" else smallest_gpu_bytes(gpus)
+        budget = smallest_gpu_bytes(device, gpus) if kind.separate_memory else host_memory_bytes() // devices
         return Settings(
             device=device,
             devices=devices,
             gpus=gpus,
-            memory_budget=_resolve_size("memory_budget", self.memory_budget, budget, device, _AUTO_SHARE[device]),
+            memory_budget=_resolve_size("memory_budget", self.memory_budget, budget, device, kind.auto_share),
             host_memory=self._host_bytes(),
             link_bandwidth=bandwidth,
             link_latency=self.link_latency,
@@ -440,7 +443,7 @@ def _parse_yaml(text: str, where: str) -> Any:
 def _resolve_size(key: str, value: int | str, total: int, device: str, auto_share: float) -> int:
     from disco_accel.sizes import format_size
 
-    processes = local_processes() if device == "cpu" else 1
+    processes = 1 if DEVICE_TYPES[device].separate_memory else local_processes()
     if value in ("auto", "shared"):
         return int(total * auto_share) // processes
     if isinstance(value, str):

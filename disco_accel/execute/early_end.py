@@ -11,7 +11,7 @@ from disco_accel.execute.planned_states import PlannedStates
 from disco_accel.execute.state_homes import StateHomes
 from disco_accel.execute.vertex_names import Unfinished
 from disco_accel.graph.memgraph import MemGraph
-from disco_accel.native.engine_numbers import Status
+from disco_accel.native.engine_numbers import EngineStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class EngineError:
     in flight that does not end.
     """
 
-    status: Status
+    status: EngineStatus
     position: int
     message: str
     later: bool

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from disco_accel.errors import ConfigError
-from disco_accel.native.backend import run_device
+from disco_accel.native.backend import backend_of, run_device
+from disco_accel.native.device_types import DEVICE_TYPES
 from disco_accel.native.engine_numbers import OPTIONS, Dispatch
 
-GPU_COPY_PIECE = 16 << 20
-"""Bytes of a piece of a copy on a GPU, 0.3 to 1.3 ms of a link of 50 to 12 GB/s. Not measured: an urgent copy waits
-less for smaller ones, which take the loop thread more launches."""
 PIECE_SECONDS = 1e-3
 """How long a piece takes on a throttled link of the host device."""
 
@@ -77,14 +75,15 @@ DEFAULT_OPTIONS = EngineOptions()
 
 def first_device(options: EngineOptions) -> torch.device:
     """The first device of a plan that does not lie in host memory. Raises ConfigError where it is not there."""
-    name = options.device
-    return run_device(f"{name}:{options.devices[0]}" if name == "cuda" and options.devices else name)
+    device = torch.device(options.device)
+    indexed = options.devices and device.index is None and backend_of(device).separate_memory
+    return run_device(f"{device.type}:{options.devices[0]}" if indexed else options.device)
 
 
 def threads_beside(device: str, compute_threads: int | None) -> int:
     """``host_threads`` that leave ``compute_threads`` of PyTorch's threads to the kernels of the host device, or one to
     the thread that launches on a GPU. Where nobody has said how many the kernels have, both have all."""
-    taken = (compute_threads or 0) if device == "cpu" else 1
+    taken = 1 if DEVICE_TYPES[device].separate_memory else compute_threads or 0
     return max(1, torch.get_num_threads() - taken)
 
 
@@ -128,8 +127,9 @@ def copy_piece(options: EngineOptions) -> int:
     """Bytes of a piece of a copy, 0 if copies are not cut. Raises ConfigError for a link that cannot be."""
     if options.copy_piece is not None:
         return options.copy_piece
-    if torch.device(options.device).type == "cuda":
-        return GPU_COPY_PIECE
+    piece = backend_of(torch.device(options.device)).copy_piece
+    if piece is not None:
+        return piece
     bandwidths = [link.bandwidth for link in options.links] or [options.link_bandwidth]
     slowest = min((bandwidth for bandwidth in bandwidths if bandwidth is not None), default=None)
     return 0 if slowest is None else max(1, int(slowest * PIECE_SECONDS))

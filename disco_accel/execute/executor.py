@@ -37,7 +37,7 @@ from disco_accel.measure.record import OpRecord
 from disco_accel.native.arena import alias, host_arena, touched_bytes
 from disco_accel.native.backend import backend_of
 from disco_accel.native.engine_class import make_engine
-from disco_accel.native.engine_numbers import Status
+from disco_accel.native.engine_numbers import EngineStatus
 from disco_accel.native.extension import load_extension
 from disco_accel.native.host_memory import place_pages
 from disco_accel.native.op_table import op_table
@@ -403,12 +403,12 @@ class Executor:
     def _wait(self, poll: Callable[[float], int], first: Callable[[float], int] | None = None) -> None:
         try:
             status = (first or poll)(_SLICE_SECONDS)
-            while status == Status.TIMEOUT:
+            while status == EngineStatus.TIMEOUT:
                 status = poll(_SLICE_SECONDS)
         except BaseException:
             self._end()
             raise
-        if status != Status.DONE:
+        if status != EngineStatus.DONE:
             self._fail()
 
     def bring_home(self) -> frozenset[int]:
@@ -425,7 +425,7 @@ class Executor:
     def failed_vertex(self) -> int | None:
         """Id of the vertex whose failure ended the last step; None if it was ended otherwise, or nobody knows."""
         error = self._last_error()
-        known = error.status is Status.FAILED and error.position >= 0
+        known = error.status is EngineStatus.FAILED and error.position >= 0
         return self._graph.vertices[error.position].id if known else None
 
     def _last_error(self) -> EngineError:
@@ -433,11 +433,11 @@ class Executor:
             self._engine.last_error()
         )
         left = Unfinished(flying, flying_count, list(zip(waits[::2], waits[1::2], strict=True)), waiting_count)
-        return EngineError(Status(status), position, message, later, lost, draining, left)
+        return EngineError(EngineStatus(status), position, message, later, lost, draining, left)
 
     def _fail(self) -> None:
         error = self._last_error()
-        if error.status is Status.STALLED:
+        if error.status is EngineStatus.STALLED:
             told = f"{error.message}; {self._describer.stall(error.left)}"
             # A device that hangs may never end its work: it gets some time, and the user the account in any case.
             ended = self._engine.abort(_DRAIN_SECONDS) and self._end()

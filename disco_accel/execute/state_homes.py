@@ -59,7 +59,7 @@ def _home(vertex: Vertex, home: torch.Tensor | None, name: str) -> torch.Tensor:
     nbytes = vertex.sizes[0]
     if home is None:
         raise ExecutionError(f"state {name} needs a home of {nbytes} host bytes, none was given in states")
-    if home.dtype is not torch.uint8 or home.dim() != 1 or not home.is_contiguous() or home.device.type != "cpu":
+    if home.dtype is not torch.uint8 or home.dim() != 1 or not home.is_contiguous() or not home.is_cpu:
         raise ExecutionError(
             f"the home of state {name} is {str(home.dtype).removeprefix('torch.')}{list(home.shape)} with strides "
             f"{list(home.stride())} on {home.device}; it must be a contiguous 1-d uint8 tensor on the cpu, such as "

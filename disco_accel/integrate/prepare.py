@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from disco_accel.capture.autocast import autocast_state
-from disco_accel.capture.first_forward import run_first_forward_changes
+from disco_accel.capture.parts import run_first_forward_changes
 from disco_accel.config.settings import DiscoConfig
 from disco_accel.errors import BudgetTooSmall, CaptureError, ConfigError, StoreFull
 from disco_accel.integrate.accelerate.trainer_runs import follow_trainers

@@ -13,7 +13,7 @@ from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.measure.estimated_scratch import known_scratch
 from disco_accel.measure.record import OpRecord, measurements, record
 from disco_accel.native.backend import backend_of, run_device
-from disco_accel.simulate.roofline import SPEEDS, Speed, estimates
+from disco_accel.simulate.roofline import Speed, estimates
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Estimated:
     """Seconds from the shapes of ops, scratch where it can be tried. ``kind``: cpu or cuda; no op of the step runs
     on a GPU.
 
-    ``speed``: the device that seconds are estimated for (None: the ``SPEEDS`` of ``kind``).
+    ``speed``: the device that seconds are estimated for (None: that of the kind's backend).
     """
 
     kind: str
@@ -73,7 +73,8 @@ class Estimated:
     def of(self, graph: TaskGraph) -> GraphCosts:
         """The longer of arithmetic and traffic for each op; see ``estimated_scratch`` for its scratch."""
         scratch = known_scratch(graph, device=self.kind, compute_threads=self.compute_threads, streams=self.streams)
-        passes = estimates(self.speed or SPEEDS[self.kind]), scratch.as_pass
-        in_blocks = backend_of(torch.device(self.kind)).allocates_in_blocks
+        backend = backend_of(torch.device(self.kind))
+        passes = estimates(self.speed or backend.speed), scratch.as_pass
+        in_blocks = backend.allocates_in_blocks
         unknown, why = scratch.unknown, scratch.why
         return GraphCosts(passes, scratch.workspaces, in_blocks, without_scratch=unknown, note=why)

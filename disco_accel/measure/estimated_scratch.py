@@ -15,9 +15,10 @@ from disco_accel.graph.passes import GraphPass
 from disco_accel.graph.taskgraph import OpCall, TaskGraph, Vertex, VertexKind
 from disco_accel.measure.record import record
 from disco_accel.native.backend import Backend, backend_of, workspace_bytes
+from disco_accel.native.host_backend import HostBackend
 from disco_accel.native.op_encoding import op_overload
 from disco_accel.native.plain_library import ExtensionError
-from disco_accel.simulate.roofline import SPEEDS, estimate
+from disco_accel.simulate.roofline import estimate
 from disco_accel.sizes import format_size
 
 _LARGEST = 256 << 20
@@ -107,4 +108,4 @@ def _is_registered(call: OpCall) -> bool:
 
 def _is_small(vertex: Vertex, graph: TaskGraph, vertices: dict[int, Vertex]) -> bool:
     moved = sum(vertex.sizes) + sum(vertices[producer].sizes[k] for producer, k in dict.fromkeys(vertex.inputs))
-    return moved <= _LARGEST and estimate(vertex, graph.ops[vertex.id], SPEEDS["cpu"]) <= _LONGEST
+    return moved <= _LARGEST and estimate(vertex, graph.ops[vertex.id], HostBackend.speed) <= _LONGEST

@@ -5,15 +5,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from disco_accel.errors import ConfigError
 from disco_accel.graph.taskgraph import TensorSpec
 from disco_accel.native.cuda_backend import CudaBackend
+from disco_accel.native.device_types import CUDA, DEVICE_TYPES, HOST
 from disco_accel.native.host_backend import HostBackend
 from disco_accel.native.op_table import OpTable
+from disco_accel.simulate.roofline import Speed
 
 
 class Backend(Protocol):
@@ -27,6 +29,30 @@ class Backend(Protocol):
     @property
     def separate_memory(self) -> bool:
         """Whether it has memory of its own, to which the host's is copied from page-locked pages."""
+
+    @property
+    def alignment(self) -> int:
+        """Bytes of the allocations of PyTorch on it."""
+
+    @property
+    def copy_piece(self) -> int | None:
+        """Bytes of the pieces in which copies to it are handed to the link; None: by the speed of a throttled link."""
+
+    @property
+    def rate_dtype(self) -> str:
+        """The data type in which the kernels of fused optimizers take a learning rate."""
+
+    @property
+    def speed(self) -> Speed:
+        """For estimates where no such device is there."""
+
+    @property
+    def switches(self) -> tuple[str, ...]:
+        """Functions of ``torch._C`` that read a setting of its kernels, in the versions of PyTorch that have it."""
+
+    @property
+    def precisions(self) -> str:
+        """How ``torch.backends`` calls its kernels where it sets their precision in float32."""
 
     @property
     def allocates_in_blocks(self) -> bool:
@@ -46,6 +72,18 @@ class Backend(Protocol):
 
     def is_there(self) -> bool:
         """Whether this process can use such a device."""
+
+    def count(self) -> int:
+        """How many of this kind this process sees."""
+
+    def current_index(self) -> int:
+        """The index of PyTorch's current one of this kind."""
+
+    def memory_bytes(self) -> int:
+        """All memory of the device, or as much as this process may use of it."""
+
+    def facts(self) -> dict[str, Any]:
+        """Kind, name, memory in bytes and what else ``doctor`` tells of it."""
 
     def resolve(self) -> torch.device:
         """``device`` as of now, a GPU with its index in any case. Raises ConfigError if it is not there."""
@@ -102,6 +140,16 @@ class Backend(Protocol):
     def synchronize(self) -> None:
         """Wait for all work on the device."""
 
+    def streams(self, count: int) -> tuple[Any, ...]:
+        """New streams; None in the place of each where there are none."""
+
+    def on_stream(self, stream: Any) -> AbstractContextManager[object]:
+        """Inside, this one of ``streams`` is the current one."""
+
+    def delay(self, stream: Any, seconds: float) -> Callable[[], object]:
+        """A function that keeps the current stream busy for about so long, measured on ``stream``; where there are no
+        streams it does nothing."""
+
     def release_memory(self) -> None:
         """Give memory back that the process has freed and PyTorch's allocator has kept."""
 
@@ -121,9 +169,8 @@ class Backend(Protocol):
         """It is put back at the end to where it was at the begin; so is the host's."""
 
 
-_BACKENDS: Mapping[str, Callable[[torch.device], Backend]] = {"cpu": HostBackend, "cuda": CudaBackend}
-DEVICE_TYPES = tuple(_BACKENDS)
-"""The kinds of devices that plans run on, as PyTorch calls them."""
+_BACKENDS: Mapping[str, Callable[[torch.device], Backend]] = {HOST.name: HostBackend, CUDA.name: CudaBackend}
+assert _BACKENDS.keys() == DEVICE_TYPES.keys()
 
 
 @functools.cache
@@ -133,6 +180,27 @@ def backend_of(device: torch.device) -> Backend:
     if make is None:
         raise ConfigError(f"device: {device} is not supported; use {' or '.join(_BACKENDS)}")
     return make(device)
+
+
+def backend_of_kind(kind: str, index: int | None = None) -> Backend:
+    """The backend of the device of this ``kind`` and ``index``; None: PyTorch's current one."""
+    return backend_of(torch.device(kind) if index is None else torch.device(kind, index))
+
+
+def first_accelerator(index: int | None = None) -> Backend | None:
+    """The backend of the first kind of devices with memory of their own that are there; None without any."""
+    found = (backend_of_kind(kind.name, index) for kind in DEVICE_TYPES.values() if kind.separate_memory)
+    return next((backend for backend in found if backend.is_there()), None)
+
+
+def has_backend(device: torch.device) -> bool:
+    """Whether ``device`` is of a kind that plans run on."""
+    return device.type in _BACKENDS
+
+
+def is_host(device: torch.device) -> bool:
+    """Whether tensors of ``device``, which may be one that no plan runs on, lie in host memory."""
+    return device.type == HOST.name
 
 
 def run_device(name: str) -> torch.device:

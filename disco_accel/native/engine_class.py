@@ -11,15 +11,15 @@ from disco_accel.native.extension import load_extension
 from disco_accel.native.op_table import OpTable
 
 LastError = tuple[int, int, str, bool, bool, bool, list[int], int, list[int], int]
-"""A ``Status``, the position of the vertex (-1: none), a message, whether the device found it later, is lost, is still
-draining; positions in flight and how many there were; pairs of a position that waits and one that it waits for (-1:
-none), one after the other, and how many there were."""
+"""An ``EngineStatus``, the position of the vertex (-1: none), a message, whether the device found it later, is lost, is
+still draining; positions in flight and how many there were; pairs of a position that waits and one that it waits for
+(-1: none), one after the other, and how many there were."""
 
 
 class Engine(Protocol):
     """Runs one program step after step: ``torch.classes.disco_accel.Engine``.
 
-    Waits return a ``Status`` after ``timeout`` seconds at the latest. RuntimeError for a call out of turn.
+    Waits return an ``EngineStatus`` after ``timeout`` seconds at the latest. RuntimeError for a call out of turn.
     """
 
     def expect_dtype(self, storage: int, dtype: str) -> None:

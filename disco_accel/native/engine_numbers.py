@@ -42,7 +42,7 @@ class ResultMode(IntEnum):
     IGNORED = 2
 
 
-class Status(IntEnum):
+class EngineStatus(IntEnum):
     """What a wait for the engine ended with."""
 
     DONE = 0
@@ -104,7 +104,7 @@ def expected_numbers() -> dict[str, int]:
         "kind": VertexKind,
         "flag": VertexFlag,
         "result": ResultMode,
-        "status": Status,
+        "status": EngineStatus,
         "dispatch": Dispatch,
         "lane": CopyLane,
         "peer": PeerPath,

@@ -4,23 +4,39 @@ from __future__ import annotations
 
 import platform
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from disco_accel.errors import ConfigError
 from disco_accel.graph.taskgraph import TensorSpec
-from disco_accel.host_limits import require_left
+from disco_accel.host_limits import host_limits, require_left
+from disco_accel.native.device_types import HOST
 from disco_accel.native.extension import load_extension
 from disco_accel.native.op_table import OpTable
+from disco_accel.simulate.machine import Link, Machine
+from disco_accel.simulate.roofline import Speed
 
 _ENOUGH_SECONDS = 0.1
 _SHORT_SECONDS = 1e-3
 _SHORT_RUNS = 15
 """Ops of a few microseconds are run so often: there one run in five is disturbed on a busy machine, and 15 of them
 take less time than the five of an op of 50 us."""
+
+
+_ONE_CORE = Speed(
+    name="one CPU core, its link a copy in memory",
+    half=3e10,
+    single=6e10,
+    memory=1e10,
+    kernel=2e-6,
+    machine=Machine(h2d=Link(4e9, 0), d2h=Link(4e9, 0)),
+)
+"""With AVX2."""
 
 
 def host_arena(nbytes: int) -> torch.Tensor:
@@ -38,7 +54,16 @@ class HostBackend:
     """The CPU; see ``Backend``."""
 
     device: torch.device
-    separate_memory = False
+    separate_memory = HOST.separate_memory
+    alignment = 64
+    copy_piece = None
+    rate_dtype = "float64"
+    speed = _ONE_CORE
+    switches = (
+        *("_get_mkldnn_enabled", "_get_mkldnn_deterministic", "_get_nnpack_enabled"),
+        "_get_cpu_allow_fp16_reduced_precision_reduction",
+    )
+    precisions = "mkldnn"
     allocates_in_blocks = False
     needs_self_check = False
     has_streams = False
@@ -46,6 +71,18 @@ class HostBackend:
 
     def is_there(self) -> bool:
         return True
+
+    def count(self) -> int:
+        return 1
+
+    def current_index(self) -> int:
+        return 0
+
+    def memory_bytes(self) -> int:
+        return min(limit.total for limit in host_limits())
+
+    def facts(self) -> dict[str, Any]:
+        return {"kind": HOST.name, "name": _processor(), "memory": self.memory_bytes()}
 
     def resolve(self) -> torch.device:
         return torch.device("cpu")
@@ -112,6 +149,17 @@ class HostBackend:
     def synchronize(self) -> None:
         pass
 
+    def streams(self, count: int) -> tuple[Any, ...]:
+        return (None,) * count
+
+    def on_stream(self, stream: Any) -> AbstractContextManager[object]:
+        del stream
+        return nullcontext()
+
+    def delay(self, stream: Any, seconds: float) -> Callable[[], object]:
+        del stream, seconds
+        return lambda: None
+
     def release_memory(self) -> None:
         pass
 
@@ -129,3 +177,10 @@ class HostBackend:
 
     def generator_kept(self) -> AbstractContextManager[object]:
         return torch.random.fork_rng(devices=[])
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()

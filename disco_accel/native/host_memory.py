@@ -32,6 +32,12 @@ _MOST_LOCKED_AT_ONCE = 1 << 30
 """Bytes. Drivers refuse to lock some gigabytes at once that they lock in pieces."""
 
 
+def place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for tensors that are the same view of the same bytes."""
+    storage = tensor.untyped_storage()._cdata
+    return storage, tensor.storage_offset(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
 def footprint(tensor: torch.Tensor) -> int:
     """Bytes from the first to the last element of ``tensor``, holes of a strided layout included."""
     if tensor.numel() == 0:

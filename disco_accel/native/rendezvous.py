@@ -36,7 +36,7 @@ class NotSharedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class HolderProcess:
     """Process ``process``, started at ``started`` (clock ticks since boot), has a copy open as ``descriptor``."""
 
     process: int
@@ -44,9 +44,9 @@ class Holder:
     descriptor: int
 
     @staticmethod
-    def this(descriptor: int) -> Holder:
+    def this(descriptor: int) -> HolderProcess:
         """This process."""
-        return Holder(os.getpid(), start_of(os.getpid()) or 0, descriptor)
+        return HolderProcess(os.getpid(), start_of(os.getpid()) or 0, descriptor)
 
     @property
     def runs(self) -> bool:
@@ -165,7 +165,7 @@ class Rendezvous:
             return False
         return True
 
-    def holders(self, key: str) -> Sequence[Holder]:
+    def holders(self, key: str) -> Sequence[HolderProcess]:
         """Those of the list that may have a copy open. To be called under the lock.
 
         Raises:
@@ -183,9 +183,9 @@ class Rendezvous:
         listed = content.get("holders")
         if not isinstance(listed, list) or not all(_is_holder(one) for one in listed):
             raise ValueError("no list of holders")
-        return [holder for one in listed if (holder := Holder(*one)).holds]
+        return [holder for one in listed if (holder := HolderProcess(*one)).holds]
 
-    def write(self, key: str, holders: Sequence[Holder]) -> None:
+    def write(self, key: str, holders: Sequence[HolderProcess]) -> None:
         """Replace the list, whole or not at all. To be called under the lock.
 
         Raises:
@@ -264,12 +264,12 @@ def _is_still(file: int, path: Path) -> bool:
     return (status.st_dev, status.st_ino) == (mine.st_dev, mine.st_ino)
 
 
-def _holder_in(file: int) -> Holder | None:
+def _holder_in(file: int) -> HolderProcess | None:
     try:
         process, started = json.loads(os.pread(file, 200, 0))
     except (OSError, ValueError, TypeError):
         return None
-    return Holder(process, started, 0) if _is_holder([process, started, 0]) else None
+    return HolderProcess(process, started, 0) if _is_holder([process, started, 0]) else None
 
 
 def _overwrite(file: int, text: bytes) -> None:

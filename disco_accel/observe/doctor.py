@@ -18,6 +18,7 @@ import torch
 from disco_accel.config import settings
 from disco_accel.host_limits import host_limits
 from disco_accel.native import extension, numa
+from disco_accel.native.backend import backend_of_kind, first_accelerator
 from disco_accel.native.plain_library import ExtensionError
 
 _REQUIRED = ("torch", "transformers", "accelerate", "peft", "numpy", "pyyaml", "safetensors")
@@ -63,7 +64,7 @@ def report() -> dict[str, Any]:
             **_host_memory(),
             "load_average": round(os.getloadavg()[0], 2),
         },
-        "device": _device(),
+        "device": (first_accelerator(0) or backend_of_kind("cpu")).facts(),
         "link": _link(),
         "extension": extension,
         "entry_points": entry_points,
@@ -81,6 +82,7 @@ def _version(name: str) -> str | None:
 def _host_memory() -> dict[str, Any]:
     """Each limit with its bytes, and what bears on the speed of copies: the limit of locked memory (a process's own,
     which some drivers go by; None: there is none), huge pages, and the NUMA node that the first GPU is attached to."""
+    gpu = first_accelerator(0)
     limits = host_limits()
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return {
@@ -90,7 +92,7 @@ def _host_memory() -> dict[str, Any]:
         "most_locked": None if locked == resource.RLIM_INFINITY else locked,
         "huge_pages": _first_line(_HUGE_PAGES),
         "numa_nodes": numa.node_count(),
-        "gpu_numa_node": numa.node_of(torch.device("cuda", 0)) if torch.cuda.is_available() else None,
+        "gpu_numa_node": None if gpu is None else numa.node_of(gpu.device),
     }
 
 
@@ -101,50 +103,35 @@ def _first_line(file: Path) -> str | None:
         return None
 
 
-def _device() -> dict[str, Any]:
-    if not torch.cuda.is_available():
-        return {"kind": "cpu", "name": _cpu_name(), "memory": settings.host_memory_bytes()}
-    properties = torch.cuda.get_device_properties(0)
-    free, total = torch.cuda.mem_get_info()
-    capability = f"{properties.major}.{properties.minor}"
-    return {"kind": "cuda", "name": properties.name, "memory": total, "free": free, "capability": capability}
-
-
-def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
-
-
 def _link() -> dict[str, float]:
     """Median rates of large copies and median time of tiny ones, between host memory and the device's."""
     # Random bytes: pages of zeros may be shared by the kernel and would copy faster than any weights.
     source = torch.randint(0, 256, (_COPY_BYTES,), dtype=torch.uint8)
     tiny = source[:4096].clone()
-    if not torch.cuda.is_available():
+    gpu = first_accelerator(0)
+    if gpu is None:
         target, tiny_target = torch.empty_like(source), torch.empty_like(tiny)
         return {
-            "copy_bandwidth": _COPY_BYTES / _median(lambda: target.copy_(source)),
-            "copy_latency": _median(lambda: tiny_target.copy_(tiny)),
+            "copy_bandwidth": _COPY_BYTES / _median(lambda: target.copy_(source), lambda: None),
+            "copy_latency": _median(lambda: tiny_target.copy_(tiny), lambda: None),
         }
     pinned, tiny_pinned = source.pin_memory(), tiny.pin_memory()
-    on_device, tiny_on_device = pinned.cuda(), tiny_pinned.cuda()
+    on_device, tiny_on_device = pinned.to(gpu.device), tiny_pinned.to(gpu.device)
+    wait = gpu.synchronize
     return {
-        "h2d_bandwidth": _COPY_BYTES / _median(lambda: on_device.copy_(pinned, non_blocking=True)),
-        "d2h_bandwidth": _COPY_BYTES / _median(lambda: pinned.copy_(on_device, non_blocking=True)),
-        "pageable_h2d_bandwidth": _COPY_BYTES / _median(lambda: on_device.copy_(source)),
-        "h2d_latency": _median(lambda: tiny_on_device.copy_(tiny_pinned, non_blocking=True)),
+        "h2d_bandwidth": _COPY_BYTES / _median(lambda: on_device.copy_(pinned, non_blocking=True), wait),
+        "d2h_bandwidth": _COPY_BYTES / _median(lambda: pinned.copy_(on_device, non_blocking=True), wait),
+        "pageable_h2d_bandwidth": _COPY_BYTES / _median(lambda: on_device.copy_(source), wait),
+        "h2d_latency": _median(lambda: tiny_on_device.copy_(tiny_pinned, non_blocking=True), wait),
     }
 
 
-def _median(copy: Callable[[], object]) -> float:
+def _median(copy: Callable[[], object], wait: Callable[[], None]) -> float:
     seconds = []
     for _ in range(_REPEATS + 1):
         start = time.perf_counter()
         copy()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        wait()
         seconds.append(time.perf_counter() - start)
     # The first copy pays for page faults and, on a GPU, for the context.
     return statistics.median(seconds[1:])

@@ -41,16 +41,17 @@ def link(device: torch.device, nbytes: int) -> tuple[list[Difference], dict[str,
 
 
 def _rates(device: torch.device, source: torch.Tensor, back: torch.Tensor, on_device: torch.Tensor) -> dict[str, float]:
-    streams = [torch.cuda.Stream(device) for _ in range(2)]
+    backend = backend_of(device)
+    streams = backend.streams(2)
     half = source.numel() // 2
-    torch.cuda.synchronize(device)
+    backend.synchronize()
 
     def wait() -> None:
         for stream in streams:
             stream.synchronize()
 
     def copy(index: int, target: torch.Tensor, origin: torch.Tensor) -> None:
-        with torch.cuda.stream(streams[index]):
+        with backend.on_stream(streams[index]):
             target.copy_(origin, non_blocking=True)
 
     def both() -> None:

@@ -1,13 +1,13 @@
 """Does a step wait for what its caller's stream still has to do, and the caller's stream for the step?
 
-Each case puts long work (``torch.cuda._sleep``) where a missing wait would let a step read a value too early, or write
+Each case puts long work (``Backend.delay``) where a missing wait would let a step read a value too early, or write
 over one that has not left yet. On the CPU the same calls are made without streams and without delays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,6 @@ from disco_accel.selfcheck.trial import EagerRuns, Trial, one, trained_of
 
 LEAST_DELAY, MOST_DELAY = 0.03, 0.3
 """Seconds. A delay is as long as a step of the subject takes, within these."""
-_PROBE_CYCLES = 2_000_000
-_MOST_CYCLES = 1_000_000_000
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -37,34 +35,17 @@ class Caller:
     @classmethod
     def on(cls, device: torch.device, step_seconds: float = 0.0) -> Caller:
         """Two new streams of ``device``, on which a step of the subject takes ``step_seconds``."""
-        if not backend_of(device).has_streams:
-            return cls(device, (None, None), lambda: None)
-        streams = tuple(torch.cuda.Stream(device) for _ in range(2))
-        cycles = _cycles(device, streams[0], min(max(step_seconds, LEAST_DELAY), MOST_DELAY))
-        return cls(device, streams, lambda: torch.cuda._sleep(cycles))
+        backend = backend_of(device)
+        streams = backend.streams(2)
+        return cls(device, streams, backend.delay(streams[0], min(max(step_seconds, LEAST_DELAY), MOST_DELAY)))
 
-    @contextmanager
-    def stream(self, index: int = 0) -> Iterator[None]:
+    def stream(self, index: int = 0) -> AbstractContextManager[object]:
         """Inside, the stream of this index is the current one."""
-        with nullcontext() if self.streams[index] is None else torch.cuda.stream(self.streams[index]):
-            yield
+        return backend_of(self.device).on_stream(self.streams[index])
 
     def synchronize(self) -> None:
         """Wait for all work on the device."""
         backend_of(self.device).synchronize()
-
-
-def _cycles(device: torch.device, stream: torch.cuda.Stream, wanted: float) -> int:
-    """Cycles that take ``wanted`` seconds, measured."""
-    with torch.cuda.device(device), torch.cuda.stream(stream):
-        torch.cuda._sleep(_PROBE_CYCLES)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        torch.cuda._sleep(_PROBE_CYCLES)
-        end.record()
-        end.synchronize()
-    seconds = max(start.elapsed_time(end) * 1e-3, 1e-6)
-    return min(int(_PROBE_CYCLES * wanted / seconds), _MOST_CYCLES)
 
 
 def orders(trial: Trial, caller: Caller) -> list[Difference]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from disco_accel.capture.captured_step import InputSource
 from disco_accel.execute.executor import EngineOptions
 from disco_accel.native.backend import backend_of
+from disco_accel.native.device_types import DEVICE_TYPES
 from disco_accel.selfcheck.agreement import RUNS
 from disco_accel.selfcheck.subject import Results, Subject, eager_step, seed_generator
 
@@ -97,12 +98,11 @@ def circumstances(device: torch.device) -> Iterator[None]:
     backend = backend_of(device)
     host, drawn = torch.get_rng_state(), backend.rng_state()
     try:
-        with (
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            torch.autocast("cpu", enabled=False),
-            torch.autocast("cuda", enabled=False),
-        ):
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            for kind in DEVICE_TYPES:
+                stack.enter_context(torch.autocast(kind, enabled=False))
             yield
     finally:
         torch.set_rng_state(host)

@@ -10,7 +10,7 @@ from functools import partial
 from disco_accel.graph.op_traits import Arithmetic, op_traits
 from disco_accel.graph.passes import GraphPass
 from disco_accel.graph.taskgraph import OpCall, TaskGraph, TensorSpec, Vertex, VertexKind, tensor_args
-from disco_accel.simulate.simulator import Link, Machine
+from disco_accel.simulate.machine import Machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,21 +26,6 @@ class Speed:
     machine: Machine
 
 
-SPEEDS: Mapping[str, Speed] = {
-    # About six tenths of an A100's peaks behind PCIe 4.
-    "cuda": Speed(
-        name="an A100 (40 GB) behind PCIe 4", half=1.8e14, single=1.2e13, memory=1.2e12, kernel=5e-6, machine=Machine()
-    ),
-    # One core with AVX2; its link is a copy in memory.
-    "cpu": Speed(
-        name="one CPU core, its link a copy in memory",
-        half=3e10,
-        single=6e10,
-        memory=1e10,
-        kernel=2e-6,
-        machine=Machine(h2d=Link(4e9, 0), d2h=Link(4e9, 0)),
-    ),
-}
 _BYTES = {
     "float64": 8,
     "int64": 8,

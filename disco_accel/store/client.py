@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from disco_accel.errors import ConfigError, StoreError, StoreFull, StoreGone
+from disco_accel.native.backend import is_host
 from disco_accel.native.shared_memory import lay_over, map_file
 from disco_accel.store import offload, saved_activations
 from disco_accel.store.connection import Channel, ask_figures, ask_page
@@ -346,7 +347,7 @@ class Store:
             nowhere = self.device if reply.device == Tier.DEVICE else torch.device("cpu")
             return torch.empty(0, dtype=torch.uint8, device=nowhere)
         try:
-            if reply.device == Tier.DEVICE and self.device.type == "cuda" and self._gpu is not None:
+            if reply.device == Tier.DEVICE and not is_host(self.device) and self._gpu is not None:
                 memory = self._gpu.map(file, nbytes, writes=bool(reply.amount), freed=release)
                 return memory if reply.amount else memory[:nbytes].view(_TORCH[reply.dtype])
             if reply.amount:

@@ -11,6 +11,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from disco_accel.errors import ConfigError, StoreError, StoreFull
+from disco_accel.native.backend import has_backend
 from disco_accel.store.stored_object import Layout, ObjectStore, freer_of, span_of, store_bytes
 from disco_accel.store.use_order import Weight, WeightUses
 
@@ -335,9 +336,7 @@ def _check_overlaps(module: torch.nn.Module, moving: set[str]) -> None:
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     # Addresses of host memory and of GPUs are apart.
     plain = {
-        n: t
-        for n, t in tensors.items()
-        if t.device.type in ("cpu", "cuda") and type(t) in (torch.Tensor, torch.nn.Parameter)
+        n: t for n, t in tensors.items() if has_backend(t.device) and type(t) in (torch.Tensor, torch.nn.Parameter)
     }
     spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes, n) for n, t in plain.items() if t.nbytes)
     end, last = 0, ""

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from disco_accel.errors import ConfigError, StoreError, StoreFull
+from disco_accel.native.backend import is_host
 from disco_accel.store.recent_objects import RecentObjects
 from disco_accel.store.stored_object import (
     Freer,
@@ -209,7 +210,7 @@ class _Stored:
             if self._compact is None:
                 # A backward may write to what it saved (cuDNN's recurrent layers, fused losses). In host memory it then
                 # writes to pages of its own; a GPU has no such pages.
-                return self._layout.lay_on(memory.clone() if memory.is_cuda else memory)
+                return self._layout.lay_on(memory if memory.is_cpu else memory.clone())
             return self._layout.spread(self._compact.lay_on(memory))
 
 
@@ -287,7 +288,7 @@ def _new_object(
 
 
 def _named(device: torch.device) -> str:
-    return "a slice of host memory" if device.type == "cpu" else str(device)
+    return "a slice of host memory" if is_host(device) else str(device)
 
 
 def _moves(tensor: torch.Tensor, min_bytes: int, there: torch.device) -> bool:
@@ -297,9 +298,9 @@ def _moves(tensor: torch.Tensor, min_bytes: int, there: torch.device) -> bool:
     if tensor.is_leaf and tensor.requires_grad:
         # Its user holds it, as they do parameters.
         return False
-    if isinstance(tensor._base, torch.nn.Parameter) or tensor.device.type == "meta":
+    if isinstance(tensor._base, torch.nn.Parameter) or tensor.is_meta:
         return False
-    if tensor.device.type == "cpu" and there.type != "cpu":
+    if tensor.is_cpu and not is_host(there):
         # Host memory is where it would be evicted to.
         return False
     lazy = tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor()

@@ -14,11 +14,8 @@ from typing import Any, Protocol
 import torch
 
 from disco_accel.errors import StoreError
+from disco_accel.native.backend import backend_of
 from disco_accel.threads import start_thread
-
-_ALIGNMENT = {"cpu": 64, "cuda": 512}
-"""Bytes of PyTorch's allocations. A tensor keeps its place relative to it: kernels may sum in another order where
-their operands are aligned otherwise."""
 
 
 class ObjectStore(Protocol):
@@ -100,7 +97,8 @@ def extent(tensor: torch.Tensor) -> int:
 def span_of(tensor: torch.Tensor) -> ByteSpan:
     """The bytes in which ``tensor`` lies: less than its own where it is expanded, more where it has gaps."""
     begin = int(tensor.storage_offset()) * tensor.itemsize
-    aligned = _ALIGNMENT[tensor.device.type]
+    # It keeps its place in PyTorch's allocation: kernels may sum in another order where operands are aligned otherwise.
+    aligned = backend_of(tensor.device).alignment
     return ByteSpan(begin // aligned * aligned, begin + extent(tensor) * tensor.itemsize)
 
 

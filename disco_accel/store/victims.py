@@ -14,7 +14,7 @@ LEAD = 1.5
 on the link, ahead: half as long again, for others that come in between."""
 _LATE, _CROWD = 0.1, 2.0
 """Of an announced use: the part of loads ahead of time that come too late, and how much more a busy link delays others
-than its mean says, because loads come in bursts. Tried on the sequences of ``benchmarks/store_policies.py`` with links
+than its mean says, because loads come in bursts. Tried on the sequences of ``benchmarks/store/policies.py`` with links
 of 1.5 to 10 GB/s: without both, a link of which a third is used doubles the waits; with a quarter in the place of all
 three terms, waits fall by 30 % instead of 15 to 25 % on a free link."""
 _NO_TIME = 1e-9

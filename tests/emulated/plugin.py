@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from disco_accel.execute import engine_options
+from disco_accel.native import cuda_backend
 from tests.emulated import device
 
 _SHOWN = 20
 
 # Copies of tests are smaller than a piece usually is.
-engine_options.GPU_COPY_PIECE = int(os.environ.get("EMULATED_COPY_PIECE", engine_options.GPU_COPY_PIECE))
+cuda_backend.GPU_COPY_PIECE = int(os.environ.get("EMULATED_COPY_PIECE", cuda_backend.GPU_COPY_PIECE))
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from disco_accel.errors import ConfigError
-from disco_accel.execute.engine_options import GPU_COPY_PIECE, EngineOptions, HostLink, copy_piece, engine_settings
+from disco_accel.execute.engine_options import EngineOptions, HostLink, copy_piece, engine_settings
+from disco_accel.native.cuda_backend import GPU_COPY_PIECE
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", "cuda:3"])

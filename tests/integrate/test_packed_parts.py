@@ -16,7 +16,7 @@ from disco_accel.errors import ConfigError
 from disco_accel.integrate.hf.checkpoint import load_into_arena
 from disco_accel.integrate.hf.checkpoint_files import checkpoint_tensors
 from disco_accel.integrate.hf.packed_checkpoint import has_loader
-from disco_accel.integrate.hf.packed_parts import check_loaded, check_stored
+from disco_accel.quantised.bitsandbytes import BITSANDBYTES
 
 WEIGHT = "q_proj.weight"
 STATE = f"{WEIGHT}.quant_state.bitsandbytes__nf4"
@@ -53,7 +53,7 @@ def whole() -> Tensors:
 
 def check(directory: Path, tensors: Tensors) -> None:
     save_file(tensors, directory / "model.safetensors")
-    check_stored(checkpoint_tensors(directory), SHAPES)
+    BITSANDBYTES.check_stored(checkpoint_tensors(directory), SHAPES)
 
 
 def test_parts_that_fit_pass(tmp_path: Path) -> None:
@@ -126,10 +126,10 @@ def test_every_bit_of_a_quant_state_counts(tmp_path: Path) -> None:
                 file.seek(tensor.offset + at)
                 file.write(bytes([text[at] ^ 1 << bit]))
                 with pytest.raises(ConfigError, match=rf"model\.safetensors: tensor {WEIGHT}"):
-                    check_stored(stored, SHAPES)
+                    BITSANDBYTES.check_stored(stored, SHAPES)
             file.seek(tensor.offset + at)
             file.write(text[at : at + 1])
-    check_stored(stored, SHAPES)
+    BITSANDBYTES.check_stored(stored, SHAPES)
 
 
 def test_a_library_that_is_not_there_is_named_as_pip_calls_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,9 +161,9 @@ def test_a_packed_weight_without_its_scales_is_no_model(tmp_path: Path) -> None:
     layer.weight = Params4bit(torch.zeros(32, 1, dtype=torch.uint8), requires_grad=False)
     model = torch.nn.Sequential(layer)
     with pytest.raises(ConfigError, match=r"0\.weight is a Params4bit of shape \[32, 1\] whose scales are missing"):
-        check_loaded(tmp_path, model)
+        BITSANDBYTES.check_loaded(tmp_path, model)
     layer.weight.quant_state = SimpleNamespace(shape=(8, 8), absmax=torch.zeros(1), blocksize=64)
-    check_loaded(tmp_path, model)
+    BITSANDBYTES.check_loaded(tmp_path, model)
     layer.weight.quant_state = SimpleNamespace(shape=(8, 8), absmax=torch.zeros(2), blocksize=64)
     with pytest.raises(ConfigError, match="do not fit its layer"):
-        check_loaded(tmp_path, model)
+        BITSANDBYTES.check_loaded(tmp_path, model)

@@ -17,17 +17,18 @@ from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.passes import AppliedPass
 from disco_accel.graph.taskgraph import Device, TaskGraph, VertexKind, with_memory
 from disco_accel.graph.value_numbering import clones, graph_of_plan, kept, left_out
+from disco_accel.native.backend import backend_of_kind
 from disco_accel.plan import Machine, make_plan
 from disco_accel.plan.keep_or_recompute import decide
 from disco_accel.plan.plan_cache import PlanCache, plan_fingerprint
 from disco_accel.plan.search_work import Work
-from disco_accel.simulate.roofline import SPEEDS, with_estimates
+from disco_accel.simulate.roofline import with_estimates
 from disco_accel.simulate.simulator import Link, simulate
 from disco_accel.verify.static import verify
 from tests.support.packed_linear import PackedLayers
 
 MACHINE = Machine(h2d=Link(2.5e10, 1e-6), d2h=Link(2.5e10, 1e-6))
-SPEED = replace(SPEEDS["cuda"], half=2e13, memory=1e11, kernel=1e-6)
+SPEED = replace(backend_of_kind("cuda").speed, half=2e13, memory=1e11, kernel=1e-6)
 
 
 @functools.cache

@@ -19,7 +19,8 @@ from disco_accel.graph.check import check_taskgraph
 from disco_accel.graph.taskgraph import VertexKind
 from disco_accel.graph.values import host_copy_exists
 from disco_accel.measure.costs import Estimated
-from disco_accel.measure.quantised_estimate import PackedForm, PackedWeight
+from disco_accel.measure.quantised_estimate import packed_bytes, parts_of
+from disco_accel.quantised.forms import PackedForm, PackedWeight
 from disco_accel.recipes.lora import main as train
 from disco_accel.recipes.outline import Outline, outline
 from disco_accel.recipes.settings import LoraRecipe, parse_recipe, read_prefill_recipe
@@ -43,12 +44,12 @@ def recipe(values: dict[str, Any]) -> LoraRecipe:
     ],
 )
 def test_a_weight_of_7b_takes_what_its_form_says(form: PackedForm, bytes_: int) -> None:
-    assert PackedWeight(form, 4096, 11008, "bfloat16").bytes == bytes_
+    assert packed_bytes(PackedWeight(form, 4096, 11008, "bfloat16")) == bytes_
 
 
 def test_odd_counts_round_up() -> None:
     """The last block has less in it; two numbers share a byte."""
-    parts = PackedWeight(PackedForm.NF4_NESTED, 3, 43, "float32").parts
+    parts = parts_of(PackedWeight(PackedForm.NF4_NESTED, 3, 43, "float32"))
     assert [part.bytes for part in parts] == [65, 3, 4, 1024, 4, 64]
 
 

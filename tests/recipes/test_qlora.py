@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from disco_accel.capture.parts import named_parts
 from disco_accel.cli.main import main
-from disco_accel.measure.quantised_estimate import PackedForm
+from disco_accel.quantised.forms import PackedForm
 from disco_accel.recipes.loading import load_model
 from disco_accel.recipes.lora import main as train
 from disco_accel.recipes.metrics import METRICS_NAME

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from disco_accel.capture.parts import leaves, named_parts, place
-from disco_accel.native.host_memory import HostMemory, footprint, give_back_freed, glibc
+from disco_accel.capture.parts import leaves, named_parts
+from disco_accel.native.host_memory import HostMemory, footprint, give_back_freed, glibc, place
 
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
 """glibc's mallopt(3)."""

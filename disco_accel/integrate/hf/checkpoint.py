@@ -39,9 +39,9 @@ def load_into_arena(
     ``dtype`` is a torch name, or ``auto``: the config's, else the first weight's. As from ``from_pretrained``, it is
     in eval mode, tied weights are tied, buffers have their values. ``quantization_config`` is transformers' and packs
     each weight on the host once it is read; packed checkpoints are read as they are. None where only
-    ``from_pretrained`` can load the checkpoint: forms of packed weights that are not bitsandbytes', torchao's or
-    quanto's, checkpoints without a form whose tensors are not the model's parameters one by one, and those whose config
-    names the file of the weights (``transformers_weights``).
+    ``from_pretrained`` can load the checkpoint: packed weights of a library without a ``quant_method`` in
+    ``quantised/``, checkpoints without a form whose tensors are not the model's parameters one by one, and those whose
+    config names the file of the weights (``transformers_weights``).
 
     With ``shared``, the folder where processes of this user meet (``shared_weights_folder``), weights that are not
     packed lie in a copy that all of them map: it is read from the files once.

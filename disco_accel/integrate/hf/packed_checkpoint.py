@@ -19,16 +19,13 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from disco_accel.config.hf_environment import transformers_reads_in_turn
 from disco_accel.errors import ConfigError
 from disco_accel.integrate.hf.adopted_parameters import adopt_rest, freed_at_once, parameters_adopted
-from disco_accel.integrate.hf.packed_parts import check_loaded, check_stored
 from disco_accel.integrate.hf.packed_sizes import room_when_packed
 from disco_accel.integrate.hf.safetensors_file import LazyTensor, StoredTensor
 from disco_accel.integrate.hf.unmapped_files import files_read_unmapped
 from disco_accel.native.host_memory import ALIGNMENT, HostMemory
+from disco_accel.quantised.libraries import library_of_config, value_of
 from disco_accel.step.placement.model_placement import keep_arena
 
-_PACKAGES = {"bitsandbytes": "bitsandbytes", "torchao": "torchao", "quanto": "optimum-quanto"}
-"""transformers' ``quant_method`` → what pip calls the library, for the forms that are loaded here."""
-_MODULES = {"quanto": "optimum.quanto"}
 _ON_HOST = {"": "cpu"}
 
 
@@ -39,12 +36,13 @@ def has_loader(config: Any, quantization_config: Any = None) -> bool:
         ConfigError: it would, but the library is not installed.
     """
     stored = getattr(config, "quantization_config", None)
-    method = _method(quantization_config if stored is None else stored)
-    if method not in _PACKAGES or _value(quantization_config, "dequantize") or _value(stored, "dequantize"):
+    library = library_of_config(quantization_config if stored is None else stored)
+    if library is None or value_of(quantization_config, "dequantize") or value_of(stored, "dequantize"):
         return False
-    if not _installed(_MODULES.get(method, method)):
+    if not _installed(library.module):
         raise ConfigError(
-            f"quantization_config: {method} packs these weights, and is not installed: pip install {_PACKAGES[method]}"
+            f"quantization_config: {library.quant_method} packs these weights, and is not installed: pip install "
+            f"{library.package}"
         )
     return True
 
@@ -80,21 +78,21 @@ def _loaded(
 ) -> Any:
     plain = _on_meta(config, options)
     before = getattr(config, "quantization_config", None)
+    library = library_of_config(quantization_config if before is None else before)
+    assert library is not None
     if before is None:
         quantizer = AutoHfQuantizer.from_config(quantization_config, pre_quantized=False)
         quantizer.validate_environment(device_map=_ON_HOST)
         room = room_when_packed(plain, quantizer, options["dtype"])
     else:
-        if _method(before) == "bitsandbytes":
-            check_stored(stored, {name: tuple(p.shape) for name, p in plain.named_parameters()})
+        library.check_stored(stored, {name: tuple(p.shape) for name, p in plain.named_parameters()})
         room = _room_as_stored(stored, options["dtype"])
     memory = HostMemory(room)
     told = {**options, "device_map": _ON_HOST, "output_loading_info": True}
     if quantization_config is not None:
         told["quantization_config"] = quantization_config
     with parameters_adopted(memory), transformers_reads_in_turn():
-        if before is not None and _method(before) != "bitsandbytes":
-            # Says in the files' headers what the tensors are parts of; transformers reads these from files alone.
+        if before is not None and library.needs_headers:
             with files_read_unmapped(stored.values()):
                 model, info = type(plain).from_pretrained(directory, **told)
         else:
@@ -102,27 +100,12 @@ def _loaded(
             model, info = type(plain).from_pretrained(None, config=config, state_dict=tensors, **told)
     adopt_rest(model, memory)
     _require_whole(directory, info)
-    check_loaded(directory, model)
+    library.check_loaded(directory, model)
     model.name_or_path = model.config.name_or_path = str(directory)
     if (directory / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory)
     keep_arena(model, memory)
     return model
-
-
-def _method(quantization_config: Any) -> str:
-    method = _value(quantization_config, "quant_method")
-    if method is None:
-        # As configs were written before there was a second library.
-        old = _value(quantization_config, "load_in_4bit") or _value(quantization_config, "load_in_8bit")
-        return "bitsandbytes" if old else ""
-    return str(getattr(method, "value", method))
-
-
-def _value(quantization_config: Any, key: str) -> Any:
-    if isinstance(quantization_config, Mapping):
-        return quantization_config.get(key)
-    return getattr(quantization_config, key, None)
 
 
 def _installed(module: str) -> bool:
@@ -144,7 +127,7 @@ def _room_as_stored(stored: Mapping[str, StoredTensor], dtype: torch.dtype) -> i
         # A tensor of one byte a number is part of a packed weight, also where these are fractions.
         wider = max(tensor.dtype.itemsize, dtype.itemsize if tensor.dtype.itemsize > 1 else 1)
         nbytes = tensor.nbytes // tensor.dtype.itemsize * wider
-        # bitsandbytes' quant_state, whose bytes are no part, stands for the offset in it, which is one.
+        # A quant_state, whose bytes are no part, stands for the offset in it, which is one.
         total += -(-nbytes // ALIGNMENT) * ALIGNMENT
     return total
 

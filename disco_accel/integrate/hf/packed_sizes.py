@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from disco_accel.capture.parts import leaves, place
-from disco_accel.native.host_memory import HostMemory
+from disco_accel.capture.parts import leaves
+from disco_accel.native.host_memory import HostMemory, place
 
 
 def room_when_packed(model: Any, quantizer: Any, dtype: torch.dtype) -> int:

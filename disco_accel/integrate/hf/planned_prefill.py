@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from disco_accel.capture.captured_step import InputSource
-from disco_accel.capture.first_forward import run_first_forward_changes
+from disco_accel.capture.parts import run_first_forward_changes
 from disco_accel.errors import CaptureError
 from disco_accel.integrate.hf.kv_cache import TracedCache, check_cache, fill, past_of, room_to_fill, windows_of
 from disco_accel.integrate.hf.tracing import hf_contexts

@@ -49,6 +49,13 @@ class StoredTensor:
     offset: int
     nbytes: int
 
+    def read(self) -> torch.Tensor:
+        """Its values, aligned and in memory of their own. Raises ConfigError: the file ends too early."""
+        read = torch.empty(self.shape, dtype=self.dtype)
+        with opened(self.file) as descriptor:
+            read_into(descriptor, self, read, read)
+        return read
+
 
 def stored_tensors(file: Path) -> list[StoredTensor]:
     """The tensors of one file, in the order of its header.
@@ -179,8 +186,6 @@ class LazyTensor:
             ConfigError: the file ends too early or cannot be read.
             IndexError: ``key`` is outside the tensor.
         """
-        read = torch.empty(self.stored.shape, dtype=self.stored.dtype)
-        with opened(self.stored.file) as descriptor:
-            read_into(descriptor, self.stored, read, read)
+        read = self.stored.read()
         # A part is copied, because a view would hold the whole.
         return read if key is Ellipsis else read[key].clone()

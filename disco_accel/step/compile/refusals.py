@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from disco_accel.capture.parts import has_rule, without_scales
+from disco_accel.capture.parts import has_rule, lost_scales
 from disco_accel.errors import CaptureError, ConfigError
+from disco_accel.quantised.libraries import library_names
 
 _PLAIN_WEIGHTS = (
     "load the model without quantization_config, with dtype=torch.bfloat16: memory_budget then decides how many of its "
@@ -23,7 +24,7 @@ def require_known_weights(model: torch.nn.Module) -> None:
         if not has_rule(parameter):
             raise ConfigError(
                 f"{name}: a {type(parameter).__name__} cannot be planned, because it is not known which tensors it is "
-                f"made of; {_PLAIN_WEIGHTS}; or take bitsandbytes, torchao, hqq or optimum-quanto"
+                f"made of; {_PLAIN_WEIGHTS}; or take {library_names()}"
             )
     _require_scales(model, ConfigError)
     for name, module in model.named_modules():
@@ -47,9 +48,9 @@ def require_scales(model: torch.nn.Module) -> None:
 
 
 def _require_scales(model: torch.nn.Module, error: type[ConfigError | CaptureError]) -> None:
-    for name, weight, lost in without_scales(model):
+    for name, weight, lost, is_packed in lost_scales(model):
         kind = type(weight).__name__
-        if weight.is_floating_point() and not getattr(weight, "bnb_quantized", False):
+        if not is_packed:
             raise error(f"{name}: this {kind} is not packed yet and has no {lost}; its layer's .to('cpu') packs it")
         raise error(
             f"{name}: this {kind} has no {lost}, which says how its packed bytes are read, and its layer has none; "

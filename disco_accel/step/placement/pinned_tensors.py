@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from disco_accel.native.backend import backend_of
+from disco_accel.native.backend import backend_of, has_backend
 from disco_accel.native.host_memory import ALIGNMENT, HostMemory, footprint
 
 
@@ -72,7 +72,7 @@ def _is_movable(tensor: torch.Tensor) -> bool:
     return (
         type(tensor) in (torch.Tensor, torch.nn.Buffer)
         and tensor.layout is torch.strided
-        and (tensor.is_cpu or tensor.is_cuda)
+        and has_backend(tensor.device)
         and not (tensor.requires_grad or tensor.is_quantized or tensor.is_inference() or tensor.numel() == 0)
     )
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.amp import grad_scaler
 
+from disco_accel.native.backend import is_host
+
 _FUSED = ("grad_scale", "found_inf")
 """What a scaler leaves on a fused optimizer, around its ``step()``."""
 
@@ -25,7 +27,7 @@ def wait_for_scalers() -> None:
     @functools.wraps(get)
     def get_arrived(self: Any, device: torch.device) -> torch.Tensor:
         made = self._per_device_tensors
-        if device.type == "cpu" and not self.master.is_cpu and made.get(device) is None:
+        if is_host(device) and not self.master.is_cpu and made.get(device) is None:
             made[device] = self.master.to(device, copy=True)
         copied: torch.Tensor = get(self, device)
         return copied

@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from disco_accel.capture.parts import named_parts
 from disco_accel.errors import ConfigError
+from disco_accel.native.backend import is_host
 from disco_accel.native.host_memory import expect_rewrite, footprint
 from disco_accel.step.placement.scaler_on_host import bring_to_host, wait_for_scalers
 
@@ -92,7 +93,7 @@ def _ours_alone(group: list[torch.Tensor]) -> bool:
     # Its own Python object counts too. One that cannot be resized is a file's, another library's, or was shown it.
     if torch._C._storage_Use_Count(storage._cdata) != len(group) + 1:
         return False
-    if storage.device.type == "cpu" and not storage.resizable() and storage.filename is None:
+    if is_host(storage.device) and not storage.resizable() and storage.filename is None:
         return False
     spans = sorted((int(t.storage_offset()) * t.element_size(), footprint(t)) for t in group)
     return all(begin + size <= after for (begin, size), (after, _) in itertools.pairwise(spans))

@@ -16,7 +16,7 @@ import torch
 from disco_accel.capture.captured_step import InputSource
 from disco_accel.capture.fake_inputs import batch_tensors
 from disco_accel.errors import ExecutionError, Stalled
-from disco_accel.native.backend import DEVICE_TYPES
+from disco_accel.native.device_types import DEVICE_TYPES
 from disco_accel.native.host_memory import expect_rewrite
 from disco_accel.step.compile.compiled_step import CompiledStep
 from disco_accel.step.compile.fitted_batch import part_of

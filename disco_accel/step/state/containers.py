@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from disco_accel.native.change_watch import ABSENT, ANYTHING, Kind
+from disco_accel.quantised.libraries import REWRITTEN
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
 ATOMS = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, enum.Enum, range, slice)
@@ -56,8 +57,6 @@ CLASS_NOTES = frozenset(
     ]
 )
 """What Python notes on a class when it likes, and no forward reads."""
-_WRITTEN_BEFORE_READ = {"MatmulLtState": frozenset(("idx", "is_training"))}
-"""Class → attributes that each forward sets anew before it reads them: bitsandbytes' notes on its call."""
 OWN_MARK = "_disco_own"
 """On functions that this package puts on a model for a while."""
 OWN_PREFIX = "_disco"
@@ -173,7 +172,7 @@ class Relevance:
         if container.kind is not Kind.ATTRIBUTES:
             return False
         if not isinstance(container.owner, torch.nn.Module):
-            return key in _WRITTEN_BEFORE_READ.get(type(container.owner).__name__, ())
+            return key in REWRITTEN.get(type(container.owner).__name__, ())
         if not isinstance(key, str) or key in NOT_READ or key.startswith(OWN_PREFIX):
             return True
         if key == "forward" and hasattr(container.owner.__dict__.get(key), OWN_MARK):

@@ -12,6 +12,8 @@ from torch.utils._device import DeviceContext
 from disco_accel.capture.attention import cudnn_attention_wanted
 from disco_accel.capture.autocast import autocast_state
 from disco_accel.errors import CaptureError
+from disco_accel.native.backend import backend_of_kind
+from disco_accel.native.device_types import DEVICE_TYPES
 
 _READERS = (
     "_get_flash_sdp_enabled",
@@ -23,24 +25,11 @@ _READERS = (
     "_get_deterministic_algorithms",
     "_get_deterministic_algorithms_warn_only",
     "_get_deterministic_fill_uninitialized_memory",
-    "_get_cudnn_enabled",
-    "_get_cudnn_benchmark",
-    "_get_cudnn_deterministic",
-    "_get_cudnn_allow_tf32",
-    "_get_cublas_allow_tf32",
-    "_get_cublas_allow_fp16_reduced_precision_reduction",
-    "_get_cublas_allow_bf16_reduced_precision_reduction",
-    "_get_cublas_allow_fp16_accumulation",
-    "_get_mkldnn_enabled",
-    "_get_mkldnn_deterministic",
-    "_get_nnpack_enabled",
-    "_get_blas_preferred_backend",
-    "_get_linalg_preferred_backend",
-    "_get_cpu_allow_fp16_reduced_precision_reduction",
-    "_get_fa3_sdp_enabled",
+    *(name for kind in DEVICE_TYPES for name in backend_of_kind(kind).switches),
 )
 """Of ``torch._C``; versions of PyTorch that lack one do not have the setting."""
-_PRECISIONS = (("generic", "all"), *((b, op) for b in ("mkldnn", "cuda") for op in ("matmul", "conv", "rnn")))
+_OF_BACKENDS = (backend_of_kind(kind).precisions for kind in DEVICE_TYPES)
+_PRECISIONS = (("generic", "all"), *((b, op) for b in _OF_BACKENDS for op in ("matmul", "conv", "rnn")))
 
 _readers: tuple[Callable[[], Any], ...] = tuple(
     reader for name in _READERS if callable(reader := getattr(torch._C, name, None))

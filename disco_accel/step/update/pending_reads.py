@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from types import GetSetDescriptorType
 from typing import Any
 
 import torch
@@ -32,10 +33,8 @@ not_intercepted: Callable[[], AbstractContextManager[None]] = torch._C.DisableTo
 """Around code of ours that may read pending tensors and calls nobody else's."""
 
 _T: Any = torch.Tensor
-_PROPERTIES = (
-    "dtype device layout shape ndim itemsize nbytes is_leaf grad_fn output_nr _version _backward_hooks "
-    "is_cpu is_cuda is_meta is_sparse is_sparse_csr is_quantized is_nested is_mps is_xpu is_mkldnn is_xla"
-)
+_PROPERTIES = "dtype device layout shape ndim itemsize nbytes grad_fn output_nr _version _backward_hooks"
+_KINDS = tuple(n for n in dir(_T) if n.startswith("is_") and isinstance(getattr(_T, n), GetSetDescriptorType))
 _WRITABLE = "grad", "_grad", "requires_grad"
 _METHODS = (
     "__hash__ size stride dim numel nelement element_size storage_offset is_contiguous is_floating_point is_complex "
@@ -43,7 +42,7 @@ _METHODS = (
 )
 _WITHOUT_VALUES = frozenset(
     [
-        *(getattr(_T, name).__get__ for name in _PROPERTIES.split()),
+        *(getattr(_T, name).__get__ for name in (*_PROPERTIES.split(), *_KINDS)),
         *(getattr(getattr(_T, name), do) for name in _WRITABLE for do in ("__get__", "__set__")),
         _T.grad.__delete__,
         *(getattr(_T, name) for name in _METHODS.split()),

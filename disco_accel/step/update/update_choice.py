@@ -9,7 +9,7 @@ from disco_accel.execute.engine_options import EngineOptions
 from disco_accel.graph.passes import run_passes
 from disco_accel.graph.taskgraph import OpCall, TaskGraph, with_memory
 from disco_accel.measure.record import OpRecord, measurements, record
-from disco_accel.native.backend import run_device
+from disco_accel.native.backend import backend_of, run_device
 from disco_accel.plan.update_places import choose
 from disco_accel.simulate.machine import Machine
 from disco_accel.step.update.pending_update import ParameterUpdate
@@ -62,9 +62,7 @@ class Updates:
             threads = {"compute_threads": engine.compute_threads, "host_threads": engine.host_threads}
             return record(graph, device=engine.device, only=only, **threads)
 
-        # A GPU's kernel takes a rate in float32 alone.
-        lr = "float64" if run_device(engine.device).type == "cpu" else "float32"
-        return cls(graph, weights, parts, lr, measure)
+        return cls(graph, weights, parts, backend_of(run_device(engine.device)).rate_dtype, measure)
 
     def placed(self, on_device: Collection[int] = ()) -> UpdatedStep:
         """The step with the updates of the parts ``on_device`` there, without its kernels' seconds."""
