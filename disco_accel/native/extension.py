@@ -45,9 +45,7 @@ _TORCH = (
     "engine_settings.cpp",
     "program_tables.cpp",
     "compute_thread.cpp",
-    "host_side.cpp",
     "peer_paths.cpp",
-    "cuda_side.cpp",
     "runtime_class.cpp",
 )
 _loaded: set[Path] = set()
@@ -56,9 +54,10 @@ _FLAGS = ("-std=c++20", "-O2", "-DNDEBUG", "-fopenmp", "-fvisibility-inlines-hid
 
 
 def sources() -> list[Path]:
-    """C++ files of the engine's library, in the order in which they are compiled."""
-    core = sorted((_ROOT / "core").glob("*.cpp"))
-    return [*core, *(_ROOT / "torch" / name for name in _TORCH)]
+    """C++ files of the engine's library, in the order in which they are compiled. Each kind of device has a file with
+    its side of PyTorch."""
+    core, sides = sorted((_ROOT / "core").glob("*.cpp")), sorted((_ROOT / "torch").glob("*_side.cpp"))
+    return [*core, *(_ROOT / "torch" / name for name in _TORCH), *sides]
 
 
 def _key(files: Sequence[Path], flags: Sequence[str]) -> str:
