@@ -23,12 +23,7 @@ OF_ALL_CODE = {"test_house.py", "test_imports.py", "test_wheel.py"}
 """Flat files of tests whose subject is no single module."""
 
 LINES = 60
-LONGER = {
-    "disco_accel/graph/convert.py:plan_in_vertices",
-    "disco_accel/plan/least_copies.py:least_copies",
-    "disco_accel/step/compile.py:_compile",
-    "disco_accel/step/session.py:plan_of",
-}
+LONGER = {"_compile", "least_copies", "plan_in_vertices", "plan_of"}
 ATTRIBUTES = 15
 MORE_ATTRIBUTES = {
     "Deferral",
@@ -42,24 +37,18 @@ MORE_ATTRIBUTES = {
     "_Replay",
     "_Run",
     "_Search",
-    "_SwapScheduler",
     "_Updates",
 }
 DOUBLE = {
     "Bound",
     "Buffer",
-    "Candidate",
     "Choice",
     "Gap",
-    "Holder",
-    "Lanes",
     "Memory",
     "Part",
     "Session",
-    "Span",
     "Stage",
-    "State",
-    "Status",
+    "Updates",
     "Value",
     "Vertex",
     "Work",
@@ -126,7 +115,7 @@ def test_no_benchmark_lies_flat() -> None:
 
 def test_functions_are_at_most_sixty_lines_long() -> None:
     long = {
-        f"{path.relative_to(ROOT)}:{node.name}"
+        node.name
         for path in CODE
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
