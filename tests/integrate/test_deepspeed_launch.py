@@ -146,6 +146,10 @@ def test_a_launcher_ends_with_the_status_of_the_first_process_to_fail(status: in
 
 def test_deepspeed_is_not_imported_by_who_does_not_use_it(tmp_path: Path) -> None:
     program = """
+import sys
+from accelerate import Accelerator
+from disco_accel import DiscoConfig, DiscoPlugin, prepare, stats
+from tests.support.models import random_batch, tiny_lora
 accelerator = Accelerator(cpu=True)
 plugin = DiscoPlugin(memory_budget="64MiB", device="cpu", plan_cache=None, planner="build")
 model = plugin.prepare(accelerator, tiny_lora(layers=1, hidden=32, vocabulary=32))
@@ -160,6 +164,9 @@ print([name for name in sys.modules if name.partition(".")[0] == "deepspeed"])
 def test_a_process_of_a_group_says_why_it_ends(tmp_path: Path) -> None:
     """torch puts a hook of its own around ours when a process group is made."""
     program = """
+import torch.distributed as dist
+from disco_accel.errors import ConfigError
+from disco_accel.integrate.launch import exit_status
 exit_status.install()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 raise ConfigError("memory_budget: too much")

@@ -17,6 +17,13 @@ from disco_accel.store.stored_object import StoredObject
 from tests.support import forkserver
 
 _SCRIPT = """
+import os, signal, sys, threading, time
+import torch
+from disco_accel import set_memory_budget
+from disco_accel.plan.planning_process import PlanningProcess
+from disco_accel.step.budget import grant_source
+from tests.step import moving_budgets
+from tests.step.moving_budgets import LARGE, SMALL, answer_here, batch, session_of, twins
 
 torch.set_num_threads(1)
 moving_budgets.LAYERS = 2

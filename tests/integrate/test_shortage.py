@@ -170,6 +170,11 @@ def test_causes_are_looked_at_and_rings_of_them_end() -> None:
 
 
 LIMITED = """
+import os, resource, torch
+from disco_accel import DiscoConfig, prepare
+from disco_accel.errors import DiscoError
+from disco_accel.native.extension import load_extension
+from tests.support.models import random_batch, tiny_lora
 
 torch.set_num_threads(1)
 load_extension()

@@ -86,6 +86,12 @@ def test_a_tangent_that_is_late_by_100_ms() -> None:
 
 
 _CTRL_C = """
+import torch
+from disco_accel import prepare
+from disco_accel.errors import BudgetTooSmall
+from tests.support.interrupts import interrupt_when_waiting, interrupted
+from tests.support.models import tiny_lora
+from tests.integrate.twins import SMALL, assert_same_step, batch, config
 
 shape = SMALL
 torch.set_num_threads(1)
@@ -133,6 +139,11 @@ def test_ctrl_c_in_forward_and_backward(tmp_path: Path) -> None:
 
 
 _FORK = """
+import os, signal, sys, time
+import torch
+from disco_accel import prepare, restore
+from disco_accel.errors import ExecutionError
+from tests.integrate.twins import assert_same_step, batch, config, pair, step
 
 torch.set_num_threads(1)
 model, eager = pair()

@@ -269,7 +269,9 @@ def test_a_folder_that_cannot_be_written_is_told_and_training_goes_on(
 
 
 PROGRAM = """
+import sys, torch
 torch.set_num_threads(1)
+from disco_accel.selfcheck import first_use
 first_use.require_passed(torch.device("cpu"), sys.argv[1], link_bytes=1 << 20)
 print("passed")
 """
