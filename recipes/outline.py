@@ -176,11 +176,6 @@ def _prefill_outline(recipe: PrefillRecipe, model: Any, ranks: int) -> Outline:
     return Outline(whole.captured, model, inputs, outputs, part_of=whole.part_of)
 
 
-def meta_model(recipe: LoraRecipe) -> torch.nn.Module:
-    """The recipe's model and adapter, in training mode, without memory behind them."""
-    return _adapted(meta_base(recipe), recipe)
-
-
 def _adapted(base: Any, recipe: LoraRecipe) -> torch.nn.Module:
     with torch.device("meta"):
         model: torch.nn.Module = add_adapter(base, recipe)

@@ -44,7 +44,7 @@ class InputFlags:
 
 
 @dataclass
-class Lowering:
+class OpLowering:
     """Vertices made so far. ``owner``: storage → the value it holds now; ``maker``: storage → its first value.
 
     ``device``: where all kernels run, whatever device the traced code names for what it makes. ``outside``: a clone →
@@ -86,7 +86,7 @@ def used_inputs(graph: fx.Graph) -> list[fx.Node]:
     return [node for op in order for node in graph.nodes if node.op == op and node.users]
 
 
-def lower_ops(graph: fx.Graph, low: Lowering, sites: Mapping[fx.Node, RngSite] = MappingProxyType({})) -> None:
+def lower_ops(graph: fx.Graph, low: OpLowering, sites: Mapping[fx.Node, RngSite] = MappingProxyType({})) -> None:
     """Append one KERNEL per op of ``graph``; every placeholder and constant it reads must be an INPUT already.
 
     ``sites``: the nodes that draw random numbers.
@@ -111,7 +111,7 @@ def lower_ops(graph: fx.Graph, low: Lowering, sites: Mapping[fx.Node, RngSite] =
             _lower_kernel(node, target, low, sites.get(node))
 
 
-def _lower_copy_outside(node: fx.Node, low: Lowering) -> None:
+def _lower_copy_outside(node: fx.Node, low: OpLowering) -> None:
     """A clone becomes a copy into memory of the caller's, of which a byte in the arena tells that it was made."""
     target = torch.ops.aten.copy_.default
     (source,) = node.args
@@ -135,12 +135,12 @@ def _in_place(source: str) -> str:
     )
 
 
-def _is_view(node: fx.Node, low: Lowering) -> bool:
+def _is_view(node: fx.Node, low: OpLowering) -> bool:
     tensors = [t for t in tensors_of(node.meta.get("val")) if t is not None]
     return bool(tensors) and all(storage_key(t) in low.owner for t in tensors)
 
 
-def _lower_kernel(node: fx.Node, target: torch._ops.OpOverload, low: Lowering, rng: RngSite | None) -> None:
+def _lower_kernel(node: fx.Node, target: torch._ops.OpOverload, low: OpLowering, rng: RngSite | None) -> None:
     info = node_info(node)
     where = f"{target} in module {info.module or '?'}"
     target = _implemented_by(target)
@@ -186,7 +186,7 @@ def _implemented_by(target: torch._ops.OpOverload) -> torch._ops.OpOverload:
     return target if same is None else op_overload(*same)
 
 
-def _results(node: fx.Node, low: Lowering, id_: int, sizes: list[int], where: str) -> tuple[OpResult | None, ...]:
+def _results(node: fx.Node, low: OpLowering, id_: int, sizes: list[int], where: str) -> tuple[OpResult | None, ...]:
     read = _read_results(node)
     results: list[OpResult | None] = []
     for index, tensor in enumerate(tensors_of(node.meta["val"])):
@@ -226,7 +226,7 @@ def _written_storages(node: fx.Node, target: torch._ops.OpOverload) -> dict[int,
 
 
 def _arguments(
-    node: fx.Node, target: torch._ops.OpOverload, low: Lowering, inputs: list[Ref], where: str
+    node: fx.Node, target: torch._ops.OpOverload, low: OpLowering, inputs: list[Ref], where: str
 ) -> tuple[Arg, ...]:
     """All arguments in schema order, defaults filled in; refs of the tensors among them go to ``inputs``."""
     return tuple(
@@ -235,7 +235,7 @@ def _arguments(
     )
 
 
-def _lower_arg(value: Any, low: Lowering, inputs: list[Ref], where: str) -> Arg:
+def _lower_arg(value: Any, low: OpLowering, inputs: list[Ref], where: str) -> Arg:
     if isinstance(value, fx.Node):
         tensor = value.meta.get("val")
         if not isinstance(tensor, torch.Tensor):
@@ -259,7 +259,7 @@ def _lower_arg(value: Any, low: Lowering, inputs: list[Ref], where: str) -> Arg:
     raise CaptureError(f"{where}: a {type(value).__name__} cannot be captured")
 
 
-def hold_back(low: Lowering, output_grads: Mapping[int, Iterable[torch.Tensor]]) -> GraphPass:
+def hold_back(low: OpLowering, output_grads: Mapping[int, Iterable[torch.Tensor]]) -> GraphPass:
     """The pass that makes work of the backward that needs only forward values wait for its turn.
 
     A runtime that starts whatever is ready would run it in the forward, where its results fill memory; for
@@ -293,6 +293,6 @@ def hold_back(low: Lowering, output_grads: Mapping[int, Iterable[torch.Tensor]])
     return GraphPass("hold back", "recomputation and the like wait for the backward", held_back)
 
 
-def mark(low: Lowering, ref: Ref, **flags: bool) -> None:
+def mark(low: OpLowering, ref: Ref, **flags: bool) -> None:
     """Set flags such as ``out`` or ``keep`` on the vertex behind ``ref``."""
     low.vertices[ref[0]] = replace(low.vertices[ref[0]], **flags)  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ from disco_accel.capture.data_assignments import no_data_assigned
 from disco_accel.capture.fake_inputs import batch_tensors, model_twins, replace_tensors, twin
 from disco_accel.capture.fake_kernels import fake_kernels, libraries_patched, quiet
 from disco_accel.capture.leaving_gradients import with_leaving_gradients
-from disco_accel.capture.lower import InputFlags, Lowering, hold_back, lower_ops, mark, used_inputs
+from disco_accel.capture.lower import InputFlags, OpLowering, hold_back, lower_ops, mark, used_inputs
 from disco_accel.capture.op_recorder import Trace, record_ops
 from disco_accel.capture.parts import named_parts, rebuilt, states_replaced
 from disco_accel.capture.returned_fields import REAL_DTYPES, NoSuchOutput, loss_of, tensor_of
@@ -392,7 +392,7 @@ def _lower(
     if graph is not trace.graph:
         remove_unread(graph)
     source_of = dict(zip(graph.find_nodes(op="placeholder"), sources, strict=True))
-    low = Lowering(device=str(where))
+    low = OpLowering(device=str(where))
     bindings: list[InputBinding] = []
     flags = {**_FLAGS, InputSource.TRAINABLE: InputFlags("trainable", trained)}
     for node in used_inputs(graph):
@@ -414,20 +414,9 @@ def _lower(
     for output in outputs:
         if low.vertices[output.ref[0]].kind is VertexKind.INPUT:
             raise CaptureError(f"{output.name}: is an input of the step, returned as it is; return a copy")
-    trainable = [key for source, key in sources if source is InputSource.TRAINABLE]
-    if grads and len(grads) != len(trainable):
-        raise CaptureError("the model's forward adds or removes trainable parameters, or freezes some, while it runs")
-    pairs = zip(trainable, grads, strict=True) if grads else ()
-    gradients = tuple(_value(low, key, grad) for key, grad in pairs if grad is not None)
     for output in outputs:
         mark(low, output.ref, out=True, keep=True)
-    for gradient in gradients:
-        if low.vertices[gradient.ref[0]].kind is VertexKind.INPUT:
-            raise CaptureError(
-                f"{gradient.name}: its gradient is that of the output itself, which no op makes; multiply what the "
-                "parameter adds to the output by 1.0"
-            )
-        mark(low, gradient.ref, keep=True)
+    gradients = _gradients(low, [key for source, key in sources if source is InputSource.TRAINABLE], grads)
     # The arena's size is the planner's business; a device's memory only bounds it.
     device = Device(0, sum(sum(v.sizes) for v in low.vertices))
     # By the last output the forward has run, which is what the user's generator has to show.
@@ -437,6 +426,23 @@ def _lower(
     return CapturedStep(task, tuple(bindings), outputs, gradients, constants, passes=tuple(applied))
 
 
-def _value(low: Lowering, name: str, node: fx.Node) -> ValueBinding:
+def _gradients(low: OpLowering, trainable: Sequence[str], grads: Sequence[fx.Node | None]) -> tuple[ValueBinding, ...]:
+    """The gradients ``grads`` of the parameters ``trainable``, kept until the step ends; parameters without one are
+    left out. Raises CaptureError for a gradient that no op makes, and where there are more or fewer parameters."""
+    if grads and len(grads) != len(trainable):
+        raise CaptureError("the model's forward adds or removes trainable parameters, or freezes some, while it runs")
+    pairs = zip(trainable, grads, strict=True) if grads else ()
+    gradients = tuple(_value(low, key, grad) for key, grad in pairs if grad is not None)
+    for gradient in gradients:
+        if low.vertices[gradient.ref[0]].kind is VertexKind.INPUT:
+            raise CaptureError(
+                f"{gradient.name}: its gradient is that of the output itself, which no op makes; multiply what the "
+                "parameter adds to the output by 1.0"
+            )
+        mark(low, gradient.ref, keep=True)
+    return gradients
+
+
+def _value(low: OpLowering, name: str, node: fx.Node) -> ValueBinding:
     tensor = node.meta["val"]
     return ValueBinding(name, low.ref(tensor), tensor_spec(tensor))

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from disco_accel.config.settings import DiscoConfig
     from disco_accel.measure.costs import Estimated
     from disco_accel.step.compile.pipeline import CostedStep
+    from disco_accel.step.compile.planned_step import StepWithPlan
 
 
 def weights_arguments(parser: argparse.ArgumentParser) -> None:
@@ -187,13 +188,9 @@ def _plan(options: argparse.Namespace, parallel: str | None) -> dict[str, Any]:
 
     from disco_accel.native.backend import backend_of_kind
     from disco_accel.observe.forecast import forecast, forecast_text, passes_text, write_forecast
-    from disco_accel.step.compile.compiled_step import shared_weights
-    from disco_accel.step.compile.memory_parts import host_memory_parts, require_host_memory
     from disco_accel.step.compile.pipeline import PlannerSettings
     from disco_accel.step.compile.planned_step import StepToPlan, plan_in_chunks
     from disco_accel.step.compile.several_devices import Sharing
-    from disco_accel.step.optimizer_home import TrainedBytes, keeps_masters
-    from disco_accel.step.placement.shard_memory import packed_bytes
 
     outlined, costs, config = _outlined(options, parallel)
     facts = outlined.facts(_memory(options, config))
@@ -221,20 +218,9 @@ def _plan(options: argparse.Namespace, parallel: str | None) -> dict[str, Any]:
         raise
     step, planned = made.costed, made.planned
     outlined = replace(outlined, captured=made.captured)
-    if made.chunks is not None:
-        more["chunks"] = {"kernels": made.chunks.kernels, "most": made.chunks.most, "sums": made.chunks.sums}
     for note in planned.notes:
         say(note)
-    rounded = TrainedBytes.of(outlined.model, keeps_masters(config)).rounded
-    packed = packed_bytes(shared_weights(outlined.captured), dict(outlined.model.named_parameters()))
-    if isinstance(config.host_memory, int):
-        require_host_memory(config.host_memory, planned.graph, planned.plan.host_memory, rounded, step.copies, packed)
-    more["host_memory"] = host_memory_parts(planned.graph, planned.plan.host_memory, rounded, step.copies, packed)
-    more["optimizer"] = outlined.optimizer.value
-    more["update"] = outlined.update
-    more["cut_short"] = planned.cut
-    more["dequantisations_saved"] = len(planned.left_out)
-    more["kept_dequantised_bytes"] = kept_bytes(planned.left_out)
+    more |= _figures(outlined, made, config)
     if options.passes:
         more["passes"] = [each.as_dict() for each in planned.applied]
     estimated_for = backend_of_kind(options.device).speed.name
@@ -249,6 +235,31 @@ def _plan(options: argparse.Namespace, parallel: str | None) -> dict[str, Any]:
     if options.output is not None:
         write_forecast(options.output, result)
     return dict(result.figures)
+
+
+def _figures(outlined: Any, made: StepWithPlan, config: DiscoConfig) -> dict[str, Any]:
+    """What is printed of a plan beside its forecast. Raises ConfigError where the host memory of ``config`` is less
+    than the plan takes."""
+    from disco_accel.step.compile.compiled_step import shared_weights
+    from disco_accel.step.compile.memory_parts import host_memory_parts, require_host_memory
+    from disco_accel.step.optimizer_home import TrainedBytes, keeps_masters
+    from disco_accel.step.placement.shard_memory import packed_bytes
+
+    planned, copies = made.planned, made.costed.copies
+    rounded = TrainedBytes.of(outlined.model, keeps_masters(config)).rounded
+    packed = packed_bytes(shared_weights(outlined.captured), dict(outlined.model.named_parameters()))
+    if isinstance(config.host_memory, int):
+        require_host_memory(config.host_memory, planned.graph, planned.plan.host_memory, rounded, copies, packed)
+    chunks = made.chunks
+    return {
+        **({} if chunks is None else {"chunks": {"kernels": chunks.kernels, "most": chunks.most, "sums": chunks.sums}}),
+        "host_memory": host_memory_parts(planned.graph, planned.plan.host_memory, rounded, copies, packed),
+        "optimizer": outlined.optimizer.value,
+        "update": outlined.update,
+        "cut_short": planned.cut,
+        "dequantisations_saved": len(planned.left_out),
+        "kept_dequantised_bytes": kept_bytes(planned.left_out),
+    }
 
 
 def _chunks(text: str) -> int | str:

@@ -26,7 +26,7 @@ from disco_accel.execute.engine_options import (
     first_device,
 )
 from disco_accel.execute.final_location import FinalResidences
-from disco_accel.execute.program import Lowering, Memory, external_dtypes
+from disco_accel.execute.program import Lowering, Memory, Tables, external_dtypes
 from disco_accel.execute.state_homes import StateHomes, homes_of
 from disco_accel.execute.vertex_names import Describer, Unfinished
 from disco_accel.graph.check import after_gate
@@ -36,7 +36,7 @@ from disco_accel.host_limits import require_left
 from disco_accel.measure.record import OpRecord
 from disco_accel.native.arena import alias, host_arena, touched_bytes
 from disco_accel.native.backend import backend_of
-from disco_accel.native.engine_class import make_engine
+from disco_accel.native.engine_class import Engine, make_engine
 from disco_accel.native.engine_numbers import EngineStatus
 from disco_accel.native.extension import load_extension
 from disco_accel.native.host_memory import place_pages
@@ -134,31 +134,37 @@ class Executor:
         late = after_gate(memgraph.vertices, (*memgraph.data_edges, *memgraph.memory_edges))
         self._early = _Externals({k: s for k, s in tables.externals.items() if k not in late})
         self._late = _Externals({k: s for k, s in tables.externals.items() if k in late})
-        memory = self._memory
-        try:
-            with self._backend.current():
-                self._engine = make_engine(
-                    self._table,
-                    tables.vertices,
-                    tables.edges,
-                    tables.copied,
-                    [arenas[device.id] for device in memgraph.devices],
-                    memory.host,
-                    list(memory.clean.values()),
-                    list(memory.states.values()),
-                    settings,
-                    links,
-                    ["" if device.host else str(places[device.id]) for device in memgraph.devices],
-                )
-        except (ValueError, RuntimeError) as error:
-            if is_shortage(error):
-                raise
-            raise ExecutionError(f"the plan cannot be run: {error}") from error
+        self._engine = self._engine_of(tables, places, settings, links)
         self._expect_externals(tables.externals, external_dtypes(memgraph, ops), specs or {})
         self._values: dict[tuple[Ref, TensorSpec], torch.Tensor] = {}
         self._running = False
         self._gate_open = False
         _loaded.add(self)
+
+    def _engine_of(
+        self, tables: Tables, places: Mapping[int, torch.device], settings: dict[str, float], links: list[float]
+    ) -> Engine:
+        """The engine of the lowered plan ``tables``. Raises ExecutionError where it refuses them."""
+        memory, devices = self._memory, self._graph.devices
+        try:
+            with self._backend.current():
+                return make_engine(
+                    self._table,
+                    tables.vertices,
+                    tables.edges,
+                    tables.copied,
+                    [memory.devices[device.id] for device in devices],
+                    memory.host,
+                    list(memory.clean.values()),
+                    list(memory.states.values()),
+                    settings,
+                    links,
+                    ["" if device.host else str(places[device.id]) for device in devices],
+                )
+        except (ValueError, RuntimeError) as error:
+            if is_shortage(error):
+                raise
+            raise ExecutionError(f"the plan cannot be run: {error}") from error
 
     @functools.cached_property
     def _final(self) -> FinalResidences:

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from disco_accel.capture.constants import bind_constants, tracing_mode
 from disco_accel.capture.fake_inputs import twin
 from disco_accel.capture.fx_nodes import arguments_of
-from disco_accel.capture.lower import InputFlags, Lowering, lower_ops, mark, used_inputs
+from disco_accel.capture.lower import InputFlags, OpLowering, lower_ops, mark, used_inputs
 from disco_accel.capture.op_recorder import Trace, record_ops
 from disco_accel.capture.storages import storage_key, tensor_spec
 from disco_accel.capture.trace_log import TraceLog
@@ -179,7 +179,7 @@ def _lower(recorded: Trace, mode: FakeTensorMode, tensors: int) -> Traced:
     graph.eliminate_dead_code(is_impure_node=_must_stay)
     live = bind_constants(recorded, mode, torch.nn.Module())
     positions = {node: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
-    low = Lowering()
+    low = OpLowering()
     inputs: dict[int, int] = {}
     tangents: dict[int, int] = {}
     constants: dict[int, torch.Tensor] = {}

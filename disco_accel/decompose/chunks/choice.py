@@ -20,7 +20,7 @@ from disco_accel.decompose.chunks.cuts import (
     same_layout,
     samples,
 )
-from disco_accel.decompose.chunks.fake_results import FakeResults, Returned
+from disco_accel.decompose.chunks.fake_results import CallResults, Returned
 from disco_accel.decompose.chunks.loops import Axes, Loops
 from disco_accel.graph.taskgraph import Arg, OpCall, Ref, TensorArg, Vertex, tensor_args
 
@@ -99,7 +99,7 @@ class Chooser:
     """``count``: chunks that a large kernel is to have. ``fakes`` tell how results lie."""
 
     def __init__(
-        self, count: int, large: int, fakes: FakeResults, sizes: Mapping[Ref, int], weights: Collection[int]
+        self, count: int, large: int, fakes: CallResults, sizes: Mapping[Ref, int], weights: Collection[int]
     ) -> None:
         """``large``: bytes, of one copy, that are too many to be made. ``sizes``: bytes of every value; ``weights``:
         vertices of weights, which each chunk needs whole."""
@@ -236,7 +236,7 @@ class KernelTraits:
     to_user: bool
 
 
-def results_of_part(made: ChunkedKernel, part: int, call: OpCall, fakes: FakeResults) -> Returned | None:
+def results_of_part(made: ChunkedKernel, part: int, call: OpCall, fakes: CallResults) -> Returned | None:
     """What ``call``, chunk ``part`` of ``made``, returns; None unless that lies as the cuts say."""
     returned = fakes.of(call)
     if returned is None or len(returned) != len(call.results):

@@ -17,7 +17,7 @@ Returned = tuple[tuple[TensorSpec, int] | None, ...]
 """Of each returned tensor its layout and the bytes of its memory; None for an undefined one."""
 
 
-class FakeResults:
+class CallResults:
     """Asks each call once. ``device``: where its tensors lie."""
 
     def __init__(self, device: torch.device) -> None:

@@ -10,7 +10,7 @@ import torch
 from disco_accel.capture.captured_step import CapturedStep, InputSource, ValueBinding
 from disco_accel.decompose.chunks.choice import Chooser, ChunkedKernel, KernelTraits
 from disco_accel.decompose.chunks.cuts import Cut
-from disco_accel.decompose.chunks.fake_results import FakeResults
+from disco_accel.decompose.chunks.fake_results import CallResults
 from disco_accel.decompose.chunks.loops import loops_of
 from disco_accel.decompose.chunks.rewrite import Rewriting, StaysWhole
 from disco_accel.decompose.chunks.runs import at_the_ends, reads_its_chunk, runs_of
@@ -44,7 +44,7 @@ def in_chunks(
     Weights do not count: they are needed whole by each chunk. ``device``: where the step runs.
     """
     graph = captured.graph
-    made = _Attempt(captured, count, large, FakeResults(device), large if value is None else value)
+    made = _Attempt(captured, count, large, CallResults(device), large if value is None else value)
     applied = list(captured.passes)
     effect = f"kernels of more than {large} bytes in up to {count} chunks"
     rewriting = made.rewritten()
@@ -75,7 +75,7 @@ class _Attempt:
     """Invariant of ``rewritten``: a kernel that has been found to run whole runs whole in every later round, so rounds
     end."""
 
-    def __init__(self, captured: CapturedStep, count: int, large: int, fakes: FakeResults, value: int) -> None:
+    def __init__(self, captured: CapturedStep, count: int, large: int, fakes: CallResults, value: int) -> None:
         self._graph, self._count, self._fakes = captured.graph, count, fakes
         self._large, self._value = large, value
         self.handed_out = frozenset(value.ref for value in (*captured.outputs, *captured.gradients))

@@ -21,7 +21,7 @@ from disco_accel.decompose.chunks.cuts import (
     ranges_in,
     same_layout,
 )
-from disco_accel.decompose.chunks.fake_results import FakeResults
+from disco_accel.decompose.chunks.fake_results import CallResults
 from disco_accel.decompose.chunks.loops import goes_by_strides
 from disco_accel.decompose.chunks.runs import Run
 from disco_accel.graph.op_traits import Arithmetic, op_traits
@@ -61,7 +61,7 @@ class Rewriting:
     ``handed_out``: values of the whole graph that the user gets."""
 
     graph: TaskGraph
-    fakes: FakeResults
+    fakes: CallResults
     handed_out: frozenset[Ref]
     vertices: list[Vertex] = field(default_factory=list)
     calls: dict[int, OpCall] = field(default_factory=dict)

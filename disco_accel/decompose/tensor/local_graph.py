@@ -30,7 +30,7 @@ _ATEN = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class RankValue:
     """What one rank has of a value, ``node`` of its graph, and how that lies among the others'."""
 
     node: fx.Node
@@ -43,7 +43,7 @@ class Value:
         return tensor
 
 
-Result = Value | tuple[Value | None, ...]
+Result = RankValue | tuple[RankValue | None, ...]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Call:
     kwargs: Mapping[str, Any]
 
     @property
-    def values(self) -> list[Value]:
+    def values(self) -> list[RankValue]:
         """Its tensors in order, those inside lists included."""
         return list(_values_in((self.args, tuple(self.kwargs.values()))))
 
@@ -71,7 +71,7 @@ class Call:
         shape: torch.Size = self.node.args[position].meta["val"].shape  # type: ignore[union-attr]
         return shape
 
-    def with_values(self, change: Callable[[Value], Value]) -> Call:
+    def with_values(self, change: Callable[[RankValue], RankValue]) -> Call:
         """The same call, ``change`` of each tensor in its place."""
         kwargs = {name: _mapped(value, change) for name, value in self.kwargs.items()}
         return Call(self.node, self.target, _mapped(self.args, change), kwargs)
@@ -96,8 +96,8 @@ class LocalGraph:
     """The node of the step on one device whose work is being added."""
     drawn: dict[fx.Node, fx.Node] = field(default_factory=dict)
     """A node that draws random numbers → the one that does so here, where that is not its counterpart."""
-    _views: dict[fx.Node, tuple[Value, Callable[[Value], fx.Node]]] = field(default_factory=dict)
-    _whole: dict[fx.Node, Value] = field(default_factory=dict)
+    _views: dict[fx.Node, tuple[RankValue, Callable[[RankValue], fx.Node]]] = field(default_factory=dict)
+    _whole: dict[fx.Node, RankValue] = field(default_factory=dict)
 
     def emit(self, target: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
         """Add a call on what the rank has."""
@@ -120,15 +120,15 @@ class LocalGraph:
         """``call`` as it is, on what the rank has."""
         return self.emit(call.target, *call.args, **call.kwargs)
 
-    def items(self, node: fx.Node, placements: Sequence[Placement]) -> tuple[Value | None, ...]:
+    def items(self, node: fx.Node, placements: Sequence[Placement]) -> tuple[RankValue | None, ...]:
         """The results of a call that has several, as they lie; None for what is no tensor."""
-        made: list[Value | None] = []
+        made: list[RankValue | None] = []
         for index, (tensor, placement) in enumerate(zip(node.meta["val"], placements, strict=True)):
             item = None
             if isinstance(tensor, torch.Tensor):
                 item = self.graph.call_function(operator.getitem, (node, index))
                 item.meta = {**node.meta, "val": tensor}
-            made.append(None if item is None else Value(item, placement))
+            made.append(None if item is None else RankValue(item, placement))
         return tuple(made)
 
     def add(self, node: fx.Node, val: Any) -> fx.Node:
@@ -137,13 +137,13 @@ class LocalGraph:
         made.meta = {**node.meta, "val": val}
         return made
 
-    def view_of_partial(self, value: Value, again: Callable[[Value], fx.Node]) -> Value:
+    def view_of_partial(self, value: RankValue, again: Callable[[RankValue], fx.Node]) -> RankValue:
         """``again`` of a partial ``value``: a reduction of it is the same view of the reduced value."""
         node = again(value)
         self._views[node] = value, again
-        return Value(node, PARTIAL)
+        return RankValue(node, PARTIAL)
 
-    def whole(self, value: Value) -> Value:
+    def whole(self, value: RankValue) -> RankValue:
         """``value`` if each rank's is one, or a part of it, on its own; the sum of all where it is partial."""
         if value.placement != PARTIAL:
             return value
@@ -151,19 +151,19 @@ class LocalGraph:
         if known is None:
             if value.node in self._views:
                 of, again = self._views[value.node]
-                known = Value(again(self.whole(of)), REPLICATED)
+                known = RankValue(again(self.whole(of)), REPLICATED)
             else:
-                known = Value(self.all_reduce(value, "sum"), REPLICATED)
+                known = RankValue(self.all_reduce(value, "sum"), REPLICATED)
             self._whole[value.node] = known
         return known
 
-    def all_reduce(self, value: Value, op: str) -> fx.Node:
+    def all_reduce(self, value: RankValue, op: str) -> fx.Node:
         """The sum, or the max, of what the ranks have, in the order of their numbers."""
         if not _fills_memory(value.tensor):
-            value = Value(self.emit(_ATEN.clone.default, value, memory_format=torch.contiguous_format), PARTIAL)
+            value = RankValue(self.emit(_ATEN.clone.default, value, memory_format=torch.contiguous_format), PARTIAL)
         return self._collective(ALL_REDUCE, value, op, value.tensor.shape, tuple(value.tensor.stride()))
 
-    def gathered(self, value: Value) -> fx.Node:
+    def gathered(self, value: RankValue) -> fx.Node:
         """All that the ranks have of a value that is cut."""
         assert isinstance(value.placement, Shard) and value.placement.outer == 1
         dim = value.placement.dim
@@ -171,7 +171,7 @@ class LocalGraph:
         return self._collective(ALL_GATHER, value, dim, shape)
 
     def _collective(
-        self, target: torch._ops.OpOverload, value: Value, how: str | int, shape: Any, stride: Any = None
+        self, target: torch._ops.OpOverload, value: RankValue, how: str | int, shape: Any, stride: Any = None
     ) -> fx.Node:
         assert self.source is not None
         node = self.graph.call_function(target, (value.node, how))
@@ -184,7 +184,7 @@ class LocalGraph:
         node.meta = {**self.source.meta, "val": val}
         return node
 
-    def cut(self, value: Value, shard: Shard) -> Value:
+    def cut(self, value: RankValue, shard: Shard) -> RankValue:
         """Each rank's part of a replicated ``value``."""
         length = value.tensor.shape[shard.dim]
         if shard.outer != 1 or length % self.ranks:
@@ -194,14 +194,14 @@ class LocalGraph:
             )
         part = length // self.ranks
         begin, end = OfRank(0, part), OfRank(part, part)
-        return Value(self.emit(_ATEN.slice_copy.Tensor, value, shard.dim, begin, end, 1), shard)
+        return RankValue(self.emit(_ATEN.slice_copy.Tensor, value, shard.dim, begin, end, 1), shard)
 
-    def placeholder(self, node: fx.Node, shard: Shard) -> Value:
+    def placeholder(self, node: fx.Node, shard: Shard) -> RankValue:
         """An input of which each rank has a part, contiguous."""
         like: torch.Tensor = node.meta["val"]
         with self.mode:
             val = torch.empty(local_shape(like.shape, shard, self.ranks), dtype=like.dtype, device=like.device)
-        return Value(self.add(node, val), shard)
+        return RankValue(self.add(node, val), shard)
 
 
 def _fills_memory(tensor: torch.Tensor) -> bool:
@@ -210,16 +210,16 @@ def _fills_memory(tensor: torch.Tensor) -> bool:
     return whole and tensor.storage_offset() == 0 and dense(tensor_spec(tensor))
 
 
-def _values_in(value: Any) -> Iterator[Value]:
-    if isinstance(value, Value):
+def _values_in(value: Any) -> Iterator[RankValue]:
+    if isinstance(value, RankValue):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _values_in(item)
 
 
-def _mapped(value: Any, change: Callable[[Value], Any]) -> Any:
-    if isinstance(value, Value):
+def _mapped(value: Any, change: Callable[[RankValue], Any]) -> Any:
+    if isinstance(value, RankValue):
         return change(value)
     if isinstance(value, (list, tuple)):
         return type(value)(_mapped(item, change) for item in value)
@@ -228,11 +228,11 @@ def _mapped(value: Any, change: Callable[[Value], Any]) -> Any:
     return value
 
 
-def _node_of(value: Value) -> fx.Node:
+def _node_of(value: RankValue) -> fx.Node:
     return value.node
 
 
-def _tensor_of(value: Value) -> torch.Tensor:
+def _tensor_of(value: RankValue) -> torch.Tensor:
     return value.tensor
 
 

@@ -13,7 +13,7 @@ from disco_accel.capture.captured_step import InputSource
 from disco_accel.capture.rng import draws
 from disco_accel.capture.storages import storage_key
 from disco_accel.capture.traced_step import TracedStep
-from disco_accel.decompose.tensor.local_graph import Call, LocalGraph, Result, Value
+from disco_accel.decompose.tensor.local_graph import Call, LocalGraph, RankValue, Result
 from disco_accel.decompose.tensor.placements import REPLICATED, Shard
 from disco_accel.decompose.tensor.random_numbers import DRAW_RULES
 from disco_accel.decompose.tensor.rules import RULES
@@ -49,7 +49,7 @@ class _Propagation:
             if node.op == "placeholder":
                 self._env[node] = self._input(node, *sources[node])
             elif node.op == "get_attr":
-                self._env[node] = Value(self._local.add(node, node.meta["val"]), REPLICATED)
+                self._env[node] = RankValue(self._local.add(node, node.meta["val"]), REPLICATED)
             elif node.op == "output":
                 self._local.graph.output(self._returned(node.args[0]))
             elif node.target is operator.getitem:
@@ -62,11 +62,11 @@ class _Propagation:
         sites = {self._first(node): site for node, site in self._traced.sites.items() if node in self._env}
         return TracedStep(self._local.graph, self._traced.sources, sites, self._output_grads())
 
-    def _input(self, node: fx.Node, source: InputSource, name: str) -> Value:
+    def _input(self, node: fx.Node, source: InputSource, name: str) -> RankValue:
         dim = self._shards.get(name)
         held = source in (InputSource.FROZEN, InputSource.BUFFER, InputSource.TRAINABLE)
         if dim is None or not held or not node.users:
-            return Value(self._local.add(node, node.meta["val"]), REPLICATED)
+            return RankValue(self._local.add(node, node.meta["val"]), REPLICATED)
         length = node.meta["val"].shape[dim]
         if length % self._ranks:
             raise CaptureError(
@@ -74,7 +74,7 @@ class _Propagation:
                 "divide; use another number of devices, or parallel: layers or batch"
             )
         if source is InputSource.TRAINABLE:
-            return self._local.cut(Value(self._local.add(node, node.meta["val"]), REPLICATED), Shard(dim))
+            return self._local.cut(RankValue(self._local.add(node, node.meta["val"]), REPLICATED), Shard(dim))
         return self._local.placeholder(node, Shard(dim))
 
     def _call(self, node: fx.Node) -> Result:
@@ -103,18 +103,18 @@ class _Propagation:
         else:
             made = self._local.emit_call(call)
         if isinstance(made.meta["val"], torch.Tensor):
-            return Value(made, REPLICATED)
+            return RankValue(made, REPLICATED)
         return self._local.items(made, [REPLICATED] * len(made.meta["val"]))
 
-    def _value(self, node: fx.Node) -> Value:
+    def _value(self, node: fx.Node) -> RankValue:
         value = self._env[node]
-        assert isinstance(value, Value)
+        assert isinstance(value, RankValue)
         return value
 
     def _argument(self, value: Any) -> Any:
         return self._value(value) if isinstance(value, fx.Node) else value
 
-    def _item(self, node: fx.Node) -> Value:
+    def _item(self, node: fx.Node) -> RankValue:
         of, index = node.args
         items = self._env[of]  # type: ignore[index]
         assert isinstance(items, tuple) and isinstance(index, int)
@@ -135,14 +135,14 @@ class _Propagation:
         if node.target is not torch.ops.aten.clone.default:
             return gathered
         # What the caller has memory for is a copy that the step makes.
-        return self._local.emit(torch.ops.aten.clone.default, Value(gathered, REPLICATED), **node.kwargs)
+        return self._local.emit(torch.ops.aten.clone.default, RankValue(gathered, REPLICATED), **node.kwargs)
 
     def _first(self, node: fx.Node) -> fx.Node:
         """The call that stands for ``node``, of one or of several results."""
         if node in self._local.drawn:
             return self._local.drawn[node]
         result = self._env[node]
-        if isinstance(result, Value):
+        if isinstance(result, RankValue):
             return result.node
         node_of = next(item.node for item in result if item is not None)
         call = node_of.args[0]
@@ -153,7 +153,7 @@ class _Propagation:
         """The rank's tensors for those gradients of layers' outputs that work of the backward waits for."""
         there: dict[int, torch.Tensor] = {}
         for node, value in self._env.items():
-            if isinstance(value, Value):
+            if isinstance(value, RankValue):
                 there.setdefault(storage_key(node.meta["val"]), value.tensor)
         found = self._traced.output_grads.items()
         return {

@@ -6,19 +6,19 @@ from collections.abc import Callable
 
 import torch
 
-from disco_accel.decompose.tensor.local_graph import Call, LocalGraph, Result, Value
+from disco_accel.decompose.tensor.local_graph import Call, LocalGraph, RankValue, Result
 from disco_accel.decompose.tensor.placements import REPLICATED, Shard
 
 _ATEN = torch.ops.aten
 
 
-def _empty_like(local: LocalGraph, call: Call) -> Value:
+def _empty_like(local: LocalGraph, call: Call) -> RankValue:
     """What is about to be filled, with random numbers mostly, is whole."""
     like: torch.Tensor = call.node.meta["val"]
     if not like.is_contiguous():
         raise call.refusal("has a rule for contiguous tensors alone")
     made = local.emit(_ATEN.empty.memory_format, list(like.shape), dtype=like.dtype, device=like.device)
-    return Value(made, REPLICATED)
+    return RankValue(made, REPLICATED)
 
 
 def _dropout(local: LocalGraph, call: Call) -> Result:
@@ -27,26 +27,26 @@ def _dropout(local: LocalGraph, call: Call) -> Result:
     value, probability, train = call.args
     shape, like = list(call.source_shape(0)), value.tensor
     ones = local.emit(_ATEN.ones.default, shape, dtype=like.dtype, device=like.device)
-    made = local.emit(call.target, Value(ones, REPLICATED), probability, train)
+    made = local.emit(call.target, RankValue(ones, REPLICATED), probability, train)
     assert local.source is not None
     local.drawn[local.source] = made
     scaled, mask = local.items(made, [REPLICATED, REPLICATED])
     assert scaled is not None and mask is not None
     if isinstance(value.placement, Shard):
         scaled, mask = local.cut(scaled, value.placement), local.cut(mask, value.placement)
-    return Value(local.emit(_ATEN.mul.Tensor, value, scaled), value.placement), mask
+    return RankValue(local.emit(_ATEN.mul.Tensor, value, scaled), value.placement), mask
 
 
-def _dropout_backward(local: LocalGraph, call: Call) -> Value:
+def _dropout_backward(local: LocalGraph, call: Call) -> RankValue:
     call = call.with_values(local.whole)
     shards = {v.placement for v in call.values if isinstance(v.placement, Shard)}
     if len(shards) > 1:
         raise call.refusal("has operands that are cut along different dimensions")
     if not shards:
-        return Value(local.emit_call(call), REPLICATED)
+        return RankValue(local.emit_call(call), REPLICATED)
     shard = shards.pop()
     call = call.with_values(lambda value: local.cut(value, shard) if value.placement == REPLICATED else value)
-    return Value(local.emit_call(call), shard)
+    return RankValue(local.emit_call(call), shard)
 
 
 DRAW_RULES: dict[str, Callable[[LocalGraph, Call], Result]] = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from disco_accel.decompose.tensor.local_graph import Call, LocalGraph, Result, Value
+from disco_accel.decompose.tensor.local_graph import Call, LocalGraph, RankValue, Result
 from disco_accel.decompose.tensor.placements import PARTIAL, REPLICATED, Partial, Shard
 from disco_accel.decompose.tensor.views import VIEW_RULES
 from disco_accel.decompose.tensor.vocabulary import VOCABULARY_RULES
@@ -18,27 +18,27 @@ Rule = Callable[[LocalGraph, Call], Result]
 _ATEN = torch.ops.aten
 
 
-def _pointwise(local: LocalGraph, call: Call) -> Value:
+def _pointwise(local: LocalGraph, call: Call) -> RankValue:
     """Operands are broadcast to one shape; each that is whole is cut as the others are."""
     if _keeps_partial(call):
-        return Value(local.emit_call(call), PARTIAL)
+        return RankValue(local.emit_call(call), PARTIAL)
     call = call.with_values(local.whole)
     # Counted from the last dimension, which is how shapes are broadcast.
     cuts = {(s.dim - v.tensor.dim(), s.outer) for v in call.values if isinstance(s := v.placement, Shard)}
     if not cuts:
-        return Value(local.emit_call(call), REPLICATED)
+        return RankValue(local.emit_call(call), REPLICATED)
     if len(cuts) > 1:
         raise call.refusal("has operands that are cut along different dimensions")
     ((dim, outer),) = cuts
 
-    def cut(value: Value) -> Value:
+    def cut(value: RankValue) -> RankValue:
         there = isinstance(value.placement, Shard)
         if there or value.tensor.dim() < -dim or value.tensor.shape[dim] == 1:
             return value
         return local.cut(value, Shard(value.tensor.dim() + dim, outer))
 
     call = call.with_values(cut)
-    return Value(local.emit_call(call), Shard(len(call.shape) + dim, outer))
+    return RankValue(local.emit_call(call), Shard(len(call.shape) + dim, outer))
 
 
 def _keeps_partial(call: Call) -> bool:
@@ -62,7 +62,7 @@ def _keeps_partial(call: Call) -> bool:
     return (name == "mul" or (name == "div" and partial[0] and len(call.args) == 2)) and sum(partial) == 1 and all(one)
 
 
-def _product(local: LocalGraph, call: Call) -> Value:
+def _product(local: LocalGraph, call: Call) -> RankValue:
     """mm, and bmm, whose first dimension is that of the batch."""
     batch = call.values[0].tensor.dim() - 2
     rows, inner, columns = batch, batch + 1, batch + 1
@@ -73,7 +73,7 @@ def _product(local: LocalGraph, call: Call) -> Value:
         a, b = call.values
     if PARTIAL in (a.placement, b.placement):
         if REPLICATED in (a.placement, b.placement):
-            return Value(local.emit_call(call), PARTIAL)
+            return RankValue(local.emit_call(call), PARTIAL)
         call = call.with_values(local.whole)
         a, b = call.values
     of_a = a.placement if isinstance(a.placement, Shard) else None
@@ -82,18 +82,18 @@ def _product(local: LocalGraph, call: Call) -> Value:
         if of_a != of_b:
             raise call.refusal("has operands that are cut along different dimensions")
         assert of_a is not None
-        return Value(local.emit_call(call), of_a)
+        return RankValue(local.emit_call(call), of_a)
     if (of_a is not None and of_a.dim == inner) or (of_b is not None and of_b.dim == rows):
         return _over_inner(local, call, inner, rows)
     if of_a is not None and of_b is not None:
         raise call.refusal("has rows and columns that are cut")
     if of_a is not None:
-        return Value(local.emit_call(call), of_a)
+        return RankValue(local.emit_call(call), of_a)
     assert of_b is not None and of_b.dim == columns
-    return Value(local.emit_call(call), of_b)
+    return RankValue(local.emit_call(call), of_b)
 
 
-def _over_inner(local: LocalGraph, call: Call, inner: int, rows: int) -> Value:
+def _over_inner(local: LocalGraph, call: Call, inner: int, rows: int) -> RankValue:
     """A product whose inner dimension is cut: every rank has a summand."""
     a, b = call.values
     if a.placement == REPLICATED:
@@ -106,10 +106,10 @@ def _over_inner(local: LocalGraph, call: Call, inner: int, rows: int) -> Value:
     if placements != (Shard(inner, placements[0].outer), Shard(rows, placements[0].outer)):  # type: ignore[union-attr]
         raise call.refusal("has an inner dimension of which only one operand is cut")
     operands = iter((a, b))
-    return Value(local.emit_call(call.with_values(lambda _: next(operands))), PARTIAL)
+    return RankValue(local.emit_call(call.with_values(lambda _: next(operands))), PARTIAL)
 
 
-def _product_and_sum(local: LocalGraph, call: Call) -> Value:
+def _product_and_sum(local: LocalGraph, call: Call) -> RankValue:
     """addmm: a bias that each rank has a part of, or that is added once to the sum of the products."""
     if call.kwargs:
         raise call.refusal("scales its operands")
@@ -124,53 +124,53 @@ def _product_and_sum(local: LocalGraph, call: Call) -> Value:
     assert isinstance(made.placement, Shard)
     if made.placement.dim == 1 and bias.placement == REPLICATED:
         bias = local.cut(bias, Shard(bias.tensor.dim() - 1, made.placement.outer))
-    return Value(local.emit(call.target, bias, *call.args[1:]), made.placement)
+    return RankValue(local.emit(call.target, bias, *call.args[1:]), made.placement)
 
 
-def _sum_of(local: LocalGraph, call: Call, product: Value, bias: Value) -> Value:
+def _sum_of(local: LocalGraph, call: Call, product: RankValue, bias: RankValue) -> RankValue:
     if bias.placement != REPLICATED:
         raise call.refusal("adds a bias that is cut to a sum that is not")
-    return Value(local.emit(_ATEN.add.Tensor, product, bias), REPLICATED)
+    return RankValue(local.emit(_ATEN.add.Tensor, product, bias), REPLICATED)
 
 
-def _reduction(local: LocalGraph, call: Call) -> Value:
+def _reduction(local: LocalGraph, call: Call) -> RankValue:
     """sum, mean and the like over ``dim``."""
     name = call.target._schema.name.removeprefix("aten::")
     (value,) = call.values
     if value.placement == PARTIAL:
         if name == "sum":
-            return Value(local.emit_call(call), PARTIAL)
+            return RankValue(local.emit_call(call), PARTIAL)
         value = local.whole(value)
-        return Value(local.emit_call(call.with_values(lambda _: value)), REPLICATED)
+        return RankValue(local.emit_call(call.with_values(lambda _: value)), REPLICATED)
     assert isinstance(value.placement, Shard)
     count = value.tensor.dim()
     dims = [d % count for d in (call.args[1] if len(call.args) > 1 else None) or range(count)]
     if value.placement.dim in dims:
         if name != "sum":
             raise call.refusal("goes over the dimension that is cut")
-        return Value(local.emit_call(call), PARTIAL)
+        return RankValue(local.emit_call(call), PARTIAL)
     keeps = len(call.args) > 2 and bool(call.args[2])
     before = 0 if keeps else sum(d < value.placement.dim for d in dims)
-    return Value(local.emit_call(call), Shard(value.placement.dim - before, value.placement.outer))
+    return RankValue(local.emit_call(call), Shard(value.placement.dim - before, value.placement.outer))
 
 
-def _along(local: LocalGraph, call: Call) -> Value:
+def _along(local: LocalGraph, call: Call) -> RankValue:
     """Ops along one dimension, the first number among the arguments: softmax, concatenation and the like."""
     call = call.with_values(local.whole)
     dim = next((arg for arg in call.args if isinstance(arg, int)), 0) % len(call.shape)
     cuts = {v.placement for v in call.values if isinstance(v.placement, Shard)}
     if not cuts:
-        return Value(local.emit_call(call), REPLICATED)
+        return RankValue(local.emit_call(call), REPLICATED)
     shard = cuts.pop()
     if cuts or shard.dim == dim:
         raise call.refusal("goes along a dimension that is cut")
 
-    def cut(value: Value) -> Value:
+    def cut(value: RankValue) -> RankValue:
         # A cache starts with a tensor of shape (0,), which fits to any other.
         as_it_is = value.placement != REPLICATED or value.tensor.shape == (0,)
         return value if as_it_is else local.cut(value, shard)
 
-    return Value(local.emit_call(call.with_values(cut)), shard)
+    return RankValue(local.emit_call(call.with_values(cut)), shard)
 
 
 def _attention(local: LocalGraph, call: Call) -> Result:
@@ -184,7 +184,7 @@ def _attention(local: LocalGraph, call: Call) -> Result:
         return local.items(made, [REPLICATED] * len(made.meta["val"]))
     heads = {v.tensor.shape[1] * local.ranks for v in call.values if isinstance(v.placement, Shard)}
 
-    def cut(value: Value) -> Value:
+    def cut(value: RankValue) -> RankValue:
         # A mask, or a bias, may have a part for each head.
         per_head = value.placement == REPLICATED and value.tensor.dim() == 4 and value.tensor.shape[1] in heads
         return local.cut(value, Shard(1)) if per_head and value.tensor.shape[1] > 1 else value
@@ -197,14 +197,14 @@ def _attention(local: LocalGraph, call: Call) -> Result:
     return local.items(made, placements)
 
 
-def _like(local: LocalGraph, call: Call) -> Value:
+def _like(local: LocalGraph, call: Call) -> RankValue:
     """Tensors that are filled with a number, of the dtype of a given one."""
     if call.target._schema.name.endswith("_like"):
         (value,) = call.values
         if isinstance(value.placement, Partial):
-            return Value(local.emit_call(call), REPLICATED)
-        return Value(local.emit_call(call), value.placement)
-    return Value(local.emit_call(call), REPLICATED)
+            return RankValue(local.emit_call(call), REPLICATED)
+        return RankValue(local.emit_call(call), value.placement)
+    return RankValue(local.emit_call(call), REPLICATED)
 
 
 def _table() -> dict[str, Rule]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from disco_accel.decompose.tensor.local_graph import Call, LocalGraph, Result, Value
+from disco_accel.decompose.tensor.local_graph import Call, LocalGraph, RankValue, Result
 from disco_accel.decompose.tensor.placements import PARTIAL, REPLICATED, Shard, local_shape, refactored
 
 Arguments = Sequence[Any]
@@ -15,12 +15,12 @@ the op goes along it."""
 
 
 def _rule(of: Of) -> Callable[[LocalGraph, Call], Result]:
-    def rule(local: LocalGraph, call: Call) -> Value:
+    def rule(local: LocalGraph, call: Call) -> RankValue:
         (value,) = call.values
         if value.placement == PARTIAL and any(isinstance(filler, float) and filler for filler in call.args[2:]):
             # Each rank would pad with another number than zero.
             value = local.whole(value)
-            return Value(local.emit(call.target, value, *call.args[1:], **call.kwargs), REPLICATED)
+            return RankValue(local.emit(call.target, value, *call.args[1:], **call.kwargs), REPLICATED)
         if value.placement == PARTIAL:
             return local.view_of_partial(value, lambda it: local.emit(call.target, it, *call.args[1:], **call.kwargs))
         assert isinstance(value.placement, Shard)
@@ -28,7 +28,7 @@ def _rule(of: Of) -> Callable[[LocalGraph, Call], Result]:
         if made is None:
             raise call.refusal("goes along the dimension that is cut")
         shard, arguments = made
-        return Value(local.emit(call.target, value, *arguments, **call.kwargs), shard)
+        return RankValue(local.emit(call.target, value, *arguments, **call.kwargs), shard)
 
     return rule
 

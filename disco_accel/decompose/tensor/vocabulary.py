@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from disco_accel.decompose.tensor.local_graph import Call, LocalGraph, Result, Value
+from disco_accel.decompose.tensor.local_graph import Call, LocalGraph, RankValue, Result
 from disco_accel.decompose.tensor.placements import PARTIAL, REPLICATED, OfRank, Shard
 
 _ATEN = torch.ops.aten
@@ -14,7 +14,7 @@ _NOBODY = -(1 << 40)
 """An index that is no token's and that no rank makes of one."""
 
 
-def _embedding(local: LocalGraph, call: Call) -> Value:
+def _embedding(local: LocalGraph, call: Call) -> RankValue:
     """Rows of tokens that are another rank's are zeros. An index outside of the table is nobody's, and its lookup
     fails on rank 0 as it would on one device."""
     call = call.with_values(local.whole)
@@ -22,50 +22,50 @@ def _embedding(local: LocalGraph, call: Call) -> Value:
     if table.placement != Shard(0) or indices.placement != REPLICATED:
         raise call.refusal("has a rule for a table alone whose rows are cut")
     mine, foreign = _of_rank(local, indices, table.tensor.shape[0])
-    nothing = local.emit(_ATEN.masked_fill.Scalar, Value(mine, REPLICATED), Value(foreign, REPLICATED), 0)
+    nothing = local.emit(_ATEN.masked_fill.Scalar, RankValue(mine, REPLICATED), RankValue(foreign, REPLICATED), 0)
     # Padding and the like matter to gradients of the table alone.
-    rows = local.emit(_ATEN.embedding.default, table, Value(nothing, REPLICATED))
-    hidden = local.emit(_ATEN.unsqueeze.default, Value(foreign, REPLICATED), -1)
-    zeros = local.emit(_ATEN.masked_fill.Scalar, Value(rows, REPLICATED), Value(hidden, REPLICATED), 0)
+    rows = local.emit(_ATEN.embedding.default, table, RankValue(nothing, REPLICATED))
+    hidden = local.emit(_ATEN.unsqueeze.default, RankValue(foreign, REPLICATED), -1)
+    zeros = local.emit(_ATEN.masked_fill.Scalar, RankValue(rows, REPLICATED), RankValue(hidden, REPLICATED), 0)
     # At once: a sum that is put off would make all that is added to it, layer after layer, partial too.
-    return local.whole(Value(zeros, PARTIAL))
+    return local.whole(RankValue(zeros, PARTIAL))
 
 
-def _of_rank(local: LocalGraph, indices: Value, count: int) -> tuple[torch.fx.Node, torch.fx.Node]:
+def _of_rank(local: LocalGraph, indices: RankValue, count: int) -> tuple[torch.fx.Node, torch.fx.Node]:
     """``indices`` counted from the rank's first, and whether each is another rank's."""
     mine = local.emit(_ATEN.sub.Tensor, indices, OfRank(0, count))
     inside = _between(local, mine, count)
     there = _between(local, indices.node, count * local.ranks)
-    outside = local.emit(_ATEN.logical_not.default, Value(inside, REPLICATED))
-    return mine, local.emit(_ATEN.bitwise_and.Tensor, Value(there, REPLICATED), Value(outside, REPLICATED))
+    outside = local.emit(_ATEN.logical_not.default, RankValue(inside, REPLICATED))
+    return mine, local.emit(_ATEN.bitwise_and.Tensor, RankValue(there, REPLICATED), RankValue(outside, REPLICATED))
 
 
 def _between(local: LocalGraph, node: torch.fx.Node, end: int) -> torch.fx.Node:
-    value = Value(node, REPLICATED)
+    value = RankValue(node, REPLICATED)
     not_below, below = local.emit(_ATEN.ge.Scalar, value, 0), local.emit(_ATEN.lt.Scalar, value, end)
-    return local.emit(_ATEN.bitwise_and.Tensor, Value(not_below, REPLICATED), Value(below, REPLICATED))
+    return local.emit(_ATEN.bitwise_and.Tensor, RankValue(not_below, REPLICATED), RankValue(below, REPLICATED))
 
 
-def _log_softmax(local: LocalGraph, call: Call) -> Value:
+def _log_softmax(local: LocalGraph, call: Call) -> RankValue:
     """Each row's maximum and sum over all ranks, then as on one device."""
     call = call.with_values(local.whole)
     value, dim, to_float = call.args
     dim %= value.tensor.dim()
     if value.placement == REPLICATED or value.placement.dim != dim:
-        return Value(local.emit_call(call), value.placement)
+        return RankValue(local.emit_call(call), value.placement)
     shard = value.placement
     if to_float:
-        value = Value(local.emit(_ATEN._to_copy.default, value, dtype=torch.float32), shard)
-    largest = Value(local.emit(_ATEN.amax.default, value, [dim], True), PARTIAL)
-    largest = Value(local.all_reduce(largest, "max"), REPLICATED)
-    less = Value(local.emit(_ATEN.sub.Tensor, value, largest), shard)
-    exponentials = Value(local.emit(_ATEN.exp.default, less), shard)
-    total = local.whole(Value(local.emit(_ATEN.sum.dim_IntList, exponentials, [dim], True), PARTIAL))
-    logarithm = Value(local.emit(_ATEN.log.default, total), REPLICATED)
-    return Value(local.emit(_ATEN.sub.Tensor, less, logarithm), shard)
+        value = RankValue(local.emit(_ATEN._to_copy.default, value, dtype=torch.float32), shard)
+    largest = RankValue(local.emit(_ATEN.amax.default, value, [dim], True), PARTIAL)
+    largest = RankValue(local.all_reduce(largest, "max"), REPLICATED)
+    less = RankValue(local.emit(_ATEN.sub.Tensor, value, largest), shard)
+    exponentials = RankValue(local.emit(_ATEN.exp.default, less), shard)
+    total = local.whole(RankValue(local.emit(_ATEN.sum.dim_IntList, exponentials, [dim], True), PARTIAL))
+    logarithm = RankValue(local.emit(_ATEN.log.default, total), REPLICATED)
+    return RankValue(local.emit(_ATEN.sub.Tensor, less, logarithm), shard)
 
 
-def _log_softmax_backward(local: LocalGraph, call: Call) -> Value:
+def _log_softmax_backward(local: LocalGraph, call: Call) -> RankValue:
     """The gradient less the share of each token in the row's sum of gradients."""
     call = call.with_values(local.whole)
     grad, output, dim, dtype = call.args
@@ -73,29 +73,29 @@ def _log_softmax_backward(local: LocalGraph, call: Call) -> Value:
     if output.placement == REPLICATED or output.placement.dim != dim:
         if grad.placement != output.placement:
             raise call.refusal("has operands that are cut along different dimensions")
-        return Value(local.emit_call(call), output.placement)
+        return RankValue(local.emit_call(call), output.placement)
     shard = output.placement
     if grad.placement == REPLICATED:
         grad = local.cut(grad, shard)
-    total = local.whole(Value(local.emit(_ATEN.sum.dim_IntList, grad, [dim], True), PARTIAL))
-    share = Value(local.emit(_ATEN.exp.default, output), shard)
-    share = Value(local.emit(_ATEN.mul.Tensor, share, total), shard)
-    result = Value(local.emit(_ATEN.sub.Tensor, grad, share), shard)
+    total = local.whole(RankValue(local.emit(_ATEN.sum.dim_IntList, grad, [dim], True), PARTIAL))
+    share = RankValue(local.emit(_ATEN.exp.default, output), shard)
+    share = RankValue(local.emit(_ATEN.mul.Tensor, share, total), shard)
+    result = RankValue(local.emit(_ATEN.sub.Tensor, grad, share), shard)
     if result.tensor.dtype is not dtype:
-        result = Value(local.emit(_ATEN._to_copy.default, result, dtype=dtype), shard)
+        result = RankValue(local.emit(_ATEN._to_copy.default, result, dtype=dtype), shard)
     return result
 
 
-def _targets(local: LocalGraph, target: Value, ignored: int, count: int) -> Value:
+def _targets(local: LocalGraph, target: RankValue, ignored: int, count: int) -> RankValue:
     """``target`` counted from the rank's first token; tokens of others and ignored ones are ``_NOBODY``.
 
     What is no token at all stays so, and fails on rank 0 as it would on one device.
     """
     mine, foreign = _of_rank(local, target, count)
-    kept = local.emit(_ATEN.masked_fill.Scalar, Value(mine, REPLICATED), Value(foreign, REPLICATED), _NOBODY)
+    kept = local.emit(_ATEN.masked_fill.Scalar, RankValue(mine, REPLICATED), RankValue(foreign, REPLICATED), _NOBODY)
     skipped = local.emit(_ATEN.eq.Scalar, target, ignored)
-    masked = local.emit(_ATEN.masked_fill.Scalar, Value(kept, REPLICATED), Value(skipped, REPLICATED), _NOBODY)
-    return Value(masked, REPLICATED)
+    masked = local.emit(_ATEN.masked_fill.Scalar, RankValue(kept, REPLICATED), RankValue(skipped, REPLICATED), _NOBODY)
+    return RankValue(masked, REPLICATED)
 
 
 _NONE, _MEAN, _SUM = 0, 1, 2
@@ -114,15 +114,15 @@ def _nll(local: LocalGraph, call: Call) -> Result:
     assert loss is not None and count is not None
     if reduction == _MEAN:
         # The number of labels that count; a kernel that sums makes none.
-        counted = Value(local.emit(_ATEN.ne.Scalar, target, _NOBODY), REPLICATED)
-        numbers = Value(local.emit(_ATEN._to_copy.default, counted, dtype=count.tensor.dtype), REPLICATED)
-        count = local.whole(Value(local.emit(_ATEN.sum.default, numbers), PARTIAL))
+        counted = RankValue(local.emit(_ATEN.ne.Scalar, target, _NOBODY), REPLICATED)
+        numbers = RankValue(local.emit(_ATEN._to_copy.default, counted, dtype=count.tensor.dtype), REPLICATED)
+        count = local.whole(RankValue(local.emit(_ATEN.sum.default, numbers), PARTIAL))
         loss = local.whole(loss)
-        return Value(local.emit(_ATEN.div.Tensor, loss, count), REPLICATED), count
+        return RankValue(local.emit(_ATEN.div.Tensor, loss, count), REPLICATED), count
     return loss, local.whole(count)
 
 
-def _nll_backward(local: LocalGraph, call: Call) -> Value:
+def _nll_backward(local: LocalGraph, call: Call) -> RankValue:
     call = call.with_values(local.whole)
     grad, logits, target, weight, reduction, ignored, total = call.args
     if logits.placement != Shard(1) or weight is not None or total.placement != REPLICATED:
@@ -130,7 +130,7 @@ def _nll_backward(local: LocalGraph, call: Call) -> Value:
     if grad.placement != REPLICATED or target.placement != REPLICATED:
         raise call.refusal("has a rule without weights alone, for classes that are cut")
     target = _targets(local, target, ignored, logits.tensor.shape[1])
-    return Value(local.emit(call.target, grad, logits, target, None, reduction, _NOBODY, total), Shard(1))
+    return RankValue(local.emit(call.target, grad, logits, target, None, reduction, _NOBODY, total), Shard(1))
 
 
 VOCABULARY_RULES: dict[str, Callable[[LocalGraph, Call], Result]] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import collections
 import dis
 import functools
@@ -133,8 +132,3 @@ def global_names(code: types.CodeType) -> frozenset[str]:
         if isinstance(constant, types.CodeType):
             names |= global_names(constant)
     return frozenset(names)
-
-
-def builtin_calls(code: types.CodeType, namespace: dict[str, Any]) -> frozenset[str]:
-    """Names in ``code`` that mean Python's own functions there."""
-    return frozenset(n for n in code.co_names if n not in namespace and hasattr(builtins, n))
