@@ -1,6 +1,6 @@
 // A step simulated in time with a counter of bytes, as a library without PyTorch; disco_accel/plan/timed/
-// swap_schedule.py says what it does and why. tests/plan/naive_swaps.py gives the same schedule, to the last
-// bit of its seconds: sums and maxima alone, in the same order.
+// swap_schedule.py says what it does and why. tests/support/oracles/naive_swaps.py gives the same schedule,
+// to the last bit of its seconds: sums and maxima alone, in the same order.
 
 #include <algorithm>
 #include <cstddef>

@@ -11,7 +11,7 @@ import pytest
 from disco_accel.errors import ExtensionError
 from disco_accel.plan.timed.packing import Buffer, Packer, Part, pack
 from disco_accel.plan.timed.planner_library import planner_library
-from tests.plan.naive_packer import NaivePacker
+from tests.support.oracles.naive_packer import NaivePacker
 
 
 def random_buffers(seed: int, count: int = 120, ticks: int = 60, further: float = 0.3) -> list[Buffer]:

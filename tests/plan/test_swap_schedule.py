@@ -17,8 +17,8 @@ from disco_accel.plan.timed.requirements import requirements_of
 from disco_accel.plan.timed.step_buffers import StepRequirements
 from disco_accel.plan.timed.swap_schedule import SwapSchedule, buffers_at_boundary, schedule_step
 from disco_accel.simulate.simulator import Link, Machine
-from tests.plan.naive_swaps import resident_at_boundary, schedule_swaps
 from tests.support.graphs.strategies import Shape, random_taskgraph, with_room
+from tests.support.oracles.naive_swaps import resident_at_boundary, schedule_swaps
 from tests.support.plans.home_plans import HOME_SHAPES
 
 FACTORS = (1.0, 1.2, 1.5, 2.0, 3.0, 10.0)
