@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from disco_accel.plan.bound.device_facts import DeviceFacts, Value
+from disco_accel.plan.bound.device_facts import DeviceFacts, DeviceValue
 from disco_accel.plan.bound.linear_program import Index, Program
 from disco_accel.plan.bound.ordered_starts import OrderedStarts
 
@@ -54,7 +54,7 @@ class Demands:
         return int(self.by.sum())
 
 
-Keeps = Callable[[Value, int], float]
+Keeps = Callable[[DeviceValue, int], float]
 """The part of a value that is kept through its gap of that number."""
 
 
@@ -90,7 +90,7 @@ class StepTable:
         self,
         facts: DeviceFacts,
         starts: OrderedStarts,
-        spans: Mapping[Span, Sequence[tuple[Value, int]]],
+        spans: Mapping[Span, Sequence[tuple[DeviceValue, int]]],
         renewed: Demands,
         always: Demands,
         keeps: Keeps | None,
@@ -129,7 +129,7 @@ class StepTable:
                 program.put(whole, self.vars.kept[c : c + 1], 1.0)
                 program.put(whole, program.add_whole(len(each)), -each[0][0].size / self.facts.memory)
 
-    def _of_gaps(self, size: Callable[[Value, int], float]) -> NDArray[np.float64]:
+    def _of_gaps(self, size: Callable[[DeviceValue, int], float]) -> NDArray[np.float64]:
         every = [sum(size(*each) for each in alike) for alike in self.spans.values()]
         return np.array(every, np.float64) / self.facts.memory
 
