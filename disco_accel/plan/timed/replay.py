@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from disco_accel.graph.taskgraph import Ref, Vertex, VertexKind
 from disco_accel.plan.timed.live_ranges import LiveRange, LiveRanges
-from disco_accel.plan.timed.step_buffers import STEP_START, StepRequirements, SwappableBuffer
+from disco_accel.plan.timed.step_buffers import StepRequirements, SwappableBuffer
 from disco_accel.plan.timed.swap_schedule import SwapEvent, SwapSchedule
 
 
@@ -70,8 +70,6 @@ class _Replay:
         for index in self.resident:
             self._open(index, self._resident(index), 0)
         first = dict(self.current)
-        for index in self.requirements.made.get(STEP_START, ()):
-            self._open(index, self.buffers[index].ref, 0)
         ticks: dict[int, int] = {-1: 0}
         for tick, (event, subject) in enumerate(self.events, start=1):
             self.tick = tick
@@ -117,7 +115,6 @@ class _Replay:
                     both = (former.at_step_start is None) == (live.at_step_start is None)
                     # Ranges of one value lie side by side only where a kernel finds both in one piece.
                     both = both and former.anchor() is live.anchor()
-                    both = both and former.begin_in_value < live.begin_in_value
                     if both and former.device == live.device and former.values[0][1] == readers:
                         merged[ref[0]] = merged.get(before[0], before[0])
                 before = ref[0], subject

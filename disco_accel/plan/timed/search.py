@@ -136,7 +136,7 @@ class _DraftSearch:
             for device in graph.devices
         }
         """What drafts may take of ``capacity``."""
-        self.kinds = RequirementKinds(graph, machine, settings, not_offloaded, max(self.draft_capacity.values()))
+        self.kinds = RequirementKinds(graph, machine, settings, not_offloaded)
         self.programs: dict[Kind, KeptGaps | None] = {}
         self.attempted: set[tuple[DraftOptions, int | None, tuple[int, ...]]] = set()
         self.drafted: list[tuple[Draft, DraftOptions]] = []
@@ -206,8 +206,6 @@ class _DraftSearch:
         best = self.best()
         small = len(self.graph.vertices) <= self.settings.descend_in_ranges_up_to
         shares = self.settings.range_shares if small else self.settings.large_range_shares
-        if len(self.graph.vertices) <= self.settings.wide_ranges_up_to:
-            shares = (*self.settings.wide_range_shares, *shares)
         for share in shares if self.plan is not None else ():
             self.range_bytes = int(share * memory)
             probe = self._requirements(None, False) or self._requirements(self.settings.min_gap_ratios[-1])

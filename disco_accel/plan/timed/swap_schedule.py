@@ -64,7 +64,6 @@ class _StepArrays(ctypes.Structure):
     _fields_ = [
         *((name, _Int) for name in ("positions", "vertices", "devices", "buffers")),
         *((name, _Array) for name in _BY_POSITION),
-        ("inputs", _Items),
         *((name, _Lists) for name in _LISTS),
         *((name, _Array) for name in _BY_BUFFER),
         ("uses", _Lists),
@@ -183,8 +182,7 @@ class _SwapCall:
         lists = {name: _lists(getattr(tables, name)) for name in (*_LISTS, "uses")}
         arrays = {name: _at(getattr(tables, name)) for name in (*_BY_POSITION, *_BY_BUFFER)}
         counts = len(tables.vertex), tables.vertices, len(tables.devices), len(tables.home)
-        inputs = _Items(len(tables.inputs), _at(tables.inputs))
-        self.step = _StepArrays(*counts, inputs=inputs, **arrays, **lists)
+        self.step = _StepArrays(*counts, **arrays, **lists)
         self.costs = _Costs(**{name: _at(getattr(tables, name)) for name in _COSTS}, load_latency=load_latency)
 
     def run(
@@ -205,8 +203,7 @@ class _SwapCall:
         question = _Question(**memory, **items, boundary=position, prefetch_horizon=prefetch_horizon, repeats=repeats)
         tables, at_start, at_end = self.tables, *arrays[:2]
         # A use is loaded at most once, and what is loaded, made or there at the start evicted or offloaded once.
-        made = len(tables.inputs) + len(tables.made.items)
-        come = len(tables.uses.items) + len(at_end) + made + len(tables.changed.items) + len(at_start)
+        come = len(tables.uses.items) + len(at_end) + len(tables.made.items) + len(tables.changed.items) + len(at_start)
         most = len(tables.vertex) + len(tables.touched.items) + len(self.capacity) + 2 * come
         events = np.empty((most, 2), np.int64)
         self.answer.room, self.answer.event = most, _at(events)
