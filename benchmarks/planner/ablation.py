@@ -15,7 +15,7 @@ from disco_accel.graph.check import check_taskgraph
 from disco_accel.graph.taskgraph import TaskGraph, with_memory
 from disco_accel.plan.bound.lower_bound import bound_of
 from disco_accel.plan.infeasible import Infeasible
-from disco_accel.plan.search_work import Work
+from disco_accel.plan.search_work import SearchWork
 from disco_accel.plan.select import inputs_by_use
 from disco_accel.plan.timed.search import build_timed
 from disco_accel.plan.timed.search_settings import TimedSettings
@@ -38,9 +38,7 @@ WITHOUT: Mapping[str, TimedSettings] = {
     "prefetch_delays": replace(ALL, prefetch_delays=()),
     "redrafts": replace(ALL, redrafts=0),
     "several_redrafts_up_to": replace(ALL, several_redrafts_up_to=0),
-    "inputs_leave_up_to": replace(ALL, inputs_leave_up_to=0),
     "range_shares": replace(ALL, range_shares=()),
-    "wide_range_shares": replace(ALL, wide_range_shares=()),
     "large_range_shares": replace(ALL, large_range_shares=()),
     "retry_bonus": replace(ALL, retry_bonus=0.0),
     "cut_penalty": replace(ALL, cut_penalty=0.0),
@@ -76,7 +74,7 @@ def ablate(graph: TaskGraph, memory: int, bandwidth: float, machine: Machine) ->
     for move, settings in {"": ALL, **WITHOUT}.items():
         began = time.process_time()
         try:
-            plan = build_timed(graph, machine, cyclic=True, work=Work(), settings=settings)
+            plan = build_timed(graph, machine, cyclic=True, work=SearchWork(), settings=settings)
         except Infeasible:
             yield Outcome(case, move, None, time.process_time() - began)
             continue

@@ -19,7 +19,7 @@ from disco_accel.graph.check import called
 from disco_accel.graph.strict_json import plain
 from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.graph.values import outlives_step
-from disco_accel.plan.beaumont.selection import Gap, Instance, Layer
+from disco_accel.plan.beaumont.selection import Instance, Layer, WeightGap
 from disco_accel.plan.buildmemgraph.residents import SMALL, Residents
 from disco_accel.plan.timed.requirements import requirements_of
 from disco_accel.plan.timed.step_buffers import StepRequirements, SwappableBuffer
@@ -73,7 +73,7 @@ def chain_of(graph: TaskGraph, machine: Machine) -> Chain:
     return Chain(replace(instance, a0=float(rest)), ids, tuple(page.ref[0] for page in small))
 
 
-def residents_of(chain: Chain, chosen: Collection[Gap]) -> Residents:
+def residents_of(chain: Chain, chosen: Collection[WeightGap]) -> Residents:
     """Return who is there at the start if the weights of ``chosen`` gaps are away; who has no gap never leaves."""
     leaving = {gap.layer for gap in chosen}
     across = {gap.layer for gap in chosen if gap.across}

@@ -57,7 +57,7 @@ def _compile(options: argparse.Namespace) -> int:
     from disco_accel.config.keys import unused_policy
     from disco_accel.graph.files import read_taskgraph_version, write_memgraph
     from disco_accel.plan import make_plan
-    from disco_accel.plan.search_work import Work
+    from disco_accel.plan.search_work import SearchWork
     from disco_accel.plan.summary import cut_short, summary
 
     memory = None if options.memory is None else parse_size(options.memory)
@@ -65,7 +65,7 @@ def _compile(options: argparse.Namespace) -> int:
     graph, version = read_taskgraph_version(options.task, names)
     asked = {"policy": options.policy, "planner": options.planner, "cyclic": options.cyclic}
     recipe_commands.say(unused_policy(options.planner, options.policy))
-    work = Work(recipe_commands.deadline(options))
+    work = SearchWork(recipe_commands.deadline(options))
     started = time.perf_counter()
     try:
         plan = make_plan(graph, memory=memory, work=work, **asked)

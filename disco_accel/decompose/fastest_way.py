@@ -11,7 +11,7 @@ from disco_accel.plan import make_plan
 from disco_accel.plan.common.justified_runs import shortest_run
 from disco_accel.plan.common.serial_orders import unlimited_run
 from disco_accel.plan.infeasible import Infeasible
-from disco_accel.plan.search_work import Work
+from disco_accel.plan.search_work import SearchWork
 from disco_accel.simulate.machine import Machine
 from disco_accel.simulate.simulator import simulate
 
@@ -48,7 +48,9 @@ def fastest_plan(ways: Ways, machine: Machine) -> SpreadGraph:
     best, fastest = spreads[-1], float("inf")
     for each in spreads:
         with suppress(BudgetTooSmall, ConfigError, Infeasible):
-            plan = make_plan(each.graph, planner="build", cyclic=True, machine=machine, work=Work(names_needed=False))
+            plan = make_plan(
+                each.graph, planner="build", cyclic=True, machine=machine, work=SearchWork(names_needed=False)
+            )
             seconds = simulate(plan, machine).makespan
             if seconds < fastest:
                 best, fastest = each, seconds

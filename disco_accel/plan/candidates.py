@@ -10,7 +10,7 @@ from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.passes import GraphPass, run_passes
 from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.plan.infeasible import Infeasible
-from disco_accel.plan.search_work import Work, enough
+from disco_accel.plan.search_work import SearchWork, enough
 from disco_accel.simulate.simulator import Machine, simulate
 
 _BOTH_UP_TO = 200_000
@@ -24,7 +24,7 @@ class Candidates:
 
     machine: Machine
     enough: float
-    work: Work
+    work: SearchWork
     best: MemGraph | None = None
     order: GraphPass | None = None
     makespan: float = float("inf")
@@ -36,7 +36,7 @@ class Candidates:
         self.spent = self.work.spent
 
     def add(
-        self, planner: Callable[[TaskGraph, Work], MemGraph], graph: TaskGraph, order: GraphPass | None = None
+        self, planner: Callable[[TaskGraph, SearchWork], MemGraph], graph: TaskGraph, order: GraphPass | None = None
     ) -> None:
         """Plan ``graph`` in ``order``, unless that can gain nothing, or would take too long."""
         late = self.best is not None and (len(graph.vertices) > _BOTH_UP_TO or self.work.late())
@@ -45,7 +45,7 @@ class Candidates:
         own = self.work
         if order is not None and own.limit is None:
             # Each order has a search of its own, or a later one would have what work the first has left.
-            own = Work(part=max(0.0, own.part - self.spent / enough(len(graph.vertices))))
+            own = SearchWork(part=max(0.0, own.part - self.spent / enough(len(graph.vertices))))
         with suppress(Infeasible):
             plan = planner(graph if order is None else run_passes(graph, [order]), own)
             makespan = simulate(plan, self.machine).makespan

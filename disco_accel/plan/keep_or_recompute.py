@@ -21,13 +21,13 @@ from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.graph.value_numbering import Clone, clones, kept, without
 from disco_accel.plan.duplicates import kept_bytes_of, ordered_duplicates
 from disco_accel.plan.infeasible import Infeasible
-from disco_accel.plan.search_work import Work, enough
+from disco_accel.plan.search_work import SearchWork, enough
 from disco_accel.plan.select import INPUTS_BY_USE
 from disco_accel.plan.timed.search import DraftedGraph, drafted
 from disco_accel.plan.timed.smallest_memory import FRUGAL
 from disco_accel.simulate.simulator import Machine, simulate
 
-Make = Callable[[TaskGraph, Work, list[AppliedPass], Collection[int]], MemGraph]
+Make = Callable[[TaskGraph, SearchWork, list[AppliedPass], Collection[int]], MemGraph]
 """``make_plan`` with all else that it is told; last the kernels whose outputs are not to be offloaded. Raises
 BudgetTooSmall or Infeasible."""
 
@@ -63,7 +63,7 @@ def decide(
     graph: TaskGraph,
     make: Make,
     machine: Machine,
-    work: Work,
+    work: SearchWork,
     applied: list[AppliedPass],
     *,
     planner: str = "timed",
@@ -97,7 +97,7 @@ class _Choice:
         row: tuple[list[Clone], int],
         make: Make,
         machine: Machine,
-        work: Work,
+        work: SearchWork,
         applied: list[AppliedPass],
         planner: str,
     ) -> None:
@@ -214,7 +214,7 @@ class _Choice:
         nothing is slower than it would be without any of this."""
         spent = 0.0
         if self.best is None or self._compute() < self.makespan:
-            own = Work(part=self.work.part) if self.work.limit is None else self.work.shared(1.0, 0)
+            own = SearchWork(part=self.work.part) if self.work.limit is None else self.work.shared(1.0, 0)
             own.finds_needed = self.best is None
             spent = self._plan(0, own)
         for count in self._fastest():
@@ -226,7 +226,7 @@ class _Choice:
             if not own.over(len(self.graph.vertices)):
                 self._plan(count, own)
 
-    def _plan(self, count: int, own: Work) -> float:
+    def _plan(self, count: int, own: SearchWork) -> float:
         """Plan the graph without so many of the row; return the work that it took."""
         passes = list[AppliedPass]()
         graph = run_passes(self.graph, [keep_dequantised(self.row[:count])], passes)

@@ -24,7 +24,7 @@ from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.plan_cache import with_own_vertices
-from disco_accel.plan.search_work import Work
+from disco_accel.plan.search_work import SearchWork
 from disco_accel.plan.select import make_plan
 from disco_accel.simulate.machine import Link, Machine
 from disco_accel.threads import start_thread
@@ -42,7 +42,9 @@ class PlanningProcess:
         self._child: subprocess.Popen[bytes] | None = None
         self._lock, self._stopped = threading.Lock(), False
 
-    def plan(self, graph: TaskGraph, *, planner: str, policy: str, machine: Machine | None, work: Work) -> MemGraph:
+    def plan(
+        self, graph: TaskGraph, *, planner: str, policy: str, machine: Machine | None, work: SearchWork
+    ) -> MemGraph:
         """As ``make_plan``, of a step that runs again and again; the plan is not verified.
 
         Raises:
@@ -112,7 +114,7 @@ def _refusal(data: object) -> Exception:
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     """The process's side: what to say to ``request``."""
-    work = Work(request["seconds"], names_needed=request["names_needed"])
+    work = SearchWork(request["seconds"], names_needed=request["names_needed"])
     try:
         plan = make_plan(
             taskgraph_from_json(request["graph"]),

@@ -10,7 +10,7 @@ from disco_accel.graph.passes import run_passes
 from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.plan.common.serial_orders import start_order, unlimited_run
 from disco_accel.plan.infeasible import Infeasible
-from disco_accel.plan.search_work import Work
+from disco_accel.plan.search_work import SearchWork
 from disco_accel.plan.select import INPUTS_BY_USE, fits, make_plan
 from disco_accel.plan.timed.search import drafted
 from disco_accel.plan.timed.search_settings import TimedSettings
@@ -39,12 +39,12 @@ def quick_seconds(graph: TaskGraph, machine: Machine) -> float:
         return float("inf")
     ready = run_passes(check_taskgraph(graph), (INPUTS_BY_USE,))
     ready = run_passes(ready, (start_order(unlimited_run(ready, machine).starts),))
-    work = Work(names_needed=False)
+    work = SearchWork(names_needed=False)
     try:
         plan = drafted(ready, machine, cyclic=True, work=work, settings=_SETTINGS).plan(work)
     except Infeasible:
         try:
-            plan = make_plan(graph, planner="build", cyclic=True, machine=machine, work=Work(names_needed=False))
+            plan = make_plan(graph, planner="build", cyclic=True, machine=machine, work=SearchWork(names_needed=False))
         except (BudgetTooSmall, ConfigError, Infeasible):
             return float("inf")
     return simulate(plan, machine).makespan

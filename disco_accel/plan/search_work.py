@@ -2,7 +2,7 @@
 
 The planner's output is a function of its input alone, so its own limit counts work, not seconds: vertices drafted,
 offsets tried, vertices walked, each with the seconds that one takes on a usual core. Only a deadline that the user
-sets is read from the clock; a plan that it cut short may differ from run to run, and ``Work.cut`` says so.
+sets is read from the clock; a plan that it cut short may differ from run to run, and ``SearchWork.cut`` says so.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def enough(vertices: int) -> float:
 
 
 @dataclass(slots=True)
-class Work:
+class SearchWork:
     """``limit``: seconds on the clock that a search may take (None: as much work as ``enough`` says). ``spent``:
     seconds of work so far, counted; ``drafts``: how many were made; ``cut``: whether the user's deadline has ended
     it, ``ended`` seconds after it began. ``part``: of what is enough for a graph, the share that this search has.
@@ -85,14 +85,14 @@ class Work:
         """Return the seconds of work for a graph of so many vertices, if the user sets no time."""
         return self.part * enough(vertices)
 
-    def shared(self, share: float, vertices: int, *, finds_needed: bool = True) -> Work:
+    def shared(self, share: float, vertices: int, *, finds_needed: bool = True) -> SearchWork:
         """Return the work of one of several searches over a graph of so many vertices: ``share`` of what is left."""
         if self.limit is not None:
-            return Work(max(0.0, share * (self.limit - self.seconds)), finds_needed=finds_needed)
+            return SearchWork(max(0.0, share * (self.limit - self.seconds)), finds_needed=finds_needed)
         left = max(0.0, self.part - self.spent / enough(vertices))
-        return Work(part=share * left, finds_needed=finds_needed)
+        return SearchWork(part=share * left, finds_needed=finds_needed)
 
-    def take(self, other: Work) -> None:
+    def take(self, other: SearchWork) -> None:
         """Count what ``other``, one of this one's ``shared``, has cost."""
         self.spent += other.spent
         self.drafts += other.drafts

@@ -38,7 +38,7 @@ from disco_accel.plan.common.order_choices import OrderChoices
 from disco_accel.plan.common.serial_orders import LOW_PEAK_ORDER
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.refusal import too_small
-from disco_accel.plan.search_work import Work
+from disco_accel.plan.search_work import SearchWork
 from disco_accel.plan.timed.requirements import check_overwrites
 from disco_accel.plan.timed.search import build_timed
 from disco_accel.plan.timed.smallest_memory import plan_frugally, smallest_timed_memory
@@ -83,7 +83,7 @@ class Planner(Protocol):
         lookahead: int | None,
         machine: Machine,
         repairs: Repairs | None = None,
-        work: Work | None = None,
+        work: SearchWork | None = None,
         applied: list[AppliedPass] | None = None,
         not_offloaded: Collection[int] = (),
     ) -> MemGraph: ...
@@ -99,7 +99,7 @@ def make_plan(
     cyclic: bool = False,
     lookahead: int | None = None,
     machine: Machine | None = None,
-    work: Work | None = None,
+    work: SearchWork | None = None,
     applied: list[AppliedPass] | None = None,
     not_offloaded: Collection[int] = (),
 ) -> MemGraph:
@@ -162,7 +162,7 @@ def plan_build(
     lookahead: int | None,
     machine: Machine,
     repairs: Repairs | None = None,
-    work: Work | None = None,
+    work: SearchWork | None = None,
     applied: list[AppliedPass] | None = None,
     not_offloaded: Collection[int] = (),
 ) -> MemGraph:
@@ -172,7 +172,7 @@ def plan_build(
         raise ConfigError(
             f"planner: 'build' cannot plan {called(vertex)}, which {_changes(vertex)}; use planner: timed"
         )
-    repairs, work = repairs or Repairs(), work or Work()
+    repairs, work = repairs or Repairs(), work or SearchWork()
     for attempt in _attempts(graph, lookahead, repairs):
         planned = partial(_built, graph, policy, cyclic, repairs, attempt)
         try:
@@ -212,7 +212,7 @@ def _changes(vertex: Vertex) -> str:
 
 
 def _too_small(
-    graph: TaskGraph, policy: Policy, cyclic: bool, lookahead: int | None, work: Work
+    graph: TaskGraph, policy: Policy, cyclic: bool, lookahead: int | None, work: SearchWork
 ) -> BudgetTooSmall | Infeasible:
     if not (work.finds_needed and work.names_needed):
         return Infeasible(0)
@@ -244,7 +244,7 @@ def plan_timed(
     lookahead: int | None,
     machine: Machine,
     repairs: Repairs | None = None,
-    work: Work | None = None,
+    work: SearchWork | None = None,
     applied: list[AppliedPass] | None = None,
     not_offloaded: Collection[int] = (),
 ) -> MemGraph:
@@ -256,7 +256,7 @@ def plan_timed(
     """
     del repairs, policy
     policy = policy_named(AUTO)
-    work = work or Work()
+    work = work or SearchWork()
     if not_offloaded or _beyond_build(graph) is not None:
         return _plan_timed_alone(graph, cyclic, machine, work, applied, not_offloaded)
     attempts = partial(_attempts, lookahead=lookahead)
@@ -266,10 +266,10 @@ def plan_timed(
     enough = _NEAR * orders.fastest if orders.passes else _GOOD * _compute(graph, machine)
     plans = Candidates(machine, enough, work)
 
-    def built(each: TaskGraph, own: Work) -> MemGraph:
+    def built(each: TaskGraph, own: SearchWork) -> MemGraph:
         return plan_build(each, policy, cyclic, lookahead, machine, Repairs(shorten_lookahead=False), own)
 
-    def timed(each: TaskGraph, own: Work) -> MemGraph:
+    def timed(each: TaskGraph, own: SearchWork) -> MemGraph:
         return replace(build_timed(each, machine, cyclic=cyclic, work=own), planner="timed")
 
     if not orders.passes:
@@ -313,7 +313,7 @@ def _plan_timed_alone(
     graph: TaskGraph,
     cyclic: bool,
     machine: Machine,
-    work: Work,
+    work: SearchWork,
     applied: list[AppliedPass] | None,
     not_offloaded: Collection[int],
 ) -> MemGraph:
@@ -321,13 +321,13 @@ def _plan_timed_alone(
     orders = OrderChoices.of(graph, machine)
     plans = Candidates(machine, _NEAR * orders.fastest, work)
 
-    def timed(each: TaskGraph, own: Work) -> MemGraph:
+    def timed(each: TaskGraph, own: SearchWork) -> MemGraph:
         made = build_timed(each, machine, cyclic=cyclic, work=own, not_offloaded=not_offloaded)
         return replace(made, planner="timed")
 
-    def frugal(each: TaskGraph, own: Work) -> MemGraph:
+    def frugal(each: TaskGraph, own: SearchWork) -> MemGraph:
         # A modest search is over soon, and no graph is refused because the one before it took all the work there was.
-        own = Work() if work.limit is None and work.finds_needed else own
+        own = SearchWork() if work.limit is None and work.finds_needed else own
         made = plan_frugally(each, machine, cyclic=cyclic, work=own, not_offloaded=not_offloaded)
         return replace(made, planner="timed")
 
@@ -348,7 +348,7 @@ def _plan_timed_alone(
     for each in untimed:
         for plan in (build_timed, plan_frugally):
             with suppress(Infeasible):
-                made = plan(each, machine, cyclic=cyclic, work=Work(), not_offloaded=not_offloaded)
+                made = plan(each, machine, cyclic=cyclic, work=SearchWork(), not_offloaded=not_offloaded)
                 return replace(made, planner="timed", vertices=_with_durations(made.vertices, graph))
     if not work.names_needed:
         raise Infeasible(0)
@@ -362,7 +362,7 @@ def _plan_timed_alone(
     def fits(other: TaskGraph) -> bool:
         for each in (_without_durations(other), _with_time_to_copy(other, machine)):
             with suppress(Infeasible):
-                plan_frugally(each, machine, cyclic=cyclic, work=Work())
+                plan_frugally(each, machine, cyclic=cyclic, work=SearchWork())
                 return True
         return False
 

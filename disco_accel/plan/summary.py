@@ -11,7 +11,7 @@ from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.graph.values import host_copy_exists
 from disco_accel.plan.bound.lower_bound import bound_of
-from disco_accel.plan.search_work import Work
+from disco_accel.plan.search_work import SearchWork
 from disco_accel.simulate.machine import copy_kind
 from disco_accel.simulate.simulator import Machine, lower_bound, simulate
 
@@ -40,7 +40,7 @@ def summary(plan: MemGraph, machine: Machine | None = None) -> dict[str, int | f
     }
 
 
-def cut_short(graph: TaskGraph, plan: MemGraph, work: Work, machine: Machine | None = None) -> str:
+def cut_short(graph: TaskGraph, plan: MemGraph, work: SearchWork, machine: Machine | None = None) -> str:
     """Return one line about a search that the user's deadline ended with ``plan`` of ``graph``."""
     makespan, bound = simulate(plan, machine).makespan, bound_of(replace(graph, devices=plan.devices), machine).bound
     over = f"{makespan / bound:.3f} times what no plan can beat" if bound else "which nothing can beat"

@@ -150,7 +150,7 @@ def choose(
     ``build``: ids of updates on the processors → the step's graph. All here and all there are tried first: neither
     is expected to be better than what is returned. ``tries``: steps that are simulated, at most.
     """
-    search = _Search(build, machine, min(tries, _TRIES))
+    search = _PlaceSearch(build, machine, min(tries, _TRIES))
     search.attempt(frozenset())
     search.attempt(frozenset(updates))
     patterns = [best for pattern in _PATTERNS if (best := search.count_of(pattern, updates, share)) is not None]
@@ -177,7 +177,7 @@ _Pattern = Callable[[Sequence[int], int], Iterable[int]]
 _PATTERNS: tuple[_Pattern, ...] = (spread, _first, _last)
 
 
-class _Search:
+class _PlaceSearch:
     def __init__(self, build: Callable[[frozenset[int]], TaskGraph], machine: Machine, tries: int) -> None:
         self.build, self.machine, self.tries = build, machine, tries
         self.tried: dict[frozenset[int], float] = {}

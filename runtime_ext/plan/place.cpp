@@ -1,5 +1,6 @@
 // Addresses for the planner: the loop of disco_accel/plan/timed/packing.py, which says what it does and why,
-// as a library without PyTorch. tests/plan/naive_packer.py gives the same addresses for the same pieces.
+// as a library without PyTorch. tests/support/oracles/naive_packer.py gives the same addresses for the same
+// pieces.
 
 #include <algorithm>
 #include <array>

@@ -1,6 +1,6 @@
 // A step simulated in time with a counter of bytes, as a library without PyTorch; disco_accel/plan/timed/
-// swap_schedule.py says what it does and why. tests/plan/naive_swaps.py gives the same schedule, to the last
-// bit of its seconds: sums and maxima alone, in the same order.
+// swap_schedule.py says what it does and why. tests/support/oracles/naive_swaps.py gives the same schedule,
+// to the last bit of its seconds: sums and maxima alone, in the same order.
 
 #include <algorithm>
 #include <cstddef>
@@ -85,10 +85,6 @@ class Scheduler {
 
   void run() {
     const Int end = step_.positions;
-    for (const Int buffer : step_.inputs) {
-      produce(device_of(buffer), buffer, 0.0);
-      offload(buffer, 0.0);
-    }
     for (Int position = 0; position < end; ++position) {
       if (position == question_.boundary) note_boundary();
       execute(position);
@@ -331,8 +327,7 @@ class Scheduler {
   void reload(Device& device, Int buffer, double begin) {
     double seconds = costs_.load[buffer];
     // One copy brings it with the one that was loaded last, behind which it lies in its value.
-    const bool continues =
-        step_.begin[buffer] && last_loaded_ == buffer - 1 && step_.begin[last_loaded_] < step_.begin[buffer];
+    const bool continues = step_.begin[buffer] && last_loaded_ == buffer - 1;
     if (begin <= device.link_free && continues) seconds -= costs_.load_latency;
     device.link_free = begin + seconds;
     arrival_[buffer] = device.link_free;

@@ -38,7 +38,6 @@ struct Array {
 struct Step {
   Int positions, vertices, devices, buffers;
   const Int *vertex, *device, *kind;
-  Array inputs;
   Lists waits, touched, reads, read_before, made, changed, written;
   const Int *home, *block, *size, *evictable_from, *begin, *starts_on_host, *may_be_resident, *survives;
   Lists uses;

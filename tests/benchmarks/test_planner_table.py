@@ -52,7 +52,7 @@ def test_every_move_of_the_search_is_left_out_once(tmp_path: Path, capsys: pytes
     assert main(["bench", "planner", "--ablate", *options]) == 0
     limits = {"effort", "drafting_share", "good", "offsets", "drafts_packed", "busy_link", "late", "least_cut"}
     limits |= {"low_peak_order_up_to", "reserve", "descend_in_ranges_up_to", "pays_in_ranges", "work_in_ranges"}
-    limits |= {"pays_by_program", "wide_ranges_up_to"}
+    limits |= {"pays_by_program"}
     moves = [field.name for field in fields(TimedSettings) if field.name not in limits]
     full, *without = json.loads(output.read_text())
     assert [row["move"] for row in without] == moves and full["move"] == ""

@@ -21,7 +21,7 @@ from disco_accel.native.backend import backend_of_kind
 from disco_accel.plan import Machine, make_plan
 from disco_accel.plan.keep_or_recompute import decide
 from disco_accel.plan.plan_cache import PlanCache, plan_fingerprint
-from disco_accel.plan.search_work import Work
+from disco_accel.plan.search_work import SearchWork
 from disco_accel.simulate.roofline import with_estimates
 from disco_accel.simulate.simulator import Link, simulate
 from disco_accel.verify.static import verify
@@ -39,7 +39,7 @@ def packed_step(*, checkpointed: bool = True) -> TaskGraph:
 
 
 def made(
-    graph: TaskGraph, work: Work, applied: list[AppliedPass] | None, not_offloaded: Collection[int] = ()
+    graph: TaskGraph, work: SearchWork, applied: list[AppliedPass] | None, not_offloaded: Collection[int] = ()
 ) -> MemGraph:
     return make_plan(
         graph,
@@ -54,7 +54,7 @@ def made(
 
 def needed(graph: TaskGraph) -> int:
     with pytest.raises(BudgetTooSmall) as error:
-        made(with_memory(graph, lambda _: 256), Work(), None)
+        made(with_memory(graph, lambda _: 256), SearchWork(), None)
     return error.value.needed
 
 
@@ -70,7 +70,7 @@ def test_more_memory_keeps_more_and_is_never_slower() -> None:
     steps, counts = [], []
     for memory in (least, int(1.6 * least), 2 * least, 4 * least, 100 * least):
         sized, applied = replace(graph, devices=(Device(0, memory // 256 * 256),)), list[AppliedPass]()
-        alone, together = Work(), Work()
+        alone, together = SearchWork(), SearchWork()
         without_choice = made(sized, alone, None)
         plan = decide(sized, made, MACHINE, together, applied)
         assert together.spent <= 6 * alone.spent, memory
@@ -91,7 +91,7 @@ def test_more_memory_keeps_more_and_is_never_slower() -> None:
 def test_a_memory_that_is_too_small_says_what_would_do() -> None:
     graph = packed_step()
     with pytest.raises(BudgetTooSmall) as error:
-        decide(with_memory(graph, lambda _: 4096), made, MACHINE, Work(), [])
+        decide(with_memory(graph, lambda _: 4096), made, MACHINE, SearchWork(), [])
     assert error.value.needed == needed(graph)
 
 
@@ -100,12 +100,12 @@ def test_the_planner_that_was_asked_for_makes_the_plan() -> None:
     graph = with_memory(packed_step(), lambda _: 1 << 30)
 
     def built(
-        graph: TaskGraph, work: Work, applied: list[AppliedPass], not_offloaded: Collection[int] = ()
+        graph: TaskGraph, work: SearchWork, applied: list[AppliedPass], not_offloaded: Collection[int] = ()
     ) -> MemGraph:
         del not_offloaded
         return make_plan(graph, planner="build", cyclic=True, machine=MACHINE, work=work, applied=applied)
 
-    plan = decide(graph, built, MACHINE, Work(), [], planner="build")
+    plan = decide(graph, built, MACHINE, SearchWork(), [], planner="build")
     planned = graph_of_plan(graph, plan.vertices)
     assert planned is not None and plan.planner == "build" and len(planned.vertices) < len(graph.vertices)
     verify(planned, plan)
@@ -115,11 +115,11 @@ def test_a_graph_without_clones_is_planned_as_it_is() -> None:
     graph = replace(packed_step(), ops={})
     asked = []
 
-    def noted(graph: TaskGraph, work: Work, applied: list[AppliedPass], pinned: Collection[int]) -> MemGraph:
+    def noted(graph: TaskGraph, work: SearchWork, applied: list[AppliedPass], pinned: Collection[int]) -> MemGraph:
         asked.append((graph, work, applied, pinned))
         return made(graph, work, applied)
 
-    work, applied = Work(), list[AppliedPass]()
+    work, applied = SearchWork(), list[AppliedPass]()
     sized = with_memory(graph, lambda _: 1 << 30)
     decide(sized, noted, MACHINE, work, applied)
     ((got, *rest),) = asked
@@ -129,20 +129,20 @@ def test_a_graph_without_clones_is_planned_as_it_is() -> None:
 
 def test_searches_share_the_work_of_one() -> None:
     """Drafts and plans together are within what one graph of this size is worth, and what is left over is given on."""
-    work = Work()
+    work = SearchWork()
     half = work.shared(0.5, 1000)
     assert not half.over(1000)
     half.add(1.0, 2)
     assert half.over(1000) and not work.over(1000)
     work.take(half)
     assert work.spent == 2.0 and work.shared(1.0, 1000).part == pytest.approx(1 - 2.0 / 3.4)
-    assert Work(0.0).shared(0.5, 1000).over(1000)
+    assert SearchWork(0.0).shared(0.5, 1000).over(1000)
 
 
 def test_a_stored_plan_says_which_clones_it_does_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It is loaded as the plan of the graph without them; one that lacks anything else is not used."""
     graph = with_memory(packed_step(), lambda _: 1 << 30)
-    plan = decide(graph, made, MACHINE, Work(), [])
+    plan = decide(graph, made, MACHINE, SearchWork(), [])
     assert len(plan.vertices) < len(graph.vertices)
     key = plan_fingerprint(
         graph, planner="timed", policy="auto", cyclic=True, machine=MACHINE, environment={"torch": torch.__version__}
@@ -152,6 +152,6 @@ def test_a_stored_plan_says_which_clones_it_does_without(tmp_path: Path, caplog:
     assert cache.load(key, graph, cyclic=True) == plan
     last = graph.vertices[-1]
     assert last.keep
-    cache.store(key, made(replace(graph, vertices=graph.vertices[:-1]), Work(), None))
+    cache.store(key, made(replace(graph, vertices=graph.vertices[:-1]), SearchWork(), None))
     assert cache.load(key, graph, cyclic=True) is None
     assert f"vertex {last.id} ({last.op}) of the task graph is missing from the plan" in caplog.text

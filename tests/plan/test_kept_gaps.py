@@ -10,8 +10,8 @@ from disco_accel.errors import PlanError
 from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.traits import FROZEN
 from disco_accel.plan.infeasible import Infeasible
-from disco_accel.plan.search_work import Work
-from disco_accel.plan.timed.drafts import Choice, draft_of
+from disco_accel.plan.search_work import SearchWork
+from disco_accel.plan.timed.drafts import DraftChoice, draft_of
 from disco_accel.plan.timed.kept_gaps import kept_gaps
 from disco_accel.plan.timed.requirements import requirements_of
 from disco_accel.plan.timed.search import build_in_ranges, build_timed
@@ -82,9 +82,9 @@ def test_a_draft_with_the_programs_gaps_is_about_as_fast_as_the_program() -> Non
     assert program is not None
     through_loss = [i for i, behind in program.kept.items() if min(requirements.swappable[i].uses) in behind]
     assert len(through_loss) == 2
-    draft = draft_of(requirements, MACHINE, {0: 8000}, Choice((), float("inf"), kept=program.kept), cyclic=True)
+    draft = draft_of(requirements, MACHINE, {0: 8000}, DraftChoice((), float("inf"), kept=program.kept), cyclic=True)
     assert draft.schedule.seconds <= 1.1 * program.seconds
-    nothing_kept = draft_of(requirements, MACHINE, {0: 8000}, Choice((), float("inf")), cyclic=True)
+    nothing_kept = draft_of(requirements, MACHINE, {0: 8000}, DraftChoice((), float("inf")), cyclic=True)
     assert draft.schedule.reloaded <= nothing_kept.schedule.reloaded
 
 
@@ -103,7 +103,7 @@ def test_plans_with_the_programs_gaps_pass_both_judges() -> None:
         graph = tight_chain(random.Random(seed))
         settings = TimedSettings(program_gaps_from=0, min_gap_ratios=(None,))
         try:
-            plan = build_in_ranges(graph, MACHINE, 0.05, cyclic=True, work=Work(), settings=settings)
+            plan = build_in_ranges(graph, MACHINE, 0.05, cyclic=True, work=SearchWork(), settings=settings)
         except Infeasible:
             continue
         planned += 1

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from disco_accel.errors import ExtensionError
-from disco_accel.plan.timed.packing import Buffer, Packer, Part, pack
+from disco_accel.plan.timed.packing import LiveBuffer, LivePart, Packer, pack
 from disco_accel.plan.timed.planner_library import planner_library
-from tests.plan.naive_packer import NaivePacker
+from tests.support.oracles.naive_packer import NaivePacker
 
 
-def random_buffers(seed: int, count: int = 120, ticks: int = 60, further: float = 0.3) -> list[Buffer]:
+def random_buffers(seed: int, count: int = 120, ticks: int = 60, further: float = 0.3) -> list[LiveBuffer]:
     """Buffers of a ring of ``ticks``: some go over its border, some are always there, some take no bytes, some are in
     several parts (as many as ``further`` says), which have the same bytes at another time or others."""
     rng = random.Random(seed)
@@ -30,19 +30,19 @@ def random_buffers(seed: int, count: int = 120, ticks: int = 60, further: float 
         elif rng.random() < 0.6:
             lifespans = ((begin, min(ticks, begin + rng.randint(1, 4))),)
         size = rng.choice((0, 1, 3, 16, 64, 256)) * rng.randint(1, 3)
-        parts = [Part(0, size, lifespans)]
+        parts = [LivePart(0, size, lifespans)]
         while size and rng.random() < further:
             begin = rng.randrange(ticks)
             end = rng.randint(begin + 1, ticks)
             if rng.random() < 0.3 and end < parts[-1].lifespans[0][0]:
-                parts.append(Part(parts[-1].offset, parts[-1].size, ((begin, end),)))
+                parts.append(LivePart(parts[-1].offset, parts[-1].size, ((begin, end),)))
             else:
-                parts.append(Part(parts[-1].offset + parts[-1].size, rng.choice((1, 3, 16, 64)), ((begin, end),)))
-        buffers.append(Buffer(tuple(parts)))
+                parts.append(LivePart(parts[-1].offset + parts[-1].size, rng.choice((1, 3, 16, 64)), ((begin, end),)))
+        buffers.append(LiveBuffer(tuple(parts)))
     return buffers
 
 
-def overlaps(buffers: list[Buffer], offsets: list[int]) -> list[tuple[int, int]]:
+def overlaps(buffers: list[LiveBuffer], offsets: list[int]) -> list[tuple[int, int]]:
     placed = np.array(
         [
             (i, offset + part.offset, offset + part.offset + part.size, begin, end)
@@ -59,7 +59,7 @@ def overlaps(buffers: list[Buffer], offsets: list[int]) -> list[tuple[int, int]]
     return overlapping
 
 
-def live_peak(buffers: list[Buffer]) -> int:
+def live_peak(buffers: list[LiveBuffer]) -> int:
     ends = max(end for buffer in buffers for part in buffer.parts for _, end in part.lifespans)
     parts = [part for buffer in buffers for part in buffer.parts]
     return max(sum(p.size for p in parts if any(s <= t < e for s, e in p.lifespans)) for t in range(ends))

@@ -16,7 +16,7 @@ from disco_accel.graph.taskgraph import with_memory
 from disco_accel.plan import POLICIES, make_plan
 from disco_accel.plan.buildmemgraph import residents
 from disco_accel.plan.infeasible import Infeasible
-from disco_accel.plan.search_work import Work
+from disco_accel.plan.search_work import SearchWork
 from disco_accel.plan.timed import search
 from disco_accel.plan.timed.drafts import DraftOptions
 from disco_accel.plan.timed.search import build_timed
@@ -92,7 +92,7 @@ def test_no_policy_changes_what_the_timed_planner_gives(monkeypatch: pytest.Monk
     graph = with_memory(read_taskgraph(GRAPHS / "lora_small.taskgraph.json"), lambda device: 80 << 20)
 
     def plans(planner: str) -> list[MemGraph]:
-        return [make_plan(graph, planner=planner, policy=name, cyclic=True, work=Work(0.0)) for name in POLICIES]
+        return [make_plan(graph, planner=planner, policy=name, cyclic=True, work=SearchWork(0.0)) for name in POLICIES]
 
     timed, built = plans("timed"), plans("build")
     assert all(plan.planner == "build" and plan == timed[0] for plan in timed)

@@ -6,19 +6,16 @@ import random
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from disco_accel.errors import PlanError
 from disco_accel.graph.passes import run_passes
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.select import INPUTS_BY_USE
-from disco_accel.plan.timed import requirements
 from disco_accel.plan.timed.requirements import requirements_of
 from disco_accel.plan.timed.step_buffers import StepRequirements
 from disco_accel.plan.timed.swap_schedule import SwapSchedule, buffers_at_boundary, schedule_step
 from disco_accel.simulate.simulator import Link, Machine
-from tests.plan.naive_swaps import resident_at_boundary, schedule_swaps
 from tests.support.graphs.strategies import Shape, random_taskgraph, with_room
+from tests.support.oracles.naive_swaps import resident_at_boundary, schedule_swaps
 from tests.support.plans.home_plans import HOME_SHAPES
 
 FACTORS = (1.0, 1.2, 1.5, 2.0, 3.0, 10.0)
@@ -33,8 +30,7 @@ def case(rng: random.Random) -> tuple[StepRequirements, Machine, dict[str, Any]]
     machine = Machine(h2d=Link(rng.choice((1e7, 1e9)), 1e-6), d2h=Link(rng.choice((1e7, 1e9)), 1e-6))
     ratio, range_bytes = rng.choice((None, 0.0, 2.0)), rng.choice((None, 1 << 12))
     graph = replace(graph, vertices=tuple(durations))
-    kinds = {"inputs_leave": rng.random() < 0.5, "turned_ranges": rng.random() < 0.5}
-    requirements = requirements_of(graph, machine, ratio, range_bytes=range_bytes, **kinds)
+    requirements = requirements_of(graph, machine, ratio, range_bytes=range_bytes)
     resident = [i for i, buffer in enumerate(requirements.swappable) if buffer.may_be_resident]
     permanent = tuple(i for i in resident if rng.random() < 0.1)
     others = [i for i, buffer in enumerate(requirements.swappable) if i not in permanent and buffer.uses]
@@ -57,9 +53,8 @@ def outcome(
         return infeasible.args
 
 
-def test_schedules_are_those_of_the_naive_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requirements, "_LARGE_INPUT", 1 << 30)
-    scheduled = reloaded = at_home = changed = inputs = 0
+def test_schedules_are_those_of_the_naive_scheduler() -> None:
+    scheduled = reloaded = at_home = changed = 0
     for seed in range(500):
         try:
             drawn = case(random.Random(seed))
@@ -70,6 +65,5 @@ def test_schedules_are_those_of_the_naive_scheduler(monkeypatch: pytest.MonkeyPa
         if isinstance(compiled[-1], SwapSchedule):
             scheduled, reloaded = scheduled + 1, reloaded + compiled[-1].reloaded
             at_home, changed = at_home + bool(drawn[0].read_before), changed + bool(drawn[0].changed)
-            inputs += -1 in drawn[0].made
     assert scheduled > 150 and reloaded, scheduled
-    assert at_home > 10 and changed > 50 and inputs >= 5, (at_home, changed, inputs)
+    assert at_home > 10 and changed > 50, (at_home, changed)

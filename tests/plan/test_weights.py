@@ -15,7 +15,7 @@ from disco_accel.errors import ConfigError, VerifyError
 from disco_accel.plan.beaumont.judge import check_schedule
 from disco_accel.plan.beaumont.milp import lower_bound
 from disco_accel.plan.beaumont.schedule import Copy, Schedule, best_schedule
-from disco_accel.plan.beaumont.selection import Gap, Instance, Layer, select, without_superfluous
+from disco_accel.plan.beaumont.selection import Instance, Layer, WeightGap, select, without_superfluous
 from disco_accel.plan.beaumont.solve import solve
 
 MIB = float(1 << 20)
@@ -221,4 +221,4 @@ def test_discounted_gaps_come_second() -> None:
     with_discount, without = (select(instance, discount=d) for d in (True, False))
     assert len({g.layer for g in with_discount}) <= len({g.layer for g in without})
     assert not (instance.excess(with_discount) > 1).any()
-    assert np.all(instance.during(Gap(3, False)) == np.arange(4, instance.ops - 4))
+    assert np.all(instance.during(WeightGap(3, False)) == np.arange(4, instance.ops - 4))

@@ -11,7 +11,7 @@ from disco_accel.errors import ConfigError, PlanError
 from disco_accel.eviction import belady
 from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind, with_memory
 from disco_accel.graph.traits import FROZEN
-from disco_accel.plan.beaumont.selection import Gap, select, without_superfluous
+from disco_accel.plan.beaumont.selection import WeightGap, select, without_superfluous
 from disco_accel.plan.beaumont.solve import solve
 from disco_accel.plan.buildmemgraph.builder import build
 from disco_accel.plan.timed.requirements import requirements_of
@@ -88,7 +88,7 @@ def test_more_memory_keeps_more() -> None:
 def test_gaps_say_who_is_there_at_the_start() -> None:
     """Without a gap for good; with one inside the step from its start; across steps only between its two uses."""
     chain = replace(chain_of(GRAPH, Machine()), layers=((1,), (2,), (3,), (4,)), small=(9,))
-    residents = residents_of(chain, [Gap(0, True), Gap(1, False), Gap(2, False), Gap(2, True)])
+    residents = residents_of(chain, [WeightGap(0, True), WeightGap(1, False), WeightGap(2, False), WeightGap(2, True)])
     assert (residents.permanent, residents.visiting) == ((9, 4), (2,))
 
 

@@ -18,7 +18,7 @@ from disco_accel.graph.taskgraph import Device, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.traits import FROZEN
 from disco_accel.plan import make_plan
 from disco_accel.plan.bound.ladder import ROWS, explain
-from disco_accel.plan.bound.plan_replay import Memory, Relaxation, Replay
+from disco_accel.plan.bound.plan_replay import Relaxation, Replay, ReplayMemory
 from disco_accel.plan.bound.why_text import as_text
 from disco_accel.simulate.simulator import Link, Machine, simulate
 from tests.support.faults.range_faults import ranged_plans
@@ -124,7 +124,7 @@ def test_memory_gives_back_the_first_second_that_is_enough() -> None:
     """Against a sum by hand, in any order of what is given back."""
     for seed in range(50):
         rng = random.Random(seed)
-        memory, promised = Memory(10), 0
+        memory, promised = ReplayMemory(10), 0
         given: list[tuple[float, int]] = []
         for _ in range(20):
             if (given and rng.random() < 0.5) or promised < 10:

@@ -17,7 +17,7 @@ from disco_accel.plan import search_work as module
 from disco_accel.plan.buildmemgraph import min_memory as needed_module
 from disco_accel.plan.buildmemgraph import residents
 from disco_accel.plan.buildmemgraph.min_memory import working_set
-from disco_accel.plan.search_work import Work, enough
+from disco_accel.plan.search_work import SearchWork, enough
 from disco_accel.plan.summary import cut_short
 from disco_accel.simulate.simulator import simulate
 from disco_accel.verify.static import verify
@@ -57,7 +57,7 @@ def test_no_noise_in_durations_makes_a_search_longer_than_its_work(
     spent = []
     for limit in (0.0, 0.2, 0.6):
         monkeypatch.setattr(module, "enough", lambda vertices, limit=limit: limit)
-        work, measured = Work(), noisy(graph, seed)
+        work, measured = SearchWork(), noisy(graph, seed)
         plan = make_plan(measured, memory=TIGHT, planner="timed", cyclic=True, work=work)
         verify(replace(measured, devices=plan.devices), plan)
         assert not work.cut
@@ -78,7 +78,7 @@ def test_auto_does_not_look_at_the_clock(graph: TaskGraph, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("planner", ["timed", "build"])
 def test_a_deadline_that_has_passed_still_gives_a_plan_that_works(graph: TaskGraph, planner: str) -> None:
-    work = Work(0.0)
+    work = SearchWork(0.0)
     plan = make_plan(graph, memory=TIGHT, planner=planner, cyclic=True, work=work)
     verify(replace(graph, devices=plan.devices), plan)
     assert work.cut and work.drafts == 0 and plan.planner == "build"
@@ -97,7 +97,7 @@ def test_the_best_plan_so_far_is_taken_when_the_deadline_comes(
         ticks = itertools.count(step=1.0)
         with monkeypatch.context() as clock:
             clock.setattr(module.time, "monotonic", lambda ticks=ticks: next(ticks))
-            work = Work(limit)
+            work = SearchWork(limit)
             plan = make_plan(graph, memory=TIGHT, planner="timed", cyclic=True, work=work)
         verify(replace(graph, devices=plan.devices), plan)
         assert work.cut == (limit < 1e9)
@@ -122,7 +122,7 @@ def test_a_refusal_of_a_large_graph_takes_few_walks(monkeypatch: pytest.MonkeyPa
         make_plan(graph, memory=1 << 20, planner="timed", cyclic=True)
     assert walked <= 150_000
     assert working_set(graph) <= refused.value.needed <= 1.5 * working_set(graph)
-    work = Work(0.0)
+    work = SearchWork(0.0)
     plan = make_plan(graph, memory=refused.value.needed, planner="timed", cyclic=True, work=work)
     verify(replace(graph, devices=plan.devices), plan)
 
@@ -131,9 +131,9 @@ def test_a_refusal_after_the_deadline_names_a_size_that_works(graph: TaskGraph) 
     with pytest.raises(BudgetTooSmall) as exact:
         make_plan(graph, memory=1 << 20, planner="timed", cyclic=True)
     with pytest.raises(BudgetTooSmall) as refused:
-        make_plan(graph, memory=1 << 20, planner="timed", cyclic=True, work=Work(0.0))
+        make_plan(graph, memory=1 << 20, planner="timed", cyclic=True, work=SearchWork(0.0))
     assert working_set(graph) <= refused.value.needed <= 2 * exact.value.needed
-    make_plan(graph, memory=refused.value.needed, planner="timed", cyclic=True, work=Work(0.0))
+    make_plan(graph, memory=refused.value.needed, planner="timed", cyclic=True, work=SearchWork(0.0))
 
 
 def test_auto_is_bounded_for_any_graph() -> None:

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from disco_accel.errors import VerifyError
 from disco_accel.plan.beaumont.schedule import Copy, Schedule
-from disco_accel.plan.beaumont.selection import Gap, Instance
+from disco_accel.plan.beaumont.selection import Instance, WeightGap
 
 TOLERANCE = 1e-6
 """Relative to the period and to the memory."""
@@ -108,8 +108,8 @@ class _Presence:
         self.writes = clock.after([c for c in copies if c.gap is None and c.layer == layer], self.origin)
         self.gaps: list[_Away] = []
         for gap, last, following in (
-            (Gap(layer, True), backward, forward),
-            (Gap(layer, False), forward, clock.ops + backward),
+            (WeightGap(layer, True), backward, forward),
+            (WeightGap(layer, False), forward, clock.ops + backward),
         ):
             if gap in chosen:
                 reads = clock.after([c for c in copies if c.gap == gap], clock.end(last))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from disco_accel.plan.beaumont.selection import Gap, Instance
+from disco_accel.plan.beaumont.selection import Instance, WeightGap
 
 GAP = 1e-6
 """Relative: a bound this close to a schedule is attained."""
@@ -25,38 +25,38 @@ MANY_VARIABLES = 100_000
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class StepBound:
     """No step is shorter than ``seconds``; ``optimal``: that is the program's optimum, or a schedule attains it."""
 
     seconds: float
     optimal: bool
 
 
-def lower_bound(instance: Instance, limit: float, attained: float = math.inf) -> Bound:
+def lower_bound(instance: Instance, limit: float, attained: float = math.inf) -> StepBound:
     """The bound that HiGHS proves within ``limit`` seconds, or sooner: ``attained`` is the step of a known schedule.
 
     First as if the weights were frozen: without writes the program is a third as large, and a bound all the same.
     """
-    best = Bound(instance.sum_u, not (instance.excess(()) > 0).any())
+    best = StepBound(instance.sum_u, not (instance.excess(()) > 0).any())
     began = time.perf_counter()
     stages = [replace(instance, frozen=True)] if instance.frozen else [replace(instance, frozen=True), instance]
     for stage in stages:
         if best.seconds >= attained * (1 - GAP):
-            best = Bound(best.seconds, True)
+            best = StepBound(best.seconds, True)
         left = limit - (time.perf_counter() - began)
         if best.optimal or left <= 0 or (4 if stage.frozen else 12) * len(instance.layers) ** 2 > MANY_VARIABLES:
             break
         solved = _solved(stage, left)
-        best = Bound(max(best.seconds, solved.seconds), solved.optimal and stage.frozen == instance.frozen)
-    return Bound(best.seconds, best.optimal or best.seconds >= attained * (1 - GAP))
+        best = StepBound(max(best.seconds, solved.seconds), solved.optimal and stage.frozen == instance.frozen)
+    return StepBound(best.seconds, best.optimal or best.seconds >= attained * (1 - GAP))
 
 
-def _solved(instance: Instance, limit: float) -> Bound:
+def _solved(instance: Instance, limit: float) -> StepBound:
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import coo_array
 
     program = _Program(instance)
-    matrix = coo_array((program.values, (program.rows, program.columns)), (program.row, program.column)).tocsr()
+    matrix = coo_array((program.values, (program.rows, program.columns)), (len(program.limits), program.column)).tocsr()
     cost = np.zeros(program.column)
     cost[program.idle] = 1.0
     upper = np.full(program.column, np.inf)
@@ -72,7 +72,7 @@ def _solved(instance: Instance, limit: float) -> Bound:
     )
     proven = result.mip_dual_bound
     idle = 0.0 if proven is None or not np.isfinite(proven) else max(0.0, float(proven)) * program.unit
-    return Bound(instance.sum_u + idle, result.status == 0)
+    return StepBound(instance.sum_u + idle, result.status == 0)
 
 
 class _Program:
@@ -90,7 +90,7 @@ class _Program:
         self.columns: list[int] = []
         self.values: list[float] = []
         self.limits: list[float] = []
-        self.row = self.column = 0
+        self.column = 0
         gaps = instance.gaps()
         self.idle = self._variables(self.ops)
         self.used = dict(zip(gaps, self._variables(len(gaps)), strict=True))
@@ -110,11 +110,10 @@ class _Program:
     def _row(self, terms: list[tuple[int, float]], limit: float) -> None:
         """``sum(values * variables) <= limit``"""
         for column, value in terms:
-            self.rows.append(self.row)
+            self.rows.append(len(self.limits))
             self.columns.append(column)
             self.values.append(value)
         self.limits.append(limit)
-        self.row += 1
 
     def _growing(self, direction: str, phases: range, most: list[tuple[int, float]]) -> dict[int, int]:
         """Bytes copied by the end of each of ``phases``: phase → variable. At the end they are ``most``, or more."""
@@ -129,7 +128,7 @@ class _Program:
             self._row([term, (sums[phases[-1]], -1.0)], 0.0)
         return sums
 
-    def _layer(self, layer: int, gaps: list[Gap]) -> None:
+    def _layer(self, layer: int, gaps: list[WeightGap]) -> None:
         weight = self.instance.layers[layer].w * self.per_byte
         updated = 2 * (self.ops - 1 - layer) + 1
         writes: dict[int, int] = {}

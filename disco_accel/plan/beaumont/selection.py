@@ -37,7 +37,7 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Gap:
+class WeightGap:
     """The weights of layer ``layer`` (from 0) are away from its forward to its backward, or ``across`` steps."""
 
     layer: int
@@ -111,22 +111,22 @@ class Instance:
         other, as L2L (Pudipeddi et al.) does."""
         return self.sum_u + 2 * float(self.weights.sum()) / self.bandwidth
 
-    def uses(self, gap: Gap) -> tuple[int, int]:
+    def uses(self, gap: WeightGap) -> tuple[int, int]:
         """The ops before and after ``gap``; the second may be one of the next step, that is ``ops`` or more."""
         forward, backward = gap.layer, self.ops - 1 - gap.layer
         return (backward, self.ops + forward) if gap.across else (forward, backward)
 
-    def gaps(self) -> list[Gap]:
+    def gaps(self) -> list[WeightGap]:
         """All gaps in which something runs and something could leave."""
-        every = [Gap(k, across) for k, layer in enumerate(self.layers) if layer.w for across in (False, True)]
+        every = [WeightGap(k, across) for k, layer in enumerate(self.layers) if layer.w for across in (False, True)]
         return [gap for gap in every if self.uses(gap)[1] - self.uses(gap)[0] > 1]
 
-    def during(self, gap: Gap) -> npt.NDArray[np.intp]:
+    def during(self, gap: WeightGap) -> npt.NDArray[np.intp]:
         """The ops that run during ``gap``."""
         last, following = self.uses(gap)
         return np.arange(last + 1, following) % self.ops
 
-    def excess(self, chosen: Collection[Gap], spare: float = 0.0) -> Floats:
+    def excess(self, chosen: Collection[WeightGap], spare: float = 0.0) -> Floats:
         """Bytes by which each op exceeds the memory when the weights of ``chosen`` gaps are away.
 
         ``spare`` 1.0 counts the weights of the running layer twice: room in which those of the next ones arrive.
@@ -138,7 +138,7 @@ class Instance:
         return over
 
 
-def select(instance: Instance, *, spare: float = 1.0, discount: bool = True) -> list[Gap]:
+def select(instance: Instance, *, spare: float = 1.0, discount: bool = True) -> list[WeightGap]:
     """Algorithm 1: gaps in the order in which they are chosen, until no op exceeds the memory or none is left that
     helps.
 
@@ -146,16 +146,16 @@ def select(instance: Instance, *, spare: float = 1.0, discount: bool = True) -> 
     it removes, per second of copies that it costs. Of a layer's two gaps the second costs no write (``discount``).
     """
     over = instance.excess((), spare)
-    chosen: list[Gap] = []
-    taken: set[Gap] = set()
+    chosen: list[WeightGap] = []
+    taken: set[WeightGap] = set()
 
-    def profit(gap: Gap, value: Floats) -> float:
+    def profit(gap: WeightGap, value: Floats) -> float:
         weight = instance.layers[gap.layer].w
         ops = instance.during(gap)
-        writes = not instance.frozen and not (discount and Gap(gap.layer, not gap.across) in taken)
+        writes = not instance.frozen and not (discount and WeightGap(gap.layer, not gap.across) in taken)
         return float(np.minimum(over[ops], weight).clip(0) @ value[ops]) / (weight * (2 if writes else 1))
 
-    def entry(gap: Gap, value: Floats) -> tuple[float, float, Gap]:
+    def entry(gap: WeightGap, value: Floats) -> tuple[float, float, WeightGap]:
         # Of equals the longest gap, which leaves most time for its copies.
         return -profit(gap, value), -float(instance.seconds[instance.during(gap)].sum()), gap
 
@@ -174,14 +174,14 @@ def select(instance: Instance, *, spare: float = 1.0, discount: bool = True) -> 
                 taken.add(gap)
                 chosen.append(gap)
                 over[instance.during(gap)] -= instance.layers[gap.layer].w
-                other = Gap(gap.layer, not gap.across)
+                other = WeightGap(gap.layer, not gap.across)
                 if discount and other not in taken and len(instance.during(other)):
                     # It may have become cheaper.
                     heapq.heappush(heap, entry(other, value))
     return chosen
 
 
-def without_superfluous(instance: Instance, chosen: Sequence[Gap], spare: float = 0.0) -> list[Gap]:
+def without_superfluous(instance: Instance, chosen: Sequence[WeightGap], spare: float = 0.0) -> list[WeightGap]:
     """``chosen`` less the gaps that the later ones made superfluous, largest weights first."""
     over = instance.excess(chosen, spare)
     # Where even all of chosen exceed the memory by something, they may go on to exceed it by as much.

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from disco_accel.plan.beaumont.judge import check_schedule
-from disco_accel.plan.beaumont.milp import Bound, lower_bound
+from disco_accel.plan.beaumont.milp import StepBound, lower_bound
 from disco_accel.plan.beaumont.schedule import EFFORT, Schedule, best_schedule
-from disco_accel.plan.beaumont.selection import Gap, Instance, select, without_superfluous
+from disco_accel.plan.beaumont.selection import Instance, WeightGap, select, without_superfluous
 
 _ROUNDING = 1e-9
 _MOST = 4
@@ -20,7 +20,7 @@ _MOST = 4
 class Greedy:
     """``chosen`` in the order of choice, and its best schedule, which the judge has accepted."""
 
-    chosen: tuple[Gap, ...]
+    chosen: tuple[WeightGap, ...]
     schedule: Schedule
 
 
@@ -32,7 +32,7 @@ class Solution:
     instance: Instance
     greedy: Greedy
     star: Greedy
-    bound: Bound
+    bound: StepBound
 
     def as_dict(self) -> dict[str, Any]:
         """What ``disco-accel weights`` prints: seconds; in ``chosen`` layers count from 1, and the second number is 1
@@ -68,7 +68,7 @@ def solve(instance: Instance, milp_seconds: float) -> Solution:
     return Solution(instance, best, star, lower_bound(instance, milp_seconds, best.schedule.period))
 
 
-def _choices(instance: Instance) -> list[list[Gap]]:
+def _choices(instance: Instance) -> list[list[WeightGap]]:
     """Choices of gaps worth a schedule.
 
     With spare memory for weights that arrive while a layer runs, which keeps the compute busy, and without, which
@@ -84,12 +84,12 @@ def _choices(instance: Instance) -> list[list[Gap]]:
     return list(map(list, dict.fromkeys(map(tuple, choices))))
 
 
-def _fitting(instance: Instance, chosen: Sequence[Gap]) -> list[Gap]:
+def _fitting(instance: Instance, chosen: Sequence[WeightGap]) -> list[WeightGap]:
     """``chosen``, and all other gaps where ``chosen`` leaves an op without enough memory."""
     if not (instance.excess(chosen) > instance.memory * _ROUNDING).any():
         return list(chosen)
     return [*chosen, *(gap for gap in instance.gaps() if gap not in set(chosen))]
 
 
-def _scheduled(instance: Instance, chosen: Sequence[Gap]) -> Greedy:
+def _scheduled(instance: Instance, chosen: Sequence[WeightGap]) -> Greedy:
     return Greedy(tuple(chosen), best_schedule(instance, chosen))

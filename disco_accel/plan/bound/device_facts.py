@@ -20,7 +20,7 @@ def outputs_of(vertex: Vertex) -> Iterator[tuple[Ref, int]]:
 
 
 @dataclass(slots=True)
-class Value:
+class DeviceValue:
     """``uses``: positions that read it, ascending; ``made``: the position that writes it, -1 for an input.
 
     ``starts_on_host``: the host has it when a step starts; ``changed``: kernels change it, so that the next step starts
@@ -46,7 +46,7 @@ class DeviceFacts:
         self.memory = memory
         order = [vertex for vertex in serial_order(graph) if vertex.kind is not VertexKind.INPUT]
         self.end = len(order)
-        self.values: dict[Ref, Value] = {}
+        self.values: dict[Ref, DeviceValue] = {}
         """By every name; the versions of a value that changes over steps are one value."""
         self.home_uses = HomeUses.of(graph)
         self.streams = 1 if device in self.home_uses.hosts else machine.compute_streams
@@ -55,7 +55,7 @@ class DeviceFacts:
         for vertex in inputs:
             ref = (vertex.id, 0)
             if vertex.sizes[0] and not is_foreign(vertex) and not self.home_uses.never_moves(vertex):
-                self.values[ref] = Value(vertex.sizes[0], -1, host_copy_exists(vertex))
+                self.values[ref] = DeviceValue(vertex.sizes[0], -1, host_copy_exists(vertex))
                 self.values[ref].renewed, self.values[ref].at_home = not outlives_step(vertex), ref in written
         # What the host changes in a step is loaded once a step, in whichever version.
         for version in self.home_uses.written:
@@ -93,10 +93,10 @@ class DeviceFacts:
                     former.changed = True
                     self.values[vertex.id, k] = former
                 elif size:
-                    self.values[vertex.id, k] = Value(size, position, False)
+                    self.values[vertex.id, k] = DeviceValue(size, position, False)
 
     @property
-    def each_value(self) -> list[Value]:
+    def each_value(self) -> list[DeviceValue]:
         """Every value once."""
         return list({id(value): value for value in self.values.values()}.values())
 

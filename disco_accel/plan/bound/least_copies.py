@@ -79,9 +79,6 @@ def least_copies(facts: DeviceFacts, directions: Collection[VertexKind]) -> tupl
     write-back serves all. The step is a ring: values on the device at its end are there at its start. Bytes that are
     written back and reloaded count twice.
     """
-    from scipy.optimize import linprog
-    from scipy.sparse import csc_array
-
     link = facts.loads
     renewed = facts.renewed if VertexKind.RELOAD in directions else []
     always = sum(renewed) / link.bandwidth + len(renewed) * link.latency
@@ -89,12 +86,28 @@ def least_copies(facts: DeviceFacts, directions: Collection[VertexKind]) -> tupl
     rows = _rows(facts, gaps)
     if not rows:
         return always, sum(renewed)
-    spans: dict[tuple[int, int, int, bool], list[Gap]] = defaultdict(list)
-    at = np.array(rows)
+    spans = _spans(facts, gaps, rows)
+    costs = [_cost(facts, directions, size, changed) for _, _, size, changed in spans]
+    sizes = [sum(gap.size for gap in same) / facts.memory for same in spans.values()]
+    kept = _most_valuable(facts, rows, spans, sizes, [seconds for seconds, _ in costs])
+    if kept is None:
+        return always, sum(renewed)
+    missing = [(size - part) * facts.memory for size, part in zip(sizes, kept, strict=True)]
+    cost = sum(m * seconds for m, (seconds, _) in zip(missing, costs, strict=True))
+    nbytes = sum(m * times for m, (_, times) in zip(missing, costs, strict=True))
+    return always + max(0.0, float(cost) / link.bandwidth), sum(renewed) + max(0.0, float(nbytes))
+
+
+_Spans = dict[tuple[int, int, int, bool], list[Gap]]
+"""Gaps that are one variable, by the numbers of their first and last row, the largest size, and whether changed."""
+
+
+def _spans(facts: DeviceFacts, gaps: Sequence[Gap], rows: Sequence[int]) -> _Spans:
+    spans: _Spans = defaultdict(list)
     small = facts.memory // _SMALL
     coarse = max(1, len(rows) // _SMALL_ROWS)
     for gap in gaps:
-        first, last = int(np.searchsorted(at, gap.begin)), int(np.searchsorted(at, gap.end))
+        first, last = (int(each) for each in np.searchsorted(rows, (gap.begin, gap.end)))
         largest = gap.size
         if gap.size < small:
             # Said to be shorter, and of larger values, than they are.
@@ -103,11 +116,28 @@ def least_copies(facts: DeviceFacts, directions: Collection[VertexKind]) -> tupl
         if gap.begin > gap.end or last > first:
             # Gaps over the same rows and of equal size are one variable.
             spans[first, last, largest, gap.changed].append(gap)
-    free = facts.memory - facts.needed[at]
-    if (free < 0).any():
-        free = np.maximum(free, 0)
-    row, column, entry, upper, gain = [], [], [], [], []
-    times: list[int] = []
+    return spans
+
+
+def _cost(facts: DeviceFacts, directions: Collection[VertexKind], size: int, changed: bool) -> tuple[float, int]:
+    """Return the cost of a byte that is not kept, in bytes loaded, and how often it is copied."""
+    link, back = facts.loads, facts.backs
+    loads, written_back = VertexKind.RELOAD in directions, changed and VertexKind.OFFLOAD in directions
+    cost = loads * (1.0 + link.latency * link.bandwidth / size)
+    if written_back:
+        cost += (1.0 + back.latency * back.bandwidth / size) * link.bandwidth / back.bandwidth
+    return cost, loads + written_back
+
+
+def _most_valuable(
+    facts: DeviceFacts, rows: Sequence[int], spans: _Spans, sizes: Sequence[float], costs: Sequence[float]
+) -> Sequence[float] | None:
+    """Return the part of the memory that is kept through each of ``spans`` for the least cost of the rest (None: the
+    solver has no answer)."""
+    from scipy.optimize import linprog
+    from scipy.sparse import csc_array
+
+    row, column, entry = [], [], []
 
     def put(r: int, c: int, value: float) -> None:
         if r < len(rows):
@@ -116,31 +146,23 @@ def least_copies(facts: DeviceFacts, directions: Collection[VertexKind]) -> tupl
             entry.append(value)
 
     # Each row is the difference to the one before: a gap has one entry where it begins and one where it ends.
-    for c, ((first, last, size, changed), same) in enumerate(spans.items()):
+    for c, ((first, last, *_), same) in enumerate(spans.items()):
         around = same[0].begin > same[0].end
         if around:
             put(0, c, 1.0)
         put(last if around else first, c, -1.0 if around else 1.0)
         put(first if around else last, c, 1.0 if around else -1.0)
-        upper.append(sum(gap.size for gap in same) / facts.memory)
-        written_back = changed and VertexKind.OFFLOAD in directions
-        gain.append(-(VertexKind.RELOAD in directions) * (1.0 + link.latency * link.bandwidth / size))
-        if written_back:
-            back = facts.backs
-            gain[-1] -= (1.0 + back.latency * back.bandwidth / size) * link.bandwidth / back.bandwidth
-        times.append((VertexKind.RELOAD in directions) + written_back)
     count = len(spans)
     for r in range(len(rows)):
         put(r, count + r, 1.0)
         put(r + 1, count + r, -1.0)
-        upper.append(np.inf)
-        gain.append(0.0)
     matrix = csc_array((entry, (row, column)), shape=(len(rows), count + len(rows)))
-    right = np.diff(free, prepend=0) / facts.memory
-    solved = linprog(gain, A_eq=matrix, b_eq=right, bounds=[(0.0, u) for u in upper], method="highs")
-    if solved.x is None:
-        return always, sum(renewed)
-    missing = [(u - x) * facts.memory for u, x in zip(upper[:count], solved.x[:count], strict=True)]
-    cost = sum(m * -g for m, g in zip(missing, gain[:count], strict=True))
-    nbytes = sum(m * n for m, n in zip(missing, times, strict=True))
-    return always + max(0.0, float(cost) / link.bandwidth), sum(renewed) + max(0.0, float(nbytes))
+    free = np.maximum(facts.memory - facts.needed[rows], 0)
+    solved = linprog(
+        [*(-cost for cost in costs), *(0.0 for _ in rows)],
+        A_eq=matrix,
+        b_eq=np.diff(free, prepend=0) / facts.memory,
+        bounds=[(0.0, size) for size in sizes] + [(0.0, np.inf) for _ in rows],
+        method="highs",
+    )
+    return None if solved.x is None else solved.x[:count]

@@ -72,7 +72,7 @@ class Replay:
             taken = Simulator(plan, without_latency(self.machine)).seconds
         ends = [0.0] * len(taken)
         lanes = [_Lane(width) for width in simulator.width]
-        memory = {device.id: Memory(device.memory) for device in plan.devices}
+        memory = {device.id: ReplayMemory(device.memory) for device in plan.devices}
         for i in self.order:
             vertex = plan.vertices[i]
             begin = max((ends[each] for each in self.data[i]), default=0.0)
@@ -126,7 +126,7 @@ class _Lane:
 
 
 @dataclass
-class Memory:
+class ReplayMemory:
     """``size`` bytes, promised in one order and given back at any time."""
 
     size: int

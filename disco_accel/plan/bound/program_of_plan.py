@@ -11,7 +11,7 @@ from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.order import serial_order
 from disco_accel.graph.taskgraph import Ref, VertexKind
 from disco_accel.graph.values import overwrites
-from disco_accel.plan.bound.device_facts import DeviceFacts, Value
+from disco_accel.plan.bound.device_facts import DeviceFacts, DeviceValue
 from disco_accel.plan.bound.ordered_starts import Precedence
 from disco_accel.plan.bound.plan_storages import at_the_end
 from disco_accel.plan.bound.step_program import StepProgram, gaps
@@ -35,7 +35,7 @@ class ProgramOfPlan:
         self.in_order = StepProgram(self.facts, one_by_one)
         self._kept = _kept_gaps(plan, self.facts, [vertex.id for vertex in order])
 
-    def keeps(self, value: Value, gap: int) -> float:
+    def keeps(self, value: DeviceValue, gap: int) -> float:
         """The part of ``value`` that the plan keeps through its gap of that number."""
         return self._kept[id(value), gap]
 

@@ -19,7 +19,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from disco_accel.plan.bound.device_facts import DeviceFacts, Value
+from disco_accel.plan.bound.device_facts import DeviceFacts, DeviceValue
 from disco_accel.plan.bound.ordered_starts import OrderedStarts, Precedence
 from disco_accel.plan.bound.step_table import Demands, Keeps, Span, StepTable
 
@@ -35,7 +35,7 @@ class StepProgram:
         needed = np.append(facts.needed, 0)
         weight = needed / max(1, needed.sum()) + 1.0 / len(needed)
         self.starts = OrderedStarts.of(precedence, weight.tolist(), most_starts)
-        self.spans: dict[Span, list[tuple[Value, int]]] = defaultdict(list)
+        self.spans: dict[Span, list[tuple[DeviceValue, int]]] = defaultdict(list)
         """The gaps of each: a value, and which of its gaps, by its number in ``gaps``."""
         # As lists: each is looked at element by element, for every gap of every value.
         self.ended, self.ahead, self.read_by = (
@@ -45,7 +45,7 @@ class StepProgram:
         for value in facts.each_value:
             self._take(value)
 
-    def _take(self, value: Value) -> None:
+    def _take(self, value: DeviceValue) -> None:
         if not value.uses:
             return
         ended, ahead, read_by = self.ended, self.ahead, self.read_by
@@ -93,7 +93,7 @@ class StepProgram:
         return solved[0], parts
 
 
-def gaps(value: Value) -> Iterator[tuple[int, int]]:
+def gaps(value: DeviceValue) -> Iterator[tuple[int, int]]:
     """Yield the positions before and behind each gap of ``value``; the last may cross the step's boundary."""
     stops = value.uses if value.made < 0 else [value.made, *value.uses]
     yield from pairwise(stops)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from disco_accel.plan.bound.device_facts import DeviceFacts, Value
+from disco_accel.plan.bound.device_facts import DeviceFacts, DeviceValue
 from disco_accel.plan.bound.linear_program import Index, Program
 from disco_accel.plan.bound.ordered_starts import OrderedStarts
 
@@ -54,8 +54,32 @@ class Demands:
         return int(self.by.sum())
 
 
-Keeps = Callable[[Value, int], float]
+Keeps = Callable[[DeviceValue, int], float]
 """The part of a value that is kept through its gap of that number."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Variables:
+    """The numbers of the program's variables: ``kept`` by span, the others by row.
+
+    ``loaded``, ``fresh``: bytes since the step's start, of what may stay and of the renewed, when a row's kernel
+    starts; ``loaded_then``, ``fresh_then``: when it ends. ``due``, ``gone``: bytes that have to be loaded by a row, and
+    those no longer ahead there; ``held``: bytes kept through it; ``ahead``, ``ahead_fresh``: bytes loaded for later
+    rows."""
+
+    kept: Index
+    time: Index
+    done: Index
+    loaded: Index
+    fresh: Index
+    loaded_then: Index
+    fresh_then: Index
+    at_start: Index
+    held: Index
+    ahead: Index
+    ahead_fresh: Index
+    due: Index
+    gone: Index
 
 
 class StepTable:
@@ -66,7 +90,7 @@ class StepTable:
         self,
         facts: DeviceFacts,
         starts: OrderedStarts,
-        spans: Mapping[Span, Sequence[tuple[Value, int]]],
+        spans: Mapping[Span, Sequence[tuple[DeviceValue, int]]],
         renewed: Demands,
         always: Demands,
         keeps: Keeps | None,
@@ -80,7 +104,7 @@ class StepTable:
         self.loaded_in_all = float(self.sizes.sum()) + always.total / facts.memory
         self.compute = np.array(facts.seconds) / self.unit
         self.program = Program()
-        self._add_variables()
+        self.vars = self._variables()
         self._pass_time()
         self._demand_bytes()
         self._fill_memory()
@@ -94,7 +118,7 @@ class StepTable:
         """Return the least cost in seconds, and the bytes that are kept through the gaps of each span there (None: the
         solver has no answer)."""
         cost, found = self.program.solve()
-        return None if found is None else (cost * self.unit, found[self.kept] * self.facts.memory)
+        return None if found is None else (cost * self.unit, found[self.vars.kept] * self.facts.memory)
 
     def in_whole_values(self, least: int) -> None:
         """Let values of ``least`` bytes or more be kept whole or not at all."""
@@ -102,19 +126,19 @@ class StepTable:
         for c, each in enumerate(self.spans.values()):
             if len({value.size for value, _ in each}) == 1 and each[0][0].size >= least:
                 whole = program.require(1, 0.0, equal=True)
-                program.put(whole, self.kept[c : c + 1], 1.0)
+                program.put(whole, self.vars.kept[c : c + 1], 1.0)
                 program.put(whole, program.add_whole(len(each)), -each[0][0].size / self.facts.memory)
 
-    def _of_gaps(self, size: Callable[[Value, int], float]) -> NDArray[np.float64]:
+    def _of_gaps(self, size: Callable[[DeviceValue, int], float]) -> NDArray[np.float64]:
         every = [sum(size(*each) for each in alike) for alike in self.spans.values()]
         return np.array(every, np.float64) / self.facts.memory
 
-    def _add_variables(self) -> None:
+    def _variables(self) -> _Variables:
         program, rows, in_all = self.program, self.starts.rows, self.loaded_in_all
         low, high = np.zeros(len(self.spans)), self.sizes
         if (keeps := self.keeps) is not None:
             low = high = self._of_gaps(lambda value, number: value.size * keeps(value, number))
-        self.kept = program.add(len(self.spans), low, high)
+        kept = program.add(len(self.spans), low, high)
         renewed = self.renewed.total / self.facts.memory
         copies = sum(map(len, self.spans.values())) + self.always.copies + self.renewed.copies
         # One load after the other, each when its kernel asks, is feasible.
@@ -122,16 +146,25 @@ class StepTable:
         longest += in_all + renewed + copies * self.latency
         is_last = np.arange(rows) == rows - 1
         later = (np.arange(rows) > 0).astype(np.float64)
-        self.time = program.add(rows, 0.0, longest * later, is_last)
-        self.done = program.add(rows, *self._compute_done())
-        # Since the step's start, when a row's kernel starts and when it ends: of what may stay, and of the renewed.
-        self.loaded = program.add(rows, 0.0, in_all * later, self.load_cost * is_last)
-        self.fresh = program.add(rows, 0.0, renewed * later)
-        self.loaded_then = np.append(program.add(rows - 1, 0.0, in_all), self.loaded[-1:])
-        self.fresh_then = np.append(program.add(rows - 1, 0.0, renewed), self.fresh[-1:])
-        self.at_start = np.full(rows, program.add(1)[0])
-        self.held, self.ahead, self.ahead_fresh = (program.add(rows) for _ in range(3))
-        self.due, self.gone = (program.add(rows, 0.0, in_all) for _ in range(2))
+        time = program.add(rows, 0.0, longest * later, is_last)
+        done = program.add(rows, *self._compute_done())
+        loaded = program.add(rows, 0.0, in_all * later, self.load_cost * is_last)
+        fresh = program.add(rows, 0.0, renewed * later)
+        return _Variables(
+            kept=kept,
+            time=time,
+            done=done,
+            loaded=loaded,
+            fresh=fresh,
+            loaded_then=np.append(program.add(rows - 1, 0.0, in_all), loaded[-1:]),
+            fresh_then=np.append(program.add(rows - 1, 0.0, renewed), fresh[-1:]),
+            at_start=np.full(rows, program.add(1)[0]),
+            held=program.add(rows),
+            ahead=program.add(rows),
+            ahead_fresh=program.add(rows),
+            due=program.add(rows, 0.0, in_all),
+            gone=program.add(rows, 0.0, in_all),
+        )
 
     def _compute_done(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return what the stream has done at each row at least and at most."""
@@ -150,66 +183,65 @@ class StepTable:
         own = starts.own_seconds / self.unit
         chain, work = program.require(last, starts.chain_seconds / self.unit), program.require(last, 0.0)
         during, behind = program.require(last, -own), program.require(last, own)
-        _growth(program, chain, self.time, 1.0)
-        _growth(program, work, self.time, float(self.facts.streams))
-        _growth(program, work, self.done, -1.0)
-        _growth(program, behind, self.time, 1.0)
-        for start, end in ((self.loaded, self.loaded_then), (self.fresh, self.fresh_then)):
+        _growth(program, chain, self.vars.time, 1.0)
+        _growth(program, work, self.vars.time, float(self.facts.streams))
+        _growth(program, work, self.vars.done, -1.0)
+        _growth(program, behind, self.vars.time, 1.0)
+        for start, end in ((self.vars.loaded, self.vars.loaded_then), (self.vars.fresh, self.vars.fresh_then)):
             for row, before, after in ((during, start[:-1], end[:-1]), (behind, end[:-1], start[1:])):
                 program.put(row, before, 1.0)
                 program.put(row, after, -1.0)
                 grows = program.require(last, 0.0)
                 program.put(grows, before, -1.0)
                 program.put(grows, after, 1.0)
-        _growth(program, program.require(last, 0.0), self.done, 1.0)
+        _growth(program, program.require(last, 0.0), self.vars.done, 1.0)
 
     def _demand_bytes(self) -> None:
-        """``held``: what is kept through each row; ``due`` and ``gone``: what has to be loaded by a row, or is no
-        longer ahead there."""
+        """What is kept through each row, has to be loaded by it, or is no longer ahead there."""
         program, rows, memory = self.program, self.starts.rows, self.facts.memory
         begin, end, by, until = (
             np.array([getattr(span, name) for span in self.spans], np.int64) for name in ("begin", "end", "by", "until")
         )
         around = np.array([span.around for span in self.spans], bool)
         held = program.require(rows, 0.0, equal=True)
-        _running(program, held, self.held)
-        program.put(held[begin], self.kept, -1.0)
+        _running(program, held, self.vars.held)
+        program.put(held[begin], self.vars.kept, -1.0)
         ends = end + 1 < rows
-        program.put(held[end[ends] + 1], self.kept[ends], 1.0)
-        program.put(np.full(int(around.sum()), held[0]), self.kept[around], -1.0)
-        for running, at, constant in ((self.due, by, self.always.by), (self.gone, until, self.always.until)):
+        program.put(held[end[ends] + 1], self.vars.kept[ends], 1.0)
+        program.put(np.full(int(around.sum()), held[0]), self.vars.kept[around], -1.0)
+        for running, at, constant in ((self.vars.due, by, self.always.by), (self.vars.gone, until, self.always.until)):
             asked = program.require(rows, constant / memory + np.bincount(at, self.sizes, rows), equal=True)
             _running(program, asked, running)
-            program.put(asked[at], self.kept, 1.0)
+            program.put(asked[at], self.vars.kept, 1.0)
         came = program.require(rows, 0.0)
-        program.put(came, self.loaded, 1.0)
-        program.put(came, self.at_start, 1.0)
-        program.put(came, self.due, -1.0)
-        program.put(program.require(rows, np.cumsum(self.renewed.by) / memory), self.fresh, 1.0)
+        program.put(came, self.vars.loaded, 1.0)
+        program.put(came, self.vars.at_start, 1.0)
+        program.put(came, self.vars.due, -1.0)
+        program.put(program.require(rows, np.cumsum(self.renewed.by) / memory), self.vars.fresh, 1.0)
 
     def _fill_memory(self) -> None:
         """When a kernel ends, its own bytes, what is kept and what was loaded ahead fit."""
-        program, starts, facts = self.program, self.starts, self.facts
+        program, starts, facts, own = self.program, self.starts, self.facts, self.vars
         ahead = program.require(starts.rows, 0.0)
-        for variables, entry in ((self.ahead, 1.0), (self.gone, 1.0), (self.loaded_then, -1.0), (self.at_start, -1.0)):
+        for variables, entry in ((own.ahead, 1.0), (own.gone, 1.0), (own.loaded_then, -1.0), (own.at_start, -1.0)):
             program.put(ahead, variables, entry)
         fresh = program.require(starts.rows, -np.cumsum(self.renewed.until) / facts.memory)
-        program.put(fresh, self.ahead_fresh, 1.0)
-        program.put(fresh, self.fresh_then, -1.0)
+        program.put(fresh, own.ahead_fresh, 1.0)
+        program.put(fresh, own.fresh_then, -1.0)
         needed = np.zeros(starts.rows)
         kernels = starts.chain < facts.end
         needed[1:-1][kernels] = np.minimum(1.0, facts.needed[starts.chain[kernels]] / facts.memory)
         room = program.require(starts.rows, needed - 1.0)
-        for variables in (self.held, self.ahead, self.ahead_fresh):
+        for variables in (own.held, own.ahead, own.ahead_fresh):
             program.put(room, variables, -1.0)
 
     def _close_the_ring(self) -> None:
         """A step loads what its gaps have lost, each copy after its latency."""
         program, spans, memory = self.program, self.spans, self.facts.memory
         closed = program.require(1, self.loaded_in_all, equal=True)
-        program.put(closed, self.loaded[-1:], 1.0)
-        program.put(np.full(len(spans), closed[0]), self.kept, 1.0)
-        program.put(program.require(1, self.renewed.total / memory, equal=True), self.fresh[-1:], 1.0)
+        program.put(closed, self.vars.loaded[-1:], 1.0)
+        program.put(np.full(len(spans), closed[0]), self.vars.kept, 1.0)
+        program.put(program.require(1, self.renewed.total / memory, equal=True), self.vars.fresh[-1:], 1.0)
         cost = 1.0 + self.latency * memory / np.array([span.largest for span in spans], np.float64)
         copies = float(cost @ self.sizes)
         if (keeps := self.keeps) is not None:
@@ -218,8 +250,8 @@ class StepTable:
         once = (self.always.total + self.renewed.total) / memory
         once += (self.always.copies + self.renewed.copies) * self.latency
         link = program.require(1, once + copies)
-        program.put(link, self.time[-1:], 1.0)
-        program.put(np.full(len(spans), link[0]), self.kept, cost)
+        program.put(link, self.vars.time[-1:], 1.0)
+        program.put(np.full(len(spans), link[0]), self.vars.kept, cost)
 
 
 def _growth(program: Program, rows: Index, variables: Index, entry: float) -> None:

@@ -13,7 +13,7 @@ from disco_accel.graph.taskgraph import TaskGraph, with_at_least
 from disco_accel.graph.values import is_foreign
 from disco_accel.plan.buildmemgraph.builder import failing_position
 from disco_accel.plan.buildmemgraph.residents import Residents
-from disco_accel.plan.search_work import WALKED, Work
+from disco_accel.plan.search_work import WALKED, SearchWork
 
 _AMPLE = 4
 """A memory of so many times what the largest kernel needs is enough for BUILDMEMGRAPH. To ask it takes a third of the
@@ -62,7 +62,9 @@ vertices before steps double; the last step is halved ``_FINER`` times. Whether 
 the size, and a search whose steps double each time may miss the smallest feasible one by a fifth."""
 
 
-def smallest_feasible_memory(graph: TaskGraph, policy: Policy, cyclic: bool, attempts: Attempts, work: Work) -> int:
+def smallest_feasible_memory(
+    graph: TaskGraph, policy: Policy, cyclic: bool, attempts: Attempts, work: SearchWork
+) -> int:
     """Return the smallest size found at which BUILDMEMGRAPH has a plan of ``graph``, of every device that has less.
 
     One alignment unit less fails, unless the search for that would take long (``_EXACT``), or the user's time is up.
@@ -102,7 +104,9 @@ def smallest_feasible_memory(graph: TaskGraph, policy: Policy, cyclic: bool, att
     return units * unit
 
 
-def _grow_until_feasible(least: int, grain: int, failing: Callable[[int, int | None], int | None], work: Work) -> int:
+def _grow_until_feasible(
+    least: int, grain: int, failing: Callable[[int, int | None], int | None], work: SearchWork
+) -> int:
     """Return a number from ``least`` on that does not fail, in few walks.
 
     ``failing(n, until)``: the position at which ``n`` fails, looking no further than ``until``. All allocations are

@@ -11,7 +11,7 @@ from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph, Vertex
 from disco_accel.graph.values import host_copy_exists, is_foreign
 from disco_accel.plan.infeasible import Infeasible
-from disco_accel.plan.search_work import WALKED, Work
+from disco_accel.plan.search_work import WALKED, SearchWork
 from disco_accel.simulate.simulator import Machine, simulate
 
 SMALL = 2 << 20
@@ -48,7 +48,7 @@ class Build(Protocol):
 
 def plain_choices(graph: TaskGraph) -> list[Residents]:
     """Return the choices that decide whether a plan exists: all inputs resident, small ones only, none."""
-    search = _Search(graph)
+    search = _ResidentSearch(graph)
     choices = [search.residents(0, 0), Residents()]
     if sum(vertex.sizes[0] for vertex in search.clean) <= search.memory:
         choices.insert(0, search.everything)
@@ -61,18 +61,18 @@ def first_choices(graph: TaskGraph) -> list[Residents]:
     On several devices kernels wait for each other more than for weights, so residents gain little there.
     """
     choices = plain_choices(graph)
-    search = _Search(graph)
+    search = _ResidentSearch(graph)
     if len(graph.devices) == 1 and search.everything not in choices:
         choices.insert(0, search.residents(*FIRST_SHARES))
     return choices
 
 
 def improve(
-    graph: TaskGraph, plan: MemGraph, residents: Residents, build: Build, machine: Machine, work: Work
+    graph: TaskGraph, plan: MemGraph, residents: Residents, build: Build, machine: Machine, work: SearchWork
 ) -> MemGraph:
     """Return the fastest plan, in simulation, that is found from ``plan``, which ``residents`` gave, before the user's
     deadline."""
-    search = _Search(graph)
+    search = _ResidentSearch(graph)
     search.work = work
     if residents == search.everything:
         return plan
@@ -87,11 +87,11 @@ def improve(
     return search.plan
 
 
-class _Search:
+class _ResidentSearch:
     plan: MemGraph
     build: Build
     machine: Machine
-    work: Work
+    work: SearchWork
 
     def __init__(self, graph: TaskGraph) -> None:
         self.graph = graph

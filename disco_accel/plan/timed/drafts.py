@@ -38,7 +38,7 @@ class DraftOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class DraftChoice:
     """What a draft holds on to: ``permanent`` buffers, and those ``kept`` between two uses. ``prefetch_horizon``: in
     seconds; ``evict_outliers``: whether outliers are evicted at the boundary; ``at_start``: the buffers that are there
     when a step starts (None: those that are there in the middle of two steps)."""
@@ -59,12 +59,12 @@ class Draft:
     requirements: StepRequirements
     schedule: SwapSchedule
     at_start: tuple[int, ...]
-    choice: Choice
+    choice: DraftChoice
     retries: int = 0
 
 
 def draft_of(
-    requirements: StepRequirements, machine: Machine, capacity: Mapping[int, int], choice: Choice, cyclic: bool
+    requirements: StepRequirements, machine: Machine, capacity: Mapping[int, int], choice: DraftChoice, cyclic: bool
 ) -> Draft:
     """Return a draft within ``capacity`` bytes by device; a ``cyclic`` one ends with the buffers that it begins with.
 

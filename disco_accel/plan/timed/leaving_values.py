@@ -34,7 +34,7 @@ def hold_until_transferred(
         for use in buffer.uses:
             taken[buffer.device][use] += buffer.block
         if not buffer.starts_on_host:
-            taken[buffer.device][max(0, buffer.producer) : buffer.evictable_from] += buffer.block
+            taken[buffer.device][buffer.producer : buffer.evictable_from] += buffer.block
     link_free: dict[int, float] = {}
     for position, vertex in enumerate(requirements.order):
         leaving = pinned_of.get(vertex.inputs[0]) if to_host[position] else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -15,7 +15,7 @@ from disco_accel.graph.taskgraph import Ref, Vertex, VertexKind
 from disco_accel.plan.common.assemble import assemble
 from disco_accel.plan.common.device_copy import PlannedVertex
 from disco_accel.plan.common.plan_log import PlanLog
-from disco_accel.plan.timed.packing import Buffer, Packed, Part, pack
+from disco_accel.plan.timed.packing import LiveBuffer, LivePart, Packed, pack
 from disco_accel.plan.timed.step_buffers import Profile, StepRequirements
 
 
@@ -80,7 +80,7 @@ class _DevicePacking:
 
     device: int
     groups: list[list[LiveRange]]
-    buffers: list[Buffer]
+    buffers: list[LiveBuffer]
     packed: Packed
 
     def above(self, memory: int) -> Iterator[tuple[int, int, int]]:
@@ -108,13 +108,13 @@ class LiveRanges:
     ``delays``, ``repacking_rounds`` and ``longest_first_from``: of the settings (``prefetch_delays``)."""
 
     requirements: StepRequirements
-    planned: list[Vertex]
-    all: list[LiveRange]
-    by_value: dict[Ref, LiveRange]
     positions: list[int]
-    ticks: list[int]
     end: int
-    waits_at_home: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    planned: list[Vertex] = field(default_factory=list)
+    all: list[LiveRange] = field(default_factory=list)
+    by_value: dict[Ref, LiveRange] = field(default_factory=dict)
+    ticks: list[int] = field(default_factory=list)
+    waits_at_home: dict[int, list[int]] = field(default_factory=dict)
     resident_ranges: list[Vertex] = field(default_factory=list)
     merged: Mapping[int, int] = field(default_factory=dict)
     packings: dict[int, _DevicePacking] = field(default_factory=dict)
@@ -185,9 +185,10 @@ class LiveRanges:
         for group in groups.values():
             first = min(live.begin_in_value for live in group)
             parts = (
-                Part(live.begin_in_value - first, live.block, _lifespans(live, at_end.get(id(live)))) for live in group
+                LivePart(live.begin_in_value - first, live.block, _lifespans(live, at_end.get(id(live))))
+                for live in group
             )
-            buffers.append(Buffer(tuple(parts)))
+            buffers.append(LiveBuffer(tuple(parts)))
         packed = pack(buffers, memory, order, self.repacking_rounds, self.longest_first_from)
         self.tried += packed.tried * len(buffers)
         return _DevicePacking(device, list(groups.values()), buffers, packed)

@@ -23,7 +23,7 @@ from disco_accel.plan.timed.planner_library import planner_library
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LivePart:
     """``size`` bytes from ``offset`` on in a buffer that are live in each of one or two ``lifespans``: from a tick up
     to, not including, another."""
 
@@ -38,10 +38,10 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Buffer:
+class LiveBuffer:
     """Bytes that get one offset: one part, or several, each live on its own (the ranges of a value)."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[LivePart, ...]
 
     @functools.cached_property
     def size(self) -> int:
@@ -66,7 +66,7 @@ class Buffer:
         return max(part.ticks for part in self.parts)
 
 
-_Key = Callable[["Buffer"], tuple[float, ...]]
+_Key = Callable[["LiveBuffer"], tuple[float, ...]]
 
 _FEW = 1000
 """Up to so many buffers, and where the lowest height is asked for, all orders are tried, else the first
@@ -125,7 +125,7 @@ class Packed:
 
 
 def pack(
-    buffers: Sequence[Buffer],
+    buffers: Sequence[LiveBuffer],
     limit: int,
     order: list[int] | None = None,
     rounds: int = ROUNDS,
@@ -164,7 +164,7 @@ def pack(
     return replace(best, tried=tried)
 
 
-def _orders(buffers: Sequence[Buffer], limit: int) -> Iterator[list[int]]:
+def _orders(buffers: Sequence[LiveBuffer], limit: int) -> Iterator[list[int]]:
     always = max((buffer.longest for buffer in buffers), default=0)
     small = (limit or _live_peak(buffers)) // _TINY
     few = len(buffers) <= _FEW or not limit
@@ -181,14 +181,14 @@ def _orders(buffers: Sequence[Buffer], limit: int) -> Iterator[list[int]]:
         yield sorted(range(len(buffers)), key=key)
 
 
-def _longest_first(buffers: Sequence[Buffer]) -> list[int]:
+def _longest_first(buffers: Sequence[LiveBuffer]) -> list[int]:
     return sorted(range(len(buffers)), key=lambda i: (-buffers[i].ticks, -buffers[i].size))
 
 
 class Packer:
     """Gives ``buffers`` offsets (``runtime_ext/plan/place.cpp``). Raises ExtensionError where it cannot be built."""
 
-    def __init__(self, buffers: Sequence[Buffer]) -> None:
+    def __init__(self, buffers: Sequence[LiveBuffer]) -> None:
         self._library = planner_library()
         parts = [part for buffer in buffers for part in buffer.parts]
         self._first = np.cumsum([0, *(len(buffer.parts) for buffer in buffers)], dtype=np.int64)
@@ -218,7 +218,7 @@ def _two(lifespans: tuple[tuple[int, int], ...]) -> tuple[int, int, int, int]:
     return begin, end, *(second[0] if second else (0, 0))
 
 
-def _live_peak(buffers: Sequence[Buffer]) -> int:
+def _live_peak(buffers: Sequence[LiveBuffer]) -> int:
     """Return the most bytes that are live at any time."""
     parts = (part for buffer in buffers for part in buffer.parts)
     lifespans = [(*lifespan, part.size) for part in parts for lifespan in part.lifespans]

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from disco_accel.graph.taskgraph import Ref, Vertex, VertexKind
 from disco_accel.plan.timed.live_ranges import LiveRange, LiveRanges
-from disco_accel.plan.timed.step_buffers import STEP_START, StepRequirements
+from disco_accel.plan.timed.step_buffers import StepRequirements, SwappableBuffer
 from disco_accel.plan.timed.swap_schedule import SwapEvent, SwapSchedule
 
 
@@ -22,20 +22,7 @@ def live_ranges_of(
     """Return the live ranges of ``schedule``, still without offsets; ``permanent`` buffers never leave."""
     replay = _Replay(requirements, schedule, permanent, at_start, cyclic)
     replay.run()
-    runs = (event is SwapEvent.RUN for event, _ in schedule.events)
-    positions = [0, *accumulate(runs, initial=0)]
-    return LiveRanges(
-        requirements,
-        replay.planned,
-        replay.ranges,
-        replay.by_value,
-        positions,
-        replay.ticks,
-        replay.end,
-        replay.waits_at_home,
-        replay.resident_ranges,
-        replay.merged(),
-    )
+    return replay.live
 
 
 class _Replay:
@@ -47,18 +34,13 @@ class _Replay:
         at_start: Sequence[int],
         cyclic: bool,
     ) -> None:
-        self.requirements = requirements
+        runs = (event is SwapEvent.RUN for event, _ in schedule.events)
+        positions = [0, *accumulate(runs, initial=0)]
+        self.live = LiveRanges(requirements, positions, len(schedule.events) + 1)
         self.cyclic = cyclic
         self.resident = (*permanent, *at_start)
-        self.buffers = requirements.swappable
         self.events = schedule.events
-        self.end = len(schedule.events) + 1
-        self.planned: list[Vertex] = []
-        self.resident_ranges: list[Vertex] = []
-        self.ticks: list[int] = []
         self.tick = 0
-        self.ranges: list[LiveRange] = []
-        self.by_value: dict[Ref, LiveRange] = {}
         self.current: dict[int, LiveRange] = {}
         """By swappable buffer: its live range at the moment."""
         self.readers: dict[Ref, list[int]] = {}
@@ -67,8 +49,6 @@ class _Replay:
         """By swappable buffer: the value that the host has a copy of."""
         self.loads: dict[int, list[int]] = {}
         """By buffer that changes over steps: the reloads of what its home holds at the moment."""
-        self.waits_at_home: dict[int, list[int]] = {}
-        """By write-back: the vertices that used what its home held before."""
         self.written_now: dict[Ref, int] = {v: i for i, b in enumerate(self.buffers) for v in b.versions[1:]}
         """By version that a kernel writes over the one before: its buffer."""
         self.traits = {vertex.id: vertex.traits for vertex in requirements.inputs}
@@ -77,13 +57,19 @@ class _Replay:
         self.needed_offloads = self._needed_offloads()
         self.released = self._release_ticks()
 
+    @property
+    def requirements(self) -> StepRequirements:
+        return self.live.requirements
+
+    @property
+    def buffers(self) -> Sequence[SwappableBuffer]:
+        return self.live.requirements.swappable
+
     def run(self) -> None:
         """Go through all events."""
         for index in self.resident:
             self._open(index, self._resident(index), 0)
         first = dict(self.current)
-        for index in self.requirements.made.get(STEP_START, ()):
-            self._open(index, self.buffers[index].ref, 0)
         ticks: dict[int, int] = {-1: 0}
         for tick, (event, subject) in enumerate(self.events, start=1):
             self.tick = tick
@@ -104,31 +90,31 @@ class _Replay:
                 self._offload(subject)
         for index, live in self.current.items():
             if self._was_made_here(live, index) or (self.cyclic and index in first):
-                live.end = self.end
+                live.end = self.live.end
                 if index in first and live is not first[index]:
                     live.at_step_start = first[index]
                     live.join(first[index])
         self._add_pinned(ticks)
-        self.ranges.sort(key=lambda live: live.begin)
+        self.live.all.sort(key=lambda live: live.begin)
+        self.live.merged = self._merged()
 
-    def merged(self) -> dict[int, int]:
+    def _merged(self) -> dict[int, int]:
         """Return the reloads that are part of the one before them, by id, with the id of the first of these: loads of
         adjacent ranges, with no vertex between them, that get offsets together, that the same vertices read and that
         both, or neither, are what the next step begins with."""
         merged: dict[int, int] = {}
         before: tuple[int, int] | None = None
         """The last reload, and its buffer, if nothing ran since."""
-        reload_at = {live.scheduled: live for live in self.ranges if live.scheduled >= 0}
+        reload_at = {live.scheduled: live for live in self.live.all if live.scheduled >= 0}
         for tick, (event, subject) in enumerate(self.events, start=1):
             if event is SwapEvent.RELOAD:
                 live = reload_at[tick]
                 ref, readers = live.values[0]
                 if before is not None and self.buffers[subject].begin and before[1] == subject - 1:
-                    former = self.by_value[before[0], 0]
+                    former = self.live.by_value[before[0], 0]
                     both = (former.at_step_start is None) == (live.at_step_start is None)
                     # Ranges of one value lie side by side only where a kernel finds both in one piece.
                     both = both and former.anchor() is live.anchor()
-                    both = both and former.begin_in_value < live.begin_in_value
                     if both and former.device == live.device and former.values[0][1] == readers:
                         merged[ref[0]] = merged.get(before[0], before[0])
                 before = ref[0], subject
@@ -139,10 +125,10 @@ class _Replay:
     def _add_pinned(self, ticks: Mapping[int, int]) -> None:
         for pinned in self.requirements.pinned:
             values = [(ref, self.readers.get(ref, [])) for ref in pinned.values]
-            end = self.released.get((pinned.last, pinned.device), self.end)
+            end = self.released.get((pinned.last, pinned.device), self.live.end)
             live = LiveRange(pinned.device, pinned.block, ticks[pinned.first], end, values)
-            self.ranges.append(live)
-            self.by_value.update(dict.fromkeys(pinned.values, live))
+            self.live.all.append(live)
+            self.live.by_value.update(dict.fromkeys(pinned.values, live))
 
     def _release_ticks(self) -> dict[tuple[int, int], int]:
         """Return by position and device the tick at which that position's vertex is known to have ended."""
@@ -166,7 +152,7 @@ class _Replay:
         live.values[-1][1].append(offload)
         if self.buffers[index].starts_on_host:
             # It goes home, over what the reloads so far have read there.
-            self.waits_at_home[offload] = self.loads.pop(index, [])
+            self.live.waits_at_home[offload] = self.loads.pop(index, [])
         self.host[index] = (offload, 0)
 
     def _needed_offloads(self) -> set[int]:
@@ -217,7 +203,7 @@ class _Replay:
             begin=buffer.begin,
         )
         self.next_id += 1
-        self.resident_ranges.append(vertex)
+        self.live.resident_ranges.append(vertex)
         return vertex.id, 0
 
     def _open(self, index: int, ref: Ref, tick: int) -> None:
@@ -225,8 +211,8 @@ class _Replay:
         buffer = self.buffers[index]
         live = LiveRange(buffer.device, buffer.block, tick, tick + 1, [(ref, [])], begin_in_value=buffer.begin)
         self.current[index] = live
-        self.ranges.append(live)
-        self.by_value[ref] = live
+        self.live.all.append(live)
+        self.live.by_value[ref] = live
 
     def _copy(self, kind: VertexKind, index: int, source: Ref) -> int:
         buffer = self.buffers[index]
@@ -234,8 +220,8 @@ class _Replay:
             self.next_id, kind, buffer.device, kind.name.lower(), (source,), (buffer.size,), begin=buffer.begin
         )
         self.next_id += 1
-        self.planned.append(vertex)
-        self.ticks.append(self.tick)
+        self.live.planned.append(vertex)
+        self.live.ticks.append(self.tick)
         return vertex.id
 
     def _run(self, position: int, tick: int) -> None:
@@ -258,21 +244,21 @@ class _Replay:
             else:
                 copies.update(dict.fromkeys(buffer.versions, ref))
             readers.append(vertex.id)
-            live.end = self.released.get((position, live.device), self.end)
+            live.end = self.released.get((position, live.device), self.live.end)
         for ref in dict.fromkeys(vertex.inputs):
             if ref not in copies:
                 self.readers.setdefault(ref, []).append(vertex.id)
         overwritten = self.requirements.read_before.get(position, ())
         loads = [load for index in overwritten for load in self.loads.get(index, ())]
         if users := [*loads, *self.requirements.used_before.get(position, ())]:
-            self.waits_at_home[vertex.id] = users
+            self.live.waits_at_home[vertex.id] = users
         inputs = (*(copies.get(ref, ref) for ref in vertex.inputs), *further)
-        self.planned.append(replace(vertex, inputs=inputs))
-        self.ticks.append(self.tick)
+        self.live.planned.append(replace(vertex, inputs=inputs))
+        self.live.ticks.append(self.tick)
         for index in self.requirements.made.get(position, ()):
             self._open(index, self.buffers[index].ref, tick)
         for output, _ in vertex.inplace:
             if (vertex.id, output) in self.written_now:
                 live = self.current[self.written_now[vertex.id, output]]
                 live.values.append(((vertex.id, output), []))
-                self.by_value[vertex.id, output] = live
+                self.live.by_value[vertex.id, output] = live

@@ -18,8 +18,7 @@ Kind = tuple[bool, float | None, int | None]
 
 
 class RequirementKinds:
-    """``made``: by kind, what ``graph`` needs (None: no draft of the kind can be). ``memory``: bytes of a device, the
-    most."""
+    """``made``: by kind, what ``graph`` needs (None: no draft of the kind can be)."""
 
     def __init__(
         self,
@@ -27,15 +26,12 @@ class RequirementKinds:
         machine: Machine,
         settings: TimedSettings,
         not_offloaded: Collection[int],
-        memory: int,
     ) -> None:
         self.graph = graph
         self.made: dict[Kind, StepRequirements | None] = {}
         self._machine = machine
         self._settings = settings
         self._not_offloaded = not_offloaded
-        self._inputs_leave = len(graph.vertices) <= settings.inputs_leave_up_to
-        self._wide = int(min(settings.wide_range_shares, default=2.0) * memory)
 
     def get(self, low_peak_order: bool, ratio: float | None, range_bytes: int | None) -> StepRequirements | None:
         """Return the requirements of a kind."""
@@ -49,15 +45,7 @@ class RequirementKinds:
         if graph is None:
             return None
         try:
-            return requirements_of(
-                graph,
-                self._machine,
-                ratio,
-                self._not_offloaded,
-                range_bytes,
-                inputs_leave=self._inputs_leave,
-                turned_ranges=range_bytes is not None and range_bytes >= self._wide,
-            )
+            return requirements_of(graph, self._machine, ratio, self._not_offloaded, range_bytes)
         except Infeasible:
             return None
 

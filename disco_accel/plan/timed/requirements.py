@@ -35,15 +35,12 @@ from disco_accel.graph.values import (
 )
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.timed.leaving_values import hold_until_transferred
-from disco_accel.plan.timed.step_buffers import STEP_START, PinnedBuffer, StepRequirements, SwappableBuffer
+from disco_accel.plan.timed.step_buffers import PinnedBuffer, StepRequirements, SwappableBuffer
 from disco_accel.simulate.machine import copy_kind
 from disco_accel.simulate.simulator import Machine
 
 GUESSED_BANDWIDTH = 1e12
 """Bytes per second that a kernel of unknown duration is taken to write."""
-
-_LARGE_INPUT = 64
-"""An input leaves if it takes one part in so many of the memory, or more."""
 
 
 def requirements_of(
@@ -52,17 +49,13 @@ def requirements_of(
     min_gap_ratio: float | None,
     not_offloaded: Collection[int] = (),
     range_bytes: int | None = None,
-    inputs_leave: bool = False,
-    turned_ranges: bool = False,
 ) -> StepRequirements:
     """Return what ``graph`` needs.
 
     ``min_gap_ratio``: an activation is swappable only if one of its idle gaps is at least this many times its two
     copies (None: no activation is). ``not_offloaded``: kernels whose outputs are not swappable in any case.
     ``range_bytes``: values that never change are swapped in ranges of about so many bytes (None: as a
-    whole). ``inputs_leave``: whether inputs that the host has no copy of are swappable like activations.
-    ``turned_ranges``: every other value is loaded from its end on, so that its first part may lie beside the value used
-    before it and the rest where that one has been, in turn below and above. Raises Infeasible for in-place writes to
+    whole). Raises Infeasible for in-place writes to
     values that would have to be copied first, and PlanError for a version of a value that changes over steps which is
     wanted after it has been overwritten.
     """
@@ -78,8 +71,7 @@ def requirements_of(
     alignments = {device.id: device.alignment for device in graph.devices}
     requirements = StepRequirements(graph, inputs, order, seconds, alignments)
     collector = _Collector(requirements, machine, min_gap_ratio, not_offloaded)
-    collector.range_bytes, collector.inputs_leave = range_bytes, inputs_leave
-    collector.turned_ranges = turned_ranges
+    collector.range_bytes = range_bytes
     collector.collect()
     return requirements
 
@@ -130,8 +122,6 @@ class _Collector:
         self.machine = machine
         self.min_gap_ratio = min_gap_ratio
         self.range_bytes: int | None = None
-        self.inputs_leave = self.turned_ranges = False
-        self.values_in_ranges = 0
         self.vertices = {vertex.id: vertex for vertex in requirements.vertices}
         self.home_uses = HomeUses.of(replace(requirements.graph, vertices=requirements.vertices))
         self.readers: dict[Ref, list[int]] = {}
@@ -142,17 +132,8 @@ class _Collector:
             for ref in dict.fromkeys(vertex.inputs):
                 readers = self.home_readers if self.home_uses.at_home(vertex, ref) else self.readers
                 readers.setdefault(ref, []).append(position)
-        hosts = host_devices(requirements.graph.devices)
-        device = {vertex.id: vertex.device for vertex in requirements.vertices}
-        self.links = [
-            vertex.kind is VertexKind.TRANSFER and not hosts.isdisjoint((vertex.device, device[vertex.inputs[0][0]]))
-            for vertex in requirements.order
-        ]
-        """By position: whether it is a copy between a device and the host, beside which kernels run."""
         self.starts = [0.0]
         """Seconds of compute before each position."""
-        for seconds, beside in zip(requirements.seconds, self.links, strict=True):
-            self.starts.append(self.starts[-1] + (0.0 if beside else seconds))
         self.overwritten = {ref for vertex in requirements.order for _, ref in overwrites(vertex)}
         self.states = lasting_versions(requirements.vertices)
         self.state_versions = {version for versions in self.states.values() for version in versions}
@@ -168,23 +149,35 @@ class _Collector:
             {device.id: np.zeros(requirements.end + 1, np.int64) for device in requirements.graph.devices}
             for _ in range(2)
         )
+        beside = self._copies_to_and_from_the_host()
+        for seconds, is_beside in zip(requirements.seconds, beside, strict=True):
+            self.starts.append(self.starts[-1] + (0.0 if is_beside else seconds))
         self._order_at_home()
         for vertex in requirements.inputs:
             self._add_input(vertex)
         for position, vertex in enumerate(requirements.order):
             self._add_outputs(position, vertex)
-        hold_until_transferred(requirements, self.pinned_of, self.links, self.starts)
+        hold_until_transferred(requirements, self.pinned_of, beside, self.starts)
         for pinned in requirements.pinned:
             requirements.pinned_bytes[pinned.device][max(0, pinned.first) : pinned.last + 1] += pinned.block
         for index, buffer in enumerate(requirements.swappable):
             if not buffer.starts_on_host:
-                stays = slice(max(0, buffer.producer), buffer.evictable_from)
+                stays = slice(buffer.producer, buffer.evictable_from)
                 requirements.unevictable_bytes[buffer.device][stays] += buffer.block
             readers = {position for version in buffer.versions for position in self.readers.get(version, ())}
             for position in sorted(readers):
                 requirements.reads[position].append(index)
             for position in buffer.writes:
                 requirements.changed.setdefault(position, []).append(index)
+
+    def _copies_to_and_from_the_host(self) -> list[bool]:
+        """Return by position whether it is a copy between a device and the host, beside which kernels run."""
+        hosts = host_devices(self.requirements.graph.devices)
+        return [
+            vertex.kind is VertexKind.TRANSFER
+            and not hosts.isdisjoint((vertex.device, self.vertices[vertex.inputs[0][0]].device))
+            for vertex in self.requirements.order
+        ]
 
     def _touched(self, vertex: Vertex) -> tuple[int, ...]:
         if vertex.kind is VertexKind.TRANSFER:
@@ -209,11 +202,7 @@ class _Collector:
             writes = self._writes(versions)
             uses = sorted({position for version in versions for position in self.readers.get(version, ())})
             if uses:
-                ranges = self._ranges(vertex)
-                if self.turned_ranges and len(ranges) > 1:
-                    self.values_in_ranges += 1
-                    ranges = ranges[:: 1 if self.values_in_ranges % 2 else -1]
-                for begin, size in ranges:
+                for begin, size in self._ranges(vertex):
                     block = requirements.block(size, vertex.device)
                     buffer = SwappableBuffer(ref, vertex.device, block, size, uses, True)
                     buffer.writes, buffer.versions, buffer.outlives_step = writes, versions, outlives_step(vertex)
@@ -221,15 +210,8 @@ class _Collector:
                     requirements.swappable.append(buffer)
             return
         lasts = must_survive_step(vertex) or arrives_at_gate(vertex)
-        if self._leaves(vertex) and not lasts and self._add_activation(STEP_START, vertex, ref, block, readers):
-            return
         last = requirements.end if lasts else max(readers, default=0)
         self._pin(PinnedBuffer(vertex.device, block, [ref], -1, last))
-
-    def _leaves(self, vertex: Vertex) -> bool:
-        """Whether an input that the host has no copy of is large enough to be offloaded."""
-        memory = {device.id: device.memory for device in self.requirements.graph.devices}
-        return self.inputs_leave and vertex.sizes[0] * _LARGE_INPUT >= memory[vertex.device]
 
     def _ranges(self, vertex: Vertex) -> list[tuple[int, int]]:
         """Return where the ranges begin in which the input is swapped, and the bytes of each: about equally many."""

@@ -14,11 +14,11 @@ from dataclasses import replace
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.plan.infeasible import Infeasible
-from disco_accel.plan.search_work import DRAFTED, FINISHED, PLACED, REPLAYED, SOLVED, Work
+from disco_accel.plan.search_work import DRAFTED, FINISHED, PLACED, REPLAYED, SOLVED, SearchWork
 from disco_accel.plan.timed.draft_queue import DraftQueue
 from disco_accel.plan.timed.drafts import (
-    Choice,
     Draft,
+    DraftChoice,
     DraftOptions,
     draft_of,
     permanent_buffers,
@@ -47,7 +47,7 @@ def build_timed(
     machine: Machine,
     *,
     cyclic: bool,
-    work: Work | None = None,
+    work: SearchWork | None = None,
     settings: TimedSettings | None = None,
     not_offloaded: Collection[int] = (),
 ) -> MemGraph:
@@ -56,7 +56,7 @@ def build_timed(
     ``not_offloaded``: kernels whose outputs stay on their device.
     """
     settings = settings or TimedSettings()
-    search = _Search(graph, machine, cyclic, work or Work(), settings, not_offloaded)
+    search = _DraftSearch(graph, machine, cyclic, work or SearchWork(), settings, not_offloaded)
     search.run()
     search.assign_offsets()
     lost = search.makespan > search.floor and settings.second_run
@@ -70,11 +70,11 @@ def build_timed(
 
 
 def build_in_ranges(
-    graph: TaskGraph, machine: Machine, share: float, *, cyclic: bool, work: Work, settings: TimedSettings
+    graph: TaskGraph, machine: Machine, share: float, *, cyclic: bool, work: SearchWork, settings: TimedSettings
 ) -> MemGraph:
     """Return the fastest plan found with weights in ranges of about ``share`` of the memory, though one with whole
     weights may be faster. Raises Infeasible if there is none before ``work`` is over."""
-    search = _Search(graph, machine, cyclic, work, settings, ())
+    search = _DraftSearch(graph, machine, cyclic, work, settings, ())
     search.range_bytes = int(share * max(search.draft_capacity.values()))
     search.run()
     search.assign_offsets()
@@ -84,14 +84,14 @@ def build_in_ranges(
 class DraftedGraph:
     """The drafts of one graph, and on demand the plan that the fastest becomes."""
 
-    def __init__(self, search: _Search) -> None:
+    def __init__(self, search: _DraftSearch) -> None:
         self._search = search
         self.seconds = search.fastest()
         """Of the fastest draft, infinite if there is none: a guess at a plan's that takes no offsets."""
         self.keeps_up = self.seconds <= _KEEPS_UP * search.ideal
         """Whether the draft takes little longer than a step with memory for everything."""
 
-    def plan(self, work: Work) -> MemGraph:
+    def plan(self, work: SearchWork) -> MemGraph:
         """Give the fastest drafts offsets. Raises Infeasible if none fits before ``work`` is over."""
         self._search.work = work
         self._search.assign_offsets()
@@ -103,17 +103,17 @@ def drafted(
     machine: Machine,
     *,
     cyclic: bool,
-    work: Work,
+    work: SearchWork,
     settings: TimedSettings,
     not_offloaded: Collection[int] = (),
 ) -> DraftedGraph:
     """Return the drafts of ``graph`` that ``settings`` ask for; arguments as of ``build_timed``."""
-    search = _Search(graph, machine, cyclic, work, settings, not_offloaded)
+    search = _DraftSearch(graph, machine, cyclic, work, settings, not_offloaded)
     search.run()
     return DraftedGraph(search)
 
 
-class _Search:
+class _DraftSearch:
     """Drafts with different options, and the best ``plan`` with its ``makespan``."""
 
     def __init__(
@@ -121,7 +121,7 @@ class _Search:
         graph: TaskGraph,
         machine: Machine,
         cyclic: bool,
-        work: Work,
+        work: SearchWork,
         settings: TimedSettings,
         not_offloaded: Collection[int],
     ) -> None:
@@ -136,7 +136,7 @@ class _Search:
             for device in graph.devices
         }
         """What drafts may take of ``capacity``."""
-        self.kinds = RequirementKinds(graph, machine, settings, not_offloaded, max(self.draft_capacity.values()))
+        self.kinds = RequirementKinds(graph, machine, settings, not_offloaded)
         self.programs: dict[Kind, KeptGaps | None] = {}
         self.attempted: set[tuple[DraftOptions, int | None, tuple[int, ...]]] = set()
         self.drafted: list[tuple[Draft, DraftOptions]] = []
@@ -206,8 +206,6 @@ class _Search:
         best = self.best()
         small = len(self.graph.vertices) <= self.settings.descend_in_ranges_up_to
         shares = self.settings.range_shares if small else self.settings.large_range_shares
-        if len(self.graph.vertices) <= self.settings.wide_ranges_up_to:
-            shares = (*self.settings.wide_range_shares, *shares)
         for share in shares if self.plan is not None else ():
             self.range_bytes = int(share * memory)
             probe = self._requirements(None, False) or self._requirements(self.settings.min_gap_ratios[-1])
@@ -319,7 +317,7 @@ class _Search:
                 choice = replace(choice, kept=program.kept if program else {})
             self._draft(requirements, choice, draft.retries + 1)
 
-    def _draft(self, requirements: StepRequirements, choice: Choice, retries: int = 0) -> Draft | None:
+    def _draft(self, requirements: StepRequirements, choice: DraftChoice, retries: int = 0) -> Draft | None:
         """Draft, and queue the draft unless its schedule was there before; None if it is infeasible."""
         self.effort += 3 * requirements.end
         self.work.add(DRAFTED, 3 * (requirements.end + _uses_of_ranges(requirements)))
@@ -381,7 +379,7 @@ class _Search:
             return
         self.attempted.add(attempt)
         horizon = options.prefetch_horizon * self.ideal
-        draft = self._draft(requirements, Choice(permanent, horizon, options.evict_outliers_at_boundary, kept))
+        draft = self._draft(requirements, DraftChoice(permanent, horizon, options.evict_outliers_at_boundary, kept))
         if draft is not None:
             self.drafted.append((draft, options))
 

@@ -65,22 +65,10 @@ class TimedSettings:
     """Positions of a step up to which such a draft is followed by three, two of them with less memory everywhere: of a
     small graph one weight may be a tenth of the memory. 0: always by one."""
 
-    inputs_leave_up_to: int = 2000
-    """Vertices of a graph up to which inputs that the host has no copy of may be offloaded like activations: in
-    chain8 the batch takes an eighth of 8 MiB from the first kernel to the last; 0: never."""
-
     range_shares: tuple[float, ...] = (0.1, 0.05, 0.02)
     """Ranges of about this share of the memory in which weights are swapped. Empty: they are swapped as a whole. Tuned
     on chain8 and lora_small, some of whose steps take 4 to 6 % less with them; with 15, 10, 7, 5 and 3 % they take up
     to 4 % longer."""
-
-    wide_range_shares: tuple[float, ...] = (0.25, 0.125)
-    """Ranges that are tried before those of ``range_shares``, of a graph of up to ``wide_ranges_up_to`` vertices: where
-    a weight is half of the memory, one half of it may lie where the half of another has been, and the latency of its
-    copies counts. chain8 in 8 MiB takes a tenth longer without them."""
-
-    wide_ranges_up_to: int = 200
-    """Vertices of a graph up to which these are tried: a larger one has no weight of such a share."""
 
     large_range_shares: tuple[float, ...] = (0.005,)
     """As ``range_shares``, of a graph that is larger than ``descend_in_ranges_up_to``."""

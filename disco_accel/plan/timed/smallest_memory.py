@@ -11,7 +11,7 @@ from disco_accel.graph.taskgraph import TaskGraph, with_at_least
 from disco_accel.graph.values import is_foreign, overwrites
 from disco_accel.plan.buildmemgraph.min_memory import bisect, bisect_down, least_memory
 from disco_accel.plan.infeasible import Infeasible
-from disco_accel.plan.search_work import Work
+from disco_accel.plan.search_work import SearchWork
 from disco_accel.plan.timed.search import build_timed
 from disco_accel.plan.timed.search_settings import TimedSettings
 from disco_accel.simulate.machine import Machine
@@ -36,13 +36,13 @@ _WORTH = 5.0
 
 
 def plan_frugally(
-    graph: TaskGraph, machine: Machine, *, cyclic: bool, work: Work, not_offloaded: Collection[int] = ()
+    graph: TaskGraph, machine: Machine, *, cyclic: bool, work: SearchWork, not_offloaded: Collection[int] = ()
 ) -> MemGraph:
     """Return a plan of ``graph`` that need not be fast. Raises Infeasible."""
     return build_timed(graph, machine, cyclic=cyclic, work=work, settings=FRUGAL, not_offloaded=not_offloaded)
 
 
-def smallest_timed_memory(graph: TaskGraph, machine: Machine, *, cyclic: bool, work: Work) -> int:
+def smallest_timed_memory(graph: TaskGraph, machine: Machine, *, cyclic: bool, work: SearchWork) -> int:
     """Return bytes in which the timed planner has a plan, of every device that has less but those in host memory.
 
     One alignment unit less has none, unless the search for that would take long (``_WORTH``), or the user's time is up.
@@ -52,10 +52,10 @@ def smallest_timed_memory(graph: TaskGraph, machine: Machine, *, cyclic: bool, w
     devices = [device for device in graph.devices if not device.host]
     unit = max(device.alignment for device in devices)
     least = -(-least_memory(graph) // unit)
-    counted = Work()
+    counted = SearchWork()
 
     def fits(units: int, settings: TimedSettings) -> bool:
-        trial = Work()
+        trial = SearchWork()
         try:
             build_timed(with_at_least(graph, units * unit), machine, cyclic=cyclic, work=trial, settings=settings)
         except Infeasible:

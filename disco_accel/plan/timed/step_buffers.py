@@ -43,7 +43,7 @@ class SwappableBuffer:
     ``ref`` on. ``outlives_step``: the device's copy is good for the next step too; one that does not is loaded from
     ``evictable_from`` on, which in the second of two steps is where that starts, and behind the kernel that writes it
     at home. An activation stays on the device
-    from its ``producer`` (``STEP_START``: an input) up to before ``evictable_from``, by when its
+    from its ``producer`` up to before ``evictable_from``, by when its
     offload should have ended; readers in between are
     not among its ``uses``. ``begin``: where its bytes begin in the value, of which it is a range if ``is_range``.
     """
@@ -73,7 +73,7 @@ class StepRequirements:
     """``order``: the vertices but for inputs, by position, with the ``seconds`` of each.
 
     ``reads[p]``: swappable buffers that position p reads, as indices. ``devices[p]``: where memory changes.
-    ``made[p]``: swappable buffers that position p produces, ``made[STEP_START]``: inputs among these; ``changed[p]``:
+    ``made[p]``: swappable buffers that position p produces; ``changed[p]``:
     those that it writes over; ``written[p]``: those that it writes at home; ``read_before[p]``: those whose homes it
     writes over, after their reloads, and
     ``used_before[p]``: the kernels that used what it writes over there, by id. By device

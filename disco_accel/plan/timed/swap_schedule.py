@@ -60,11 +60,10 @@ _COSTS = ("seconds", "starts", "load", "offload")
 _GIVEN = ("at_start", "at_end", "permanent", "kept")
 
 
-class _Step(ctypes.Structure):
+class _StepArrays(ctypes.Structure):
     _fields_ = [
         *((name, _Int) for name in ("positions", "vertices", "devices", "buffers")),
         *((name, _Array) for name in _BY_POSITION),
-        ("inputs", _Items),
         *((name, _Lists) for name in _LISTS),
         *((name, _Array) for name in _BY_BUFFER),
         ("uses", _Lists),
@@ -117,7 +116,7 @@ def schedule_step(
     where the library cannot be built.
     """
     memory = capacity, requirements.pinned_bytes, requirements.unevictable_bytes
-    call = _Call(_tables(requirements, machine, capacity), machine.h2d.latency, *memory)
+    call = _SwapCall(_tables(requirements, machine, capacity), machine.h2d.latency, *memory)
     given = at_start, at_end, permanent, _in_pairs(kept or {})
     events = call.run(given, None, prefetch_horizon, repeats)
     return SwapSchedule(_events(events, call.tables.devices), call.answer.seconds, call.answer.reloaded)
@@ -139,7 +138,7 @@ def buffers_at_boundary(
     if twice not in requirements.derived:
         requirements.derived[twice] = _tables(requirements, machine, capacity).twice()
     memory = (bytes_twice(each, end) for each in (requirements.pinned_bytes, requirements.unevictable_bytes))
-    call = _Call(requirements.derived[twice], machine.h2d.latency, capacity, *memory)
+    call = _SwapCall(requirements.derived[twice], machine.h2d.latency, capacity, *memory)
     given = (), (), permanent, _in_pairs(in_two_steps(kept, end))
     call.run(given, end, prefetch_horizon, True)
     there: list[int] = call.at_boundary[: call.answer.at_boundary].tolist()
@@ -163,7 +162,7 @@ def _in_pairs(kept: Kept) -> list[int]:
     return [each for i, positions in kept.items() for last in sorted(positions) for each in (i, last)]
 
 
-class _Call:
+class _SwapCall:
     """What the library gets, with the arrays that this points to, and its ``answer``."""
 
     def __init__(
@@ -183,8 +182,7 @@ class _Call:
         lists = {name: _lists(getattr(tables, name)) for name in (*_LISTS, "uses")}
         arrays = {name: _at(getattr(tables, name)) for name in (*_BY_POSITION, *_BY_BUFFER)}
         counts = len(tables.vertex), tables.vertices, len(tables.devices), len(tables.home)
-        inputs = _Items(len(tables.inputs), _at(tables.inputs))
-        self.step = _Step(*counts, inputs=inputs, **arrays, **lists)
+        self.step = _StepArrays(*counts, **arrays, **lists)
         self.costs = _Costs(**{name: _at(getattr(tables, name)) for name in _COSTS}, load_latency=load_latency)
 
     def run(
@@ -205,8 +203,7 @@ class _Call:
         question = _Question(**memory, **items, boundary=position, prefetch_horizon=prefetch_horizon, repeats=repeats)
         tables, at_start, at_end = self.tables, *arrays[:2]
         # A use is loaded at most once, and what is loaded, made or there at the start evicted or offloaded once.
-        made = len(tables.inputs) + len(tables.made.items)
-        come = len(tables.uses.items) + len(at_end) + made + len(tables.changed.items) + len(at_start)
+        come = len(tables.uses.items) + len(at_end) + len(tables.made.items) + len(tables.changed.items) + len(at_start)
         most = len(tables.vertex) + len(tables.touched.items) + len(self.capacity) + 2 * come
         events = np.empty((most, 2), np.int64)
         self.answer.room, self.answer.event = most, _at(events)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from disco_accel.graph.check import dependencies
 from disco_accel.graph.home_uses import host_devices
 from disco_accel.graph.taskgraph import VertexKind
-from disco_accel.plan.timed.step_buffers import STEP_START, StepRequirements
+from disco_accel.plan.timed.step_buffers import StepRequirements
 from disco_accel.simulate.machine import copy_kind
 from disco_accel.simulate.simulator import Machine
 
@@ -52,12 +52,6 @@ class Lists:
         first = np.concatenate((self.first, self.first[1:] + self.first[-1]))
         return Lists(first, np.concatenate((self.items, items)))
 
-    def with_items(self, number: int, items: Ints) -> Lists:
-        """Return these lists, with ``items`` in front of those of list ``number``."""
-        first = self.first.copy()
-        first[number + 1 :] += len(items)
-        return Lists(first, np.insert(self.items, self.first[number], items))
-
 
 _NONE = np.zeros(0, np.int64)
 
@@ -65,8 +59,7 @@ _NONE = np.zeros(0, np.int64)
 @dataclass(frozen=True)
 class SwapTables:
     """By position: ``vertex``, its number among the ``vertices``; ``device``, by number; ``kind`` of lane; ``waits``,
-    numbers of vertices; ``touched`` devices; ``reads`` to ``written`` as of ``StepRequirements``. ``inputs``: buffers
-    that are made before the first position. By buffer: as of
+    numbers of vertices; ``touched`` devices; ``reads`` to ``written`` as of ``StepRequirements``. By buffer: as of
     ``SwappableBuffer``, ``home`` being the number of its device, and whether it ``survives`` the step. In seconds:
     of each position, its ``compute`` on each device, a ``load`` and an ``offload`` of each buffer."""
 
@@ -75,7 +68,6 @@ class SwapTables:
     vertex: Ints
     device: Ints
     kind: Ints
-    inputs: Ints
     waits: Lists
     touched: Lists
     reads: Lists
@@ -125,7 +117,6 @@ class SwapTables:
             vertex=np.arange(end),
             device=device,
             kind=np.array(lanes, np.int64),
-            inputs=np.array(requirements.made.get(STEP_START, ()), np.int64),
             waits=Lists.of([number[each] for each in dependencies(vertex) if each in number] for vertex in order),
             touched=Lists.of([device_number[each] for each in touched] for touched in requirements.devices),
             reads=Lists.of(requirements.reads),
@@ -177,12 +168,11 @@ class SwapTables:
             vertex=np.tile(self.vertex, 2),
             device=np.tile(self.device, 2),
             kind=np.tile(self.kind, 2),
-            inputs=self.inputs,
             waits=doubled(self.waits),
             touched=doubled(self.touched),
             reads=doubled(self.reads, second),
             read_before=doubled(self.read_before, second),
-            made=doubled(self.made, second).with_items(end, second[self.inputs]),
+            made=doubled(self.made, second),
             changed=doubled(self.changed),
             written=doubled(self.written, second),
             home=with_own(self.home),

@@ -15,7 +15,7 @@ from disco_accel.graph.passes import arena_of, run_passes
 from disco_accel.plan import Machine
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.planning_process import PlanningProcess
-from disco_accel.plan.search_work import Work
+from disco_accel.plan.search_work import SearchWork
 from disco_accel.simulate.simulator import simulate
 from disco_accel.step.compile.compiled_step import CompiledStep
 from disco_accel.step.compile.memory_parts import require_host_memory
@@ -244,7 +244,7 @@ def _planned(
 ) -> MemGraph | None:
     limit = recipe.settings.plan_seconds if seconds is None else seconds
     try:
-        work = Work(limit, names_needed=False)
+        work = SearchWork(limit, names_needed=False)
         return replan(sample.graph, arena, replace(recipe.settings, plan_seconds=limit), recipe.store, work, elsewhere)
     except (BudgetTooSmall, Infeasible):
         return None

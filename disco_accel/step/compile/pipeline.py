@@ -23,7 +23,7 @@ from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.keep_or_recompute import decide
 from disco_accel.plan.plan_cache import PlanCache, PlanCacheUse, plan_fingerprint
 from disco_accel.plan.planning_process import PlanningProcess
-from disco_accel.plan.search_work import Work
+from disco_accel.plan.search_work import SearchWork
 from disco_accel.plan.summary import cut_short
 from disco_accel.sizes import format_size
 from disco_accel.step.compile.budget_parts import Budget, BudgetBytes, BudgetFacts
@@ -134,7 +134,7 @@ def plan_step(
     key = "" if store is None else _fingerprint(graph, settings, store)
     plan = None if store is None else store.cache.load(key, graph, cyclic=True)
     use = PlanCacheUse.OFF if store is None else PlanCacheUse.MISS if plan is None else PlanCacheUse.HIT
-    work = Work(settings.plan_seconds, names_needed=names_needed)
+    work = SearchWork(settings.plan_seconds, names_needed=names_needed)
     if plan is None:
         say(f"planning {len(graph.ops)} kernels in {format_size(graph.devices[0].memory)}")
         try:
@@ -174,7 +174,7 @@ def replan(
     memory: int,
     settings: PlannerSettings,
     store: PlanStore | None = None,
-    work: Work | None = None,
+    work: SearchWork | None = None,
     elsewhere: PlanningProcess | None = None,
 ) -> MemGraph:
     """Another verified plan of a graph that has its costs, in an arena of ``memory`` bytes; ``elsewhere`` as in
@@ -184,7 +184,7 @@ def replan(
     plan = None if store is None else store.cache.load(key, sized, cyclic=True)
     if plan is not None:
         return plan
-    work = work or Work(settings.plan_seconds)
+    work = work or SearchWork(settings.plan_seconds)
     if elsewhere is not None:
         plan = _made_elsewhere(sized, work, settings, elsewhere)
     else:
@@ -200,14 +200,14 @@ def replan_if_it_fits(
 ) -> MemGraph | None:
     """As ``replan``; None where that finds no plan, without the search for the memory that would do."""
     try:
-        return replan(graph, memory, settings, store, Work(settings.plan_seconds, names_needed=False))
+        return replan(graph, memory, settings, store, SearchWork(settings.plan_seconds, names_needed=False))
     except (BudgetTooSmall, Infeasible):
         return None
 
 
 def _made(
     graph: TaskGraph,
-    work: Work,
+    work: SearchWork,
     applied: list[AppliedPass] | None,
     not_offloaded: Collection[int] = (),
     *,
@@ -225,7 +225,9 @@ def _made(
     )
 
 
-def _made_elsewhere(graph: TaskGraph, work: Work, settings: PlannerSettings, process: PlanningProcess) -> MemGraph:
+def _made_elsewhere(
+    graph: TaskGraph, work: SearchWork, settings: PlannerSettings, process: PlanningProcess
+) -> MemGraph:
     return process.plan(graph, planner=settings.planner, policy=settings.policy, machine=settings.machine, work=work)
 
 

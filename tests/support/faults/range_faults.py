@@ -11,7 +11,7 @@ from disco_accel.graph.byte_ranges import is_resident_range, ranged_values
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.plan.infeasible import Infeasible
-from disco_accel.plan.search_work import Work
+from disco_accel.plan.search_work import SearchWork
 from disco_accel.plan.timed.search import build_in_ranges
 from disco_accel.plan.timed.search_settings import TimedSettings
 from disco_accel.simulate.simulator import Link, Machine
@@ -46,7 +46,7 @@ def ranged_plan(seed: int) -> tuple[TaskGraph, MemGraph | None]:
     machine, share, cyclic = Machine(h2d=link, d2h=link), rng.choice(_SHARES), rng.random() < 0.7
     settings = replace(_SETTINGS, program_gaps_from=0) if seed % 2 else _SETTINGS
     try:
-        return graph, build_in_ranges(graph, machine, share, cyclic=cyclic, work=Work(), settings=settings)
+        return graph, build_in_ranges(graph, machine, share, cyclic=cyclic, work=SearchWork(), settings=settings)
     except Infeasible:
         return graph, None
 

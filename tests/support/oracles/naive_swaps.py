@@ -257,9 +257,6 @@ class _SwapScheduler:
     def run(self) -> SwapSchedule:
         """Run all positions in order, then bring back the buffers that the next step starts with."""
         end = self.requirements.end
-        for buffer in self.requirements.made.get(STEP_START, ()):
-            self._allocate_output(self.devices[self.buffers[buffer].device], buffer, 0.0)
-            self._offload(buffer, 0.0)
         for position in range(end):
             if position == self.boundary:
                 self.at_boundary = self._resident()
@@ -471,7 +468,7 @@ class _SwapScheduler:
             return False
         for event, subject in reversed(self.schedule.events):
             if event is SwapEvent.RELOAD:
-                return subject == buffer - 1 and self.buffers[subject].begin < self.buffers[buffer].begin
+                return subject == buffer - 1
             if event is not SwapEvent.EVICT:
                 return False
         return False
@@ -504,13 +501,12 @@ def two_steps(requirements: StepRequirements) -> StepRequirements:
         else:
             buffers.append(buffer)
             second_index[index] = count + len(second_step)
-            # An input of the second step is there from its first kernel on.
-            producer = max(0, buffer.producer) + n
+            producer = buffer.producer + n
             second_step.append(replace(buffer, uses=uses, producer=producer, evictable_from=buffer.evictable_from + n))
     reads = [[second_index.get(buffer, buffer) for buffer in read] for read in requirements.reads]
     made: dict[int, list[int]] = {}
     for position, outputs in requirements.made.items():
-        made.setdefault(max(0, position) + n, []).extend(second_index[i] for i in outputs)
+        made[position + n] = [second_index[i] for i in outputs]
     changed = {position + n: buffers for position, buffers in requirements.changed.items()}
     # Only buffers that are not shared by both steps are used at home.
     written, read_before = (

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from disco_accel.plan.timed.packing import Buffer, Packed
+from disco_accel.plan.timed.packing import LiveBuffer, Packed
 
 _Offsets = np.ndarray[tuple[int], np.dtype[np.int64]]
 _NO_GAP = 1 << 62
@@ -19,7 +19,7 @@ _QUARTERS = 4
 class NaivePacker:
     """As ``Packer``."""
 
-    def __init__(self, buffers: Sequence[Buffer]) -> None:
+    def __init__(self, buffers: Sequence[LiveBuffer]) -> None:
         self._buffers = buffers
 
     def pack(self, order: Sequence[int], limit: int, rounds: int) -> Packed:
@@ -42,7 +42,7 @@ class NaivePacker:
         return best
 
 
-def _best_fit(buffers: Sequence[Buffer], order: Sequence[int]) -> tuple[int, list[int]]:
+def _best_fit(buffers: Sequence[LiveBuffer], order: Sequence[int]) -> tuple[int, list[int]]:
     """Return the height and the offsets when buffers are packed in ``order``, each into its smallest gap."""
     offsets = [0] * len(buffers)
     height = 0
