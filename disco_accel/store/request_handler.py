@@ -91,7 +91,7 @@ class RequestHandler:
         """Requests about the store, or about their sender."""
         manager, opcode = self.manager, request.opcode
         if opcode is Opcode.STATS:
-            # What clients claim may add up to more than a message has room for.
+            # Claims of clients may add up to more than a message has room for.
             page, pages = request.amount, STATS_PAGES + len(manager.clients)
             figures = tuple(min(max(f, -_MAX_FIGURE), _MAX_FIGURE) for f in self._figures(page, client))
             label = "" if page < STATS_PAGES else list(manager.clients)[page - STATS_PAGES].label
@@ -99,13 +99,13 @@ class RequestHandler:
         if opcode is _WANT:
             devices, run = devices_in(request.object), request.shape[0] if request.shape else 0
             manager.ledger.want(client, request.amount, request.wish, devices, run)
-            manager.changed()
+            manager.settle()
         elif opcode is Opcode.HELD:
             manager.ledger.hold(client, request.amount)
-            manager.changed()
+            manager.settle()
         elif opcode is Opcode.FIRST_CLASS:
             manager.ledger.report(client, request.device, request.amount)
-            manager.changed()
+            manager.settle()
         elif opcode is Opcode.LABEL:
             if client.label or client.owned or client.has_job:
                 raise StoreError("a label is given once, before anything is created or wanted: connect anew")

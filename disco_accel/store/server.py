@@ -51,9 +51,8 @@ class Connection:
 
     socket: socket.socket
     client: Client
-    process: int | None
+    process: int
     outbox: deque[tuple[bytes, int | None]] = field(default_factory=deque)
-    page: GrantPage | None = None
     dead: bool = False
 
 
@@ -96,7 +95,7 @@ class Server:
         """Serve until ``stop``, then close everything."""
         try:
             while not self._stopping:
-                # What is due is done before the loop sleeps, and what it leads to is written to the pages.
+                # Before the loop sleeps: prefetches that are due, and the budgets that they lead to.
                 until = self.manager.tick()
                 self._write_pages()
                 self._close_ended()
@@ -134,13 +133,13 @@ class Server:
         except BlockingIOError:
             return
         except OSError:
-            # No descriptor is left. The one kept for this case turns the client away, who would wait for ever else.
+            # No descriptor is left. The one kept for this case turns the client away, which would wait for ever else.
             os.close(self._spare)
             with contextlib.suppress(OSError):
                 self._listener.accept()[0].close()
             self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
             return
-        pid, user, _group = peer_of(made)
+        pid, user = peer_of(made)
         process = _watch(pid) if user == os.getuid() else None
         if process is None:
             made.close()
@@ -190,14 +189,14 @@ class Server:
         return False
 
     def _send_page(self, connection: Connection, reply: Reply) -> None:
-        if connection.page is None:
+        if connection.client not in self._pages:
             try:
-                connection.page = self._pages[connection.client] = GrantPage()
+                self._pages[connection.client] = GrantPage()
             except ExecutionError as error:
                 self._send(connection, Reply(ReplyStatus.REFUSED, reply.number, text=str(error)), None)
                 return
         self._write_pages()
-        self._send(connection, reply, connection.page.file)
+        self._send(connection, reply, self._pages[connection.client].file)
 
     def _write_pages(self) -> None:
         """Budgets as they are now; and, each quarter of a second, that the store is there."""
@@ -278,9 +277,8 @@ class Server:
             connection = self._ended.pop()
             self._selector.unregister(connection.socket)
             connection.socket.close()
-            if connection.process is not None:
-                self._selector.unregister(connection.process)
-                os.close(connection.process)
+            self._selector.unregister(connection.process)
+            os.close(connection.process)
             for _data, file in connection.outbox:
                 if file is not None:
                     os.close(file)

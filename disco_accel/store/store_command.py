@@ -142,7 +142,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def counted_environment(environment: Mapping[str, str], socket: Path, wait: float | None = None) -> dict[str, str]:
-    """``environment`` in which programs are counted by the store at ``socket``, and what they start in turn.
+    """``environment`` in which programs are counted by the store at ``socket``, and their children too.
 
     ``wait``: seconds that an allocation without room waits for others to make some; None: two, as the library has it.
 

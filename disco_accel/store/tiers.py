@@ -25,7 +25,7 @@ from disco_accel.threads import start_thread
 
 _PIECE = 1 << 18
 """Bytes that are copied at once: a pace is kept, and a needless copy ends, to within that many."""
-_LATENCY = 1e-4
+LATENCY = 1e-4
 """Seconds that a copy takes beside its bytes, by estimate: two wake-ups of a thread."""
 _UNTHROTTLED = 2e9
 """Bytes/s of a copy without a pace, by estimate."""
@@ -39,7 +39,7 @@ thread they would be memory that nobody accounts for."""
 
 
 class DeviceKind(IntEnum):
-    """What a tier's descriptors are of; a figure of the store (``device_kind``)."""
+    """The kind of memory behind a tier's descriptors; a figure of the store (``device_kind``)."""
 
     HOST = 0
     """Files in memory."""
@@ -72,7 +72,7 @@ class DeviceTier(Protocol):
         """How long a copy of so many bytes takes, either way, by estimate."""
 
     def close(self, file: int) -> None:
-        """Let go of ``file``, of this tier or of host memory, which nothing copies now."""
+        """Close ``file``, of this tier or of host memory, which nothing copies now."""
 
 
 class SharedMemoryTier:
@@ -98,13 +98,11 @@ class SharedMemoryTier:
         """As ``DeviceTier`` says."""
         _copy(source, target, nbytes, self.bandwidth, cancelled)
 
-    def save(self, source: int, target: int, nbytes: int, cancelled: threading.Event) -> None:
-        """As ``DeviceTier`` says."""
-        _copy(source, target, nbytes, self.bandwidth, cancelled)
+    save = load
 
     def seconds(self, nbytes: int) -> float:
         """As ``DeviceTier`` says."""
-        return _LATENCY + nbytes / (self.bandwidth or _UNTHROTTLED)
+        return LATENCY + nbytes / (self.bandwidth or _UNTHROTTLED)
 
     def close(self, file: int) -> None:
         """As ``DeviceTier`` says."""
@@ -168,7 +166,7 @@ class CopyLanes:
         """A move that has ended, each once; None where there is no other.
 
         Raises:
-            DeviceLost: there will be none any more, and what the device had is gone.
+            DeviceLost: there will be none any more, and the memory of the device is gone.
         """
         if self.lost is not None:
             raise self.lost
