@@ -40,6 +40,7 @@ class CudaTier:
     """
 
     kind = DeviceKind.CUDA
+    bandwidth: float | None = None
 
     def __init__(self, limit: int) -> None:
         """Raises ConfigError where there is no such GPU, it is too small, or its driver cannot do this."""

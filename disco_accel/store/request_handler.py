@@ -36,10 +36,9 @@ class RequestHandler:
     """Does the requests of clients, one after another. Ids are never used twice, nor by the next store: those of a
     store that has ended name nothing here."""
 
-    def __init__(self, manager: ObjectManager, tier: DeviceTier, link_bandwidth: float | None) -> None:
+    def __init__(self, manager: ObjectManager, tier: DeviceTier) -> None:
         self.manager, self._tier = manager, tier
         self.malformed = 0
-        self._link = int(link_bandwidth or 0)
         self._next = (secrets.randbits(31) | 1) << 32
 
     def handle(self, client: Client, request: Request, now: float) -> Reply | None:
@@ -149,9 +148,10 @@ class RequestHandler:
                 *(self.malformed, len(clients)),
             )
         if page == 2:
+            link, jobs = int(self._tier.bandwidth or 0), sum(c.has_job for c in clients)
             return (
-                *(counts.saved_bytes, counts.loaded_bytes, int(counts.stalled * 1e6), len(manager.objects), self._link),
-                *(sum(c.has_job for c in clients), ledger.limits.quota_of(asking) or 0, 0),
+                *(counts.saved_bytes, counts.loaded_bytes, int(counts.stalled * 1e6), len(manager.objects)),
+                *(link, jobs, ledger.limits.quota_of(asking) or 0, 0),
             )
         if page == DEVICE_PAGE:
             return (self._tier.kind, self._tier.grain, *struct.unpack("<qq", self._tier.identity), 0, 0, 0, 0)

@@ -31,7 +31,7 @@ from disco_accel.store.object_manager import ObjectManager
 from disco_accel.store.objects import Client, Object, Waiter
 from disco_accel.store.request_handler import RequestHandler
 from disco_accel.store.socket_path import listen, peer_of
-from disco_accel.store.tiers import CopyLanes, DeviceTier, SharedMemoryTier
+from disco_accel.store.tiers import CopyLanes, DeviceTier
 
 _OUTBOX = 64
 """Replies that wait for a client that does not read; with more it is cut off."""
@@ -63,15 +63,8 @@ class Server:
         ConfigError: a store listens there, the folder is not this user's own, or there is no such policy.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        limits: Limits,
-        policy: str,
-        link_bandwidth: float | None = None,
-        tier: DeviceTier | None = None,
-    ) -> None:
-        """``tier``: of the device; None: shared memory behind a link of ``link_bandwidth`` bytes/s."""
+    def __init__(self, path: Path, limits: Limits, policy: str, tier: DeviceTier) -> None:
+        """``policy``: a name of ``STORE_POLICIES``."""
         chosen = store_policy_named(policy)
         self.path = path
         self._listener, self._lock = listen(path)
@@ -79,9 +72,9 @@ class Server:
         for end in (self._wake_in, self._wake_out):
             end.setblocking(False)
         self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        self._lanes = CopyLanes(tier or SharedMemoryTier(link_bandwidth), self._wake)
+        self._lanes = CopyLanes(tier, self._wake)
         self.manager = ObjectManager(limits, chosen, self._lanes, self._answer)
-        self._handler = RequestHandler(self.manager, self._lanes.tier, link_bandwidth)
+        self._handler = RequestHandler(self.manager, tier)
         self._connections: dict[Client, Connection] = {}
         self._ended: list[Connection] = []
         self._pages: dict[Client, GrantPage] = {}

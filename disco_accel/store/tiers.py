@@ -51,10 +51,14 @@ class DeviceTier(Protocol):
     """Memory of one device as files that other processes can be given. Any thread may call."""
 
     kind: DeviceKind
+    name: str
+    """Of the GPU; empty for host memory."""
     identity: bytes
     """16 bytes by which a client finds the device; zeros for host memory."""
     grain: int
     """An object takes a whole multiple of so many bytes."""
+    bandwidth: float | None
+    """Bytes/s to which copies are throttled, each way; None: they are not."""
 
     def allocate(self, name: str, nbytes: int) -> int:
         """The descriptor of ``nbytes`` zeros. Raises ExecutionError where there is no memory."""
@@ -76,10 +80,10 @@ class DeviceTier(Protocol):
 
 
 class SharedMemoryTier:
-    """A device tier in host memory. ``bandwidth``: bytes/s of its link, each way by itself; None: as fast as it
-    goes."""
+    """A device tier in host memory."""
 
     kind = DeviceKind.HOST
+    name = ""
     identity = bytes(16)
     grain = mmap.PAGESIZE
 
