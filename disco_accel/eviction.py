@@ -61,8 +61,8 @@ def latency_aware(candidate: Candidate) -> float:
 
 
 def cost(candidate: Candidate) -> float:
-    """Bytes freed times the time to the next use, over the cost of the copies. A copy costs a latency of whatever size,
-    so per byte small ones are dear; one with a copy on the host leaves for nothing, so it costs half."""
+    """Bytes freed times the time to the next use, over the cost of the copies. A copy has a latency of any size, so per
+    byte small ones are dear; one with a copy on the host leaves for nothing, so it costs half."""
     return candidate.nbytes * candidate.wait / candidate.cost
 
 

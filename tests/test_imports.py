@@ -50,7 +50,7 @@ MAY_IMPORT = {
     "verify": ("graph",),
     "simulate": ("graph",),
     "native": ("graph", "simulate"),
-    "store": ("graph", "native"),
+    "store": ("native",),
     "plan": ("graph", "native", "simulate", "verify"),
     "config": ("graph", "native", "plan"),
     "quantised": ("graph", "native"),
@@ -79,6 +79,9 @@ STEP_MAY_IMPORT = {
     "run": ("state", "placement", "compile", "gradients", "update", "budget"),
 }
 """Rooms of ``step``, and the flat modules there that are open to all of them and import nothing of ``step``."""
+
+STORE_DOORS = {"step": ("shared_budgets",), "cli": ("store_command",)}
+"""Modules of the store that a part may import; others may import none."""
 
 DYNAMIC = ("importlib.import_module", "__import__")
 FORBIDDEN_MODULES = ("pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve")
@@ -199,6 +202,12 @@ def test_every_module_of_step_is_in_a_room_or_open_to_all_rooms() -> None:
     assert not imported_from_elsewhere(folder.glob("*.py"), "disco_accel.step", ())
     order = list(STEP_MAY_IMPORT)
     assert all(order.index(before) < order.index(room) for room in order for before in STEP_MAY_IMPORT[room])
+
+
+@pytest.mark.parametrize("part", sorted({*MAY_IMPORT, "autoload", "cli", "testing"} - {"store"}))
+def test_a_part_imports_its_door_of_the_store_alone(part: str) -> None:
+    paths = (PACKAGE / part).rglob("*.py")
+    assert not imported_from_elsewhere(paths, "disco_accel.store", STORE_DOORS.get(part, ()))
 
 
 def test_every_part_has_its_place_in_that_order() -> None:

@@ -1,1 +1,1 @@
-"""Memory that processes of one user share: who gets how much of it."""
+"""A store of tensors that processes of one user share, and of budgets of memory: see README.md."""

@@ -154,9 +154,9 @@ class Store:
     def put(self, id: int, next_use: float | None = None) -> None:
         """Give ``id`` to the store: its content is final, and it may be evicted while nobody has a tensor of it.
 
-        Tensors of it that this process still has keep their content; what is written to them from now on is seen by
-        them alone. ``next_use``: in so many seconds it is used next, and is brought back before; a later put of
-        anybody who reads it says so anew.
+        Tensors of it that this process still has keep their content; later writes to them are seen by them alone.
+        ``next_use``: in so many seconds it is used next, and is brought back before; a later put of anybody who reads
+        it says so anew.
 
         Raises:
             StoreError: another mapping can still write to it, such as a forked process's; it is as before then.
@@ -250,12 +250,12 @@ class Store:
                 os.close(file)
 
     def granted(self) -> int:
-        """Bytes of device memory that this process may hold now; it has to come down to them at the end of its step.
+        """Bytes of device memory that this process may hold now; it has to hold no more at the end of its step.
         Read from memory, without a message.
 
         Raises:
             StoreError: nothing was wanted.
-            StoreGone: the store has ended; what was granted is not kept for this process by anybody.
+            StoreGone: the store has ended; nobody keeps the grant for this process.
         """
         view = self._view
         if view is None:
@@ -267,7 +267,7 @@ class Store:
         return view.grant
 
     def held(self, nbytes: int) -> None:
-        """This process now holds ``nbytes`` of its budget: it has come down to what was granted, or taken it."""
+        """This process now holds ``nbytes`` of its budget: it has shrunk to its grant, or taken it."""
         if not 0 <= nbytes <= MAX_AMOUNT:
             raise ConfigError(f"held: {nbytes} is not a number of bytes")
         self._channel.check()
@@ -288,7 +288,7 @@ class Store:
         return offload.offload(self, module, min_bytes=min_bytes)
 
     def saved_activations(self, min_bytes: int = saved_activations.MIN_BYTES) -> AbstractContextManager[None]:
-        """Move what autograd saves here: ``disco_accel.store.saved_activations.saved_activations``."""
+        """Move tensors that autograd saves here: ``disco_accel.store.saved_activations.saved_activations``."""
         return saved_activations.saved_activations(self, min_bytes)
 
     def alive(self) -> bool:

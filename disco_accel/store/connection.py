@@ -35,7 +35,7 @@ _AT_ONCE = int(socket.MSG_NOSIGNAL) | int(socket.MSG_DONTWAIT)
 _CLOSED_IN_OTHERS = int(socket.MSG_CMSG_CLOEXEC)
 _ANCILLARY = socket.CMSG_LEN(4 * array.array("i").itemsize)
 _GIVES_BACK = {Opcode.GET: Opcode.RELEASE, Opcode.CREATE: Opcode.FREE}
-"""What undoes a request whose reply nobody waits for any more."""
+"""The request that undoes another whose reply nobody waits for any more."""
 _open: weakref.WeakSet[Channel] = weakref.WeakSet()
 
 
@@ -83,7 +83,7 @@ class Channel:
         try:
             with self._sending:
                 self._send(request.pack(number))
-            # Leases that ended meanwhile may be what the request waits for.
+            # The request may wait for leases that ended meanwhile.
             self._send_told()
             reply, file = self._wait(number)
         except BaseException:
@@ -131,7 +131,7 @@ class Channel:
         self._end("this connection was closed")
 
     def forget(self) -> None:
-        """In a forked process: let go of the socket, so that the store sees the end of the process that connected."""
+        """In a forked process: close the socket, so that the store sees the end of the process that connected."""
         with contextlib.suppress(OSError):
             os.close(self._socket.detach())
         self._gone = "this connection belongs to the process that forked this one"
@@ -176,7 +176,7 @@ class Channel:
         raise StoreGone(self._gone)
 
     def _send_told(self) -> None:
-        """Send what was told, unless a thread is sending that will."""
+        """Send the messages of ``tell``, unless a thread is sending that will."""
         while self._told and self._gone is None and os.getpid() == self._pid:
             if not self._sending.acquire(blocking=False):
                 return
@@ -212,7 +212,7 @@ class Channel:
                         self._turn.notify_all()
 
     def _receive(self) -> None:
-        """Read one reply and give it to who asked."""
+        """Read one reply and give it to the thread that asked."""
         try:
             data, files = receive(self._socket, REPLY.size + 1)
         except BlockingIOError:
@@ -241,7 +241,7 @@ class Channel:
         self._undo(opcode, reply, file)
 
     def _undo(self, opcode: Opcode | None, reply: Reply, file: int | None) -> None:
-        """Nobody waits for ``reply``, of a request that an exception ended: give back what it brought."""
+        """Nobody waits for ``reply``, of a request that an exception ended: give back its lease or object."""
         if file is not None:
             os.close(file)
         if opcode in _GIVES_BACK and reply.status is ReplyStatus.OK:

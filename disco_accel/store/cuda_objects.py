@@ -117,12 +117,12 @@ class CudaObjects:
         return made
 
     def let_write(self, memory: torch.Tensor, writes: bool) -> None:
-        """Let kernels write to ``memory``, a tensor of ``map``, or not any more: when it returns, what this process
-        had queued that writes there is done, and others see it.
+        """Let kernels write to ``memory``, a tensor of ``map``, or not any more: when it returns, this process's
+        queued writes there are done, and others see them.
 
         Raises:
             StoreError: a CUDA graph is being captured.
-            DeviceLost: what was queued ended in an error of the GPU.
+            DeviceLost: queued work ended in an error of the GPU.
             ExecutionError: the driver refuses.
         """
         _refuse_capture()
@@ -143,7 +143,7 @@ class CudaObjects:
             ) from error
 
     def drain(self, ended: int) -> bool:
-        """Wait for the GPU to be done with what was dropped. Whether more than ``ended`` mappings are given back."""
+        """Wait for the GPU to be done with dropped memory. Whether more than ``ended`` mappings are given back."""
         done = threading.Event()
         self._dropped.put(done)
         done.wait(_DRAIN_SECONDS)

@@ -16,13 +16,12 @@ from disco_accel.errors import ConfigError, DeviceLost, ExecutionError
 from disco_accel.native.cuda_driver import cuda_driver
 from disco_accel.native.cuda_shared_memory import CudaMapping, create, granularity
 from disco_accel.sizes import format_size
-from disco_accel.store.tiers import DeviceKind
+from disco_accel.store.objects import footprint_of
+from disco_accel.store.tiers import LATENCY, DeviceKind
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _VIRTUAL_MEMORY, _SHARES_FILES = 102, 103
 """``CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED``, ``..._HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED``."""
-_LATENCY = 1e-4
-"""Seconds that a copy takes beside its bytes, by estimate: two wake-ups of a thread."""
 _FIRST_GUESS = 8e9
 """Bytes/s of a copy until one was timed, by estimate: one thread's copy between a file and page-locked memory."""
 _TIMED_BYTES = 1 << 20
@@ -41,6 +40,7 @@ class CudaTier:
     """
 
     kind = DeviceKind.CUDA
+    bandwidth: float | None = None
 
     def __init__(self, limit: int) -> None:
         """Raises ConfigError where there is no such GPU, it is too small, or its driver cannot do this."""
@@ -84,7 +84,7 @@ class CudaTier:
         cuda_driver().call("cuCtxSetCurrent", self._context)
 
     def _check_read_only(self) -> None:
-        """What is put is mapped read-only. A driver that cannot do that is found now, not by the first reader."""
+        """Final objects are mapped read-only. A driver that cannot do that is found now, not by the first reader."""
         file, probe = create(self._ordinal, self.grain)
         os.close(file)
         try:
@@ -96,7 +96,7 @@ class CudaTier:
         """As ``DeviceTier`` says; zeros."""
         del name
         self._enter()
-        size = -(-max(1, nbytes) // self.grain) * self.grain
+        size = footprint_of(max(1, nbytes), self.grain)
         file, mapping = create(self._ordinal, size)
         self._mappings[file] = mapping
         try:
@@ -110,7 +110,7 @@ class CudaTier:
         return file
 
     def seal(self, file: int) -> bool:
-        """As ``DeviceTier`` says. Clients map what is final read-only; nothing stops a program of this user that calls
+        """As ``DeviceTier`` says. Clients map final objects read-only; nothing stops a program of this user that calls
         the driver itself."""
         return True
 
@@ -134,7 +134,7 @@ class CudaTier:
 
     def seconds(self, nbytes: int) -> float:
         """As ``DeviceTier`` says: of the copies so far, the last counting most."""
-        return _LATENCY + nbytes / self._rate
+        return LATENCY + nbytes / self._rate
 
     def close(self, file: int) -> None:
         """As ``DeviceTier`` says. Raises DeviceLost where the driver does not take memory back."""

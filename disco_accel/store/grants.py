@@ -1,7 +1,7 @@
 """How one amount of memory is divided among jobs that share it: pure policy, no input or output.
 
-Everybody's least comes first, in order of arrival, then shares grow evenly up to what each job can use. Memory that a
-job has to give back is granted to others only when it has come down, so that no two jobs ever count on the same bytes.
+Each job is granted its least in order of arrival, then shares grow evenly up to the most that a job can use. Memory
+that a job has to give back is granted to others once it is free, so that no two jobs ever count on the same bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class Job:
     """One job's part in the division, all in bytes.
 
     ``least``: with less it cannot run at all. ``wish``: with more it is no faster. ``quota``: it never gets more; None:
-    as much as there is. ``held``: what it has allocated now, or has claimed.
+    as much as there is. ``held``: bytes that it has allocated now, or has claimed.
     """
 
     least: int
@@ -31,7 +31,7 @@ class Job:
 
 
 def shares(total: int, jobs: Sequence[Job]) -> list[int]:
-    """The share of ``total`` bytes that each of ``jobs``, in order of arrival, ends up with once all have come down.
+    """The share of ``total`` bytes of each of ``jobs``, in order of arrival, once none holds more than its share.
 
     A job whose least does not fit beside the leasts of earlier ones waits with 0, and no job that holds nothing yet
     overtakes it: so a large job gets its turn when jobs before it end, however many small ones come. Others get as much
@@ -52,10 +52,10 @@ def shares(total: int, jobs: Sequence[Job]) -> list[int]:
 
 
 def divide(total: int, jobs: Sequence[Job]) -> list[int]:
-    """What each of ``jobs``, in order of arrival, may hold now of ``total`` bytes: its share, or less as long as others
-    hold more than theirs. A job that holds more than it is granted has to come down at the end of its step.
+    """The bytes that each of ``jobs``, in order of arrival, may hold now of ``total``: its share, or less as long as
+    others hold more than theirs. A job that holds more than its grant gives it back at the end of its step.
 
-    The sum is at most ``total``; so is the sum of what each holds or is granted, whichever is more, unless jobs hold
+    The sum is at most ``total``; so is the sum of the larger of each grant and the bytes held, unless jobs hold
     more than ``total`` already. A grant is 0 or at least the job's least.
     """
     ends = shares(total, jobs)
@@ -79,11 +79,11 @@ Rule = Callable[[int, Sequence[Job]], list[int]]
 def on_devices(
     rule: Rule, totals: Mapping[int, int], jobs: Sequence[Job], devices: Sequence[Collection[int]]
 ) -> list[int]:
-    """By ``rule``, the number of bytes that each of ``jobs`` has on each of its ``devices``: one number, what the
-    tightest of them leaves. ``totals``: bytes of each device.
+    """By ``rule``, the number of bytes that each of ``jobs`` has on each of its ``devices``: one number, the bytes
+    that the tightest of them leaves. ``totals``: bytes of each device.
 
-    What a job cannot use because of another of its devices is divided among the others: each round bounds jobs by what
-    the round before found. No round gives more of a device than it has.
+    Memory that a job cannot use because of another of its devices is divided among the others: each round bounds jobs
+    by the results of the round before. No round gives more of a device than it has.
     """
     bounded, granted = list(jobs), [0] * len(jobs)
     for _ in range(len(jobs) + 1):

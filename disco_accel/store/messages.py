@@ -39,7 +39,7 @@ MAX_NEXT_USE = 1 << 50
 
 
 class Opcode(IntEnum):
-    """What a request asks for, and the meaning of its ``amount``."""
+    """The kind of a request, and the meaning of its ``amount``."""
 
     PING = 1
     CREATE = 2
@@ -63,9 +63,9 @@ class Opcode(IntEnum):
     one number, of the run of which this process is one, or none. A descriptor of the grant page comes beside the
     reply."""
     HELD = 10
-    """The client has come down, or up, to ``amount`` bytes of its grant. No reply."""
+    """The client now holds ``amount`` bytes of its grant. No reply."""
     LABEL = 11
-    """The client is called what the bytes of ``shape`` say, from now on; before anything else that it owns."""
+    """The bytes of ``shape`` are the client's name from now on; before anything else that it owns."""
     FIRST_CLASS = 32
     """``amount`` bytes more (or, negative, less) of ``device`` are held by this process apart from the store. No
     reply."""
@@ -199,7 +199,7 @@ _STATUSES = tuple(ReplyStatus)
 
 
 class _Use(NamedTuple):
-    """What ``opcode`` uses fields for; one that it does not use is 0. ``low``, ``high``: bounds of its amount.
+    """The use of fields by ``opcode``; one that it does not use is 0. ``low``, ``high``: bounds of its amount.
     ``devices``: numbers of devices are smaller. ``wishes``: the wish is at least the amount. ``has_label``: the
     place of the shape has text. ``names_devices``: the place of the object has bits of devices, that of
     the shape the number of a run or nothing."""

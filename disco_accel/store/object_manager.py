@@ -109,7 +109,7 @@ class ObjectManager:
         self.ledger.classify(item)
         if item.gone:
             self._transfers.dispose(item)
-        self._settle()
+        self.settle()
 
     def put(self, item: Object, seconds: float | None) -> bool:
         """Make ``item`` final, if it is not, and note when it is used next. False where a process can still write to
@@ -123,7 +123,7 @@ class ObjectManager:
         item.uses.next_use = None if seconds is None else now + seconds
         self.ledger.classify(item)
         self._transfers.schedule(item)
-        self._settle()
+        self.settle()
         return True
 
     def free(self, item: Object) -> None:
@@ -137,13 +137,13 @@ class ObjectManager:
         item.waiters.clear()
         self.ledger.classify(item)
         self._transfers.dispose(item)
-        self._settle()
+        self.settle()
 
     def prefetch(self, item: Object) -> None:
         """``item`` is wanted on the device now, if others that are used later can leave for it."""
         if item.tier is Tier.DEVICE and item.device_file is None and item.move is None:
             self._prefetch(item, self._clock())
-            self._settle()
+            self.settle()
 
     def end(self, client: Client) -> None:
         """``client`` is gone: so are its objects, its leases, its requests and its budget."""
@@ -156,7 +156,7 @@ class ObjectManager:
         for item in list(client.owned.values()):
             if not item.gone:
                 self.free(item)
-        self._settle()
+        self.settle()
 
     # Time, and copies that end.
 
@@ -168,7 +168,7 @@ class ObjectManager:
             if item is not None and item.device_file is None and item.move is None and item.uses.next_use is not None:
                 self._prefetch(item, now)
         if self._queue:
-            self._settle()
+            self.settle()
         times = [] if self._transfers.due.next is None else [self._transfers.due.next]
         if self._queue:
             times.append(now + 0.1)
@@ -182,36 +182,10 @@ class ObjectManager:
             self.ledger.classify(item)
             if item.gone:
                 self._transfers.dispose(item)
-        self._settle()
+        self.settle()
 
-    def changed(self) -> None:
-        """Budgets or first-class memory have changed."""
-        self._settle()
-
-    def close(self) -> None:
-        """Free all memory."""
-        for item in self.alive.values():
-            saved = item.move.target if item.move is not None and not item.move.load else None
-            for file in (item.device_file, item.host_file, saved):
-                if file is not None:
-                    self._tier.close(file)
-        self.alive.clear()
-
-    # Room on the device.
-
-    def _enqueue(self, item: Object) -> None:
-        if item not in self._queue:
-            self._queue.append(item)
-            self.ledger.demand += item.footprint
-        self._settle()
-
-    def _dequeue(self) -> Object:
-        item = self._queue.popleft()
-        self.ledger.demand -= item.footprint
-        return item
-
-    def _settle(self) -> None:
-        """Give room to the objects that wait for it, and evict for budgets and first-class memory."""
+    def settle(self) -> None:
+        """Give room to the objects that wait for it, and evict for budgets and first-class memory: after any change."""
         self._again = True
         if self._settling:
             return
@@ -228,6 +202,28 @@ class ObjectManager:
                 self.ledger.regrant()
         self._settling = False
         self._transfers.save_ahead()
+
+    def close(self) -> None:
+        """Free all memory."""
+        for item in self.alive.values():
+            saved = item.move.target if item.move is not None and not item.move.load else None
+            for file in (item.device_file, item.host_file, saved):
+                if file is not None:
+                    self._tier.close(file)
+        self.alive.clear()
+
+    # Room on the device.
+
+    def _enqueue(self, item: Object) -> None:
+        if item not in self._queue:
+            self._queue.append(item)
+            self.ledger.demand += item.footprint
+        self.settle()
+
+    def _dequeue(self) -> Object:
+        item = self._queue.popleft()
+        self.ledger.demand -= item.footprint
+        return item
 
     def _serve_queue(self) -> None:
         """Give room to the objects that wait for it, in their order, as far as there is room."""

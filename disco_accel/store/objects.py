@@ -13,8 +13,8 @@ from disco_accel.store.victims import UseHistory
 
 @dataclass(eq=False, slots=True)
 class Client:
-    """A client, as far as memory goes. ``label``: what it calls itself, "" for nothing. ``held``: what it has taken of
-    its grant. ``first_class``: bytes of each device that its process holds apart from the store. ``devices``: those
+    """A client, as far as memory goes. ``label``: its name, "" for none. ``held``: bytes that it has taken of its
+    grant. ``first_class``: bytes of each device that its process holds apart from the store. ``devices``: those
     that its budget is of, as much on each. ``run``: a number that it has in common with processes that it waits for in
     each step; 0: there are none."""
 

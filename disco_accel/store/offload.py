@@ -24,7 +24,7 @@ class OffloadedWeight(torch.Tensor):
 
     It has the shape, strides and type of the weight, and PyTorch's kernels get the weight itself: fetched for that op
     alone. So autograd, which saves it for the backward, saves no memory either; nor does a checkpointed region. A view
-    is another of these. What writes to it is refused: nobody would see what was written.
+    is another of these. A write to it is refused: nobody would see it.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -79,7 +79,9 @@ class OffloadedWeight(torch.Tensor):
         """A plain copy in this process's memory, laid out alike."""
         item = self._weight.item
         with torch.no_grad():
-            return self.layout_in_store.spread(self.layout_in_store.lay_on(item.store.get(item.id)))
+            layout = self.layout_in_store
+            content = layout.lay_on(item.store.get(item.id))
+            return layout.empty(content.device).copy_(content)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -123,7 +125,7 @@ class OffloadedWeight(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        # module.to() assigns what it got from a weight that is as it should be.
+        # module.to() assigns the result of a weight that is as it should be.
         same = isinstance(value, OffloadedWeight) and value._weight is self._weight
         if not same or value.layout_in_store != self.layout_in_store:  # type: ignore[attr-defined]
             _refuse(self._weight.name, ".data")
@@ -157,17 +159,13 @@ def _is_view(func: Any) -> bool:
 
 
 def _view(func: Any, part: OffloadedWeight, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The view that ``func`` takes of ``part``: what it would be is asked of a tensor without memory."""
-    layout = part.layout_in_store
-    elements = 1 + sum((n - 1) * s for n, s in zip(layout.size, layout.stride, strict=True))
-    whole = torch.empty(layout.offset + max(0, elements), dtype=layout.dtype, device="meta")
-    twin = whole.as_strided(layout.size, layout.stride, layout.offset)
+    """The view that ``func`` takes of ``part``, as it takes it of a tensor without memory."""
 
     def of_the_weight(view: torch.Tensor) -> OffloadedWeight:
         there = Layout(view.dtype, tuple(view.size()), view.stride(), int(view.storage_offset()))
         return OffloadedWeight(part.weight, part._uses, there)
 
-    return tree_map_only(torch.Tensor, of_the_weight, func(twin, *args, **kwargs))
+    return tree_map_only(torch.Tensor, of_the_weight, func(part.layout_in_store.empty("meta"), *args, **kwargs))
 
 
 def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -204,7 +202,7 @@ class _Begin:
 
 
 class Offloaded:
-    """What ``offload`` did to a module. ``names``: of the weights that are in the store."""
+    """The handle of a module whose weights were offloaded. ``names``: of the weights that are in the store."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._uses = WeightUses()
@@ -223,8 +221,8 @@ class Offloaded:
         Raises:
             StoreGone: the store has ended, and with it the weights: load them again from where they came.
             StoreFull: no weight finds room to come back; drop tensors that hold objects, and call again.
-            StoreError: a graph holds a weight: do the backward first, or drop the graph. What came back stays; call
-                again for the rest.
+            StoreError: a graph holds a weight: do the backward first, or drop the graph. Weights that came back stay;
+                call again for the rest.
         """
         self._uses.forget()
         left = self.names
@@ -263,13 +261,13 @@ class Offloaded:
         return True
 
     def _store(self, store: ObjectStore, name: str, parameter: torch.nn.Parameter) -> None:
-        """Move one parameter: whoever holds it now holds one that is in the store."""
+        """Move one parameter: all who held it hold one that is in the store."""
         with torch.no_grad():
             span = span_of(parameter)
             item, _memory = store_bytes(store, span.bytes_of(parameter), freer_of(store))
         layout = span.layout_of(parameter)
         made = OffloadedWeight(Weight(name, item, layout), self._uses, layout)
-        # What isinstance(..., Parameter) asks of tensors of other classes.
+        # isinstance(..., Parameter) asks for it in tensors of other classes.
         made._is_param = True
         _swap(name, parameter, made)
         self._parameters[name] = parameter
@@ -278,7 +276,7 @@ class Offloaded:
 def offload(store: ObjectStore, module: torch.nn.Module, *, min_bytes: int = MIN_BYTES) -> Offloaded:
     """Move the frozen parameters of ``module`` from ``min_bytes`` bytes on to ``store``.
 
-    Each op that reads one fetches it, in forward, backward and recomputation, and lets go of it; in between it may be
+    Each op that reads one fetches it, in forward, backward and recomputation, and drops it; in between it may be
     evicted. From the second forward of ``module`` on, it is announced with the time after which it was used again in
     the step before, and asked back some uses ahead in the order of that step. Trained parameters, small ones and
     buffers stay. Parameters that several modules share are moved once, and all who hold a parameter, an optimizer too,
@@ -351,7 +349,7 @@ def _check_overlaps(module: torch.nn.Module, moving: set[str]) -> None:
 
 
 def _swap(name: str, parameter: torch.nn.Parameter, other: torch.Tensor) -> None:
-    """Make ``parameter``, for all who hold it, what ``other`` is, with its own further attributes."""
+    """Make ``parameter``, for all its holders, the same as ``other``, with its own further attributes."""
     ours = {"_weight", "_uses", "_is_param"}
     kept = {key: value for key, value in parameter.__dict__.items() if key not in ours}
     other.__dict__.update(kept)

@@ -1,4 +1,4 @@
-"""The few objects that are kept on the device for what comes next: another tensor of a storage that was stored just
+"""The few objects that are kept on the device for their next use: another tensor of a storage that was stored just
 now, or another use of an object that was fetched just now."""
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ class RecentObjects:
         return None
 
     def clear(self) -> None:
-        """Let go of all: others need the room."""
+        """Drop all: others need the room."""
         with self._lock:
             dropped, self._recent = list(self._recent), deque()
-        self._let_go(dropped)
+        self._drop(dropped)
 
     def _add(self, one: _Recent, item: StoredObject, memory: torch.Tensor) -> None:
         item.memory = memory
@@ -86,9 +86,9 @@ class RecentObjects:
                 else:
                     dropped.append(other)
             self._recent = kept
-        self._let_go(dropped)
+        self._drop(dropped)
 
-    def _let_go(self, dropped: list[_Recent]) -> None:
+    def _drop(self, dropped: list[_Recent]) -> None:
         now = time.monotonic()
         for one in dropped:
             item = one.object()
@@ -96,7 +96,7 @@ class RecentObjects:
                 continue
             item.memory = None
             expected = min(list(item.expected.values()), default=None)
-            # A get has cleared what was announced.
+            # A get has cleared the announcement.
             if one.storage is None and expected is not None:
                 item.store.put(item.id, next_use=max(0.0, expected - now))
 

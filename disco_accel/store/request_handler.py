@@ -36,10 +36,9 @@ class RequestHandler:
     """Does the requests of clients, one after another. Ids are never used twice, nor by the next store: those of a
     store that has ended name nothing here."""
 
-    def __init__(self, manager: ObjectManager, tier: DeviceTier, link_bandwidth: float | None) -> None:
+    def __init__(self, manager: ObjectManager, tier: DeviceTier) -> None:
         self.manager, self._tier = manager, tier
         self.malformed = 0
-        self._link = int(link_bandwidth or 0)
         self._next = (secrets.randbits(31) | 1) << 32
 
     def handle(self, client: Client, request: Request, now: float) -> Reply | None:
@@ -91,7 +90,7 @@ class RequestHandler:
         """Requests about the store, or about their sender."""
         manager, opcode = self.manager, request.opcode
         if opcode is Opcode.STATS:
-            # What clients claim may add up to more than a message has room for.
+            # Claims of clients may add up to more than a message has room for.
             page, pages = request.amount, STATS_PAGES + len(manager.clients)
             figures = tuple(min(max(f, -_MAX_FIGURE), _MAX_FIGURE) for f in self._figures(page, client))
             label = "" if page < STATS_PAGES else list(manager.clients)[page - STATS_PAGES].label
@@ -99,13 +98,13 @@ class RequestHandler:
         if opcode is _WANT:
             devices, run = devices_in(request.object), request.shape[0] if request.shape else 0
             manager.ledger.want(client, request.amount, request.wish, devices, run)
-            manager.changed()
+            manager.settle()
         elif opcode is Opcode.HELD:
             manager.ledger.hold(client, request.amount)
-            manager.changed()
+            manager.settle()
         elif opcode is Opcode.FIRST_CLASS:
             manager.ledger.report(client, request.device, request.amount)
-            manager.changed()
+            manager.settle()
         elif opcode is Opcode.LABEL:
             if client.label or client.owned or client.has_job:
                 raise StoreError("a label is given once, before anything is created or wanted: connect anew")
@@ -149,9 +148,10 @@ class RequestHandler:
                 *(self.malformed, len(clients)),
             )
         if page == 2:
+            link, jobs = int(self._tier.bandwidth or 0), sum(c.has_job for c in clients)
             return (
-                *(counts.saved_bytes, counts.loaded_bytes, int(counts.stalled * 1e6), len(manager.objects), self._link),
-                *(sum(c.has_job for c in clients), ledger.limits.quota_of(asking) or 0, 0),
+                *(counts.saved_bytes, counts.loaded_bytes, int(counts.stalled * 1e6), len(manager.objects)),
+                *(link, jobs, ledger.limits.quota_of(asking) or 0, 0),
             )
         if page == DEVICE_PAGE:
             return (self._tier.kind, self._tier.grain, *struct.unpack("<qq", self._tier.identity), 0, 0, 0, 0)

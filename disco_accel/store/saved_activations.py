@@ -6,8 +6,9 @@ import dataclasses
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 
@@ -26,19 +27,21 @@ from disco_accel.store.stored_object import (
 )
 from disco_accel.store.use_order import UseOrder
 
+_T = TypeVar("_T")
+
 MIN_BYTES = 1 << 20
 """Smaller tensors stay where they are. Bringing one to the store and back takes half a millisecond beside its bytes."""
 
 
 @contextmanager
 def saved_activations(store: ObjectStore, min_bytes: int = MIN_BYTES) -> Iterator[None]:
-    """While it is entered, what autograd saves for the backward is copied to ``store``, of which it may be evicted,
-    and comes back when the backward needs it. Backwards may run outside.
+    """While it is entered, tensors that autograd saves for the backward are copied to ``store``, of which they may be
+    evicted, and come back when the backward needs them. Backwards may run outside.
 
     From the second step on each tensor is announced with the time after which it was used in the step before: the same
     number among those saved since nothing was. Bits are those of plain PyTorch: its strides, alignment and errors too.
     Tensors smaller than ``min_bytes``, parameters and their views, tensors of other layouts and of subclasses stay.
-    Checkpointing inside has hooks of its own and saves what it saves without.
+    Checkpointing inside has hooks of its own and saves the same as without.
 
     Raises:
         ConfigError: ``min_bytes`` is not positive.
@@ -57,7 +60,7 @@ def saved_activations(store: ObjectStore, min_bytes: int = MIN_BYTES) -> Iterato
 
 
 class _Step:
-    """What is known of the steps that save to one store, from all threads. Holds no reference to the store."""
+    """The steps that save to one store, from all threads. Holds no reference to the store."""
 
     def __init__(self, freer: Freer, device_bytes: int) -> None:
         self.freer, self.device_bytes = freer, device_bytes
@@ -199,7 +202,7 @@ class _Stored:
                 item.uses -= 1
         memory = item.memory
         if memory is None:
-            memory = _fetch(step, item)
+            memory = _with_room(step, lambda: item.store.get(item.id))
             if item.uses > 0:
                 step.recent.fetched(item, memory)
         elif item.uses <= 0:
@@ -208,20 +211,21 @@ class _Stored:
             other.store.prefetch(other.id)
         with torch.no_grad():
             if self._compact is None:
-                # A backward may write to what it saved (cuDNN's recurrent layers, fused losses). In host memory it then
-                # writes to pages of its own; a GPU has no such pages.
+                # A backward may write to its saved tensors (cuDNN's recurrent layers, fused losses). In host memory it
+                # then writes to pages of its own; a GPU has no such pages.
                 return self._layout.lay_on(memory if memory.is_cpu else memory.clone())
-            return self._layout.spread(self._compact.lay_on(memory))
+            return self._layout.empty(memory.device).copy_(self._compact.lay_on(memory))
 
 
-def _fetch(step: _Step, item: StoredObject) -> torch.Tensor:
+def _with_room(step: _Step, ask: Callable[[], _T]) -> _T:
+    """``ask()`` of the store, once more where objects without a use now took the room: those that are kept for later
+    uses, and those without a reference. Raises StoreFull."""
     try:
-        return item.store.get(item.id)
+        return ask()
     except StoreFull:
-        # What is kept for later uses, and what nobody has a reference to, takes room that this needs.
         step.recent.clear()
         step.freer.wait()
-        return item.store.get(item.id)
+        return ask()
 
 
 def _pack(store: ObjectStore, step: _Step, tensor: torch.Tensor, min_bytes: int) -> _Kept | _Stored:
@@ -279,12 +283,7 @@ def _new_object(
     store: ObjectStore, step: _Step, content: torch.Tensor, seconds: float | None
 ) -> tuple[StoredObject, torch.Tensor]:
     step.stored += content.numel()
-    try:
-        return store_bytes(store, content, step.freer, seconds)
-    except StoreFull:
-        step.recent.clear()
-        step.freer.wait()
-        return store_bytes(store, content, step.freer, seconds)
+    return _with_room(step, lambda: store_bytes(store, content, step.freer, seconds))
 
 
 def _named(device: torch.device) -> str:

@@ -31,7 +31,7 @@ from disco_accel.store.object_manager import ObjectManager
 from disco_accel.store.objects import Client, Object, Waiter
 from disco_accel.store.request_handler import RequestHandler
 from disco_accel.store.socket_path import listen, peer_of
-from disco_accel.store.tiers import CopyLanes, DeviceTier, SharedMemoryTier
+from disco_accel.store.tiers import CopyLanes, DeviceTier
 
 _OUTBOX = 64
 """Replies that wait for a client that does not read; with more it is cut off."""
@@ -51,9 +51,8 @@ class Connection:
 
     socket: socket.socket
     client: Client
-    process: int | None
+    process: int
     outbox: deque[tuple[bytes, int | None]] = field(default_factory=deque)
-    page: GrantPage | None = None
     dead: bool = False
 
 
@@ -64,15 +63,8 @@ class Server:
         ConfigError: a store listens there, the folder is not this user's own, or there is no such policy.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        limits: Limits,
-        policy: str,
-        link_bandwidth: float | None = None,
-        tier: DeviceTier | None = None,
-    ) -> None:
-        """``tier``: of the device; None: shared memory behind a link of ``link_bandwidth`` bytes/s."""
+    def __init__(self, path: Path, limits: Limits, policy: str, tier: DeviceTier) -> None:
+        """``policy``: a name of ``STORE_POLICIES``."""
         chosen = store_policy_named(policy)
         self.path = path
         self._listener, self._lock = listen(path)
@@ -80,9 +72,9 @@ class Server:
         for end in (self._wake_in, self._wake_out):
             end.setblocking(False)
         self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        self._lanes = CopyLanes(tier or SharedMemoryTier(link_bandwidth), self._wake)
+        self._lanes = CopyLanes(tier, self._wake)
         self.manager = ObjectManager(limits, chosen, self._lanes, self._answer)
-        self._handler = RequestHandler(self.manager, self._lanes.tier, link_bandwidth)
+        self._handler = RequestHandler(self.manager, tier)
         self._connections: dict[Client, Connection] = {}
         self._ended: list[Connection] = []
         self._pages: dict[Client, GrantPage] = {}
@@ -96,7 +88,7 @@ class Server:
         """Serve until ``stop``, then close everything."""
         try:
             while not self._stopping:
-                # What is due is done before the loop sleeps, and what it leads to is written to the pages.
+                # Before the loop sleeps: prefetches that are due, and the budgets that they lead to.
                 until = self.manager.tick()
                 self._write_pages()
                 self._close_ended()
@@ -134,13 +126,13 @@ class Server:
         except BlockingIOError:
             return
         except OSError:
-            # No descriptor is left. The one kept for this case turns the client away, who would wait for ever else.
+            # No descriptor is left. The one kept for this case turns the client away, which would wait for ever else.
             os.close(self._spare)
             with contextlib.suppress(OSError):
                 self._listener.accept()[0].close()
             self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
             return
-        pid, user, _group = peer_of(made)
+        pid, user = peer_of(made)
         process = _watch(pid) if user == os.getuid() else None
         if process is None:
             made.close()
@@ -190,14 +182,14 @@ class Server:
         return False
 
     def _send_page(self, connection: Connection, reply: Reply) -> None:
-        if connection.page is None:
+        if connection.client not in self._pages:
             try:
-                connection.page = self._pages[connection.client] = GrantPage()
+                self._pages[connection.client] = GrantPage()
             except ExecutionError as error:
                 self._send(connection, Reply(ReplyStatus.REFUSED, reply.number, text=str(error)), None)
                 return
         self._write_pages()
-        self._send(connection, reply, connection.page.file)
+        self._send(connection, reply, self._pages[connection.client].file)
 
     def _write_pages(self) -> None:
         """Budgets as they are now; and, each quarter of a second, that the store is there."""
@@ -278,9 +270,8 @@ class Server:
             connection = self._ended.pop()
             self._selector.unregister(connection.socket)
             connection.socket.close()
-            if connection.process is not None:
-                self._selector.unregister(connection.process)
-                os.close(connection.process)
+            self._selector.unregister(connection.process)
+            os.close(connection.process)
             for _data, file in connection.outbox:
                 if file is not None:
                     os.close(file)

@@ -35,7 +35,7 @@ Piece = tuple[str, int]
 
 
 class _SharedBudget(ABC):
-    """What a budget of a key of the config has in common: the connection, its end and its return."""
+    """The connection of a budget to its store, which may end and come back. ``_key``: of the config."""
 
     _key: str
 
@@ -214,9 +214,9 @@ class HostClaims(_SharedBudget):
                 self._pieces = {piece: nbytes for piece, nbytes in before.items() if piece in self._objects}
                 raise
 
-    def let_go(self, what: str) -> None:
+    def drop(self, kind: str) -> None:
         """No piece of that kind is held any more."""
-        self.hold({piece: nbytes for piece, nbytes in self._pieces.items() if piece[0] != what})
+        self.hold({piece: nbytes for piece, nbytes in self._pieces.items() if piece[0] != kind})
 
     def close(self) -> None:
         """The model holds nothing any more."""

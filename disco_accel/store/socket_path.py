@@ -1,6 +1,6 @@
-"""Where a store listens, and who may talk to it: a socket in a folder of its user's own, closed to all others.
+"""The socket at which a store listens, in a folder of its user's own, closed to all others.
 
-Environment: ``DISCO_STORE`` is the path of the socket; ``DISCO_STORE_LABEL`` what a client is called;
+Environment: ``DISCO_STORE`` is the path of the socket; ``DISCO_STORE_LABEL`` the name of a client;
 ``XDG_RUNTIME_DIR`` the folder for a user's sockets.
 """
 
@@ -42,7 +42,7 @@ def socket_path(path: str | os.PathLike[str] | None = None) -> Path:
 
 
 def client_label(given: str | None = None) -> str:
-    """``given``, else ``$DISCO_STORE_LABEL``: what this client is called; "" for nothing.
+    """``given``, else ``$DISCO_STORE_LABEL``: the name of this client; "" for none.
 
     Raises:
         ConfigError: no client can be called so.
@@ -81,7 +81,7 @@ def check_folder(folder: Path, create: bool = False) -> None:
 def listen(path: Path) -> tuple[socket.socket, int]:
     """A socket that listens at ``path``, and the lock that says so: a descriptor, kept open for as long as it listens.
 
-    A dead store's socket is replaced: the operating system lets go of the lock of a process that ends, however it ends.
+    A dead store's socket is replaced: the operating system frees the lock of a process that ends, however it ends.
 
     Raises:
         ConfigError: a store listens there already, or the folder is not this user's own.
@@ -126,7 +126,7 @@ def connect(path: Path, timeout: float) -> socket.socket:
     except FileNotFoundError as error:
         raise StoreGone(f"no store listens at {path}: {start}") from error
     except OSError:
-        # The folder's own check says what is wrong.
+        # The folder's own check says why.
         pass
     check_folder(path.parent)
     made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -134,7 +134,7 @@ def connect(path: Path, timeout: float) -> socket.socket:
         made.settimeout(timeout)
         made.connect(os.fspath(path))
         made.settimeout(None)
-        _pid, user, _group = peer_of(made)
+        _pid, user = peer_of(made)
         if user != os.getuid():
             raise StoreError(f"the store at {path} is user {user}'s: name your own with --socket or {SOCKET_VARIABLE}")
     except BaseException as error:
@@ -145,8 +145,8 @@ def connect(path: Path, timeout: float) -> socket.socket:
     return made
 
 
-def peer_of(connection: socket.socket) -> tuple[int, int, int]:
-    """Process, user and group at the other end, as the operating system says."""
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end, as the operating system says."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid, user, group = struct.unpack("3i", data)
-    return pid, user, group
+    pid, user, _group = struct.unpack("3i", data)
+    return pid, user

@@ -13,17 +13,14 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from disco_accel.errors import ConfigError
 from disco_accel.eviction import STORE_DEFAULT, STORE_POLICIES
-from disco_accel.native.interposed_library import WAIT_VARIABLE, interposed_library
 from disco_accel.sizes import format_size, parse_size
-from disco_accel.store.messages import is_label
-from disco_accel.store.socket_path import SOCKET_VARIABLE, socket_path
 
 if TYPE_CHECKING:
-    from disco_accel.store.cuda_tier import CudaTier
+    from disco_accel.store.tiers import DeviceTier
 
 _SOCKET = (
     "where the store listens (default: $DISCO_STORE, else in $XDG_RUNTIME_DIR/disco_accel or /tmp/disco_accel-UID)"
@@ -63,6 +60,7 @@ def store(options: argparse.Namespace) -> int:
 def _serve(options: argparse.Namespace) -> int:
     from disco_accel.store.capacity_ledger import Limits
     from disco_accel.store.server import Server
+    from disco_accel.store.socket_path import socket_path
 
     quota, quotas = parse_quotas(options.quota)
     limits = Limits(parse_size(options.host), parse_size(options.device), quota, quotas)
@@ -72,11 +70,11 @@ def _serve(options: argparse.Namespace) -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    server = Server(socket_path(options.socket), limits, options.policy, rate, tier)
+    server = Server(socket_path(options.socket), limits, options.policy, tier)
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, lambda *_: server.stop())
     link = "" if rate is None else f" behind {format_size(int(rate))}/s"
-    link += "" if tier is None else f" of {tier.name}"
+    link += f" of {tier.name}" if tier.name else ""
     print(
         f"store at {server.path}: host {format_size(limits.host)}, device {format_size(limits.device)}{link}, "
         f"policy {options.policy}",
@@ -93,6 +91,8 @@ def parse_quotas(texts: Sequence[str]) -> tuple[int | None, dict[str, int]]:
     Raises:
         ConfigError: one is no such thing, or is given twice.
     """
+    from disco_accel.store.messages import is_label
+
     found: dict[str, int] = {}
     for text in texts:
         label, equals, size = text.rpartition("=")
@@ -104,10 +104,12 @@ def parse_quotas(texts: Sequence[str]) -> tuple[int | None, dict[str, int]]:
     return found.pop("", None), found
 
 
-def _tier(kind: str, nbytes: int, rate: float | None) -> CudaTier | None:
-    """That of a GPU. Raises ConfigError."""
+def _tier(kind: str, nbytes: int, rate: float | None) -> DeviceTier:
+    """The device tier of ``nbytes``. Raises ConfigError."""
     if kind == "host":
-        return None
+        from disco_accel.store.tiers import SharedMemoryTier
+
+        return SharedMemoryTier(rate)
     if rate is not None:
         raise ConfigError("--link-bandwidth: is of the host device; a GPU's link is as fast as it is: leave it out")
     from disco_accel.store.cuda_tier import CudaTier
@@ -125,6 +127,7 @@ def parse_rate(text: str) -> float:
 
 def _stats(options: argparse.Namespace) -> int:
     from disco_accel.store.connection import Channel, ask_figures
+    from disco_accel.store.socket_path import socket_path
 
     channel = Channel(socket_path(options.socket), timeout=10.0)
     print(json.dumps(ask_figures(channel), indent=2))
@@ -133,16 +136,28 @@ def _stats(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    """Become the program of ``options``, counted by the store. Raises ConfigError, ExtensionError."""
+    from disco_accel.store.socket_path import socket_path
+
     try:
         wait = None if options.wait is None else float(options.wait)
     except ValueError:
         raise ConfigError(f"--wait: {options.wait!r} is not a number of seconds") from None
     words = options.program[1:] if options.program[:1] == ["--"] else options.program
-    run_counted(words, socket_path(options.socket), wait)
+    if not words:
+        raise ConfigError("store run: no program to run: write it after --, such as: disco-accel store run -- ./train")
+    program = shutil.which(words[0])
+    if program is None:
+        raise ConfigError(f"store run: {words[0]}: no such program: give its path, or a name that is on PATH")
+    counted = counted_environment(os.environ, socket_path(options.socket), wait)
+    try:
+        os.execve(program, words, counted)
+    except OSError as error:
+        raise ConfigError(f"store run: {program}: cannot be started: {error.strerror}") from error
 
 
 def counted_environment(environment: Mapping[str, str], socket: Path, wait: float | None = None) -> dict[str, str]:
-    """``environment`` in which programs are counted by the store at ``socket``, and what they start in turn.
+    """``environment`` in which programs are counted by the store at ``socket``, and their children too.
 
     ``wait``: seconds that an allocation without room waits for others to make some; None: two, as the library has it.
 
@@ -150,9 +165,12 @@ def counted_environment(environment: Mapping[str, str], socket: Path, wait: floa
         ConfigError: ``wait`` is no such time, or the library's path cannot be preloaded.
         ExtensionError: the library cannot be built.
     """
+    from disco_accel.native import interposed_library
+    from disco_accel.store.socket_path import SOCKET_VARIABLE
+
     if wait is not None and not (math.isfinite(wait) and 0 <= wait <= MAX_WAIT):
         raise ConfigError(f"--wait: {wait} is not a number of seconds from 0 to {MAX_WAIT:.0f}")
-    library = os.fspath(interposed_library())
+    library = os.fspath(interposed_library.interposed_library())
     if re.search(r"[\s:]", library):
         raise ConfigError(
             f"{library}: the loader can't be told a path with blanks or colons: set TORCH_EXTENSIONS_DIR to a folder "
@@ -161,24 +179,5 @@ def counted_environment(environment: Mapping[str, str], socket: Path, wait: floa
     others = [path for path in re.split(r"[\s:]+", environment.get("LD_PRELOAD", "")) if path and path != library]
     counted = {**environment, "LD_PRELOAD": ":".join([library, *others]), SOCKET_VARIABLE: os.fspath(socket)}
     if wait is not None:
-        counted[WAIT_VARIABLE] = repr(wait)
+        counted[interposed_library.WAIT_VARIABLE] = repr(wait)
     return counted
-
-
-def run_counted(command: Sequence[str], socket: Path, wait: float | None = None) -> NoReturn:
-    """Become the program ``command``, counted by the store at ``socket``.
-
-    Raises:
-        ConfigError: as ``counted_environment``; there is no such program, or it can't be started.
-        ExtensionError: as ``counted_environment``.
-    """
-    if not command:
-        raise ConfigError("store run: no program to run: write it after --, such as: disco-accel store run -- ./train")
-    program = shutil.which(command[0])
-    if program is None:
-        raise ConfigError(f"store run: {command[0]}: no such program: give its path, or a name that is on PATH")
-    counted = counted_environment(os.environ, socket, wait)
-    try:
-        os.execve(program, list(command), counted)
-    except OSError as error:
-        raise ConfigError(f"store run: {program}: cannot be started: {error.strerror}") from error

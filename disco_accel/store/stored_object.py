@@ -59,11 +59,11 @@ class Layout:
         made.set_(memory.untyped_storage(), self.offset, self.size, self.stride)
         return made
 
-    def spread(self, content: torch.Tensor) -> torch.Tensor:
-        """``content``, of this size, copied to new memory of its device where it lies so."""
+    def empty(self, device: torch.device | str) -> torch.Tensor:
+        """A tensor in new memory of ``device`` where it lies so."""
         elements = 1 + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))
-        whole = torch.empty(self.offset + elements, dtype=self.dtype, device=content.device)
-        return whole.as_strided(self.size, self.stride, self.offset).copy_(content)
+        whole = torch.empty(self.offset + max(0, elements), dtype=self.dtype, device=device)
+        return whole.as_strided(self.size, self.stride, self.offset)
 
 
 @dataclass(frozen=True, slots=True)

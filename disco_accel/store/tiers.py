@@ -25,7 +25,7 @@ from disco_accel.threads import start_thread
 
 _PIECE = 1 << 18
 """Bytes that are copied at once: a pace is kept, and a needless copy ends, to within that many."""
-_LATENCY = 1e-4
+LATENCY = 1e-4
 """Seconds that a copy takes beside its bytes, by estimate: two wake-ups of a thread."""
 _UNTHROTTLED = 2e9
 """Bytes/s of a copy without a pace, by estimate."""
@@ -39,7 +39,7 @@ thread they would be memory that nobody accounts for."""
 
 
 class DeviceKind(IntEnum):
-    """What a tier's descriptors are of; a figure of the store (``device_kind``)."""
+    """The kind of memory behind a tier's descriptors; a figure of the store (``device_kind``)."""
 
     HOST = 0
     """Files in memory."""
@@ -51,10 +51,14 @@ class DeviceTier(Protocol):
     """Memory of one device as files that other processes can be given. Any thread may call."""
 
     kind: DeviceKind
+    name: str
+    """Of the GPU; empty for host memory."""
     identity: bytes
     """16 bytes by which a client finds the device; zeros for host memory."""
     grain: int
     """An object takes a whole multiple of so many bytes."""
+    bandwidth: float | None
+    """Bytes/s to which copies are throttled, each way; None: they are not."""
 
     def allocate(self, name: str, nbytes: int) -> int:
         """The descriptor of ``nbytes`` zeros. Raises ExecutionError where there is no memory."""
@@ -72,14 +76,14 @@ class DeviceTier(Protocol):
         """How long a copy of so many bytes takes, either way, by estimate."""
 
     def close(self, file: int) -> None:
-        """Let go of ``file``, of this tier or of host memory, which nothing copies now."""
+        """Close ``file``, of this tier or of host memory, which nothing copies now."""
 
 
 class SharedMemoryTier:
-    """A device tier in host memory. ``bandwidth``: bytes/s of its link, each way by itself; None: as fast as it
-    goes."""
+    """A device tier in host memory."""
 
     kind = DeviceKind.HOST
+    name = ""
     identity = bytes(16)
     grain = mmap.PAGESIZE
 
@@ -98,13 +102,11 @@ class SharedMemoryTier:
         """As ``DeviceTier`` says."""
         _copy(source, target, nbytes, self.bandwidth, cancelled)
 
-    def save(self, source: int, target: int, nbytes: int, cancelled: threading.Event) -> None:
-        """As ``DeviceTier`` says."""
-        _copy(source, target, nbytes, self.bandwidth, cancelled)
+    save = load
 
     def seconds(self, nbytes: int) -> float:
         """As ``DeviceTier`` says."""
-        return _LATENCY + nbytes / (self.bandwidth or _UNTHROTTLED)
+        return LATENCY + nbytes / (self.bandwidth or _UNTHROTTLED)
 
     def close(self, file: int) -> None:
         """As ``DeviceTier`` says."""
@@ -168,7 +170,7 @@ class CopyLanes:
         """A move that has ended, each once; None where there is no other.
 
         Raises:
-            DeviceLost: there will be none any more, and what the device had is gone.
+            DeviceLost: there will be none any more, and the memory of the device is gone.
         """
         if self.lost is not None:
             raise self.lost

@@ -27,7 +27,7 @@ class UseOrder:
         self._places: dict[int, int] = {}
 
     def begin_step(self) -> None:
-        """What was learned in this step is what the next goes by. A step without uses teaches nothing."""
+        """The next step goes by the uses of this one. A step without uses teaches nothing."""
         if self._order:
             self._last_seconds, self._last_order = self._seconds, self._order
             self._places = {number: place for place, number in enumerate(self._order)}
@@ -85,7 +85,7 @@ class WeightUses:
             self._turn()
 
     def forget(self) -> None:
-        """Let go of all weights."""
+        """Drop all weights."""
         with self._lock:
             self._now, self._before = _Step(), _Step()
 

@@ -18,6 +18,7 @@ from disco_accel.store.capacity_ledger import Limits
 from disco_accel.store.client import Store
 from disco_accel.store.server import Server
 from disco_accel.store.stored_object import freer_of
+from disco_accel.store.tiers import SharedMemoryTier
 
 MIB = 1 << 20
 
@@ -33,7 +34,7 @@ def serving(
     quotas: Mapping[str, int] | None = None,
 ) -> Iterator[Server]:
     """A store in a thread. Nothing of it is left afterwards: no socket, no descriptor."""
-    server = Server(folder / "own" / "store", Limits(host, device, quota, quotas or {}), policy, rate)
+    server = Server(folder / "own" / "store", Limits(host, device, quota, quotas or {}), policy, SharedMemoryTier(rate))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

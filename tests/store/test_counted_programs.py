@@ -88,7 +88,7 @@ def test_mistakes_are_named(words: list[str], message: str, capsys: pytest.Captu
 
 
 def test_a_path_that_the_loader_would_split_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("disco_accel.store.store_command.interposed_library", lambda: tmp_path / "two words.so")
+    monkeypatch.setattr("disco_accel.native.interposed_library.interposed_library", lambda: tmp_path / "two words.so")
     with pytest.raises(ConfigError, match="TORCH_EXTENSIONS_DIR"):
         counted_environment({}, tmp_path / "store")
 

@@ -212,4 +212,4 @@ class PlanMemory:
         # PyTorch may keep what was freed in pieces of that size, for which the next arena is too large.
         backend_of(self.device).release_memory()
         if self.host_claims is not None:
-            self.host_claims.let_go("offloaded values")
+            self.host_claims.drop("offloaded values")
