@@ -102,10 +102,10 @@ class Planned(Whole):
         which the host device does not ask. ``left_behind``: their bytes."""
         state = find_state(model)
         assert state is not None, "the model is prepared"
-        fill = state.gradients.fill
+        fill = state.gradients.memory.fill
 
         def behind_link(copies: Sequence[tuple[torch.Tensor | None, torch.Tensor]]) -> list[torch.Tensor]:
-            (arena,) = state.arenas.values()
+            (arena,) = state.memory.arenas.values()
             first = arena.data_ptr()
             on_device = range(first, first + arena.numel())
             self.left_behind = sum(value.nbytes for _, value in copies if value.data_ptr() in on_device)
@@ -114,7 +114,7 @@ class Planned(Whole):
             time.sleep(max(0.0, began + self.left_behind / bandwidth - time.perf_counter()))
             return found
 
-        state.gradients.fill = behind_link  # type: ignore[method-assign]
+        state.gradients.memory.fill = behind_link  # type: ignore[method-assign]
 
     def figures(self) -> dict[str, Any]:
         found = stats(self.model)

@@ -214,7 +214,7 @@ class HostClaims(_SharedBudget):
                 self._pieces = {piece: nbytes for piece, nbytes in before.items() if piece in self._objects}
                 raise
 
-    def let_go(self, what: str) -> None:
+    def release(self, what: str) -> None:
         """No piece of that kind is held any more."""
         self.hold({piece: nbytes for piece, nbytes in self._pieces.items() if piece[0] != what})
 

@@ -92,7 +92,7 @@ def _decide(trainer: Any) -> None:
     if not state.updates.told:
         return
     if reason is not None:
-        state.say_once(
+        state.reports.say_once(
             f"update: auto is step here: {reason} may read weights behind optimizer.step(); if it does not, update: "
             "deferred hides updates behind the next forward"
         )
