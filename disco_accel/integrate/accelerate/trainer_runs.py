@@ -17,7 +17,7 @@ import torch
 
 from disco_accel.step.run.session import Session, find_state
 from disco_accel.step.update.clipping import clip_grad_norm
-from disco_accel.step.update.deferral import settles
+from disco_accel.step.update.settling_hooks import settles
 
 _OURS = ("transformers", "disco_accel")
 """Packages whose trainers and callbacks read no parameter between a step and the next forward."""

@@ -12,8 +12,8 @@ import torch
 
 from disco_accel.errors import ExecutionError
 from disco_accel.native.backend import backend_of
-from disco_accel.store.shared_budgets import HostClaims
 from disco_accel.step.compile.compiled_step import CompiledStep
+from disco_accel.store.shared_budgets import HostClaims
 
 PlanKey = tuple[Hashable, ...]
 """All that a plan depends on."""

@@ -15,7 +15,6 @@ from disco_accel.native.host_memory import HostMemory, WatchedTensors
 from disco_accel.native.out_of_memory import typed_out_of_memory
 from disco_accel.step.budget.engine_memory import EngineMemory
 from disco_accel.step.budget.grant_source import GrantWithdrawn
-from disco_accel.store.shared_budgets import Piece
 from disco_accel.step.budget.moving_budget import MovingBudget
 from disco_accel.step.compile.compiled_step import CompiledStep
 from disco_accel.step.placement.gradient_memory import GradientMemory
@@ -23,6 +22,7 @@ from disco_accel.step.placement.model_placement import Placement
 from disco_accel.step.placement.shard_memory import ShardMemory
 from disco_accel.step.update.planned_updates import PlannedUpdates
 from disco_accel.step.update.updated_step import StepWithUpdate
+from disco_accel.store.shared_budgets import Piece
 
 
 class PlanLoader:

@@ -8,9 +8,9 @@ import torch
 
 from disco_accel.config.settings import DiscoConfig, Settings
 from disco_accel.native.backend import run_device
-from disco_accel.store.shared_budgets import HostClaims
 from disco_accel.step.optimizer_home import OptimizerHome, TrainedBytes, check_update, keeps_masters, optimizer_home
 from disco_accel.step.run.frontend import Frontend
+from disco_accel.store.shared_budgets import HostClaims
 
 
 @dataclass(frozen=True)

@@ -254,7 +254,7 @@ class PendingStep:
                 self.state.memory.lock.release()
 
 
-class _Step(torch.autograd.Function):
+class _PlannedForward(torch.autograd.Function):
     """Forward returns the first output; backward returns the gradient of each trainable parameter, in order."""
 
     @staticmethod
@@ -381,7 +381,7 @@ def run_step(
     pending = PendingStep(state, model, step, externals)
     pending.compare = compare
     others: list[torch.Tensor] = []
-    apply: Callable[..., torch.Tensor] = _Step.apply
+    apply: Callable[..., torch.Tensor] = _PlannedForward.apply
     together = OneForward(region, step.captured.kept_casts)
     first = apply(pending, together, tuple(step.parameters), others, *step.parameters.values())
     return [first, *others], pending.inputs, together

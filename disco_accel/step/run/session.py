@@ -44,7 +44,6 @@ from disco_accel.step.run.step_compiler import StepCompiler
 from disco_accel.step.run.step_stats import plan_figures
 from disco_accel.step.run.verify_steps import StepVerifier
 from disco_accel.step.update.planned_updates import PlannedUpdates
-from disco_accel.store.shared_budgets import HostClaims
 
 STATE = "_disco_state"
 """The attribute of a prepared model that holds its session."""
