@@ -86,4 +86,4 @@ def _read(model: Any, ids: torch.Tensor, recipe: PrefillRecipe, config: DiscoCon
 
 def _plan_seconds(model: Any) -> float:
     state = find_state(model)
-    return 0.0 if state is None else sum(sum(step.seconds.values()) for step in state.plans.values())
+    return 0.0 if state is None else sum(sum(step.seconds.values()) for step in state.memory.plans.values())

@@ -38,5 +38,5 @@ def wait_for_plans(model: torch.nn.Module) -> None:
     """Wait until no plan of ``model``, which is prepared, is being made beside its steps."""
     state = find_state(model)
     assert state is not None, "the model is prepared"
-    while not state.budgets.maker.idle:
+    while not state.budgets.plan_sets.maker.idle:
         time.sleep(0.05)

@@ -25,7 +25,7 @@ from disco_accel.native.extension import load_extension
 from disco_accel.simulate.simulator import Link, Machine
 from disco_accel.step.run.session import current_step, find_state
 from disco_accel.step.update import update_choice
-from disco_accel.step.update.update_choice import Choice, Updates
+from disco_accel.step.update.update_choice import UpdateChoice, UpdatePlaces
 
 TRACED = 3
 """Steps at the end whose kernels and copies are timed; the middle one counts."""
@@ -102,10 +102,10 @@ class Planned(Whole):
         which the host device does not ask. ``left_behind``: their bytes."""
         state = find_state(model)
         assert state is not None, "the model is prepared"
-        fill = state.gradients.fill
+        fill = state.gradients.memory.fill
 
         def behind_link(copies: Sequence[tuple[torch.Tensor | None, torch.Tensor]]) -> list[torch.Tensor]:
-            (arena,) = state.arenas.values()
+            (arena,) = state.memory.arenas.values()
             first = arena.data_ptr()
             on_device = range(first, first + arena.numel())
             self.left_behind = sum(value.nbytes for _, value in copies if value.data_ptr() in on_device)
@@ -114,7 +114,7 @@ class Planned(Whole):
             time.sleep(max(0.0, began + self.left_behind / bandwidth - time.perf_counter()))
             return found
 
-        state.gradients.fill = behind_link  # type: ignore[method-assign]
+        state.gradients.memory.fill = behind_link  # type: ignore[method-assign]
 
     def figures(self) -> dict[str, Any]:
         found = stats(self.model)
@@ -208,13 +208,13 @@ class HostHalf(HostDeferred):
 
     def __init__(self, job: Job) -> None:
         # In this process alone.
-        update_choice.Updates.choices = _every_second  # type: ignore[method-assign]
+        update_choice.UpdateChoice.choices = _every_second  # type: ignore[method-assign]
         super().__init__(job)
 
 
-def _every_second(updates: Updates, update_on: str, machine: Machine) -> list[Choice]:
+def _every_second(updates: UpdateChoice, update_on: str, machine: Machine) -> list[UpdatePlaces]:
     del update_on, machine
-    return [Choice(frozenset(range(0, len(updates.parts), 2)), updates.graph.devices[0].memory)]
+    return [UpdatePlaces(frozenset(range(0, len(updates.parts), 2)), updates.graph.devices[0].memory)]
 
 
 class Resident(Planned):

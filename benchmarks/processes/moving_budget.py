@@ -262,12 +262,12 @@ def beside_planning(steps: int) -> tuple[list[float], list[float]]:
     training.steps(4, DEPTH)
     state = find_state(training.model)
     assert state is not None
-    family = state.budgets.families()[0]
+    family = state.budgets.plan_sets.all()[0]
     for number in range(steps // 5):
         alone += training.steps(5, DEPTH)
-        state.budgets.maker.ask(family, parse_size("3MiB") + 4096 * (number + 1))
+        state.budgets.plan_sets.maker.ask(family, parse_size("3MiB") + 4096 * (number + 1))
         count = 0
-        while not state.budgets.maker.idle and count < 50:
+        while not state.budgets.plan_sets.maker.idle and count < 50:
             beside += training.steps(1, DEPTH)
             count += 1
         wait_for_plans(training.model)

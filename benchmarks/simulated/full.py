@@ -51,7 +51,7 @@ from disco_accel.sizes import format_size, parse_size
 from disco_accel.step.compile.pipeline import CostedStep, PlannerSettings, plan_step, replan, with_costs
 from disco_accel.step.optimizer_home import TrainedBytes
 from disco_accel.step.update.pending_update import AdamSettings, ParameterUpdate
-from disco_accel.step.update.update_choice import Measure, Updates
+from disco_accel.step.update.update_choice import Measure, UpdateChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +252,7 @@ def _modes(outlined: Outline, step: CostedStep, budget: int, device: Device) -> 
     behind = _mode(planned.graph, planned.plan, captured, device, outside)
     update = sum(p.numel() for p in outlined.model.parameters() if p.requires_grad) / device.host.update
     behind = replace(_with_update(behind, update), plan_seconds=round(planned.seconds["plan"], 1))
-    updates = Updates(planned.graph, *updates_on_meta(outlined), "float32", _measure(device))
+    updates = UpdateChoice(planned.graph, *updates_on_meta(outlined), "float32", _measure(device))
     made: list[Mode] = []
     for chosen in updates.choices("auto", machine):
         graph = updates.timed(chosen.on_device)

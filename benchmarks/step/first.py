@@ -35,7 +35,7 @@ def first_steps(layers: int, budget: str, lengths: Sequence[int]) -> Iterator[di
             began = time.process_time()
             model(**batch).loss.backward()
             spent.append(time.process_time() - began)
-        parts = next(reversed(state.plans.values())).seconds
+        parts = next(reversed(state.memory.plans.values())).seconds
         yield {"length": length, "first": spent[0], "second": spent[1]} | {
             name: parts[name] for name in ("capture", "plan", "load")
         }

@@ -198,7 +198,7 @@ class Executor:
         self._require_running()
         self._wait(self._engine.wait_out)
 
-    def let_go(self, vertices: Collection[int]) -> None:
+    def release_inputs(self, vertices: Collection[int]) -> None:
         """Once ``wait_out`` or ``run_out`` has returned: nothing that is still to run reads these external inputs."""
         self._require_running()
         self._engine.release([self._early.storage[vertex] for vertex in vertices])

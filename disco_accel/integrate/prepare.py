@@ -23,12 +23,12 @@ from disco_accel.integrate.hf.step_output import StepOutput
 from disco_accel.native.backend import run_device
 from disco_accel.native.out_of_memory import typed_out_of_memory
 from disco_accel.shortage import met_shortage
-from disco_accel.step.budget.retry_on_budget_change import in_moving_budget
+from disco_accel.step.budget.retry_on_budget_change import retry_on_budget_change
 from disco_accel.step.capture_lock import in_capture
 from disco_accel.step.compile.fitted_batch import FittedBatch
 from disco_accel.step.compile.refusals import require_known_weights, require_plain_autograd
 from disco_accel.step.dynamo import not_compiled, plain_model
-from disco_accel.step.optimizer_home import OptimizerHome, keeps_masters, optimizer_home, update_asked
+from disco_accel.step.optimizer_home import keeps_masters, optimizer_home, update_asked
 from disco_accel.step.run.inner_forwards import InnerForwards, own_forward_runs
 from disco_accel.step.run.observer import Fallback
 from disco_accel.step.run.output_field import compiled_for_use
@@ -52,59 +52,59 @@ def _forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         return type(self).forward(self, *args, **kwargs)
     if not torch.is_grad_enabled() or state.frozen_for_prefill is not None or in_capture():
         return _own_forward(state, args, kwargs)
-    state.require_own_process()
+    state.memory.require_own_process()
     try:
         require_plain_autograd()
-        batch = state.arguments.bind(args, kwargs)
+        batch = state.calls.arguments.bind(args, kwargs)
         if batch.get("return_dict") is False:
             raise CaptureError("return_dict: False is not supported in a planned step; leave it out")
         with state.placement.hidden():
-            return in_moving_budget(state, lambda: _padded_or_not(state, self, batch))
+            return retry_on_budget_change(state.budgets, lambda: _padded_or_not(state, self, batch))
     except CaptureError as error:
         return _eager(state, error, args, kwargs)
 
 
 def _padded_or_not(state: Session, model: torch.nn.Module, batch: Mapping[str, Any]) -> StepOutput | torch.Tensor:
-    fitted = _shared_out(state, model, state.frontend.fit(model, batch, state.usage.used(batch)))
+    fitted = _shared_out(state, model, state.setup.frontend.fit(model, batch, state.calls.usage.used(batch)))
     try:
         return _planned(state, model, fitted)
     except BudgetTooSmall as error:
         # Bits must not hang on what other jobs have at the moment.
         if fitted.length is None or state.budgets.may_wait(error):
             raise
-        return _planned(state, model, _shared_out(state, model, state.frontend.give_up(fitted, batch)))
+        return _planned(state, model, _shared_out(state, model, state.setup.frontend.give_up(fitted, batch)))
 
 
 def _shared_out(state: Session, model: torch.nn.Module, fitted: FittedBatch) -> FittedBatch:
-    with state.lock:
-        return state.batches.fit(model, fitted)
+    with state.memory.lock:
+        return state.calls.batches.fit(model, fitted)
 
 
 def _planned(state: Session, model: torch.nn.Module, fitted: FittedBatch) -> StepOutput | torch.Tensor:
     """The forward of a planned step on ``fitted``."""
-    with state.lock, state.updates.taking():
+    with state.memory.lock, state.updates.taking():
         key = step_key(model, fitted.batch)
-        reason = state.last_fallback.known_reason(key)
+        reason = state.calls.last_fallback.known_reason(key)
         if reason is not None:
             raise CaptureError(reason)
-        usage = state.usage.of(key, fitted.batch)
+        usage = state.calls.usage.of(key, fitted.batch)
         try:
             step = compiled_for_use(state, model, fitted, usage, key)
         except CaptureError as error:
-            if state.config.on_unsupported == "eager" and not met_shortage(error):
-                state.last_fallback.note(key, str(error))
+            if state.setup.config.on_unsupported == "eager" and not met_shortage(error):
+                state.calls.last_fallback.note(key, str(error))
             raise
-        if state.effects.lasting:
+        if state.compiler.effects.lasting:
             key = step_key(model, fitted.batch)
-        region = state.casts.region_of(step)
+        region = state.calls.casts.region_of(step)
         running = state.with_more(model, step)
         # An update cannot be taken back: weights are looked at before it, not beside it.
-        state.make_current(model, running, check_ends_later=running is step)
+        state.loader.make_current(model, running, check_ends_later=running is step)
         generator = generator_state(step)
         compare = Comparison.of(state, model, fitted, step, generator)
         values, inputs, together = run_step(state, model, running, fitted.batch, region, compare)
-        state.casts.planned(region, inputs)
-        state.observers.on_step(running)
+        state.calls.casts.planned(region, inputs)
+        state.reports.observers.on_step(running)
     if step.captured.bare:
         return values[0]
     rerun = Rerun(state, model, fitted, step, usage, generator, autocast_state(), key, inputs, together)
@@ -114,10 +114,10 @@ def _planned(state: Session, model: torch.nn.Module, fitted: FittedBatch) -> Ste
 
 
 def _eager(state: Session, error: CaptureError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if state.config.on_unsupported != "eager":
+    if state.setup.config.on_unsupported != "eager":
         raise error
-    state.observers.on_fallback(Fallback.STEP, str(error))
-    state.say_once(f"this step runs in eager mode, outside the memory budget: {error}")
+    state.reports.observers.on_fallback(Fallback.STEP, str(error))
+    state.reports.say_once(f"this step runs in eager mode, outside the memory budget: {error}")
     return _own_forward(state, args, kwargs)
 
 
@@ -125,13 +125,13 @@ def _own_forward(state: Session, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """The model's own forward, on its weights as they are after all updates."""
     if not in_capture():
         state.updates.settle()
-        state.casts.own_forward()
+        state.calls.casts.own_forward()
         if torch.is_grad_enabled():
             # Its backward may add to gradients.
             state.updates.multiply_clipped()
     args, kwargs = state.placement.batch((args, kwargs))
-    with state.gate.eager(), own_forward_runs(), state.placement.visiting():
-        return state.original_forward(*args, **kwargs)
+    with state.calls.gate.eager(), own_forward_runs(), state.placement.visiting():
+        return state.calls.forward(*args, **kwargs)
 
 
 @typed_out_of_memory("preparing the model")
@@ -153,7 +153,7 @@ def prepare(model: torch.nn.Module, config: DiscoConfig) -> torch.nn.Module:
         return model
     state: Session | None = model.__dict__.get(STATE)
     if state is not None:
-        if state.config == config and state.frozen_for_prefill is None:
+        if state.setup.config == config and state.frozen_for_prefill is None:
             return model
         restore(model)
     if not any(p.requires_grad for p in model.parameters()):
@@ -168,7 +168,7 @@ def prepare(model: torch.nn.Module, config: DiscoConfig) -> torch.nn.Module:
         logger.warning("the model is left as it is, outside the memory budget: %s", error)
         return model
     state = _session(model, config)
-    run_first_forward_changes(model, state.device, gradients=True)
+    run_first_forward_changes(model, state.memory.device, gradients=True)
     _attach(state, model)
     return model
 
@@ -181,7 +181,7 @@ def prepare_frozen(model: torch.nn.Module, config: DiscoConfig) -> Session:
     """
     require_known_weights(model)
     state = _session(model, config, trains=False)
-    run_first_forward_changes(model, state.device, gradients=False)
+    run_first_forward_changes(model, state.memory.device, gradients=False)
     state.frozen_for_prefill = [p for p in model.parameters() if p.requires_grad]
     for parameter in state.frozen_for_prefill:
         parameter.requires_grad_(False)
@@ -212,13 +212,14 @@ def _drop_copied_patch(model: torch.nn.Module) -> None:
 
 
 def _attach(state: Session, model: torch.nn.Module) -> None:
-    masters = keeps_masters(state.config)
-    state.messages.prepared(model, state.settings.memory_budget, state.device, state.optimizer, masters)
-    if state.optimizer is OptimizerHome.HOST and state.config.optimizer == "auto":
-        state.messages.host_by_size()
+    setup = state.setup
+    budget, masters = setup.settings.memory_budget, keeps_masters(setup.config)
+    state.reports.messages.prepared(model, budget, setup.device, setup.optimizer, masters)
+    if setup.trained_on_host and setup.config.optimizer == "auto":
+        state.reports.messages.host_by_size()
     state.placement.apply()
     try:
-        state.hold_host()
+        state.loader.hold_host()
     except StoreFull:
         state.close()
         state.placement.undo()
@@ -227,23 +228,24 @@ def _attach(state: Session, model: torch.nn.Module) -> None:
         _follow_optimizers(state, model)
     model.__dict__[STATE] = state
     generate_prefill.install(state, model)
-    state.on_restore.append(InnerForwards(state, model).remove)
-    patched = functools.update_wrapper(functools.partial(_forward, model), state.original_forward)
+    state.on_restore.append(InnerForwards(state.reports, model).remove)
+    patched = functools.update_wrapper(functools.partial(_forward, model), state.calls.forward)
     model.forward = patched
 
 
 def _follow_optimizers(state: Session, model: torch.nn.Module) -> None:
     """What ``master_weights`` and ``update`` ask of optimizers is done from now on."""
     ready = None
-    if keeps_masters(state.config):
-        masters = MasterWeights(model, state.lock, state.say_once)
+    config = state.setup.config
+    if keeps_masters(config):
+        masters = MasterWeights(model, state.memory.lock, state.reports.say_once)
         state.on_restore.append(masters.remove)
         ready = masters.ready
-    asked = update_asked(state.config)
-    if asked == "step" or state.optimizer is OptimizerHome.DEVICE:
+    asked = update_asked(config)
+    if asked == "step" or not state.setup.trained_on_host:
         return
-    holds, said = (state.placement.holds, state.gradients.holds), state.say_once
-    make = functools.partial(Deferral, model, *holds, state.lock, said, ready, asked)
+    holds, said = (state.placement.holds, state.gradients.memory.holds), state.reports.say_once
+    make = functools.partial(Deferral, model, *holds, state.memory.lock, said, ready, asked)
     state.updates.defer(make, when_told=asked == "auto")
     if "transformers.trainer" in sys.modules:
         follow_trainers(sys.modules["transformers.trainer"])
@@ -266,7 +268,7 @@ def restore(model: torch.nn.Module) -> torch.nn.Module:
     state.placement.undo()
     for parameter in state.frozen_for_prefill or ():
         parameter.requires_grad_(True)
-    original = state.original_forward
+    original = state.calls.forward
     if isinstance(original, types.MethodType) and original.__func__ is type(model).forward:
         model.__dict__.pop("forward", None)
     else:
@@ -302,12 +304,13 @@ def set_memory_budget(model: torch.nn.Module, budget: int | str) -> None:
     state = find_state(model)
     if state is None:
         raise ConfigError("set_memory_budget: the model is not prepared: call prepare(model, config) first")
-    if state.config.memory_budget == "shared" or budget == "shared":
+    config = state.setup.config
+    if config.memory_budget == "shared" or budget == "shared":
         raise ConfigError(
-            f"memory_budget: {budget} cannot be set on a model that runs with {state.config.memory_budget}: shared "
+            f"memory_budget: {budget} cannot be set on a model that runs with {config.memory_budget}: shared "
             "budgets are what a store grants; prepare(model, config) again with the other one"
         )
-    state.budgets.set(replace(state.config, memory_budget=budget).resolve().memory_budget)
+    state.budgets.grant.set(replace(config, memory_budget=budget).resolve().memory_budget)
 
 
 def stats(model: torch.nn.Module) -> dict[str, Any]:

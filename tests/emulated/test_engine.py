@@ -196,9 +196,9 @@ def test_waiting_for_the_callers_stream_is_not_stalling() -> None:
 def short_of_time(model: Any) -> None:
     """From now on half a second without progress counts as stalled."""
     state = state_of(model)
-    current = state.current
+    current = state.memory.current
     assert current is not None
-    executor = current.make_executor(dataclasses.replace(current.engine, stall_timeout=0.5), arenas=state.arenas)
+    executor = current.make_executor(dataclasses.replace(current.engine, stall_timeout=0.5), arenas=state.memory.arenas)
     before = current.use(executor)
     assert before is not None
     before.close()
@@ -238,9 +238,10 @@ def test_a_trace_tells_when_things_ran_also_behind_work_of_the_caller() -> None:
 def test_several_compute_streams_have_workspaces_of_their_own(streams: int) -> None:
     model, expected = planned()
     state = state_of(model)
-    current = state.current
+    current = state.memory.current
     assert current is not None
-    executor = current.make_executor(dataclasses.replace(current.engine, compute_streams=streams), arenas=state.arenas)
+    engine = dataclasses.replace(current.engine, compute_streams=streams)
+    executor = current.make_executor(engine, arenas=state.memory.arenas)
     before = current.use(executor)
     assert before is not None
     before.close()

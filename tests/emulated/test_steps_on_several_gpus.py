@@ -50,8 +50,8 @@ def check(devices: Any, where: torch.device = FIRST, steps: int = 3, dropout: fl
 def test_layers_on_several_gpus_train_with_eagers_bits(count: int) -> None:
     model = check(count)
     session = model.__dict__[STATE]
-    assert len(session.arenas) == count
-    assert sorted(arena.device.index for arena in session.arenas.values()) == list(range(count))
+    assert len(session.memory.arenas) == count
+    assert sorted(arena.device.index for arena in session.memory.arenas.values()) == list(range(count))
     assert not device.complaints(), device.complaints()
     device.reset()  # of the trial of copies
     step(model, batch_for(SHAPE["vocab_size"], 2, 16, FIRST))
@@ -89,7 +89,7 @@ def test_gpus_by_index() -> None:
     with torch.cuda.device(last):
         model = check([COUNT - 1, 0], last, steps=2)
     session = model.__dict__[STATE]
-    assert [arena.device.index for arena in session.arenas.values()] == [COUNT - 1, 0]
+    assert [arena.device.index for arena in session.memory.arenas.values()] == [COUNT - 1, 0]
 
 
 def test_gpus_that_are_not_there_are_refused() -> None:

@@ -139,7 +139,7 @@ def test_a_step_dropped_behind_its_gate_has_ended_its_transfers(made: Made) -> N
             assert all(torch.equal(dropped.around[name], was) for name, was in written.items())
 
 
-def test_inputs_that_are_let_go_are_freed_and_memory_that_is_given_lives_until_the_end(made: Made) -> None:
+def test_inputs_that_are_released_are_freed_and_memory_that_is_given_lives_until_the_end(made: Made) -> None:
     given, plan = Given(program(3)), made.plan
     behind = after_gate(plan.vertices, (*plan.data_edges, *plan.memory_edges))
     vertex = next(iter(given.b.external))
@@ -150,14 +150,14 @@ def test_inputs_that_are_let_go_are_freed_and_memory_that_is_given_lives_until_t
         engine.run_out(given.begin() | {vertex: shift})
         del shift, given.tensors["early"]
         assert freed() is not None and memory() is not None, "bound, so kept"
-        engine.let_go([vertex])
+        engine.release_inputs([vertex])
         assert freed() is None and memory() is not None
         engine.run_end(given.late())
         assert memory() is None
         result = given.b.results["y"]
         assert torch.equal(engine.value(result.ref, result.spec), result.tensor)
         with pytest.raises(ExecutionError, match="no step is running"):
-            engine.let_go([vertex])
+            engine.release_inputs([vertex])
         run(engine, Given(program(4)))
 
 

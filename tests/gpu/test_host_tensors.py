@@ -59,10 +59,10 @@ def check(eager: Any, planned: Any, x: torch.Tensor) -> None:
 def pageable(model: Any) -> list[str]:
     """Inputs of the plan that runs whose host bytes a device cannot copy from at once."""
     state = find_state(model)
-    assert state is not None and state.current is not None
-    clean = state.current.clean
+    assert state is not None and state.memory.current is not None
+    clean = state.memory.current.clean
     assert clean
-    names = {b.vertex: f"{b.source} {b.name}" for b in state.current.captured.bindings}
+    names = {b.vertex: f"{b.source} {b.name}" for b in state.memory.current.captured.bindings}
     return [names[vertex] for vertex, tensor in clean.items() if tensor.numel() and not tensor.is_pinned()]
 
 

@@ -83,4 +83,4 @@ def with_update(model: torch.nn.Module) -> StepWithUpdate:
     """The plan that begins with an update."""
     state = find_state(model)
     assert state is not None
-    return next(step for step in state.plans.values() if isinstance(step, StepWithUpdate))
+    return next(step for step in state.memory.plans.values() if isinstance(step, StepWithUpdate))

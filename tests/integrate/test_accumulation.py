@@ -61,7 +61,7 @@ def session_of(model: torch.nn.Module) -> Session:
 
 
 def sums(model: torch.nn.Module) -> list[AccumulatingStep]:
-    return [step for step in session_of(model).plans.values() if isinstance(step, AccumulatingStep)]
+    return [step for step in session_of(model).memory.plans.values() if isinstance(step, AccumulatingStep)]
 
 
 def accumulated(model: torch.nn.Module) -> int:
@@ -107,7 +107,7 @@ def test_weights_and_moments_are_eager_ones(family: str, dtype: torch.dtype, upd
         assert torch.equal(*norms)
     settle(model)
     assert accumulated(model) == 8
-    assert session_of(model).gradients.nbytes <= sum(p.nbytes + 64 for p in model.parameters())
+    assert session_of(model).gradients.memory.nbytes <= sum(p.nbytes + 64 for p in model.parameters())
     for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
         assert torch.equal(ours, theirs)
         mine, other = (optimizer.state[p] for optimizer, p in zip(optimizers, (ours, theirs), strict=True))

@@ -50,7 +50,7 @@ def test_bits_are_eager_ones(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
     assert pair.deferred == len(WAYS) + 2
     state = find_state(pair.model)
     assert state is not None
-    (step,) = (each for each in state.plans.values() if isinstance(each, StepWithUpdate))
+    (step,) = (each for each in state.memory.plans.values() if isinstance(each, StepWithUpdate))
     scaled = [kernel for kernel in step.updated.kernels if kernel.stage is Stage.SCALE]
     assert {kernel.on_host for kernel in scaled} == {update_on == "host"}
     assert len(scaled) == sum(kernel.stage is Stage.UPDATE for kernel in step.updated.kernels)

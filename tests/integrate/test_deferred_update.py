@@ -70,7 +70,7 @@ def test_gradients_take_one_set_of_memory() -> None:
     taken = []
     for step in range(6):
         model(**random_batch(seed=step)).loss.backward()
-        taken.append(state.gradients.nbytes)
+        taken.append(state.gradients.memory.nbytes)
         optimizer.step()
         optimizer.zero_grad()
     assert stats(model)["updates_planned"] == 4

@@ -21,7 +21,7 @@ from disco_accel.plan import Machine
 from disco_accel.simulate.simulator import Link
 from disco_accel.step.run.session import find_state
 from disco_accel.step.update import update_choice
-from disco_accel.step.update.update_choice import Updates
+from disco_accel.step.update.update_choice import UpdateChoice
 from tests.integrate.deferred_updates import STEPS, adamw, assert_same, config, train, with_update
 from tests.support.engine_faults import failing, kernels
 from tests.support.interrupts import interrupted
@@ -162,7 +162,7 @@ def test_the_faster_place_is_chosen_weight_by_weight() -> None:
     state = find_state(model)
     assert state is not None
     assert state.updates.deferral is not None and state.updates.deferral.pending is not None
-    updates = Updates.of(step.plain.engine, step.plain.graph, weights, state.updates.deferral.pending.parts)
+    updates = UpdateChoice.of(step.plain.engine, step.plain.graph, weights, state.updates.deferral.pending.parts)
     chosen = {}
     for name, bandwidth in (("slow", 1e3), ("fast", 1e12)):
         link = Link(bandwidth, 0.0)

@@ -65,7 +65,7 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
 def memory_of(model: torch.nn.Module) -> GradientMemory:
     state = find_state(model)
     assert state is not None
-    return state.gradients
+    return state.gradients.memory
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:

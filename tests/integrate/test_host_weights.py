@@ -337,7 +337,7 @@ def test_auto_goes_by_the_budget() -> None:
     for budget in (8 * WEIGHTS - 1, 8 * WEIGHTS):
         state = find_state(prepare(Tower(), config(optimizer="auto", memory_budget=budget)))
         assert state is not None
-        homes.append(state.optimizer.value)
+        homes.append(state.setup.optimizer.value)
     assert homes == ["host", "device"]
     adapter = find_state(prepare(tiny_lora(), config(optimizer="auto", memory_budget=1024)))
     assert adapter is not None and adapter.optimizer.value == "device", "an adapter is not most of the weights"
@@ -373,4 +373,4 @@ def test_the_other_planner_is_refused() -> None:
     with pytest.raises(ConfigError, match="optimizer: host needs planner: timed"):
         prepare(Tower(), config(planner="build"))
     state = find_state(prepare(Tower(), config(planner="build", optimizer="auto", memory_budget=4 * WEIGHTS)))
-    assert state is not None and state.optimizer.value == "device"
+    assert state is not None and state.setup.optimizer.value == "device"

@@ -117,7 +117,7 @@ def test_every_gradient_goes_straight_to_its_place() -> None:
         step, nbytes = compiled(model), sum(p.nbytes for p in model.parameters())
         assert leaving(model) == {name for name, _ in model.named_parameters()}
         assert step.executor.counters()["transfer_bytes"] == nbytes
-        memory = session_of(model).gradients
+        memory = session_of(model).gradients.memory
         assert all(memory.holds(p.grad) for p in model.parameters() if p.grad is not None)
         assert memory.nbytes <= nbytes + 64 * len(list(model.parameters()))
         produced = {gradient.ref[0] for gradient in step.captured.gradients}
@@ -281,7 +281,7 @@ def test_an_exception_in_a_hook_leaves_the_next_backward_right(where: str) -> No
             of.zero_grad()
             scaled.backward()
         assert_same(model, eager)
-    assert session_of(model).gradients.nbytes <= 2 * sum(p.nbytes for p in model.parameters()) + 4096
+    assert session_of(model).gradients.memory.nbytes <= 2 * sum(p.nbytes for p in model.parameters()) + 4096
 
 
 def test_a_backward_that_fails_gives_its_places_back() -> None:
@@ -323,7 +323,7 @@ def test_an_update_at_the_head_of_a_step_gives_its_gradients_memory_to_the_next_
         of(ids(9)).backward()
     assert_same(model, eager)
     count = len(list(model.parameters()))
-    assert session_of(model).gradients.nbytes <= sum(p.nbytes for p in model.parameters()) + 64 * count
+    assert session_of(model).gradients.memory.nbytes <= sum(p.nbytes for p in model.parameters()) + 64 * count
 
 
 def _least(graph: TaskGraph) -> MemGraph:

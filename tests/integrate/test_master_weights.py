@@ -78,7 +78,7 @@ def test_a_forward_that_fails_beside_the_update(monkeypatch: pytest.MonkeyPatch)
             train(each, its, [step])
         state = find_state(model)
         assert state is not None
-        planned = next(each for each in state.plans.values() if isinstance(each, StepWithUpdate))
+        planned = next(each for each in state.memory.plans.values() if isinstance(each, StepWithUpdate))
         plain = [v.id for v in planned.plan.vertices if v.id in planned.plain.graph.ops]
         failed = kernels(planned.plan).index(plain[step - 3])
         with failing(planned.executor, failed), pytest.raises(ExecutionError):

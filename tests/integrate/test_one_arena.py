@@ -89,7 +89,7 @@ def test_no_step_takes_more_than_the_budget(case: str, more: float) -> None:
         next(turns)
         figures = stats(model)
         assert figures["peak_bytes"] <= figures["budget_bytes"]
-        arenas.append(id(state.arenas[0]))
+        arenas.append(id(state.memory.arenas[0]))
     assert figures["steps_compiled"] == 12
     if more > 1:
         assert len(set(arenas[-4:])) == 1
@@ -102,4 +102,4 @@ def test_a_step_with_less_outside_is_planned_once() -> None:
         model(**random_batch(length=tokens)).loss.backward()
     state = find_state(model)
     assert state is not None
-    assert [len(family.totals()) for family in state.budgets.families()] == [1, 1, 1]
+    assert [len(family.totals()) for family in state.budgets.plan_sets.all()] == [1, 1, 1]

@@ -71,7 +71,7 @@ for model in (shared, given, given):
     step(model)
 set_memory_budget(given, SMALL)
 step(given)
-maker = session_of(shared).budgets.maker
+maker = session_of(shared).budgets.plan_sets.maker
 
 
 def forked(end):

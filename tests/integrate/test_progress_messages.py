@@ -19,7 +19,7 @@ from disco_accel import DiscoCallback, prefill, prepare, stats
 from disco_accel.errors import CaptureError
 from disco_accel.integrate.accelerate.trainer_speed import KEY
 from disco_accel.observe.log_to_stderr import show_messages
-from disco_accel.step.run import progress_messages, session
+from disco_accel.step.run import progress_messages, step_compiler
 from disco_accel.step.run.session import find_state
 from tests.integrate.twins import SMALL, batch, config
 from tests.support.models import tiny_lora
@@ -65,7 +65,7 @@ def test_a_stage_is_told_before_it_begins(monkeypatch: pytest.MonkeyPatch, caplo
         told.extend(said(caplog))
         raise CaptureError("stop here")
 
-    monkeypatch.setattr(session, "compile_step", stuck)
+    monkeypatch.setattr(step_compiler, "compile_step", stuck)
     model = prepare(tiny_lora(**SMALL), config())
     with pytest.raises(CaptureError):
         model(**batch())
@@ -182,7 +182,7 @@ def test_trainers_speed_leaves_planning_out_and_logs_it(tmp_path: Path, caplog: 
     clock = progress_messages.time.time() - began
     state = find_state(model)
     assert state is not None
-    planning = sum(ended - begun for begun, ended in state.messages.made)
+    planning = sum(ended - begun for begun, ended in state.reports.messages.made)
     assert metrics[KEY] == pytest.approx(planning, abs=1e-3) and planning > 0
     assert metrics["train_runtime"] + metrics[KEY] <= clock
     assert metrics["train_samples_per_second"] == pytest.approx(6 / metrics["train_runtime"], rel=0.02)

@@ -256,7 +256,7 @@ def test_auto_tries_tensor_where_the_others_have_no_plan(monkeypatch: pytest.Mon
     planned = prepare(family_lora("llama"), config(2, "auto"))
     state = find_state(planned)
     assert state is not None
-    made = state.compiled
+    made = state.compiler.compiled
 
     def compiled(model: torch.nn.Module, fitted: FittedBatch, *rest: Any, below: float = 0.0, **more: Any) -> Any:
         if fitted.parallel != "tensor":
@@ -266,9 +266,9 @@ def test_auto_tries_tensor_where_the_others_have_no_plan(monkeypatch: pytest.Mon
     fitted = FittedBatch(random_batch(batch=1, length=32))
     with pytest.raises(NotFaster):
         made(planned, dataclasses.replace(fitted, parallel="tensor"), ("loss",), below=0.0)
-    assert not state.plans and state.shards is not None and not state.shards._copies
-    monkeypatch.setattr(state, "compiled", compiled)
-    assert state.batches.fit(planned, fitted).parallel == "tensor" and state.shards._copies
+    assert not state.memory.plans and state.loader.shards is not None and not state.loader.shards._copies
+    monkeypatch.setattr(state.compiler, "compiled", compiled)
+    assert state.calls.batches.fit(planned, fitted).parallel == "tensor" and state.loader.shards._copies
 
 
 def test_auto_takes_the_way_that_fits() -> None:

@@ -19,7 +19,7 @@ from disco_accel.execute import executor
 from disco_accel.measure import record
 from disco_accel.native import host_memory
 from disco_accel.shortage import met_shortage
-from disco_accel.step.budget import plan_memory
+from disco_accel.step.budget import plan_loader
 from disco_accel.step.compile import compiled_step, pipeline
 from disco_accel.step.placement import model_placement as placement
 from tests.support import forkserver
@@ -76,7 +76,7 @@ STAGES: dict[str, tuple[object, str]] = {
     "planning": (pipeline, "make_plan"),
     "verifying": (pipeline, "verify"),
     "host copies": (compiled_step, "bytes_of"),
-    "the arena": (plan_memory, "device_arena"),
+    "the arena": (plan_loader, "device_arena"),
     "the host's arena": (executor, "host_arena"),
 }
 

@@ -246,6 +246,6 @@ def test_the_default_is_the_host_for_a_model_too_large_to_train_on_the_device(
         model = prepare(family_full("llama"), DiscoConfig(**({"device": "cpu", "memory_budget": 5 * weights} | keys)))
         state = find_state(model)
         assert state is not None and state.updates.deferral is None
-        homes.append(state.optimizer.value)
+        homes.append(state.setup.optimizer.value)
     assert homes == ["host", "device", "device"]
     assert sum("optimizer: auto is host here" in record.getMessage() for record in caplog.records) == 1

@@ -170,13 +170,13 @@ def test_nothing_is_loaded_again_for_writes_elsewhere(kind: str) -> None:
         step(model)
     state = find_state(model)
     assert state is not None
-    seen = state.weights_seen
+    seen = state.loader.weights_seen
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     for seed in range(3):
         model(**batch(seed)).loss.backward()
         optimizer.step()
         assert all(torch.isfinite(t).all() for t in model.state_dict().values())
-    assert state.weights_seen is seen
+    assert state.loader.weights_seen is seen
 
 
 LARGE = {"layers": 1, "hidden": 256, "vocabulary": 32, "attention_dropout": 0.1}
@@ -200,7 +200,7 @@ def test_large_weights_that_are_read_while_the_step_runs() -> None:
     for got, expected in zip(*results, strict=True):
         assert_same(got, expected)
     state = find_state(model)
-    assert state is not None and state.weights_seen.hashed_bytes > 2 << 20
+    assert state is not None and state.loader.weights_seen.hashed_bytes > 2 << 20
     for forwards in (1, 2):
         losses = [model(**batch(seed)).loss for seed in range(forwards)]
         _element(model.get_parameter(WEIGHT))
@@ -289,18 +289,18 @@ def test_a_trained_weight_beside_frozen_ones_in_one_arena(kind: str, tmp_path: P
     assert_same_step(model, eager)
     state = find_state(model)
     assert state is not None
-    seen = state.weights_seen
+    seen = state.loader.weights_seen
     for seed in range(3):
         for of, optimizer in zip((model, eager), optimizers, strict=True):
             of(**batch(seed)).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
         assert_same_step(model, eager, seed)
-    assert state.weights_seen is seen, "no frozen weight was loaded again"
+    assert state.loader.weights_seen is seen, "no frozen weight was loaded again"
     for of in (model, eager):
         _element(of.get_parameter("model.layers.0.mlp.up_proj.weight"))
     assert_same_step(model, eager)
-    assert state.weights_seen is not seen
+    assert state.loader.weights_seen is not seen
 
 
 @both
@@ -337,9 +337,9 @@ def test_restored_and_prepared_again(kind: str) -> None:
         assert os.waitpid(child, 0)[1] == 0
     state = find_state(model)
     assert state is not None
-    seen = state.weights_seen
+    seen = state.loader.weights_seen
     assert_same_step(model, eager)
-    assert state.weights_seen is seen, "what the child wrote was its own"
+    assert state.loader.weights_seen is seen, "what the child wrote was its own"
     for of in (model, eager):
         _element(of.get_parameter(WEIGHT))
     assert_same_step(model, eager)
@@ -354,5 +354,5 @@ def test_arenas_hold_the_weights_under_watch() -> None:
     state = find_state(model)
     assert state is not None
     buffers = sum(b.nbytes for b in model.buffers())
-    assert state.weights_seen.hashed_bytes <= buffers
+    assert state.loader.weights_seen.hashed_bytes <= buffers
     assert isinstance(state.placement._arenas[0], HostMemory)

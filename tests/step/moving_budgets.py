@@ -66,7 +66,7 @@ def session_of(model: torch.nn.Module) -> Session:
 
 
 def arena(model: torch.nn.Module) -> int:
-    return sum(memory.numel() for memory in session_of(model).arenas.values())
+    return sum(memory.numel() for memory in session_of(model).memory.arenas.values())
 
 
 def assert_same(model: torch.nn.Module, eager: torch.nn.Module) -> None:

@@ -67,7 +67,7 @@ def test_a_better_plan_for_the_same_budget_takes_the_place_of_the_first() -> Non
     model, eager = twins()
     both(model, eager, 0)
     session = session_of(model)
-    (family,) = session.budgets.families()
+    (family,) = session.budgets.plan_sets.all()
     (first,) = family.members()
     set_memory_budget(model, SMALL)
     both(model, eager, 1)
@@ -76,7 +76,7 @@ def test_a_better_plan_for_the_same_budget_takes_the_place_of_the_first() -> Non
     set_memory_budget(model, LARGE)
     both(model, eager, 2)
     assert better is not first.plain and better.loaded is not None and first.plain.loaded is None
-    assert any(step is better for step in session.plans.values())
+    assert any(step is better for step in session.memory.plans.values())
 
 
 def test_a_plan_for_a_larger_budget_is_made_while_steps_go_on_by_the_old_one(planned_here: Callable[[], None]) -> None:
@@ -86,7 +86,7 @@ def test_a_plan_for_a_larger_budget_is_made_while_steps_go_on_by_the_old_one(pla
     set_memory_budget(model, LARGE)
     both(model, eager, 1)
     assert arena(model) <= SMALL, "the first step does not wait for it"
-    until(lambda: session_of(model).budgets.maker.idle)
+    until(lambda: session_of(model).budgets.plan_sets.maker.idle)
     both(model, eager, 2)
     assert arena(model) > SMALL and stats(model)["reload_bytes"] == 0
     assert stats(model)["plans"] == 1, "nothing was captured again"
@@ -102,7 +102,7 @@ def test_random_moves_before_each_of_thirty_steps_leave_bits_and_hold_the_budget
         budget = chance.randint(least, 2 * least)
         set_memory_budget(model, budget)
         both(model, eager, seed)
-        assert arena(model) + session_of(model).current.budget.outside <= budget
+        assert arena(model) + session_of(model).memory.current.budget.outside <= budget
         assert stats(model)["held_bytes"] <= budget
         moves.add(arena(model))
         if chance.random() < 0.7:
@@ -111,18 +111,18 @@ def test_random_moves_before_each_of_thirty_steps_leave_bits_and_hold_the_budget
                 optimizer.zero_grad()
     assert len(moves) > 2 and stats(model)["budget_moves"] > 2
     assert len(stats(model)["budget_plans"]) <= 8
-    assert len(session_of(model).plans) <= 9
+    assert len(session_of(model).memory.plans) <= 9
 
 
 def test_nothing_moves_between_a_forward_and_its_backward() -> None:
     model, eager = twins()
     both(model, eager, 0)
     losses = [each(batch(1)) for each in (model, eager)]
-    before = session_of(model).current, arena(model)
+    before = session_of(model).memory.current, arena(model)
     set_memory_budget(model, SMALL)
     losses[0].backward()
     # The memory is given back as soon as its backward has ended: another job may wait for it.
-    assert session_of(model).arenas == {} and before[1] > SMALL
+    assert session_of(model).memory.arenas == {} and before[1] > SMALL
     losses[1].backward()
     assert torch.equal(losses[0], losses[1])
     assert_same(model, eager)
@@ -171,7 +171,7 @@ def test_sums_of_gradients_and_updates_in_the_plan_follow(update: str) -> None:
     assert stats(model)["steps_accumulated"] >= 10
     if update == "deferred":
         assert stats(model)["updates_planned"] >= 4
-        assert sum(isinstance(step, StepWithUpdate) for step in session_of(model).plans.values()) >= 2
+        assert sum(isinstance(step, StepWithUpdate) for step in session_of(model).memory.plans.values()) >= 2
 
 
 def both_grads(model: torch.nn.Module, eager: torch.nn.Module, seed: int) -> None:
@@ -187,7 +187,7 @@ def test_several_devices_follow_and_keep_their_layers() -> None:
     both(model, eager, 0)
     set_memory_budget(model, SMALL // 2)
     both(model, eager, 1)
-    assert all(0 < memory.numel() <= SMALL // 2 for memory in session_of(model).arenas.values())
+    assert all(0 < memory.numel() <= SMALL // 2 for memory in session_of(model).memory.arenas.values())
     set_memory_budget(model, LARGE)
     both(model, eager, 2)
 
@@ -232,7 +232,7 @@ def test_the_budget_of_a_model_that_is_not_prepared_cannot_be_set() -> None:
     for wrong in ("shared", "some", 0, -1, True, 1 << 60):
         with pytest.raises(ConfigError, match="memory_budget"):
             set_memory_budget(model, wrong)
-    assert session_of(model).budgets.source.granted() == LARGE
+    assert session_of(model).budgets.grant.source.granted() == LARGE
 
 
 def test_a_planning_process_that_dies_is_told_and_steps_go_on(
@@ -245,7 +245,7 @@ def test_a_planning_process_that_dies_is_told_and_steps_go_on(
     set_memory_budget(model, LARGE)
     both(model, eager, 1)
     with caplog.at_level(logging.ERROR, "disco_accel"):
-        until(lambda: session_of(model).budgets.maker.idle)
+        until(lambda: session_of(model).budgets.plan_sets.maker.idle)
     assert "a planning process ended with -9" in caplog.text
     both(model, eager, 2)
     assert arena(model) <= SMALL
@@ -257,7 +257,7 @@ def test_restore_ends_the_making_of_plans(planned_here: Callable[[], None]) -> N
     both(model, eager, 0)
     set_memory_budget(model, LARGE)
     both(model, eager, 1)
-    maker = session_of(model).budgets.maker
+    maker = session_of(model).budgets.plan_sets.maker
     restore(model)
     until(lambda: maker._thread is not None and not maker._thread.is_alive())
     both(model, eager, 2)
@@ -275,9 +275,9 @@ def test_a_grant_that_shrinks_while_it_is_claimed_is_not_used() -> None:
 
     model, eager = twins()
     budgets = session_of(model).budgets
-    budgets.source, budgets.moving = Withdrawing(LARGE), True
+    budgets.grant.source, budgets.grant.moving = Withdrawing(LARGE), True
     both(model, eager, 0)
-    assert 0 < arena(model) <= SMALL and budgets.source.withdrawn == 1
+    assert 0 < arena(model) <= SMALL and budgets.grant.source.withdrawn == 1
     both(model, eager, 1)
 
 
@@ -301,7 +301,7 @@ def test_a_process_that_is_forked_while_a_plan_is_made_leaves_it_to_its_parent(
     both(model, eager, 0)
     set_memory_budget(model, LARGE)
     both(model, eager, 1)
-    maker = session_of(model).budgets.maker
+    maker = session_of(model).budgets.plan_sets.maker
     assert not maker.idle
 
     def child() -> None:

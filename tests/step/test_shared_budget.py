@@ -47,13 +47,13 @@ def test_shared_is_not_set_by_hand() -> None:
 def test_several_devices_take_what_is_granted_on_each(ledger: Path) -> None:
     model, eager = twins("shared", devices=2, parallel="layers")
     both(model, eager, 0)
-    assert len(session_of(model).arenas) == 2
+    assert len(session_of(model).memory.arenas) == 2
     watch, least = FileLedger(ledger), SMALL // 2
     for seed, total in enumerate((least, LARGE, least, LARGE), 1):
         watch.set_total(total)
-        until(lambda total=total: session_of(model).budgets.source.granted() <= total)
+        until(lambda total=total: session_of(model).budgets.grant.source.granted() <= total)
         both(model, eager, seed)
-        assert all(0 < memory.numel() <= total for memory in session_of(model).arenas.values())
+        assert all(0 < memory.numel() <= total for memory in session_of(model).memory.arenas.values())
         assert stats(model)["held_bytes"] <= total
     assert stats(model)["budget_moves"] >= 2
     restore(model)
@@ -73,11 +73,11 @@ def test_two_models_share_and_hold_no_byte_twice(ledger: Path) -> None:
         assert 0 < stats(model)["held_bytes"] <= stats(model)["granted_bytes"]
         assert arena(model) > 0
     budgets = session_of(first).budgets
-    until(lambda: budgets.maker.idle)
+    until(lambda: budgets.plan_sets.maker.idle)
     assert len(stats(first)["budget_plans"]) >= 3, "plans between the least and the largest useful budget are kept"
     restore(second)
-    source = budgets.source
-    assert isinstance(source, FileLedger) and sum(watch.held()) == budgets.held
+    source = budgets.grant.source
+    assert isinstance(source, FileLedger) and sum(watch.held()) == budgets.grant.held
     restore(first)
     assert sum(watch.held()) == 0
 
@@ -88,7 +88,7 @@ def test_an_idle_model_gives_memory_back(ledger: Path) -> None:
     held = stats(model)["held_bytes"]
     FileLedger(ledger).set_total(held // 2)
     # No step begins or ends.
-    until(lambda: not session_of(model).arenas)
+    until(lambda: not session_of(model).memory.arenas)
     assert stats(model)["held_bytes"] < held // 2
     FileLedger(ledger).set_total(LARGE)
     both(model, eager, 1)
@@ -115,7 +115,7 @@ def test_a_step_waits_for_its_grant_and_says_so_once(ledger: Path, caplog: pytes
     both(model, eager, 0)
     watch = FileLedger(ledger)
     watch.set_total(1000)
-    until(lambda: not session_of(model).arenas)
+    until(lambda: not session_of(model).memory.arenas)
     done = threading.Event()
 
     def step() -> None:
@@ -133,7 +133,7 @@ def test_a_step_waits_for_its_grant_and_says_so_once(ledger: Path, caplog: pytes
     assert caplog.text.count("waiting for other jobs") == 1
     eager(batch(1)).backward()
     assert_same(model, eager)
-    session_of(model).budgets.patience = 0.0
+    session_of(model).budgets.grant.patience = 0.0
     watch.set_total(1000)
     with pytest.raises(BudgetTooSmall):
         model(batch(2))
@@ -173,10 +173,10 @@ def test_a_job_whose_need_ends_leaves_memory_to_the_other(ledger: Path) -> None:
                 loss.backward()
             assert torch.equal(*losses)
     budgets = session_of(model).budgets
-    until(lambda: budgets.maker.idle)
+    until(lambda: budgets.plan_sets.maker.idle)
     wishes = []
     for rows in (48, 8, 8, 8, 8, 8, 48):
         model(batch(rows, rows)).backward()
-        wishes.append(budgets._wish)
+        wishes.append(budgets.grant.max_useful)
     assert wishes[0] == wishes[3] > wishes[5] < wishes[6]
     restore(model)

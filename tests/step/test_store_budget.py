@@ -30,11 +30,11 @@ def test_a_model_makes_room_for_programs_that_the_store_hears_of(tmp_path: Path)
         before = arena(model)
         assert SMALL < before <= LARGE
         other.report(0, LARGE - SMALL)
-        until(lambda: session_of(model).budgets.source.granted() <= SMALL)
+        until(lambda: session_of(model).budgets.grant.source.granted() <= SMALL)
         both(model, eager, 1)
         assert arena(model) <= SMALL
         other.report(0, SMALL - LARGE)
-        until(lambda: session_of(model).budgets.source.granted() > before)
+        until(lambda: session_of(model).budgets.grant.source.granted() > before)
         both(model, eager, 2)
         assert server.path.exists()
         session_of(model).close()
@@ -47,7 +47,7 @@ def test_a_store_that_ends_leaves_the_last_grant_until_it_is_back(
     with serving(tmp_path, device=LARGE):
         model, eager = twins("shared")
         both(model, eager, 0)
-    source = session_of(model).budgets.source
+    source = session_of(model).budgets.grant.source
     until(lambda: source.granted() > 0 and "keeps the" in caplog.text)
     granted = source.granted()
     both(model, eager, 1)

@@ -45,9 +45,9 @@ def test_weights_and_offloaded_values_count_while_they_are_held(tmp_path: Path) 
         model, eager = twins(LARGE, host_memory="shared")
         assert watch.stats()["host_used"] == weights() == stats(model)["host_held_bytes"]
         step(model, eager, 0)
-        offloaded = session_of(model).current.plan.host_memory
+        offloaded = session_of(model).memory.current.plan.host_memory
         assert offloaded > 0 and watch.stats()["host_used"] == weights() + offloaded
-        session_of(model).unload()
+        session_of(model).memory.unload()
         assert watch.stats()["host_used"] == weights()
         step(model, eager, 1)
         assert stats(model)["host_held_bytes"] == watch.stats()["host_used"] == weights() + offloaded
@@ -96,7 +96,7 @@ def test_a_store_that_ends_leaves_the_memory_until_it_is_back(tmp_path: Path, ca
         step(model, eager, 0)
     until(lambda: "This job keeps the" in caplog.text)
     step(model, eager, 1)
-    session_of(model).unload()
+    session_of(model).memory.unload()
     step(model, eager, 2)
     with serving(tmp_path, quota=weights()):
         until(lambda: "others are not told of it yet" in caplog.text)

@@ -17,7 +17,7 @@ import torch
 
 from disco_accel.step.run.session import Session, find_state
 from disco_accel.step.update.clipping import clip_grad_norm
-from disco_accel.step.update.deferral import settles
+from disco_accel.step.update.settling_hooks import settles
 
 _OURS = ("transformers", "disco_accel")
 """Packages whose trainers and callbacks read no parameter between a step and the next forward."""
@@ -92,7 +92,7 @@ def _decide(trainer: Any) -> None:
     if not state.updates.told:
         return
     if reason is not None:
-        state.say_once(
+        state.reports.say_once(
             f"update: auto is step here: {reason} may read weights behind optimizer.step(); if it does not, update: "
             "deferred hides updates behind the next forward"
         )

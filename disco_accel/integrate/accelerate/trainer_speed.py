@@ -34,12 +34,12 @@ def keep_planning_apart(find_state: Callable[[torch.nn.Module], Session | None])
     def log_apart(self: Any, logs: dict[str, Any], start_time: float | None = None) -> None:
         state = find_state(self.model)
         if state is not None and start_time is not None:
-            planning = state.messages.seconds_since(start_time)
+            planning = state.reports.messages.seconds_since(start_time)
             if round(planning, 4) != getattr(self, "_disco_logged", 0.0):
                 self._disco_logged = logs[KEY] = round(planning, 4)
             start_time += planning
         elif state is not None and _RUNTIME in logs:
-            _without(logs, state.messages.seconds_since(time.time() - logs[_RUNTIME]))
+            _without(logs, state.reports.messages.seconds_since(time.time() - logs[_RUNTIME]))
         log(self, logs, start_time)
 
     log_apart._disco = True  # type: ignore[attr-defined]

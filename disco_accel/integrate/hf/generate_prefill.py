@@ -60,7 +60,7 @@ def generating_model(model: torch.nn.Module) -> torch.nn.Module:
 def own_forward(state: Session, model: torch.nn.Module) -> Callable[..., Any]:
     """The unpatched forward of ``generating_model(model)``."""
     inner = generating_model(model)
-    return state.original_forward if inner is model else inner.forward
+    return state.calls.forward if inner is model else inner.forward
 
 
 def install(state: Session, model: torch.nn.Module) -> None:
@@ -118,7 +118,7 @@ def _prefill(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _planned_or_own(patch: _PatchedPrefill, model: torch.nn.Module, kwargs: dict[str, Any]) -> Any:
     """A prefill that cannot be planned runs as the decoding steps do, and says so once."""
-    patch.state.casts.own_forward()
+    patch.state.calls.casts.own_forward()
     try:
         return planned_forward(patch.state, model, patch.forward, kwargs)
     except CaptureError as error:
@@ -141,6 +141,6 @@ def _candidates(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _fall_back(state: Session, reason: str) -> None:
-    if reason not in state.counts.fallbacks:
+    if reason not in state.reports.counts.fallbacks:
         logger.warning("generate's first step runs without a plan: %s", reason)
-    state.observers.on_fallback(Fallback.PREFILL, reason)
+    state.reports.observers.on_fallback(Fallback.PREFILL, reason)

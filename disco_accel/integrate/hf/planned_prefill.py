@@ -16,7 +16,7 @@ from disco_accel.capture.parts import run_first_forward_changes
 from disco_accel.errors import CaptureError
 from disco_accel.integrate.hf.kv_cache import TracedCache, check_cache, fill, past_of, room_to_fill, windows_of
 from disco_accel.integrate.hf.tracing import hf_contexts
-from disco_accel.step.budget.retry_on_budget_change import in_moving_budget
+from disco_accel.step.budget.retry_on_budget_change import retry_on_budget_change
 from disco_accel.step.compile.budget_parts import leaving_bytes
 from disco_accel.step.compile.compiled_step import CompiledStep
 from disco_accel.step.compile.conductor import CompileOptions, compile_forward
@@ -52,7 +52,7 @@ def planned_forward(
     batch = prefill_batch(forward, kwargs)
     cache: DynamicCache = kwargs["past_key_values"]
     with state.placement.hidden():
-        outputs = in_moving_budget(state, functools.partial(_run, state, model, forward, batch))
+        outputs = retry_on_budget_change(state.budgets, functools.partial(_run, state, model, forward, batch))
     tokens = _tokens(batch)
     # The old tensors go layer by layer while the cache takes the new ones.
     del batch
@@ -118,13 +118,13 @@ def outside_arena(name: str) -> bool:
 def _run(
     state: Session, model: torch.nn.Module, forward: Callable[..., Any], batch: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
-    state.require_own_process()
-    with torch.no_grad(), state.lock:
+    state.memory.require_own_process()
+    with torch.no_grad(), state.memory.lock:
         _refuse_hooks(model)
         step = _compiled(state, model, forward, batch)
-        state.make_current(model, step, check_ends_later=True)
+        state.loader.make_current(model, step, check_ends_later=True)
         executor = step.executor
-        placed = {b: _empty(b, state.device) for b in step.vertices_of(InputSource.OUTSIDE)}
+        placed = {b: _empty(b, state.memory.device) for b in step.vertices_of(InputSource.OUTSIDE)}
         # The last run may still reload the residents, for this very run.
         step.settle()
         externals = externals_of(state, model, step, batch) | {b.vertex: tensor for b, tensor in placed.items()}
@@ -134,7 +134,7 @@ def _run(
         if any(batch["past"]):
             # The run would hold the old keys and values until its last copy, and the next chunk has another plan.
             executor.abandon()
-        state.observers.on_prefill(step)
+        state.reports.observers.on_prefill(step)
         state.budgets.step_ended()
         returned = {o.name: value for o, value in zip(step.captured.outputs, values, strict=True)}
         return returned | {b.name: tensor for b, tensor in placed.items()}
@@ -147,11 +147,11 @@ def _run_on_current_weights(
     try:
         step.executor.run_out(externals)
     finally:
-        written = state.weights_seen.finish_check()
+        written = state.loader.weights_seen.finish_check()
     if written:
         # Residents are older than a write that came before this forward.
         step.executor.abandon()
-        state.make_current(model, step)
+        state.loader.make_current(model, step)
         with generator_from(step, generator):
             step.executor.run_out(externals)
 
@@ -172,15 +172,15 @@ def _compiled(
             model,
             batch,
             forward=traced_forward(forward),
-            options=state.with_shards(model, options, state.config.parallel),
+            options=state.compiler.with_shards(model, options, state.setup.config.parallel),
             beside=beside,
             outside=outside_arena,
         )
 
     what = f"the reading of {batch_text(batch)}"
-    run_first_forward_changes(model, state.device, gradients=False)
+    run_first_forward_changes(model, state.memory.device, gradients=False)
     key = step_key(model, batch), _KIND
-    return state.plan_of(model, key, lambda: hf_contexts(model, batch), compiler, what)
+    return state.compiler.plan_of(model, key, lambda: hf_contexts(model, batch), compiler, what)
 
 
 def _refuse_hooks(model: torch.nn.Module) -> None:

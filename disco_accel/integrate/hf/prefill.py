@@ -124,7 +124,7 @@ def _mask(input_ids: torch.Tensor, mask: Any, past: int) -> torch.Tensor:
 
 def _state_of(model: torch.nn.Module, config: DiscoConfig | None) -> Session:
     state = find_state(model)
-    if state is not None and (config is None or config == state.config):
+    if state is not None and (config is None or config == state.setup.config):
         return state
     if config is None:
         raise ConfigError("config: the model is not prepared; pass a DiscoConfig, or call prepare(model, config) first")

@@ -54,11 +54,11 @@ class GrantWithdrawn(Exception):
 
 
 class GrantRising(GrantWithdrawn):
-    """More has been asked for, and may come soon: with it the step is ``seconds`` shorter."""
+    """More has been asked for, and may come soon: with ``total`` bytes the step is ``seconds`` shorter."""
 
-    def __init__(self, seconds: float) -> None:
-        super().__init__(seconds)
-        self.seconds = seconds
+    def __init__(self, seconds: float, total: int) -> None:
+        super().__init__(seconds, total)
+        self.seconds, self.total = seconds, total
 
 
 _source: Callable[[], GrantSource] | None = None

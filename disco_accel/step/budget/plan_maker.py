@@ -12,21 +12,21 @@ from disco_accel.errors import BudgetTooSmall, ConfigError, DiscoError
 from disco_accel.gc_pause import collector_left_alone
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.planning_process import PlanningProcess
-from disco_accel.step.budget.plan_set import PlanFamily
+from disco_accel.step.budget.plan_set import PlanSet
 from disco_accel.threads import start_thread
 
 logger = logging.getLogger("disco_accel")
 
 
 class PlanMaker:
-    """Makes plans for families, one after the other: those that are asked for first, then those that tell which budgets
-    are of use. It touches no tensor and no lock of the session's. The thread starts with the first request, and ends
+    """Makes plans for sets, one after the other: those that are asked for first, then those that tell which budgets are
+    of use. It touches no tensor and no lock of the session's. The thread starts with the first request, and ends
     with the maker."""
 
     def __init__(self, limits_found: Callable[[], None]) -> None:
-        """``limits_found`` is called, in the thread, when a family's least and wish are known."""
-        self._asked: dict[PlanFamily, int] = {}
-        self._spread: dict[PlanFamily, int] = {}
+        """``limits_found`` is called, in the thread, when a plan set's ``minimum`` and ``max_useful`` are known."""
+        self._asked: dict[PlanSet, int] = {}
+        self._spread: dict[PlanSet, int] = {}
         self._lock, self._wake = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
         self._limits_found = limits_found
@@ -42,16 +42,16 @@ class PlanMaker:
         with self._lock:
             return not (self._busy or self._asked or self._spread)
 
-    def ask(self, family: PlanFamily, total: int) -> None:
-        """A plan for ``total`` bytes, in the place of what was asked for before for ``family``."""
+    def ask(self, plan_set: PlanSet, total: int) -> None:
+        """A plan for ``total`` bytes, in the place of what was asked for before for ``plan_set``."""
         with self._lock:
-            self._asked[family] = total
+            self._asked[plan_set] = total
         self._begin()
 
-    def spread(self, family: PlanFamily, most: int) -> None:
-        """The limits of ``family``, up to ``most`` bytes, and plans between them."""
+    def spread(self, plan_set: PlanSet, most: int) -> None:
+        """The limits of ``plan_set``, up to ``most`` bytes, and plans between them."""
         with self._lock:
-            self._spread[family] = most
+            self._spread[plan_set] = most
         self._begin()
 
     def stop(self) -> None:
@@ -73,50 +73,50 @@ class PlanMaker:
             if not self._busy:
                 return False
             asked = bool(self._asked)
-            family = next(iter(self._asked or self._spread))
-            total = self._asked.pop(family) if asked else self._spread[family]
+            plan_set = next(iter(self._asked or self._spread))
+            total = self._asked.pop(plan_set) if asked else self._spread[plan_set]
         try:
             if asked:
-                self._make(family, total)
-            elif not self._spread_more(family, total):
+                self._make(plan_set, total)
+            elif not self._spread_more(plan_set, total):
                 with self._lock:
-                    self._spread.pop(family, None)
+                    self._spread.pop(plan_set, None)
         except DiscoError as error:
             # Plans that there are go on; this one was only to make a later step faster.
             if not self._stopped and str(error) not in self._said:
                 self._said.add(str(error))
                 logger.error("a plan for another budget could not be made: %s", error)
             with self._lock:
-                self._spread.pop(family, None)
+                self._spread.pop(plan_set, None)
         finally:
             self._busy = False
         return True
 
-    def _make(self, family: PlanFamily, total: int) -> None:
+    def _make(self, plan_set: PlanSet, total: int) -> None:
         try:
-            member = family.make(total, elsewhere=self._process)
+            member = plan_set.make(total, elsewhere=self._process)
         except (BudgetTooSmall, ConfigError, Infeasible):
             # Who runs within so little is told; here it is one budget less to choose from.
-            family.settled.add(total)
+            plan_set.settled.add(total)
             return
-        for kind in list(family.kinds):
+        for kind in list(plan_set.kinds):
             if kind not in member.more:
-                family.make_more(member, kind, elsewhere=self._process)
+                plan_set.make_more(member, kind, elsewhere=self._process)
 
-    def _spread_more(self, family: PlanFamily, most: int) -> bool:
-        if family.wish is None:
-            family.find_limits(most, self._process)
+    def _spread_more(self, plan_set: PlanSet, most: int) -> bool:
+        if plan_set.max_useful is None:
+            plan_set.find_limits(most, self._process)
             self._limits_found()
             return True
-        total = family.next_total()
+        total = plan_set.next_total()
         if total is not None:
-            self._make(family, total)
+            self._make(plan_set, total)
             return True
-        for member in family.members():
-            for kind in list(family.kinds):
+        for member in plan_set.members():
+            for kind in list(plan_set.kinds):
                 if kind not in member.more and kind not in member.without:
                     member.without.add(kind)
-                    family.make_more(member, kind, elsewhere=self._process)
+                    plan_set.make_more(member, kind, elsewhere=self._process)
                     return True
         return False
 

@@ -25,7 +25,7 @@ from disco_accel.step.gradients.accumulating_step import AccumulatingStep
 from disco_accel.step.update.updated_step import StepWithUpdate, home_by_gate
 
 MOST = 8
-"""Plans of one step that are kept. A tiny Llama between its least and all of its memory has no more than five whose
+"""Plans of one step that are kept. A tiny Llama between its minimum and all of its memory has no more than five whose
 times differ by ``_APART``."""
 
 _AS_FAST = 1.005
@@ -57,9 +57,10 @@ class Member:
     """How many of ``more`` the session's table of plans has."""
 
 
-class PlanFamily:
-    """All that is known of one captured step's plans. ``least``: bytes of the smallest budget with a plan; ``wish``:
-    of the smallest with which it is fastest; None where not known. One thread adds while another chooses."""
+class PlanSet:
+    """All that is known of one captured step's plans. ``minimum``: bytes of the smallest budget with a plan;
+    ``max_useful``: of the smallest with which it is fastest; None where not known. One thread adds while another
+    chooses."""
 
     def __init__(self, first: CompiledStep, host_memory: int) -> None:
         """``first``: the plan that was made at capture. ``host_memory``: bytes that training may take on the host."""
@@ -69,8 +70,8 @@ class PlanFamily:
         """Bytes that the step has on the device outside of its arena."""
         self.beside: tuple[tuple[int, int], int] | None = None
         """The budget of a plan that shares its arena, for a whole budget and bytes outside of others' arenas."""
-        self.least: int | None = None
-        self.wish: int | None = None
+        self.minimum: int | None = None
+        self.max_useful: int | None = None
         self.kinds: dict[Kind, MoreThanPlain] = {}
         """One step of each kind that was run."""
         self.dropped: list[CompiledStep] = []
@@ -134,12 +135,12 @@ class PlanFamily:
             BudgetTooSmall: with ``needed`` and ``given`` as whole budgets.
             ConfigError: host memory is too small for what is offloaded then.
         """
-        if self.least is not None and total < self.least:
-            raise BudgetTooSmall(self.least, total, "memory_budget: the step")
+        if self.minimum is not None and total < self.minimum:
+            raise BudgetTooSmall(self.minimum, total, "memory_budget: the step")
         try:
             planned = self.recipe.planned(total, seconds=seconds, elsewhere=elsewhere)
         except BudgetTooSmall as error:
-            self.least = error.needed
+            self.minimum = error.needed
             raise
         first = self._first
         require_host_memory(self._host_memory, planned.graph, planned.plan.host_memory, copies=first.captured.copies)
@@ -188,43 +189,43 @@ class PlanFamily:
         member.more[kind] = replace(sample, **new)
 
     def find_limits(self, most: int, elsewhere: PlanningProcess) -> None:
-        """Find ``least`` and ``wish``, of at most ``most`` bytes, and plans for both. Searches for seconds."""
-        if self.least is None:
+        """Find ``minimum`` and ``max_useful``, of at most ``most`` bytes, and plans for both. Searches for seconds."""
+        if self.minimum is None:
             try:
                 self.recipe.planned(1, elsewhere=elsewhere)
             except BudgetTooSmall as error:
-                self.least = error.needed
-        if self.least is not None and self.least not in self.settled:
-            self.make(self.least, elsewhere=elsewhere)
+                self.minimum = error.needed
+        if self.minimum is not None and self.minimum not in self.settled:
+            self.make(self.minimum, elsewhere=elsewhere)
         graph = self.recipe.costed.graph
         align = max(device.alignment for device in graph.devices)
         everything = sum(-(-size // align) * align for vertex in graph.vertices for size in vertex.sizes)
         budget = self.recipe.budget(most)
         plan = self.recipe.planned(min(most, budget.total_for(everything)), elsewhere=elsewhere).plan
         used = max(arena_bytes(plan, device.id) for device in plan.devices if not device.host)
-        self.wish = min(most, budget.total_for(used))
-        if self.wish not in self.settled:
-            self.make(self.wish, elsewhere=elsewhere)
+        self.max_useful = min(most, budget.total_for(used))
+        if self.max_useful not in self.settled:
+            self.make(self.max_useful, elsewhere=elsewhere)
 
     def next_total(self) -> int | None:
-        """The budget between ``least`` and ``wish`` whose plan tells most; None: none is worth making."""
+        """The budget between ``minimum`` and ``max_useful`` whose plan tells most; None: none is worth making."""
         members = self.members()
-        if len(members) >= MOST or self.wish is None:
+        if len(members) >= MOST or self.max_useful is None:
             return None
         best: tuple[float, int] | None = None
         for low, high in pairwise(members):
             below, above = low.plain.budget.total, high.plain.budget.total
             middle = (below + above) // 2
             gain = low.seconds / max(high.seconds, 1e-12)
-            wide = above - below > 2 * _NARROW * self.wish and middle not in self.settled
+            wide = above - below > 2 * _NARROW * self.max_useful and middle not in self.settled
             if wide and gain > _APART and (best is None or gain > best[0]):
                 best = gain, middle
         return None if best is None else best[1]
 
     def worth(self, total: int) -> int | None:
         """The budget, at most ``total``, that should have a plan of its own, given what is kept; None: none."""
-        total = total if self.wish is None else min(total, self.wish)
-        if total in self.settled or (self.least is not None and total < self.least):
+        total = total if self.max_useful is None else min(total, self.max_useful)
+        if total in self.settled or (self.minimum is not None and total < self.minimum):
             return None
         low = [m for m in self.members() if m.plain.budget.total <= total]
         high = [m for m in self.members() if m.plain.budget.total > total]

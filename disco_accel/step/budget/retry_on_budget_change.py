@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.step.budget.grant_source import GrantRising, GrantWithdrawn
@@ -12,29 +12,20 @@ from disco_accel.step.budget.moving_budget import MovingBudget
 T = TypeVar("T")
 
 
-class Session(Protocol):
-    """What has a moving budget, and looks at it between its steps."""
-
-    budgets: MovingBudget
-
-    def follow_budget(self) -> None:
-        """Go by the budget as it is now."""
-
-
-def in_moving_budget(session: Session, step: Callable[[], T]) -> T:
-    """What ``step``, the beginning of a step of ``session``, returns, under the budget as it is when it succeeds.
+def retry_on_budget_change(budgets: MovingBudget, step: Callable[[], T]) -> T:
+    """What ``step``, the beginning of a step of one session, returns, under the budget as it is when it succeeds.
 
     Raises:
         BudgetTooSmall: it needs more than the budget, and nobody grants as much in time.
     """
     while True:
-        session.follow_budget()
+        budgets.follow_if_changed()
         try:
             return step()
         except GrantRising as rising:
-            session.budgets.wait_to_rise(rising.seconds)
+            budgets.grant.wait_to_rise(rising.total, rising.seconds)
         except GrantWithdrawn:
             continue
         except BudgetTooSmall as error:
-            if not session.budgets.wait_for(error):
+            if not budgets.wait_for(error):
                 raise

@@ -29,7 +29,7 @@ from disco_accel.step.compile.budget_parts import BudgetFacts, leaving_bytes, ou
 from disco_accel.step.compile.compiled_step import CompiledStep, host_bytes, shared_weights
 from disco_accel.step.compile.fitted_batch import FittedBatch
 from disco_accel.step.compile.memory_parts import require_host_memory
-from disco_accel.step.compile.pipeline import PlannerSettings, PlanStore
+from disco_accel.step.compile.pipeline import PlannedStep, PlannerSettings, PlanStore
 from disco_accel.step.compile.plan_recipe import PlanRecipe
 from disco_accel.step.compile.planned_step import Chunks, StepToPlan, plan_in_chunks
 from disco_accel.step.compile.several_devices import Sharing, whole_step
@@ -194,21 +194,13 @@ def _compile(
             raise
         made = plan_in_chunks(replace(to_plan, facts=alone))
     captured, planned = made.captured, made.planned
-    used = len({vertex.device for vertex in planned.graph.vertices if vertex.kind is VertexKind.KERNEL})
-    if used < options.devices:
-        logger.warning("devices: %d of %d have kernels: the step has no more layers", used, options.devices)
-    if options.below < float("inf"):
-        took = simulate(planned.plan, machine or Machine()).makespan
-        if took >= options.below:
-            raise NotFaster(took)
-    for note in planned.notes:
-        logger.warning("%s", note)
+    _tell(planned, options, machine or Machine())
     options.gather(captured.constants.values())
     packed = _packed_bytes(model, captured, options)
     offloaded = planned.plan.host_memory
     require_host_memory(options.host_memory, planned.graph, offloaded, copies=captured.copies, packed=packed)
     clean = host_bytes(model, captured, options.shard_memory)
-    step = CompiledStep(
+    return CompiledStep(
         captured,
         planned.graph,
         planned.plan,
@@ -222,7 +214,19 @@ def _compile(
         chunked_kernels=0 if made.chunks is None else made.chunks.kernels,
         recipe=PlanRecipe(made.costed, alone.in_bytes(), settings, store),
     )
-    return step
+
+
+def _tell(planned: PlannedStep, options: CompileOptions, machine: Machine) -> None:
+    """Warnings about a plan that is made. Raises NotFaster."""
+    used = len({vertex.device for vertex in planned.graph.vertices if vertex.kind is VertexKind.KERNEL})
+    if used < options.devices:
+        logger.warning("devices: %d of %d have kernels: the step has no more layers", used, options.devices)
+    if options.below < float("inf"):
+        took = simulate(planned.plan, machine).makespan
+        if took >= options.below:
+            raise NotFaster(took)
+    for note in planned.notes:
+        logger.warning("%s", note)
 
 
 def _copies_straight(engine: EngineOptions, count: int) -> bool:

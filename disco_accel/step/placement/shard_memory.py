@@ -16,7 +16,7 @@ _Key = tuple[str, int, int, int]
 
 
 @dataclass(frozen=True)
-class _Copy:
+class _PackedCopy:
     weight: torch.Tensor
     source: torch.Tensor
     """The part in the weight's own memory."""
@@ -32,7 +32,7 @@ class ShardMemory:
     def __init__(self, device: torch.device) -> None:
         """``device``: the one that loads them."""
         self._device = device
-        self._copies: dict[_Key, _Copy] = {}
+        self._copies: dict[_Key, _PackedCopy] = {}
         self._memory: list[HostMemory] = []
         self._sources = WatchedTensors([])
 
@@ -55,7 +55,7 @@ class ShardMemory:
         memory = HostMemory(HostMemory.room_for([_packed_like(part) for _, part in missing.values()]), watched=False)
         changed = set(self._copies) if self._sources.changed() else set()
         for key, (weight, part) in missing.items():
-            self._copies[key] = _Copy(weight, part, memory.allocate(part.shape, part.dtype))
+            self._copies[key] = _PackedCopy(weight, part, memory.allocate(part.shape, part.dtype))
         held = [m for m in self._memory if any(m.holds(copy.packed) for copy in self._copies.values())]
         self._memory = [*held, memory]
         self._copy(changed | missing.keys())

@@ -6,16 +6,14 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from disco_accel.step.capture_lock import in_capture
 from disco_accel.step.dynamo import not_compiled
 from disco_accel.step.run.observer import Fallback
-
-if TYPE_CHECKING:
-    from disco_accel.step.run.session import Session
+from disco_accel.step.run.reports import Reports
 
 _CALL = "_compiled_call_impl"
 """What ``Module.__call__`` takes in place of ``_call_impl`` where it is set, as ``Module.compile`` does: no hook that
@@ -38,9 +36,9 @@ def own_forward_runs() -> Iterator[None]:
 class InnerForwards:
     """Watches those modules of a model that hold most of it."""
 
-    def __init__(self, state: Session, model: torch.nn.Module) -> None:
+    def __init__(self, reports: Reports, model: torch.nn.Module) -> None:
         self._watched: list[tuple[weakref.ref[torch.nn.Module], Any, Any]] = []
-        reference = weakref.ref(state)
+        reference = weakref.ref(reports)
         for name, module in inner_models(model):
             before = module.__dict__.get(_CALL)
             module.__dict__[_CALL] = call = _watch(reference, name, module, before)
@@ -56,14 +54,14 @@ class InnerForwards:
 
 
 def _watch(
-    state: weakref.ref[Session], name: str, module: torch.nn.Module, before: Callable[..., Any] | None
+    reports: weakref.ref[Reports], name: str, module: torch.nn.Module, before: Callable[..., Any] | None
 ) -> Callable[..., Any]:
     original = before or module._call_impl
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or in_capture() or getattr(_thread, "inside", False):
             return original(*args, **kwargs)
-        _count(state, name)
+        _count(reports, name)
         with own_forward_runs():
             return original(*args, **kwargs)
 
@@ -73,16 +71,16 @@ def _watch(
 
 
 @not_compiled
-def _count(reference: weakref.ref[Session], name: str) -> None:
-    state = reference()
-    if state is None:
+def _count(reference: weakref.ref[Reports], name: str) -> None:
+    reports = reference()
+    if reports is None:
         return
     reason = (
         f"{name}: called itself, past the model that is prepared, so that it runs without a plan and outside the "
         "memory budget; call the prepared model, or prepare this module in its place"
     )
-    state.observers.on_fallback(Fallback.INNER_FORWARD, reason)
-    state.say_once(reason)
+    reports.observers.on_fallback(Fallback.INNER_FORWARD, reason)
+    reports.say_once(reason)
 
 
 def inner_models(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -18,21 +18,48 @@ from disco_accel.capture.fake_inputs import batch_tensors
 from disco_accel.errors import ExecutionError, Stalled
 from disco_accel.native.device_types import DEVICE_TYPES
 from disco_accel.native.host_memory import expect_rewrite
+from disco_accel.step.budget.engine_memory import EngineMemory
+from disco_accel.step.budget.moving_budget import MovingBudget
+from disco_accel.step.budget.plan_loader import PlanLoader
 from disco_accel.step.compile.compiled_step import CompiledStep
 from disco_accel.step.compile.fitted_batch import part_of
 from disco_accel.step.dynamo import not_compiled
 from disco_accel.step.gradients.accumulating_step import AccumulatingStep
+from disco_accel.step.gradients.model_gradients import ModelGradients
 from disco_accel.step.run.one_backward import CastRegion, OneForward
+from disco_accel.step.run.reports import Reports
 from disco_accel.step.run.rng_state import generator_from, generator_state, kept_on_failure
 from disco_accel.step.state.input_snapshot import InputSnapshot
 from disco_accel.step.state.step_key import model_state
+from disco_accel.step.update.planned_updates import PlannedUpdates
 from disco_accel.step.update.updated_step import StepWithUpdate
 
-if TYPE_CHECKING:
-    from disco_accel.step.run.session import Session
-
-
 logger = logging.getLogger("disco_accel")
+
+
+class Running(Protocol):
+    """What a step in flight needs of its model's session."""
+
+    @property
+    def memory(self) -> EngineMemory: ...
+
+    @property
+    def loader(self) -> PlanLoader: ...
+
+    @property
+    def budgets(self) -> MovingBudget: ...
+
+    @property
+    def updates(self) -> PlannedUpdates: ...
+
+    @property
+    def gradients(self) -> ModelGradients: ...
+
+    @property
+    def reports(self) -> Reports: ...
+
+    def report(self, step: CompiledStep) -> None:
+        """Write what is to be seen of ``step``, which has been traced."""
 
 
 class PendingStep:
@@ -46,7 +73,7 @@ class PendingStep:
 
     def __init__(
         self,
-        state: Session,
+        state: Running,
         model: torch.nn.Module,
         step: CompiledStep,
         externals: Mapping[int, torch.Tensor],
@@ -61,8 +88,8 @@ class PendingStep:
         self.compare: Callable[..., None] | None = None
         """Called in the backward with outputs by name, the first one's gradient, and gradients by parameter."""
         self.outputs: dict[str, torch.Tensor] = {}
-        self.traced = state.trace_wanted()
-        state.accumulation.begun(self)
+        self.traced = state.reports.trace_wanted()
+        state.gradients.accumulation.begun(self)
         self.updating = isinstance(step, StepWithUpdate)
         """Whether the update that the step begins with is not known to be done."""
 
@@ -71,7 +98,7 @@ class PendingStep:
         trainable = {b.name: self.step.parameters[b.name] for b in self.step.vertices_of(InputSource.TRAINABLE)}
         # Parts of a tensor have its version.
         batch = {b.name: self.externals[b.vertex] for b in self.step.vertices_of(InputSource.BATCH)}
-        return InputSnapshot(trainable, batch, self.state.weights_seen)
+        return InputSnapshot(trainable, batch, self.state.loader.weights_seen)
 
     def forward(self) -> list[torch.Tensor]:
         """Start the step and return copies of its outputs once they are ready; the rest waits at the gate."""
@@ -82,17 +109,17 @@ class PendingStep:
             try:
                 self._take_engine()
             finally:
-                written = self.state.weights_seen.finish_check()
+                written = self.state.loader.weights_seen.finish_check()
             if self.updating:
                 # All kernels of the update have run, as the outputs wait for them; what it wrote is no change.
                 self.updating = False
                 self.state.updates.taken()
-                self.step.executor.let_go(self._forget_update())
+                self.step.executor.release_inputs(self._forget_update())
                 self.inputs = self._snapshot_inputs()
             elif written:
                 # Residents are older than a write that came before this forward.
                 self.suspend()
-                self.state.make_current(self.model, self.step)
+                self.state.loader.make_current(self.model, self.step)
                 self.inputs = self._snapshot_inputs()
                 with generator_from(self.step, self.generator):
                     self._take_engine()
@@ -100,7 +127,7 @@ class PendingStep:
         return self.step.executor.leave(outputs)
 
     def _take_engine(self) -> None:
-        self.state.take_engine(self)
+        self.state.memory.take_engine(self)
         self.running = True
         if self.traced:
             self.step.executor.set_tracing(True)
@@ -119,8 +146,8 @@ class PendingStep:
 
         ``nodes``: those that autograd is about to give them to, which add them to ``.grad``, one for each parameter.
         """
-        self.state.require_own_process()
-        with self.state.lock:
+        self.state.memory.require_own_process()
+        with self.state.memory.lock:
             # As in eager mode, a backward behind optimizer.step() meets weights that were changed.
             self.state.updates.settle()
             # Autograd adds to gradients as they lie.
@@ -129,27 +156,28 @@ class PendingStep:
             # Weights on the host are loaded in the backward too.
             reads_weights = not self.running or self.step.trained_on_host
             self._require(self._python_change() or self.inputs.begin_check(content=reads_weights))
-            self.state.accumulation.ended(self)
-            if isinstance(self.step, AccumulatingStep) and not self.state.accumulation.holds_for(self.step, nodes):
+            accumulation = self.state.gradients.accumulation
+            accumulation.ended(self)
+            if isinstance(self.step, AccumulatingStep) and not accumulation.holds_for(self.step, nodes):
                 self.suspend()
                 self.step = self.step.plain
             if not self.running:
                 self._require(self.inputs.finish_check())
                 self._without_update()
-                self.step = self.state.make_current_again(self.model, self.step)
+                self.step = self.state.loader.make_current_again(self.model, self.step)
                 with generator_from(self.step, self.generator):
                     self._take_engine()
             executor = self.step.executor
             late = {b.vertex: tangents[b.name].contiguous() for b in self.step.vertices_of(InputSource.TANGENT)}
-            self.state.norms.forget()
+            self.state.gradients.norms.forget()
             with kept_on_failure(self.step):
                 try:
-                    places = self.step.gradient_places(self.state.gradients)
+                    places = self.step.gradient_places(self.state.gradients.memory)
                     if isinstance(self.step, AccumulatingStep):
                         self.step.before_sums()
                     executor.run_end(late | self.step.transferred(places))
                     self._require(self.inputs.finish_check())
-                    leaving = self.step.gradients(self.state.gradients, places)
+                    leaving = self.step.gradients(self.state.gradients.memory, places)
                 except BaseException:
                     with suppress(Stalled):
                         self.suspend()
@@ -162,9 +190,9 @@ class PendingStep:
                 self.state.report(self.step)
                 executor.set_tracing(False)
             gradients = {g.name: copy for g, copy in zip(self.step.captured.gradients, leaving, strict=True)}
-            self.state.norms.made(gradients, self.step.gradient_norms())
-            self.state.observers.on_backward(self.step)
-            left = self.state.accumulation.left_to_add(self.step, nodes, gradients)
+            self.state.gradients.norms.made(gradients, self.step.gradient_norms())
+            self.state.reports.observers.on_backward(self.step)
+            left = accumulation.left_to_add(self.step, nodes, gradients)
             self.state.budgets.step_ended()
             return left
 
@@ -179,8 +207,8 @@ class PendingStep:
 
     def end(self) -> None:
         """Its backward has run, or another step makes its gradients with those of other outputs."""
-        with self.state.lock:
-            self.state.accumulation.ended(self)
+        with self.state.memory.lock:
+            self.state.gradients.accumulation.ended(self)
             self.suspend()
 
     def _without_update(self) -> None:
@@ -198,7 +226,7 @@ class PendingStep:
 
     def _release(self) -> None:
         self.running = False
-        self.state.release_engine(self)
+        self.state.memory.release_engine(self)
 
     def _python_change(self) -> str | None:
         """What a backward's own Python code would read otherwise than the capture did, for a message."""
@@ -219,14 +247,14 @@ class PendingStep:
 
     def __del__(self) -> None:
         # Never waits: this may run in any thread at any time. Whoever holds the lock ends what still runs.
-        if self.running and self.state.lock.acquire(blocking=False):
+        if self.running and self.state.memory.lock.acquire(blocking=False):
             try:
                 self.suspend()
             finally:
-                self.state.lock.release()
+                self.state.memory.lock.release()
 
 
-class _Step(torch.autograd.Function):
+class _PlannedForward(torch.autograd.Function):
     """Forward returns the first output; backward returns the gradient of each trainable parameter, in order."""
 
     @staticmethod
@@ -279,7 +307,7 @@ class _Step(torch.autograd.Function):
 
 
 def externals_of(
-    state: Session, model: torch.nn.Module, step: CompiledStep, batch: Mapping[str, Any]
+    state: Running, model: torch.nn.Module, step: CompiledStep, batch: Mapping[str, Any]
 ) -> dict[int, torch.Tensor]:
     """What ``step`` is given, by INPUT vertex: the model's trainable parameters and the tensors of ``batch``.
 
@@ -294,7 +322,7 @@ def externals_of(
             _check_gradients(state, step, step.parameters)
     on_caller_device = batch_tensors(batch)
     _check_rows(step, on_caller_device)
-    inputs = {name: t.to(state.device, non_blocking=True) for name, t in on_caller_device.items()}
+    inputs = {name: t.to(state.memory.device, non_blocking=True) for name, t in on_caller_device.items()}
     tensors: dict[InputSource, Mapping[str, torch.Tensor]] = {
         InputSource.TRAINABLE: step.parameters,
         InputSource.BATCH: inputs,
@@ -318,14 +346,14 @@ def _check_rows(step: CompiledStep, tensors: Mapping[str, torch.Tensor]) -> None
             )
 
 
-def _check_gradients(state: Session, step: CompiledStep, parameters: Mapping[str, torch.Tensor]) -> None:
+def _check_gradients(state: Running, step: CompiledStep, parameters: Mapping[str, torch.Tensor]) -> None:
     """Nothing trains silently without its gradient: what eager leaves out too is told, anything else an error."""
     with_gradient = {gradient.name for gradient in step.captured.gradients}
     if not with_gradient <= parameters.keys():
         raise ExecutionError(f"{sorted(with_gradient - parameters.keys())[0]}: its gradient has no parameter to go to")
     without = sorted(parameters.keys() - with_gradient)
-    if without and without != state.counts.without_gradient:
-        state.counts.without_gradient = without
+    if without and without != state.reports.counts.without_gradient:
+        state.reports.counts.without_gradient = without
         logger.warning(
             "%d of %d trainable parameters do not reach the loss and get no gradient, as in eager mode: %s",
             len(without),
@@ -335,7 +363,7 @@ def _check_gradients(state: Session, step: CompiledStep, parameters: Mapping[str
 
 
 def run_step(
-    state: Session,
+    state: Running,
     model: torch.nn.Module,
     step: CompiledStep,
     batch: Mapping[str, Any],
@@ -353,7 +381,7 @@ def run_step(
     pending = PendingStep(state, model, step, externals)
     pending.compare = compare
     others: list[torch.Tensor] = []
-    apply: Callable[..., torch.Tensor] = _Step.apply
+    apply: Callable[..., torch.Tensor] = _PlannedForward.apply
     together = OneForward(region, step.captured.kept_casts)
     first = apply(pending, together, tuple(step.parameters), others, *step.parameters.values())
     return [first, *others], pending.inputs, together

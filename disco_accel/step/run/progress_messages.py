@@ -64,11 +64,11 @@ class ProgressMessages(Observer):
         )
 
     @contextmanager
-    def making(self, what: str) -> Iterator[Stage]:
+    def making(self, what: str) -> Iterator[ProgressStage]:
         """Around the making of a plan for ``what``, such as ``a training step on 2 x 512 tokens``."""
         last = f"; the last plan took {self.made[-1][1] - self.made[-1][0]:.1f} s" if self.made else ""
         began = time.time()
-        stage = Stage(f"capturing {what}")
+        stage = ProgressStage(f"capturing {what}")
         say(f"{self.name}: capturing {what}, to plan its memory{last}")
         try:
             yield stage
@@ -102,7 +102,7 @@ class ProgressMessages(Observer):
         return sum(max(0.0, ended - max(began, start)) for began, ended in self.made)
 
 
-class Stage:
+class ProgressStage:
     """What the making of a plan is at; says so again while it takes long."""
 
     def __init__(self, text: str) -> None:

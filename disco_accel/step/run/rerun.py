@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -21,28 +21,37 @@ from disco_accel.errors import CaptureError, ExecutionError
 from disco_accel.step.budget.grant_source import GrantWithdrawn
 from disco_accel.step.compile.compiled_step import CompiledStep
 from disco_accel.step.compile.fitted_batch import FittedBatch
+from disco_accel.step.placement.model_placement import Placement
 from disco_accel.step.run.late_gradient import with_gradients
+from disco_accel.step.run.model_setup import ModelSetup
 from disco_accel.step.run.observer import Fallback
 from disco_accel.step.run.one_backward import OneForward
-from disco_accel.step.run.output_field import planned_for
+from disco_accel.step.run.output_field import Planning, planned_for
 from disco_accel.step.run.output_fields import leaves, with_leaves
 from disco_accel.step.run.output_usage import HABIT, OutputUsage
-from disco_accel.step.run.pending import PendingStep, externals_of
+from disco_accel.step.run.pending import PendingStep, Running, externals_of
 from disco_accel.step.run.rng_state import generator_from
 from disco_accel.step.state.input_snapshot import InputSnapshot, versions_of
 from disco_accel.step.state.step_key import StepKey, step_key
 
-if TYPE_CHECKING:
-    from disco_accel.step.run.session import Session
-
 logger = logging.getLogger("disco_accel")
+
+
+class Rerunning(Running, Planning, Protocol):
+    """What a forward that runs once more needs of its model's session."""
+
+    @property
+    def setup(self) -> ModelSetup: ...
+
+    @property
+    def placement(self) -> Placement: ...
 
 
 @dataclass
 class Rerun:
     """What a forward was given, and what came of running it again as the model's own."""
 
-    state: Session
+    state: Rerunning
     model: torch.nn.Module
     fitted: FittedBatch
     step: CompiledStep
@@ -92,8 +101,9 @@ class Rerun:
             # casts that stay.
             draws = generator_from(self.step, self.generator)
             autocast = another_autocast(replace(self.autocast, cache=False))
-            with self.state.gate.eager(), torch.no_grad(), draws, autocast, self._step_kernels(), self._visiting():
-                self.eager_output = self.state.original_forward(**self.batch)
+            calls = self.state.calls
+            with calls.gate.eager(), torch.no_grad(), draws, autocast, self._step_kernels(), self._visiting():
+                self.eager_output = calls.forward(**self.batch)
         return self.eager_output
 
     def _read(self, name: str) -> Any:
@@ -140,7 +150,7 @@ class Rerun:
         outputs = (*tangents, *((last,) if self.step.draws and last not in tangents else ()))
         return self._run(
             tangents,
-            lambda: self.state.compiled(self.model, self.fitted, outputs, differentiated=len(tangents)),
+            lambda: self.state.compiler.compiled(self.model, self.fitted, outputs, differentiated=len(tangents)),
         )
 
     def _run(
@@ -152,7 +162,7 @@ class Rerun:
                 f"{changed} was changed in place between this step's forward and the backward of its "
                 f"{next(iter(tangents))}; call backward() before changing it"
             )
-        with self.state.lock:
+        with self.state.memory.lock:
             try:
                 with torch.enable_grad(), self._autocast_of_forward():
                     step = self._followed(planned)
@@ -176,18 +186,18 @@ class Rerun:
     def _eager_gradients(self, tangents: Mapping[str, torch.Tensor], error: CaptureError) -> dict[str, torch.Tensor]:
         """From the model's own forward and backward, where no plan can be made and eager mode may stand in."""
         names = ", ".join(tangents)
-        if self.state.config.on_unsupported != "eager":
+        if self.state.setup.config.on_unsupported != "eager":
             raise ExecutionError(
                 f"{names}: a gradient is asked for, and a step that gives it cannot be planned ({error}); detach() it, "
                 "or set on_unsupported: eager"
             ) from error
-        self.state.observers.on_fallback(Fallback.GRADIENTS, str(error))
-        self.state.say_once(f"{names}: gradients are made in eager mode, outside the memory budget: {error}")
+        self.state.reports.observers.on_fallback(Fallback.GRADIENTS, str(error))
+        self.state.reports.say_once(f"{names}: gradients are made in eager mode, outside the memory budget: {error}")
         assert self.step.parameters is not None
         draws, autocast = generator_from(self.step, self.generator), self._autocast_of_forward()
         # The step's kernels in the backward too, which may recompute.
         with torch.enable_grad(), draws, autocast, self._step_kernels(), never_reentrant(), self._visiting():
-            output = self.state.original_forward(**self.batch)
+            output = self.state.calls.forward(**self.batch)
             pairs = [(v, t) for n, t in tangents.items() if (v := field_at(output, n)).requires_grad]
             values, value_tangents = [v for v, _ in pairs], [t for _, t in pairs]
             parameters = list(self.step.parameters.values())

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -23,12 +23,15 @@ from disco_accel.errors import StepsDiffer
 from disco_accel.graph.taskgraph import tensor_args
 from disco_accel.native.backend import backend_of
 from disco_accel.selfcheck.agreement import RUNS, Agreement, agreement
+from disco_accel.step.budget.engine_memory import EngineMemory
 from disco_accel.step.compile.compiled_step import CompiledStep, shared_weights
 from disco_accel.step.compile.fitted_batch import FittedBatch
+from disco_accel.step.placement.model_placement import Placement
 from disco_accel.step.placement.saved_on_host import saved_on_host
 from disco_accel.step.run.inner_forwards import own_forward_runs
+from disco_accel.step.run.model_calls import ModelCalls
+from disco_accel.step.run.reports import Reports
 from disco_accel.step.run.rng_state import generator_from
-from disco_accel.step.run.session import Session
 
 _FINE, _COARSE = 1e-4, 2e-2
 """Tolerated distance as a part of the norm of a plan that rounds otherwise by design, in fp32 and in 16 bits."""
@@ -36,11 +39,27 @@ _COARSE_SUMS = 0.1
 """In 16 bits, where devices round their parts of each sum: as far as one device's gradients are from exact ones."""
 
 
+class Comparing(Protocol):
+    """What a comparison needs of its model's session."""
+
+    @property
+    def memory(self) -> EngineMemory: ...
+
+    @property
+    def placement(self) -> Placement: ...
+
+    @property
+    def calls(self) -> ModelCalls: ...
+
+    @property
+    def reports(self) -> Reports: ...
+
+
 @dataclass
 class Comparison:
     """One planned step to be compared, as its forward was given it. ``values``: its outputs, in the plan's order."""
 
-    state: Session
+    state: Comparing
     model: torch.nn.Module
     fitted: FittedBatch
     step: CompiledStep
@@ -50,14 +69,14 @@ class Comparison:
     @classmethod
     def of(
         cls,
-        state: Session,
+        state: Comparing,
         model: torch.nn.Module,
         fitted: FittedBatch,
         step: CompiledStep,
         generator: torch.Tensor | None,
     ) -> Comparison | None:
         """Of the step that begins now, from ``generator``'s state on; None where enough have been compared."""
-        if not state.verifier.active:
+        if not state.calls.verifier.active:
             return None
         return cls(state, model, fitted, step, generator, autocast_state())
 
@@ -65,24 +84,24 @@ class Comparison:
         self, values: Mapping[str, torch.Tensor], tangent: torch.Tensor, gradients: Mapping[str, torch.Tensor]
     ) -> None:
         """Compare outputs, by name, and ``gradients`` for ``tangent`` of the first of them. Raises StepsDiffer."""
-        verifier = self.state.verifier
-        with self.state.lock:
+        verifier = self.state.calls.verifier
+        with self.state.memory.lock:
             if not verifier.active:
                 return
             began = time.perf_counter()
             # Both at once might not fit the budget.
-            self.state.unload()
+            self.state.memory.unload()
             planned = {**values, **{f"gradient of {name}": g for name, g in gradients.items()}}
             eager = (self._unplanned(tuple(values), tangent) for _ in range(RUNS))
             found = agreement(planned, eager, outputs=values, allowance=self._allowance())
             if found.wrong:
                 raise StepsDiffer(self._message(found))
             spent = time.perf_counter() - began
-            verifier.agreed(self.state.messages.name, spent, found, len(gradients))
+            verifier.agreed(self.state.reports.messages.name, spent, found, len(gradients))
 
     @property
     def _device(self) -> torch.device:
-        return self.state.device
+        return self.state.memory.device
 
     def _allowance(self) -> float:
         """How far the plan is from eager by design; 0: not at all."""
@@ -109,7 +128,7 @@ class Comparison:
             stack.enter_context(generator_from(self.step, self.generator))
             stack.enter_context(buffers_kept(self.model))
             stack.enter_context(without_hooks(parameters))
-            stack.enter_context(self.state.gate.eager())
+            stack.enter_context(self.state.calls.gate.eager())
             stack.enter_context(self.state.placement.visiting())
             stack.enter_context(own_forward_runs())
             stack.enter_context(cudnn_attention_off(self._device))
@@ -133,7 +152,7 @@ class Comparison:
         parameters: Mapping[str, torch.Tensor],
     ) -> dict[str, torch.Tensor]:
         with outside_autocast(), autocast_region(self.autocast):
-            output = self.state.original_forward(**batch)
+            output = self.state.calls.forward(**batch)
         bare = isinstance(output, torch.Tensor)
         values = {name: output if bare else field_at(output, name) for name in outputs}
         by_parameter = torch.autograd.grad(values[outputs[0]], list(parameters.values()), tangent, allow_unused=True)
@@ -155,7 +174,7 @@ class Comparison:
             f" (and {len(wrong) - 1} more of {compared} compared)" if len(wrong) > 1 else f" (of {compared} compared)"
         )
         return (
-            f"verify_steps: planned step {self.state.verifier.number} is not the unplanned one: {first} is "
+            f"verify_steps: planned step {self.state.calls.verifier.number} is not the unplanned one: {first} is "
             f"{wrong[first]:.3g} of its norm apart{more}, where {asked} was asked for. No parameter has been updated "
             "from it. This is a fault of the plan, the engine or the device (disco-accel doctor --selftest looks at "
             "the last two); please report it with this message. enabled: false trains without plans"

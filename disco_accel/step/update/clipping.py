@@ -16,8 +16,8 @@ from disco_accel.native.host_memory import expect_rewrite
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-class Updates(Protocol):
-    """Those of one model."""
+class TakesProducts(Protocol):
+    """The updates of one model."""
 
     def clip(self, parameters: Sequence[torch.Tensor], coefficient: torch.Tensor) -> list[torch.Tensor]:
         """Leave the product of gradients with ``coefficient``, of no dimension, to the next update; returns the
@@ -28,7 +28,7 @@ class Updates(Protocol):
 
 
 def clip_grad_norm(
-    parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, updates: Updates
+    parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, updates: TakesProducts
 ) -> torch.Tensor:
     """As ``torch.nn.utils.clip_grad_norm_``, with the product of gradients left to ``updates`` where these take it."""
     utils: Any = torch.nn.utils
@@ -52,6 +52,8 @@ class ClippedGradients:
     def __init__(self) -> None:
         self._noted: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         """Parameter, gradient, coefficient of no dimension."""
+        self.expected: frozenset[int] = frozenset()
+        """Ids of parameters whose next update is put off if it is as the last one was."""
 
     def note(self, parameters: Iterable[torch.Tensor], coefficient: torch.Tensor) -> None:
         """The gradients of ``parameters`` are to be multiplied by ``coefficient``."""

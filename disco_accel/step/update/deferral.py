@@ -12,31 +12,51 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from disco_accel.errors import ExecutionError, StatesTorn
+from disco_accel.errors import ExecutionError
 from disco_accel.native.host_memory import WatchedTensors, expect_rewrite, writes_are_watched
-from disco_accel.step.capture_lock import in_capture
 from disco_accel.step.placement.trained_weights import before_updates
 from disco_accel.step.update.clipping import ClippedGradients
 from disco_accel.step.update.pending_reads import PendingReads, not_intercepted, reads_of
-from disco_accel.step.update.pending_update import ParameterUpdate, PendingUpdate, parts_of
-
-_TORN = (
-    "update: deferred: a forward ended in the middle of the update of the step before: some weights have it and others "
-    "do not. Load a checkpoint of the model and of its optimizer (load_state_dict)"
-)
+from disco_accel.step.update.pending_update import GradientsAway, ParameterUpdate, PendingUpdate, parts_of
+from disco_accel.step.update.settling_hooks import SettlingHooks
+from disco_accel.step.update.torn_states import TornStates
 
 _deferring: weakref.WeakSet[Deferral] = weakref.WeakSet()
 
 
+@dataclass
+class UpdateCounts:
+    """Updates that were ``planned``, that were done ``by_hand``, and clippings whose products were left to updates."""
+
+    planned: int = 0
+    by_hand: int = 0
+    clips: int = 0
+
+
+@dataclass(frozen=True)
+class OwnTensors:
+    """``on_host``: whether a tensor is a trained weight of ``model``; ``watchable``: whether the system can tell that a
+    gradient was written to."""
+
+    model: weakref.ref[torch.nn.Module]
+    on_host: Callable[[torch.Tensor], bool]
+    watchable: Callable[[torch.Tensor], bool]
+
+    def name(self, parameter: torch.Tensor) -> str:
+        """Of a parameter, for a message."""
+        model = self.model()
+        names = () if model is None else (name for name, p in model.named_parameters() if p is parameter)
+        return next(iter(names), "a parameter")
+
+
 class Deferral:
-    """The updates of one prepared model that are put off. ``on_host``: whether a tensor is one of its trained weights;
-    ``watchable``: whether the system can tell that a gradient was written to.
+    """The updates of one prepared model that are put off.
 
     Used under the session's lock, which ``lock`` is.
     """
@@ -51,46 +71,23 @@ class Deferral:
         ready: Callable[[torch.optim.Optimizer], object] | None = None,
         asked: str = "deferred",
     ) -> None:
-        """``ready`` makes an optimizer's state what its next update needs. ``asked``: ``update`` in the config."""
-        self._on_host, self._watchable, self._lock, self._say = on_host, watchable, lock, say
-        self._ready, self._asked = ready, asked
+        """``on_host``, ``watchable``: as of ``OwnTensors``. ``ready`` makes an optimizer's state what its next update
+        needs. ``asked``: ``update`` in the config."""
+        self._ours, self._lock, self._ready = OwnTensors(weakref.ref(model), on_host, watchable), lock, ready
+        self._tell = functools.partial(_tell, say, asked)
         self.paused = False
         """Whether ``optimizer.step()`` updates as it is called."""
         self.deferring = True
         """Whether the last ``optimizer.step()`` was put off, the first one aside, which makes moments."""
-        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._handles: list[Any] = []
-        self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Parameters whose gradients are away while ``step()`` runs, with these."""
-        self.pending: PendingUpdate | None = None
-        self.planned = self.by_hand = 0
-        """Updates that plans did, and that were settled."""
         self.seen = False
         """Whether an optimizer's ``step()`` was."""
+        self.counts = UpdateCounts()
+        self.pending: PendingUpdate | None = None
         self.reads = PendingReads(self.settle, lock)
         self._watch: WatchedTensors | None = None
         """The parameters and gradients of the pending update, which nobody may write to."""
-        self._updating: weakref.ref[torch.optim.Optimizer] | None = None
-        """Whose update is pending, or was the last to be."""
-        self._clipped = ClippedGradients()
-        self._expected: frozenset[int] = frozenset()
-        """Ids of parameters whose next update is put off if it is as the last one was."""
-        self.clips = 0
-        """Clippings whose products were left to updates."""
-        self._torn = False
-        """Whether an update has changed some weights, will not change the rest, and none were loaded since."""
-        self._torn_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        """Those whose moments such an update has left, and that have not loaded any since."""
-        settle, loads = _Hook(self), _Hook(self, loads=True)
-        self._model = weakref.ref(model)
-        for module in model.modules():
-            # Weights that an update has left torn are not saved.
-            self._handles.append(module.register_state_dict_pre_hook(settle))
-            self._handles.append(module.register_load_state_dict_pre_hook(loads))
-            # The model's own forward settles where it does not run from a plan.
-            own = module is not model and any(p.requires_grad for p in module.parameters(recurse=False))
-            if own:
-                self._handles.append(module.register_forward_pre_hook(settle))
+        self._away, self._clipped = GradientsAway(), ClippedGradients()
+        self._torn, self._hooks = TornStates(model), SettlingHooks(model, self)
         _deferring.add(self)
         _hook_all_optimizers()
 
@@ -101,8 +98,7 @@ class Deferral:
             ExecutionError: what it needs was changed since; that update is lost.
             StatesTorn: an update before ended in the middle.
         """
-        if self._torn:
-            raise StatesTorn(_TORN)
+        self._torn.require_whole()
         if self.pending is None:
             return
         with self._lock:
@@ -113,7 +109,7 @@ class Deferral:
                     self.pending = None
                     pending.run()
                     self._clipped.multiply()
-                    self.by_hand += 1
+                    self.counts.by_hand += 1
             finally:
                 self.reads.lift()
 
@@ -135,8 +131,7 @@ class Deferral:
 
     def checked(self) -> PendingUpdate | None:
         """The pending update, whose weights are about to be written. Raises as ``settle``."""
-        if self._torn:
-            raise StatesTorn(_TORN)
+        self._torn.require_whole()
         pending = self.pending
         if pending is None:
             return None
@@ -159,31 +154,23 @@ class Deferral:
         """A plan has done the update that is pending."""
         self.pending = None
         self._clipped.multiply()
-        self.planned += 1
+        self.counts.planned += 1
 
     def torn(self) -> None:
         """A plan has done some of the pending update and will not do the rest."""
         self.pending = None
-        self._torn = True
-        optimizer = None if self._updating is None else self._updating()
-        if optimizer is not None:
-            self._torn_optimizers.add(optimizer)
+        self._torn.tear()
 
     def loads(self, loaded: torch.nn.Module | torch.optim.Optimizer) -> None:
         """``loaded`` is about to load weights or moments: all of its own, if it is the model itself or an optimizer."""
-        if loaded is self._model():
-            self._torn = False
-        elif isinstance(loaded, torch.optim.Optimizer):
-            self._torn_optimizers.discard(loaded)
-        if not self._torn:
+        self._torn.loads(loaded)
+        if not self._torn.weights:
             self.settle()
 
     def remove(self) -> None:
         """Settle, and put nothing off any more."""
         _deferring.discard(self)
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._hooks.remove()
         self.settle()
         self.multiply_clipped()
 
@@ -194,7 +181,7 @@ class Deferral:
     def _has(self, parameter: torch.Tensor) -> bool:
         # To ask where it lies would be a read of one whose update is pending.
         pending = reads_of(parameter)
-        return self._on_host(parameter) if pending is None else pending is self.reads
+        return self._ours.on_host(parameter) if pending is None else pending is self.reads
 
     def before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
         """``optimizer.step()`` is about to run."""
@@ -202,17 +189,16 @@ class Deferral:
             return
         self.seen = True
         with self._lock:
-            if optimizer in self._torn_optimizers:
-                raise StatesTorn(_TORN)
+            self._torn.require_whole(optimizer)
             self.settle()
-            self._expected = frozenset()
+            self._clipped.expected = frozenset()
             if self.paused:
                 self.deferring = False
                 self._clipped.multiply()
                 return
             if self._ready is not None and not closure:
                 self._ready(optimizer)
-            parts = "its step() is given a closure" if closure else parts_of(optimizer, self._on_host)
+            parts = "its step() is given a closure" if closure else parts_of(optimizer, self._ours.on_host)
             if parts and not isinstance(parts, str):
                 coefficients = self._clipped.coefficients()
                 parts = tuple(replace(part, coefficient=coefficients.get(id(part.gradient))) for part in parts)
@@ -220,21 +206,19 @@ class Deferral:
             self.deferring = not isinstance(parts, str)
             if isinstance(parts, str):
                 self._clipped.multiply()
-                self._say(f"update: {self._asked} defers nothing: {parts}; optimizer.step() updates as it is called")
+                self._tell(parts)
                 return
-            self._expected = frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
+            self._clipped.expected = frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
             if not parts:
                 self._clipped.multiply()
                 return
-            self._hook(optimizer)
-            self._updating = weakref.ref(optimizer)
+            self._hooks.add(optimizer)
+            self._torn.begins(optimizer)
             with not_intercepted():
                 torch._foreach_add_([part.steps for part in parts], 1)
                 self._put_off(parts)
             self.reads.close()
-            self._gradients = [(part.parameter, part.gradient) for part in parts]
-            for parameter, _ in self._gradients:
-                parameter.grad = None
+            self._away.take(parts)
 
     def _fenced(self, parts: tuple[ParameterUpdate, ...]) -> tuple[ParameterUpdate, ...] | str:
         """``parts``, whose tensors this thread alone may read; or why their update cannot be put off."""
@@ -243,17 +227,15 @@ class Deferral:
         if held < 0:
             return parts
         self.reads.lift()
-        model, parameter = self._model(), kept[held][0]
-        names = () if model is None else (name for name, p in model.named_parameters() if p is parameter)
         return (
-            f"something else holds the memory of {next(iter(names), 'a parameter')} or of its moments, as .data, a "
+            f"something else holds the memory of {self._ours.name(kept[held][0])} or of its moments, as .data, a "
             "state_dict or a NumPy array that was kept does, and may read it at any time"
         )
 
     def _put_off(self, parts: Sequence[ParameterUpdate]) -> None:
         self.pending = PendingUpdate.of(parts)
         if writes_are_watched():
-            gradients = [part.gradient for part in parts if self._watchable(part.gradient)]
+            gradients = [part.gradient for part in parts if self._ours.watchable(part.gradient)]
             # Accumulation has written to them since the watch of the step before.
             expect_rewrite(gradients)
             self._watch = WatchedTensors([*(part.parameter for part in parts), *gradients])
@@ -264,13 +246,14 @@ class Deferral:
         with self._lock:
             if self.pending is not None:
                 self.settle()
-            left = {id(p) for p in parameters if id(p) in self._expected and self._on_host(p) and self._is_ours(p.grad)}
+            expected = [p for p in parameters if id(p) in self._clipped.expected]
+            left = {id(p) for p in expected if self._ours.on_host(p) and self._may_wait(p.grad)}
             self._clipped.note((p for p in parameters if id(p) in left), coefficient)
-            self.clips += bool(left)
+            self.counts.clips += bool(left)
             return [p for p in parameters if id(p) not in left]
 
-    def _is_ours(self, gradient: torch.Tensor | None) -> bool:
-        return gradient is not None and not gradient.requires_grad and self._watchable(gradient)
+    def _may_wait(self, gradient: torch.Tensor | None) -> bool:
+        return gradient is not None and not gradient.requires_grad and self._ours.watchable(gradient)
 
     def multiply_clipped(self) -> None:
         """Multiply the gradients whose product clipping has left to the update."""
@@ -279,44 +262,11 @@ class Deferral:
 
     def after_step(self) -> None:
         """``optimizer.step()`` has run."""
-        for parameter, gradient in self._gradients:
-            parameter.grad = gradient
-        self._gradients.clear()
-
-    def _hook(self, optimizer: torch.optim.Optimizer) -> None:
-        if optimizer not in self._optimizers:
-            self._optimizers.add(optimizer)
-            self._handles.append(optimizer.register_state_dict_pre_hook(_Hook(self)))
-            self._handles.append(optimizer.register_load_state_dict_pre_hook(_Hook(self, loads=True)))
+        self._away.give_back()
 
 
-class _Hook:
-    """A hook that settles; that of a copied or stored module does nothing."""
-
-    def __init__(self, deferral: Deferral | None = None, *, loads: bool = False) -> None:
-        """``loads``: the call that it hooks loads weights or moments."""
-        self._deferral = None if deferral is None else weakref.ref(deferral)
-        self._loads = loads
-
-    def __call__(self, owner: Any = None, *_: Any, **__: Any) -> None:
-        deferral = None if self._deferral is None else self._deferral()
-        if deferral is None or in_capture():
-            return
-        if self._loads:
-            deferral.loads(owner)
-        else:
-            deferral.settle()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
-        return _Hook()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Hook, ()
-
-
-def settles(hook: object) -> bool:
-    """Whether ``hook`` of a module is one of a ``Deferral``."""
-    return isinstance(hook, _Hook)
+def _tell(say: Callable[[str], None], asked: str, reason: str) -> None:
+    say(f"update: {asked} defers nothing: {reason}; optimizer.step() updates as it is called")
 
 
 @functools.cache

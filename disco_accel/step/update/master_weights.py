@@ -18,7 +18,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from disco_accel.errors import ConfigError
 from disco_accel.step.optimizer_home import ROUNDED
 from disco_accel.step.update.master_state import Loading, follow, give_up, keep
-from disco_accel.step.update.pending_update import MASTER, OwnHook, ParameterUpdate, part_of, settings_of, why_not
+from disco_accel.step.update.pending_update import (
+    MASTER,
+    GradientsAway,
+    OwnHook,
+    ParameterUpdate,
+    part_of,
+    settings_of,
+    why_not,
+)
 
 logger = logging.getLogger("disco_accel")
 
@@ -35,8 +43,7 @@ class MasterWeights:
         """``say`` tells the user something, once."""
         self._model, self._lock, self._say = weakref.ref(model), lock, say
         self._handles: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
-        self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Parameters whose gradients are away while ``step()`` runs, with these."""
+        self._away = GradientsAway()
         _masters.add(self)
         _hook_all_optimizers()
 
@@ -75,15 +82,11 @@ class MasterWeights:
             ConfigError: it cannot be done; nothing is.
         """
         with self._lock, torch.no_grad():
-            # Of a step() that failed.
-            self._gradients.clear()
             parts = self._parts(optimizer)
             for part in parts:
                 part.steps.add_(1)
             follow(parts, self._say, run=True)
-            for part in parts:
-                self._gradients.append((part.parameter, part.gradient))
-                part.parameter.grad = None
+            self._away.take(parts)
 
     def _parts(self, optimizer: torch.optim.Optimizer) -> list[ParameterUpdate]:
         """Those of the weights with masters, whose state is made where it is missing."""
@@ -108,9 +111,7 @@ class MasterWeights:
 
     def after_step(self) -> None:
         """``optimizer.step()`` has run."""
-        for parameter, gradient in self._gradients:
-            parameter.grad = gradient
-        self._gradients.clear()
+        self._away.give_back()
 
 
 class _Update(OwnHook):

@@ -114,6 +114,25 @@ class ParameterUpdate:
         self.parameter.detach().view(-1)[begin:end].copy_(self.master.view(-1)[begin:end])
 
 
+class GradientsAway:
+    """Gradients that parameters do not have while ``optimizer.step()`` runs, which so has nothing to do with these."""
+
+    def __init__(self) -> None:
+        self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def take(self, parts: Sequence[ParameterUpdate]) -> None:
+        """Those of ``parts``. Of a ``step()`` that failed none are given back any more."""
+        self._gradients = [(part.parameter, part.gradient) for part in parts]
+        for parameter, _ in self._gradients:
+            parameter.grad = None
+
+    def give_back(self) -> None:
+        """``step()`` has run."""
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        self._gradients.clear()
+
+
 @dataclass(frozen=True)
 class PendingUpdate:
     """The parts of one ``step()``, and what autograd counted of their tensors by then."""

@@ -208,7 +208,7 @@ class PlannedUpdates:
             return {"update": "step"}
         return {
             "update": "deferred" if self.deferral.deferring else "step",
-            "updates_planned": self.deferral.planned,
-            "updates_settled": self.deferral.by_hand,
-            "clips_deferred": self.deferral.clips,
+            "updates_planned": self.deferral.counts.planned,
+            "updates_settled": self.deferral.counts.by_hand,
+            "clips_deferred": self.deferral.counts.clips,
         }

@@ -29,7 +29,7 @@ for the bytes of state on its way home: simulated steps of 7B at 1 x 2048 in 22 
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class UpdatePlaces:
     """Parts to update on the device, in a plan for ``arena`` bytes."""
 
     on_device: frozenset[int]
@@ -41,7 +41,7 @@ Measure = Callable[[TaskGraph, frozenset[int]], Mapping[int, OpRecord]]
 
 
 @dataclass
-class Updates:
+class UpdateChoice:
     """Updates of ``weights``, INPUTs of ``graph``, by ``parts``. ``device_lr``: as in ``with_updates``. Each kind of
     kernel is measured once."""
 
@@ -55,7 +55,7 @@ class Updates:
     @classmethod
     def of(
         cls, engine: EngineOptions, graph: TaskGraph, weights: Sequence[int], parts: Sequence[ParameterUpdate]
-    ) -> Updates:
+    ) -> UpdateChoice:
         """Of weights of a step of ``graph``, measured as ``engine`` runs its kernels."""
 
         def measure(graph: TaskGraph, only: frozenset[int]) -> dict[int, OpRecord]:
@@ -83,16 +83,16 @@ class Updates:
         step = self.placed(on_device)
         return run_passes(step.graph, [measurements(self.records(step))])
 
-    def choices(self, update_on: str, machine: Machine) -> list[Choice]:
+    def choices(self, update_on: str, machine: Machine) -> list[UpdatePlaces]:
         """Plans are to be made of each; those with updates on the device first, the last is without any."""
         whole = self.graph.devices[0].memory
-        made: list[Choice] = []
+        made: list[UpdatePlaces] = []
         if update_on == "device":
-            made.append(Choice(frozenset(self._allowed(whole)), whole))
+            made.append(UpdatePlaces(frozenset(self._allowed(whole)), whole))
         elif update_on == "auto":
             sizes = dict.fromkeys(whole // part for part in _ARENAS)
-            made += [Choice(self._faster_on_device(size, machine), size) for size in sizes]
-        none = Choice(frozenset(), whole)
+            made += [UpdatePlaces(self._faster_on_device(size, machine), size) for size in sizes]
+        none = UpdatePlaces(frozenset(), whole)
         return [*(choice for choice in made if choice.on_device), none]
 
     def _allowed(self, arena: int) -> list[int]:

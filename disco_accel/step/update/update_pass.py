@@ -192,8 +192,6 @@ class _Updates:
         device = {vertex.id: vertex.device for vertex in graph.vertices}
         self._own_device = {w: device[w] for w, number in self._numbers.items() if number in on_device}
         """Weight that its own device updates → that device."""
-        self._last_on_host: tuple[int, ...] = ()
-        """The kernel of the host device that was added last."""
         self._calls: dict[int, OpCall] = {}
         self._last: dict[Ref, Ref] = {}
         """Weight → its version when all updates have run."""
@@ -323,6 +321,7 @@ class _Updates:
             over = _CHANGED if stage is Stage.UPDATE else 1
             sizes = [self._sizes[state] for state in inputs[:over]]
         on_host = device == self._host
+        last = next((k.id for k in reversed(self._kernels) if k.on_host), None) if on_host else None
         kernel = Vertex(
             self._fresh,
             VertexKind.KERNEL,
@@ -331,12 +330,11 @@ class _Updates:
             inputs,
             tuple(sizes),
             # One after the other, as the processors run them anyway: so many have run, so many parts are done.
-            after=self._last_on_host if on_host else (),
+            after=() if last is None else (last,),
             inplace=tuple((k, k) for k in range(over)),
         )
         self._fresh += 1
         self._vertices.append(kernel)
-        self._last_on_host = (kernel.id,) if on_host else self._last_on_host
         self._kernels.append(UpdateKernel(kernel.id, *piece, stage, on_host))
         self._calls[kernel.id] = call
         made = [(kernel.id, k) for k in range(len(sizes))]

@@ -22,7 +22,7 @@ from disco_accel.step.compile.compiled_step import CompiledStep
 from disco_accel.step.compile.pipeline import PlannerSettings, PlanStore, replan_if_it_fits
 from disco_accel.step.gradients.extended_graph import ExtendedGraph
 from disco_accel.step.update.pending_update import Changed, PendingUpdate
-from disco_accel.step.update.update_choice import Updates
+from disco_accel.step.update.update_choice import UpdateChoice
 from disco_accel.step.update.update_pass import UpdatedStep
 
 
@@ -107,7 +107,7 @@ def step_with_update(
         return None
     began = time.perf_counter()
     more = more or ExtendedGraph(plain.graph, plain.records)
-    updates = Updates.of(plain.engine, more.graph, weights, pending.parts)
+    updates = UpdateChoice.of(plain.engine, more.graph, weights, pending.parts)
     updated = updates.placed()
     say(f"measuring {len(updated.kernels)} updates")
     updates.records(updated)

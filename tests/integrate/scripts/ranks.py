@@ -76,7 +76,7 @@ def with_store(model: torch.nn.Module, step: int) -> None:
     """The store ends before one step and is back before another."""
 
     def until(connected: bool) -> None:
-        source = find_state(model).budgets.source
+        source = find_state(model).budgets.grant.source
         while source.connected != connected:
             source.granted()
             time.sleep(0.005)
@@ -106,7 +106,7 @@ def endless() -> dict[str, Any]:
     """Budgets are claimed again and again, until somebody ends this."""
     (FOLDER / f"begun-{RANK}").touch()
     while True:
-        train("shared", lambda model, step: find_state(model).unload())
+        train("shared", lambda model, step: find_state(model).memory.unload())
 
 
 def moving() -> dict[str, Any]:

@@ -1,0 +1,98 @@
+"""One prepared model's engine and arenas, which all its plans share, and the step that runs."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Hashable
+from typing import Protocol
+
+import torch
+
+from disco_accel.errors import ExecutionError
+from disco_accel.native.backend import backend_of
+from disco_accel.step.compile.compiled_step import CompiledStep
+from disco_accel.store.shared_budgets import HostClaims
+
+PlanKey = tuple[Hashable, ...]
+"""All that a plan depends on."""
+
+
+class Suspendable(Protocol):
+    """A step that runs, and that can give the engine up: it runs again from its inputs if its backward comes."""
+
+    def suspend(self) -> None:
+        """End the run."""
+
+
+class EngineMemory:
+    """The arenas, the step that has them, and the step that runs. ``lock``: the session's."""
+
+    def __init__(self, device: torch.device, gpus: tuple[int, ...], host_claims: HostClaims | None) -> None:
+        """``gpus``: indices of the devices of a step, first that of ``device``; none on host devices.
+        ``host_claims`` tells a store what is held on the host, if one is to know."""
+        self.device, self.gpus, self.host_claims = device, gpus, host_claims
+        self.lock = threading.RLock()
+        self.plans: dict[PlanKey, CompiledStep] = {}
+        self.current: CompiledStep | None = None
+        self.arenas: dict[int, torch.Tensor] = {}
+        """By device of the plans, all of which share them."""
+        self._active: weakref.ref[Suspendable] | None = None
+        self._engine_process: int | None = None
+
+    def abandon_active(self) -> None:
+        """Let another run take the engine; the pending step reruns from its inputs if its backward comes."""
+        pending = self._active() if self._active is not None else None
+        if pending is not None:
+            pending.suspend()
+        self._active = None
+        # A step whose owner was interrupted, or freed by another thread, may still run.
+        if self.current is not None and self.current.loaded is not None:
+            self.current.executor.abandon()
+
+    def take_engine(self, pending: Suspendable) -> None:
+        """``pending`` runs from now on, in the place of any other step."""
+        self.abandon_active()
+        # Weak: the autograd graph alone keeps a step alive, so that dropping the loss frees the engine.
+        self._active = weakref.ref(pending)
+
+    def release_engine(self, pending: Suspendable) -> None:
+        """``pending`` does not run any more."""
+        if self._active is not None and self._active() is pending:
+            self._active = None
+
+    def runs(self) -> bool:
+        """Whether a step is in its forward or its backward, or between them."""
+        return self._active is not None and self._active() is not None
+
+    def require_own_process(self) -> None:
+        """Raises ExecutionError in a process that was forked after the engine had started."""
+        # Before any lock is taken: a thread that held it may not exist here.
+        if self._engine_process not in (None, os.getpid()):
+            raise ExecutionError(
+                f"this model's engine runs in process {self._engine_process}, from which this process was forked; "
+                "call restore(model) to use the model here, or start workers with 'spawn'"
+            )
+
+    def load(self, step: CompiledStep) -> None:
+        """Make the executor of ``step``, in the arenas."""
+        step.load(self.arenas)
+        self._engine_process = os.getpid()
+
+    def unload(self) -> None:
+        """Free every executor and the arena; the plans stay."""
+        self.abandon_active()
+        for step in self.plans.values():
+            step.unload()
+        self.arenas, self.current = {}, None
+        # PyTorch may keep what was freed in pieces of that size, for which the next arena is too large.
+        backend_of(self.device).release_memory()
+        if self.host_claims is not None:
+            self.host_claims.drop("offloaded values")
+
+    def close(self) -> None:
+        """The session is over, and all of its memory freed."""
+        if self.host_claims is not None:
+            self.host_claims.close()
+        self._engine_process = None

@@ -1,0 +1,170 @@
+"""The plan sets of one prepared model's steps: which plan runs within the budget, and which are made beside."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, MutableMapping
+from typing import Any
+
+from disco_accel.errors import BudgetTooSmall
+from disco_accel.step.budget.grant import Grant
+from disco_accel.step.budget.grant_source import GrantRising
+from disco_accel.step.budget.plan_maker import PlanMaker
+from disco_accel.step.budget.plan_set import Kind, Member, PlanSet
+from disco_accel.step.compile.compiled_step import CompiledStep
+from disco_accel.step.gradients.accumulating_step import AccumulatingStep
+from disco_accel.step.update.updated_step import StepWithUpdate
+
+RECENT_STEPS = 4
+"""A job wants no more memory than its last so many steps could use. Batches of two lengths in turn should not move it,
+and a job whose need has ended should not keep others waiting."""
+
+QUICK_SECONDS = 1.0
+"""Of a search that a step waits for. The thorough one follows beside the steps."""
+
+
+class PlanSets:
+    """One for each captured step, by its key. Used under the session's lock."""
+
+    def __init__(self, plans: MutableMapping[Any, CompiledStep], grant: Grant, host_memory: int) -> None:
+        """``plans``: the session's table. ``host_memory``: bytes that training may take on the host."""
+        self._plans, self._grant, self._host_memory = plans, grant, host_memory
+        self.largest_outside = 0
+        """Bytes outside the arena, of the step that has most there."""
+        self._by_key: dict[Hashable, PlanSet] = {}
+        self._of_recipe: dict[int, tuple[Hashable, PlanSet]] = {}
+        self._recent: deque[PlanSet] = deque(maxlen=RECENT_STEPS)
+        self._noted: set[int] = set()
+        self.maker = PlanMaker(_unless_gone(self, PlanSets.want))
+
+    def all(self) -> list[PlanSet]:
+        """Of all steps that are found again by their keys."""
+        return list(self._by_key.values())
+
+    def keep(self, key: Hashable, step: CompiledStep, *, found_again: bool) -> None:
+        """``step`` is the first plan under ``key``, by which it is ``found_again``."""
+        plan_set = PlanSet(step, self._host_memory)
+        self.largest_outside = max(self.largest_outside, step.budget.outside)
+        self._of_recipe[id(step.recipe)] = key, plan_set
+        if found_again:
+            self._by_key[key] = plan_set
+            if self._grant.shared:
+                self.maker.spread(plan_set, self._grant.most)
+
+    def plan(self, key: Hashable) -> CompiledStep | None:
+        """The plan under ``key`` for the budget as it is; None if the step is not known. Raises BudgetTooSmall."""
+        plan_set = self._by_key.get(key)
+        if plan_set is None:
+            return None
+        if self._grant.shared:
+            self._recent.append(plan_set)
+            before = self._grant.max_useful
+            if self._max_useful() != before:
+                self.want()
+                if self._grant.max_useful > before:
+                    self._wait_for_rise(plan_set)
+        return self._plan_of(key, plan_set).plain
+
+    def fitting(self, step: CompiledStep) -> CompiledStep:
+        """``step``, or where its plan takes more than the budget, the same step by another one: for a step that runs
+        again from its inputs. Raises BudgetTooSmall."""
+        if not self._grant.moving or step.budget.total <= self._grant.total:
+            return step
+        member = self._plan_of(*self._of_recipe[id(step.recipe)])
+        if isinstance(step, AccumulatingStep):
+            # Without a plan that adds, autograd does it.
+            return next((each for each in member.more.values() if isinstance(each, AccumulatingStep)), member.plain)
+        return member.plain
+
+    def follow(self, before: int) -> None:
+        """The budget was ``before`` and has changed: ask for plans that are worth making."""
+        for plan_set in self.all():
+            if self._grant.total > before or plan_set.fitting(self._grant.total) is not None:
+                self._ask(plan_set)
+
+    def note_kind(self, step: CompiledStep) -> None:
+        """``step``, which does more than a plain one, runs: other budgets get plans of its kind too."""
+        if not self._grant.moving or id(step) in self._noted or not isinstance(step, AccumulatingStep | StepWithUpdate):
+            return
+        self._noted.add(id(step))
+        _, plan_set = self._of_recipe[id(step.recipe)]
+        key = next(key for key, each in self._plans.items() if each is step)
+        kind: Kind = (key[0], *key[2:])
+        plan_set.kinds.setdefault(kind, step)
+        for member in plan_set.members():
+            if member.plain is step.plain:
+                member.more.setdefault(kind, step)
+        if self._grant.shared:
+            self.maker.spread(plan_set, self._grant.most)
+
+    def want(self) -> None:
+        """Tell the source what all steps need, as each of them has to run again, and what recent ones can use."""
+        minimum = max((plan_set.minimum or 1 for plan_set in self.all()), default=1)
+        self._grant.want(minimum, self._max_useful())
+
+    def _max_useful(self) -> int:
+        known = [plan_set.max_useful for plan_set in self._recent.copy() if plan_set.max_useful is not None]
+        return max(known, default=self._grant.most)
+
+    def _wait_for_rise(self, plan_set: PlanSet) -> None:
+        """Once for each rise of what is useful: wait for it no longer than the step is slower without. At worst a step
+        takes twice as long; otherwise it and its load of weights would be thrown away by the move behind it."""
+        now, then = plan_set.fitting(self._grant.total), plan_set.fitting(self._grant.max_useful)
+        if now is not None and then is not None and now.seconds > then.seconds:
+            raise GrantRising(now.seconds - then.seconds, then.plain.budget.total)
+
+    def _plan_of(self, key: Hashable, plan_set: PlanSet) -> Member:
+        try:
+            member = self._member(plan_set, self._beside_others(plan_set))
+        except BudgetTooSmall:
+            # Alone it may fit: then the arena is made anew whenever such steps take turns.
+            member = self._member(plan_set, self._grant.total)
+        if len(member.more) != member.entered or plan_set.dropped:
+            self._enter(key, plan_set, member)
+        return member
+
+    def _member(self, plan_set: PlanSet, total: int) -> Member:
+        member = plan_set.fitting(total)
+        if member is None:
+            member = plan_set.make(total, QUICK_SECONDS if self._grant.moving else None)
+            if self._grant.moving:
+                self._ask(plan_set)
+        return member
+
+    def _beside_others(self, plan_set: PlanSet) -> int:
+        """The budget of a plan whose arena any other step may use too, with all that it has outside."""
+        key = self._grant.total, self.largest_outside
+        if plan_set.beside is None or plan_set.beside[0] != key:
+            plan_set.beside = key, plan_set.recipe.budget(*key).total
+        return plan_set.beside[1]
+
+    def _enter(self, key: Hashable, plan_set: PlanSet, member: Member) -> None:
+        """The table of plans has those of ``member``, and none that is not kept any more."""
+        plans = self._plans
+        assert isinstance(key, tuple)
+        # First: one for the same budget may have the key of the new one.
+        while plan_set.dropped:
+            old = plan_set.dropped.pop()
+            for each in [k for k, step in plans.items() if getattr(step, "plain", step) is old]:
+                plans.pop(each).unload()
+        member.entered = len(member.more)
+        plans.setdefault((*key, member.plain.budget.total), member.plain)
+        for kind, step in list(member.more.items()):
+            plans.setdefault((kind[0], id(member.plain), *kind[1:]), step)
+
+    def _ask(self, plan_set: PlanSet) -> None:
+        total = plan_set.worth(self._grant.total)
+        if total is not None:
+            self.maker.ask(plan_set, total)
+
+
+def _unless_gone(owner: PlanSets, method: Callable[[PlanSets], None]) -> Callable[[], None]:
+    reference = weakref.ref(owner)
+
+    def call() -> None:
+        own = reference()
+        if own is not None:
+            method(own)
+
+    return call
