@@ -45,7 +45,6 @@ DOUBLE = {
     "Choice",
     "Gap",
     "Memory",
-    "Part",
     "Session",
     "Stage",
     "Updates",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._subclasses import FakeTensorMode
 
-from disco_accel.capture.parts import Part, has_rule, is_plain, named_parts
+from disco_accel.capture.parts import PlainTensor, has_rule, is_plain, named_parts
 from disco_accel.errors import CaptureError
 
 
@@ -39,7 +39,7 @@ def model_twins(mode: FakeTensorMode, model: torch.nn.Module, device: torch.devi
     return twins
 
 
-def _check(part: Part, device: torch.device) -> None:
+def _check(part: PlainTensor, device: torch.device) -> None:
     name, tensor = part.name, part.tensor
     if not (tensor.is_cpu or tensor.is_meta) and tensor.device != device:
         raise CaptureError(f"{name}: is on {tensor.device}; move it to the CPU or to {device}, where the step will run")

@@ -34,7 +34,7 @@ LeafOf = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PlainTensor:
     """One plain tensor of a model. ``name`` is unique; ``requires_grad`` is that of the parameter it is part of."""
 
     name: str
@@ -171,7 +171,7 @@ def lost_scales(model: torch.nn.Module) -> Iterator[LostScales]:
     return itertools.chain.from_iterable(library.lost_scales(model) for library in LIBRARIES)
 
 
-def named_parts(model: torch.nn.Module, *, remove_duplicate: bool = True) -> Iterator[Part]:
+def named_parts(model: torch.nn.Module, *, remove_duplicate: bool = True) -> Iterator[PlainTensor]:
     """All plain tensors of ``model``: those of its parameters, of what lies beside these, and of its buffers.
 
     A tensor that several places hold comes once; without ``remove_duplicate`` a tied parameter or buffer comes by all
@@ -190,14 +190,14 @@ def named_parts(model: torch.nn.Module, *, remove_duplicate: bool = True) -> Ite
     for name, parameter in model.named_parameters(remove_duplicate=remove_duplicate):
         for leaf_name, leaf in leaves(parameter, name):
             if (leaf is parameter or place(leaf) not in places) and new(leaf):
-                yield Part(leaf_name, leaf, requires_grad=parameter.requires_grad)
+                yield PlainTensor(leaf_name, leaf, requires_grad=parameter.requires_grad)
     for name, tensor in _beside_weights(model):
         if place(tensor) not in places and new(tensor):
-            yield Part(name, tensor)
+            yield PlainTensor(name, tensor)
     for name, buffer in model.named_buffers(remove_duplicate=remove_duplicate):
         for leaf_name, leaf in leaves(buffer, name):
             if new(leaf):
-                yield Part(leaf_name, leaf, is_buffer=True)
+                yield PlainTensor(leaf_name, leaf, is_buffer=True)
 
 
 def _beside_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
