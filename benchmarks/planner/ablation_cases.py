@@ -1,29 +1,25 @@
-"""The cases on which each move of the timed planner's search is judged: small ones, and those where one move counts."""
+"""The cases on which each setting of the timed planner is judged: captured steps and prompts, and random graphs."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 
-from disco_accel.graph.check import check_taskgraph, dependencies
-from disco_accel.graph.files import read_taskgraph
-from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex
-from disco_accel.graph.values import overwrites
+from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.sizes import parse_size
-from tests.support.graphs.lora_graph import LoraShape, prefill_graph
-
-GRAPHS = Path(__file__).resolve().parents[2] / "tests" / "data" / "graphs"
+from tests.support.graphs.strategies import Shape, random_taskgraph, with_working_sets
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """The graph that ``make`` gives, in each of ``memories`` with links of each of ``bandwidths`` in bytes/s."""
+    """The graph that ``make`` gives, in each of ``memories`` (None: its own) with links of each of ``bandwidths`` in
+    bytes/s."""
 
     name: str
     make: Callable[[], TaskGraph]
-    memories: Sequence[str]
+    memories: Sequence[str | None]
     bandwidths: Sequence[float] = (2e10,)
 
 
@@ -33,74 +29,71 @@ def cases() -> Iterator[tuple[TaskGraph, int, float]]:
         graph = replace(case.make(), name=case.name)
         for memory in case.memories:
             for bandwidth in case.bandwidths:
-                yield graph, parse_size(memory), bandwidth
+                yield graph, parse_size(memory) if memory else graph.devices[0].memory, bandwidth
 
 
-def in_random_order(graph: TaskGraph, seed: int) -> TaskGraph:
-    """Return ``graph`` in a random order that keeps every dependency, and readers before the vertex that writes over
-    their input."""
-    rng = random.Random(seed)
-    waits = {vertex.id: set(dependencies(vertex)) for vertex in graph.vertices}
-    readers: dict[Ref, list[int]] = {}
-    for vertex in graph.vertices:
-        for _, overwritten in overwrites(vertex):
-            waits[vertex.id].update(readers.get(overwritten, ()))
-        for ref in vertex.inputs:
-            readers.setdefault(ref, []).append(vertex.id)
-    behind: dict[int, list[int]] = {}
-    for vertex_id, others in waits.items():
-        for other in sorted(others):
-            behind.setdefault(other, []).append(vertex_id)
-    by_id = {vertex.id: vertex for vertex in graph.vertices}
-    ready = [vertex_id for vertex_id, others in waits.items() if not others]
-    order: list[Vertex] = []
-    while ready:
-        vertex_id = ready.pop(rng.randrange(len(ready)))
-        order.append(by_id[vertex_id])
-        for reader in behind.get(vertex_id, ()):
-            waits[reader].discard(vertex_id)
-            if not waits[reader]:
-                ready.append(reader)
-    return check_taskgraph(replace(graph, vertices=tuple(order)))
+def _llama(layers: int, hidden: int, ffn: int, batch: int, tokens: int) -> TaskGraph:
+    """A LoRA step of all projections of a Llama with heads of 128 and a vocabulary of 32,000."""
+    from benchmarks.common.shapes import llama
+    from benchmarks.planner.captures import Workload, lora_step
+
+    return lora_step(Workload(llama(hidden, ffn, layers, hidden // 128, hidden // 128, 32000), batch, tokens))
 
 
-def _test_graph(name: str) -> TaskGraph:
-    return read_taskgraph(GRAPHS / f"{name}.taskgraph.json")
-
-
-def _captured_lora(name: str) -> TaskGraph:
-    from benchmarks.planner.captures import STEPS, lora_step
-
-    return lora_step(STEPS[name])
-
-
-def _captured_prefill(name: str) -> TaskGraph:
-    from benchmarks.planner.captures import PREFILLS, prefill
-
-    return prefill(PREFILLS[name])
-
-
-def _large_vocabulary() -> TaskGraph:
-    """A prefill of the shape of Llama 3.2 1B with an output layer of its own: two weights of 501 MiB, others of 32."""
+def _prefill() -> TaskGraph:
+    """A prompt of the shape of Llama 3.2 3B with a vocabulary of 32,000."""
     from benchmarks.common.shapes import llama
     from benchmarks.planner.captures import Workload, prefill
 
-    return prefill(Workload(llama(2048, 8192, 16, 32, 8, 128256), 1, 512))
+    return prefill(Workload(llama(3072, 8192, 28, 24, 8, 32000), 1, 512))
+
+
+def _mistral() -> TaskGraph:
+    from benchmarks.planner.why_cases import LLAMA_31_8B, lora_on_attention
+
+    mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "vocab_size": 32768}
+    return lora_on_attention(
+        {**LLAMA_31_8B, **mistral, "max_position_embeddings": 32768, "sliding_window": None}, 2, 2048
+    )
+
+
+def _qwen3() -> TaskGraph:
+    from benchmarks.planner.why_cases import QWEN3_14B, lora_on_attention
+
+    small = {"vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 6}
+    return lora_on_attention({**QWEN3_14B, **small, "num_attention_heads": 16}, 2, 512)
+
+
+def _experts() -> TaskGraph:
+    from benchmarks.planner.why_cases import QWEN3_30B_A3B, lora_on_attention
+
+    small = {
+        "vocab_size": 32000,
+        "head_dim": 64,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 6,
+    }
+    fewer = {"num_attention_heads": 16, "moe_intermediate_size": 512, "num_experts": 32, "num_experts_per_tok": 4}
+    return lora_on_attention({**QWEN3_30B_A3B, **small, **fewer}, 2, 512)
+
+
+def _random(seed: int) -> TaskGraph:
+    """A random graph of up to 120 vertices in 1.1 to 3 times its working set, some with values that change."""
+    rng = random.Random(seed)
+    shape = Shape(vertices=rng.choice((24, 60, 120)), states=rng.choice((0.0, 0.3)))
+    graph = with_working_sets(random_taskgraph(rng, shape), rng.choice((1.1, 1.3, 1.6, 2.0, 3.0)))
+    timed = (replace(v, duration=rng.random() * 1e-4) if v.duration else v for v in graph.vertices)
+    return replace(graph, vertices=tuple(timed))
 
 
 CASES: Sequence[Case] = (
-    Case("chain8", lambda: _test_graph("chain8"), ("8MiB", "12.8MiB", "19.2MiB", "24MiB")),
-    Case(
-        "lora_small",
-        lambda: _test_graph("lora_small"),
-        ("32.24MiB", "36.66MiB", "51.58MiB", "61.09MiB", "77.38MiB", "109.6MiB", "128MiB"),
-    ),
-    Case("lora_small", lambda: _test_graph("lora_small"), ("48.88MiB",), (5.5e10,)),
-    Case("lora_small reordered", lambda: in_random_order(_test_graph("lora_small"), 2), ("36.66MiB", "78.2MiB")),
-    Case("prefill-7B-1x1024", lambda: _captured_prefill("prefill-7B-1x1024"), ("4129MiB",), (1.2e10,)),
-    Case("prefill-7B-8x1024", lambda: _captured_prefill("prefill-7B-8x1024"), ("2GiB",), (1.2e10, 1.6e10, 2e10)),
-    Case("prefill-1B-128k", _large_vocabulary, ("2013MiB",)),
-    Case("generated prefill 7B", lambda: prefill_graph(LoraShape(tokens=1024), 1), ("10925MiB",)),
-    Case("lora-7B-8x1024", lambda: _captured_lora("lora-7B-8x1024"), ("2.5GiB",)),
+    *(Case(f"random {seed}", partial(_random, seed), (None,), ((1e7, 1e8, 1e9)[seed % 3],)) for seed in range(120)),
+    Case("LoRA 2 layers 4x512", partial(_llama, 2, 2048, 5632, 4, 512), ("560MiB", "700MiB")),
+    Case("LoRA 6 layers 1x1024", partial(_llama, 6, 4096, 11008, 1, 1024), ("1.45GiB", "2.2GiB")),
+    Case("Qwen3 6 layers 2x512", _qwen3, ("285MiB", "340MiB")),
+    Case("experts 6 layers 2x512", _experts, ("450MiB",)),
+    Case("prefill 3B 1x512", _prefill, ("400MiB", "2GiB")),
+    Case("Mistral 7B 2x2048", _mistral, ("6GiB",)),
 )
-"""chain8 and lora_small are those of the tests; the captured ones are traced anew, over fake tensors."""
+"""No setting was tuned on any of them. All but the random graphs are traced anew, over fake tensors."""

@@ -172,7 +172,8 @@ class _Choice:
                 self.machine,
                 cyclic=True,
                 work=self.drafting,
-                settings=replace(_SETTINGS, min_gap_ratios=(self.ratio,), reserve=self.reserve),
+                settings=replace(_SETTINGS, min_gap_ratios=(self.ratio,)),
+                reserve=self.reserve,
                 not_offloaded=kept(self.row[:count]),
             )
         return self.judged[count]

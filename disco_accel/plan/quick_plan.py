@@ -22,14 +22,15 @@ _SETTINGS = replace(
     resident_shares=(0.0, 0.5, 0.9),
     share_step=0.0,
     outliers_permanent=False,
-    prefetch_horizons=(),
     low_peak_order=False,
     second_run=False,
-    effort=150_000,
-    reserve=0.03,
 )
 """Fewer drafts, and as much work on their offsets: in little memory, where a choice matters, fewer rounds of those find
 no plan."""
+
+
+_RESERVE = 0.03
+"""Share of the memory that drafts leave free for offsets."""
 
 
 def quick_seconds(graph: TaskGraph, machine: Machine) -> float:
@@ -41,7 +42,7 @@ def quick_seconds(graph: TaskGraph, machine: Machine) -> float:
     ready = run_passes(ready, (start_order(unlimited_run(ready, machine).starts),))
     work = SearchWork(names_needed=False)
     try:
-        plan = drafted(ready, machine, cyclic=True, work=work, settings=_SETTINGS).plan(work)
+        plan = drafted(ready, machine, cyclic=True, work=work, settings=_SETTINGS, reserve=_RESERVE).plan(work)
     except Infeasible:
         try:
             plan = make_plan(graph, planner="build", cyclic=True, machine=machine, work=SearchWork(names_needed=False))

@@ -38,7 +38,6 @@ using Idle = std::pair<Int, Int>;
 struct Device {
   Int number, capacity;
   const Int* pinned;
-  const double* starts;
   std::vector<Int> unpromised;
   std::vector<std::pair<Int, Int>> uses;
   std::vector<Int> deferred;
@@ -105,7 +104,6 @@ class Scheduler {
     device.number = number;
     device.capacity = question_.capacity[number];
     device.pinned = question_.pinned + row;
-    device.starts = costs_.starts + row;
     device.unpromised.assign(question_.unpromised + row, question_.unpromised + row + step_.positions + 1);
     std::vector<Int> rank(step_.buffers);
     for (Int order = 0; order < question_.at_end.count; ++order) rank[question_.at_end.items[order]] = order;
@@ -314,8 +312,6 @@ class Scheduler {
     if (!resident_[i] && too_early && step_.starts_on_host[i] && held < 0) device.deferred.push_back(i);
     if (!resident_[i] && !too_early) {
       if (device.link_free >= until) return false;
-      const bool far = device.starts[use] - device.starts[device.position] > question_.prefetch_horizon;
-      if (far && device.pinned[device.at] + device.bytes + block > device.capacity) return false;
       reload(device, i, allocate(device, i, std::max(device.link_free, on_host_at_[i])));
     }
     for (auto at = from; at != to; ++at) *at -= block;

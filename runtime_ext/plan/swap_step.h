@@ -33,7 +33,7 @@ struct Array {
   const Int* end() const { return items + count; }
 };
 
-// swap_tables.py says what these are. Devices are numbered from 0 on; of `pinned`, `unpromised` and `starts`
+// swap_tables.py says what these are. Devices are numbered from 0 on; of `pinned` and `unpromised`
 // each has a row of one more than there are positions.
 struct Step {
   Int positions, vertices, devices, buffers;
@@ -44,7 +44,7 @@ struct Step {
 };
 
 struct Costs {
-  const double *seconds, *starts, *load, *offload;
+  const double *seconds, *load, *offload;
   double load_latency;
 };
 
@@ -52,7 +52,6 @@ struct Question {
   const Int *capacity, *pinned, *unpromised;
   Array at_start, at_end, permanent, kept;
   Int boundary;
-  double prefetch_horizon;
   Int repeats;
 };
 

@@ -82,9 +82,9 @@ def test_a_draft_with_the_programs_gaps_is_about_as_fast_as_the_program() -> Non
     assert program is not None
     through_loss = [i for i, behind in program.kept.items() if min(requirements.swappable[i].uses) in behind]
     assert len(through_loss) == 2
-    draft = draft_of(requirements, MACHINE, {0: 8000}, DraftChoice((), float("inf"), kept=program.kept), cyclic=True)
+    draft = draft_of(requirements, MACHINE, {0: 8000}, DraftChoice((), program.kept), cyclic=True)
     assert draft.schedule.seconds <= 1.1 * program.seconds
-    nothing_kept = draft_of(requirements, MACHINE, {0: 8000}, DraftChoice((), float("inf")), cyclic=True)
+    nothing_kept = draft_of(requirements, MACHINE, {0: 8000}, DraftChoice(()), cyclic=True)
     assert draft.schedule.reloaded <= nothing_kept.schedule.reloaded
 
 
@@ -115,7 +115,7 @@ def test_plans_with_the_programs_gaps_pass_both_judges() -> None:
 def test_values_that_change_pass_both_judges_too() -> None:
     """States that a step changes, and inputs that the host renews, beside those that stay as they are."""
     planned = 0
-    settings = TimedSettings(program_gaps_from=0, pays_by_program=10.0, redrafts=2)
+    settings = TimedSettings(program_gaps_from=0, redrafts=2)
     for seed in range(120):
         rng = random.Random(seed)
         graph = random_taskgraph(rng, replace(rng.choice((*TIMED_SHAPES, *RENEWED_SHAPES)), devices=1))

@@ -76,8 +76,6 @@ def test_an_option_that_is_switched_off_is_never_drafted(monkeypatch: pytest.Mon
         "resident_shares": lambda options: options.resident_share in settings.resident_shares[1:],
         "share_step": lambda options: options.resident_share not in settings.resident_shares,
         "outliers_permanent": lambda options: options.outliers_permanent,
-        "evict_outliers_at_boundary": lambda options: options.evict_outliers_at_boundary,
-        "prefetch_horizons": lambda options: options.prefetch_horizon < float("inf"),
         "program_gaps_from": lambda options: options.program_gaps,
     }
     for move, uses in chosen.items():

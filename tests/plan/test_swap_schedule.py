@@ -35,8 +35,7 @@ def case(rng: random.Random) -> tuple[StepRequirements, Machine, dict[str, Any]]
     permanent = tuple(i for i in resident if rng.random() < 0.1)
     others = [i for i, buffer in enumerate(requirements.swappable) if i not in permanent and buffer.uses]
     kept = {i: frozenset({-1, rng.choice(requirements.swappable[i].uses)}) for i in others if rng.random() < 0.2}
-    horizon = rng.choice((float("inf"), 1e-4))
-    return requirements, machine, {"permanent": permanent, "prefetch_horizon": horizon, "kept": kept}
+    return requirements, machine, {"permanent": permanent, "kept": kept}
 
 
 def outcome(

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
 
 from disco_accel.plan.timed.drafts import Draft
 from disco_accel.plan.timed.live_ranges import LiveRanges
-from disco_accel.plan.timed.search_settings import TimedSettings
 from disco_accel.plan.timed.step_buffers import Profile
 from disco_accel.plan.timed.swap_schedule import SwapSchedule
 
@@ -16,15 +14,13 @@ Unpacked = tuple[LiveRanges, dict[int, Profile]]
 
 
 class DraftQueue:
-    """The draft that promises the fastest plan comes first. ``capacity``: bytes by device; ``good``: seconds of a step
-    below which none is better than another."""
+    """The draft that promises the fastest plan comes first. ``good``: seconds of a step below which none is better than
+    another; ``retry_bonus``: as of ``TimedSettings``."""
 
-    def __init__(self, settings: TimedSettings, capacity: Mapping[int, int], good: float) -> None:
-        self._settings, self._capacity, self._good = settings, capacity, good
+    def __init__(self, retry_bonus: float, good: float) -> None:
+        self._retry_bonus, self._good = retry_bonus, good
         self._heap: list[tuple[float, int, int, Draft, Unpacked | None]] = []
         """Promised seconds, bytes reloaded, number, draft, and what is known of its packing."""
-        self._least_over: dict[tuple[bool, int], float] = {}
-        """By what is alike in drafts: the least share of the memory that one lay above it when it got offsets."""
         self._pushed = 0
 
     def __bool__(self) -> bool:
@@ -40,42 +36,13 @@ class DraftQueue:
 
     def push(self, draft: Draft, unpacked: Unpacked | None = None) -> None:
         """Add ``draft``, or put it back with the packing that does not fit."""
-        if unpacked is not None:
-            over = self._share(unpacked)
-            self._least_over[_like(draft)] = min(over, self._least_over.get(_like(draft), over))
-        self._add(draft, unpacked)
+        self._pushed += 1
+        seconds, reloaded = self.rank(draft.schedule)
+        # One that has been through a few retries needs few more.
+        promised = seconds * (1 - self._retry_bonus * draft.retries)
+        heapq.heappush(self._heap, (promised, reloaded, self._pushed, draft, unpacked))
 
     def pop(self) -> tuple[Draft, Unpacked | None]:
         """Take the first out."""
-        while True:
-            promised, _, _, draft, unpacked = heapq.heappop(self._heap)
-            if self._promise(draft, unpacked) <= promised:
-                return draft, unpacked
-            # Others like it have failed since it was added.
-            self._add(draft, unpacked)
-
-    def _add(self, draft: Draft, unpacked: Unpacked | None) -> None:
-        self._pushed += 1
-        entry = self._promise(draft, unpacked), draft.schedule.reloaded, self._pushed, draft, unpacked
-        heapq.heappush(self._heap, entry)
-
-    def _promise(self, draft: Draft, unpacked: Unpacked | None) -> float:
-        """About the seconds of a plan of ``draft``, once what is above the memory has been cut.
-
-        One that has no offsets yet is taken to lie above the memory by as much as the best of its like: drafts whose
-        seconds differ by a thousandth would all fail, one after the other, before any is mended."""
-        if unpacked is not None:
-            over = self._share(unpacked)
-        else:
-            over = 0.0 if draft.retries else self._least_over.get(_like(draft), 0.0)
-        # One that has been through a few retries needs few more.
-        bonus, penalty = self._settings.retry_bonus * draft.retries, self._settings.cut_penalty * over
-        return self.rank(draft.schedule)[0] * (1 - bonus) * (1 + penalty)
-
-    def _share(self, unpacked: Unpacked) -> float:
-        return max(int(profile.max()) / self._capacity[device] for device, profile in unpacked[1].items())
-
-
-def _like(draft: Draft) -> tuple[bool, int]:
-    """What drafts of one search have in common whose offsets fail alike."""
-    return bool(draft.choice.kept), len(draft.requirements.swappable)
+        *_, draft, unpacked = heapq.heappop(self._heap)
+        return draft, unpacked

@@ -23,31 +23,22 @@ class DraftOptions:
     ``min_gap_ratio``: an activation is swappable only if one of its idle gaps is at least this many times its two
     copies (None: none is). ``resident_share``: the share of the memory, beside pinned bytes at their peak, for buffers
     that never leave. ``outliers_permanent``: among these, unusually large values come first. ``low_peak_order``: the
-    serial order with a lower live peak. ``evict_outliers_at_boundary``: unusually large buffers are not on the device
-    at the step boundary. ``prefetch_horizon``: as a share of the step with memory for everything, how far ahead of its
-    reader a reload may evict another buffer. ``program_gaps``: buffers stay through the gaps between their uses that
+    serial order with a lower live peak. ``program_gaps``: buffers stay through the gaps between their uses that
     the step program would keep them through, instead of the ``resident_share``."""
 
     min_gap_ratio: float | None
     resident_share: float
     outliers_permanent: bool = False
     low_peak_order: bool = False
-    evict_outliers_at_boundary: bool = False
-    prefetch_horizon: float = float("inf")
     program_gaps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class DraftChoice:
-    """What a draft holds on to: ``permanent`` buffers, and those ``kept`` between two uses. ``prefetch_horizon``: in
-    seconds; ``evict_outliers``: whether outliers are evicted at the boundary; ``at_start``: the buffers that are there
-    when a step starts (None: those that are there in the middle of two steps)."""
+    """What a draft holds on to: ``permanent`` buffers, and those ``kept`` between two uses."""
 
     permanent: tuple[int, ...]
-    prefetch_horizon: float
-    evict_outliers: bool = False
     kept: Kept = field(default_factory=dict)
-    at_start: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,19 +60,11 @@ def draft_of(
     """Return a draft within ``capacity`` bytes by device; a ``cyclic`` one ends with the buffers that it begins with.
 
     Which buffers these are shows the middle of two steps in a row. Raises Infeasible."""
-    rest, permanent, prefetch_horizon = dict(capacity), choice.permanent, choice.prefetch_horizon
+    rest, permanent = dict(capacity), choice.permanent
     for i in permanent:
         rest[requirements.swappable[i].device] -= requirements.swappable[i].block
-    at_start: Sequence[int]
-    if choice.at_start is not None:
-        at_start = choice.at_start
-    elif cyclic:
-        at_start = buffers_at_boundary(
-            requirements, machine, rest, permanent=permanent, prefetch_horizon=prefetch_horizon, kept=choice.kept
-        )
-        if choice.evict_outliers:
-            large = {i for device in capacity for i in outliers(requirements, device)}
-            at_start = [i for i in at_start if i not in large]
+    if cyclic:
+        at_start = buffers_at_boundary(requirements, machine, rest, permanent=permanent, kept=choice.kept)
     else:
         at_start = _first_used(requirements, rest, permanent)
     schedule = schedule_step(
@@ -91,7 +74,6 @@ def draft_of(
         at_start=at_start,
         at_end=at_start if cyclic else (),
         permanent=permanent,
-        prefetch_horizon=prefetch_horizon,
         repeats=cyclic,
         kept=choice.kept,
     )

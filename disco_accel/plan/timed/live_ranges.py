@@ -105,7 +105,7 @@ class LiveRanges:
     that changes over steps, the ids of those that used what its home held before; ``resident_ranges``: inputs that the
     plan adds for ranges that are there when the step starts; ``merged``: reload that is part of an earlier one → that
     one; ``packings``: by device, the result of ``assign_offsets``; ``tried``: how many offsets were looked for;
-    ``delays``, ``repacking_rounds`` and ``longest_first_from``: of the settings (``prefetch_delays``)."""
+    ``delays`` and ``repacking_rounds``: of the settings (``prefetch_delays``)."""
 
     requirements: StepRequirements
     positions: list[int]
@@ -121,7 +121,6 @@ class LiveRanges:
     tried: int = 0
     delays: tuple[float, ...] = ()
     repacking_rounds: int = 0
-    longest_first_from: float = float("inf")
 
     def assign_offsets(self, capacity: Mapping[int, int], *, lowest: bool) -> dict[int, Profile]:
         """Give every live range an offset; return by device and position the bytes above ``capacity``, nothing if all
@@ -189,7 +188,7 @@ class LiveRanges:
                 for live in group
             )
             buffers.append(LiveBuffer(tuple(parts)))
-        packed = pack(buffers, memory, order, self.repacking_rounds, self.longest_first_from)
+        packed = pack(buffers, memory, order, self.repacking_rounds)
         self.tried += packed.tried * len(buffers)
         return _DevicePacking(device, list(groups.values()), buffers, packed)
 

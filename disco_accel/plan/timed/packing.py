@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -68,27 +67,19 @@ class LiveBuffer:
 
 _Key = Callable[["LiveBuffer"], tuple[float, ...]]
 
-_FEW = 1000
-"""Up to so many buffers, and where the lowest height is asked for, all orders are tried, else the first
-``_ORDERS_OF_MANY``."""
-
-_ORDERS_OF_MANY = 4
+_ORDERS_TRIED = 4
+"""So many orders are tried, all where the lowest height is asked for."""
 
 _TINY = 2000
 """Buffers smaller than one part in so many of the memory get the lowest offsets, longest lived first: above large ones
 they would break up the gaps."""
 
 ROUNDS = 60
-"""Rounds in which buffers above the memory are packed first; twice as many up to ``_FEW`` buffers."""
-
-_WITHIN = 1.08
-"""A packing higher than so many times the memory hardly comes down to it by rounds."""
+"""Rounds in which buffers above the memory are packed first."""
 
 _WITHIN_GIVEN_ORDER = 1.03
-"""The same for a given order, where many such attempts follow each other."""
-
-_ALMOST = 1.005
-"""Within so many times the memory it is worth as many rounds again."""
+"""A packing in a given order that is higher than so many times the memory hardly comes down to it by rounds, and many
+such attempts follow each other."""
 
 
 def _by_size(power: float) -> _Key:
@@ -129,12 +120,10 @@ def pack(
     limit: int,
     order: list[int] | None = None,
     rounds: int = ROUNDS,
-    longest_first_from: float = math.inf,
 ) -> Packed:
     """Return the lowest packing that is found, or the first not above ``limit`` bytes.
 
-    ``order``: start with this one alone; ``rounds``: see ``ROUNDS``; ``longest_first_from``: as many buffers or more,
-    some of them in several parts, are packed by lifespan too."""
+    ``order``: start with this one alone; ``rounds``: see ``ROUNDS``."""
     best: Packed | None = None
     tried = 0
     packer = Packer(buffers)
@@ -149,27 +138,17 @@ def pack(
     if not limit:
         peak = _live_peak(buffers)
         limit = peak + peak // _LOW_ENOUGH
-    # Rounds go on from the best order, then once more if that is a hair's breadth above the limit. Where ranges have to
-    # lie side by side they begin anew, with the longest lived first: these are in the way of the others.
-    many = order is None and len(buffers) >= longest_first_from
-    in_ranges = many and any(len(buffer.parts) > 1 for buffer in buffers)
-    first = _WITHIN if order is None else _WITHIN_GIVEN_ORDER, None
-    second = (first[0], _longest_first(buffers)) if in_ranges else (_ALMOST, None)
-    for within, start in (first, second):
-        if rounds and limit < best.height <= within * limit:
-            count = 2 * rounds if len(buffers) <= _FEW else rounds
-            packed = packer.pack(start or best.order, limit, count)
-            tried += packed.tried
-            best = min(best, packed, key=lambda each: each.height) if start else packed
+    if rounds and best.height > limit and (order is None or best.height <= _WITHIN_GIVEN_ORDER * limit):
+        best = packer.pack(best.order, limit, rounds)
+        tried += best.tried
     return replace(best, tried=tried)
 
 
 def _orders(buffers: Sequence[LiveBuffer], limit: int) -> Iterator[list[int]]:
     always = max((buffer.longest for buffer in buffers), default=0)
     small = (limit or _live_peak(buffers)) // _TINY
-    few = len(buffers) <= _FEW or not limit
     # Even ways put tiny buffers lowest, odd ones sort them with the others.
-    for way in range(2 * len(ORDERS)) if few else range(0, 2 * _ORDERS_OF_MANY, 2):
+    for way in range(0, 2 * _ORDERS_TRIED, 2) if limit else range(2 * len(ORDERS)):
         by, tiny = ORDERS[way // 2], 0 if way % 2 else small
 
         def key(i: int, by: _Key = by, tiny: int = tiny) -> tuple[float, ...]:
@@ -179,10 +158,6 @@ def _orders(buffers: Sequence[LiveBuffer], limit: int) -> Iterator[list[int]]:
             return (1, -buffer.ticks) if buffer.size <= tiny else (2, *by(buffer))
 
         yield sorted(range(len(buffers)), key=key)
-
-
-def _longest_first(buffers: Sequence[LiveBuffer]) -> list[int]:
-    return sorted(range(len(buffers)), key=lambda i: (-buffers[i].ticks, -buffers[i].size))
 
 
 class Packer:

@@ -9,7 +9,6 @@ from disco_accel.graph.taskgraph import TaskGraph
 from disco_accel.plan.common.serial_orders import lower_order
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.timed.requirements import requirements_of
-from disco_accel.plan.timed.search_settings import TimedSettings
 from disco_accel.plan.timed.step_buffers import StepRequirements
 from disco_accel.simulate.machine import Machine
 
@@ -24,13 +23,11 @@ class RequirementKinds:
         self,
         graph: TaskGraph,
         machine: Machine,
-        settings: TimedSettings,
         not_offloaded: Collection[int],
     ) -> None:
         self.graph = graph
         self.made: dict[Kind, StepRequirements | None] = {}
         self._machine = machine
-        self._settings = settings
         self._not_offloaded = not_offloaded
 
     def get(self, low_peak_order: bool, ratio: float | None, range_bytes: int | None) -> StepRequirements | None:
@@ -51,6 +48,5 @@ class RequirementKinds:
 
     @cached_property
     def low_peak_graph(self) -> TaskGraph | None:
-        """The graph in an order with a lower peak, if there is one and the graph is small enough to look for it."""
-        small = len(self.graph.vertices) <= self._settings.low_peak_order_up_to
-        return lower_order(self.graph) if small else None
+        """The graph in an order with a lower peak, if there is one."""
+        return lower_order(self.graph)

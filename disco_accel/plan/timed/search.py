@@ -25,7 +25,7 @@ from disco_accel.plan.timed.drafts import (
     seconds_if_all_resident,
 )
 from disco_accel.plan.timed.kept_gaps import Kept, KeptGaps, kept_gaps
-from disco_accel.plan.timed.less_memory import cuts_of, with_less_memory
+from disco_accel.plan.timed.less_memory import with_less_memory
 from disco_accel.plan.timed.live_ranges import LiveRanges
 from disco_accel.plan.timed.replay import live_ranges_of
 from disco_accel.plan.timed.requirement_kinds import Kind, RequirementKinds
@@ -59,8 +59,7 @@ def build_timed(
     search = _DraftSearch(graph, machine, cyclic, work or SearchWork(), settings, not_offloaded)
     search.run()
     search.assign_offsets()
-    lost = search.makespan > search.floor and settings.second_run
-    if lost and search.effort < settings.effort and not search.over():
+    if search.makespan > search.floor and settings.second_run and not search.over():
         # A draft that was good enough may have lost by its offsets.
         search.floor = 0.0
         search.run()
@@ -106,9 +105,11 @@ def drafted(
     work: SearchWork,
     settings: TimedSettings,
     not_offloaded: Collection[int] = (),
+    reserve: float = 0.0,
 ) -> DraftedGraph:
-    """Return the drafts of ``graph`` that ``settings`` ask for; arguments as of ``build_timed``."""
-    search = _DraftSearch(graph, machine, cyclic, work, settings, not_offloaded)
+    """Return the drafts of ``graph`` that ``settings`` ask for; arguments as of ``build_timed``. ``reserve``: share of
+    the memory that drafts do without, and offsets may take: large values leave gaps between them."""
+    search = _DraftSearch(graph, machine, cyclic, work, settings, not_offloaded, reserve)
     search.run()
     return DraftedGraph(search)
 
@@ -124,6 +125,7 @@ class _DraftSearch:
         work: SearchWork,
         settings: TimedSettings,
         not_offloaded: Collection[int],
+        reserve: float = 0.0,
     ) -> None:
         self.graph = graph
         self.settings = settings
@@ -132,11 +134,11 @@ class _DraftSearch:
         self.cyclic = cyclic
         self.capacity = {device.id: device.memory // device.alignment * device.alignment for device in graph.devices}
         self.draft_capacity = {
-            device.id: (device.memory - int(settings.reserve * device.memory)) // device.alignment * device.alignment
+            device.id: (device.memory - int(reserve * device.memory)) // device.alignment * device.alignment
             for device in graph.devices
         }
-        """What drafts may take of ``capacity``."""
-        self.kinds = RequirementKinds(graph, machine, settings, not_offloaded)
+        """What drafts may take of ``capacity``, less ``reserve``, a share of it."""
+        self.kinds = RequirementKinds(graph, machine, not_offloaded)
         self.programs: dict[Kind, KeptGaps | None] = {}
         self.attempted: set[tuple[DraftOptions, int | None, tuple[int, ...]]] = set()
         self.drafted: list[tuple[Draft, DraftOptions]] = []
@@ -144,12 +146,9 @@ class _DraftSearch:
         """Events of all drafts so far by their seconds: equal ones are packed once."""
         self.range_bytes: int | None = None
         """About how many bytes the ranges have in which weights are drafted (None: they are drafted as a whole)."""
-        self.effort = 0
-        self.offsets_tried = 0
-        self.drafts_packed = 0
         self.ideal = self._ideal()
         self.floor = settings.good * self.ideal
-        self.queue = DraftQueue(settings, self.capacity, self.floor)
+        self.queue = DraftQueue(settings.retry_bonus, self.floor)
         self.plan: MemGraph | None = None
         self.makespan = float("inf")
 
@@ -172,21 +171,15 @@ class _DraftSearch:
         settings = self.settings
         first_share, *other_shares = settings.resident_shares
         for ratio in settings.min_gap_ratios:
-            if not self.drafted or self.effort * 4 < settings.effort:
-                self.attempt(DraftOptions(ratio, first_share))
+            self.attempt(DraftOptions(ratio, first_share))
         self._attempt_by_program()
         if self.drafted and settings.low_peak_order:
             self.attempt(replace(self.best(), low_peak_order=True), limited=True)
-        if self.drafted and settings.evict_outliers_at_boundary:
-            self.attempt(replace(self.best(), evict_outliers_at_boundary=True), limited=True)
         for number, share in enumerate(other_shares):
             wasteful = number == _WASTE_TRIED_AT and bool(self.drafted) and self.best_schedule().reloaded > 0
             self.attempt(replace(self.best(), resident_share=share), limited=True, even_if_good=wasteful)
         if settings.outliers_permanent:
             self.attempt(replace(self.best(), outliers_permanent=True), limited=True)
-        if self.drafted and self.best_schedule().reloaded:
-            for horizon in settings.prefetch_horizons:
-                self.attempt(replace(self.best(), prefetch_horizon=horizon), limited=True, even_if_good=True)
         best = self._fastest_of(self.drafted)
         if best is None or not best[1].program_gaps:
             self._refine_share()
@@ -194,34 +187,33 @@ class _DraftSearch:
     def _attempt_by_program(self) -> None:
         """Draft with the gaps of the step program, if the graph is large enough for it."""
         if len(self.graph.vertices) >= self.settings.program_gaps_from and self.drafted:
-            options = replace(self.best(), program_gaps=True, prefetch_horizon=float("inf"))
-            self.attempt(options, even_if_spent=True)
+            self.attempt(replace(self.best(), program_gaps=True), even_if_spent=True)
 
     def run_in_ranges(self) -> None:
-        """Draft anew with weights in ranges, of one size after the other, and give the drafts offsets.
+        """Draft anew with weights in ranges, and give the drafts offsets.
 
         The plan so far stays unless one of these is faster: ranges that have to lie side by side are harder to place,
         so that a search with them from the start may find nothing that fits."""
         memory = max(self.draft_capacity.values())
         best = self.best()
         small = len(self.graph.vertices) <= self.settings.descend_in_ranges_up_to
-        shares = self.settings.range_shares if small else self.settings.large_range_shares
-        for share in shares if self.plan is not None else ():
-            self.range_bytes = int(share * memory)
-            probe = self._requirements(None, False) or self._requirements(self.settings.min_gap_ratios[-1])
-            if self.makespan <= self.floor or probe is None or not any(each.is_range for each in probe.swappable):
-                continue
-            # What was found with weights as a whole neither ends this search nor is what it goes on from.
-            self.queue.clear()
-            self.drafted, self.effort = [], 0
-            self.attempt(best)
-            if small:
-                self.run()
-            else:
-                self._attempt_by_program()
-            # No plan is faster than its draft.
-            if self.fastest() >= self.settings.pays_in_ranges * self.makespan:
-                continue
+        share = self.settings.range_share if small else self.settings.large_range_share
+        if self.plan is None or not share:
+            return
+        self.range_bytes = int(share * memory)
+        probe = self._requirements(None, False) or self._requirements(self.settings.min_gap_ratios[-1])
+        if self.makespan <= self.floor or probe is None or not any(each.is_range for each in probe.swappable):
+            return
+        # What was found with weights as a whole neither ends this search nor is what it goes on from.
+        self.queue.clear()
+        self.drafted = []
+        self.attempt(best)
+        if small:
+            self.run()
+        else:
+            self._attempt_by_program()
+        # No plan is faster than its draft.
+        if self.fastest() < self.makespan:
             if not small:
                 self.work.part += self.settings.work_in_ranges
             self.assign_offsets()
@@ -242,21 +234,14 @@ class _DraftSearch:
 
         A draft that does not fit comes back to the queue with its packing, ranked by what mending it may cost; when its
         turn comes again it is mended, by delayed reloads or by a new draft with less memory."""
-        offsets = self.offsets_tried + self.settings.offsets
-        drafts = self.drafts_packed + self.settings.drafts_packed
         while self.queue and self.makespan > self.floor and not self.over():
-            if self.offsets_tried > offsets and (
-                self.plan or (self.drafts_packed > drafts and self.offsets_tried > 4 * offsets)
-            ):
-                return
             draft, unpacked = self.queue.pop()
             # Offsets only add waits, so no plan is faster than its draft.
             if draft.schedule.seconds >= self.makespan:
                 continue
-            self.drafts_packed += 1
             if unpacked is None:
                 self._pack(draft)
-            elif self._waits_for_link(draft) or not self.settings.prefetch_delays:
+            elif self._waits_for_link(draft):
                 self._redraft(draft, unpacked[1])
             else:
                 self._delay_prefetches(draft, *unpacked)
@@ -264,10 +249,9 @@ class _DraftSearch:
     def _pack(self, draft: Draft) -> None:
         live = live_ranges_of(draft.requirements, draft.schedule, draft.choice.permanent, draft.at_start, self.cyclic)
         live.delays, live.repacking_rounds = self.settings.prefetch_delays, self.settings.repacking_rounds
-        live.longest_first_from = self.settings.longest_first_from
         self.work.add(REPLAYED, draft.requirements.end)
         over = live.assign_offsets(self.capacity, lowest=not draft.schedule.reloaded)
-        self._count_offsets(live.tried)
+        self.work.add(PLACED, live.tried)
         if over:
             self.queue.push(draft, (live, over))
         else:
@@ -276,14 +260,10 @@ class _DraftSearch:
     def _delay_prefetches(self, draft: Draft, live: LiveRanges, over: dict[int, Profile]) -> None:
         """Delay reloads; draft again where that does not help, or costs time."""
         tried, still_over = live.tried, live.delay_prefetches(self.capacity)
-        self._count_offsets(live.tried - tried)
+        self.work.add(PLACED, live.tried - tried)
         seconds = float("inf") if still_over else self._keep_if_faster(live.plan(self.cyclic))
-        if seconds > self.settings.late * draft.schedule.seconds:
+        if seconds > draft.schedule.seconds:
             self._redraft(draft, still_over or over)
-
-    def _count_offsets(self, tried: int) -> None:
-        self.offsets_tried += tried
-        self.work.add(PLACED, tried)
 
     def _keep_if_faster(self, plan: MemGraph) -> float:
         """Keep the plan if it is the fastest so far; return its seconds."""
@@ -299,27 +279,23 @@ class _DraftSearch:
         return draft.schedule.reloaded > self.settings.busy_link * draft.schedule.seconds * links
 
     def _redraft(self, draft: Draft, over: Mapping[int, Profile]) -> None:
-        """Draft once more with less memory where the packing was above it; of a small graph also with less memory
-        everywhere."""
+        """Draft once more with less memory where the packing was above it."""
         if draft.retries >= self.settings.redrafts:
             return
-        least = {
-            device: memory // self.settings.least_cut * (draft.retries + 1) for device, memory in self.capacity.items()
-        }
-        small = draft.requirements.end <= self.settings.several_redrafts_up_to
-        for cut in cuts_of(over, least, (1, 3) if small else ()):
-            requirements = with_less_memory(draft, cut, self.capacity)
-            if requirements is None:
-                continue
-            choice = draft.choice
-            if choice.kept:
-                program = self._solve(requirements)
-                choice = replace(choice, kept=program.kept if program else {})
-            self._draft(requirements, choice, draft.retries + 1)
+        part = self.settings.least_cut * (draft.retries + 1)
+        requirements = with_less_memory(
+            draft, over, {d: int(part * m) for d, m in self.capacity.items()}, self.capacity
+        )
+        if requirements is None:
+            return
+        choice = draft.choice
+        if choice.kept:
+            program = self._solve(requirements)
+            choice = replace(choice, kept=program.kept if program else {})
+        self._draft(requirements, choice, draft.retries + 1)
 
     def _draft(self, requirements: StepRequirements, choice: DraftChoice, retries: int = 0) -> Draft | None:
         """Draft, and queue the draft unless its schedule was there before; None if it is infeasible."""
-        self.effort += 3 * requirements.end
         self.work.add(DRAFTED, 3 * (requirements.end + _uses_of_ranges(requirements)))
         self.work.drafts += 1
         try:
@@ -358,7 +334,7 @@ class _DraftSearch:
     ) -> None:
         """Draft with these options unless the search has gone on for long enough."""
         drafting = self.settings.drafting_share
-        spent = (self.effort > self.settings.effort or self.over(drafting)) and (limited or self.drafted)
+        spent = self.over(drafting) and (limited or self.drafted)
         good = self.fastest() <= self.floor and not even_if_good
         if good or (spent and not even_if_spent) or self.work.late(drafting):
             return
@@ -369,7 +345,7 @@ class _DraftSearch:
         if options.program_gaps:
             options = replace(options, resident_share=0.0, outliers_permanent=False)
             program = self._kept_gaps(options)
-            if program is None or program.seconds >= self.settings.pays_by_program * self.fastest():
+            if program is None:
                 return
             kept = program.kept
         permanent = tuple(permanent_buffers(requirements, self.draft_capacity, options))
@@ -378,8 +354,7 @@ class _DraftSearch:
         if attempt in self.attempted:
             return
         self.attempted.add(attempt)
-        horizon = options.prefetch_horizon * self.ideal
-        draft = self._draft(requirements, DraftChoice(permanent, horizon, options.evict_outliers_at_boundary, kept))
+        draft = self._draft(requirements, DraftChoice(permanent, kept))
         if draft is not None:
             self.drafted.append((draft, options))
 

@@ -21,9 +21,7 @@ FRUGAL = replace(
     resident_shares=(0.0,),
     share_step=0.0,
     outliers_permanent=False,
-    prefetch_horizons=(),
     second_run=False,
-    effort=1,
     good=1e9,
 )
 """Only what makes a plan feasible, not what makes it fast: a draft for each gap ratio, its redrafts and its offsets."""

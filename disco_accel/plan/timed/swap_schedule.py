@@ -56,7 +56,7 @@ class _Items(ctypes.Structure):
 _BY_POSITION = ("vertex", "device", "kind")
 _LISTS = ("waits", "touched", "reads", "read_before", "made", "changed", "written")
 _BY_BUFFER = ("home", "block", "size", "evictable_from", "begin", "starts_on_host", "may_be_resident", "survives")
-_COSTS = ("seconds", "starts", "load", "offload")
+_COSTS = ("seconds", "load", "offload")
 _GIVEN = ("at_start", "at_end", "permanent", "kept")
 
 
@@ -79,7 +79,6 @@ class _Question(ctypes.Structure):
         *((name, _Array) for name in ("capacity", "pinned", "unpromised")),
         *((name, _Items) for name in _GIVEN),
         ("boundary", _Int),
-        ("prefetch_horizon", ctypes.c_double),
         ("repeats", _Int),
     ]
 
@@ -102,23 +101,21 @@ def schedule_step(
     at_start: Sequence[int] = (),
     at_end: Sequence[int] = (),
     permanent: Sequence[int] = (),
-    prefetch_horizon: float = float("inf"),
     repeats: bool = True,
     kept: Kept | None = None,
 ) -> SwapSchedule:
     """Return a schedule of ``requirements`` within ``capacity`` bytes by device.
 
     ``at_start``: buffers that are on the device at the start; ``at_end``: those that have to be there at the end, in
-    order of importance; ``permanent``: those that never leave, whose bytes are not part of the capacity.
-    ``prefetch_horizon``: nothing is evicted for a reader more seconds of compute ahead. ``repeats``: a next step starts
-    with what is on the device, so that changed buffers which never leave need no write-back. ``kept``: buffers that
-    stay between two uses, where that leaves what every reader in between needs. Raises Infeasible, or ExtensionError
-    where the library cannot be built.
+    order of importance; ``permanent``: those that never leave, whose bytes are not part of the capacity. ``repeats``: a
+    next step starts with what is on the device, so that changed buffers which never leave need no write-back. ``kept``:
+    buffers that stay between two uses, where that leaves what every reader in between needs. Raises Infeasible, or
+    ExtensionError where the library cannot be built.
     """
     memory = capacity, requirements.pinned_bytes, requirements.unevictable_bytes
     call = _SwapCall(_tables(requirements, machine, capacity), machine.h2d.latency, *memory)
     given = at_start, at_end, permanent, _in_pairs(kept or {})
-    events = call.run(given, None, prefetch_horizon, repeats)
+    events = call.run(given, None, repeats)
     return SwapSchedule(_events(events, call.tables.devices), call.answer.seconds, call.answer.reloaded)
 
 
@@ -128,7 +125,6 @@ def buffers_at_boundary(
     capacity: Mapping[int, int],
     *,
     permanent: Sequence[int],
-    prefetch_horizon: float,
     kept: Kept,
 ) -> list[int]:
     """Return the buffers that are on the device in the middle of two steps in a row, or on their way, by next use. The
@@ -140,7 +136,7 @@ def buffers_at_boundary(
     memory = (bytes_twice(each, end) for each in (requirements.pinned_bytes, requirements.unevictable_bytes))
     call = _SwapCall(requirements.derived[twice], machine.h2d.latency, capacity, *memory)
     given = (), (), permanent, _in_pairs(in_two_steps(kept, end))
-    call.run(given, end, prefetch_horizon, True)
+    call.run(given, end, True)
     there: list[int] = call.at_boundary[: call.answer.at_boundary].tolist()
     return there
 
@@ -189,7 +185,6 @@ class _SwapCall:
         self,
         given: tuple[Sequence[int], ...],
         boundary: int | None,
-        prefetch_horizon: float,
         repeats: bool,
     ) -> Ints:
         """Return the events, two numbers each. Raises Infeasible."""
@@ -200,7 +195,7 @@ class _SwapCall:
         }
         memory = {name: _at(getattr(self, name)) for name in ("capacity", "pinned", "unpromised")}
         position = -1 if boundary is None else boundary
-        question = _Question(**memory, **items, boundary=position, prefetch_horizon=prefetch_horizon, repeats=repeats)
+        question = _Question(**memory, **items, boundary=position, repeats=repeats)
         tables, at_start, at_end = self.tables, *arrays[:2]
         # A use is loaded at most once, and what is loaded, made or there at the start evicted or offloaded once.
         come = len(tables.uses.items) + len(at_end) + len(tables.made.items) + len(tables.changed.items) + len(at_start)

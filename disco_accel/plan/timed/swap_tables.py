@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -61,7 +60,7 @@ class SwapTables:
     """By position: ``vertex``, its number among the ``vertices``; ``device``, by number; ``kind`` of lane; ``waits``,
     numbers of vertices; ``touched`` devices; ``reads`` to ``written`` as of ``StepRequirements``. By buffer: as of
     ``SwappableBuffer``, ``home`` being the number of its device, and whether it ``survives`` the step. In seconds:
-    of each position, its ``compute`` on each device, a ``load`` and an ``offload`` of each buffer."""
+    of each position, a ``load`` and an ``offload`` of each buffer."""
 
     devices: tuple[int, ...]
     vertices: int
@@ -85,7 +84,6 @@ class SwapTables:
     survives: Ints
     uses: Lists
     seconds: Floats
-    compute: Floats
     load: Floats
     offload: Floats
 
@@ -102,8 +100,6 @@ class SwapTables:
         ]
         seconds = np.array(requirements.seconds, np.float64)
         device = np.array([device_number[vertex.device] for vertex in order], np.int64)
-        kernel = np.array([vertex.kind is VertexKind.KERNEL for vertex in order], bool)
-        compute = np.array([np.where(kernel & (device == i), seconds, 0.0) for i in range(len(devices))])
         load, offload = (
             [link.seconds(buffer.size, buffer.device) for buffer in buffers] for link in (machine.h2d, machine.d2h)
         )
@@ -134,15 +130,9 @@ class SwapTables:
             survives=each(requirements.outlives(buffer) for buffer in buffers),
             uses=Lists.of(buffer.uses for buffer in buffers),
             seconds=seconds,
-            compute=compute,
             load=np.array(load, np.float64),
             offload=np.array(offload, np.float64),
         )
-
-    @cached_property
-    def starts(self) -> Floats:
-        """Seconds of compute before each position and the end, by device."""
-        return np.cumsum(np.pad(self.compute, ((0, 0), (1, 0))), axis=1)
 
     def twice(self) -> SwapTables:
         """Return those of the step twice in a row. Buffers that may be resident are shared; the others of the second
@@ -185,7 +175,6 @@ class SwapTables:
             survives=with_own(self.survives),
             uses=Lists(np.cumsum([0, *lengths]), np.concatenate([_NONE, *both, *behind])),
             seconds=np.tile(self.seconds, 2),
-            compute=np.tile(self.compute, 2),
             load=np.concatenate((self.load, self.load[own])),
             offload=np.concatenate((self.offload, self.offload[own])),
         )

@@ -10,7 +10,6 @@ import heapq
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 
 from disco_accel.graph.check import dependencies
 from disco_accel.graph.home_uses import host_devices
@@ -87,10 +86,6 @@ class ByteCounter:
         self.position = position
         return self._make_room(0, begin)
 
-    def fits(self, block: int) -> bool:
-        """Return whether ``block`` bytes are free without an eviction."""
-        return int(self.pinned_bytes[self.position]) + self.bytes + block <= self.capacity
-
     def allocate(self, buffer: int, begin: float) -> float:
         """Take the bytes of ``buffer``, evicting others; return when they are free, not before ``begin``."""
         begin = self._make_room(self.state.buffers[buffer].block, begin)
@@ -137,11 +132,10 @@ def schedule_swaps(
     at_start: Sequence[int] = (),
     at_end: Sequence[int] = (),
     permanent: Iterable[int] = (),
-    prefetch_horizon: float = _ALWAYS,
     kept: Kept,
 ) -> SwapSchedule:
     """As ``schedule_step`` of a step that repeats."""
-    scheduler = _SwapScheduler(requirements, machine, capacity, at_start, at_end, permanent, prefetch_horizon)
+    scheduler = _SwapScheduler(requirements, machine, capacity, at_start, at_end, permanent)
     scheduler.reserve(kept, frozenset(at_start))
     return scheduler.run()
 
@@ -152,11 +146,10 @@ def resident_at_boundary(
     capacity: Mapping[int, int],
     *,
     permanent: Iterable[int],
-    prefetch_horizon: float,
     kept: Kept,
 ) -> list[int]:
     """As ``buffers_at_boundary``."""
-    scheduler = _SwapScheduler(two_steps(requirements), machine, capacity, (), (), permanent, prefetch_horizon)
+    scheduler = _SwapScheduler(two_steps(requirements), machine, capacity, (), (), permanent)
     scheduler.boundary = requirements.end
     scheduler.reserve(in_two_steps(kept, requirements.end), frozenset())
     scheduler.run()
@@ -166,9 +159,7 @@ def resident_at_boundary(
 class _DeviceState:
     """One device: its memory, when its link and its compute are free, and its buffers in order of use."""
 
-    def __init__(
-        self, device: int, memory: ByteCounter, unpromised: Profile, uses: list[tuple[int, int]], starts: list[float]
-    ) -> None:
+    def __init__(self, device: int, memory: ByteCounter, unpromised: Profile, uses: list[tuple[int, int]]) -> None:
         self.device = device
         self.memory = memory
         self.unpromised = unpromised
@@ -177,8 +168,6 @@ class _DeviceState:
         """(Position, buffer), ascending; those before ``next_use`` are provided for."""
         self.deferred: list[int] = []
         """Buffers that are promised to readers and loaded once the step that these belong to starts."""
-        self.starts = starts
-        """Seconds of compute before each position."""
         self.next_use = 0
         self.short_at = 0
         """A position at which the last use that had to wait found too few bytes: ``unpromised`` never grows."""
@@ -198,12 +187,10 @@ class _SwapScheduler:
         at_start: Sequence[int],
         at_end: Sequence[int],
         permanent: Iterable[int],
-        prefetch_horizon: float,
     ) -> None:
         self.requirements = requirements
         self.buffers = requirements.swappable
         self.machine = machine
-        self.prefetch_horizon = prefetch_horizon
         self.boundary: int | None = None
         self.at_boundary: list[int] = []
         self.reserved: dict[tuple[int, int], int] = {}
@@ -237,10 +224,6 @@ class _SwapScheduler:
         pinned_bytes = requirements.pinned_bytes[device]
         memory = ByteCounter(state, pinned_bytes, capacity, self._evict)
         unpromised = capacity - pinned_bytes - requirements.unevictable_bytes[device]
-        compute = [
-            seconds if vertex.device == device and vertex.kind is VertexKind.KERNEL else 0.0
-            for vertex, seconds in zip(requirements.order, requirements.seconds, strict=True)
-        ]
         rank = {buffer: order for order, buffer in enumerate(at_end)}
         uses = [
             (use, rank.get(i, 0) if use == requirements.end else 0, i)
@@ -249,7 +232,7 @@ class _SwapScheduler:
             for use in state.uses[i]
         ]
         in_order = [(use, i) for use, _, i in sorted(uses)]
-        return _DeviceState(device, memory, unpromised, in_order, [0.0, *accumulate(compute)])
+        return _DeviceState(device, memory, unpromised, in_order)
 
     def _memory(self, buffer: int) -> ByteCounter:
         return self.devices[self.buffers[buffer].device].memory
@@ -449,11 +432,6 @@ class _SwapScheduler:
             device.deferred.append(index)
         if not resident and not too_early:
             if device.link_free >= until:
-                return False
-            far = device.starts[use] - device.starts[device.position] > self.prefetch_horizon
-            if far and not device.memory.fits(buffer.block):
-                # An eviction for a far reader trades a buffer that is there for one that is needed little sooner, again
-                # and again, and the link is busy with that when it matters.
                 return False
             start = max(device.link_free, self.state.on_host_at[index])
             self._reload(device, index, device.memory.allocate(index, start))
