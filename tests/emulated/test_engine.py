@@ -125,7 +125,7 @@ def test_steps_on_streams_that_nothing_orders() -> None:
 def test_an_engine_ends_after_the_copies_of_its_results() -> None:
     """Whoever gets the arena's memory next would write under them."""
     model, _ = planned()
-    current = state_of(model).current
+    current = state_of(model).memory.current
     assert current is not None
     device.hang(torch.cuda.current_stream())
     timer, due = released_after(1.0)
@@ -165,7 +165,7 @@ def test_many_batch_shapes_take_no_more_of_the_device_than_one() -> None:
     for length in (8, 12, 16, 20, 24) * 2:
         step(model, batch(length))
     torch.cuda.synchronize()
-    assert len({key[0] for key in state_of(model).plans}) == 5
+    assert len({key[0] for key in state_of(model).memory.plans}) == 5
     assert device.live_bytes(peak=True) - before <= budget + _ROUNDING
 
 
@@ -174,7 +174,7 @@ def test_a_large_budget_is_not_exceeded_by_what_the_driver_gave() -> None:
     model = llama()
     prepare(model, DiscoConfig(memory_budget="2GiB", device="cuda"))
     step(model, batch())
-    current = state_of(model).current
+    current = state_of(model).memory.current
     assert current is not None and current.budget.rounding == _ROUNDING
 
 
@@ -207,7 +207,7 @@ def short_of_time(model: Any) -> None:
 
 
 def traced(model: Any, given: Mapping[str, torch.Tensor]) -> list[Event]:
-    current = state_of(model).current
+    current = state_of(model).memory.current
     assert current is not None
     current.executor.set_tracing(True)
     model.zero_grad(set_to_none=True)
@@ -225,7 +225,7 @@ def test_a_trace_tells_when_things_ran_also_behind_work_of_the_caller() -> None:
             device.hang(torch.cuda.current_stream())
             Timer(1.0, device.release).start()
         events = traced(model, given)
-        current = state_of(model).current
+        current = state_of(model).memory.current
         assert current is not None
         seconds = current.executor.counters()["step_seconds"]
         assert max(event.end for event in events) <= seconds

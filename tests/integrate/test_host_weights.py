@@ -340,7 +340,7 @@ def test_auto_goes_by_the_budget() -> None:
         homes.append(state.setup.optimizer.value)
     assert homes == ["host", "device"]
     adapter = find_state(prepare(tiny_lora(), config(optimizer="auto", memory_budget=1024)))
-    assert adapter is not None and adapter.optimizer.value == "device", "an adapter is not most of the weights"
+    assert adapter is not None and adapter.setup.optimizer.value == "device", "an adapter is not most of the weights"
 
 
 def test_several_processes_on_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
