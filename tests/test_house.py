@@ -4,14 +4,10 @@ and classes stay small. A list of exceptions may only shrink: an entry that is n
 from __future__ import annotations
 
 import ast
-from collections import Counter
 import functools
-from tests.test_imports import CODE
-from tests.test_imports import PACKAGE
-from tests.test_imports import ROOT
-from tests.test_imports import imports
-from tests.test_imports import name_of
+from collections import Counter
 
+from tests.test_imports import CODE, PACKAGE, ROOT, imports, name_of
 
 ENTRY_POINTS = {
     "disco_accel": "the public names",
