@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,6 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from disco_accel.capture.captured_step import CapturedStep, InputBinding
 from disco_accel.errors import ConfigError
-from disco_accel.graph.passes import run_passes
 from disco_accel.measure.quantised_estimate import packed, packed_bytes, part_vertices
 from disco_accel.quantised.forms import PackedForm, PackedWeight
 from disco_accel.quantised.libraries import form_of_config, library_of_form
@@ -148,8 +147,6 @@ def with_packed_weights(
             for vertex, part in places.get(binding.vertex, ()):
                 yield InputBinding(vertex, binding.source, binding.name + part.suffix, part.spec)
 
-    applied = list(captured.passes)
-    graph = run_passes(captured.graph, [packed(packing, form)], applied)
     before = {v.id: v.sizes[0] for v in captured.graph.vertices}
     sizes = PackedWeights(form, len(packing), sum(map(packed_bytes, packing.values())), sum(before[v] for v in packing))
-    return replace(captured, graph=graph, bindings=tuple(bindings()), passes=tuple(applied)), sizes
+    return captured.through([packed(packing, form)], bindings=tuple(bindings())), sizes

@@ -16,7 +16,7 @@ from benchmarks.planner.captures import Workload, lora_outline, prompt_outline
 from benchmarks.simulated_devices.cells import MEMORY, SPEEDS, Cell, Kind
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.files import fingerprint
-from disco_accel.graph.passes import arena_of, run_passes
+from disco_accel.graph.passes import arena_of
 from disco_accel.graph.taskgraph import TaskGraph, VertexKind
 from disco_accel.measure.costs import Estimated
 from disco_accel.plan.bound.lower_bound import Bound, bound_of
@@ -79,7 +79,7 @@ class Subject:
     def graph(self) -> TaskGraph:
         """What is planned: each device with the budget's arena."""
         arena = self.facts.split(self.step.costs.workspaces, in_blocks=self.step.costs.in_blocks).arena
-        return run_passes(self.step.graph, [arena_of(max(arena, self.step.graph.devices[0].alignment))])
+        return arena_of(max(arena, self.step.graph.devices[0].alignment)).run(self.step.graph)
 
 
 @lru_cache(maxsize=1)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
-from disco_accel.graph.passes import AppliedPass
+from disco_accel.graph.passes import AppliedPass, GraphPass, applied_pass, run_passes
 from disco_accel.graph.taskgraph import Ref, TaskGraph, TensorSpec
 
 
@@ -81,6 +82,18 @@ class CapturedStep:
     differentiated: int = 1
     passes: tuple[AppliedPass, ...] = ()
     kept_casts: Mapping[str, str] = field(default_factory=dict)
+
+    def rewritten(self, name: str, effect: str, graph: TaskGraph, **fields: Any) -> CapturedStep:
+        """The step with ``graph``, noted as the result of one more pass, and with other ``fields``."""
+        return replace(
+            self, graph=graph, passes=(*self.passes, applied_pass(name, effect, self.graph, graph)), **fields
+        )
+
+    def through(self, passes: Iterable[GraphPass], **fields: Any) -> CapturedStep:
+        """The step whose graph has been through ``passes`` more, with other ``fields``."""
+        applied = list(self.passes)
+        graph = run_passes(self.graph, passes, applied)
+        return replace(self, graph=graph, passes=tuple(applied), **fields)
 
     @functools.cached_property
     def copies(self) -> frozenset[int]:

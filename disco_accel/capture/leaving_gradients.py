@@ -12,7 +12,6 @@ import torch
 
 from disco_accel.capture.captured_step import CapturedStep
 from disco_accel.graph.check import after_gate
-from disco_accel.graph.passes import GraphPass, run_passes
 from disco_accel.graph.taskgraph import Device, Ref, TaskGraph, TensorSpec, Vertex, VertexKind
 from disco_accel.graph.traits import MADE_FOREIGN
 from disco_accel.graph.values import arrives_at_gate
@@ -41,10 +40,7 @@ def with_leaving_gradients(captured: CapturedStep) -> CapturedStep:
         return captured
     held = {value.ref[0] for value in (*captured.outputs, *captured.gradients) if value.ref not in leaving}
     effect = "gradients to host memory as soon as they are final"
-    applied = list(captured.passes)
-    made = GraphPass("leaving gradients", effect, lambda graph: _with_transfers(graph, leaving, held))
-    graph = run_passes(captured.graph, [made], applied)
-    return replace(captured, graph=graph, passes=tuple(applied))
+    return captured.rewritten("leaving gradients", effect, _with_transfers(captured.graph, leaving, held))
 
 
 def leaving_by(graph: TaskGraph) -> dict[Ref, int]:

@@ -189,8 +189,9 @@ def _plan(options: argparse.Namespace, parallel: str | None) -> dict[str, Any]:
     from disco_accel.native.backend import backend_of_kind
     from disco_accel.observe.forecast import forecast, forecast_text, passes_text, write_forecast
     from disco_accel.step.compile.pipeline import PlannerSettings
-    from disco_accel.step.compile.planned_step import StepToPlan, plan_in_chunks
+    from disco_accel.step.compile.planned_step import STAGES, StepToPlan, plan_in_chunks
     from disco_accel.step.compile.several_devices import Sharing
+    from disco_accel.step.compile.stages import stages_text
 
     outlined, costs, config = _outlined(options, parallel)
     facts = outlined.facts(_memory(options, config))
@@ -211,6 +212,8 @@ def _plan(options: argparse.Namespace, parallel: str | None) -> dict[str, Any]:
         more |= {"devices": _device_count(config), "parallel": _parallel(config)}
     if outlined.packed is not None:
         more["quant"] = outlined.packed.as_dict()
+    if options.passes:
+        print(stages_text(STAGES), file=sys.stderr)
     try:
         made = plan_in_chunks(asked)
     except BudgetTooSmall as error:

@@ -11,7 +11,7 @@ from disco_accel.decompose.fastest_way import fastest_plan, fastest_with_room
 from disco_accel.decompose.layers import placements, way_fits
 from disco_accel.decompose.neighbours import from_neighbours, weights_fit
 from disco_accel.decompose.spread import SpreadGraph, spread
-from disco_accel.graph.passes import AppliedPass, GraphPass, run_passes
+from disco_accel.graph.passes import AppliedPass, applied_pass
 from disco_accel.graph.taskgraph import Device, TaskGraph
 from disco_accel.plan.common.serial_orders import unlimited_run
 from disco_accel.plan.quick_plan import quick_seconds
@@ -58,8 +58,8 @@ def over_devices(
     sent = _faster_neighbours(done, machine) if peers and not weights_fit(done.graph) else None
     if sent is not None:
         done, effect = sent, f"{effect}, weights from neighbours"
-    graph = run_passes(graph, [GraphPass("devices", effect, lambda _: done.graph)], applied)
-    return _followed(captured, done), graph
+    applied.append(applied_pass("devices", effect, graph, done.graph))
+    return _followed(captured, done), done.graph
 
 
 def _faster_neighbours(done: SpreadGraph, machine: Machine) -> SpreadGraph | None:

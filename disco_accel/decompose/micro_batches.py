@@ -15,7 +15,6 @@ from disco_accel.capture.captured_step import CapturedStep, InputSource, ValueBi
 from disco_accel.capture.leaving_gradients import dense
 from disco_accel.errors import CaptureError
 from disco_accel.graph.check import after_gate
-from disco_accel.graph.passes import GraphPass, run_passes
 from disco_accel.graph.taskgraph import (
     OpCall,
     OpResult,
@@ -50,18 +49,10 @@ def on_parts(
         CaptureError: the step returns more than a loss, or its backward draws random numbers.
     """
     made = _Parts(captured, count, divided, itemsize)
-    applied = list(captured.passes)
     effect = f"the same kernels for each of {count} parts of the batch; sums of losses and gradients"
-    graph = run_passes(captured.graph, [GraphPass("parts", effect, lambda _: made.graph())], applied)
+    graph, bindings = made.graph(), tuple(made.bindings)
     outputs, gradients = made.outputs, made.gradients
-    whole = replace(
-        captured,
-        graph=graph,
-        bindings=tuple(made.bindings),
-        outputs=outputs,
-        gradients=gradients,
-        passes=tuple(applied),
-    )
+    whole = captured.rewritten("parts", effect, graph, bindings=bindings, outputs=outputs, gradients=gradients)
     return StepOnParts(whole, made.part_of)
 
 

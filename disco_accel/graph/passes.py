@@ -56,10 +56,14 @@ def run_passes(graph: TaskGraph, passes: Iterable[GraphPass], applied: list[Appl
     for each in passes:
         result = each.run(graph)
         if applied is not None:
-            changed = changes(graph, result)
-            applied.append(AppliedPass(each.name, each.effect, totals(graph), totals(result), changed))
+            applied.append(applied_pass(each.name, each.effect, graph, result))
         graph = result
     return graph
+
+
+def applied_pass(name: str, effect: str, before: TaskGraph, after: TaskGraph) -> AppliedPass:
+    """What a pass of this ``name`` did."""
+    return AppliedPass(name, effect, totals(before), totals(after), changes(before, after))
 
 
 def totals(graph: TaskGraph) -> GraphTotals:

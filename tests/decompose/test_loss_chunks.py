@@ -64,6 +64,6 @@ def test_chunks_of_the_loss_are_tried_only_where_they_may_help(monkeypatch: pyte
     def tried(*_: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(planned_step, "_chunked", tried)
+    monkeypatch.setattr(planned_step, "in_chunks", tried)
     assert planned(5e9, "auto", 1 << 30)[0].chunks is None
     assert planned(5e9, "auto", 56 << 20, plan_seconds=0.0)[0].chunks is None

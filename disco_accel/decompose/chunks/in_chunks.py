@@ -15,7 +15,6 @@ from disco_accel.decompose.chunks.loops import loops_of
 from disco_accel.decompose.chunks.rewrite import Rewriting, StaysWhole
 from disco_accel.decompose.chunks.runs import at_the_ends, reads_its_chunk, runs_of
 from disco_accel.graph.check import after_gate
-from disco_accel.graph.passes import GraphPass, run_passes
 from disco_accel.graph.taskgraph import Ref, TaskGraph, Vertex, VertexKind
 from disco_accel.graph.values import host_copy_exists, is_handed_out, overwrites
 
@@ -43,23 +42,13 @@ def in_chunks(
 
     Weights do not count: they are needed whole by each chunk. ``device``: where the step runs.
     """
-    graph = captured.graph
     made = _Attempt(captured, count, large, CallResults(device), large if value is None else value)
-    applied = list(captured.passes)
     effect = f"kernels of more than {large} bytes in up to {count} chunks"
     rewriting = made.rewritten()
-    vertices = (*rewriting.vertices,)
-    graph = run_passes(
-        graph, [GraphPass("chunks", effect, lambda g: replace(g, vertices=vertices, ops=rewriting.calls))], applied
-    )
+    graph = replace(captured.graph, vertices=(*rewriting.vertices,), ops=rewriting.calls)
+    outputs, gradients = _whole(captured.outputs, rewriting), _whole(captured.gradients, rewriting)
     return StepInChunks(
-        replace(
-            captured,
-            graph=graph,
-            outputs=_whole(captured.outputs, rewriting),
-            gradients=_whole(captured.gradients, rewriting),
-            passes=tuple(applied),
-        ),
+        captured.rewritten("chunks", effect, graph, outputs=outputs, gradients=gradients),
         rewriting.of,
         len(made.chunked),
         sum(bool(kernel.sums) for kernel in made.chunked.values()),

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from disco_accel.capture.captured_step import CapturedStep, InputBinding, InputSource, ValueBinding
 from disco_accel.decompose.micro_batches import StepOnParts
 from disco_accel.decompose.tensor.placements import ALL_GATHER, ALL_REDUCE, OfRank
-from disco_accel.graph.passes import GraphPass, run_passes
 from disco_accel.graph.taskgraph import (
     Arg,
     OpCall,
@@ -46,17 +45,10 @@ def on_ranks(
     work of other ranks that nothing reads is left out. ``itemsize``: bytes of an element by dtype.
     """
     made = _Ranks(captured, shards, ranks, itemsize, in_slices)
-    applied = list(captured.passes)
     effect = f"the same kernels on each of {ranks} ranks, with their parts of weights; sums over ranks"
-    graph = run_passes(captured.graph, [GraphPass("ranks", effect, lambda _: made.graph())], applied)
-    whole = replace(
-        captured,
-        graph=graph,
-        bindings=tuple(made.bindings),
-        outputs=made.handed_out(captured.outputs),
-        gradients=made.handed_out(captured.gradients),
-        passes=tuple(applied),
-    )
+    graph, bindings = made.graph(), tuple(made.bindings)
+    outputs, gradients = made.handed_out(captured.outputs), made.handed_out(captured.gradients)
+    whole = captured.rewritten("ranks", effect, graph, bindings=bindings, outputs=outputs, gradients=gradients)
     return StepOnParts(whole, made.part_of)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.execute.executor import arena_bytes
 from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.passes import arena_of, run_passes
+from disco_accel.graph.passes import arena_of
 from disco_accel.plan import Machine
 from disco_accel.plan.infeasible import Infeasible
 from disco_accel.plan.planning_process import PlanningProcess
@@ -173,7 +173,7 @@ class PlanSet:
         plan = _planned(sample, arena, self.recipe, seconds, elsewhere)
         if plan is None or plain.host_bytes(plan) > self._host_memory:
             return
-        graph = run_passes(sample.graph, [arena_of(arena)])
+        graph = arena_of(arena).run(sample.graph)
         new: dict[str, Any] = {
             "graph": graph,
             "plan": plan,

@@ -179,7 +179,7 @@ def replan(
 ) -> MemGraph:
     """Another verified plan of a graph that has its costs, in an arena of ``memory`` bytes; ``elsewhere`` as in
     ``plan_step``. Raises as ``make_plan``."""
-    sized = run_passes(graph, [arena_of(memory)])
+    sized = arena_of(memory).run(graph)
     key = "" if store is None else _fingerprint(sized, settings, store)
     plan = None if store is None else store.cache.load(key, sized, cyclic=True)
     if plan is not None:

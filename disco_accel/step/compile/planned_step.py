@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -16,7 +16,6 @@ from disco_accel.decompose.chunks.in_chunks import StepInChunks, in_chunks
 from disco_accel.decompose.micro_batches import StepOnParts
 from disco_accel.errors import BudgetTooSmall
 from disco_accel.graph.check import largest_need
-from disco_accel.graph.passes import run_passes
 from disco_accel.measure.costs import Costs
 from disco_accel.plan import Machine
 from disco_accel.plan.bound.peak_kernel_cost import bound_without_peaks, usual_need
@@ -25,7 +24,8 @@ from disco_accel.simulate.simulator import simulate
 from disco_accel.step.compile import pipeline
 from disco_accel.step.compile.budget_parts import BudgetFacts
 from disco_accel.step.compile.pipeline import CostedStep, PlannedStep, PlannerSettings, PlanStore, plan_step, with_costs
-from disco_accel.step.compile.several_devices import Sharing, on_devices
+from disco_accel.step.compile.several_devices import SHARING_STAGES, Sharing, on_devices
+from disco_accel.step.compile.stages import ChunkSizes, PlanningStage, StagedStep, run_stages
 
 logger = logging.getLogger("disco_accel")
 
@@ -107,12 +107,12 @@ def plan_in_chunks(step: StepToPlan) -> StepWithPlan:
             some that are enough.
     """
     if step.chunks == 1:
-        return _planned(step, step.whole, None)
+        return _planned(step, _prepared(step, None))
     if step.chunks != "auto":
-        return _told(_planned(step, *_as_asked(step, step.chunks)))
-    if _largest_need(step.whole) <= step.arena:
+        return _told(_planned(step, _as_asked(step, step.chunks)))
+    if _largest_need(step.whole.captured) <= step.arena:
         with suppress(BudgetTooSmall, Infeasible):
-            return _told(_shorter(step, _planned(step, step.whole, None, names_needed=False)))
+            return _told(_shorter(step, _planned(step, _prepared(step, None), names_needed=False)))
     step.say("the step does not fit whole, trying chunks of large kernels")
     return _told(_fewest(step))
 
@@ -120,9 +120,9 @@ def plan_in_chunks(step: StepToPlan) -> StepWithPlan:
 def _fewest(step: StepToPlan) -> StepWithPlan:
     """In the fewest chunks of the fewest kernels that fit, or in the next more as long as that is shorter."""
     best: StepWithPlan | None = None
-    for whole, chunked in _attempts(step):
+    for prepared in _attempts(step):
         try:
-            made = _planned(step, whole, chunked, names_needed=False)
+            made = _planned(step, prepared, names_needed=False)
         except (BudgetTooSmall, Infeasible):
             if best is not None:
                 break
@@ -133,8 +133,8 @@ def _fewest(step: StepToPlan) -> StepWithPlan:
     if best is not None:
         return best
     # The same kernels whatever the budget: one that a refusal names is enough for them the next time.
-    large = _largest_need(step.whole) // _NAMED
-    return _planned(step, *_chunked(step, _NAMED, large, large // _OF_ONE))
+    large = _largest_need(step.whole.captured) // _NAMED
+    return _planned(step, _prepared(step, ChunkSizes(_NAMED, large, large // _OF_ONE)))
 
 
 def _shorter(step: StepToPlan, whole: StepWithPlan) -> StepWithPlan:
@@ -154,12 +154,13 @@ def _shorter(step: StepToPlan, whole: StepWithPlan) -> StepWithPlan:
     large = _UNUSUAL * usual_need(graph, step.machine)
     best, fastest, count = whole, seconds, 2
     while count <= MOST_CHUNKS:
-        parts, chunked = _chunked(step, count, large, large)
-        if chunked.most < count:
+        prepared = _prepared(step, ChunkSizes(count, large, large))
+        chunked = prepared.chunked
+        if chunked is None or chunked.most < count:
             break
         step.say(f"trying {chunked.kernels} kernels in {count} chunks")
         try:
-            made = _planned(step, parts, chunked, names_needed=False)
+            made = _planned(step, prepared, names_needed=False)
         except (BudgetTooSmall, Infeasible):
             break
         if (shorter := _seconds(made, step)) > _GOES_ON * fastest:
@@ -168,62 +169,96 @@ def _shorter(step: StepToPlan, whole: StepWithPlan) -> StepWithPlan:
     return best if fastest <= _WORTH_MORE * seconds else whole
 
 
-def _as_asked(step: StepToPlan, count: int) -> tuple[StepOnParts, StepInChunks]:
+def _as_asked(step: StepToPlan, count: int) -> StagedStep:
     """In ``count`` chunks: the same kernels, and bits, whatever the budget."""
-    large = _largest_need(step.whole) // _LARGE[-1]
-    return _chunked(step, count, large, large // _OF_ONE)
+    large = _largest_need(step.whole.captured) // _LARGE[-1]
+    return _prepared(step, ChunkSizes(count, large, large // _OF_ONE))
 
 
-def _largest_need(whole: StepOnParts) -> int:
+def _largest_need(captured: CapturedStep) -> int:
     """Bytes that one kernel needs by itself: no plan of this graph has less."""
-    graph = whole.captured.graph
+    graph = captured.graph
     return max(largest_need(graph, device.id)[0] for device in graph.devices if not device.host)
 
 
-def _attempts(step: StepToPlan) -> Iterator[tuple[StepOnParts, StepInChunks]]:
+def _attempts(step: StepToPlan) -> Iterator[StagedStep]:
     """The largest kernels in 2 chunks, then more kernels, then in 4, 8 and so on, as long as that makes kernels
     smaller. Those of which one kernel alone does not fit are left out."""
-    count, tried, least = 2, (0, 1), _largest_need(step.whole)
+    count, tried, least = 2, (0, 1), _largest_need(step.whole.captured)
     while count <= MOST_CHUNKS:
         most, before = tried[1], least
         for share in _LARGE:
             large = step.arena // share
-            whole, chunked = _chunked(step, count, large, large if share == _LARGE[0] else large // _OF_ONE)
-            if not chunked.kernels or (chunked.kernels, chunked.most) == tried:
+            prepared = _prepared(step, ChunkSizes(count, large, large if share == _LARGE[0] else large // _OF_ONE))
+            chunked = prepared.chunked
+            if chunked is None or not chunked.kernels or (chunked.kernels, chunked.most) == tried:
                 continue
-            tried, need = (chunked.kernels, chunked.most), _largest_need(whole)
+            tried, need = (chunked.kernels, chunked.most), _largest_need(prepared.captured)
             least = min(least, need)
             if need <= step.arena:
                 step.say(f"trying {chunked.kernels} kernels in up to {chunked.most} chunks")
-                yield whole, chunked
+                yield prepared
         if tried[1] <= most or step.arena < least > _MUCH_LESS * before:
             return
         count *= 2
 
 
-def _chunked(step: StepToPlan, count: int, large: int, value: int) -> tuple[StepOnParts, StepInChunks]:
-    """The step with kernels that move more than ``large`` bytes, or make a value of more than ``value``, in ``count``
-    chunks; packed weights are unpacked once for all of them."""
-    applied = list(step.whole.captured.passes)
-    graph = run_passes(step.whole.captured.graph, pipeline.STEP_PASSES, applied)
-    prepared = replace(step.whole.captured, graph=graph, passes=tuple(applied))
-    chunked = in_chunks(prepared, count, large, step.device, value)
-    part_of = {new: step.whole.part_of[old] for new, old in chunked.of.items() if old in step.whole.part_of}
-    return StepOnParts(chunked.captured, part_of), chunked
+def _prepared(step: StepToPlan, cut: ChunkSizes | None) -> StagedStep:
+    """The step with packed weights unpacked once for all readers, and then cut."""
+    return run_stages(StagedStep(step.whole.captured, step.whole.part_of, cut), PREPARING_STAGES, step)
 
 
-def _planned(
-    step: StepToPlan, whole: StepOnParts, chunked: StepInChunks | None, *, names_needed: bool = True
-) -> StepWithPlan:
-    captured = whole.captured
-    step.say(f"measuring {len(captured.graph.ops)} kernels")
-    # Those of a step in chunks have run before it was cut.
-    passes = None if chunked is None else ()
-    costed = with_costs(captured.graph, step.costs, captured.passes, passes)
-    step.costed(costed)
-    captured, costed = on_devices(whole, costed, step.sharing, step.facts, step.machine, peers=step.peers)
-    planned = plan_step(costed, step.facts, step.settings, store=step.store, say=step.say, names_needed=names_needed)
-    return StepWithPlan(captured, costed, planned, chunked)
+def _planned(step: StepToPlan, prepared: StagedStep, *, names_needed: bool = True) -> StepWithPlan:
+    done = run_stages(replace(prepared, names_needed=names_needed), PLANNING_STAGES, step)
+    assert done.costed is not None and done.planned is not None
+    return StepWithPlan(done.captured, done.costed, done.planned, done.chunked)
+
+
+def _dequantise(step: StagedStep, asked: StepToPlan) -> StagedStep:
+    return replace(step, captured=step.captured.through(pipeline.STEP_PASSES))
+
+
+def _cut(step: StagedStep, asked: StepToPlan) -> StagedStep:
+    if step.cut is None:
+        return step
+    chunked = in_chunks(step.captured, step.cut.count, step.cut.large, asked.device, step.cut.value)
+    part_of = {new: step.part_of[old] for new, old in chunked.of.items() if old in step.part_of}
+    return replace(step, captured=chunked.captured, part_of=part_of, chunked=chunked)
+
+
+def _cost(step: StagedStep, asked: StepToPlan) -> StagedStep:
+    asked.say(f"measuring {len(step.captured.graph.ops)} kernels")
+    costed = with_costs(step.captured.graph, asked.costs, step.captured.passes, ())
+    asked.costed(costed)
+    return replace(step, costed=costed)
+
+
+def _spread(step: StagedStep, asked: StepToPlan) -> StagedStep:
+    assert step.costed is not None
+    whole = StepOnParts(step.captured, step.part_of)
+    captured, costed = on_devices(whole, step.costed, asked.sharing, asked.facts, asked.machine, peers=asked.peers)
+    return replace(step, captured=captured, costed=costed)
+
+
+def _plan(step: StagedStep, asked: StepToPlan) -> StagedStep:
+    assert step.costed is not None
+    planned = plan_step(
+        step.costed, asked.facts, asked.settings, store=asked.store, say=asked.say, names_needed=step.names_needed
+    )
+    return replace(step, planned=planned)
+
+
+PREPARING_STAGES: tuple[PlanningStage[StepToPlan], ...] = (
+    PlanningStage("dequantise", "each reader of a packed weight gets kernels of its own that unpack it", _dequantise),
+    PlanningStage("chunks", "large kernels run in chunks, where that is asked for or nothing else fits", _cut),
+)
+PLANNING_STAGES: tuple[PlanningStage[StepToPlan], ...] = (
+    PlanningStage("costs", "kernels get seconds and scratch memory", _cost),
+    PlanningStage("devices", "kernels get their devices", _spread),
+    PlanningStage("plan", "kept weights, order, copies and addresses in the budget's arena; verified", _plan),
+)
+STAGES: tuple[PlanningStage[Any], ...] = (*SHARING_STAGES, *PREPARING_STAGES, *PLANNING_STAGES)
+"""All, in their order. Chunks of several sizes are tried, each from there on."""
 
 
 def _seconds(made: StepWithPlan, step: StepToPlan) -> float:

@@ -21,6 +21,7 @@ from disco_accel.decompose.tensor.ranks import on_ranks
 from disco_accel.plan import Machine
 from disco_accel.step.compile.budget_parts import BudgetFacts
 from disco_accel.step.compile.pipeline import CostedStep
+from disco_accel.step.compile.stages import PlanningStage, StagedStep, run_stages
 
 _OF_EACH = {"layers": "layers", "batch": "a part of the batch", "tensor": "a part of each large weight"}
 
@@ -55,12 +56,30 @@ def whole_step(captured: CapturedStep, sharing: Sharing) -> StepOnParts:
     Raises:
         CaptureError: as ``on_parts``.
     """
-    whole = StepOnParts(captured, {})
-    if sharing.parts > 1:
-        whole = on_parts(captured, sharing.parts, sharing.divided, _itemsize)
-    if sharing.cuts_weights:
-        whole = on_ranks(whole.captured, sharing.shards, sharing.devices, _itemsize)
-    return whole
+    done = run_stages(StagedStep(captured, {}), SHARING_STAGES, sharing)
+    return StepOnParts(done.captured, done.part_of)
+
+
+def _parts(step: StagedStep, sharing: Sharing) -> StagedStep:
+    if sharing.parts == 1:
+        return step
+    return _as_whole(step, on_parts(step.captured, sharing.parts, sharing.divided, _itemsize))
+
+
+def _ranks(step: StagedStep, sharing: Sharing) -> StagedStep:
+    if not sharing.cuts_weights:
+        return step
+    return _as_whole(step, on_ranks(step.captured, sharing.shards, sharing.devices, _itemsize))
+
+
+def _as_whole(step: StagedStep, whole: StepOnParts) -> StagedStep:
+    return replace(step, captured=whole.captured, part_of=whole.part_of)
+
+
+SHARING_STAGES: tuple[PlanningStage[Sharing], ...] = (
+    PlanningStage("parts", "the step on one part of a batch becomes that on all parts", _parts),
+    PlanningStage("ranks", "the step of one rank, with its parts of weights, becomes that of all ranks", _ranks),
+)
 
 
 def on_devices(

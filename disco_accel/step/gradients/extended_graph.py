@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from disco_accel.graph.passes import run_passes
 from disco_accel.graph.taskgraph import TaskGraph, TensorSpec
 from disco_accel.measure.record import OpRecord, measurements, record
 from disco_accel.step.compile.compiled_step import CompiledStep, PlannedNorms
@@ -46,4 +45,4 @@ def extended(step: CompiledStep, *, accumulate: bool, norms: bool) -> ExtendedGr
         return ExtendedGraph(step.graph, step.records)
     threads = {"compute_threads": step.engine.compute_threads, "host_threads": step.engine.host_threads}
     measured = record(graph, device=step.engine.device, only=kernels, **threads)
-    return ExtendedGraph(run_passes(graph, [measurements(measured)]), {**step.records, **measured}, old, planned)
+    return ExtendedGraph(measurements(measured).run(graph), {**step.records, **measured}, old, planned)

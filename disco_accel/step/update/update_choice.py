@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from disco_accel.execute.engine_options import EngineOptions
-from disco_accel.graph.passes import run_passes
 from disco_accel.graph.taskgraph import OpCall, TaskGraph, with_memory
 from disco_accel.measure.record import OpRecord, measurements, record
 from disco_accel.native.backend import backend_of, run_device
@@ -81,7 +80,7 @@ class UpdateChoice:
     def timed(self, on_device: Collection[int]) -> TaskGraph:
         """The graph of ``placed`` with its kernels' seconds."""
         step = self.placed(on_device)
-        return run_passes(step.graph, [measurements(self.records(step))])
+        return measurements(self.records(step)).run(step.graph)
 
     def choices(self, update_on: str, machine: Machine) -> list[UpdatePlaces]:
         """Plans are to be made of each; those with updates on the device first, the last is without any."""

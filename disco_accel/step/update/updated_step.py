@@ -13,7 +13,7 @@ from disco_accel.execute.executor import EngineOptions, Executor
 from disco_accel.execute.planned_states import planned_states
 from disco_accel.graph.check import after_gate
 from disco_accel.graph.memgraph import MemGraph
-from disco_accel.graph.passes import arena_of, run_passes
+from disco_accel.graph.passes import arena_of
 from disco_accel.measure.record import measurements
 from disco_accel.native.host_memory import bytes_of
 from disco_accel.plan import Machine
@@ -117,7 +117,7 @@ def step_with_update(
     best: tuple[float, UpdatedStep, MemGraph] | None = None
     for chosen in choices:
         updated = updates.placed(chosen.on_device)
-        graph = run_passes(updated.graph, [measurements(updates.records(updated)), arena_of(chosen.arena)])
+        graph = arena_of(chosen.arena).run(measurements(updates.records(updated)).run(updated.graph))
         say(f"planning {len(graph.ops)} kernels, {len(updated.kernels)} of them updates")
         plan = replan_if_it_fits(graph, chosen.arena, settings, store)
         if plan is None or plain.host_bytes(plan) > host_memory:
