@@ -1,7 +1,7 @@
 """A tensor store's speed: ``disco-accel bench store``.
 
 Calls through a store in a process of its own, and gets of evicted objects over bytes / link. ``--real`` runs a part of
-a sequence of uses through a store with each policy; ``store_policies.py`` has them in simulated time.
+a sequence of uses through a store with each policy; ``policies.py`` has them in simulated time.
 """
 
 from __future__ import annotations

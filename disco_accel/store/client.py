@@ -48,7 +48,7 @@ _TORCH = {number: dtype for dtype, number in _DTYPES.items()}
 
 
 @dataclass(slots=True)
-class _Written:
+class _WrittenObject:
     """An object that this process still writes: its memory, mapped when it is first got, and the descriptor."""
 
     memory: torch.Tensor
@@ -67,7 +67,7 @@ class Store:
         """See ``connect``."""
         self._channel = channel
         self._lock = threading.Lock()
-        self._written: dict[int, _Written] = {}
+        self._written: dict[int, _WrittenObject] = {}
         self._view: GrantView | None = None
         self._gpu: CudaObjects | None = None
         self._device: torch.device | None = None
@@ -143,7 +143,7 @@ class Store:
             memory = self._map(reply, file)
             if reply.amount:
                 with self._lock:
-                    first = self._written.setdefault(id, _Written(memory, file, reply))
+                    first = self._written.setdefault(id, _WrittenObject(memory, file, reply))
                 keep = first.file == file
                 memory = first.memory
             return _shaped(memory, reply)
@@ -184,7 +184,7 @@ class Store:
                 raise
             self._finish(id)
 
-    def _ask_put(self, request: Request, written: _Written) -> None:
+    def _ask_put(self, request: Request, written: _WrittenObject) -> None:
         """Ask to make ``written`` final. Where that is refused its memory can be written to again; not where the
         store is gone: the file may be final then, and is nobody's any more."""
         try:
@@ -195,7 +195,7 @@ class Store:
             self._let_write(written, True)
             raise
 
-    def _let_write(self, written: _Written, writes: bool) -> None:
+    def _let_write(self, written: _WrittenObject, writes: bool) -> None:
         if self._gpu is not None and written.reply.device == Tier.DEVICE:
             self._gpu.let_write(written.memory, writes)
         else:

@@ -59,7 +59,7 @@ def saved_activations(store: ObjectStore, min_bytes: int = MIN_BYTES) -> Iterato
         yield
 
 
-class _Step:
+class _SavedStep:
     """The steps that save to one store, from all threads. Holds no reference to the store."""
 
     def __init__(self, freer: Freer, device_bytes: int) -> None:
@@ -99,16 +99,16 @@ class _Step:
         return list(dict.fromkeys(alive))
 
 
-_steps: weakref.WeakKeyDictionary[ObjectStore, _Step] = weakref.WeakKeyDictionary()
+_steps: weakref.WeakKeyDictionary[ObjectStore, _SavedStep] = weakref.WeakKeyDictionary()
 _making = threading.Lock()
 
 
-def _step_of(store: ObjectStore) -> _Step:
+def _step_of(store: ObjectStore) -> _SavedStep:
     with _making:
         known = _steps.get(store)
     if known is not None:
         return known
-    made = _Step(freer_of(store), store.stats()["device_bytes"])
+    made = _SavedStep(freer_of(store), store.stats()["device_bytes"])
     with _making:
         return _steps.setdefault(store, made)
 
@@ -166,7 +166,7 @@ class _Stored:
 
     def __init__(
         self,
-        step: _Step,
+        step: _SavedStep,
         number: int,
         version: _Version,
         item: StoredObject,
@@ -180,7 +180,7 @@ class _Stored:
 
     def __del__(self) -> None:
         # Ctrl-C may have come before anything was set.
-        step: _Step | None = getattr(self, "_step", None)
+        step: _SavedStep | None = getattr(self, "_step", None)
         if step is not None:
             step.live.discard(self._number)
 
@@ -217,7 +217,7 @@ class _Stored:
             return self._layout.empty(memory.device).copy_(self._compact.lay_on(memory))
 
 
-def _with_room(step: _Step, ask: Callable[[], _T]) -> _T:
+def _with_room(step: _SavedStep, ask: Callable[[], _T]) -> _T:
     """``ask()`` of the store, once more where objects without a use now took the room: those that are kept for later
     uses, and those without a reference. Raises StoreFull."""
     try:
@@ -228,7 +228,7 @@ def _with_room(step: _Step, ask: Callable[[], _T]) -> _T:
         return ask()
 
 
-def _pack(store: ObjectStore, step: _Step, tensor: torch.Tensor, min_bytes: int) -> _Kept | _Stored:
+def _pack(store: ObjectStore, step: _SavedStep, tensor: torch.Tensor, min_bytes: int) -> _Kept | _Stored:
     if not _moves(tensor, min_bytes, store.device):
         return _Kept(tensor)
     if tensor.device != store.device:
@@ -264,7 +264,7 @@ def _pack(store: ObjectStore, step: _Step, tensor: torch.Tensor, min_bytes: int)
 
 
 def _object_of(
-    store: ObjectStore, step: _Step, tensor: torch.Tensor, seconds: float | None
+    store: ObjectStore, step: _SavedStep, tensor: torch.Tensor, seconds: float | None
 ) -> tuple[StoredObject, int]:
     """An object that has the bytes in which ``tensor`` lies, and the first byte of the storage that it has."""
     span = span_of(tensor)
@@ -280,7 +280,7 @@ def _object_of(
 
 
 def _new_object(
-    store: ObjectStore, step: _Step, content: torch.Tensor, seconds: float | None
+    store: ObjectStore, step: _SavedStep, content: torch.Tensor, seconds: float | None
 ) -> tuple[StoredObject, torch.Tensor]:
     step.stored += content.numel()
     return _with_room(step, lambda: store_bytes(store, content, step.freer, seconds))

@@ -65,7 +65,7 @@ class Weight:
 
 
 @dataclass(slots=True)
-class _Step:
+class _StepUses:
     """The weights used in a step in their order, and the seconds until each was used again, in this step or later."""
 
     weights: list[Weight] = field(default_factory=list)
@@ -77,7 +77,7 @@ class WeightUses:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._now, self._before = _Step(), _Step()
+        self._now, self._before = _StepUses(), _StepUses()
 
     def begin_step(self) -> None:
         """The module's forward begins."""
@@ -87,11 +87,11 @@ class WeightUses:
     def forget(self) -> None:
         """Drop all weights."""
         with self._lock:
-            self._now, self._before = _Step(), _Step()
+            self._now, self._before = _StepUses(), _StepUses()
 
     def _turn(self) -> None:
         if self._now.weights:
-            self._now, self._before = _Step(), self._now
+            self._now, self._before = _StepUses(), self._now
 
     def use(self, weight: Weight) -> tuple[float | None, list[Weight]]:
         """``weight`` is used now. Returns the seconds until it is used again, None if that is not known, and weights to
