@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from disco_accel.errors import PlanError
 from disco_accel.graph.check import check_taskgraph
 from disco_accel.graph.taskgraph import TaskGraph, with_memory
 from disco_accel.plan.bound.lower_bound import bound_of
@@ -36,8 +37,8 @@ WITHOUT: Mapping[str, TimedSettings] = {
     "prefetch_delays": replace(ALL, prefetch_delays=()),
     "busy_link": replace(ALL, busy_link=float("inf")),
     "redrafts": replace(ALL, redrafts=0),
-    "range_share": replace(ALL, range_share=0.0),
-    "large_range_share": replace(ALL, large_range_share=0.0),
+    "range_shares": replace(ALL, range_shares=()),
+    "large_range_share": replace(ALL, large_range_share=1.0),
     "descend_in_ranges_up_to": replace(ALL, descend_in_ranges_up_to=0),
     "work_in_ranges": replace(ALL, work_in_ranges=0.0),
     "retry_bonus": replace(ALL, retry_bonus=0.0),
@@ -50,6 +51,9 @@ WITHOUT: Mapping[str, TimedSettings] = {
 
 _SMALL = 1000
 """Vertices."""
+
+_SAME = 1e-4
+"""Steps that differ by no larger share are equally long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +74,13 @@ def ablate(graph: TaskGraph, memory: int, bandwidth: float, machine: Machine) ->
     bound = bound_of(graph, machine, memory).bound
     case = f"{graph.name:<20} {format_size(memory):>9} {bandwidth / 1e9:5.1f}"
     if len(graph.vertices) < _SMALL:
-        with suppress(Infeasible):
+        with suppress(Infeasible, PlanError):
             build_timed(graph, machine, cyclic=True)
     for move, settings in {"": ALL, **WITHOUT}.items():
         began = time.process_time()
         try:
             plan = build_timed(graph, machine, cyclic=True, work=SearchWork(), settings=settings)
-        except Infeasible:
+        except (Infeasible, PlanError):
             yield Outcome(case, move, None, time.process_time() - began)
             continue
         seconds = time.process_time() - began
@@ -87,10 +91,12 @@ def ablate(graph: TaskGraph, memory: int, bandwidth: float, machine: Machine) ->
 HEADER = f"{'graph':<20} {'memory':>9} {'GB/s':>5} {'without':<26} {'/bound':>7} {'step':>8} {'plan s':>7}"
 
 
-def show(outcome: Outcome, full: Outcome) -> str:
-    """Return ``outcome`` as a line beside that with all moves."""
-    ratio = "no plan" if outcome.ratio is None else f"{outcome.ratio:7.3f}"
+def show(outcome: Outcome, full: Outcome) -> str | None:
+    """Return ``outcome`` as a line beside that with all moves; None if it is like it, or neither has a plan."""
     worth = _worth(outcome, full)
+    if outcome.move and (outcome.ratio == full.ratio or (worth is not None and abs(worth) <= _SAME)):
+        return None
+    ratio = "no plan" if outcome.ratio is None else f"{outcome.ratio:7.3f}"
     change = "" if worth is None else f"{worth:+8.2%}"
     return f"{outcome.case} {outcome.move or '(all moves)':<26} {ratio} {change:>8} {outcome.seconds:7.2f}"
 
@@ -114,8 +120,8 @@ def summaries(outcomes: Iterable[Outcome]) -> Iterator[str]:
         time_ratio = sum(each.seconds for each in own) / max(1e-9, sum(full[each.case].seconds for each in own))
         mean = sum(changes) / len(changes) if changes else 0.0
         yield (
-            f"{move:<26} {len(own):>5} {len(own) - len(changes):>6} {sum(c > 1e-4 for c in changes):>14} "
-            f"{sum(c < -1e-4 for c in changes):>14} {mean:>+7.2%} {max(changes, default=0.0):>+7.2%} "
+            f"{move:<26} {len(own):>5} {len(own) - len(changes):>6} {sum(c > _SAME for c in changes):>14} "
+            f"{sum(c < -_SAME for c in changes):>14} {mean:>+7.2%} {max(changes, default=0.0):>+7.2%} "
             f"{min(changes, default=0.0):>+7.2%} {time_ratio:>6.2f}"
         )
 

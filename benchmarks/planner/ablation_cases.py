@@ -48,15 +48,6 @@ def _prefill() -> TaskGraph:
     return prefill(Workload(llama(3072, 8192, 28, 24, 8, 32000), 1, 512))
 
 
-def _mistral() -> TaskGraph:
-    from benchmarks.planner.why_cases import LLAMA_31_8B, lora_on_attention
-
-    mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "vocab_size": 32768}
-    return lora_on_attention(
-        {**LLAMA_31_8B, **mistral, "max_position_embeddings": 32768, "sliding_window": None}, 2, 2048
-    )
-
-
 def _qwen3() -> TaskGraph:
     from benchmarks.planner.why_cases import QWEN3_14B, lora_on_attention
 
@@ -88,12 +79,11 @@ def _random(seed: int) -> TaskGraph:
 
 
 CASES: Sequence[Case] = (
-    *(Case(f"random {seed}", partial(_random, seed), (None,), ((1e7, 1e8, 1e9)[seed % 3],)) for seed in range(120)),
+    *(Case(f"random {seed}", partial(_random, seed), (None,), ((1e7, 1e8, 1e9)[seed % 3],)) for seed in range(100)),
     Case("LoRA 2 layers 4x512", partial(_llama, 2, 2048, 5632, 4, 512), ("560MiB", "700MiB")),
-    Case("LoRA 6 layers 1x1024", partial(_llama, 6, 4096, 11008, 1, 1024), ("1.45GiB", "2.2GiB")),
+    Case("LoRA 6 layers 1x1024", partial(_llama, 6, 4096, 11008, 1, 1024), ("1.45GiB",)),
     Case("Qwen3 6 layers 2x512", _qwen3, ("285MiB", "340MiB")),
     Case("experts 6 layers 2x512", _experts, ("450MiB",)),
-    Case("prefill 3B 1x512", _prefill, ("400MiB", "2GiB")),
-    Case("Mistral 7B 2x2048", _mistral, ("6GiB",)),
+    Case("prefill 3B 1x512", _prefill, ("2GiB",)),
 )
 """No setting was tuned on any of them. All but the random graphs are traced anew, over fake tensors."""

@@ -236,7 +236,8 @@ def ablation(options: argparse.Namespace) -> list[moves.Outcome]:
         for outcome in moves.ablate(graph, memory, bandwidth, Machine(h2d=link, d2h=link)):
             full = full or outcome
             outcomes.append(outcome)
-            print(moves.show(outcome, full), flush=True)
+            if line := moves.show(outcome, full):
+                print(line, flush=True)
     print(moves.SUMMARY, *moves.summaries(outcomes), sep="\n")
     return outcomes
 

@@ -7,7 +7,7 @@ import heapq
 from disco_accel.plan.timed.drafts import Draft
 from disco_accel.plan.timed.live_ranges import LiveRanges
 from disco_accel.plan.timed.step_buffers import Profile
-from disco_accel.plan.timed.swap_schedule import SwapSchedule
+from disco_accel.plan.timed.swap_schedule import SwapEvent, SwapSchedule
 
 Unpacked = tuple[LiveRanges, dict[int, Profile]]
 """Live ranges that do not fit, and by device and position the bytes above the memory."""
@@ -22,6 +22,8 @@ class DraftQueue:
         self._heap: list[tuple[float, int, int, Draft, Unpacked | None]] = []
         """Promised seconds, bytes reloaded, number, draft, and what is known of its packing."""
         self._pushed = 0
+        self._schedules: dict[float, list[list[tuple[SwapEvent, int]]]] = {}
+        """Events of all drafts that were added by their seconds."""
 
     def __bool__(self) -> bool:
         return bool(self._heap)
@@ -34,8 +36,18 @@ class DraftQueue:
         """What schedules are compared by: seconds, then bytes reloaded."""
         return max(schedule.seconds, self._good), schedule.reloaded
 
-    def push(self, draft: Draft, unpacked: Unpacked | None = None) -> None:
-        """Add ``draft``, or put it back with the packing that does not fit."""
+    def add(self, draft: Draft) -> None:
+        """Add ``draft`` unless one with the same schedule was added before."""
+        equally_fast = self._schedules.setdefault(draft.schedule.seconds, [])
+        if draft.schedule.events not in equally_fast:
+            equally_fast.append(draft.schedule.events)
+            self._push(draft, None)
+
+    def put_back(self, draft: Draft, unpacked: Unpacked) -> None:
+        """Put ``draft`` back with the packing that does not fit."""
+        self._push(draft, unpacked)
+
+    def _push(self, draft: Draft, unpacked: Unpacked | None) -> None:
         self._pushed += 1
         seconds, reloaded = self.rank(draft.schedule)
         # One that has been through a few retries needs few more.

@@ -67,8 +67,11 @@ class LiveBuffer:
 
 _Key = Callable[["LiveBuffer"], tuple[float, ...]]
 
-_ORDERS_TRIED = 4
-"""So many orders are tried, all where the lowest height is asked for."""
+_FEW = 1000
+"""Up to so many buffers, and where the lowest height is asked for, all orders are tried, else the first
+``_ORDERS_OF_MANY``."""
+
+_ORDERS_OF_MANY = 4
 
 _TINY = 2000
 """Buffers smaller than one part in so many of the memory get the lowest offsets, longest lived first: above large ones
@@ -147,8 +150,9 @@ def pack(
 def _orders(buffers: Sequence[LiveBuffer], limit: int) -> Iterator[list[int]]:
     always = max((buffer.longest for buffer in buffers), default=0)
     small = (limit or _live_peak(buffers)) // _TINY
+    few = len(buffers) <= _FEW or not limit
     # Even ways put tiny buffers lowest, odd ones sort them with the others.
-    for way in range(0, 2 * _ORDERS_TRIED, 2) if limit else range(2 * len(ORDERS)):
+    for way in range(2 * len(ORDERS)) if few else range(0, 2 * _ORDERS_OF_MANY, 2):
         by, tiny = ORDERS[way // 2], 0 if way % 2 else small
 
         def key(i: int, by: _Key = by, tiny: int = tiny) -> tuple[float, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
+from functools import cached_property
 
 from disco_accel.graph.memgraph import MemGraph
 from disco_accel.graph.taskgraph import TaskGraph
@@ -31,7 +32,7 @@ from disco_accel.plan.timed.replay import live_ranges_of
 from disco_accel.plan.timed.requirement_kinds import Kind, RequirementKinds
 from disco_accel.plan.timed.search_settings import TimedSettings
 from disco_accel.plan.timed.step_buffers import Profile, StepRequirements
-from disco_accel.plan.timed.swap_schedule import SwapEvent, SwapSchedule
+from disco_accel.plan.timed.swap_schedule import SwapSchedule
 from disco_accel.simulate.simulator import Machine, simulate
 
 _WASTE_TRIED_AT = 1
@@ -132,7 +133,6 @@ class _DraftSearch:
         self.work = work
         self.machine = machine
         self.cyclic = cyclic
-        self.capacity = {device.id: device.memory // device.alignment * device.alignment for device in graph.devices}
         self.draft_capacity = {
             device.id: (device.memory - int(reserve * device.memory)) // device.alignment * device.alignment
             for device in graph.devices
@@ -142,15 +142,23 @@ class _DraftSearch:
         self.programs: dict[Kind, KeptGaps | None] = {}
         self.attempted: set[tuple[DraftOptions, int | None, tuple[int, ...]]] = set()
         self.drafted: list[tuple[Draft, DraftOptions]] = []
-        self.schedules: dict[float, list[list[tuple[SwapEvent, int]]]] = {}
-        """Events of all drafts so far by their seconds: equal ones are packed once."""
         self.range_bytes: int | None = None
         """About how many bytes the ranges have in which weights are drafted (None: they are drafted as a whole)."""
-        self.ideal = self._ideal()
         self.floor = settings.good * self.ideal
         self.queue = DraftQueue(settings.retry_bonus, self.floor)
         self.plan: MemGraph | None = None
         self.makespan = float("inf")
+
+    @cached_property
+    def capacity(self) -> dict[int, int]:
+        """Bytes by device."""
+        return {device.id: device.memory // device.alignment * device.alignment for device in self.graph.devices}
+
+    @cached_property
+    def ideal(self) -> float:
+        """Seconds of a step in this order if nothing ever had to leave."""
+        requirements = self._requirements(None) or self._requirements(self.settings.min_gap_ratios[-1])
+        return 0.0 if requirements is None else seconds_if_all_resident(requirements, self.machine, self.capacity)
 
     def over(self, share: float = 1.0) -> bool:
         """Whether the search has had ``share`` of its work, or of the user's time."""
@@ -190,30 +198,30 @@ class _DraftSearch:
             self.attempt(replace(self.best(), program_gaps=True), even_if_spent=True)
 
     def run_in_ranges(self) -> None:
-        """Draft anew with weights in ranges, and give the drafts offsets.
+        """Draft anew with weights in ranges, of one size after the other, and give the drafts offsets.
 
         The plan so far stays unless one of these is faster: ranges that have to lie side by side are harder to place,
         so that a search with them from the start may find nothing that fits."""
         memory = max(self.draft_capacity.values())
         best = self.best()
         small = len(self.graph.vertices) <= self.settings.descend_in_ranges_up_to
-        share = self.settings.range_share if small else self.settings.large_range_share
-        if self.plan is None or not share:
-            return
-        self.range_bytes = int(share * memory)
-        probe = self._requirements(None, False) or self._requirements(self.settings.min_gap_ratios[-1])
-        if self.makespan <= self.floor or probe is None or not any(each.is_range for each in probe.swappable):
-            return
-        # What was found with weights as a whole neither ends this search nor is what it goes on from.
-        self.queue.clear()
-        self.drafted = []
-        self.attempt(best)
-        if small:
-            self.run()
-        else:
-            self._attempt_by_program()
-        # No plan is faster than its draft.
-        if self.fastest() < self.makespan:
+        for share in self.settings.range_shares if small else (self.settings.large_range_share,):
+            self.range_bytes = int(share * memory)
+            probe = self._requirements(None, False) or self._requirements(self.settings.min_gap_ratios[-1])
+            in_ranges = probe is not None and any(each.is_range for each in probe.swappable)
+            if self.plan is None or self.makespan <= self.floor or not in_ranges:
+                continue
+            # What was found with weights as a whole neither ends this search nor is what it goes on from.
+            self.queue.clear()
+            self.drafted = []
+            self.attempt(best)
+            if small:
+                self.run()
+            else:
+                self._attempt_by_program()
+            # No plan is faster than its draft.
+            if self.fastest() >= self.makespan:
+                continue
             if not small:
                 self.work.part += self.settings.work_in_ranges
             self.assign_offsets()
@@ -253,7 +261,7 @@ class _DraftSearch:
         over = live.assign_offsets(self.capacity, lowest=not draft.schedule.reloaded)
         self.work.add(PLACED, live.tried)
         if over:
-            self.queue.push(draft, (live, over))
+            self.queue.put_back(draft, (live, over))
         else:
             self._keep_if_faster(live.plan(self.cyclic))
 
@@ -303,10 +311,7 @@ class _DraftSearch:
         except Infeasible:
             return None
         draft = replace(draft, retries=retries)
-        equally_fast = self.schedules.setdefault(draft.schedule.seconds, [])
-        if draft.schedule.events not in equally_fast:
-            equally_fast.append(draft.schedule.events)
-            self.queue.push(draft)
+        self.queue.add(draft)
         return draft
 
     def fastest(self) -> float:
@@ -369,11 +374,6 @@ class _DraftSearch:
     def _solve(self, requirements: StepRequirements) -> KeptGaps | None:
         self.work.add(SOLVED, requirements.end)
         return kept_gaps(requirements, self.machine, max(self.draft_capacity.values()))
-
-    def _ideal(self) -> float:
-        """Return the seconds of a step in this order if nothing ever had to leave."""
-        requirements = self._requirements(None) or self._requirements(self.settings.min_gap_ratios[-1])
-        return 0.0 if requirements is None else seconds_if_all_resident(requirements, self.machine, self.capacity)
 
     def _requirements(self, ratio: float | None, low_peak_order: bool = False) -> StepRequirements | None:
         return self.kinds.get(low_peak_order, ratio, self.range_bytes)

@@ -50,11 +50,11 @@ class TimedSettings:
     redrafts: int = 8
     """How often a draft without offsets is drafted again with less memory where its packing was above it; 0: never."""
 
-    range_share: float = 0.02
-    """Ranges of about this share of the memory in which weights are swapped; 0: they are swapped as a whole."""
+    range_shares: tuple[float, ...] = (0.1, 0.05, 0.02)
+    """Ranges of about these shares of the memory in which weights are swapped; empty: they are swapped as a whole."""
 
     large_range_share: float = 0.005
-    """As ``range_share``, of a graph that is larger than ``descend_in_ranges_up_to``."""
+    """As ``range_shares``, of a graph that is larger than ``descend_in_ranges_up_to``; 1: none."""
 
     descend_in_ranges_up_to: int = 2000
     """Vertices of a graph up to which all options are tried again with weights in ranges; of a larger one the best so
