@@ -62,8 +62,8 @@ def needed(graph: TaskGraph) -> int:
 def test_more_memory_keeps_more_and_is_never_slower() -> None:
     """From the smallest memory to memory for all: no plan is slower than that of the graph with all clones, or more
     than a twelfth slower than one in less memory, for offsets of so few buffers jump; in the largest everything is
-    kept, and nothing kept is ever offloaded. It takes at most six times the counted work of the plan with all clones; and 1.6
-    times the smallest memory is enough to keep values between recomputation and backward."""
+    kept, and nothing kept is ever offloaded. It takes at most six times the counted work of the plan with all clones;
+    and 1.6 times the smallest memory is enough to keep values between recomputation and backward."""
     graph = packed_step()
     least, found = needed(graph), clones(graph)
     steps, counts = [], []
